@@ -29,7 +29,7 @@ import script
 from finddb_figures import DEVICE, SOLVERS, VERSIONS, network_config, percentile, print_table, provenance, rows
 
 from miofind.finddb import MEMORY, RankedRows, Scope, Store, environment_id, write_release
-from miofind.finddb.packing import Packing
+from miofind.finddb.packing import HistoryCodec
 
 BOUNDS = {"median_us": 100.0, "opening_ms": 50.0}
 CREATED_AT = "2026-01-01T00:00:00.000000Z"
@@ -85,7 +85,7 @@ def _pack_answers(connection: sqlite3.Connection) -> None:
     (dictionary,) = connection.execute("SELECT value FROM meta WHERE key = 'dictionary'").fetchone()
     (payload,) = connection.execute("SELECT payload FROM answer WHERE problem_id = 1").fetchone()
     (first,) = connection.execute("SELECT network_config FROM problem WHERE id = 1").fetchone()
-    packing = Packing(dictionary)
+    packing = HistoryCodec(dictionary)
     text = packing.unpack(DEVICE, first, payload)
     connection.create_function("packed", 1, lambda key: packing.pack(DEVICE, key, text), deterministic=True)
     connection.execute(

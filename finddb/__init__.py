@@ -5,7 +5,7 @@ A leaf of the package: strings and numbers in and out, nothing of problems, solv
 
 from miofind.finddb.answers import Answer, RankedRows
 from miofind.finddb.differences import Change, ChangeKind, differences
-from miofind.finddb.layered import Layered, open_layered
+from miofind.finddb.layered import LayeredStore, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
 from miofind.finddb.migration import Upgrade, upgrade
 from miofind.finddb.open_files import is_database, is_of_database
@@ -40,7 +40,7 @@ __all__ = [
     "ChangeKind",
     "Comparison",
     "History",
-    "Layered",
+    "LayeredStore",
     "ProblemKey",
     "Prune",
     "RankedRows",

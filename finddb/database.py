@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from miofind.errors import DatabaseError, MiofindError
 from miofind.finddb import location, logs, open_files, schema
 from miofind.finddb.open_files import FileKey, OpenFile, key_of
-from miofind.finddb.packing import Packing
+from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.sqlite_file import (
     WRITER_PRAGMAS,
     LastingConnection,
@@ -124,7 +124,7 @@ class _Connections:
         self.writing = _Channel(is_writer=True)
         self.file: OpenFile | None = None
         self.version = schema.SCHEMA_VERSION
-        self.packing: Packing | None = None
+        self.packing: HistoryCodec | None = None
         self.is_immutable = False
         self._name = str(path)  # of a Path, the question takes twice as long
         self._log = Path()
@@ -390,7 +390,7 @@ class Database:
         return self._files
 
     @property
-    def packing(self) -> Packing | None:
+    def packing(self) -> HistoryCodec | None:
         """How the answers of a release are packed, None in any other file; to be asked where the file is open."""
         return self._connections.packing
 
@@ -543,7 +543,7 @@ class Database:
         self._connections.packing = None
         if version == schema.PACKED_VERSION:
             with legible():
-                self._connections.packing = Packing(schema.note(reader, "dictionary"))
+                self._connections.packing = HistoryCodec(schema.note(reader, "dictionary"))
         if version < schema.SCHEMA_VERSION:
             execute(reader, "PRAGMA temp_store=MEMORY", *schema.OLDER_AS_THIS[version])
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, RowMapping, Table, delete, func, select, unio
 from sqlalchemy.dialects.sqlite import insert
 
 from miofind.finddb import answers, packing, schema
-from miofind.finddb.packing import Packing
+from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.sqlite_file import checked_text, legible
 from miofind.finddb.validation import (
     LAST_STAMP,
@@ -174,7 +174,7 @@ def solved_problems(connection: Connection, *, is_packed: bool) -> list[ProblemK
     return [key for number, key in found.items() if number in solved]
 
 
-def history(connection: Connection, problem_id: int, key: ProblemKey, packed: Packing | None = None) -> History:
+def history(connection: Connection, problem_id: int, key: ProblemKey, packed: HistoryCodec | None = None) -> History:
     """All that is stored of a problem, in a stable order.
 
     Args:

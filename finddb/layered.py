@@ -26,7 +26,7 @@ logger = logging.getLogger("miofind")
 Result = TypeVar("Result")
 
 
-class Layered:
+class LayeredStore:
     """FindDBs in the order they are asked: the user's, which is written to, then the shipped ones.
 
     Args:
@@ -148,7 +148,7 @@ class Layered:
             for store in self._opened:
                 store.close()
 
-    def __enter__(self) -> Layered:
+    def __enter__(self) -> LayeredStore:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -208,7 +208,7 @@ class Layered:
             logger.warning("%s. Going on without it.", error)
 
 
-def open_layered(database: str | Path | None = None, *, strict: bool = False) -> Layered:
+def open_layered(database: str | Path | None = None, *, strict: bool = False) -> LayeredStore:
     """The user's FindDB over the shipped ones; nothing is opened before its first use.
 
     Args:
@@ -219,10 +219,10 @@ def open_layered(database: str | Path | None = None, *, strict: bool = False) ->
         DatabaseError: the path is a server's URL, or MIOFIND_SYSTEM_DB names nothing that exists.
     """
     user = Store(location.user_path() if database is None else database)
-    return Layered(user, [Store(path, read_only=True) for path in location.shipped_paths()], strict=strict)
+    return LayeredStore(user, [Store(path, read_only=True) for path in location.shipped_paths()], strict=strict)
 
 
-_in_use: weakref.WeakSet[Layered] = weakref.WeakSet()
+_in_use: weakref.WeakSet[LayeredStore] = weakref.WeakSet()
 
 
 def _leave_parent() -> None:

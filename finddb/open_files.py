@@ -92,7 +92,7 @@ class OpenFile:
 
 
 @dataclass(slots=True)
-class _Held:
+class _SharedFile:
     """The descriptors of one file, which of them the next user gets, and how many use it."""
 
     descriptors: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ class _Held:
     users: int = 0
 
 
-_held: dict[FileKey, _Held] = {}
+_held: dict[FileKey, _SharedFile] = {}
 _lock = threading.RLock()
 
 
@@ -121,7 +121,7 @@ def acquire(path: Path, *, to_write: bool = False) -> OpenFile:
         if held is None or (to_write and not held.is_writable):
             descriptor, is_writable = _opened(path, to_write=to_write)
             key = key_of(descriptor)
-            held = _held.setdefault(key, _Held())
+            held = _held.setdefault(key, _SharedFile())
             held.descriptors.append(descriptor)
             held.best, held.is_writable = descriptor, is_writable
         assert key is not None

@@ -39,7 +39,7 @@ _CHECK_BYTES = 4
 _BREAK = "\n\n"
 
 
-class Packing:
+class HistoryCodec:
     """How the histories of one file are packed.
 
     Args:
@@ -138,7 +138,7 @@ def text_of(history: History) -> str:
 
 
 def pack(device: str, network_config: str, text: str) -> bytes:
-    """A checksum and the text of a problem, which `Packing("")` unpacks."""
+    """A checksum and the text of a problem, which `HistoryCodec("")` unpacks."""
     plain = text.encode("ascii")
     writer = zlib.compressobj(level=0, wbits=_RAW)
     return _checksum(device, network_config, plain) + writer.compress(plain) + writer.flush()

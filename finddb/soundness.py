@@ -12,13 +12,13 @@ from sqlalchemy import ColumnElement, Connection, Executable, Table, func, selec
 
 from miofind.errors import DatabaseError
 from miofind.finddb import answers, entries, exchange, schema
-from miofind.finddb.packing import Packing, text_of
+from miofind.finddb.packing import HistoryCodec, text_of
 from miofind.finddb.sqlite_file import UnreadableEntryError, checked_text, legible
 from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope, checked_verdict
 from miofind.finddb.values import Entry, History, ProblemKey, Release, Row, Scope, Stats
 
 
-def stats(connection: Connection, path: Path | None, packing: Packing | None) -> Stats:
+def stats(connection: Connection, path: Path | None, packing: HistoryCodec | None) -> Stats:
     """Counts of what is stored; `file_bytes` counts the log beside the file too, and is 0 in memory."""
     names = [] if path is None else [path, path.with_name(path.name + "-wal")]
     per_device = (
@@ -46,7 +46,7 @@ def file_findings(connection: Connection, version: int) -> list[str]:
 
 
 def problem_findings(
-    connection: Connection, version: int, number: int, key: ProblemKey, packing: Packing | None
+    connection: Connection, version: int, number: int, key: ProblemKey, packing: HistoryCodec | None
 ) -> list[str]:
     """What is wrong with the entries and the answer of one problem; older schemas had other rules for answers."""
     where = f"{key.device} {key.network_config}"
@@ -124,7 +124,7 @@ def _entry_counts(connection: Connection) -> dict[str, Any]:
     }
 
 
-def _packed_counts(connection: Connection, packing: Packing) -> dict[str, Any]:
+def _packed_counts(connection: Connection, packing: HistoryCodec) -> dict[str, Any]:
     payloads: Any = {line.problem_id: line.payload for line in connection.execute(select(schema.answer))}
     problems = entries.problems(connection)
     with legible():

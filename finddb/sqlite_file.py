@@ -215,13 +215,13 @@ def _open(path: Path, mode: str, kind: type[_Opened]) -> _Opened:
     return connection
 
 
-class _Asked(threading.local):
+class _NextConnection(threading.local):
     """Makes the driver's connection of the next one that this thread asks an engine for."""
 
     creator: Callable[[], sqlite3.Connection]
 
 
-_asked = _Asked()
+_asked = _NextConnection()
 
 
 @functools.cache

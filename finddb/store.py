@@ -18,7 +18,7 @@ from miofind.errors import DatabaseError
 from miofind.finddb import answers, entries, exchange, location, ranking, schema, soundness
 from miofind.finddb.answers import Answer
 from miofind.finddb.database import Database
-from miofind.finddb.packing import Packing
+from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.sqlite_file import checked_text, legible
 from miofind.finddb.validation import checked_environment, checked_key, checked_reason
 from miofind.finddb.values import (
@@ -381,7 +381,7 @@ class Store:
         return self._devices[place]
 
 
-def _decoded(device: str, network_config: str, payload: Any, packing: Packing | None = None) -> Answer:
+def _decoded(device: str, network_config: str, payload: Any, packing: HistoryCodec | None = None) -> Answer:
     with legible():
         text = payload if packing is None else packing.answer_text(device, network_config, payload)
         return answers.decode(device, network_config, text)

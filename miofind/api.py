@@ -49,7 +49,7 @@ def find_solutions(
     ):
         raise _wrong_argument(problem, options, handle)
     key = (problem.network_config, options)
-    cached = handle.found.get(key)
+    cached = handle.answers.get(key)
     if cached is not None and not _measures_always(options):
         return cached.copy()
     solutions = find(problem, options, handle)
@@ -104,7 +104,7 @@ def run_solution(
         raise InvalidOptionError(
             f"solution={brief(solution)} must be a Solution: one of those that find_solutions returns"
         )
-    runner = solution.found.runners.get(solution.position) or solution.runner
+    runner = solution.solution_list.runners.get(solution.position) or solution.runner
     return runner.run(x, w, dy, out, workspace, stream)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from miofind.compiler import build
 from miofind.compiler.nvrtc import Compiled
-from miofind.compiler.sources import Source
+from miofind.compiler.sources import KernelSource
 
 _compile_source = build.compile_source
 
 
-def _faulty(source: Source, options: tuple[str, ...], arch: str) -> Compiled:
+def _faulty(source: KernelSource, options: tuple[str, ...], arch: str) -> Compiled:
     if "-DFAULT=hang" in options:
         Path(os.environ["FAULT_FOLDER"], f"hangs{os.getpid()}").touch()
         time.sleep(3600)

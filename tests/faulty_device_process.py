@@ -15,7 +15,7 @@ from waiting import wait_until
 from miofind.errors import DatabaseError, NoDeviceError
 from miofind.evaluate.evaluate import DeviceLostError
 from miofind.evaluate.executors import InProcess
-from miofind.measure.verdict import Verdict
+from miofind.measure.verdict import RaceVerdict
 from miofind.solver.candidate import Outcome
 from miofind.tune.values import TuneFinished
 from miofind.tune.worker import Worker
@@ -29,7 +29,7 @@ _jobs = 0
 _ends = False
 
 
-def _run(self: InProcess, job: Any) -> Iterator[Outcome | Verdict]:
+def _run(self: InProcess, job: Any) -> Iterator[Outcome | RaceVerdict]:
     global _jobs, _ends
     _jobs += 1
     number = self._device.memory_bytes  # the tests number their devices so

@@ -22,7 +22,7 @@ from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
 from miofind.measure.race import Entrant, Race
 from miofind.measure.timer import Timer
-from miofind.measure.verdict import Comparison, Finalist, judge
+from miofind.measure.verdict import Finalist, PairedComparison, judge
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 
@@ -140,7 +140,7 @@ def null_test(
     """
     invoker = _invoker(problem, device, compiler, options.find)
     repeats = options.repeats
-    equal, slowed, scaled = _Tally(), _Tally(), _Tally()
+    equal, slowed, scaled = _PairTally(), _PairTally(), _PairTally()
     with Timer(problem, device, compiler) as timer:
         for swapped in _alternating(options.pairs):
             pair = _pair(timer, invoker, invoker, swapped=swapped)
@@ -198,7 +198,7 @@ class _Pair:
 
     first_ms: list[float]
     second_ms: list[float]
-    comparison: Comparison | None
+    comparison: PairedComparison | None
     is_contended: bool
 
     @property
@@ -250,7 +250,7 @@ def _pair(timer: Timer, first: Invoker, second: Invoker, *, swapped: bool) -> _P
     )
 
 
-class _Tally:
+class _PairTally:
     """Counts pairs."""
 
     def __init__(self) -> None:

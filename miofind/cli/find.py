@@ -184,7 +184,7 @@ def _show(found: _Found, top: int | None, options: FindOptions) -> None:
     untied = [solution.time_ms for solution in solutions[:top] if "tie" not in notes_of(solution)]
     if options.order is not Order.WORKSPACE and untied != sorted(untied):
         print_text("a slower one above a faster one is its tie: of ties the smaller workspace, then error, comes first")
-    print_text(*_gaps_text(solutions[0].found.gaps, options.budget_s))
+    print_text(*_gaps_text(solutions[0].solution_list.gaps, options.budget_s))
     if found.wider_bounds:
         left_out = ", ".join(f"{count} of {name}" for name, count in found.wider_bounds.items())
         print_text(f"configurations left out for wider error bounds, unless --max-error lets them in: {left_out}")
@@ -198,7 +198,7 @@ def _show(found: _Found, top: int | None, options: FindOptions) -> None:
 
 def _json(found: _Found, top: int | None) -> dict[str, object]:
     shown = [solution_json(each) | {"notes": list(notes_of(each))} for each in found.solutions[:top]]
-    gaps = found.solutions[0].found.gaps if found.solutions else Gaps()
+    gaps = found.solutions[0].solution_list.gaps if found.solutions else Gaps()
     return problem_json(found.problem) | {
         "candidates": gaps.candidates,
         "unmeasured_candidates": gaps.unmeasured,

@@ -78,7 +78,7 @@ def _check_options(line: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class SuiteOverrides:
     """Fields that replace those of every row of a suite; None leaves the row's."""
 
     batch: int | None = None
@@ -168,7 +168,7 @@ _REQUESTS = (
 
 
 def request_options(command: Command) -> Command:
-    """Suites, files and the fields of `Variant`; `requests_of` takes them, with the words of a problem."""
+    """Suites, files and the fields of `SuiteOverrides`; `requests_of` takes them, with the words of a problem."""
     for option in reversed(_REQUESTS):
         command = option(command)
     return optional_problem_argument(command)
@@ -198,14 +198,18 @@ def named_requests(
     limit: int | None,
     **variant: Any,
 ) -> list[SuiteProblem] | None:
-    """As `requests_of`; None where nothing was named and nothing is `needed`. `variant` has the fields of `Variant`."""
+    """As `requests_of`; None where nothing was named and nothing is `needed`.
+
+    Args:
+        variant: the fields of `SuiteOverrides`.
+    """
     if not (suites or csvs or line_files or fdbs or line):
         if not needed:
             return None
         raise click.UsageError(
             "name what to work on: --suite NAME, --csv FILE, --lines FILE, --fdb FILE, a driver line, or --x and --w"
         )
-    asked = Variant(**variant)
+    asked = SuiteOverrides(**variant)
     if line:
         problems = problems_of((*line, *asked.words(line)))
         named = [SuiteProblem(problem=p, suite="", layer=problem_class(p), count=1) for p in problems]

@@ -17,7 +17,7 @@ _EVERY_S = 5.0
 def counted(label: str, total: int) -> Iterator[Callable[[], None]]:
     """A function to call whenever another one of `total` is done."""
     if not stderr().is_terminal:
-        yield _Lines(label, total)
+        yield _LineProgress(label, total)
         return
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(TextColumn(label), *columns, console=stderr(), transient=True) as bar:
@@ -25,7 +25,7 @@ def counted(label: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-class _Lines:
+class _LineProgress:
     """Prints how far it is, but neither what is over at once nor that all is done."""
 
     def __init__(self, label: str, total: int) -> None:

@@ -31,7 +31,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Timing
 from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verdict, Verifier
+from miofind.verify.verifier import Verification, Verifier
 
 _SAMPLES = 15
 
@@ -42,7 +42,7 @@ class _Run:
 
     solution: Solution
     timing: Timing
-    verdict: Verdict | None
+    verdict: Verification | None
 
 
 @click.command(

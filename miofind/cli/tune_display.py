@@ -26,7 +26,7 @@ _NUMBERS = ("done", "failed", "left", "ETA", "gain")
 def display() -> Iterator[OnEvent]:
     """What to call with the events of a tuning."""
     if not stderr().is_terminal:
-        yield _Lines()
+        yield _TuneLines()
         return
     view = _View()
     with Live(console=stderr(), transient=True, refresh_per_second=4, get_renderable=view.shown):
@@ -39,7 +39,7 @@ def device_name(number: int, device: Device) -> str:
     return f"{place} {device.index if device.index >= 0 else number} {device.name}"
 
 
-class _Lines:
+class _TuneLines:
     """Prints a line for each problem that is done with and each device that is lost."""
 
     def __init__(self) -> None:

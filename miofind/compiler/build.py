@@ -21,7 +21,7 @@ from miofind.compiler.host_sources import host_hash
 from miofind.compiler.load import Kernel, load_kernel
 from miofind.compiler.nvrtc import compile_options, compile_source, toolchain
 from miofind.compiler.resources import parse_resources
-from miofind.compiler.sources import Source, read_source
+from miofind.compiler.sources import KernelSource, read_source
 from miofind.device.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
 from miofind.process.forks import follow_forks
@@ -200,7 +200,7 @@ class Compiler:
             while len(self._fresh) > _MOST_FRESH:
                 del self._fresh[next(iter(self._fresh))]
 
-    def _compile(self, source: Source, step: KernelStep, arch: str, key: str) -> Binary:
+    def _compile(self, source: KernelSource, step: KernelStep, arch: str, key: str) -> Binary:
         began = time.monotonic()
         compiled = compile_source(source, compile_options(step.options, step.defines, arch), arch)
         defines = " ".join(f"-D{name}={value}" for name, value in step.defines)
@@ -213,11 +213,11 @@ class Compiler:
         return binary
 
 
-def _source(step: KernelStep) -> Source:
+def _source(step: KernelStep) -> KernelSource:
     return read_source(step.source, step.package)
 
 
-def _key(source: Source, step: KernelStep, arch: str) -> str:
+def _key(source: KernelSource, step: KernelStep, arch: str) -> str:
     try:
         tools = toolchain()
         versions = [tools.version, tools.headers_version]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miofind.compiler.sources import Source
+from miofind.compiler.sources import KernelSource
 from miofind.device.device import INSTALL_CUDA
 from miofind.errors import CompileError, ForkedProcessError, MissingLibraryError
 
@@ -127,7 +127,7 @@ def _at_work() -> Iterator[None]:
         _compiling.discard(thread)
 
 
-def compile_source(source: Source, options: tuple[str, ...], arch: str) -> Compiled:
+def compile_source(source: KernelSource, options: tuple[str, ...], arch: str) -> Compiled:
     """The cubin of a source.
 
     Raises:
@@ -153,7 +153,7 @@ def compile_source(source: Source, options: tuple[str, ...], arch: str) -> Compi
             nvrtc.nvrtcDestroyProgram(program)
 
 
-def _compiled(program: Any, source: Source, options: tuple[str, ...], arch: str) -> Compiled:
+def _compiled(program: Any, source: KernelSource, options: tuple[str, ...], arch: str) -> Compiled:
     from cuda.bindings import nvrtc
 
     tools = toolchain()

@@ -1,8 +1,8 @@
 """CUDA sources of a package: read, their #includes gathered, hashed without comments.
 
 `#include "common/tile.cuh"` names a file from the package's root, whichever file it stands in; `#include <...>` belongs
-to the CUDA toolkit. The text that is hashed is the text that is compiled: both come from one `Source`. Files' names are
-no part of the hash: what was measured outlives a move.
+to the CUDA toolkit. The text that is hashed is the text that is compiled: both come from one `KernelSource`. The hash
+leaves out files' names: what was measured outlives a move.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COMMENT = re.compile(r"//(?:\\\r?\n|[^\n])*|/\*.*?\*/", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class KernelSource:
     """One source file with all it includes.
 
     Attributes:
@@ -59,7 +59,7 @@ class Source:
 
 
 @functools.cache
-def read_source(name: str, package: str = DEFAULT_PACKAGE) -> Source:
+def read_source(name: str, package: str = DEFAULT_PACKAGE) -> KernelSource:
     """A source file with all it includes; read once in a process.
 
     Raises:
@@ -76,7 +76,9 @@ def read_source(name: str, package: str = DEFAULT_PACKAGE) -> Source:
             headers[included] = _read(included, package, f'#include "{included}" in {includer}')
             pending.append((included, headers[included]))
     digest = _digest(name, {name: text, **headers}, ())
-    return Source(name=name, text=text, headers=MappingProxyType(headers), digest=_earlier(package).get(digest, digest))
+    return KernelSource(
+        name=name, text=text, headers=MappingProxyType(headers), digest=_earlier(package).get(digest, digest)
+    )
 
 
 def _digest(name: str, texts: Mapping[str, str], includers: tuple[str, ...]) -> str:

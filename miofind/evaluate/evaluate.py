@@ -1,6 +1,6 @@
 """What becomes of candidates: compile, verify, then race, in the process that calls.
 
-One `Job` is one problem and its candidates; `evaluate` yields an `Outcome` for each, and the race's `Verdict`. A
+One `Job` is one problem and its candidates; `evaluate` yields an `Outcome` for each, and the race's `RaceVerdict`. A
 journal hears of each candidate before it is compiled and before it is launched, so that a watcher of this process knows
 whom to blame for its end.
 """
@@ -32,9 +32,9 @@ from miofind.errors import (
 from miofind.evaluate.health import context_error, used_bytes
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
-from miofind.measure.race import Entrant, Race, RaceResult, Watcher
+from miofind.measure.race import Entrant, Race, RaceObserver, RaceResult
 from miofind.measure.timer import Timer
-from miofind.measure.verdict import Verdict
+from miofind.measure.verdict import RaceVerdict
 from miofind.process.threads import in_threads
 from miofind.solver.candidate import Candidate, Outcome, Status
 from miofind.solver.registry import Registry
@@ -73,7 +73,7 @@ class Job:
     compile_workers: int = 0
 
 
-class Phase(StrEnum):
+class JournalPhase(StrEnum):
     """What a process does next: COMPILE and RUN are a candidate's, COMPILED ends its COMPILE, PREPARE is nobody's."""
 
     PREPARE = "prepare"
@@ -86,7 +86,7 @@ class Phase(StrEnum):
 class JournalEntry:
     """An entry of the journal: written before the process does what it says. `candidate` is None for PREPARE."""
 
-    phase: Phase
+    phase: JournalPhase
     candidate: Candidate | None = None
 
 
@@ -99,7 +99,7 @@ class Poisoned:
 
 _Result = TypeVar("_Result")
 Journal = Callable[[JournalEntry], None]
-Event = Outcome | Verdict | Poisoned
+Event = Outcome | RaceVerdict | Poisoned
 
 
 class DeviceLostError(LaunchError):
@@ -133,7 +133,7 @@ def evaluate(
             yield failure
     if not ready:
         return
-    context.journal(JournalEntry(phase=Phase.PREPARE))
+    context.journal(JournalEntry(phase=JournalPhase.PREPARE))
     with contextlib.ExitStack() as stack:
         try:
             verifier = stack.enter_context(Verifier(problem, device, compiler))
@@ -144,13 +144,13 @@ def evaluate(
                 f"the memory that is free ({error})"
             ) from error
         entered: list[_Entered] = []
-        watcher = _RaceWatcher({candidate.id: candidate for candidate in ready}, device, journal)
-        race = Race(timer, job.effort, deadline=deadline, best_ms=job.best_ms, watcher=watcher)
+        observer = _JournalingObserver({candidate.id: candidate for candidate in ready}, device, journal)
+        race = Race(timer, job.effort, deadline=deadline, best_ms=job.best_ms, observer=observer)
         for candidate in ready:
             if time.monotonic() > deadline and entered:
                 break
             used = used_bytes(device)
-            context.journal(JournalEntry(phase=Phase.RUN, candidate=candidate))
+            context.journal(JournalEntry(phase=JournalPhase.RUN, candidate=candidate))
             result = context.try_out(candidate, verifier, race)
             lost = context_error(device)
             if lost:
@@ -158,24 +158,24 @@ def evaluate(
                 raise _device_lost(candidate, lost)
             if isinstance(result, _Entered):
                 entered.append(result)
-                watcher.confirms(result.candidate, functools.partial(result.confirm, verifier))
+                observer.confirms(result.candidate, functools.partial(result.confirm, verifier))
                 continue
             yield result
             if result.status is Status.OUT_OF_MEMORY and _holds_memory(device, used):
                 yield Poisoned(reason=_held(candidate.id))
-        yield from _raced(race, entered, watcher, job.incumbent)
+        yield from _raced(race, entered, observer, job.incumbent)
 
 
 def _unheard(entry: JournalEntry) -> None:
     """A journal that nobody reads."""
 
 
-def _raced(race: Race, entered: list[_Entered], watcher: _RaceWatcher, incumbent: str) -> Iterator[Event]:
+def _raced(race: Race, entered: list[_Entered], observer: _JournalingObserver, incumbent: str) -> Iterator[Event]:
     """What the race makes of those that entered it."""
     try:
-        watcher.begin()
+        observer.begin()
         finished = race.finish(incumbent=incumbent)
-        watcher.check()
+        observer.check()
     except _BrokenOffError as broken:
         yield broken.outcome
         if broken.outcome.status is Status.CRASHED:
@@ -197,7 +197,7 @@ class _BrokenOffError(Exception):
         self.reason = reason
 
 
-class _RaceWatcher(Watcher):
+class _JournalingObserver(RaceObserver):
     """Writes a race's turns into the journal, and looks after the device when one goes wrong."""
 
     def __init__(self, candidates: dict[str, Candidate], device: Device, journal: Journal | None) -> None:
@@ -216,14 +216,14 @@ class _RaceWatcher(Watcher):
         """The race begins."""
         self._used = used_bytes(self._device)
 
-    def turn(self, key: str) -> None:
-        """See `Watcher.turn`."""
+    def before_sample(self, key: str) -> None:
+        """See `RaceObserver.before_sample`."""
         self._last = key
         if self._journal is not None:
-            self._journal(JournalEntry(phase=Phase.RUN, candidate=self._candidates[key]))
+            self._journal(JournalEntry(phase=JournalPhase.RUN, candidate=self._candidates[key]))
 
     def failed(self, key: str, error: MiofindError | MemoryError) -> None:
-        """See `Watcher.failed`.
+        """See `RaceObserver.failed`.
 
         Raises:
             _BrokenOffError: the others cannot go on.
@@ -234,7 +234,7 @@ class _RaceWatcher(Watcher):
             raise _BrokenOffError(_failed(self._candidates[key], status, error), _held(key))
 
     def confirm(self, key: str, *, cut_off: bool) -> None:
-        """See `Watcher.confirm`."""
+        """See `RaceObserver.confirm`."""
         self._confirm[key](cut_off)
 
     def check(self) -> None:
@@ -341,7 +341,7 @@ class _EvaluationContext:
 
     def _attempted(self, candidate: Candidate, act: Callable[[], _Result]) -> _Result | Outcome:
         """What comes of a part of a candidate's compilation, or the outcome of one that it fails."""
-        self.journal(JournalEntry(phase=Phase.COMPILE, candidate=candidate))
+        self.journal(JournalEntry(phase=JournalPhase.COMPILE, candidate=candidate))
         try:
             result: _Result | Outcome = act()
         except MissingEnvironmentError:
@@ -349,7 +349,7 @@ class _EvaluationContext:
         except BaseException as error:  # a solver's own code may raise anything
             raise_if_interrupted(error)
             result = _failed(candidate, _status_of(error), error)
-        self.journal(JournalEntry(phase=Phase.COMPILED, candidate=candidate))
+        self.journal(JournalEntry(phase=JournalPhase.COMPILED, candidate=candidate))
         return result
 
     def try_out(self, candidate: Candidate, verifier: Verifier, race: Race) -> Outcome | _Entered:

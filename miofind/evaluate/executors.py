@@ -18,9 +18,9 @@ from typing import Protocol
 from miofind.compiler import Compiler
 from miofind.device.device import Device, Place
 from miofind.errors import InvalidOptionError, MeasurementError, MissingLibraryError
-from miofind.evaluate.evaluate import DeviceLostError, Event, Job, JournalEntry, Phase, Poisoned, evaluate
-from miofind.evaluate.measuring_child import JobDone, Setup, serve
-from miofind.measure.verdict import Verdict
+from miofind.evaluate.evaluate import DeviceLostError, Event, Job, JournalEntry, JournalPhase, Poisoned, evaluate
+from miofind.evaluate.measuring_child import JobDone, MeasuringSetup, serve
+from miofind.measure.verdict import RaceVerdict
 from miofind.process.child import ChildExit
 from miofind.process.forks import follow_forks
 from miofind.process.protocol import Failed
@@ -44,7 +44,7 @@ class Executor(Protocol):
     def prepare(self) -> None:
         """Begin what a first job would wait for; returns at once."""
 
-    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+    def run(self, job: Job) -> Iterator[Outcome | RaceVerdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one."""
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class InProcess:
     def prepare(self) -> None:
         """Nothing to begin: this process is there."""
 
-    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+    def run(self, job: Job) -> Iterator[Outcome | RaceVerdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one.
 
         Raises:
@@ -130,7 +130,7 @@ class Isolated:
             if self._child is None and self._prepared is None and not self._works:
                 self._prepared = self._new_child()
 
-    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+    def run(self, job: Job) -> Iterator[Outcome | RaceVerdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one.
 
         A crash or a hang costs its candidate alone: those that were only queued, or still raced, are tried again in a
@@ -230,7 +230,7 @@ class Isolated:
         return None
 
     def _new_child(self) -> Service:
-        setup = Setup(index=self._index, registry=self._registry)
+        setup = MeasuringSetup(index=self._index, registry=self._registry)
         return Service(serve, setup, gpu=self._device.uuid, modules=self._modules)
 
     def _complaint(self, child: Service) -> str:
@@ -342,10 +342,10 @@ class _Watch:
 
     def note(self, entry: JournalEntry) -> None:
         """Note an entry of the journal."""
-        self._running = entry.candidate if entry.phase is Phase.RUN else None
-        if entry.candidate is not None and entry.phase is Phase.COMPILE:
+        self._running = entry.candidate if entry.phase is JournalPhase.RUN else None
+        if entry.candidate is not None and entry.phase is JournalPhase.COMPILE:
             self._compiling[entry.candidate] = time.monotonic()
-        elif entry.candidate is not None and entry.phase is Phase.COMPILED:
+        elif entry.candidate is not None and entry.phase is JournalPhase.COMPILED:
             self._compiling.pop(entry.candidate, None)
         self.suspects = list(self._compiling) if self._running is None else [self._running]
 

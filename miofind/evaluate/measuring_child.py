@@ -14,7 +14,7 @@ from miofind.solver.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class MeasuringSetup:
     """What a process is there for.
 
     Attributes:
@@ -31,7 +31,7 @@ class JobDone:
     """A job is finished; the process waits for the next one."""
 
 
-def serve(parent: Parent, setup: Setup) -> None:
+def serve(parent: Parent, setup: MeasuringSetup) -> None:
     """Evaluate jobs on a device; each event of theirs is sent, and each entry of the journal before it is carried out.
 
     Raises:

@@ -18,13 +18,13 @@ from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import candidate_of, incumbent, known_times
 from miofind.find.plan import Plan, make_plan
 from miofind.find.recording import Recording, row_of, storable
-from miofind.find.rounds import Measuring, Request, searched
+from miofind.find.rounds import FindRequest, Measuring, searched
 from miofind.find.search import Search
 from miofind.find.warm_start import shared_warm_start
 from miofind.measure.effort import Effort
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
 from miofind.runtime.handle import Handle
-from miofind.runtime.solution import Found, Gaps, Solution, Source, reordered
+from miofind.runtime.solution import Gaps, Solution, SolutionList, Source, reordered
 from miofind.solver.candidate import Candidate, Outcome, Status
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def measure(
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
     gaps = Gaps()
     with handle.measuring, Recording(problem, options, handle, plan) as recording:
-        request = Request(
+        request = FindRequest(
             problem=problem, options=options, handle=handle, incumbent=incumbent(problem, handle), ahead=ahead
         )
         measuring = Measuring(request, recording)
@@ -147,7 +147,7 @@ def measure(
         answer = records.look_up(problem, options, handle, measured=measured, dynamic_only=dynamic_only)
     if not answer:
         raise _nothing_found(problem, plan, outcomes)
-    answer[0].found.gaps = gaps
+    answer[0].solution_list.gaps = gaps
     return answer
 
 
@@ -230,7 +230,7 @@ def estimates(
     planned = planned or [p for p in plan.last_resort if p.candidate.id not in failed]
     if not planned:
         raise _nothing_found(problem, plan, [])
-    found = Found(handle)
+    found = SolutionList(handle)
     found.solutions = [
         Solution(
             problem=problem,
@@ -244,7 +244,7 @@ def estimates(
             deterministic=p.deterministic,
             max_error=None,
             source=Source.PREDICTED,
-            found=found,
+            solution_list=found,
             position=i,
         )
         for i, p in enumerate(planned)
@@ -255,9 +255,9 @@ def estimates(
 def _ordered(solutions: list[Solution], options: FindOptions) -> list[Solution]:
     if options.order is Order.TIME:
         return solutions
-    found = solutions[0].found
+    found = solutions[0].solution_list
     made = reordered(sorted(solutions, key=lambda s: (s.workspace_bytes, s.time_ms)), found.handle)
-    made[0].found.gaps = found.gaps
+    made[0].solution_list.gaps = found.gaps
     return made
 
 

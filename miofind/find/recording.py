@@ -13,9 +13,8 @@ from miofind.device.environment import versions
 from miofind.find.lookup.scopes import scope_of
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.plan import Plan
-from miofind.finddb import Comparison, Row, Scope, refusal
-from miofind.finddb import Verdict as StoredVerdict
-from miofind.measure.verdict import Verdict
+from miofind.finddb import Comparison, Row, Scope, Verdict, refusal
+from miofind.measure.verdict import RaceVerdict
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate, Outcome, Status
@@ -23,7 +22,7 @@ from miofind.solver.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-Entry = TypeVar("Entry", Row, Scope, StoredVerdict)
+Entry = TypeVar("Entry", Row, Scope, Verdict)
 
 _BATCH = 32
 _LONGEST_WAIT_S = 1.0
@@ -101,7 +100,7 @@ class Recording:
         self._written_at = time.monotonic()
         self._tried: set[str] = set()
         self._momentary: dict[str, str] = {}
-        self._verdict: StoredVerdict | None = None
+        self._verdict: Verdict | None = None
         self.search_ended = False
 
     def __enter__(self) -> Recording:
@@ -123,9 +122,9 @@ class Recording:
         if not outcome.status.usable or (self._plan.spaces and self._is_due):
             self._write()
 
-    def add_verdict(self, verdict: Verdict) -> None:
+    def add_verdict(self, verdict: RaceVerdict) -> None:
         """Take the verdict of the find's last race; it is written after the rows it speaks of."""
-        self._verdict = StoredVerdict(
+        self._verdict = Verdict(
             winner=verdict.winner,
             ties=verdict.ties,
             comparisons=tuple(
@@ -180,7 +179,7 @@ class Recording:
         seeds = (f"{space.solver_id}:{config.json}" for space in self._plan.spaces for config in space.seeds)
         return bool(self._plan.spaces) and self._tried.issuperset(seeds)
 
-    def _write(self, scope: Scope | None = None, verdict: StoredVerdict | None = None) -> None:
+    def _write(self, scope: Scope | None = None, verdict: Verdict | None = None) -> None:
         rows = tuple(self._pending)
         self._written_at = time.monotonic()
         problem, handle = self._problem, self._handle

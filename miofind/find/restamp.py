@@ -69,7 +69,7 @@ class Restamped:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _ConfiguredSolver:
     """A configuration with the parts of what this release makes of it: the solution, and its packed form's."""
 
     key: ProblemKey
@@ -92,7 +92,7 @@ def codes(store: Store, compiler: Compiler) -> Iterator[Code]:
         yield from _codes(batch, compiler)
 
 
-def _asked(key: ProblemKey, solver_id: str, config: str) -> _Asked | None:
+def _asked(key: ProblemKey, solver_id: str, config: str) -> _ConfiguredSolver | None:
     device, solver = device_of(key.device), Registry.default().get(solver_id)
     if device is None or device.place is Place.CPU or solver is None:
         return None
@@ -105,10 +105,10 @@ def _asked(key: ProblemKey, solver_id: str, config: str) -> _Asked | None:
         parts = (solver.solution(problem, device, values), *((packing.pack, packing.run) if packing else ()))
     except MiofindError:
         return None
-    return _Asked(key, solver, config, device, parts)
+    return _ConfiguredSolver(key, solver, config, device, parts)
 
 
-def _codes(batch: list[_Asked], compiler: Compiler) -> Iterator[Code]:
+def _codes(batch: list[_ConfiguredSolver], compiler: Compiler) -> Iterator[Code]:
     kernels: dict[tuple[str, object, str], str] = {}
     for arch in {asked.device.arch for asked in batch}:
         steps = [s for a in batch if a.device.arch == arch for part in a.parts for s in part.kernels]

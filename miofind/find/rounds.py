@@ -32,7 +32,7 @@ _FINALS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class FindRequest:
     """What is measured, where and how.
 
     Attributes:
@@ -50,7 +50,7 @@ class Request:
 class Measuring:
     """Runs the jobs of one find and records what becomes of their candidates; its time budget begins now."""
 
-    def __init__(self, request: Request, recording: Recording) -> None:
+    def __init__(self, request: FindRequest, recording: Recording) -> None:
         self._request = request
         self._recording = recording
         self._began = time.monotonic()

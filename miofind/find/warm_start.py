@@ -18,7 +18,7 @@ from pathlib import Path
 from miofind.core.network_config import ConvolutionArguments, parse_network_config
 from miofind.core.problem import ProblemDescription
 from miofind.errors import DatabaseError, InvalidConfigError, InvalidProblemError
-from miofind.finddb import Layered, Store
+from miofind.finddb import LayeredStore, Store
 from miofind.solver.steps import Config
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class WarmStart:
             if self._known is not None:
                 self._known.setdefault(network_config, _Features.of(parse_network_config(network_config)))
 
-    def winners(self, problem: ProblemDescription, database: Layered) -> dict[str, tuple[Config, ...]]:
+    def winners(self, problem: ProblemDescription, database: LayeredStore) -> dict[str, tuple[Config, ...]]:
         """By solver, the configurations that were its fastest at the nearest problems, the nearest first.
 
         The problem itself is one of them: what won with other versions of the libraries is worth a try.
@@ -116,7 +116,7 @@ class WarmStart:
                     configs[config] = None
         return {solver_id: tuple(configs) for solver_id, configs in found.items()}
 
-    def _nearest(self, network_config: str, database: Layered) -> list[str]:
+    def _nearest(self, network_config: str, database: LayeredStore) -> list[str]:
         with self._lock:
             if self._known is None:
                 self._known = dict(self._listed(database))
@@ -126,7 +126,7 @@ class WarmStart:
         ranked = sorted((mine.distance(other), name) for name, other in alike)
         return [name for _, name in ranked[:_NEAREST]]
 
-    def _listed(self, database: Layered) -> Iterator[tuple[str, _Features]]:
+    def _listed(self, database: LayeredStore) -> Iterator[tuple[str, _Features]]:
         for store in database.layers:
             try:
                 keys = store.problems(self._device)
@@ -139,7 +139,7 @@ class WarmStart:
                 except InvalidProblemError:  # of a later release: no look-up will ask for it
                     continue
 
-    def _fastest(self, network_config: str, database: Layered) -> Iterator[tuple[str, Config]]:
+    def _fastest(self, network_config: str, database: LayeredStore) -> Iterator[tuple[str, Config]]:
         """The first configuration of each solver in an answer."""
         answer = database.answer(self._device, network_config)
         seen: set[str] = set()
@@ -155,7 +155,7 @@ class WarmStart:
 _sharing = threading.Lock()
 
 
-def shared_warm_start(database: Layered, device: str) -> WarmStart:
+def shared_warm_start(database: LayeredStore, device: str) -> WarmStart:
     """Those of a kind of device that all in this process share who have the same FindDBs open."""
     with _sharing:
         return _made(tuple(store.path or store for store in database.layers), device)

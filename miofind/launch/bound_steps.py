@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from miofind.compiler import Kernel
     from miofind.libraries.cublaslt import MatmulPlan
     from miofind.libraries.cudnn import ConvPlan
-    from miofind.libraries.cufft import FftPlan
+    from miofind.libraries.cufft import CufftPlan
 
 
 class BoundStep(Protocol):
@@ -141,7 +141,7 @@ def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[st
 
 def library_plan(
     step: MatmulStep | FftStep | CudnnStep, problem: ProblemDescription, device: Device
-) -> MatmulPlan | FftPlan | ConvPlan:
+) -> MatmulPlan | CufftPlan | ConvPlan:
     """What a library carries a step of a problem out with; any thread may bind it.
 
     A CUDA graph may hold what it has loaded on the device, which goes with it.
@@ -203,7 +203,7 @@ class BoundFft:
 
     __slots__ = ("_data", "_launch", "_workspace")
 
-    def __init__(self, step: FftStep, plan: FftPlan, place: Callable[[Pointer], BasedAddress]) -> None:
+    def __init__(self, step: FftStep, plan: CufftPlan, place: Callable[[Pointer], BasedAddress]) -> None:
         self._data = place(step.data)
         self._workspace = None if step.workspace is None else place(Pointer(buffer=step.workspace))
         self._launch = plan.launch

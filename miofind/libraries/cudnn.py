@@ -17,7 +17,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, require_cupy
 from miofind.errors import LaunchError
 from miofind.libraries import cudnn_backend as backend
-from miofind.libraries.cudnn_backend import Attribute, Descriptor, Handle, Kind, Type
+from miofind.libraries.cudnn_backend import Attribute, CudnnHandle, Descriptor, Kind, Type
 from miofind.libraries.cudnn_graph import (
     ConvGraph,
     Mode,
@@ -100,7 +100,7 @@ def engine_plans(problem: ProblemDescription, device: Device) -> tuple[EnginePla
         return tuple(dict.fromkeys(plan for plan in offers if not _fault(plan.engine, plan.notes, problem)))
 
 
-def _handle(device: Device) -> Handle:
+def _handle(device: Device) -> CudnnHandle:
     import cupy
 
     cupy.cuda.runtime.setDevice(device.index)  # makes the device's context current in a thread that has none
@@ -224,7 +224,7 @@ class _BoundPlan:
 
     __slots__ = ("_execute", "_ids", "_packs", "_plan", "handle")
 
-    handle: Handle
+    handle: CudnnHandle
 
     def __init__(self, plan: Descriptor, ids: Mapping[str, int]) -> None:
         self._plan = plan

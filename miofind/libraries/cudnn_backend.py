@@ -122,7 +122,7 @@ class Attribute(IntEnum):
     ENGINE_NUMERICAL_NOTES = 1303
 
 
-class Library:
+class CudnnLibrary:
     """The functions of one loaded libcudnn.
 
     The calls of a run keep the interpreter's lock: they take microseconds, and giving the lock away can cost a
@@ -163,7 +163,7 @@ def _function(symbol: Any, *arguments: Any) -> Any:
 
 
 @functools.cache
-def library() -> Library:
+def library() -> CudnnLibrary:
     """The process's cuDNN: the one already loaded (PyTorch's, say), else the wheel's, else the system's.
 
     Raises:
@@ -172,7 +172,7 @@ def library() -> Library:
     for opened in (_already_loaded, _from_wheel, _from_system):
         found = opened()
         if found is not None:
-            return Library(found)
+            return CudnnLibrary(found)
     raise MissingLibraryError(f"{_SONAME} cannot be loaded: {INSTALL_CUDA}, or put it on LD_LIBRARY_PATH")
 
 
@@ -291,7 +291,7 @@ class Descriptor:
             self._library.destroy(self.pointer)
 
 
-class Handle:
+class CudnnHandle:
     """A cuDNN context of one device and the stream it uses; for one thread at a time."""
 
     __slots__ = ("_set_stream", "pointer", "stream")
@@ -311,7 +311,7 @@ class Handle:
 
 
 # Handles are lent to threads and never destroyed: destroying one synchronises the device.
-_idle: dict[int, list[Handle]] = {}
+_idle: dict[int, list[CudnnHandle]] = {}
 _lock = threading.Lock()
 
 
@@ -321,7 +321,7 @@ class _Leases:
     __slots__ = ("_idle", "handles")
 
     def __init__(self) -> None:
-        self.handles: dict[int, Handle] = {}
+        self.handles: dict[int, CudnnHandle] = {}
         self._idle = _idle
 
     def __del__(self) -> None:
@@ -337,7 +337,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def thread_handle(device_index: int) -> Handle:
+def thread_handle(device_index: int) -> CudnnHandle:
     """This thread's handle on a device, which must be current.
 
     Raises:
@@ -349,6 +349,6 @@ def thread_handle(device_index: int) -> Handle:
     if handle is None:
         with _lock:  # the documentation wants the first handle to be made alone
             idle = _idle.get(device_index)
-            handle = idle.pop() if idle else Handle()
+            handle = idle.pop() if idle else CudnnHandle()
         handles[device_index] = handle
     return handle

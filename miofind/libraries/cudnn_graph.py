@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
 from miofind.errors import LaunchError
-from miofind.libraries.cudnn_backend import Attribute, Descriptor, Handle, Kind, Type
+from miofind.libraries.cudnn_backend import Attribute, CudnnHandle, Descriptor, Kind, Type
 from miofind.libraries.cudnn_notes import Note, overdeclared_notes, undeclared_notes
 
 TENSOR_ALIGNMENT = 16
@@ -94,7 +94,7 @@ class ConvGraph:
         LaunchError: cuDNN refuses the problem.
     """
 
-    def __init__(self, problem: ProblemDescription, handle: Handle) -> None:
+    def __init__(self, problem: ProblemDescription, handle: CudnnHandle) -> None:
         self.problem = problem
         self._graph = Descriptor(Kind.OPERATION_GRAPH)
         self._graph.link(Attribute.GRAPH_OPERATIONS, _operation(problem.lifted(max(2, problem.spatial_dims))))

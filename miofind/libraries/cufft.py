@@ -18,7 +18,7 @@ from miofind.solver.steps import FftStep
 _PLANS = 256
 
 
-class FftPlan:
+class CufftPlan:
     """A batch of transforms ready to launch; made by `fft_plan`, shared between threads.
 
     Attributes:
@@ -80,7 +80,7 @@ class FftPlan:
             raise LaunchError(f"cuFFT did not start {self._what}: {error}") from error
 
 
-def fft_plan(step: FftStep, device: Device) -> FftPlan:
+def fft_plan(step: FftStep, device: Device) -> CufftPlan:
     """The plan of a step, cached by its shape and device.
 
     Raises:
@@ -91,11 +91,11 @@ def fft_plan(step: FftStep, device: Device) -> FftPlan:
 
 
 @functools.lru_cache(maxsize=_PLANS)
-def _plan(lengths: tuple[int, ...], batch: int, inverse: bool, limit: int, device_index: int) -> FftPlan:
+def _plan(lengths: tuple[int, ...], batch: int, inverse: bool, limit: int, device_index: int) -> CufftPlan:
     import cupy
 
     with cupy.cuda.Device(device_index):
-        return FftPlan(lengths, batch, inverse, limit)
+        return CufftPlan(lengths, batch, inverse, limit)
 
 
 def _made(library: Any, plan: int, shape: tuple[tuple[int, ...], int, bool]) -> int:

@@ -23,7 +23,7 @@ STEP_MS = 2.5e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
+class GemmOperand:
     """A matrix in row-major order, one for each image and group.
 
     Attributes:
@@ -50,7 +50,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class BatchedGemm:
     """out[rows, columns] = left[rows, depth] @ right[depth, columns] (+ out), for `images` times `groups` matrices.
 
     Attributes:
@@ -60,9 +60,9 @@ class Product:
     rows: int
     columns: int
     depth: int
-    left: Operand
-    right: Operand
-    out: Operand
+    left: GemmOperand
+    right: GemmOperand
+    out: GemmOperand
     images: int = 1
     groups: int = 1
     accumulate: bool = False
@@ -92,7 +92,7 @@ class Product:
 
     def _step(self, at: tuple[int, int], batch: int, images: bool) -> MatmulStep:
         # A row-major matrix is its column-major transpose, and out^T = right^T left^T.
-        def stride(operand: Operand) -> int:
+        def stride(operand: GemmOperand) -> int:
             if batch == 1:
                 return 0
             return operand.image_stride if images else operand.group_stride
@@ -168,7 +168,7 @@ class ColumnProducts:
         """Elements of the filters."""
         return self.groups * self.outputs * self.depth
 
-    def forward(self, images: ImageRange) -> Product:
+    def forward(self, images: ImageRange) -> BatchedGemm:
         """y of the images."""
         columns, y, w = self._columns(images.first_column), self._y(images.first), self._w()
         pixels, count = self._merged(images.count)
@@ -176,7 +176,7 @@ class ColumnProducts:
             return self._product((pixels, self.outputs, self.depth), columns, transpose(w), y, count)
         return self._product((self.outputs, pixels, self.depth), w, transpose(columns), transpose(y), count)
 
-    def backward_data(self, images: ImageRange) -> Product:
+    def backward_data(self, images: ImageRange) -> BatchedGemm:
         """The columns of the images."""
         columns, y, w = self._columns(images.first_column), self._y(images.first), self._w()
         pixels, count = self._merged(images.count)
@@ -185,7 +185,7 @@ class ColumnProducts:
         sizes = (self.depth, pixels, self.outputs)
         return self._product(sizes, transpose(w), transpose(y), transpose(columns), count)
 
-    def backward_weights(self, images: ImageRange, filters: Operand, *, accumulate: bool) -> Product:
+    def backward_weights(self, images: ImageRange, filters: GemmOperand, *, accumulate: bool) -> BatchedGemm:
         """w of each image, or of all of them where images merge, written to or added to `filters`."""
         columns, y = self._columns(images.first_column), self._y(images.first)
         pixels, count = self._merged(images.count)
@@ -193,17 +193,17 @@ class ColumnProducts:
         product = self._product(sizes, transpose(y), columns, filters, count)
         return dataclasses.replace(product, accumulate=accumulate)
 
-    def filters(self, buffer: str, dtype: DataType) -> Operand:
+    def filters(self, buffer: str, dtype: DataType) -> GemmOperand:
         """Gradients of w, (outputs x depth) a group and one after another for images."""
         size = self.outputs * self.depth
         stride = self.filter_size
-        return Operand(buffer=buffer, dtype=dtype, ld=self.depth, image_stride=stride, group_stride=size)
+        return GemmOperand(buffer=buffer, dtype=dtype, ld=self.depth, image_stride=stride, group_stride=size)
 
     def _product(
-        self, sizes: tuple[int, int, int], left: Operand, right: Operand, out: Operand, images: int
-    ) -> Product:
+        self, sizes: tuple[int, int, int], left: GemmOperand, right: GemmOperand, out: GemmOperand, images: int
+    ) -> BatchedGemm:
         rows, columns, depth = sizes
-        return Product(
+        return BatchedGemm(
             rows=rows,
             columns=columns,
             depth=depth,
@@ -218,22 +218,22 @@ class ColumnProducts:
     def _merged(self, images: int) -> tuple[int, int]:
         return (images * self.pixels, 1) if self.merges_images else (self.pixels, images)
 
-    def _columns(self, image: int) -> Operand:
+    def _columns(self, image: int) -> GemmOperand:
         """(pixels x depth)."""
         return self._pixels_by(self.depth, self.columns, self.columns_dtype, self.columns_pixel_major, image)
 
-    def _y(self, image: int) -> Operand:
+    def _y(self, image: int) -> GemmOperand:
         """(pixels x outputs)."""
         return self._pixels_by(self.outputs, "y", self.dtype, self.y_pixel_major, image)
 
-    def _w(self) -> Operand:
+    def _w(self) -> GemmOperand:
         """(outputs x depth)."""
         size = self.outputs * self.depth
-        return Operand(buffer=self.weights, dtype=self.dtype, ld=self.depth, group_stride=size)
+        return GemmOperand(buffer=self.weights, dtype=self.dtype, ld=self.depth, group_stride=size)
 
-    def _pixels_by(self, width: int, buffer: str, dtype: DataType, pixel_major: bool, image: int) -> Operand:
+    def _pixels_by(self, width: int, buffer: str, dtype: DataType, pixel_major: bool, image: int) -> GemmOperand:
         image_stride = self.pixels * self.groups * width
-        return Operand(
+        return GemmOperand(
             buffer=buffer,
             dtype=dtype,
             ld=self.groups * width if pixel_major else self.pixels,
@@ -244,12 +244,12 @@ class ColumnProducts:
         )
 
 
-def transpose(operand: Operand) -> Operand:
+def transpose(operand: GemmOperand) -> GemmOperand:
     """The transposed matrix in the same memory."""
     return dataclasses.replace(operand, transposed=not operand.transposed)
 
 
-def product_ms(product: Product, device: Device, *, splits: bool) -> float:
+def product_ms(product: BatchedGemm, device: Device, *, splits: bool) -> float:
     """Analytic milliseconds of a product: the larger of arithmetic and traffic, and one start a step.
 
     Arithmetic counts whole 64 x 64 tiles on the multiprocessors that 128 x 128 tiles fill. With workspace the library
@@ -276,7 +276,7 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _slowdown(operand: Operand) -> float:
+def _slowdown(operand: GemmOperand) -> float:
     """How much slower the library's kernels for operands are that no 16-byte load can fetch; measured on an H200."""
     strides = (operand.ld, operand.image_stride, operand.group_stride)
     alignment = math.gcd(TENSOR_ALIGNMENT, *(stride * operand.dtype.itemsize for stride in strides))

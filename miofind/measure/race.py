@@ -21,7 +21,7 @@ from miofind.errors import MiofindError
 from miofind.measure.backend import TimedCandidate
 from miofind.measure.effort import Effort
 from miofind.measure.timer import Timer
-from miofind.measure.verdict import MIN_ROUNDS, Finalist, Verdict, judge
+from miofind.measure.verdict import MIN_ROUNDS, Finalist, RaceVerdict, judge
 from miofind.solver.candidate import Timing
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ class RaceResult:
     failure: MiofindError | MemoryError | None = None
 
 
-class Watcher:
-    """Is told of a race's turns; this one does nothing."""
+class RaceObserver:
+    """Is told what happens in a race; this one does nothing."""
 
-    def turn(self, key: str) -> None:
+    def before_sample(self, key: str) -> None:
         """An entrant is about to be sampled."""
 
     def failed(self, key: str, error: MiofindError | MemoryError) -> None:
-        """An entrant has failed in its turn; what this raises ends the race."""
+        """An entrant has failed as it ran; what this raises ends the race."""
 
     def confirm(self, key: str, *, cut_off: bool) -> None:
         """Do nothing where an entrant's results are right still, after all its samples or the one of a cut-off.
@@ -132,7 +132,7 @@ class Race:
         effort: how long it is.
         deadline: `time.monotonic()` after which no more is measured; what was measured stands.
         best_ms: a time already reached elsewhere, for cutting off what is far behind.
-        watcher: is told whose turn it is in `finish`.
+        observer: hears of every sample and failure in `finish`.
 
     Attributes:
         final_samples: by key, the finalists' samples in milliseconds, one a round; empty before `finish` and without a
@@ -147,16 +147,16 @@ class Race:
         *,
         deadline: float = math.inf,
         best_ms: float = math.inf,
-        watcher: Watcher | None = None,
+        observer: RaceObserver | None = None,
     ) -> None:
         self._timer = timer
         self._schedule = effort.schedule
         self._deadline = deadline
         self._best_ms = best_ms
-        self._watcher = watcher or Watcher()
+        self._observer = observer or RaceObserver()
         self._runners: dict[str, _Runner] = {}
         self.final_samples: Mapping[str, list[float]] = {}
-        self.verdict: Verdict | None = None
+        self.verdict: RaceVerdict | None = None
 
     @property
     def best_ms(self) -> float:
@@ -255,9 +255,9 @@ class Race:
         """Let those fail whose results are no longer right."""
         for runner in self._runners.values():
             if runner.failure is None:
-                self._watcher.turn(runner.entrant.key)
+                self._observer.before_sample(runner.entrant.key)
                 self._attempt(
-                    runner, functools.partial(self._watcher.confirm, runner.entrant.key, cut_off=runner.cut_off)
+                    runner, functools.partial(self._observer.confirm, runner.entrant.key, cut_off=runner.cut_off)
                 )
         self.final_samples = {
             key: samples for key, samples in self.final_samples.items() if self._runners[key].failure is None
@@ -270,9 +270,9 @@ class Race:
         except (MiofindError, MemoryError) as error:
             logger.warning("%s failed in the race: %s", runner.entrant.key, error)
             runner.failure = error
-            self._watcher.failed(runner.entrant.key, error)
+            self._observer.failed(runner.entrant.key, error)
 
-    def _judged(self, incumbent: str) -> Verdict | None:
+    def _judged(self, incumbent: str) -> RaceVerdict | None:
         finalists = [
             Finalist(
                 key=key,
@@ -296,7 +296,7 @@ class Race:
         """Take further samples in chunks, until the deadline; a failure is kept, not raised."""
         while count > 0 and runner.failure is None and (always or time.monotonic() <= self._deadline):
             chunk = count if not runner.samples else min(count, max(1, int(_CHUNK_MS / runner.time_ms)))
-            self._watcher.turn(runner.entrant.key)
+            self._observer.before_sample(runner.entrant.key)
             self._attempt(runner, functools.partial(runner.take, self._timer, chunk))
             count -= chunk
 

@@ -45,7 +45,7 @@ class Finalist:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class PairedComparison:
     """A candidate against the winner.
 
     Attributes:
@@ -69,7 +69,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RaceVerdict:
     """What a final says.
 
     Attributes:
@@ -82,12 +82,12 @@ class Verdict:
 
     winner: str
     ties: tuple[str, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[PairedComparison, ...]
     rounds: int
     protocol: str
 
 
-def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") -> Verdict | None:
+def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") -> RaceVerdict | None:
     """The verdict on a final; None with fewer than two finalists or MIN_ROUNDS rounds.
 
     Whoever is not beaten by the fastest, and not clearly behind it, is a tie. Ties go to the smaller workspace, then
@@ -118,12 +118,12 @@ def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") 
     close.sort(key=preference)
     winner = close[0]
     compared = {
-        i: Comparison(candidate=finalists[i].key, low=low, high=high)
+        i: PairedComparison(candidate=finalists[i].key, low=low, high=high)
         for i, (low, high) in enumerate(_intervals(logs, winner))
         if i != winner
     }
     ties = [i for i in close if i == winner or not compared[i].is_slower]
-    return Verdict(
+    return RaceVerdict(
         winner=finalists[winner].key,
         ties=tuple(finalists[i].key for i in ties),
         comparisons=tuple(compared[i] for i in sorted(compared, key=lambda i: typical[i])),

@@ -12,7 +12,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place, check_fork
 from miofind.errors import InvalidOptionError, LaunchError, described, raise_if_interrupted, with_known_keywords
 from miofind.evaluate.executors import Executor, InProcess, Isolated
-from miofind.finddb import Layered, open_layered
+from miofind.finddb import LayeredStore, open_layered
 from miofind.launch.invoker import Invoker, InvokerCache, make_invoker
 from miofind.process.forks import follow_forks, wait_for_imports
 from miofind.runtime.refusals import Refusals
@@ -62,19 +62,19 @@ class Handle:
         self.device = as_device(device)
         self.compiler = compiler or Compiler(BinaryCache())
         self.invokers = InvokerCache()
-        self.found: dict[tuple[str, FindOptions], list[Solution]] = {}
+        self.answers: dict[tuple[str, FindOptions], list[Solution]] = {}
         self._refusals: dict[str, Refusals] = {}
         self.lock = threading.RLock()
         self.measuring = threading.RLock()
         self._database_path = database
         self._strict = strict
         self._registry = _checked(registry)
-        self._database: Layered | None = None
+        self._database: LayeredStore | None = None
         self._executors: dict[bool, Executor] = {}
         follow_forks(self)
 
     @property
-    def database(self) -> Layered:
+    def database(self) -> LayeredStore:
         """The FindDB, opened on first use."""
         if self._database is None:
             with self.lock:
@@ -138,20 +138,20 @@ class Handle:
 
     def forget_answers(self, network_config: str) -> None:
         """Drop the answers to one problem kept in this process, whatever their options: its rows have changed."""
-        for key in list(self.found):
+        for key in list(self.answers):
             if key[0] == network_config:
-                self.found.pop(key, None)
+                self.answers.pop(key, None)
 
     def remember(self, key: tuple[str, FindOptions], solutions: list[Solution]) -> None:
         """Keep an answer for this process; the oldest are dropped beyond MAX_ANSWERS."""
         with self.lock:
-            self.found[key] = solutions
-            while len(self.found) > MAX_ANSWERS:
-                self.found.pop(next(iter(self.found)))
+            self.answers[key] = solutions
+            while len(self.answers) > MAX_ANSWERS:
+                self.answers.pop(next(iter(self.answers)))
 
     def forget(self) -> None:
         """Drop answers, invokers and what solvers said of rows in this process; FindDB and binary cache stay."""
-        self.found.clear()
+        self.answers.clear()
         self._refusals.clear()
         self.invokers.clear()
 

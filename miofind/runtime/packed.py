@@ -30,7 +30,7 @@ class PackedSolution:
 
     def __init__(self, solution: Solution, w: Any, stream: Any = None) -> None:
         """See `Solution.pack`."""
-        problem, handle = solution.problem, solution.found.handle
+        problem, handle = solution.problem, solution.solution_list.handle
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             raise InvalidOptionError("weights are the result of backward weights: there is nothing to pack")
         queue = None if stream is None else operands.stream_address(stream)
@@ -98,7 +98,7 @@ class _PackedRunner(Runner):
     __slots__ = ("_packing",)
 
     def __init__(self, solution: Solution, packing: Packing) -> None:
-        super().__init__(solution.problem, solution.solver_id, solution.config, solution.found.handle)
+        super().__init__(solution.problem, solution.solver_id, solution.config, solution.solution_list.handle)
         self._packing = packing
 
     def pack(self, w: Any, queue: int | None) -> Any:

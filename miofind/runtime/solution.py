@@ -62,7 +62,7 @@ class Solution:
     samples: int = 0
     cut_off: bool = False
     contended: bool = False
-    found: Found = field(compare=False)
+    solution_list: SolutionList = field(compare=False)
     position: int = field(default=0, compare=False)
 
     @property
@@ -77,7 +77,7 @@ class Solution:
         The verdict of the problem's newest race decides, else times within 1 % are ties. Never true of an estimate, nor
         of a solution that nothing ties with. Reads the FindDB at the first question of a find.
         """
-        return self.id in self.found.ties
+        return self.id in self.solution_list.ties
 
     def __repr__(self) -> str:
         name = f"{self.solver_id} {config_text(self.config)}".rstrip()
@@ -94,7 +94,7 @@ class Solution:
     @property
     def runner(self) -> Runner:
         """What runs it, made on first use."""
-        return self.found.runner(self.position)
+        return self.solution_list.runner(self.position)
 
     def prepare(self) -> Solution:
         """Make everything ready that a first run would: compile, load, plan. Needed before a first run under capture.
@@ -164,7 +164,7 @@ class Gaps:
     solvers: tuple[str, ...] = ()
 
 
-class Found:
+class SolutionList:
     """The solutions of one find in order; each falls back to the ones behind it.
 
     Pickled, they leave their handle behind, and run with the default handle of their device where they arrive: a GPU is
@@ -185,10 +185,10 @@ class Found:
         self.runners: dict[int, Runner] = {}
         self.gaps = Gaps()
 
-    def __copy__(self) -> Found:
+    def __copy__(self) -> SolutionList:
         return self
 
-    def __deepcopy__(self, memo: object) -> Found:
+    def __deepcopy__(self, memo: object) -> SolutionList:
         return self
 
     def __getstate__(self) -> list[Solution]:
@@ -243,12 +243,12 @@ class Found:
 
 def alone(solution: Solution) -> Solution:
     """A solution found by itself, such as a loaded one."""
-    solution.found.solutions = [solution]
+    solution.solution_list.solutions = [solution]
     return solution
 
 
 def reordered(solutions: Iterable[Solution], handle: Handle) -> list[Solution]:
     """The same solutions, each falling back to the ones behind it in this order."""
-    found = Found(handle)
-    found.solutions = [replace(s, found=found, position=i) for i, s in enumerate(solutions)]
-    return found.solutions
+    made = SolutionList(handle)
+    made.solutions = [replace(s, solution_list=made, position=i) for i, s in enumerate(solutions)]
+    return made.solutions

@@ -29,7 +29,7 @@ from miofind.errors import (
 from miofind.files import read_bounded, replacing
 from miofind.finddb import is_of_database
 from miofind.runtime.handle import Handle, check_kernels, check_serves, default_handle
-from miofind.runtime.solution import Found, Solution, Source, alone
+from miofind.runtime.solution import Solution, SolutionList, Source, alone
 from miofind.solver.steps import Config, KernelStep
 
 FORMAT = "miofind-solution"
@@ -62,7 +62,7 @@ def save_solution(solution: Solution, path: Path) -> None:
         SolutionFileError: the file cannot be written, or the solution is of another release than its solver.
         CompileError: a kernel cannot be built.
     """
-    solver = solution.found.handle.registry.named(solution.solver_id)
+    solver = solution.solution_list.handle.registry.named(solution.solver_id)
     try:
         check_serves(solver, solution.problem, solution.device)
         solver.check_config(solution.problem, solution.device, solution.config)
@@ -70,7 +70,7 @@ def save_solution(solution: Solution, path: Path) -> None:
         check_kernels(steps, solution.kernel_hash, solution.id)
     except (LaunchError, InvalidConfigError) as error:
         raise SolutionFileError(f"{str(path)!r} is not written: {error}") from error
-    compiler = solution.found.handle.compiler
+    compiler = solution.solution_list.handle.compiler
     payload = {
         "network_config": solution.problem.network_config,
         "solver_id": solution.solver_id,
@@ -144,7 +144,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         source=Source(payload.get("source", Source.MEASURED)),  # the first files do not say
         kernel_hash=payload["kernel_hash"],
         **{name: payload.get(name, default) for name, default in _LATE_DEFAULTS.items()},
-        found=Found(handle),
+        solution_list=SolutionList(handle),
     )
     return alone(solution)
 

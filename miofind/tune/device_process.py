@@ -21,7 +21,7 @@ from miofind.tune.worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class DeviceProcessSetup:
     """What a process is there for.
 
     Attributes:
@@ -45,7 +45,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class QueueCall:
     """A call of the parent's queue, which answers with what that returns."""
 
     class Method(StrEnum):
@@ -67,12 +67,12 @@ class _RemoteQueue:
 
     def take(self, kind: str) -> Task | None:
         """See `TaskQueue.take`."""
-        task: Task | None = self._asked(Request.Method.TAKE, kind)
+        task: Task | None = self._asked(QueueCall.Method.TAKE, kind)
         return task
 
     def next(self, kind: str) -> Task | None:
         """See `TaskQueue.next`."""
-        task: Task | None = self._asked(Request.Method.NEXT, kind)
+        task: Task | None = self._asked(QueueCall.Method.NEXT, kind)
         return task
 
     def done(self, task: Task) -> None:
@@ -80,14 +80,14 @@ class _RemoteQueue:
 
     def give_back(self, task: Task) -> bool:
         """See `TaskQueue.give_back`."""
-        return bool(self._asked(Request.Method.GIVE_BACK, task))
+        return bool(self._asked(QueueCall.Method.GIVE_BACK, task))
 
-    def _asked(self, method: Request.Method, *arguments: object) -> Any:
-        self._parent.send(Request(method, arguments))
+    def _asked(self, method: QueueCall.Method, *arguments: object) -> Any:
+        self._parent.send(QueueCall(method, arguments))
         return self._parent.receive()
 
 
-def serve(parent: Parent, setup: Setup) -> None:
+def serve(parent: Parent, setup: DeviceProcessSetup) -> None:
     """Tune what the parent's queue has for a device. SIGTERM ends it as Ctrl-C ends a tuning: what came is recorded.
 
     Raises:
@@ -100,7 +100,7 @@ def serve(parent: Parent, setup: Setup) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _work(parent: Parent, setup: Setup) -> None:
+def _work(parent: Parent, setup: DeviceProcessSetup) -> None:
     with contextlib.ExitStack() as stack:
         cache = BinaryCache(setup.cache_directory)
         compiler = Compiler(cache)

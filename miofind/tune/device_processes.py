@@ -19,7 +19,7 @@ from miofind.process.restarts import ATTEMPTS, Restarts
 from miofind.process.service import End, Service, Silence
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import reordered
-from miofind.tune.device_process import Request, Setup, serve
+from miofind.tune.device_process import DeviceProcessSetup, QueueCall, serve
 from miofind.tune.queue import TaskQueue
 from miofind.tune.values import Task, TuneFinished, TuneLost, TuneOptions, TuneResult, TuneStarted, WorkerEvent
 from miofind.tune.worker import failed
@@ -113,10 +113,12 @@ class DeviceProcesses:
         return event
 
 
-def _setup(number: int, handle: Handle, options: TuneOptions, workers: int, modules: tuple[str, ...]) -> Setup:
+def _setup(
+    number: int, handle: Handle, options: TuneOptions, workers: int, modules: tuple[str, ...]
+) -> DeviceProcessSetup:
     device = handle.device
     handle.registry.check_travels()
-    return Setup(
+    return DeviceProcessSetup(
         number=number,
         device=replace(device, index=0) if device.uuid else device,  # it sees no other GPU
         database=str(handle.database.user.path),
@@ -133,7 +135,7 @@ class _DeviceThread(threading.Thread):
 
     def __init__(
         self,
-        setup: Setup,
+        setup: DeviceProcessSetup,
         handle: Handle,
         queue: TaskQueue,
         tell: Callable[[WorkerEvent | _Left], None],
@@ -203,11 +205,11 @@ class _DeviceThread(threading.Thread):
 
     def _take(self, process: Service, message: object) -> None:
         match message:
-            case Request():
+            case QueueCall():
                 answer = getattr(self._queue, message.method.value)(*message.arguments)
-                if message.method is Request.Method.TAKE:
+                if message.method is QueueCall.Method.TAKE:
                     self._task = answer
-                elif message.method is Request.Method.GIVE_BACK:
+                elif message.method is QueueCall.Method.GIVE_BACK:
                     self._task = None
                 process.send(answer)
             case TuneFinished():

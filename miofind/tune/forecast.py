@@ -66,7 +66,7 @@ class Forecast:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _PlanTally:
     """What is planned so far: estimated times a problem, solvers, steps by binary, known times over their estimates."""
 
     times_ms: list[list[float]] = field(default_factory=list)
@@ -84,7 +84,7 @@ def forecast(requests: Sequence[SuiteProblem], handles: Sequence[Handle], option
         requests: those of the kind, as `tasks_of` gives them.
         handles: of the kind; virtual devices will do.
     """
-    handle, tally = handles[0], _Tally()
+    handle, tally = handles[0], _PlanTally()
     for request in requests:
         _count(request, handle, options, tally)
     device = handle.device
@@ -108,7 +108,7 @@ def forecast(requests: Sequence[SuiteProblem], handles: Sequence[Handle], option
     )
 
 
-def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _Tally) -> None:
+def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _PlanTally) -> None:
     """Add one problem to the tally."""
     problem, device = request.problem, handle.device
     answer = records.look_up(problem, options.find, handle, queue=False)

@@ -16,7 +16,7 @@ import numpy as np
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.verify.plants import Plants, plants_of
-from miofind.verify.ranges import UNSCALED, Axis, Powers, axes
+from miofind.verify.ranges import UNSCALED, Powers, ScaledAxis, axes
 
 if TYPE_CHECKING:
     from miofind.launch.invoker import Invoker
@@ -30,7 +30,7 @@ MOST_BESIDE_BYTES = 64 << 20
 
 WORKSPACE = "the workspace"
 PACKED_WEIGHTS = "the packed weights"
-"""What `Findings.damaged` calls the buffers that are no tensors."""
+"""What `CheckResult.damaged` calls the buffers that are no tensors."""
 
 
 class Poison(IntEnum):
@@ -96,7 +96,7 @@ class WrongElement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class CheckResult:
     """What one trial found.
 
     Attributes:
@@ -160,7 +160,7 @@ class CheckHarness(ABC):
         return True
 
     @abstractmethod
-    def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
+    def check(self, invoker: Invoker, setting: Setting, factor: float | None) -> CheckResult:
         """Run a candidate once.
 
         Args:
@@ -175,7 +175,7 @@ class CheckHarness(ABC):
         """Pack the weights of a setting into the buffer of that number; what was overwritten that may not be."""
 
     @abstractmethod
-    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> Findings:
+    def check_packed(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> CheckResult:
         """Run a candidate with the weights of a setting, packed into that buffer, and nothing but NaN for w itself."""
 
     @abstractmethod
@@ -191,11 +191,11 @@ class CheckHarness(ABC):
         """What draws the elements to check with one set of inputs: others for each set and each seed."""
         return np.random.default_rng([self.seed, int(setting.values), int(setting.planted)])
 
-    def powers_of(self, name: str, setting: Setting) -> tuple[tuple[int, int], Axis]:
+    def powers_of(self, name: str, setting: Setting) -> tuple[tuple[int, int], ScaledAxis]:
         """The powers of two that an input is multiplied by, and along which axis; only what is multiplied has any."""
         factors = self.problem.direction.inputs
         if name not in factors:
-            return (0, 0), Axis(dimension=0, size=1)
+            return (0, 0), ScaledAxis(dimension=0, size=1)
         at = factors.index(name)
         return setting.powers.pairs[at], axes(self.problem)[at]
 

@@ -28,7 +28,7 @@ from miofind.verify.harness import (
     PLACEMENT_BYTES,
     WORKSPACE,
     CheckHarness,
-    Findings,
+    CheckResult,
     PackedForm,
     Poison,
     Setting,
@@ -138,8 +138,8 @@ class CudaHarness(CheckHarness):
             self._memory.close()
             raise
 
-    def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
-        """See `CheckHarness.trial`."""
+    def check(self, invoker: Invoker, setting: Setting, factor: float | None) -> CheckResult:
+        """See `CheckHarness.check`."""
         inputs = self.inputs
         with self._memory:
             self._begin(setting, invoker)
@@ -147,7 +147,7 @@ class CudaHarness(CheckHarness):
             other = self._other_buffers(invoker) if self.runs_beside(invoker, setting) else {}
             if setting.beside is None or not other:
                 self._run(invoker, self._addresses())
-                return self._findings(setting, factor, sample, inputs)
+                return self._result(setting, factor, sample, inputs)
             with self._with(other):
                 self._begin(setting.beside, invoker)
                 self._sample(setting.beside)
@@ -155,12 +155,12 @@ class CudaHarness(CheckHarness):
                 self._run(invoker, self._addresses())
                 with self._with(other):
                     self._run(invoker, self._addresses(), stream)
-            findings = self._findings(setting, factor, sample, inputs)
-            if not findings.is_right:
-                return findings
+            result = self._result(setting, factor, sample, inputs)
+            if not result.is_right:
+                return result
             with self._with(other):
                 self._clear_report()
-                return self._findings(setting.beside, factor, sample, inputs)
+                return self._result(setting.beside, factor, sample, inputs)
 
     def _other_buffers(self, invoker: Invoker) -> dict[str, _Buffer]:
         """Tensors and a workspace for a second run, placed as those of the first; nothing where there is no room."""
@@ -223,8 +223,8 @@ class CudaHarness(CheckHarness):
         report = self._memory.download(self._report, self._slots, np.uint64)
         return self._damaged(report, buffers, setting, ("w",))
 
-    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> Findings:
-        """See `CheckHarness.packed_trial`."""
+    def check_packed(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> CheckResult:
+        """See `CheckHarness.check_packed`."""
         with self._memory:
             self._begin(replace(setting, is_aligned=False), packed.run)
             sample = self._sample(setting)
@@ -235,9 +235,9 @@ class CudaHarness(CheckHarness):
             self._clear_report()
             self._run(packed.run, self._addresses() | {"w": weights.address})
             others = tuple(name for name in self.inputs if name != "w")
-            findings = self._findings(setting, factor, sample, others, weights)
+            result = self._result(setting, factor, sample, others, weights)
             changed = [] if self._checksum_now(weights) == before else [PACKED_WEIGHTS]
-            return replace(findings, damaged=(*findings.damaged, *changed))
+            return replace(result, damaged=(*result.damaged, *changed))
 
     def close(self) -> None:
         """Give all memory back."""
@@ -355,14 +355,14 @@ class CudaHarness(CheckHarness):
         addresses = {"indices": listed, "sums": self._memory.allocate(_SUM_BYTES * count), "scales": scales}
         return _Sample(count=count, indices=indices, addresses=addresses)
 
-    def _findings(
+    def _result(
         self,
         setting: Setting,
         factor: float | None,
         sample: _Sample,
         inputs: tuple[str, ...],
         weights: _Buffer | None = None,
-    ) -> Findings:
+    ) -> CheckResult:
         """What the report says of a run, after everything was checked; `weights` are the packed ones."""
         output = self.problem.output
         buffer = self._buffers[self.output]
@@ -380,7 +380,7 @@ class CudaHarness(CheckHarness):
         unwritten, wrong = int(report[_WRITTEN]), int(report[_COMPARED])
         first = output.size - int(report[_WRITTEN + 1])
         at = int(report[_COMPARED + 1]) & 0xFFFFFFFF
-        return Findings(
+        return CheckResult(
             checked=sample.count,
             wrong=wrong,
             worst=self._worst(at, setting, factor, sample) if wrong else None,

@@ -28,7 +28,7 @@ from miofind.verify.harness import (
     PLACEMENT_BYTES,
     WORKSPACE,
     CheckHarness,
-    Findings,
+    CheckResult,
     PackedForm,
     Poison,
     Setting,
@@ -173,18 +173,18 @@ class HostHarness(CheckHarness):
         """See `CheckHarness.takes_subnormals`: processors take some 100 times as long for each product of them."""
         return self.problem.flops // 2 <= _SUBNORMAL_PRODUCTS
 
-    def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
-        """See `CheckHarness.trial`."""
+    def check(self, invoker: Invoker, setting: Setting, factor: float | None) -> CheckResult:
+        """See `CheckHarness.check`."""
         allowed, checksums = self._begin(invoker, setting, factor)
         run = self._ready(invoker, setting)
         if setting.beside is None or not self.runs_beside(invoker, setting):
             run()
-            return self._findings(setting, allowed, checksums)
+            return self._result(setting, allowed, checksums)
         with self._others():
             others_allowed, others_checksums = self._begin(invoker, setting.beside, factor)
             _at_once(run, self._ready(invoker, setting.beside))
-            findings = self._findings(setting.beside, others_allowed, others_checksums)
-        return self._findings(setting, allowed, checksums) if findings.is_right else findings
+            result = self._result(setting.beside, others_allowed, others_checksums)
+        return self._result(setting, allowed, checksums) if result.is_right else result
 
     def pack(self, packed: PackedForm, setting: Setting, buffer: int) -> tuple[str, ...]:
         """See `CheckHarness.pack`."""
@@ -200,17 +200,17 @@ class HostHarness(CheckHarness):
         damaged = [*into.damage(PACKED_WEIGHTS), *self._workspace.damage(WORKSPACE)]
         return (*damaged, *([] if self._buffers["w"].checksum == checksum else ["input w"]))
 
-    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> Findings:
-        """See `CheckHarness.packed_trial`."""
+    def check_packed(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> CheckResult:
+        """See `CheckHarness.check_packed`."""
         allowed, checksums = self._begin(packed.run, replace(setting, is_aligned=False), factor)
         self._buffers["w"].poison()
         weights = self._packed[buffer]
         weights.poison_guards(setting.poison)
         before = weights.checksum
         self._ready(packed.run, setting, w=weights.bytes)()
-        findings = self._findings(setting, allowed, {name: checksums[name] for name in checksums if name != "w"})
+        result = self._result(setting, allowed, {name: checksums[name] for name in checksums if name != "w"})
         extra = [*weights.damage(PACKED_WEIGHTS), *([] if weights.checksum == before else [PACKED_WEIGHTS])]
-        return replace(findings, damaged=(*findings.damaged, *extra))
+        return replace(result, damaged=(*result.damaged, *extra))
 
     def close(self) -> None:
         """Forget all buffers."""
@@ -304,7 +304,7 @@ class HostHarness(CheckHarness):
             self._buffers, self._workspace = mine
 
     def _allowed(self, setting: Setting, factor: float | None) -> _Allowance:
-        """What a trial may find; computed once for all candidates of one growth."""
+        """What a check may find; computed once for all candidates of one growth."""
         pairs = setting.powers.pairs
         key = (setting.unscaled, tuple(a + b for a in pairs[0] for b in pairs[1]), factor)
         if key not in self._allowances:
@@ -363,12 +363,12 @@ class HostHarness(CheckHarness):
             np.concatenate([some, rest[new]]) for some, rest in zip(sums, more, strict=True)
         ]
 
-    def _findings(self, setting: Setting, allowed: _Allowance, checksums: Mapping[str, int]) -> Findings:
+    def _result(self, setting: Setting, allowed: _Allowance, checksums: Mapping[str, int]) -> CheckResult:
         output = self._tensor(self.output)
         empty = np.zeros(0, np.bool_) if setting.planted else np.isnan(output)
         unwritten = int(np.count_nonzero(empty))
         comparison = self._compared(allowed)
-        return Findings(
+        return CheckResult(
             checked=allowed.wanted.size,
             wrong=comparison.wrong,
             worst=comparison.worst,

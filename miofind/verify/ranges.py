@@ -71,7 +71,7 @@ UNSCALED = Powers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class ScaledAxis:
     """The axis of an input that it shares with the output, where it is dimension 0 (first input) or 1 (second).
 
     Attributes:
@@ -83,17 +83,17 @@ class Axis:
     size: int
 
 
-def axes(problem: ProblemDescription) -> tuple[Axis, Axis]:
+def axes(problem: ProblemDescription) -> tuple[ScaledAxis, ScaledAxis]:
     """The axes of the direction's inputs."""
     channels = problem.c // problem.groups
     if problem.direction is Direction.FORWARD:
-        return Axis(dimension=0, size=problem.n), Axis(dimension=0, size=problem.k)
+        return ScaledAxis(dimension=0, size=problem.n), ScaledAxis(dimension=0, size=problem.k)
     if problem.direction is Direction.BACKWARD_DATA:
-        return Axis(dimension=0, size=problem.n), Axis(dimension=1, size=channels)
-    return Axis(dimension=1, size=problem.k), Axis(dimension=1, size=channels)
+        return ScaledAxis(dimension=0, size=problem.n), ScaledAxis(dimension=1, size=channels)
+    return ScaledAxis(dimension=1, size=problem.k), ScaledAxis(dimension=1, size=channels)
 
 
-def exponents_along(pair: tuple[int, int], axis: Axis, coordinates: NDArray[np.int64]) -> NDArray[np.int32]:
+def exponents_along(pair: tuple[int, int], axis: ScaledAxis, coordinates: NDArray[np.int64]) -> NDArray[np.int32]:
     """The power of two at each coordinate of an axis."""
     return np.where(coordinates % axis.size % 2 == 0, pair[0], pair[1]).astype(np.int32)
 

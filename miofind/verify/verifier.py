@@ -1,6 +1,6 @@
 """The gates every candidate passes before it is timed, and the one that it passes again afterwards.
 
-Judges what a harness finds in a trial and words the verdict.
+Judges the results of the checks that a harness runs, and words what failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from miofind.errors import LaunchError, MiofindError, described, raise_if_interr
 from miofind.process.forks import loading
 from miofind.verify.accuracy import direct_error
 from miofind.verify.claims import Claims
-from miofind.verify.harness import CheckHarness, Findings, PackedForm, Poison, Setting
+from miofind.verify.harness import CheckHarness, CheckResult, PackedForm, Poison, Setting
 from miofind.verify.ranges import exact_powers, numeric_powers, range_powers
 from miofind.verify.sampling import SampleBudget
 
@@ -54,7 +54,7 @@ class Gate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verification:
     """What verification says of one candidate.
 
     Attributes:
@@ -74,7 +74,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
+class _Check:
     """One run of a gate; `factor` is None where results must be exact."""
 
     gate: Gate
@@ -109,19 +109,19 @@ class Verifier:
         self.seed = int.from_bytes(os.urandom(6), "little") if seed is None else seed
         self._harness = _harness(problem, device, compiler, self.seed, budget)
 
-    def verify(self, invoker: Invoker, claims: Claims) -> Verdict:
-        """The verdict on one candidate, after one run a trial.
+    def verify(self, invoker: Invoker, claims: Claims) -> Verification:
+        """The verdict on one candidate, after one run for each check.
 
         Raises:
             LaunchError: it failed to start or to finish; the cause is chained.
             MemoryError: its workspace does not fit the device (CuPy's OutOfMemoryError is one).
         """
         numeric = None
-        for trial in self._trials(claims):
-            findings = self._tried(invoker, trial)
-            if trial.gate is Gate.NUMERIC:
-                numeric = findings
-            message = self._complaint(trial, findings)
+        for check in self._checks(claims):
+            result = self._checked(invoker, check)
+            if check.gate is Gate.NUMERIC:
+                numeric = result
+            message = self._complaint(check, result)
             if message:
                 return _verdict(message, numeric)
         message = "" if claims.packed is None else self._packed_complaint(claims.packed, claims)
@@ -144,12 +144,12 @@ class Verifier:
         poison = Poison.NAN if claims.exact else Poison.FINITE
         settings = self._one_by_one(replace(_later(self._normal(claims)), poison=poison))
         for setting in settings[:1] if once else settings:
-            trial = _Trial(gate=Gate.REPEAT, setting=setting, factor=self._factor(claims))
-            findings = self._tried(invoker, trial)
-            message = self._complaint(trial, findings)
+            check = _Check(gate=Gate.REPEAT, setting=setting, factor=self._factor(claims))
+            result = self._checked(invoker, check)
+            message = self._complaint(check, result)
             if message:
                 return message
-            if setting is settings[0] and invoker.deterministic and findings.fingerprint != fingerprint:
+            if setting is settings[0] and invoker.deterministic and result.fingerprint != fingerprint:
                 return self._change(Gate.REPEAT)
         return ""
 
@@ -165,18 +165,18 @@ class Verifier:
     ) -> None:
         self.close()
 
-    def _trials(self, claims: Claims) -> Iterator[_Trial]:
+    def _checks(self, claims: Claims) -> Iterator[_Check]:
         """The runs of a candidate: the first on memory of NaN, later ones on numbers and what the first left behind."""
         factor = self._factor(claims)
         if claims.exact:
-            yield _Trial(gate=Gate.EXACT, setting=self._exact(), factor=None)
-            yield _Trial(gate=Gate.NUMERIC, setting=_later(self._normal(claims)), factor=factor)
+            yield _Check(gate=Gate.EXACT, setting=self._exact(), factor=None)
+            yield _Check(gate=Gate.NUMERIC, setting=_later(self._normal(claims)), factor=factor)
         else:
-            yield _Trial(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
-            yield _Trial(gate=Gate.RANGE, setting=_later(self._ranging()), factor=factor)
+            yield _Check(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
+            yield _Check(gate=Gate.RANGE, setting=_later(self._ranging()), factor=factor)
         if not claims.spreads_nonfinite:
             planted = replace(_later(self._normal(claims)), planted=True)
-            yield _Trial(gate=Gate.NONFINITE, setting=planted, factor=factor)
+            yield _Check(gate=Gate.NONFINITE, setting=planted, factor=factor)
 
     def _exact(self) -> Setting:
         return Setting(
@@ -219,9 +219,9 @@ class Verifier:
         the first must give what it gave.
         """
         factor = self._factor(claims)
-        first = _Trial(gate=Gate.PACKED, setting=self._normal(claims), factor=factor)
+        first = _Check(gate=Gate.PACKED, setting=self._normal(claims), factor=factor)
         other = replace(self._exact() if claims.exact else self._ranging(), poison=Poison.FINITE)
-        second = _Trial(gate=Gate.PACKED, setting=other, factor=None if claims.exact else factor)
+        second = _Check(gate=Gate.PACKED, setting=other, factor=None if claims.exact else factor)
         planted = replace(first.setting, planted=True, poison=Poison.FINITE)
         third = first if claims.spreads_nonfinite else replace(first, setting=planted)
         seen: dict[Setting, int] = {}
@@ -237,25 +237,25 @@ class Verifier:
 
         return next(filter(None, steps()), "")
 
-    def _packing_complaint(self, packed: PackedForm, trial: _Trial, buffer: int) -> str:
-        act = functools.partial(self._harness.pack, packed, trial.setting, buffer)
+    def _packing_complaint(self, packed: PackedForm, check: _Check, buffer: int) -> str:
+        act = functools.partial(self._harness.pack, packed, check.setting, buffer)
         damaged = self._found(packed.pack, act)
         if not damaged:
             return ""
-        return f"{trial.gate} gate, seed {self.seed}: overwritten while w was packed: {', '.join(damaged)}"
+        return f"{check.gate} gate, seed {self.seed}: overwritten while w was packed: {', '.join(damaged)}"
 
-    def _packed_run_complaint(self, packed: PackedForm, trial: _Trial, buffer: int, seen: dict[Setting, int]) -> str:
+    def _packed_run_complaint(self, packed: PackedForm, check: _Check, buffer: int, seen: dict[Setting, int]) -> str:
         """What is wrong with a run of the packed form; `seen` are the fingerprints of its runs."""
-        run = functools.partial(self._harness.packed_trial, packed, trial.setting, trial.factor, buffer)
-        findings = self._found(packed.run, run)
-        message = self._complaint(trial, findings)
-        before = seen.setdefault(trial.setting, findings.fingerprint)
-        if message or not packed.run.deterministic or findings.fingerprint == before:
+        run = functools.partial(self._harness.check_packed, packed, check.setting, check.factor, buffer)
+        result = self._found(packed.run, run)
+        message = self._complaint(check, result)
+        before = seen.setdefault(check.setting, result.fingerprint)
+        if message or not packed.run.deterministic or result.fingerprint == before:
             return message
-        return self._change(trial.gate)
+        return self._change(check.gate)
 
-    def _tried(self, invoker: Invoker, trial: _Trial) -> Findings:
-        return self._found(invoker, functools.partial(self._harness.trial, invoker, trial.setting, trial.factor))
+    def _checked(self, invoker: Invoker, check: _Check) -> CheckResult:
+        return self._found(invoker, functools.partial(self._harness.check, invoker, check.setting, check.factor))
 
     def _found(self, invoker: Invoker, run: Callable[[], _Result]) -> _Result:
         try:
@@ -269,30 +269,30 @@ class Verifier:
             told = f"{type(error).__name__}: {described(error, str)}"
             raise LaunchError(f"{name} failed on {self.problem}: {told}") from error
 
-    def _complaint(self, trial: _Trial, findings: Findings) -> str:
+    def _complaint(self, check: _Check, result: CheckResult) -> str:
         """What is wrong, worst first; "" if nothing is."""
         faults = []
         output = self.problem.direction.output
-        if findings.unwritten:
+        if result.unwritten:
             size = self.problem.output.size
             faults.append(
-                f"{findings.unwritten} of {size} elements of {output} are unwritten or NaN, "
-                f"the first at {findings.first_unwritten}"
+                f"{result.unwritten} of {size} elements of {output} are unwritten or NaN, "
+                f"the first at {result.first_unwritten}"
             )
-        if findings.damaged:
-            faults.append(f"overwritten: {', '.join(findings.damaged)}")
-        if findings.worst is not None:
-            worst = findings.worst
+        if result.damaged:
+            faults.append(f"overwritten: {', '.join(result.damaged)}")
+        if result.worst is not None:
+            worst = result.worst
             faults.append(
-                f"{findings.wrong} of {findings.checked} checked elements of {output} are wrong, the worst at "
+                f"{result.wrong} of {result.checked} checked elements of {output} are wrong, the worst at "
                 f"{worst.index}: got {worst.got!r}, wanted {worst.wanted!r} within {worst.bound:.3g}"
             )
         if not faults:
             return ""
-        return f"{trial.gate} gate{self._circumstances(trial.setting)}, seed {self.seed}: {'; '.join(faults)}"
+        return f"{check.gate} gate{self._circumstances(check.setting)}, seed {self.seed}: {'; '.join(faults)}"
 
     def _circumstances(self, setting: Setting) -> str:
-        """What the inputs of a trial were."""
+        """What the inputs of a check were."""
         if setting.beside:  # either run may be wrong, and their inputs differ
             return " (two runs at once)"
         scales = [
@@ -315,10 +315,10 @@ def _later(setting: Setting) -> Setting:
     return replace(setting, poison=Poison.FINITE, keeps_workspace=True)
 
 
-def _verdict(message: str, numeric: Findings | None) -> Verdict:
+def _verdict(message: str, numeric: CheckResult | None) -> Verification:
     if numeric is None:
-        return Verdict(ok=not message, message=message)
-    return Verdict(
+        return Verification(ok=not message, message=message)
+    return Verification(
         ok=not message,
         message=message,
         max_error=numeric.max_error,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.libraries.gemm import MAX_BATCH, STEP_MS, ColumnProducts, ImageRange, Product, product_ms
+from miofind.libraries.gemm import MAX_BATCH, STEP_MS, BatchedGemm, ColumnProducts, ImageRange, product_ms
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import KernelStep, Pointer, Region, Scalar, Step
 from miofind.solver.structs import Struct, StructType
@@ -196,7 +196,7 @@ class ColumnPlan:
             total += STEP_MS
         return total + 1e3 * moved / (0.7 * device.bandwidth_bytes_per_s)
 
-    def _chunk(self, first: int, count: int) -> Iterator[Product]:
+    def _chunk(self, first: int, count: int) -> Iterator[BatchedGemm]:
         images = ImageRange(first=first, count=count, first_column=first if self.in_place else 0)
         if self.problem.direction is Direction.FORWARD:
             yield self.products.forward(images)
@@ -205,7 +205,7 @@ class ColumnPlan:
         else:
             yield from self._weights(images)
 
-    def _weights(self, images: ImageRange) -> Iterator[Product]:
+    def _weights(self, images: ImageRange) -> Iterator[BatchedGemm]:
         """Sums over all images: the first product writes, the others add."""
         in_w = not self.writes_partials
         filters = self.products.filters(*(("w", self.problem.w.dtype) if in_w else (PARTIALS, DataType.FLOAT32)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from miofind.core.problem import DataType, Direction, TensorDescriptor
-from miofind.libraries.gemm import Operand, Product, transpose
+from miofind.libraries.gemm import BatchedGemm, GemmOperand, transpose
 from miofind.solvers.winograd.steps import INPUTS, OTHERS, PRODUCTS, WinogradPlan
 
 
-def library_product(plan: WinogradPlan, count: int, accumulate: bool = False) -> Product:
+def library_product(plan: WinogradPlan, count: int, accumulate: bool = False) -> BatchedGemm:
     """The products of a chunk of `count` tiles, summed over channels, or over tiles for backward weights.
 
     They have no algorithm and no workspace yet.
@@ -34,14 +34,14 @@ def library_product(plan: WinogradPlan, count: int, accumulate: bool = False) ->
 def _product(
     plan: WinogradPlan,
     sizes: tuple[int, int, int],
-    left: Operand,
-    right: Operand,
-    out: Operand,
+    left: GemmOperand,
+    right: GemmOperand,
+    out: GemmOperand,
     *,
     accumulate: bool = False,
-) -> Product:
+) -> BatchedGemm:
     rows, columns, depth = sizes
-    return Product(
+    return BatchedGemm(
         rows=rows,
         columns=columns,
         depth=depth,
@@ -55,11 +55,11 @@ def _product(
     )
 
 
-def _tiled(plan: WinogradPlan, buffer: str, tensor: TensorDescriptor, channels: int) -> Operand:
+def _tiled(plan: WinogradPlan, buffer: str, tensor: TensorDescriptor, channels: int) -> GemmOperand:
     """Transformed tiles of a tensor: (tiles x channels of a group)."""
     size = plan.slice_tiles * channels
     last = tensor.layout.channels_last
-    return Operand(
+    return GemmOperand(
         buffer=buffer,
         dtype=DataType.FLOAT32 if buffer == PRODUCTS else tensor.dtype,
         ld=channels if last else plan.slice_tiles,
@@ -69,10 +69,10 @@ def _tiled(plan: WinogradPlan, buffer: str, tensor: TensorDescriptor, channels: 
     )
 
 
-def _filters(plan: WinogradPlan, buffer: str, dtype: DataType) -> Operand:
+def _filters(plan: WinogradPlan, buffer: str, dtype: DataType) -> GemmOperand:
     """Transformed filters, or products that become filters: (k x c of a group), for backward weights a slice."""
     p = plan.problem
     c = p.w.shape[1]
     size = p.k // p.groups * c
     slices = plan.slices if plan.is_weights else 1
-    return Operand(buffer=buffer, dtype=dtype, ld=c, image_stride=p.groups * slices * size, group_stride=size)
+    return GemmOperand(buffer=buffer, dtype=dtype, ld=c, image_stride=p.groups * slices * size, group_stride=size)

@@ -242,7 +242,7 @@ def test_what_miofind_allocates_on_the_host_has_the_alignment(wants_128_bytes: m
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_convolution_copies_host_arrays_that_are_not_aligned(wants_128_bytes: miofind.Solution, framework: str) -> None:
-    handle, options = wants_128_bytes.found.handle, miofind.FindOptions(only=("ConvCpuDirect",))
+    handle, options = wants_128_bytes.solution_list.handle, miofind.FindOptions(only=("ConvCpuDirect",))
     x = shaped(aligned(X.nbytes, 64), np.arange(X.size, dtype=np.float32).reshape(X.shape))
     wanted = reference_on_host(PROBLEM, x=x, w=W)
     given = [x, W]

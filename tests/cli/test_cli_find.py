@@ -14,9 +14,9 @@ from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 import miofind
 from miofind.driver.line import parse_driver_line
 from miofind.finddb import Store
-from miofind.runtime.solution import Found, Source
+from miofind.runtime.solution import SolutionList, Source
 from miofind.solver.registry import Registry
-from miofind.verify.verifier import Verdict, Verifier
+from miofind.verify.verifier import Verification, Verifier
 
 LONG_FLAGS = "conv --in_channels=4 --in_h=6 --in_w 5 -n 1 -k 2 -y 3 -x 3 --pad_h 1 --pad_w 1 -F 1"
 PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
@@ -153,7 +153,7 @@ def test_notes_on_times_are_shown_at_every_width(monkeypatch: pytest.MonkeyPatch
     def found(*arguments: Any, **settings: Any) -> list[miofind.Solution]:
         first = miofind.find_solutions(*arguments, **settings)[0]
         made = [replace(first, **mark) for mark in marks]
-        monkeypatch.setattr(Found, "ties", frozenset({first.id}))
+        monkeypatch.setattr(SolutionList, "ties", frozenset({first.id}))
         return made
 
     monkeypatch.setattr("miofind.cli.find.find_solutions", found)
@@ -225,7 +225,7 @@ def test_an_order_that_times_contradict_is_explained(
         return [replace(first, time_ms=time_ms) for time_ms in times]
 
     monkeypatch.setattr("miofind.cli.find.find_solutions", found)
-    monkeypatch.setattr(Found, "ties", frozenset())
+    monkeypatch.setattr(SolutionList, "ties", frozenset())
     told = "a slower one above a faster one is its tie"
     assert (told in run("find", *FORWARD, "--device", "cpu").stdout) == is_told
     assert told not in run("find", *FORWARD, "--device", "cpu", "--order", "workspace").stdout
@@ -312,7 +312,7 @@ def test_run_the_best() -> None:
 
 def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     run("run", *FORWARD, "--device", "cpu")
-    wrong = Verdict(ok=False, message="exact gate, seed 1: 1 of 60 elements of y are wrong")
+    wrong = Verification(ok=False, message="exact gate, seed 1: 1 of 60 elements of y are wrong")
     monkeypatch.setattr(Verifier, "verify", lambda *_, **__: wrong)
     result = run("run", *FORWARD, "--device", "cpu", "--verify", code=1)
     assert "FAILED" in result.stdout

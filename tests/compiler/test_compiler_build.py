@@ -17,7 +17,7 @@ from waiting import LIMIT_S
 from miofind.compiler import Binary, BinaryCache, Compiler, build, kernel_hash, nvrtc, nvrtc_version
 from miofind.compiler.cubin import parameter_bytes
 from miofind.compiler.nvrtc import Compiled, compile_source, toolchain
-from miofind.compiler.sources import Source
+from miofind.compiler.sources import KernelSource
 from miofind.device.device import Device
 from miofind.errors import CompileError, MissingLibraryError, NoDeviceError, SolutionFileError
 from miofind.solver.steps import ConvSolution, HostStep, KernelStep, Pointer, Scalar
@@ -60,7 +60,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Options of every compilation that NVRTC carries out."""
     seen: list[tuple[str, ...]] = []
 
-    def counted(source: Source, options: tuple[str, ...], arch: str) -> Compiled:
+    def counted(source: KernelSource, options: tuple[str, ...], arch: str) -> Compiled:
         seen.append(options)
         return compile_source(source, options, arch)
 

@@ -25,7 +25,7 @@ from miofind.evaluate.evaluate import DeviceLostError, Job
 from miofind.evaluate.executors import InProcess, Isolated, _End, _Watch
 from miofind.measure.effort import Effort
 from miofind.measure.race import Race, RaceResult
-from miofind.measure.verdict import Verdict
+from miofind.measure.verdict import RaceVerdict
 from miofind.process.child import Child
 from miofind.process.service import Service, Silence
 from miofind.solver.candidate import Candidate, Outcome, Status
@@ -128,7 +128,7 @@ def hangs(folder: Path, shared: Isolated, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shared, "_limits", executors._Limits(compile_s=SILENCE_S, run_s=SILENCE_S))
 
 
-def by_solver(events: Iterable[Outcome | Verdict]) -> dict[str, Outcome]:
+def by_solver(events: Iterable[Outcome | RaceVerdict]) -> dict[str, Outcome]:
     outcomes = [event for event in events if isinstance(event, Outcome)]
     found = {outcome.candidate.solver_id: outcome for outcome in outcomes}
     assert len(found) == len(outcomes) == len(SOLVERS), "one outcome a candidate"
@@ -181,12 +181,12 @@ def test_a_hang_costs_its_candidate_alone(shared: Isolated, fault: Fault, name: 
     check_that_the_others_are_usable(list(shared.run(job())), Status.TIMED_OUT, message)
 
 
-def check_that_the_others_are_usable(events: list[Outcome | Verdict], status: Status, message: str) -> None:
+def check_that_the_others_are_usable(events: list[Outcome | RaceVerdict], status: Status, message: str) -> None:
     found = by_solver(events)
     assert found[FAULTY].status is status
     assert message in found[FAULTY].message
     assert all(outcome.status.usable for name, outcome in found.items() if name != FAULTY)
-    verdicts = [event for event in events if isinstance(event, Verdict)]
+    verdicts = [event for event in events if isinstance(event, RaceVerdict)]
     assert len(verdicts) == 1
     assert FAULTY not in str(verdicts)
 
@@ -213,7 +213,7 @@ def test_the_others_have_their_budget_whatever_a_fault_takes(
     found = by_solver(events)
     assert found[FAULTY].status is status
     assert [name for name, outcome in found.items() if not outcome.status.usable] == [FAULTY]
-    assert isinstance(events[-1], Verdict)
+    assert isinstance(events[-1], RaceVerdict)
 
 
 def test_what_is_lost_with_processes_comes_back_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +369,7 @@ def test_children_end_with_their_parent(fault: Fault, once: Path) -> None:
 
 def test_the_verdict_comes_last(shared: Isolated) -> None:
     *outcomes, verdict = shared.run(job(effort=Effort.FIND))
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, RaceVerdict)
     assert by_solver(outcomes)
     assert verdict.winner in verdict.ties
     assert {comparison.candidate for comparison in verdict.comparisons} < {o.candidate.id for o in outcomes}  # type: ignore[union-attr]

@@ -23,11 +23,11 @@ from miofind.evaluate.executors import InProcess
 from miofind.find import rounds
 from miofind.find.lookup import records, validity
 from miofind.find.pipeline import find, measure
-from miofind.find.rounds import Measuring, Request
+from miofind.find.rounds import FindRequest, Measuring
 from miofind.find.search import FINALISTS, ROUND
 from miofind.finddb import Row
 from miofind.measure.effort import Effort
-from miofind.measure.verdict import Verdict
+from miofind.measure.verdict import RaceVerdict
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
@@ -83,7 +83,7 @@ class Measurer:
         self.failing: dict[str, Status] = {}
         self.stop_at: int | None = None
 
-    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+    def run(self, job: Job) -> Iterator[Outcome | RaceVerdict]:
         self.jobs.append(job)
         interrupted = len(self.jobs) == self.stop_at
         for candidate in job.candidates[: 2 if interrupted else None]:
@@ -92,7 +92,7 @@ class Measurer:
             raise KeyboardInterrupt
         if job.effort is Effort.TUNE:
             ranked = sorted(job.candidates, key=lambda candidate: LANDSCAPE.time_ms(candidate.config))
-            yield Verdict(winner=ranked[0].id, ties=(ranked[0].id,), comparisons=(), rounds=45, protocol="made-up")
+            yield RaceVerdict(winner=ranked[0].id, ties=(ranked[0].id,), comparisons=(), rounds=45, protocol="made-up")
 
     def _outcome(self, candidate: Candidate, effort: Effort) -> Outcome:
         if candidate.id in self.failing:
@@ -380,7 +380,7 @@ def test_what_cannot_be_compiled_ahead_is_not_measured(kind: type[CompileError],
     executor = SimpleNamespace(run=lambda job: jobs.append(job) or iter(()))
     handle = SimpleNamespace(device=device, registry=Registry.default(), executor=lambda isolate: executor)
     taken: list[Outcome] = []
-    request = Request(problem=PROBLEM, options=OPTIONS, handle=handle, ahead=pool)  # type: ignore[arg-type]
+    request = FindRequest(problem=PROBLEM, options=OPTIONS, handle=handle, ahead=pool)  # type: ignore[arg-type]
     measuring = Measuring(request, SimpleNamespace(add=taken.append))  # type: ignore[arg-type]
     outcomes = measuring.run(candidates, Effort.SCREEN)
     assert outcomes == taken

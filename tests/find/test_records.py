@@ -18,7 +18,7 @@ from miofind.find.pipeline import estimates
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import History, Row
-from miofind.measure.verdict import Comparison, Verdict
+from miofind.measure.verdict import PairedComparison, RaceVerdict
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate, Outcome, Status, Timing
@@ -54,7 +54,7 @@ def outcome(candidate: Candidate, status: Status = Status.OK) -> Outcome:
 
 
 def record(
-    handle: Handle, *outcomes: Outcome, verdict: Verdict | None = None, error: BaseException | None = None
+    handle: Handle, *outcomes: Outcome, verdict: RaceVerdict | None = None, error: BaseException | None = None
 ) -> None:
     plan = make_plan(PROBLEM, OPTIONS, handle)
     with Recording(PROBLEM, OPTIONS, handle, plan) as recording:
@@ -197,10 +197,10 @@ def test_disturbances_are_recorded(handle: Handle) -> None:
 
 def test_the_verdict_is_recorded(handle: Handle) -> None:
     first, second, *_ = candidates(handle)
-    verdict = Verdict(
+    verdict = RaceVerdict(
         winner=first.id,
         ties=(first.id,),
-        comparisons=(Comparison(candidate=second.id, low=1.02, high=1.05),),
+        comparisons=(PairedComparison(candidate=second.id, low=1.02, high=1.05),),
         rounds=45,
         protocol="cpu-1",
     )
@@ -245,12 +245,12 @@ def test_solutions_tell_ties(handle: Handle, is_judged: bool) -> None:
     """The interval of a race, or, without one, a time within 1 % of the best."""
     first, second, third, *_ = candidates(handle)
     times_ms = {first: 1.02, second: 1.0, third: 1.009}
-    verdict = Verdict(
+    verdict = RaceVerdict(
         winner=first.id,
         ties=(first.id, second.id),
         comparisons=(
-            Comparison(candidate=second.id, low=0.97, high=1.01),
-            Comparison(candidate=third.id, low=1.02, high=1.05),
+            PairedComparison(candidate=second.id, low=0.97, high=1.01),
+            PairedComparison(candidate=third.id, low=1.02, high=1.05),
         ),
         rounds=45,
         protocol="cpu-1",
@@ -266,7 +266,7 @@ def test_solutions_tell_ties(handle: Handle, is_judged: bool) -> None:
 
 def test_a_verdict_outlives_a_find_that_is_broken_off(handle: Handle) -> None:
     first, *_ = candidates(handle)
-    verdict = Verdict(winner=first.id, ties=(first.id,), comparisons=(), rounds=45, protocol="cpu-1")
+    verdict = RaceVerdict(winner=first.id, ties=(first.id,), comparisons=(), rounds=45, protocol="cpu-1")
     with pytest.raises(KeyboardInterrupt):
         record(handle, outcome(first), verdict=verdict, error=KeyboardInterrupt())
     assert len(history(handle).verdicts) == len(history(handle).rows) == 1

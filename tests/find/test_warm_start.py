@@ -14,7 +14,7 @@ import pytest
 from miofind.core.problem import ProblemDescription
 from miofind.find import warm_start
 from miofind.find.warm_start import WarmStart, distance, shared_warm_start
-from miofind.finddb import Layered, Row, Store
+from miofind.finddb import LayeredStore, Row, Store
 from miofind.solver.steps import Config
 
 DEVICE = "some GPU"
@@ -30,12 +30,12 @@ def apart(**changes: Any) -> warm_start.Distance:
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Layered]:
-    with Layered(Store(tmp_path / "user.db"), strict=True) as layered:
+def database(tmp_path: Path) -> Iterator[LayeredStore]:
+    with LayeredStore(Store(tmp_path / "user.db"), strict=True) as layered:
         yield layered
 
 
-def record(database: Layered, which: ProblemDescription, times_ms: dict[str, float], device: str = DEVICE) -> None:
+def record(database: LayeredStore, which: ProblemDescription, times_ms: dict[str, float], device: str = DEVICE) -> None:
     """One row a name; "Solver=3" is a solver and its tile."""
     rows = [
         Row(
@@ -74,7 +74,7 @@ def test_another_kind_is_further_than_any_size(changes: dict[str, Any]) -> None:
     assert apart(**changes) > apart(x=(1, 2048, 7, 7), w=(4, 2048, 3, 3))
 
 
-def test_winners_are_those_of_the_nearest_problems_nearest_first(database: Layered) -> None:
+def test_winners_are_those_of_the_nearest_problems_nearest_first(database: LayeredStore) -> None:
     record(database, problem(x=(8, 64, 56, 56)), {"A=8": 1.0, "A=9": 2.0, "B=1": 3.0})
     record(database, problem(x=(16, 64, 56, 56)), {"A=16": 1.0})
     record(database, problem(direction="backward_data"), {"A=99": 1.0})
@@ -86,13 +86,15 @@ def test_winners_are_those_of_the_nearest_problems_nearest_first(database: Layer
     }
 
 
-def test_the_problem_itself_is_the_nearest(database: Layered) -> None:
+def test_the_problem_itself_is_the_nearest(database: LayeredStore) -> None:
     record(database, problem(), {"A=5": 1.0})
     record(database, problem(x=(16, 64, 56, 56)), {"A=16": 1.0})
     assert WarmStart(DEVICE).winners(problem(), database)["A"][0] == Config.of(tile=5)
 
 
-def test_few_answers_are_read_and_the_problems_listed_once(database: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_answers_are_read_and_the_problems_listed_once(
+    database: LayeredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for batch in range(1, 40):
         record(database, problem(x=(batch, 64, 56, 56)), {f"A={batch}": 1.0})
     read: list[str] = []
@@ -107,7 +109,7 @@ def test_few_answers_are_read_and_the_problems_listed_once(database: Layered, mo
     assert listed == [DEVICE]
 
 
-def test_a_bounded_number_of_problems_is_compared(database: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_number_of_problems_is_compared(database: LayeredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in range(1, 10):
         record(database, problem(x=(batch, 64, 56, 56)), {"A=1": 1.0})
     monkeypatch.setattr(warm_start, "MAX_PROBLEMS", 5)
@@ -117,7 +119,7 @@ def test_a_bounded_number_of_problems_is_compared(database: Layered, monkeypatch
     assert len(start._known) == 5
 
 
-def test_a_problem_measured_since_is_a_neighbour(database: Layered) -> None:
+def test_a_problem_measured_since_is_a_neighbour(database: LayeredStore) -> None:
     start = WarmStart(DEVICE)
     assert start.winners(problem(), database) == {}
     other = problem(x=(16, 64, 56, 56))
@@ -126,7 +128,7 @@ def test_a_problem_measured_since_is_a_neighbour(database: Layered) -> None:
     assert start.winners(problem(), database) == {"A": (Config.of(tile=3),)}
 
 
-def test_problems_of_another_rank_and_unreadable_ones_are_none(database: Layered) -> None:
+def test_problems_of_another_rank_and_unreadable_ones_are_none(database: LayeredStore) -> None:
     record(database, ProblemDescription.convolution(x=(1, 4, 9), w=(4, 4, 3)), {"A=1": 1.0})
     row = Row(solver_id="A", solver_version=1, config='{"tile":1}', status="ok", time_ms=1.0)
     database.record(DEVICE, "conv9d-of-a-later-release", [row])
@@ -140,7 +142,7 @@ def test_handles_of_one_finddb_share_their_warm_start(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Store, "problems", lambda self, device: listed.append(device) or problems(self, device))
     other = problem(x=(16, 64, 56, 56))
     with ExitStack() as stack:
-        opened = [stack.enter_context(Layered(Store(tmp_path / "user.db"), strict=True)) for _ in range(12)]
+        opened = [stack.enter_context(LayeredStore(Store(tmp_path / "user.db"), strict=True)) for _ in range(12)]
         every = [shared_warm_start(database, DEVICE) for database in opened]
         assert all(start.winners(problem(), database) == {} for start, database in zip(every, opened, strict=True))
         record(opened[0], other, {"A=3": 1.0})
@@ -153,13 +155,13 @@ def test_handles_of_one_finddb_share_their_warm_start(tmp_path: Path, monkeypatc
 
 
 def test_finddbs_in_memory_share_nothing() -> None:
-    with Layered(Store(":memory:")) as first, Layered(Store(":memory:")) as second:
+    with LayeredStore(Store(":memory:")) as first, LayeredStore(Store(":memory:")) as second:
         assert shared_warm_start(first, DEVICE) is shared_warm_start(first, DEVICE)
         assert shared_warm_start(first, DEVICE) is not shared_warm_start(second, DEVICE)
 
 
 def test_threads_that_share_a_warm_start_list_once_and_add_meanwhile(
-    database: Layered, monkeypatch: pytest.MonkeyPatch
+    database: LayeredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = WarmStart(DEVICE)
     listed: list[str] = []

@@ -18,7 +18,7 @@ import pytest
 from finddb_entries import DEVICE, PROBLEM, row
 from waiting import LIMIT_S
 
-from miofind.finddb import MEMORY, Layered, Store
+from miofind.finddb import MEMORY, LayeredStore, Store
 
 PAIRS = 16
 """Writers, and readers as many."""
@@ -70,7 +70,7 @@ def test_threads_share_a_store(tmp_path, where):
 
 def test_threads_share_the_one_fall_to_memory(tmp_path, caplog):
     (tmp_path / "finddb.db").mkdir()
-    with Layered(Store(tmp_path / "finddb.db")) as layered, ThreadPoolExecutor(8) as pool:
+    with LayeredStore(Store(tmp_path / "finddb.db")) as layered, ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: layered.record(DEVICE, f"{PROBLEM}-{n}", [row()]), range(32)))
         assert len(layered.user.problems()) == 32
         assert all(layered.answer(DEVICE, f"{PROBLEM}-{n}") for n in range(32))

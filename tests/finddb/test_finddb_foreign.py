@@ -19,14 +19,14 @@ from miofind.errors import DatabaseError
 from miofind.finddb import (
     MEMORY,
     History,
-    Layered,
+    LayeredStore,
     RefusedEntryError,
     Store,
     differences,
     upgrade,
     write_release,
 )
-from miofind.finddb.packing import MAX_TEXT_CHARS, Packing, pack
+from miofind.finddb.packing import MAX_TEXT_CHARS, HistoryCodec, pack
 from miofind.finddb.sqlite_file import translated
 from miofind.finddb.validation import LAST_STAMP
 
@@ -149,7 +149,7 @@ def repack(path: Path, change: Callable[[str], str]) -> None:
     with closing(sqlite3.connect(path)) as connection:
         (dictionary,) = connection.execute("SELECT value FROM meta WHERE key = 'dictionary'").fetchone()
         (payload,) = connection.execute("SELECT payload FROM answer").fetchone()
-    text = change(Packing(dictionary).unpack(DEVICE, PROBLEM, payload))
+    text = change(HistoryCodec(dictionary).unpack(DEVICE, PROBLEM, payload))
     spoil(path, "UPDATE answer SET payload = ?", pack(DEVICE, PROBLEM, text))
 
 
@@ -539,7 +539,7 @@ def test_a_file_with_code_in_it_is_not_used(path, statement):
 def test_what_a_bad_file_offers_does_not_reach_the_users(path, tmp_path, caplog):
     spoil(path, "UPDATE measurement SET time_ms = 1e-9")
     spoil(path, "UPDATE scope SET solvers = ?", DEEP)
-    with Layered(Store(tmp_path / "user.db"), [Store(path, read_only=True)]) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), [Store(path, read_only=True)]) as layered:
         answer = layered.record(DEVICE, PROBLEM, [row("Mine")])
         assert [row.solver_id for row in answer.rows] == ["Mine"]
         assert layered.user.check() == ()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from finddb_entries import DEVICE, PROBLEM, row, version_1
 
-from miofind.finddb import Layered, Store, open_files
+from miofind.finddb import LayeredStore, Store, open_files
 from miofind.finddb.sqlite_file import open_file
 
 OTHER = f"{PROBLEM}-other"
@@ -45,7 +45,7 @@ class CtrlC:
             raise KeyboardInterrupt
 
 
-USES: dict[str, Callable[[Layered], object]] = {
+USES: dict[str, Callable[[LayeredStore], object]] = {
     "answer": lambda layered: layered.answer(DEVICE, PROBLEM),
     "histories": lambda layered: layered.histories(DEVICE, PROBLEM),
     "record": lambda layered: layered.record(DEVICE, PROBLEM, [row("ConvB")]),
@@ -55,7 +55,7 @@ USES: dict[str, Callable[[Layered], object]] = {
 }
 
 
-def interrupted(use: Callable[[Layered], object], layered: Callable[[], Layered]) -> Iterator[Layered]:
+def interrupted(use: Callable[[LayeredStore], object], layered: Callable[[], LayeredStore]) -> Iterator[LayeredStore]:
     """FindDBs that were interrupted in a use: behind its first call of SQLite, its second, and so on to its last."""
     number = 0
     while True:
@@ -74,7 +74,7 @@ def interrupted(use: Callable[[Layered], object], layered: Callable[[], Layered]
             yield each
 
 
-def assert_records(layered: Layered, user: Store) -> None:
+def assert_records(layered: LayeredStore, user: Store) -> None:
     assert layered.record(DEVICE, OTHER, [row("ConvC")]) is not None
     assert layered.answer(DEVICE, OTHER) is not None
     assert layered.user is user, "it has gone on in memory"
@@ -90,10 +90,10 @@ def test_ctrl_c_in_a_use_leaves_the_file_in_use(
         store.record(DEVICE, PROBLEM, [row("ConvA")])
     number = itertools.count()
 
-    def layered() -> Layered:
+    def layered() -> LayeredStore:
         copy = tmp_path / f"{next(number)}.db"
         copy.write_bytes(path.read_bytes())
-        made = Layered(Store(copy))
+        made = LayeredStore(Store(copy))
         if is_open:
             made.user.open()
         return made
@@ -111,9 +111,9 @@ def test_ctrl_c_in_a_use_leaves_the_file_in_use(
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_ctrl_c_in_a_use_of_memory_loses_nothing(use: Callable[[Layered], object]) -> None:
-    def layered() -> Layered:
-        made = Layered(None)
+def test_ctrl_c_in_a_use_of_memory_loses_nothing(use: Callable[[LayeredStore], object]) -> None:
+    def layered() -> LayeredStore:
+        made = LayeredStore(None)
         made.record(DEVICE, PROBLEM, [row("ConvA")])
         return made
 
@@ -130,7 +130,7 @@ def test_ctrl_c_in_a_look_up_leaves_a_release_in_use(tmp_path: Path, caplog: pyt
 
     for each in interrupted(
         lambda layered: layered.answer(key.device, key.network_config),
-        lambda: Layered(None, [Store(path, read_only=True)]),
+        lambda: LayeredStore(None, [Store(path, read_only=True)]),
     ):
         assert each.answer(key.device, key.network_config) is not None
         assert len(each.layers) == 2
@@ -158,7 +158,7 @@ def test_what_speaks_of_the_process_is_not_blamed_on_the_file(
     def fails(*_: object, **__: object) -> None:
         raise error("for this test")
 
-    with Layered(Store(tmp_path / "finddb.db")) as layered:
+    with LayeredStore(Store(tmp_path / "finddb.db")) as layered:
         layered.record(DEVICE, PROBLEM, [row("ConvA")])
         user = layered.user
         with monkeypatch.context() as patch:

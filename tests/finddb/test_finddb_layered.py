@@ -20,7 +20,7 @@ from waiting import LIMIT_S
 from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb import (
     MEMORY,
-    Layered,
+    LayeredStore,
     RefusedEntryError,
     Store,
     database,
@@ -55,7 +55,7 @@ def shipped(tmp_path):
 
 
 def test_the_shipped_answers_where_the_user_has_none(tmp_path, shipped, caplog):
-    with Layered(Store(tmp_path / "user.db"), [shipped]) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), [shipped]) as layered:
         assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["Shipped"]
         assert layered.answer(DEVICE, "other") is None
         assert layered.answer("cpu|2||", PROBLEM) is None
@@ -63,7 +63,7 @@ def test_the_shipped_answers_where_the_user_has_none(tmp_path, shipped, caplog):
 
 
 def test_reading_makes_no_file(tmp_path, shipped):
-    with Layered(Store(tmp_path / "new" / "user.db"), [shipped]) as layered:
+    with LayeredStore(Store(tmp_path / "new" / "user.db"), [shipped]) as layered:
         assert layered.answer(DEVICE, PROBLEM) is not None
         assert len(layered.histories(DEVICE, PROBLEM)) == 1
         assert layered.rechecks() == ()
@@ -76,14 +76,14 @@ def test_reading_makes_no_file(tmp_path, shipped):
 
 def test_the_first_of_the_shipped_answers(tmp_path, shipped):
     with Store(make(tmp_path / "second.db", row("Second")), read_only=True) as second:
-        layered = Layered(None, [shipped, second])
+        layered = LayeredStore(None, [shipped, second])
         assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["Shipped"]
         assert [solver_ids(answer) for answer in layered.answers(DEVICE, PROBLEM)] == [["Shipped"], ["Second"]]
         layered.close()
 
 
 def test_recording_copies_up_what_was_shipped(tmp_path, shipped):
-    with Layered(Store(tmp_path / "user.db"), [shipped]) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), [shipped]) as layered:
         answer = layered.record(DEVICE, PROBLEM, [row("Mine", time_ms=1.0)], scope=scope("Mine"))
         assert solver_ids(answer) == ["Mine", "Shipped"]
         assert lacking(answer, "Mine", "ConvA") == []
@@ -96,14 +96,14 @@ def test_recording_copies_up_what_was_shipped(tmp_path, shipped):
 
 
 def test_cleaning_leaves_the_shipped(tmp_path, shipped):
-    with Layered(Store(tmp_path / "user.db"), [shipped]) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), [shipped]) as layered:
         layered.record(DEVICE, PROBLEM, [row("Mine")])
         assert layered.clean(DEVICE, PROBLEM) == 2
         assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["Shipped"]
 
 
 def test_rechecks_are_the_users(tmp_path, shipped):
-    with Layered(Store(tmp_path / "user.db"), [shipped]) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), [shipped]) as layered:
         assert layered.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
         assert [note.reason for note in layered.rechecks(DEVICE)] == ["driver 13.1"]
         assert layered.drop_rechecks(DEVICE, PROBLEM) == 1
@@ -174,7 +174,7 @@ def test_an_unusable_file_is_done_without(tmp_path, shipped, caplog, spoil, said
     path = tmp_path / "user.db"
     spoil(path)
     before = path.read_bytes() if path.is_file() else b""
-    with Layered(Store(path), [shipped]) as layered:
+    with LayeredStore(Store(path), [shipped]) as layered:
         assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["Shipped"]
         assert solver_ids(layered.record(DEVICE, PROBLEM, [row("New")])) == ["New", "Shipped"]
         assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["New", "Shipped"]
@@ -194,7 +194,7 @@ def test_an_unusable_file_is_refused_in_strict_mode(tmp_path, shipped, caplog, s
     path = tmp_path / "user.db"
     spoil(path)
     kind = SchemaVersionError if spoil is make_newer else DatabaseError
-    with Layered(Store(path), [shipped], strict=True) as layered:
+    with LayeredStore(Store(path), [shipped], strict=True) as layered:
         for call in (
             lambda: layered.answer(DEVICE, PROBLEM),
             lambda: layered.record(DEVICE, PROBLEM, [row()]),
@@ -212,7 +212,7 @@ def test_an_unusable_shipped_file_is_done_without(tmp_path, shipped, caplog, spo
     path = tmp_path / "bad.db"
     if spoil is not None:
         spoil(path)
-    with Store(path, read_only=True) as bad, Layered(None, [bad, shipped]) as layered:
+    with Store(path, read_only=True) as bad, LayeredStore(None, [bad, shipped]) as layered:
         assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["Shipped"]
         assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["Shipped"]
         assert layered.layers[1:] == (shipped,)
@@ -222,14 +222,14 @@ def test_an_unusable_shipped_file_is_done_without(tmp_path, shipped, caplog, spo
 
 def test_a_folder_that_cannot_be_made(tmp_path, caplog):
     make_below_a_file(tmp_path / "user.db")
-    with Layered(Store(tmp_path / "file" / "user.db")) as layered:
+    with LayeredStore(Store(tmp_path / "file" / "user.db")) as layered:
         assert solver_ids(layered.record(DEVICE, PROBLEM, [row("New")])) == ["New"]
     assert is_warned_once(caplog)
 
 
 def test_a_network_file_system(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(location, "network_file_system", lambda path: "nfs4")
-    with Layered(Store(tmp_path / "user.db")) as layered:
+    with LayeredStore(Store(tmp_path / "user.db")) as layered:
         assert layered.answer(DEVICE, PROBLEM) is None
         assert solver_ids(layered.record(DEVICE, PROBLEM, [row("New")])) == ["New"]
     assert is_warned_once(caplog)
@@ -249,7 +249,7 @@ def test_a_file_system_without_locks(tmp_path, shipped, caplog, monkeypatch, is_
     if not is_new:
         full(path)
     monkeypatch.setattr(fcntl, "lockf", refuse_locks)
-    with Layered(Store(path), [shipped]) as layered:
+    with LayeredStore(Store(path), [shipped]) as layered:
         assert solver_ids(layered.record(DEVICE, PROBLEM, [row("New", time_ms=1.0)])) == ["New", "Shipped"]
     assert is_warned_once(caplog)
     assert "a file system without locks (No locks available)" in caplog.text
@@ -271,7 +271,7 @@ def test_a_file_system_without_locks_is_refused_in_commands(tmp_path, monkeypatc
             use(tmp_path / "user.db")
 
 
-def record_until_full(layered: Layered) -> int:
+def record_until_full(layered: LayeredStore) -> int:
     """Record problems until the disk is full; returns how many the file holds then."""
     for number in range(1000):
         try:
@@ -284,7 +284,7 @@ def record_until_full(layered: Layered) -> int:
 
 def test_a_full_disk(tmp_path, shipped, caplog, monkeypatch):
     monkeypatch.setattr(database, "WRITER_PRAGMAS", (*database.WRITER_PRAGMAS, "PRAGMA max_page_count=40"))
-    with Layered(Store(tmp_path / "user.db"), [shipped]) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), [shipped]) as layered:
         held = record_until_full(layered)
         for number in range(held, held + 5):
             layered.record(DEVICE, f"{PROBLEM}-{number}", [row("New", message="x" * 500)])
@@ -304,7 +304,7 @@ def test_a_full_disk(tmp_path, shipped, caplog, monkeypatch):
 
 def test_a_full_disk_in_strict_mode(tmp_path, monkeypatch):
     monkeypatch.setattr(database, "WRITER_PRAGMAS", (*database.WRITER_PRAGMAS, "PRAGMA max_page_count=40"))
-    with Layered(Store(tmp_path / "user.db"), strict=True) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), strict=True) as layered:
         held = record_until_full(layered)
         with pytest.raises(DatabaseError, match="disk is full"):
             layered.record(DEVICE, f"{PROBLEM}-{held}", [row("New", message="x" * 500)])
@@ -314,7 +314,7 @@ def test_a_full_disk_in_strict_mode(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_file_that_turns_read_only(tmp_path, caplog, strict):
-    with Layered(Store(tmp_path / "user.db"), strict=strict) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), strict=strict) as layered:
         layered.record(DEVICE, PROBLEM, [row("Old")], verdict=verdict("Old:{}"))
         # What SQLite answers on a disk that was mounted anew to be read only.
         layered.user._database.execute_alone("PRAGMA query_only=ON")
@@ -339,7 +339,7 @@ def test_recording_copies_up_verdicts_and_stores_new_ones(tmp_path):
         source.record(DEVICE, PROBLEM, [row("Shipped")], environment=VERSIONS, verdict=verdict("Shipped:{}"))
         write_release([source], tmp_path / "shipped.db")
     shipped = Store(tmp_path / "shipped.db", read_only=True)
-    with Layered(Store(tmp_path / "user.db"), [shipped]) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), [shipped]) as layered:
         layered.record(DEVICE, PROBLEM, [row("Mine")], verdict=verdict("Mine:{}"))
         history = layered.user.history(DEVICE, PROBLEM)
     assert [item.winner for item in history.verdicts] == ["Shipped:{}", "Mine:{}"]
@@ -348,7 +348,7 @@ def test_recording_copies_up_verdicts_and_stores_new_ones(tmp_path):
 def test_a_release_in_the_users_place_is_read_and_not_written(tmp_path, caplog):
     path = make(tmp_path / "release.db", row("Shipped"))
     before = path.read_bytes()
-    with Layered(Store(path)) as layered:
+    with LayeredStore(Store(path)) as layered:
         assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["Shipped"]
         assert not caplog.records
         assert solver_ids(layered.record(DEVICE, PROBLEM, [row("Mine", time_ms=0.5)])) == ["Mine", "Shipped"]
@@ -359,7 +359,7 @@ def test_a_release_in_the_users_place_is_read_and_not_written(tmp_path, caplog):
 
 def test_a_locked_file(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_S", 0.05)
-    with Layered(Store(tmp_path / "user.db")) as layered:
+    with LayeredStore(Store(tmp_path / "user.db")) as layered:
         layered.record(DEVICE, PROBLEM, [row("Old")])
         with closing(sqlite3.connect(tmp_path / "user.db", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
@@ -369,7 +369,7 @@ def test_a_locked_file(tmp_path, caplog, monkeypatch):
 
 
 def test_what_cannot_be_stored_is_refused_and_costs_no_database(tmp_path, caplog):
-    with Layered(Store(tmp_path / "user.db")) as layered:
+    with LayeredStore(Store(tmp_path / "user.db")) as layered:
         with pytest.raises(RefusedEntryError):
             layered.record(DEVICE, PROBLEM, [row(time_ms=-1.0)])
         with pytest.raises(RefusedEntryError):
@@ -393,7 +393,7 @@ def test_a_deleted_file_is_made_again(tmp_path, caplog):
 
 
 def test_a_closed_layering_does_not_go_on_in_memory(tmp_path):
-    layered = Layered(Store(tmp_path / "user.db"))
+    layered = LayeredStore(Store(tmp_path / "user.db"))
     layered.close()
     layered.close()
     with pytest.raises(DatabaseError, match="closed"):
@@ -402,7 +402,7 @@ def test_a_closed_layering_does_not_go_on_in_memory(tmp_path):
 
 def unprivileged(path: str, said) -> None:
     """Child: as a user without rights, finds go on in memory and strict mode refuses."""
-    with Layered(Store(MEMORY)) as warm_up:
+    with LayeredStore(Store(MEMORY)) as warm_up:
         warm_up.record(DEVICE, PROBLEM, [row("New")])
     messages = []
     handler = logging.Handler()
@@ -411,7 +411,7 @@ def unprivileged(path: str, said) -> None:
     if os.geteuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
-    with Layered(Store(path)) as layered:
+    with LayeredStore(Store(path)) as layered:
         answer = layered.record(DEVICE, PROBLEM, [row("New", time_ms=0.5)])
         found = [solver_ids(answer), layered.user.path is None]
     try:
@@ -479,7 +479,7 @@ def test_a_row_of_another_file_that_cannot_be_stored_costs_no_measurement(tmp_pa
         raise RefusedEntryError("a row says too much")
 
     monkeypatch.setattr(Store, "add", refuse)
-    with Layered(Store(tmp_path / "user.db"), [shipped], strict=True) as layered:
+    with LayeredStore(Store(tmp_path / "user.db"), [shipped], strict=True) as layered:
         answer = layered.record(DEVICE, PROBLEM, [row("New", time_ms=0.1)])
     assert [found.solver_id for found in answer.rows] == ["New"]
     assert "is not copied: a row says too much" in caplog.text

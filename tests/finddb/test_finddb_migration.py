@@ -29,7 +29,7 @@ from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb import (
     MEMORY,
     SCHEMA_VERSION,
-    Layered,
+    LayeredStore,
     Store,
     entries,
     migration,
@@ -104,7 +104,7 @@ def test_an_older_file_is_not_written(old):
 
 
 def test_a_find_goes_on_with_an_older_file_and_says_so_once(old, caplog):
-    with Layered(Store(old)) as layered:
+    with LayeredStore(Store(old)) as layered:
         assert len(layered.answer(DEVICE, PROBLEM).rows) == 2
         assert not caplog.records
         answer = layered.record(DEVICE, PROBLEM, [row("New", time_ms=0.1)])

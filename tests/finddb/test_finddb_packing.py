@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miofind.finddb import MEMORY, History, ProblemKey, RefusedEntryError, Store, differences, packing, write_release
-from miofind.finddb.packing import Packing, pack, text_of
+from miofind.finddb.packing import HistoryCodec, pack, text_of
 from miofind.finddb.values import canonical_json
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
@@ -60,7 +60,7 @@ def stored(*found: History) -> list[History]:
 @given(found=st.lists(histories, max_size=3))
 def test_what_is_unpacked_is_what_was_packed(found):
     before = stored(*found)
-    packed = Packing("")
+    packed = HistoryCodec("")
     for history in before:
         key = ProblemKey(device=history.device, network_config=history.network_config)
         payload = pack(history.device, history.network_config, text_of(history))
@@ -76,7 +76,7 @@ def test_a_compressed_text_of_an_earlier_release_is_read(dictionary):
     packer = zlib.compressobj(level=9, wbits=-15, zdict=dictionary.encode())
     checksum = pack(DEVICE, PROBLEM, text)[:4]
     payload = checksum + packer.compress(text.encode()) + packer.flush()
-    assert Packing(dictionary).unpack(DEVICE, PROBLEM, payload) == text
+    assert HistoryCodec(dictionary).unpack(DEVICE, PROBLEM, payload) == text
 
 
 def test_a_release_stores_texts_plain(both):

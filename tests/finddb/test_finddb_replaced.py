@@ -20,7 +20,7 @@ from finddb_entries import DEVICE, PROBLEM, VERSIONS, contents, row, scope
 from waiting import LIMIT_S
 
 from miofind.errors import DatabaseError
-from miofind.finddb import MEMORY, Layered, Store, database, upgrade, write_release
+from miofind.finddb import MEMORY, LayeredStore, Store, database, upgrade, write_release
 
 OLD, NEW = "old", "new"
 MANY = 40
@@ -312,7 +312,7 @@ def test_many_processes_find_the_new_file_alike(path, tmp_path, nursery):
 
 
 def test_a_shipped_file_that_was_replaced_is_read_anew(path, tmp_path):
-    with Store(released(path, OLD), read_only=True) as shipped, Layered(None, [shipped]) as layered:
+    with Store(released(path, OLD), read_only=True) as shipped, LayeredStore(None, [shipped]) as layered:
         assert layered.answer(DEVICE, f"{OLD}-0")
         assert layered.answer("another device", f"{OLD}-0") is None
         with Store(MEMORY) as source:

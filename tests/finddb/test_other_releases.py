@@ -278,7 +278,7 @@ def test_a_pickled_solution_runs_only_where_its_solver_serves_the_problem(instal
     with handle_of(database) as handle:
         found = miofind.find_solutions(PROBLEM, options=NORMAL, handle=handle)
         first = next(solution for solution in found if solution.solver_id == "ConvA")
-        alone = first.found.solutions = [first]
+        alone = first.solution_list.solutions = [first]
         pickled = pickle.dumps(replace(alone[0], position=0))
     installed(*both(a=Terms(refuses=True)))
     solution = pickle.loads(pickled)
@@ -485,7 +485,7 @@ def check_runs(solution: Solution, path: Path) -> None:
     workspace = np.empty(solution.workspace_bytes, np.uint8)
     np.testing.assert_array_equal(miofind.run_solution(solution, x, w, workspace=workspace), want)
     np.testing.assert_array_equal(solution.pack(w).run(x, workspace=workspace), want)
-    np.testing.assert_array_equal(miofind.run_solution(Solution.load(path, solution.found.handle), x, w), want)
+    np.testing.assert_array_equal(miofind.run_solution(Solution.load(path, solution.solution_list.handle), x, w), want)
 
 
 @given(data=st.data(), a=terms, b=terms, way=st.sampled_from(WAYS))

@@ -271,7 +271,7 @@ def test_a_loaded_solution_runs_apart_from_the_others(handle: miofind.Handle, tm
         assert_close(cupy.asnumpy(miofind.run_solution(loaded, x, w)), PROBLEM, given)
         assert_close(cupy.asnumpy(loaded.pack(w).run(x)), PROBLEM, given)
         assert len(other.invokers) == 0
-        assert loaded.found.handle.compiler is not other.compiler
+        assert loaded.solution_list.handle.compiler is not other.compiler
 
 
 def test_other_arrays_by_protocol(handle: miofind.Handle) -> None:

@@ -18,7 +18,7 @@ from miofind.evaluate.evaluate import Job
 from miofind.evaluate.executors import Isolated
 from miofind.evaluate.health import complaint, context_error
 from miofind.measure.gpu_monitor import gpu_monitor
-from miofind.measure.verdict import Verdict
+from miofind.measure.verdict import RaceVerdict
 from miofind.process.child import Child
 from miofind.solver.candidate import Candidate, Outcome, Status
 from miofind.solver.registry import Registry
@@ -88,7 +88,7 @@ def test_a_fault_costs_its_candidate_alone(
     assert faulty.status is status, faulty.message
     assert sound.status.usable, sound.message
     assert naive.status.usable, naive.message
-    assert not any(faulty.candidate.id in event.ties for event in events if isinstance(event, Verdict))
+    assert not any(faulty.candidate.id in event.ties for event in events if isinstance(event, RaceVerdict))
     assert context_error(device) == "", "this process's context is untouched"
     assert all(event.status.usable for event in executor.run(job(device, "none", 20)) if isinstance(event, Outcome))
 

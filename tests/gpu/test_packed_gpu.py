@@ -14,7 +14,7 @@ from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.launch.invoker import bases_of, make_invoker
-from miofind.runtime.solution import Found, Solution, Source
+from miofind.runtime.solution import Solution, SolutionList, Source
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 
@@ -79,7 +79,7 @@ def solution_of(handle: Handle) -> Solution:
     """ConvWinogradMma's, without a find."""
     problem = ProblemDescription.convolution(x=(2, 32, 14, 14), w=(48, 32, 3, 3), padding=1)
     solver = Registry.default()["ConvWinogradMma"]
-    found = Found(handle)
+    found = SolutionList(handle)
     solution = Solution(
         problem=problem,
         device=handle.device,
@@ -92,7 +92,7 @@ def solution_of(handle: Handle) -> Solution:
         deterministic=True,
         max_error=None,
         source=Source.PREDICTED,
-        found=found,
+        solution_list=found,
     )
     found.solutions.append(solution)
     return solution

@@ -20,7 +20,7 @@ from miofind.solver.registry import Registry
 from miofind.verify.claims import Claims
 from miofind.verify.harness import Setting
 from miofind.verify.sampling import SampleBudget
-from miofind.verify.verifier import Verdict, Verifier
+from miofind.verify.verifier import Verification, Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -69,7 +69,7 @@ def set_bytes(address: int, value: int, size: int, stream: int) -> None:
     cupy.cuda.runtime.memsetAsync(address, value, size, stream)
 
 
-def verdict_of(invoker: Invoker, compiler: Compiler, **options: Any) -> Verdict:
+def verdict_of(invoker: Invoker, compiler: Compiler, **options: Any) -> Verification:
     with Verifier(invoker.problem, invoker.device, compiler, seed=11, **options) as verifier:
         return verifier.verify(invoker, Claims())
 

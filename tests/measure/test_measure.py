@@ -19,7 +19,7 @@ from miofind.measure import backend_host
 from miofind.measure.backend import TimedCandidate
 from miofind.measure.effort import Effort
 from miofind.measure.gpu_monitor import Reading
-from miofind.measure.race import Entrant, Race, Watcher
+from miofind.measure.race import Entrant, Race, RaceObserver
 from miofind.measure.timer import Batch, Timer
 from miofind.solver.candidate import Timing
 
@@ -272,11 +272,11 @@ def test_a_final_of_late_that_the_deadline_ends_costs_nothing_of_the_first(round
     assert results["late"].timing.samples == 5 + rounds
 
 
-def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
+def test_an_observer_hears_of_samples_before_and_of_failures_after() -> None:
     told: list[str] = []
 
-    class Told(Watcher):
-        def turn(self, key: str) -> None:
+    class Told(RaceObserver):
+        def before_sample(self, key: str) -> None:
             told.append(f"{key} of {len(timer.log)}")
 
         def failed(self, key: str, error: Exception) -> None:
@@ -286,7 +286,7 @@ def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
             told.append(f"{key} confirmed" + (", cut off" if cut_off else ""))
 
     timer = ScriptedTimer({"a": 1.0, "b": 1.1})
-    race = Race(timer, Effort.FIND, watcher=Told())
+    race = Race(timer, Effort.FIND, observer=Told())
     for name in ("a", "b"):
         race.enter(entrant(name))
     assert told == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from miofind.measure.verdict import Comparison, Finalist, Verdict, judge
+from miofind.measure.verdict import Finalist, PairedComparison, RaceVerdict, judge
 
 Noise = Callable[[np.random.Generator, int], NDArray[np.float64]]
 PAIRS = 400
@@ -27,7 +27,7 @@ def steady(**times_ms: float) -> dict[str, list[float]]:
     return {key: [time_ms * r for r in ripple] for key, time_ms in times_ms.items()}
 
 
-def judged(times_ms: dict[str, list[float]], incumbent: str = "", **fields: dict[str, float]) -> Verdict:
+def judged(times_ms: dict[str, list[float]], incumbent: str = "", **fields: dict[str, float]) -> RaceVerdict:
     verdict = judge(final(times_ms, **fields), protocol="test-1", incumbent=incumbent)
     assert verdict is not None
     return verdict
@@ -96,10 +96,10 @@ def test_equal_samples_give_equal_verdicts() -> None:
 
 
 def test_a_difference_is_beyond_one_percent() -> None:
-    assert Comparison(candidate="a", low=1.011, high=1.02).differs
-    assert Comparison(candidate="a", low=0.97, high=0.985).differs
-    assert not Comparison(candidate="a", low=0.97, high=0.985).is_slower
-    assert not Comparison(candidate="a", low=0.995, high=1.2).differs
+    assert PairedComparison(candidate="a", low=1.011, high=1.02).differs
+    assert PairedComparison(candidate="a", low=0.97, high=0.985).differs
+    assert not PairedComparison(candidate="a", low=0.97, high=0.985).is_slower
+    assert not PairedComparison(candidate="a", low=0.995, high=1.2).differs
 
 
 def normal(noise: np.random.Generator, rounds: int) -> NDArray[np.float64]:

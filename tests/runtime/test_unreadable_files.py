@@ -26,7 +26,7 @@ from miofind.compiler.cubin import complaint, parameter_bytes
 from miofind.errors import DatabaseError, InvalidOptionError, InvalidProblemError, SolutionFileError
 from miofind.files import replacing
 from miofind.finddb import Store, shipped_paths, write_release
-from miofind.runtime.solution import Found, Source, alone
+from miofind.runtime.solution import SolutionList, Source, alone
 from miofind.solver.registry import Registry
 from miofind.suites import load_csv, load_lines
 from miofind.suites.find_db_text import load_find_db
@@ -267,7 +267,7 @@ def solution_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> 
         max_error=None,
         source=Source.MEASURED,
         kernel_hash=kernel_hash(steps),
-        found=Found(handle),
+        solution_list=SolutionList(handle),
     )
     return alone(solution)
 
@@ -311,10 +311,10 @@ def test_a_loaded_solutions_binary_answers_for_no_other(is_built: bool, tmp_path
     if is_built:
         assert binary_of(PROBLEM, gpu) == own
     loaded = miofind.Solution.load(file, gpu)
-    assert binary_of(PROBLEM, loaded.found.handle) == foreign
+    assert binary_of(PROBLEM, loaded.solution_list.handle) == foreign
     assert binary_of(PROBLEM, gpu) == own
-    assert binary_of(PROBLEM, miofind.Solution.load(file, gpu).found.handle) == foreign
-    assert loaded.found.handle.invokers is not gpu.invokers
+    assert binary_of(PROBLEM, miofind.Solution.load(file, gpu).solution_list.handle) == foreign
+    assert loaded.solution_list.handle.invokers is not gpu.invokers
     solution_of(PROBLEM, gpu).save(other)
     assert foreign not in binaries_in(other)
     loaded.save(file)

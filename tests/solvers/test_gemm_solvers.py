@@ -15,7 +15,7 @@ from struct_fields import fields_of
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.libraries.gemm import MAX_BATCH, Operand, Product
+from miofind.libraries.gemm import MAX_BATCH, BatchedGemm, GemmOperand
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES, TENSOR_ALIGNMENT, MatmulShape
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Argument, Config, ConvSolution, KernelStep, MatmulStep, Pointer, Scalar
@@ -490,10 +490,10 @@ def test_steps_stay_bounded():
 
 
 def test_batches_are_cut_where_the_library_needs_it():
-    def operand(buffer: str) -> Operand:
-        return Operand(buffer=buffer, dtype=DataType.FLOAT16, ld=2, image_stride=4, group_stride=4)
+    def operand(buffer: str) -> GemmOperand:
+        return GemmOperand(buffer=buffer, dtype=DataType.FLOAT16, ld=2, image_stride=4, group_stride=4)
 
-    product = Product(
+    product = BatchedGemm(
         rows=2, columns=2, depth=2, left=operand("x"), right=operand("w"), out=operand("y"), images=3 * MAX_BATCH - 1
     )
     steps = list(product.steps())

@@ -119,7 +119,7 @@ def test_solutions_that_come_from_a_process_run_here(handles_of: HandlesOf, faul
     x, w = np.ones((1, 4, 6, 5), np.float32), np.ones((6, 4, 3, 3), np.float32)
     y = run_solution(best, x, w)
     assert y[0, 0, 2, 2] == pytest.approx(36.0)
-    assert best.found.handle in handles
+    assert best.solution_list.handle in handles
 
 
 def test_another_of_its_kind_takes_a_lost_devices_problem(handles_of: HandlesOf, faulty: Fault) -> None:

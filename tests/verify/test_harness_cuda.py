@@ -164,14 +164,14 @@ def told(name: str, where: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", [*NAMES, WORKSPACE])
 def test_an_overwritten_operand_is_named(harness: CudaHarness, name: str, where: str) -> None:
     for setting in SETTINGS:
-        assert harness.trial(overwriting(name, where), setting, 1.0).damaged == told(name, where)
+        assert harness.check(overwriting(name, where), setting, 1.0).damaged == told(name, where)
 
 
 def test_operands_are_given_in_order_and_apart(harness: CudaHarness) -> None:
     seen: list[list[int]] = []
     invoker = FakeInvoker(PROBLEM, lambda tensors, _: seen.append([tensors[name] % 512 for name in NAMES]))
     for setting in SETTINGS:
-        assert harness.trial(invoker, setting, 1.0).is_right
+        assert harness.check(invoker, setting, 1.0).is_right
     assert seen == [[2 * (2 * i + 1) for i in range(len(NAMES))], [0] * len(NAMES)]
 
 
@@ -183,4 +183,4 @@ def test_an_operand_that_packed_weights_run_over_is_named(harness: CudaHarness, 
     packed = PackedForm(pack=pack, run=overwriting(name, where), bytes=100)
     assert harness.pack(packed, SETTINGS[0], 0) == ()
     assert [key for key, address in given[0].items() if address] == ["w", "y"]
-    assert harness.packed_trial(packed, SETTINGS[0], 1.0, 0).damaged == told(name, where)
+    assert harness.check_packed(packed, SETTINGS[0], 1.0, 0).damaged == told(name, where)

@@ -17,7 +17,7 @@ from miofind.device.device import Device
 from miofind.errors import LaunchError
 from miofind.reference import numpy_dtype, round_once
 from miofind.verify.claims import Claims
-from miofind.verify.verifier import Verdict, Verifier
+from miofind.verify.verifier import Verification, Verifier
 
 SMALL = ProblemDescription.convolution(x=(2, 8, 9, 9), w=(12, 8, 3, 3), padding=1)
 HALF = ProblemDescription.convolution(x=(2, 64, 9, 9), w=(12, 64, 3, 3), padding=1, dtype="float16", layout="NHWC")
@@ -27,7 +27,7 @@ DIRECTIONS = [
 ]
 
 
-def verify(problem: ProblemDescription, run: Run, *, exact: bool = True, workspace_bytes: int = 0) -> Verdict:
+def verify(problem: ProblemDescription, run: Run, *, exact: bool = True, workspace_bytes: int = 0) -> Verification:
     with Verifier(problem, Device.cpu(), None, seed=7) as verifier:  # type: ignore[arg-type]
         return verifier.verify(FakeInvoker(problem, run, workspace_bytes=workspace_bytes), Claims(exact=exact))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from miofind.core.problem import ProblemDescription
 from miofind.find.lookup.failures import newest_rows, newest_statuses
 from miofind.find.lookup.scopes import WIDE_BOUNDS, asked, considered, overwritten, requested_scope
-from miofind.find.lookup.stored import Stored, Taken, admits, answers_no_more, of_answer, of_rows, taken
+from miofind.find.lookup.stored import Selection, Stored, admits, answers_no_more, of_answer, of_rows, selected
 from miofind.find.lookup.validity import is_valid
 from miofind.finddb import Answer, Scope
 from miofind.options import FindOptions
@@ -22,7 +22,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Gaps, Solution
 
 
-class _Held(NamedTuple):
+class _Hit(NamedTuple):
     """What one FindDB has for a request.
 
     Attributes:
@@ -62,7 +62,7 @@ def look_up(
     request = requested_scope(options, handle.device, handle.registry, dynamic_only)
     if not partial and _wants_all(problem, options, handle):
         request = replace(request, complete=True)
-    asked = _Asked(problem, options, handle, request, frozenset(measured), partial)
+    asked = _Request(problem, options, handle, request, frozenset(measured), partial)
     device = handle.device.identity
     found, *others = _chosen(map(asked.held, handle.database.answers(device, problem.network_config)))
     if found is None or (found.late and not partial):
@@ -74,18 +74,18 @@ def look_up(
             handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(found.late)}")
         elif found.is_stale:
             handle.database.queue_recheck(device, problem.network_config, "measured with other versions")
-    found.solutions[0].found.gaps = Gaps(solvers=found.late, ended_early=found.ended_early)
+    found.solutions[0].solution_list.gaps = Gaps(solvers=found.late, ended_early=found.ended_early)
     return found.solutions
 
 
 def is_answered(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether `look_up` has solutions; asks of one row where the first will do, and notes nothing for a re-check."""
     request = requested_scope(options, handle.device, handle.registry, False)
-    asked = _Asked(problem, options, handle, request, frozenset(), True)
+    asked = _Request(problem, options, handle, request, frozenset(), True)
     return any(map(asked.holds_any, handle.database.answers(handle.device.identity, problem.network_config)))
 
 
-def _chosen(held: Iterable[_Held | None]) -> list[_Held | None]:
+def _chosen(held: Iterable[_Hit | None]) -> list[_Hit | None]:
     """The first that lacks no solver, else the first of those that lack the fewest; then what was asked besides."""
     seen = []
     for each in held:
@@ -96,7 +96,7 @@ def _chosen(held: Iterable[_Held | None]) -> list[_Held | None]:
     return [*sorted(seen, key=lambda each: len(each.late))] or [None]
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """A request as answers are held against it.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Asked(NamedTuple):
     fresh: frozenset[str]
     partial: bool
 
-    def held(self, answer: Answer) -> _Held | None:
+    def held(self, answer: Answer) -> _Hit | None:
         """What an answer has for the request, None where that is nothing, or too little was considered for it."""
         is_covered = bool(self.fresh) or answer.covers(self.request)
         hidden = frozenset() if is_covered else self._hidden(answer)
@@ -126,7 +126,7 @@ class _Asked(NamedTuple):
         if not found.solutions:
             return None
         ended_early = is_covered and not self.fresh and self._ended_early(answer)
-        return _Held(found.solutions, late, found.is_stale, ended_early)
+        return _Hit(found.solutions, late, found.is_stale, ended_early)
 
     def _ended_early(self, answer: Answer) -> bool:
         """Whether the request asks for the defaults and a budget ended all finds that an answer covers it by."""
@@ -147,7 +147,7 @@ class _Asked(NamedTuple):
         others = overwritten(self.request, answer.scopes) - self._considered(answer)
         return others & self._settled() if self._serving(others) else frozenset()
 
-    def _lacking(self, names: Iterable[str], found: Taken) -> set[str]:
+    def _lacking(self, names: Iterable[str], found: Selection) -> set[str]:
         """Those of the solvers that the request asks, that serve the problem and that have no solution."""
         wanted = {*names} & self.request.solvers.keys()
         return {*self._serving(wanted - {solution.solver_id for solution in found.solutions})}
@@ -169,7 +169,7 @@ class _Asked(NamedTuple):
         refusals = self.handle.refusals(self.problem)
         return {name for name in names if refusals.fails(self.handle.registry[name])}
 
-    def of_all_histories(self) -> Taken:
+    def of_all_histories(self) -> Selection:
         """Solutions of the best rows of all FindDBs that the request takes."""
         rows = self.handle.database.best_rows(
             self.handle.device.identity,
@@ -179,8 +179,8 @@ class _Asked(NamedTuple):
         )
         return self._taken(of_rows(rows))
 
-    def _taken(self, rows: Iterable[Stored]) -> Taken:
-        return taken(rows, self.problem, self.options, self.handle, self.fresh)
+    def _taken(self, rows: Iterable[Stored]) -> Selection:
+        return selected(rows, self.problem, self.options, self.handle, self.fresh)
 
     def _not_considered(self, answer: Answer, hidden: frozenset[str]) -> tuple[str, ...] | None:
         """The solvers that might serve and that an answer's finds together have not considered; None if it is none.

@@ -19,7 +19,7 @@ from miofind.finddb import BEST_PER_SOLVER, Answer, Row
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import Measured, Refusals, stored_config
-from miofind.runtime.solution import Found, Solution, Source
+from miofind.runtime.solution import Solution, SolutionList, Source
 from miofind.solver.candidate import Status
 from miofind.solver.solver import Solver
 
@@ -44,13 +44,13 @@ class Stored(NamedTuple):
     contended: bool
 
 
-class Taken(NamedTuple):
+class Selection(NamedTuple):
     """What became of rows.
 
     Attributes:
         void: solvers with rows of other versions or sources than they have now, or that they no longer stand by.
         is_thin: whether the history may have faster rows that the request takes: of a solver of which an answer keeps
-            the best alone, some of these are not taken.
+            the best alone, some of these are not selected.
         is_stale: whether other versions of libraries or driver measured some of the solutions.
     """
 
@@ -91,19 +91,19 @@ def _is_refused(row: Row | Stored, solver: Solver, refusals: Refusals) -> bool:
     return refusals.of_row(solver, measured).refused
 
 
-def taken(
+def selected(
     rows: Iterable[Stored],
     problem: ProblemDescription,
     options: FindOptions,
     handle: Handle,
     fresh: frozenset[str],
-) -> Taken:
+) -> Selection:
     """Solutions of those of the rows that a request takes.
 
     Args:
         fresh: ids of solutions measured just now.
     """
-    found = Found(handle)
+    found = SolutionList(handle)
     environment = current_environment(handle.device)
     current: dict[tuple[str, int, str], Solver | None] = {}
     registry, refusals = handle.registry, handle.refusals(problem)
@@ -133,7 +133,7 @@ def taken(
         found.solutions.append(_as_solution(problem, row, found, source))
         stale = stale or row.environment != environment
     is_thin = any(kept[solver_id] >= BEST_PER_SOLVER for solver_id in passed_over)
-    return Taken(found.solutions, frozenset(void), is_thin, stale)
+    return Selection(found.solutions, frozenset(void), is_thin, stale)
 
 
 def _is_within(row: Stored, solver: Solver, options: FindOptions) -> bool:
@@ -160,7 +160,7 @@ def _is_of_kind(row: Stored, solver: Solver, problem: ProblemDescription, option
         return False
 
 
-def _as_solution(problem: ProblemDescription, row: Stored, found: Found, source: Source) -> Solution:
+def _as_solution(problem: ProblemDescription, row: Stored, found: SolutionList, source: Source) -> Solution:
     solver = found.handle.registry[row.solver_id]
     return Solution(
         problem=problem,
@@ -178,6 +178,6 @@ def _as_solution(problem: ProblemDescription, row: Stored, found: Found, source:
         samples=row.samples,
         cut_off=row.status == Status.CUT_OFF,
         contended=row.contended,
-        found=found,
+        solution_list=found,
         position=len(found.solutions),
     )
