@@ -322,8 +322,8 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const ELEMENT* resul
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    grouped_planes(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
-                   int in_channels, int out_channels, int tiles) {
+    grouped_nchw(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
+                 int in_channels, int out_channels, int tiles) {
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
   const int unit = blockIdx.x * kUnits, step = gridDim.y, lane = threadIdx.x % 32;

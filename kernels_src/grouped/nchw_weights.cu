@@ -6,7 +6,7 @@
 // columns down ROWS rows; which pixels make the depth is free, as long as x and dy agree. Columns of taps are shifts by
 // single pixels within registers. A warp computes an item, 8 or 16 channels x 8 * ITEM_BLOCKS filters, from one in
 // WARPS sets of four streams; of SHARES blocks each has some of a pack's channels. Accumulators are added in shared
-// memory, those of blocks by `grouped_planes_weights_finish`, in a fixed order. Defines: ELEMENT, GROUP_C, GROUP_K,
+// memory, those of blocks by `grouped_nchw_weights_finish`, in a fixed order. Defines: ELEMENT, GROUP_C, GROUP_K,
 // FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_*, UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES,
 // WARPS, STAGES, X_PITCH, DY_PITCH, X_CHANNEL, DY_CHANNEL, LANES, MIN_BLOCKS, SHARED_BYTES.
 #include "common/split_k.cuh"
@@ -275,8 +275,8 @@ __device__ __forceinline__ void store_accumulators(T* out, const float* staged, 
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    grouped_planes_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
-                           float* __restrict__ partials, int n, int channels, int filters, int tiles) {
+    grouped_nchw_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
+                         float* __restrict__ partials, int n, int channels, int filters, int tiles) {
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned stages = static_cast<unsigned>(__cvta_generic_to_shared(staged)) + kLaid;
   const Sizes sizes = {n, channels, filters};
@@ -349,6 +349,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    grouped_planes_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
+    grouped_nchw_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
   reduce_split_k<kFinishThreads, LANES>(dw, partials, size, splits);
 }

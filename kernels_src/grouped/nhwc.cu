@@ -25,6 +25,9 @@
     !defined(WHOLE_PLANES) || !defined(CHANNELS_LAST) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, SHARES, ROW*, COLUMN*, SPAN, IMAGES, WHOLE_PLANES, ..."
 #endif
+#if !defined(SHAPE_FIELDS)
+#error "define SHAPE_FIELDS"
+#endif
 
 using Group = PackedGroups<GROUP_C, GROUP_K>;
 constexpr bool kFlipped = FLIPPED;
@@ -307,8 +310,9 @@ __device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* result
   }
 }
 
-struct Sizes {
-  int n, in_channels, out_channels, in_height, in_width, out_height, out_width;
+// in_* are of the tensor that is read, out_* of the one that is written.
+struct Shape {
+  SHAPE_FIELDS
 };
 
 // A tile's first output row and column of a phase, and its first image.
@@ -321,31 +325,30 @@ __device__ __forceinline__ TileAt tile_at(int number) {
           number / (COLUMN_TILES * ROW_TILES) * kImages};
 }
 
-__device__ __forceinline__ Images source_of(const Sizes& sizes, const TileAt& tile) {
+__device__ __forceinline__ Images source_of(const Shape& shape, const TileAt& tile) {
   const int channel = blockIdx.x * kIn, row = tile.row * AxisH::kStep + AxisH::kFirst;
   const int column = tile.column * AxisW::kStep + AxisW::kFirst;
-  return {sizes.n, sizes.in_channels, sizes.in_height, sizes.in_width, tile.image, channel, row, column};
+  return {shape.batch, shape.in_channels, shape.in_height, shape.in_width, tile.image, channel, row, column};
 }
 
-__device__ __forceinline__ Images target_of(const Sizes& sizes, const TileAt& tile) {
+__device__ __forceinline__ Images target_of(const Shape& shape, const TileAt& tile) {
   const int channel = blockIdx.x * kOut, row = tile.row * AxisH::kPhases, column = tile.column * AxisW::kPhases;
-  return {sizes.n, sizes.out_channels, sizes.out_height, sizes.out_width, tile.image, channel, row, column};
+  return {shape.batch, shape.out_channels, shape.out_height, shape.out_width, tile.image, channel, row, column};
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    grouped(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
-            int in_channels, int out_channels, int in_height, int in_width, int out_height, int out_width, int tiles) {
+    grouped_nhwc(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+                 const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
-  const Sizes sizes = {n, in_channels, out_channels, in_height, in_width, out_height, out_width};
-  const int first_filter = blockIdx.x * kUnits * kUnitK, filters = kFlipped ? in_channels : out_channels;
-  const int step = gridDim.y;
+  const int first_filter = blockIdx.x * kUnits * kUnitK, filters = kFlipped ? shape.in_channels : shape.out_channels;
+  const int step = gridDim.y, tiles = shape.tiles;
   // Blocks of one stage have a tile each, others every gridDim.y-th.
   const TileAt first = kStages > 1 ? tile_at(blockIdx.y)
                                    : TileAt{static_cast<int>(blockIdx.y) / COLUMN_TILES * kTileH,
                                             static_cast<int>(blockIdx.y) % COLUMN_TILES * kColumns,
                                             static_cast<int>(blockIdx.z) * kImages};
-  const Images source = source_of(sizes, first);
+  const Images source = source_of(shape, first);
   if constexpr (kLast) {
     stage_pixels<Patch, kInRow, kThreads>(base, in, source);
     if constexpr (Group::kPackedGroups == 1)
@@ -355,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int stage = 1; stage < kStages - 1; ++stage) {
       const int tile = blockIdx.y + stage * step;
       if (tile < tiles)
-        stage_pixels<Patch, kInRow, kThreads>(base + stage * Patch::kBytes, in, source_of(sizes, tile_at(tile)));
+        stage_pixels<Patch, kInRow, kThreads>(base + stage * Patch::kBytes, in, source_of(shape, tile_at(tile)));
       commit_copies();
     }
     if constexpr (Group::kPackedGroups != 1)
@@ -382,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if constexpr (kStages == 1) {
     wait_for_copies<0>();
     __syncthreads();  // the patch and the filters have arrived
-    compute_tile(out, staged + kResultsAt, pixels, matrices, part, target_of(sizes, first));
+    compute_tile(out, staged + kResultsAt, pixels, matrices, part, target_of(shape, first));
   } else {
     int at = 0;
 #pragma unroll 1
@@ -391,10 +394,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       __syncthreads();  // the patch has arrived, and every warp has read the one before and stored its results
       const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
       if (next < tiles)
-        stage_pixels<Patch, kInRow, kThreads>(base + to * Patch::kBytes, in, source_of(sizes, tile_at(next)));
+        stage_pixels<Patch, kInRow, kThreads>(base + to * Patch::kBytes, in, source_of(shape, tile_at(next)));
       commit_copies();
       compute_tile(out, staged + kResultsAt, pixels + at * Patch::kBytes, matrices, part,
-                   target_of(sizes, tile_at(tile)));
+                   target_of(shape, tile_at(tile)));
       at = at + 1 == kStages ? 0 : at + 1;
     }
   }

@@ -4,7 +4,7 @@
 // cp.async stages STAGES deep. A warp computes one item, 16 filters x 16 channels, for WARP_TAPS rows of the filter,
 // from one in WARPS strips of 16 columns (two segments of 8): products whose depth is pixels. A fragment of x serves
 // the taps of its column, one of dy those of its row. Warps' accumulators are added in shared memory, blocks' by
-// `grouped_weights_finish`, in a fixed order.
+// `grouped_nhwc_weights_finish`, in a fixed order.
 //
 // Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES_C, SHARES_K (of a
 // unit), ROWS, COLUMNS, SPAN (of COLUMNS that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES,
@@ -22,6 +22,9 @@
     !defined(STAGES) || !defined(ROW_TILES) || !defined(COLUMN_TILES) || !defined(CHANNELS_LAST) || !defined(LANES) || \
     !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define the tiling: UNITS, ROW*, COLUMN*, SPAN, IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, LANES, ..."
+#endif
+#if !defined(SHAPE_FIELDS)
+#error "define SHAPE_FIELDS"
 #endif
 
 using Group = PackedGroups<GROUP_C, GROUP_K>;
@@ -106,8 +109,9 @@ __device__ __forceinline__ int share_of_filters() {
   return kShared ? blockIdx.z / SHARES_C : 0;
 }
 
-struct Sizes {
-  int n, channels, filters, height, width, out_height, out_width;
+// in_* are of x, out_* of dy.
+struct Shape {
+  SHAPE_FIELDS
 };
 
 // A tile's parts of x and of dy.
@@ -115,20 +119,20 @@ struct Place {
   Images x, dy;
 };
 
-__device__ __forceinline__ Place place_of(const Sizes& sizes, int tile) {
+__device__ __forceinline__ Place place_of(const Shape& shape, int tile) {
   const int column = tile % COLUMN_TILES * kColumns, row = tile / COLUMN_TILES % ROW_TILES * kRows;
   const int image = tile / (COLUMN_TILES * ROW_TILES) * kImages, unit = blockIdx.x * kUnits;
   const int channel = unit * kUnitC + share_of_channels() * kShareC,
             filter = unit * kUnitK + share_of_filters() * kShareK;
-  return {{sizes.n, sizes.channels, sizes.height, sizes.width, image, channel, row * STRIDE_H - PAD_H,
+  return {{shape.batch, shape.in_channels, shape.in_height, shape.in_width, image, channel, row * STRIDE_H - PAD_H,
            column * STRIDE_W - PAD_W},
-          {sizes.n, sizes.filters, sizes.out_height, sizes.out_width, image, filter, row, column}};
+          {shape.batch, shape.out_channels, shape.out_height, shape.out_width, image, filter, row, column}};
 }
 
 // Starts to copy a tile.
-__device__ __forceinline__ void stage_tile(unsigned char* to, const ELEMENT* x, const ELEMENT* dy, const Sizes& sizes,
+__device__ __forceinline__ void stage_tile(unsigned char* to, const ELEMENT* x, const ELEMENT* dy, const Shape& shape,
                                            int tile) {
-  const Place place = place_of(sizes, tile);
+  const Place place = place_of(shape, tile);
   if constexpr (kLast) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
     stage_pixels<Patch, IN_W * GROUPS * GROUP_C, kThreads>(address, x, place.x);
@@ -140,8 +144,8 @@ __device__ __forceinline__ void stage_tile(unsigned char* to, const ELEMENT* x, 
 }
 
 // Lays a tile that has arrived channels first out as pixels.
-__device__ __forceinline__ void turn_tile(unsigned char* to, const unsigned char* from, const Sizes& sizes, int tile) {
-  const Place place = place_of(sizes, tile);
+__device__ __forceinline__ void turn_tile(unsigned char* to, const unsigned char* from, const Shape& shape, int tile) {
+  const Place place = place_of(shape, tile);
   transpose_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, reinterpret_cast<const ELEMENT*>(from), place.x);
   transpose_nchw<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(
       to + Patch::kBytes, reinterpret_cast<const ELEMENT*>(from + RawPatch::kBytes), place.dy);
@@ -268,19 +272,17 @@ __device__ __forceinline__ void store_accumulators(T* out, const float* staged, 
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    grouped_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
-                    float* __restrict__ partials, int n, int channels, int filters, int height, int width,
-                    int out_height, int out_width, int tiles) {
+    grouped_nhwc_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
+                         float* __restrict__ partials, const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
-  const Sizes sizes = {n, channels, filters, height, width, out_height, out_width};
   const Part part = part_of(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0));
-  const int step = gridDim.y;
+  const int step = gridDim.y, tiles = shape.tiles, filters = shape.out_channels;
 
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
     const int tile = blockIdx.y + stage * step;
-    if (tile < tiles) stage_tile(staged + kStagesAt + stage * kStageBytes, x, dy, sizes, tile);
+    if (tile < tiles) stage_tile(staged + kStagesAt + stage * kStageBytes, x, dy, shape, tile);
     commit_copies();
   }
   Accumulators accumulators = {};
@@ -289,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   for (int tile = blockIdx.y; tile < tiles; tile += step) {
     if constexpr (kStages == 1) {
       __syncthreads();  // every warp has read the tile before
-      stage_tile(staged + kStagesAt, x, dy, sizes, tile);
+      stage_tile(staged + kStagesAt, x, dy, shape, tile);
       commit_copies();
       wait_for_copies<0>();
       __syncthreads();  // the tile has arrived
@@ -297,11 +299,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       wait_for_copies<kStages - 2>();
       __syncthreads();  // the tile has arrived, and every warp has read the one that is overwritten next
       const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
-      if (next < tiles) stage_tile(staged + kStagesAt + to * kStageBytes, x, dy, sizes, next);
+      if (next < tiles) stage_tile(staged + kStagesAt + to * kStageBytes, x, dy, shape, next);
       commit_copies();
     }
     if constexpr (!kLast) {
-      turn_tile(staged, staged + kStagesAt + at * kStageBytes, sizes, tile);
+      turn_tile(staged, staged + kStagesAt + at * kStageBytes, shape, tile);
       __syncthreads();  // the tile is laid out
     }
     add_tile(accumulators, base + (kLast ? at * kStageBytes : 0), part);
@@ -323,6 +325,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    grouped_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
+    grouped_nhwc_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
   reduce_split_k<kFinishThreads, LANES>(dw, partials, size, splits);
 }

@@ -280,7 +280,7 @@ class ConvGroupedPlanes(Solver):
         source, target = SOURCE[problem.direction], problem.direction.output
         step = KernelStep(
             source="grouped/nchw.cu",
-            entry="grouped_planes",
+            entry="grouped_nchw",
             grid=(tiling.channel_tiles, _splits(problem, tiling, device, config["turns"]), 1),
             block=(tiling.threads, 1, 1),
             shared_bytes=tiling.shared_bytes,

@@ -80,7 +80,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
     tiling = PlanesWeightsTiling.of(problem, config)
     return KernelStep(
         source="grouped/nchw_weights.cu",
-        entry="grouped_planes_weights",
+        entry="grouped_nchw_weights",
         grid=(tiling.channel_tiles // config["shares"], config["splits"], config["shares"]),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,

@@ -16,11 +16,12 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import SOURCE, GroupedTiling, is_ample, refuse_groups, units_of
+from miofind.solvers.grouped.nhwc_shape import SHAPE, shape_of
 
 _DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
 _ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
@@ -55,18 +56,16 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
     if tiling.stages > 1:
         across = (ceil_div(tiling.spatial_tiles, _turns(tiling, _resident(tiling, device), device)), 1)
     source, target = SOURCE[problem.direction], problem.direction.output
-    read, written = planar.tensor(source).shape, planar.tensor(target).shape
-    sizes = (problem.n, read[1], written[1], *read[2:], *written[2:])
     return KernelStep(
         source="grouped/nhwc.cu",
-        entry="grouped",
+        entry="grouped_nhwc",
         grid=(channel_tiles, *across),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(planar, config, tiling, _resident(tiling, device)),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
-            *int32s(*sizes, tiling.spatial_tiles),
+            shape_of(planar.tensor(source), planar.tensor(target), tiling.spatial_tiles),
         ),
     )
 
@@ -100,6 +99,7 @@ def _defines(
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        SHAPE.define,
     )
 
 

@@ -28,6 +28,7 @@ from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
+from miofind.solvers.grouped.nhwc_shape import SHAPE, shape_of
 from miofind.solvers.grouped.nhwc_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
 
 _DEFAULTS = 8
@@ -81,6 +82,7 @@ def _defines(
         ("LANES", _split_k(problem, config).lanes),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        SHAPE.define,
     )
 
 
@@ -88,14 +90,14 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
     tiling, planar = GroupedWeightsTiling.of(problem, config), problem.lifted(2)
     return KernelStep(
         source="grouped/nhwc_weights.cu",
-        entry="grouped_weights",
+        entry="grouped_nhwc_weights",
         grid=(tiling.channel_tiles // config["shares"], config["splits"], tiling.tap_blocks * config["shares"]),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(tiling, device)),
         args=(
             *(Pointer(buffer=name) for name in ("y", "x", "w", _split_k(problem, config).target)),
-            *int32s(problem.n, problem.c, problem.k, *planar.spatial, *planar.out_spatial, tiling.tile_count),
+            shape_of(planar.x, planar.y, tiling.tile_count),
         ),
     )
 

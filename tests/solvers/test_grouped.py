@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
+from miofind.solver.structs import Struct
 from miofind.solvers.common.packed_groups import (
     GroupedAxis,
     GroupedTiling,
@@ -21,6 +22,7 @@ from miofind.solvers.common.packed_groups import (
     unit_channels,
     units_of,
 )
+from miofind.solvers.grouped.nhwc_shape import SHAPE
 from miofind.solvers.grouped.nhwc_weights_tiling import GroupedWeightsTiling
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
@@ -216,3 +218,16 @@ def test_large_images_are_served() -> None:
     )
     assert solver.applicability(problem, device)
     assert solver.default_configs(problem, device)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_kernels_are_told_the_sizes_of_what_they_read_and_write(direction: Direction) -> None:
+    problem = grouped(4, 8, 16, n=3, size=(15, 13), stride=2, direction=direction)
+    solver = WEIGHTS if direction is Direction.BACKWARD_WEIGHTS else FORWARD
+    config = solver.default_configs(problem, H200)[0]
+    shape = solver.solution(problem, H200, config).kernels[0].args[-1]
+    x, y = (32, 15, 13), (64, 8, 7)
+    read, written = (y, x) if direction is Direction.BACKWARD_DATA else (x, y)
+    assert isinstance(shape, Struct)
+    assert shape.type == SHAPE
+    assert shape.values[:-1] == (3, *read, *written)

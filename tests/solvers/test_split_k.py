@@ -11,7 +11,7 @@ from miofind.solvers.common.split_k import SplitK
 
 FIRST = KernelStep(
     source="grouped/nhwc_weights.cu",
-    entry="grouped_weights",
+    entry="grouped_nhwc_weights",
     grid=(7, 5, 1),
     block=(96, 1, 1),
     defines=(("LANES", 2),),
@@ -51,7 +51,7 @@ def test_solution_reads_in_its_second_step_what_the_first_leaves() -> None:
     solution = split_k.solution(writer, split_k.reduction(FIRST, *int32s(64), blocks=2, threads=32))
     first, second = solution.kernels
     assert first is writer
-    assert (second.source, second.entry, second.defines) == (FIRST.source, "grouped_weights_finish", FIRST.defines)
+    assert (second.source, second.entry, second.defines) == (FIRST.source, "grouped_nhwc_weights_finish", FIRST.defines)
     assert (second.grid, second.block, second.pdl) == ((2, 1, 1), (32, 1, 1), True)
     assert second.args == (Pointer(buffer=split_k.target), Pointer(buffer="w"), *int32s(64))
     assert solution.workspace.regions == (split_k.partials,)
