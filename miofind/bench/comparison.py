@@ -28,6 +28,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.suites import PROBLEM_CLASSES, SuiteProblem, problem_class
 from miofind.tune.precompiler import Precompiler
+from miofind.tune.values import TuneOptions
 
 BLOCKS = 12
 SAMPLES_A_BLOCK = 3
@@ -125,7 +126,8 @@ def _find(
 ) -> dict[ProblemDescription, str]:
     """Measure what the FindDB's answers lack; the messages of problems that have no solution."""
     failures: dict[ProblemDescription, str] = {}
-    with contextlib.nullcontext() if pool is None else contextlib.closing(Precompiler(pool, options)) as precompiler:
+    ahead = None if pool is None else Precompiler(pool, TuneOptions(find=options))
+    with contextlib.nullcontext() if ahead is None else contextlib.closing(ahead) as precompiler:
         for entry, following in itertools.zip_longest(entries, entries[1:]):
             if precompiler is not None and following is not None:
                 precompiler.prepare(following.problem, handle)

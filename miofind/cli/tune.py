@@ -82,6 +82,11 @@ def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 @search_options
 @click.option("--force", is_flag=True, help="Measure problems that the FindDB answers already, too.")
 @click.option("--recheck", is_flag=True, help="Measure the problems alone that the FindDB has queued for it.")
+@click.option(
+    "--stored",
+    is_flag=True,
+    help="Measure again what the FindDB holds of the problems, or of all it knows, with the present code and drivers.",
+)
 @retry_failed_option
 @click.option("--dry-run", is_flag=True, help="Print a forecast of the tuning and its time; measure nothing.")
 @isolate_option(default=True)
@@ -105,6 +110,7 @@ def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 @verbose_option
 def tune(
     recheck: bool,
+    stored: bool,
     dry_run: bool,
     device: Device,
     gpus: tuple[Device, ...],
@@ -119,11 +125,11 @@ def tune(
     first, and each is recorded when it is done.
 
     Problems that the FindDB answers already are left out, so that a tuning that was stopped or killed goes on where it
-    was. Candidates that failed here before are left out, too, without --retry-failed. Ctrl-C stops the tuning within
-    seconds and prints its report.
+    was. Candidates that failed here before are left out, too, without --retry-failed. After an upgrade, --stored brings
+    a FindDB up to date without a search. Ctrl-C stops the tuning within seconds and prints its report.
     """
     devices = _devices(device, gpus, archs, dry_run=dry_run, in_process=not values["isolate"])
-    options = _options(values, recheck=recheck)
+    options = _options(values, recheck=recheck, stored=stored)
     compiler = Compiler(BinaryCache())
     with contextlib.ExitStack() as stack:
         stack.enter_context(terminable())
@@ -132,7 +138,7 @@ def tune(
         handles = [
             stack.enter_context(Handle(each, database=database, strict=True, compiler=compiler)) for each in devices
         ]
-        requests = _requests(values, handles, recheck=recheck)
+        requests = _requests(values, handles, options)
         if dry_run:
             print_forecasts(_forecasts(requests, handles, options), as_json=as_json)
             return
@@ -166,7 +172,7 @@ def _forecast_database(database: str | None) -> str:
     return named if path is not None and os.path.exists(path) else MEMORY
 
 
-def _options(values: dict[str, Any], *, recheck: bool) -> TuneOptions:
+def _options(values: dict[str, Any], *, recheck: bool, stored: bool) -> TuneOptions:
     """The options of the tuning, taken out of `values`."""
     budget_s = values.pop("time_budget_s")
     find = FindOptions(
@@ -175,23 +181,37 @@ def _options(values: dict[str, Any], *, recheck: bool) -> TuneOptions:
         time_budget_s=math.inf if budget_s is None else budget_s,
         **{name: values.pop(name) for name in _FIND},
     )
-    return TuneOptions(find=find, force=values.pop("force"), recheck=recheck, stop_after_s=values.pop("stop_after_s"))
+    return TuneOptions(
+        find=find,
+        force=values.pop("force"),
+        recheck=recheck,
+        stored=stored,
+        stop_after_s=values.pop("stop_after_s"),
+    )
 
 
-def _requests(values: dict[str, Any], handles: Sequence[Handle], *, recheck: bool) -> list[SuiteProblem]:
-    """The problems that were named; for a re-check without names, all that the FindDB has queued."""
-    requests = named_requests(needed=not recheck, **values)
+def _requests(values: dict[str, Any], handles: Sequence[Handle], options: TuneOptions) -> list[SuiteProblem]:
+    """The problems that were named; without names, for a re-check all that the FindDB has queued, and for what is
+    stored all that the FindDBs know."""
+    requests = named_requests(needed=not (options.recheck or options.stored), **values)
     if requests is not None:
         return requests
     for name in ("batch", "dtype", "math", "layout", "directions", "classes"):
         if values[name]:
             flag = "--class" if name == "classes" else f"--{name.removesuffix('s')}"
             raise click.UsageError(f"{flag} says what is asked of suites and files: name one, or leave {flag} out")
-    kinds = dict.fromkeys(handle.device.identity for handle in handles)
-    noted = dict.fromkeys(note.network_config for kind in kinds for note in handles[0].database.rechecks(kind))
+    database, kinds = handles[0].database, dict.fromkeys(handle.device.identity for handle in handles)
+    if options.recheck:
+        suite, listed = (
+            "recheck",
+            dict.fromkeys(note.network_config for kind in kinds for note in database.rechecks(kind)),
+        )
+    else:
+        keys = (key for kind in kinds for store in database.layers for key in store.problems(kind))
+        suite, listed = "stored", dict.fromkeys(key.network_config for key in keys)
     return [
-        SuiteProblem(problem=problem, suite="recheck", layer=problem_class(problem), count=1)
-        for problem in _readable(noted)
+        SuiteProblem(problem=problem, suite=suite, layer=problem_class(problem), count=1)
+        for problem in _readable(listed)
     ][: values["limit"]]
 
 
@@ -201,7 +221,7 @@ def _readable(network_configs: Iterable[str]) -> Iterator[ProblemDescription]:
         try:
             yield ProblemDescription.from_network_config(text)
         except InvalidProblemError as error:
-            logger.warning("what is queued of an unknown problem is left out: %s", error)
+            logger.warning("what the FindDB has of an unknown problem is left out: %s", error)
 
 
 def _forecasts(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> list[Forecast]:

@@ -16,7 +16,7 @@ from miofind.errors import LaunchError, NoPlaceError, NoSolutionError
 from miofind.evaluate.evaluate import Job
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import candidate_of, incumbent, known_times
-from miofind.find.plan import Plan, make_plan
+from miofind.find.plan import Plan, make_plan, stored_plan
 from miofind.find.recording import Recording, row_of, storable
 from miofind.find.rounds import FindRequest, Measuring, searched
 from miofind.find.search import Search
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 TRUST_TOLERANCE = 1.25
 """How much slower than recorded a solution may be for TRUST_VERIFY to keep it."""
 
+_NOTHING_TO_ASK = "  no solver is registered, or the FindDB holds nothing to measure again"
 _ALWAYS_MEASURES = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE)
 
 
@@ -89,6 +90,7 @@ def measure(
     also: Sequence[Solution] = (),
     ahead: CompilePool | None = None,
     afresh: bool = False,
+    stored: bool = False,
 ) -> list[Solution]:
     """Verify and time the candidates of a request, record what became of each, and answer.
 
@@ -101,6 +103,7 @@ def measure(
         also: solutions to measure besides, whether or not the request plans them.
         ahead: compiles candidates before they are measured, and the likely next ones of a search meanwhile.
         afresh: search from the beginning, whatever the FindDB knows.
+        stored: measure what the FindDBs' answers hold, and nothing else; no search.
 
     Raises:
         NoSolutionError: nothing usable.
@@ -114,7 +117,11 @@ def measure(
     start = shared_warm_start(handle.database, handle.device.identity) if options.searches else None
     winners = start.winners(problem, handle.database) if start else {}
     left_out = _left_out(problem, options, handle)
-    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, winners=winners).without(left_out)
+    if stored:
+        plan = stored_plan(problem, options, handle)
+    else:
+        plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, winners=winners)
+    plan = plan.without(left_out)
     plan.log()
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
     gaps = Gaps()
@@ -182,7 +189,7 @@ def _nothing_found(problem: ProblemDescription, plan: Plan, outcomes: list[Outco
     if plan.left_out:
         which = f"{len(plan.left_out)} others" if reasons else f"all {len(plan.left_out)} solvers"
         reasons.append(f"{which}: left out by only, exclude or the find mode")
-    listed = "\n".join(f"  {reason}" for reason in reasons) or "  no solver is registered"
+    listed = "\n".join(f"  {reason}" for reason in reasons) or _NOTHING_TO_ASK
     is_elsewhere = not outcomes and bool(plan.refusals) and plan.refusals.keys() <= plan.absent
     kind = NoPlaceError if is_elsewhere else NoSolutionError
     return kind(f"no solution of {problem} is usable ({driver_line(problem)}):\n{listed}")

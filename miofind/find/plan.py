@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -13,7 +14,7 @@ from numbers import Real
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, MiofindError, described, raise_if_interrupted
-from miofind.find.lookup.known import earlier_configs
+from miofind.find.lookup.known import earlier_configs, stored_configs
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
 from miofind.options import FindOptions
@@ -121,6 +122,25 @@ def make_plan(
             request = _Request(problem, device, solver, options, earlier.get(solver.id, ()))
             draft.ask(request, (winners or {}).get(solver.id, ()))
     return draft.plan(is_filtered=dynamic_only)
+
+
+def stored_plan(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Plan:
+    """What the FindDBs' answers hold of a problem, whatever code measured it, as candidates of a request.
+
+    Its solvers count as asked for these configurations alone: `considered` is empty.
+
+    Raises:
+        UnknownSolverError: the options name a solver that the handle's registry has not.
+    """
+    options.check_names(handle.registry)
+    draft = _Draft()
+    for solver_id, configs in stored_configs(problem, handle).items():
+        solver = handle.registry[solver_id]
+        if options.allows(solver):
+            draft.ask_again(_Request(problem, handle.device, solver, options, configs))
+        else:
+            draft.left_out.append(solver_id)
+    return replace(draft.plan(is_filtered=False), considered={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +255,25 @@ class _Draft:
     absent: set[str] = field(default_factory=set)
 
     def ask(self, request: _Request, winners: Iterable[Config]) -> None:
-        """Take in what one solver has for a problem; what is wrong with it must not end the find for the others."""
+        """Take in what one solver has for a problem."""
+        with self._applicable(request) as applies:
+            if applies and request.options.searches and not request.solver.is_last_resort:
+                space = request.space(winners, self.refusals)
+                first = itertools.islice(dict.fromkeys((*space.seeds, *space.listed)), SEARCH_LIMIT)
+                self.planned += map(request.planned, first)
+                self.spaces.append(space)
+            elif applies:
+                self.planned += request.within_limits(request.defaults(), self.refusals)
+
+    def ask_again(self, request: _Request) -> None:
+        """Take in a solver's earlier configurations, and nothing besides."""
+        with self._applicable(request) as applies:
+            if applies:
+                self.planned += request.within_limits(filter(request.admits, request.earlier), self.refusals)
+
+    @contextlib.contextmanager
+    def _applicable(self, request: _Request) -> Iterator[bool]:
+        """Whether a solver serves the problem; what is wrong with it must not end the find for the others."""
         solver = request.solver
         if request.is_possible_here:
             self.considered[solver.id] = solver.version
@@ -245,13 +283,7 @@ class _Draft:
             answer = solver.applicability(request.problem, request.device)
             if not answer:
                 self.refusals[solver.id] = answer.reason
-            elif request.options.searches and not solver.is_last_resort:
-                space = request.space(winners, self.refusals)
-                first = itertools.islice(dict.fromkeys((*space.seeds, *space.listed)), SEARCH_LIMIT)
-                self.planned += map(request.planned, first)
-                self.spaces.append(space)
-            else:
-                self.planned += request.within_limits(request.defaults(), self.refusals)
+            yield bool(answer)
         except BaseException as error:  # a solver's own code may raise anything
             raise_if_interrupted(error)
             self.refusals[solver.id] = f"{type(error).__name__}: {described(error, str)}"

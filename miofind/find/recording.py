@@ -82,6 +82,7 @@ def _rounded(value: float) -> float:
 class Recording:
     """Writes the outcomes of one find with its verdict and scope when it ends; of a search, in batches as they come.
 
+    What measured stored configurations alone considered no solver, and leaves no scope.
     A search that a budget ended counts as a find of the defaults, too, where it had come to all of them.
     A find that ends drops the problem's notes for a re-check, since it was one. It leaves one where something speaks of
     the moment alone: a candidate ran out of memory, and not in a re-check for that reason, or was measured while
@@ -138,7 +139,7 @@ class Recording:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Write what came; the scope too where the find was not broken off."""
         scope = None
-        if kind is None:
+        if kind is None and self._plan.considered:
             scope = scope_of(
                 self._options, self._plan.considered, complete=self._is_complete, filtered=self._plan.is_filtered
             )

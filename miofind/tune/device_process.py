@@ -110,7 +110,7 @@ def _work(parent: Parent, setup: DeviceProcessSetup) -> None:
         precompiler = None
         if setup.compile_workers:
             pool = stack.enter_context(CompilePool(cache, workers=setup.compile_workers, modules=setup.modules))
-            precompiler = Precompiler(pool, setup.options.find)
+            precompiler = Precompiler(pool, setup.options)
             stack.callback(precompiler.close)
         parent.ready()
         queue = _RemoteQueue(parent)

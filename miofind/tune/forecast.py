@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from miofind.compiler import processors
 from miofind.device.device import Device, Place
 from miofind.errors import CompileError, described, raise_if_interrupted
-from miofind.find.lookup import failures, records
-from miofind.find.plan import make_plan
+from miofind.find.lookup import records
 from miofind.measure.effort import Effort
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
 from miofind.tune.cost import measuring_seconds
+from miofind.tune.planning import known_solutions, tuning_plan
 from miofind.tune.values import TuneOptions
-from miofind.tune.worker import known_solutions
 
 logger = logging.getLogger(__name__)
 
@@ -114,11 +113,10 @@ def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _
     answer = records.look_up(problem, options.find, handle, queue=False)
     if answer is not None:
         tally.ratios += _ratio(answer[0], handle)
-    if answer is not None and known_solutions(problem, options, handle, queue=False):
+    if known_solutions(problem, options, handle, queue=False):
         tally.known += 1
         return
-    failed = frozenset() if options.find.retry_failed else failures.quarantined(problem, handle)
-    plan = make_plan(problem, options.find, handle).without(dict.fromkeys(failed, "failed here before"))
+    plan = tuning_plan(problem, options, handle)
     planned = (plan.candidates or plan.last_resort)[: options.find.trials if options.find.searches else None]
     if not planned:
         tally.unsolvable += 1

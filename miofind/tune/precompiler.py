@@ -12,13 +12,12 @@ from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
 from miofind.errors import described
-from miofind.find.lookup import records
-from miofind.find.plan import make_plan
-from miofind.options import FindOptions
 from miofind.process.threads import Helper
 from miofind.runtime.handle import Handle
 from miofind.solver.solver import MAX_DEFAULT_CONFIGS
 from miofind.solver.steps import KernelStep
+from miofind.tune.planning import known_solutions, tuning_plan
+from miofind.tune.values import TuneOptions
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class Precompiler:
         pool: fills the binary cache, for any number of devices; not closed here.
     """
 
-    def __init__(self, pool: CompilePool, options: FindOptions) -> None:
+    def __init__(self, pool: CompilePool, options: TuneOptions) -> None:
         self.pool = pool
         self._options = options
         self._helper = Helper("miofind-precompiler")
@@ -42,7 +41,7 @@ class Precompiler:
         sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
 
     def prepare(self, problem: ProblemDescription, handle: Handle) -> None:
-        """Begin to compile what a find of the problem will launch first, unless the FindDB answers it."""
+        """Begin to compile what measuring the problem will launch first, unless it is known."""
         if handle.device.place is Place.CUDA:
             self._helper.submit(functools.partial(self._prepare, problem, handle))
 
@@ -53,7 +52,7 @@ class Precompiler:
 
     def _prepare(self, problem: ProblemDescription, handle: Handle) -> None:
         try:
-            if records.look_up(problem, self._options, handle, partial=False):
+            if known_solutions(problem, self._options, handle, queue=False):
                 return
             self.pool.submit(list(self._steps(problem, handle)), handle.device.arch)
         except BaseException as error:  # measuring the problem meets the same error, and says so
@@ -62,7 +61,7 @@ class Precompiler:
     def _steps(self, problem: ProblemDescription, handle: Handle) -> Iterator[KernelStep]:
         """Kernels of as many candidates of each solver as a find begins with."""
         counts: Counter[str] = Counter()
-        for planned in make_plan(problem, self._options, handle).candidates:
+        for planned in tuning_plan(problem, self._options, handle).candidates:
             counts[planned.solver.id] += 1
             if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
                 yield from planned.solver.solution(problem, handle.device, planned.candidate.config).kernels

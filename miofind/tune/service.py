@@ -110,7 +110,7 @@ def tune(
 
 def _run_alone(handle: Handle, options: TuneOptions, queue: TaskQueue, pool: CompilePool | None, log: _Log) -> None:
     """Run a worker in this thread."""
-    precompiler = None if pool is None else Precompiler(pool, options.find)
+    precompiler = None if pool is None else Precompiler(pool, options)
     try:
         Worker(0, handle, options, queue, precompiler=precompiler, tell=log.take).run()
     finally:

@@ -39,6 +39,8 @@ class TuneOptions:
         find: limits, filters and effort of each problem's find.
         force: measure what the FindDB knows already, too.
         recheck: measure only what the FindDB has queued for it, the solutions in its answers included.
+        stored: measure the configurations in the FindDBs' answers, and no others: those of changed solvers, or under
+            other versions of libraries and driver, that were not measured again yet.
         stop_after_s: seconds after which no further problem is begun.
 
     Raises:
@@ -48,11 +50,15 @@ class TuneOptions:
     find: FindOptions = field(default_factory=FindOptions)
     force: bool = False
     recheck: bool = False
+    stored: bool = False
     stop_after_s: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.stop_after_s >= 0:
             raise InvalidOptionError(f"stop_after_s={self.stop_after_s!r} must be a number of at least 0")
+        if self.stored and (self.recheck or self.find.searches):
+            other = "recheck" if self.recheck else "a search"
+            raise InvalidOptionError(f"stored measures no other configurations, {other} does: ask for one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,14 @@ from miofind.core.problem import ProblemDescription
 from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError, described, raise_if_interrupted
 from miofind.evaluate.evaluate import DeviceLostError
-from miofind.find.lookup import failures, records
+from miofind.find.lookup import records
 from miofind.find.lookup.validity import is_valid
 from miofind.find.pipeline import measure
 from miofind.finddb import RefusedEntryError, usable_rows
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, reordered
 from miofind.solver.steps import Config
+from miofind.tune.planning import known_solutions
 from miofind.tune.precompiler import Precompiler
 from miofind.tune.values import (
     Task,
@@ -130,6 +131,7 @@ def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | 
             also=_checked_again(problem, options, handle),
             ahead=pool,
             afresh=options.force,
+            stored=options.stored,
         )
     except RefusedEntryError as error:
         return failed(task, str(error), time.monotonic() - began)
@@ -148,21 +150,6 @@ def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | 
         default_ms=_default_ms(solutions, handle),
         seconds=time.monotonic() - began,
     )
-
-
-def known_solutions(
-    problem: ProblemDescription, options: TuneOptions, handle: Handle, *, queue: bool = True
-) -> list[Solution] | None:
-    """What the FindDB has, if a tuning would leave it at that: nothing that was asked for is missing from it.
-
-    Args:
-        queue: note for a re-check what is stale or incomplete.
-    """
-    if options.force or options.recheck:
-        return None
-    if options.find.retry_failed and failures.failures(problem, handle):
-        return None
-    return records.look_up(problem, options.find, handle, partial=False, queue=queue)
 
 
 def _checked_again(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> Sequence[Solution]:

@@ -304,6 +304,22 @@ def test_recheck_measures_what_is_queued_and_nothing_else(table: str, tmp_path: 
     assert run_json("tune", "--recheck", *here)["total"] == 0
 
 
+def test_stored_measures_all_that_the_finddb_knows(table: str, tmp_path: Path) -> None:
+    here = ("--device", "cpu", "--in-process")
+    run("tune", "--csv", table, *here, "--only", "ConvCpuDirect")
+    assert run_json("tune", "--stored", *here)["counts"]["tuned"] == 0
+    with Store(tmp_path / "finddb.db") as store, Store(tmp_path / "earlier.db") as earlier:
+        for key, row in store.rows():
+            earlier.record(
+                key.device, key.network_config, [replace(row, source_hash="ab", environment="", created_at="", id="")]
+            )
+    here = (*here, "--db", str(tmp_path / "earlier.db"))
+    assert run_json("tune", "--stored", *here, "--dry-run")["forecasts"][0]["configurations"] == 3
+    assert run_json("tune", "--stored", *here, "--limit", "2")["counts"]["tuned"] == 2
+    assert run_json("tune", "--stored", *here)["counts"] == {"tuned": 1, "known": 2, "failed": 0, "left": 0}
+    assert "ask for one of them" in run("tune", "--stored", "--recheck", *here, code=2).stderr
+
+
 def test_what_is_queued_of_unknown_problems_is_left_out(tmp_path: Path) -> None:
     with Store(tmp_path / "finddb.db") as store:
         store.queue_recheck(Device.cpu().identity, "conv4d-sideways", "measured with other versions")

@@ -17,9 +17,10 @@ from miofind.runtime.handle import Handle
 from miofind.solver.steps import KernelStep
 from miofind.tune import precompiler as tune_precompiler
 from miofind.tune.precompiler import Precompiler
+from miofind.tune.values import TuneOptions
 
 PROBLEM = ProblemDescription.convolution(x=(1, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
-OPTIONS = FindOptions(only=("ConvDirectTiled",))
+OPTIONS = TuneOptions(find=FindOptions(only=("ConvDirectTiled",)))
 
 
 class Pool:
@@ -53,7 +54,7 @@ def prepared(precompiler: Precompiler, handle: Handle) -> None:
 def test_the_pool_gets_what_a_find_begins_with(handle: Handle) -> None:
     pool = Pool()
     prepared(Precompiler(pool, OPTIONS), handle)  # type: ignore[arg-type]
-    planned = make_plan(PROBLEM, OPTIONS, handle).candidates
+    planned = make_plan(PROBLEM, OPTIONS.find, handle).candidates
     steps = [s for p in planned for s in p.solver.solution(PROBLEM, handle.device, p.candidate.config).kernels]
     assert steps
     assert pool.given == [(steps, "90a")]
@@ -61,10 +62,10 @@ def test_the_pool_gets_what_a_find_begins_with(handle: Handle) -> None:
 
 def test_a_search_does_not_fill_the_pool(handle: Handle) -> None:
     pool = Pool()
-    options = FindOptions(only=("ConvDirectTiled",), tuning=True)
+    options = TuneOptions(find=FindOptions(only=("ConvDirectTiled",), tuning=True))
     prepared(Precompiler(pool, options), handle)  # type: ignore[arg-type]
     ((steps, _),) = pool.given
-    assert len(make_plan(PROBLEM, options, handle).candidates) > len(steps) == tune_precompiler.MAX_DEFAULT_CONFIGS
+    assert len(make_plan(PROBLEM, options.find, handle).candidates) > len(steps) == tune_precompiler.MAX_DEFAULT_CONFIGS
 
 
 def test_what_is_known_is_not_compiled(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
-from miofind.errors import DatabaseError, LaunchError, MissingLibraryError
+from miofind.device.environment import versions
+from miofind.errors import DatabaseError, InvalidOptionError, LaunchError, MissingLibraryError
 from miofind.evaluate.evaluate import DeviceLostError
 from miofind.evaluate.executors import InProcess
 from miofind.finddb import Answer, Row, Store
@@ -123,7 +124,7 @@ def test_measuring_gets_the_pool_and_goes_on_where_it_was_unless_forced(
     monkeypatch.setattr("miofind.tune.worker.measure", measure)
     with CompilePool(workers=1) as pool:
         tune(REQUESTS[:1], [handle], replace(OPTIONS, force=force), pool=pool)
-    assert told == [{"also": (), "ahead": pool, "afresh": force}]
+    assert told == [{"also": (), "ahead": pool, "afresh": force, "stored": False}]
 
 
 def test_a_search_is_not_covered_by_defaults(handle: Handle) -> None:
@@ -272,6 +273,36 @@ def _rows(handle: Handle, network_config: str) -> list[Row]:
 
 def _row_count(handle: Handle, network_config: str) -> int:
     return len(_rows(handle, network_config))
+
+
+def test_stored_configurations_are_measured_again_and_no_others(handle: Handle, tmp_path: Path) -> None:
+    """After a solver's code changed, a tuning brings up to date what the FindDB held, and the next one does nothing."""
+    tune(REQUESTS[:1], [handle], OPTIONS)
+    device, config = handle.device.identity, REQUESTS[0].problem.network_config
+    before = [replace(row, created_at="", id="") for row in _answer(handle, config).rows]
+    earlier = [replace(row, source_hash="ab") if row.solver_id == "ConvCpuDirect" else row for row in before]
+    options = TuneOptions(stored=True)
+    with Handle("cpu", database=tmp_path / "earlier.db", strict=True) as upgraded:
+        upgraded.database.record(device, config, earlier, environment=versions(handle.device))
+        assert statuses(tune(REQUESTS[:1], [upgraded], options)) == [TuneStatus.TUNED]
+        again = _rows(upgraded, config)[len(earlier) :]
+        assert {row.candidate: row.source_hash for row in again} == {row.candidate: row.source_hash for row in before}
+        history = upgraded.database.user.history(device, config)
+        assert history is not None
+        assert history.scopes == (), "no solver was asked for all that it has"
+        assert statuses(tune(REQUESTS[:1], [upgraded], options)) == [TuneStatus.KNOWN]
+
+
+def test_what_is_not_stored_is_not_measured(handle: Handle) -> None:
+    (result,) = tune(REQUESTS[:1], [handle], TuneOptions(stored=True)).results
+    assert result.status is TuneStatus.FAILED
+    assert "the FindDB holds nothing to measure again" in result.message
+
+
+@pytest.mark.parametrize("other", [{"recheck": True}, {"find": FindOptions(tuning=True)}], ids=["recheck", "search"])
+def test_stored_is_not_asked_for_with_what_measures_more(other: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOptionError, match="stored measures no other configurations"):
+        TuneOptions(stored=True, **other)
 
 
 def test_stale_rows_are_measured_once_more_and_then_hold(handle: Handle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.environment import versions
@@ -41,25 +42,36 @@ def incumbent(problem: ProblemDescription, handle: Handle) -> str:
     return first.candidate if first else ""
 
 
+def stored_configs(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Config, ...]]:
+    """By solver, the configurations that the FindDBs' answers hold, whatever code they were measured with; the fastest
+    first."""
+    return _configs(_answered(problem, handle))
+
+
 def earlier_configs(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Config, ...]]:
-    """By solver, the configurations that answers hold and no longer count: the solver's code has changed since.
+    """Those of `stored_configs` that no longer count, since the solver's code has changed.
 
-    The fastest ones come first. They are worth a measurement with the code of today: a search may have found them.
+    They are worth a measurement with the code of today: a search may have found them.
     """
-    found: dict[str, dict[Config, None]] = {}
+    return _configs(
+        row
+        for row in _answered(problem, handle)
+        if not validity.is_valid(row, handle) or answers_no_more(row, problem, handle)
+    )
+
+
+def _answered(problem: ProblemDescription, handle: Handle) -> Iterator[Row]:
+    """The usable rows of all FindDBs' answers whose solvers are here."""
     for answer in handle.database.answers(handle.device.identity, problem.network_config):
-        for row in answer.rows:
-            if _is_of_other_code(row, problem, handle):
-                with contextlib.suppress(InvalidConfigError):
-                    found.setdefault(row.solver_id, {})[Config.from_json(row.config)] = None
+        yield from (row for row in answer.rows if row.usable and row.solver_id in handle.registry)
+
+
+def _configs(rows: Iterable[Row]) -> dict[str, tuple[Config, ...]]:
+    found: dict[str, dict[Config, None]] = {}
+    for row in rows:
+        with contextlib.suppress(InvalidConfigError):
+            found.setdefault(row.solver_id, {})[Config.from_json(row.config)] = None
     return {solver_id: tuple(configs) for solver_id, configs in found.items()}
-
-
-def _is_of_other_code(row: Row, problem: ProblemDescription, handle: Handle) -> bool:
-    """Whether a row is usable, and its solver is here but not as it measured it."""
-    if not row.usable or row.solver_id not in handle.registry:
-        return False
-    return not validity.is_valid(row, handle) or answers_no_more(row, problem, handle)
 
 
 def candidate_of(name: str, problem: ProblemDescription) -> Candidate:

@@ -1,0 +1,44 @@
+"""What a tuning measures of a problem: what a find would, or what the FindDB holds; nothing that is known already."""
+
+from __future__ import annotations
+
+from miofind.core.problem import ProblemDescription
+from miofind.find.lookup import failures, records
+from miofind.find.lookup.known import known_times
+from miofind.find.plan import Plan, make_plan, stored_plan
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
+from miofind.tune.values import TuneOptions
+
+
+def tuning_plan(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> Plan:
+    """The candidates of a tuning, but for what failed here before."""
+    make = stored_plan if options.stored else make_plan
+    failed = frozenset() if options.find.retry_failed else failures.quarantined(problem, handle)
+    return make(problem, options.find, handle).without(dict.fromkeys(failed, "failed here before"))
+
+
+def known_solutions(
+    problem: ProblemDescription, options: TuneOptions, handle: Handle, *, queue: bool = True
+) -> list[Solution] | None:
+    """What the FindDB has, if a tuning would leave it at that: nothing that was asked for is missing from it.
+
+    Args:
+        queue: note for a re-check what is stale or incomplete.
+    """
+    if options.force or options.recheck:
+        return None
+    if options.find.retry_failed and failures.failures(problem, handle):
+        return None
+    if options.stored:
+        return _measured_again(problem, options, handle)
+    return records.look_up(problem, options.find, handle, partial=False, queue=queue)
+
+
+def _measured_again(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> list[Solution] | None:
+    """What answers hold, if all of it was measured, or has failed, with the present code and versions."""
+    stored = {planned.candidate.id for planned in stored_plan(problem, options.find, handle).candidates}
+    timed = {candidate.id for candidate in known_times(problem, handle)}
+    if stored - timed - failures.failures(problem, handle).keys():
+        return None
+    return records.look_up(problem, options.find, handle, measured=stored & timed, queue=False)
