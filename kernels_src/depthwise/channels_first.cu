@@ -54,7 +54,7 @@ constexpr int kFilters = kPlanes * kTerms;
 // Shared memory: a row of zeros, if rows of some tiles lie outside; the filters; the segment read and the segment to
 // write.
 constexpr bool kHasZeros = Rows::may_be_outside(Rows::kFirst) || Rows::may_be_outside(Rows::kLast);
-constexpr int kZeroElements = kHasZeros ? round_up(W, kWide<ELEMENT>) : 0;
+constexpr int kZeroElements = kHasZeros ? round_up(W, kCopyElements<ELEMENT>) : 0;
 constexpr int kFilterBytes = 4 * kFilters * kTapPitch;
 constexpr int kInAt = kZeroElements, kOutAt = kInAt + kSlots * kSlotPitch;
 constexpr int kElements = kOutAt + (STAGED ? padded_size<ELEMENT>(kOutSegment) : 0);
@@ -166,8 +166,8 @@ __device__ __forceinline__ void write_strip(ELEMENT* to, const float (&accumulat
 
 // Where in shared memory the first element lies that a block reads of a plane; `first` is that of its first plane.
 __device__ __forceinline__ int place_of(int first, int plane) {
-  if (kSlots == 1) return first % kWide<ELEMENT> + plane * (H * W);
-  return plane * kSlotPitch + (first + plane * (H * W)) % kWide<ELEMENT>;
+  if (kSlots == 1) return first % kCopyElements<ELEMENT> + plane * (H * W);
+  return plane * kSlotPitch + (first + plane * (H * W)) % kCopyElements<ELEMENT>;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   load_filters(staged_filters, filters, first_plane * kTerms);
   if constexpr (kHasZeros) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kZeroElements / kWide<ELEMENT>; i += kThreads)
+    for (int i = threadIdx.x; i < kZeroElements / kCopyElements<ELEMENT>; i += kThreads)
       reinterpret_cast<uint4*>(staged)[i] = make_uint4(0, 0, 0, 0);
   }
   wait_for_copies<0>();
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   // Where results go: plane 0 of the block in the tensor, or in the segment that waits to be written.
   const int first_out_row = row_block * kRowBlockTiles * ROWS,
             first_out = (first_plane * OUT_H + first_out_row) * OUT_W;
-  ELEMENT* const results = STAGED ? staged + kOutAt + first_out % kWide<ELEMENT> - first_out_row * OUT_W
+  ELEMENT* const results = STAGED ? staged + kOutAt + first_out % kCopyElements<ELEMENT> - first_out_row * OUT_W
                                   : out + static_cast<int64>(first_plane) * (OUT_H * OUT_W);
 #pragma unroll 1
   for (int item = threadIdx.x; item < kPlanes * kRowBlockTiles * kColumnTiles; item += kThreads) {
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if constexpr (STAGED) {
     __syncthreads();  // every result is staged
     const int rows = min(OUT_H - first_out_row, kRowBlockTiles * ROWS);
-    store_run<kThreads, kOutSegment>(out, staged + kOutAt,
-                                     {first_out, (kRowBlocks == 1 ? count * OUT_H : rows) * OUT_W});
+    store_segment<kThreads, kOutSegment>(out, staged + kOutAt,
+                                         {first_out, (kRowBlocks == 1 ? count * OUT_H : rows) * OUT_W});
   }
 }

@@ -51,14 +51,14 @@ constexpr int kSegment = kSources * kRowBlockRows * W,
               kOutSegment = kPlanes * least(OUT_H, kRowBlockTiles* ROWS) * OUT_W;
 // From unit to unit an odd number of 16-byte words, so that threads on the same elements of eight units meet all banks.
 constexpr int odd_padded_size(int count) {
-  return (padded_size<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
+  return (padded_size<ELEMENT>(count) / kCopyElements<ELEMENT> | 1) * kCopyElements<ELEMENT>;
 }
 constexpr int kPitch = odd_padded_size(kSegment), kOutPitch = odd_padded_size(kOutSegment);
 
 // Shared memory: a row of zeros, if rows of some tiles lie outside, and the buffers, of x and then of dy; later
 // accumulators.
 constexpr bool kHasZeros = Rows::may_be_outside(Rows::kFirst) || Rows::may_be_outside(Rows::kLast);
-constexpr int kZeroElements = kHasZeros ? round_up(W, kWide<ELEMENT>) : 0;
+constexpr int kZeroElements = kHasZeros ? round_up(W, kCopyElements<ELEMENT>) : 0;
 constexpr int kBuffer = kUnits * (kPitch + kOutPitch);
 constexpr int kTaps = FILTER_H * FILTER_W;
 constexpr int kTotals = CLUSTERED ? round_up(kPlanes * kTaps, 4) : 0;  // of a block, which its cluster reads
@@ -181,9 +181,10 @@ __device__ __forceinline__ void add_units(float (&accumulators)[kTaps], const EL
     const int down = rest / kColumnTiles % kRowBlockTiles + unit.out_row / ROWS;
     if (plane >= share.filters || (kRowBlocks > 1 && down >= kRowTiles)) continue;
     const int source = (share.filter + plane) / kMultiplier - share.channel;
-    const ELEMENT* const in = buffer + slot * kPitch + first_of(share, unit) % kWide<ELEMENT> + source * (H * W);
+    const ELEMENT* const in =
+        buffer + slot * kPitch + first_of(share, unit) % kCopyElements<ELEMENT> + source * (H * W);
     const ELEMENT* const out = buffer + kUnits * kPitch + slot * kOutPitch +
-                               first_out_of(share, unit) % kWide<ELEMENT> + plane * (OUT_H * OUT_W);
+                               first_out_of(share, unit) % kCopyElements<ELEMENT> + plane * (OUT_H * OUT_W);
     RegisterTile tile;
     read_strip(tile, out - unit.out_row * OUT_W, down, across);
     add_rows(accumulators, tile, in - unit.first_row * W, zeros, down * Rows::kStep, across * Columns::kStep);
@@ -261,7 +262,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
   if constexpr (!CLUSTERED) griddepcontrol_launch_dependents();
   if constexpr (kHasZeros) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kZeroElements / kWide<ELEMENT>; i += kThreads)
+    for (int i = threadIdx.x; i < kZeroElements / kCopyElements<ELEMENT>; i += kThreads)
       reinterpret_cast<uint4*>(staged)[i] = make_uint4(0, 0, 0, 0);
   }
   float accumulators[kTaps] = {};

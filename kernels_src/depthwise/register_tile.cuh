@@ -11,10 +11,10 @@ constexpr int kNever = 1 << 30;
 constexpr int least(int a, int b) {
   return a < b ? a : b;
 }
-// The largest power of two, at most kWide, that divides both.
+// The largest power of two, at most kCopyElements, that divides both.
 template <typename T>
 constexpr int common_vector(int a, int b) {
-  int vector = kWide<T>;
+  int vector = kCopyElements<T>;
   while (a % vector || b % vector) vector /= 2;
   return vector;
 }

@@ -1,19 +1,20 @@
 // Segments of neighbouring elements of a tensor, copied to and from shared memory as they lie, 16 bytes at a time.
 //
-// Element `first` of the tensor lies at first % kWide of its place in shared memory, so that words of both are aligned
-// alike, wherever a segment begins. Beside a segment lie elements of the tensor that share its first and last word.
+// Element `first` of the tensor lies at first % kCopyElements of its place in shared memory, so that words of both are
+// aligned alike, wherever a segment begins. Beside a segment lie elements of the tensor that share its first and last
+// word.
 #pragma once
 
 #include "common/copy_bytes.cuh"
 #include "common/tile.cuh"
 
 template <typename T>
-constexpr int kWide = 16 / sizeof(T);
+constexpr int kCopyElements = 16 / sizeof(T);
 
 // Elements of shared memory that hold a segment of `count`, wherever it begins.
 template <typename T>
 constexpr int padded_size(int count) {
-  return round_up(count + kWide<T> - 1, kWide<T>);
+  return round_up(count + kCopyElements<T> - 1, kCopyElements<T>);
 }
 
 struct Segment {
@@ -133,26 +134,26 @@ __device__ __forceinline__ void write_anywhere(T* to, const float* from) {
 
 // Starts to copy kSlots segments of at most kMost elements of a tensor of `size`; segment_of(slot) tells which. Slots
 // are kPitch elements apart. All kThreads threads take part; complete after wait_for_copies<0>() and a barrier.
-template <int kThreads, int kSlots, int kMost, int kPitch, typename T, typename RunOf>
-__device__ __forceinline__ void load_segments(T* to, const T* tensor, int size, RunOf segment_of) {
-  constexpr int kWords = padded_size<T>(kMost) / kWide<T>;
-  static_assert(kPitch % kWide<T> == 0 && (kSlots == 1 || kPitch >= padded_size<T>(kMost)),
+template <int kThreads, int kSlots, int kMost, int kPitch, typename T, typename SegmentOf>
+__device__ __forceinline__ void load_segments(T* to, const T* tensor, int size, SegmentOf segment_of) {
+  constexpr int kWords = padded_size<T>(kMost) / kCopyElements<T>;
+  static_assert(kPitch % kCopyElements<T> == 0 && (kSlots == 1 || kPitch >= padded_size<T>(kMost)),
                 "kPitch must be a multiple of 16 bytes");
 #pragma unroll(unrolled<kThreads>(kSlots * kWords))
   for (int iteration = 0; iteration < iterations<kThreads>(kSlots * kWords); ++iteration) {
-    const int i = iteration * kThreads + threadIdx.x, slot = i / kWords, at = i % kWords * kWide<T>;
+    const int i = iteration * kThreads + threadIdx.x, slot = i / kWords, at = i % kWords * kCopyElements<T>;
     const Segment segment = segment_of(slot);
-    const int skipped = segment.first % kWide<T>, from = segment.first - skipped + at;
-    if (slot >= kSlots || at >= skipped + segment.count || from + kWide<T> > size) continue;
+    const int skipped = segment.first % kCopyElements<T>, from = segment.first - skipped + at;
+    if (slot >= kSlots || at >= skipped + segment.count || from + kCopyElements<T> > size) continue;
     copy_bytes<16>(static_cast<unsigned>(__cvta_generic_to_shared(to + slot * kPitch + at)), tensor + from, true);
   }
-  if (size % kWide<T> == 0) return;
+  if (size % kCopyElements<T> == 0) return;
   // The tensor ends within a word.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kSlots * kWide<T>; i += kThreads) {
-    const int slot = i / kWide<T>, element = size - size % kWide<T> + i % kWide<T>;
+  for (int i = threadIdx.x; i < kSlots * kCopyElements<T>; i += kThreads) {
+    const int slot = i / kCopyElements<T>, element = size - size % kCopyElements<T> + i % kCopyElements<T>;
     const Segment segment = segment_of(slot);
-    const int at = element - (segment.first - segment.first % kWide<T>);
+    const int at = element - (segment.first - segment.first % kCopyElements<T>);
     if (element < size && element >= segment.first && element < segment.first + segment.count)
       to[slot * kPitch + at] = tensor[element];
   }
@@ -160,19 +161,22 @@ __device__ __forceinline__ void load_segments(T* to, const T* tensor, int size, 
 
 // Writes a segment of at most kMost elements; all kThreads threads take part.
 template <int kThreads, int kMost, typename T>
-__device__ __forceinline__ void store_run(T* tensor, const T* from, const Segment& segment) {
-  const int skipped = segment.first % kWide<T>, end = skipped + segment.count;
+__device__ __forceinline__ void store_segment(T* tensor, const T* from, const Segment& segment) {
+  const int skipped = segment.first % kCopyElements<T>, end = skipped + segment.count;
   T* const to = tensor + (segment.first - skipped);
-  const int first_word = ceil_div(skipped, kWide<T>), words = end / kWide<T>;
-  constexpr int kWords = padded_size<T>(kMost) / kWide<T>;
+  const int first_word = ceil_div(skipped, kCopyElements<T>), words = end / kCopyElements<T>;
+  constexpr int kWords = padded_size<T>(kMost) / kCopyElements<T>;
 #pragma unroll(unrolled<kThreads>(kWords))
   for (int iteration = 0; iteration < iterations<kThreads>(kWords); ++iteration) {
     const int i = iteration * kThreads + threadIdx.x;
     if (i >= first_word && i < words) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
   }
-  if (skipped == 0 && end % kWide<T> == 0) return;
+  if (skipped == 0 && end % kCopyElements<T> == 0) return;
   // The first and the last word belong to neighbours, too.
-  if (threadIdx.x >= 2 * kWide<T>) return;
-  const int at = threadIdx.x < kWide<T> ? threadIdx.x : end / kWide<T> * kWide<T> + threadIdx.x - kWide<T>;
-  if (at >= skipped && at < end && (at < first_word * kWide<T> || at >= words * kWide<T>)) to[at] = from[at];
+  if (threadIdx.x >= 2 * kCopyElements<T>) return;
+  const int at = threadIdx.x < kCopyElements<T>
+                     ? threadIdx.x
+                     : end / kCopyElements<T> * kCopyElements<T> + threadIdx.x - kCopyElements<T>;
+  if (at >= skipped && at < end && (at < first_word * kCopyElements<T> || at >= words * kCopyElements<T>))
+    to[at] = from[at];
 }

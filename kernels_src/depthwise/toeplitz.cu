@@ -1,13 +1,12 @@
 // out[n,c,i,j] = sum_{y,x} in[n, c, i - PAD_H + y, j - PAD_W + x] * filter[c,y,x], stride 1, NCHW, on tensor cores.
-// Backward data: in is dy, and the filter is read backwards (FLIPPED). Accumulators are float32.
+// Backward data: `in` is dy, and the filter is read backwards (FLIPPED). Accumulators are float32.
 //
-// A filter row times a banded Toeplitz matrix of its taps: 16 neighbouring outputs of a row meet at most 24 inputs, so
-// that all blocks of 16 columns share one matrix, 16 x 24, whose fragments a warp keeps in registers. Columns of the
-// product are a row of 8 images. A row of inputs is read from shared memory once, as fragments, and meets all filter
-// rows. Where rows are of odd length, words of two elements begin at an odd column in every other row: input windows,
-// output blocks and matrices are then shifted by one.
-// A block has whole planes of CHANNELS channels of IMAGES images; a warp has a channel, or one of its BANDS row blocks.
-// TARGET says where outputs go: 0 over the inputs, 1 beside them, 2 to device memory at once.
+// A filter row is a banded Toeplitz matrix: 16 neighbouring outputs meet at most 24 inputs. All blocks of 16 columns
+// use the same 16 x 24 matrix. A warp keeps its fragments in registers. The columns of a product are one row of 8
+// images. A warp reads a row of inputs from shared memory once, as fragments, and multiplies it by all filter rows.
+// In rows of odd length, words of two elements begin at an odd column in every other row: windows, blocks and matrices
+// shift by one. A block holds CHANNELS channels of IMAGES images. A warp computes a channel, or one of its ROW_BLOCKS
+// row blocks, TILE_ROWS rows at a time. Outputs go (TARGET) over the inputs: 0, beside them: 1, or to device memory: 2.
 // Grid: one dimension, channels innermost, then images.
 #include "depthwise/toeplitz.cuh"
 #include "depthwise/even_segments.cuh"
@@ -21,42 +20,42 @@
 #if !defined(FILTER_X) || !defined(PAD_H) || !defined(PAD_W) || !defined(FLIPPED) || !defined(SHIFT)
 #error "define FILTER_X, PAD_H, PAD_W, FLIPPED and SHIFT"
 #endif
-#if !defined(CHANNELS) || !defined(IMAGES) || !defined(BANDS) || !defined(TARGET) || !defined(ROWS)
-#error "define CHANNELS, IMAGES, BANDS, TARGET and ROWS"
+#if !defined(CHANNELS) || !defined(IMAGES) || !defined(ROW_BLOCKS) || !defined(TARGET) || !defined(TILE_ROWS)
+#error "define CHANNELS, IMAGES, ROW_BLOCKS, TARGET and TILE_ROWS"
 #endif
-#if !defined(RING) || !defined(ALIKE) || !defined(PARTIAL) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define RING, ALIKE, PARTIAL, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(RING) || !defined(ALIKE) || !defined(PARTIAL_WORDS) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define RING, ALIKE, PARTIAL_WORDS, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
-constexpr int kChannels = CHANNELS, kImages = IMAGES, kRowBlocks = BANDS, kThreads = 32 * kChannels * kRowBlocks;
-constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kPlane = H * W, kOutPlane = OUT_H * OUT_W;
+constexpr int kChannels = CHANNELS, kImages = IMAGES, kRowBlocks = ROW_BLOCKS, kThreads = 32 * kChannels * kRowBlocks;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kInArea = H * W, kOutArea = OUT_H * OUT_W;
 static_assert(kImages % 8 == 0 && kThreads <= 1024, "the K of a product is eight images: IMAGES must be a multiple");
 
-using Row = Bands<W, OUT_W, FILTER_X, PAD_W, SHIFT>;
+using Row = ToeplitzRow<W, OUT_W, FILTER_X, PAD_W, SHIFT>;
 using Begin = Parity<H, W, OUT_H, OUT_W>;
 constexpr bool kIsOdd = Row::kIsOdd;
 constexpr int kOdd = Row::kOdd, kBlocks = Row::kBlocks, kWords = Row::kWords, kFirstTap = Row::kFirstTap;
 
-// ROWS rows of outputs are computed at a time. Rows of inputs are in a ring of registers, in which the next iteration's
-// arrive while an iteration computes; or there are registers for all of them, and the compiler knows every row.
-constexpr int kRows = ROWS, kRing = RING;
-static_assert((!kIsOdd || kRows % 2 == 0) && kRing % kRows == 0,
+// Input rows are in a ring of registers: the next iteration's rows arrive while an iteration computes. Or there are
+// registers for all rows, and the compiler knows every row.
+constexpr int kTileRows = TILE_ROWS, kRing = RING;
+static_assert((!kIsOdd || kTileRows % 2 == 0) && kRing % kTileRows == 0,
               "an iteration must begin at an even row, and the ring must hold whole iterations");
 constexpr bool kIsWhole = kRowBlocks == 1 && kRing >= OUT_H + kFilterY - 1;
-static_assert(kIsWhole || kRing >= 2 * kRows + kFilterY - 1,
+static_assert(kIsWhole || kRing >= 2 * kTileRows + kFilterY - 1,
               "the ring must hold an iteration's rows and the next one's new rows");
-constexpr int kIterations = kIsWhole ? ceil_div(OUT_H, kRows) : kRing / kRows;  // that are unrolled
-constexpr int kRowBlockRows = round_up(ceil_div(OUT_H, kRowBlocks), kRows);
+constexpr int kIterations = kIsWhole ? ceil_div(OUT_H, kTileRows) : kRing / kTileRows;  // that are unrolled
+constexpr int kRowBlockRows = round_up(ceil_div(OUT_H, kRowBlocks), kTileRows);
 
 // Segments of a block's channels, an image each. An odd number of 16-byte words lies between them, so that eight
 // images' rows of four words meet every bank once.
 constexpr int odd_padded_size(int count) {
-  return (padded_size<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
+  return (padded_size<ELEMENT>(count) / kCopyElements<ELEMENT> | 1) * kCopyElements<ELEMENT>;
 }
-constexpr int kPitch = odd_padded_size(kChannels * kPlane), kOutPitch = odd_padded_size(kChannels * kOutPlane);
+constexpr int kPitch = odd_padded_size(kChannels * kInArea), kOutPitch = odd_padded_size(kChannels * kOutArea);
 constexpr bool kDirect = TARGET == 2;
 static_assert(TARGET != 0 || (H == OUT_H && W == OUT_W && kRowBlocks == 1 && kFilterY > PAD_H &&
-                              (kChannels == 1 || kPlane % 2 == 0)),
+                              (kChannels == 1 || kInArea % 2 == 0)),
               "a warp's outputs replace inputs that it has read, in words that no other warp reads");
 static_assert(!kDirect || !kIsOdd, "outputs must be written in whole words");
 constexpr int kOutAt = TARGET == 1 ? kImages * kPitch : 0;
@@ -159,13 +158,13 @@ __device__ __forceinline__ void add_row(float (&accumulators)[kBlocks][4], const
   }
 }
 
-// Reads row `row` of inputs, which is odd if `odd`. Row 0 would have the lane's first word at `lane_plane`, did it
+// Reads row `row` of inputs, which is odd if `odd`. Row 0 would have the lane's first word at `lane_image`, did it
 // begin at an even element; `masks` are of rows of even and of odd number.
-__device__ __forceinline__ void read_row(Words& words, const ELEMENT* lane_plane, const Words (&masks)[2],
+__device__ __forceinline__ void read_row(Words& words, const ELEMENT* lane_image, const Words (&masks)[2],
                                          const Begin& begin, int row, int odd) {
   constexpr int kEnd = Row::is_live(kWords - 1) ? kWords : Row::is_live(kWords - 2) ? kWords - 1 : kWords - 2;
   constexpr int kFirst = Row::is_live(0) ? 0 : 1;
-  read_words<kFirst, kEnd, kIsOdd>(words, lane_plane + row * W - begin.of_in(odd), masks[kIsOdd ? odd : 0],
+  read_words<kFirst, kEnd, kIsOdd>(words, lane_image + row * W - begin.of_in(odd), masks[kIsOdd ? odd : 0],
                                    static_cast<unsigned>(row) < H, Row::is_edge);
 }
 
@@ -201,103 +200,105 @@ __device__ __forceinline__ void write_row(ELEMENT* to, const float (&accumulator
   }
 }
 
-// What a warp works on: a channel of eight images, of which a lane reads and writes one, and rows from first_row on.
-struct Share {
-  const ELEMENT* lane_plane;
+// A channel of eight images, of which a lane reads and writes one, and its rows from first_row on.
+struct WarpTile {
+  const ELEMENT* lane_image;
   ELEMENT* out;
   int first_row, end_row;
   bool writes;
 };
 
-__device__ __forceinline__ void compute(const Share& share, const Matrix (&matrices)[2][kFilterY],
+__device__ __forceinline__ void compute(const WarpTile& tile, const Matrix (&matrices)[2][kFilterY],
                                         const Words (&masks)[2], const Begin& begin) {
   // Row m of the ring is row first_row - PAD_H + m of the inputs, and first meets output row first_row + m.
   Words ring[kRing] = {};
-  constexpr int kReadFirst = kIsWhole ? OUT_H + kFilterY - 1 : kRing - kRows;
+  constexpr int kReadFirst = kIsWhole ? OUT_H + kFilterY - 1 : kRing - kTileRows;
 #pragma unroll
   for (int m = 0; m < kReadFirst; ++m)
-    read_row(ring[m], share.lane_plane, masks, begin, (kIsWhole ? 0 : share.first_row) - PAD_H + m, (m + PAD_H) & 1);
+    read_row(ring[m], tile.lane_image, masks, begin, (kIsWhole ? 0 : tile.first_row) - PAD_H + m, (m + PAD_H) & 1);
 #pragma unroll 1
-  for (int first = share.first_row; first < share.end_row; first += kRing) {
+  for (int first = tile.first_row; first < tile.end_row; first += kRing) {
 #pragma unroll
     for (int iteration = 0; iteration < kIterations; ++iteration) {
-      const int row = (kIsWhole ? 0 : first) + iteration * kRows;
-      if (!kIsWhole && row >= share.end_row) break;
+      const int row = (kIsWhole ? 0 : first) + iteration * kTileRows;
+      if (!kIsWhole && row >= tile.end_row) break;
       if constexpr (!kIsWhole) {
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          const int m = kRing - kRows + i;
-          read_row(ring[(iteration * kRows + m) % kRing], share.lane_plane, masks, begin, row + m - PAD_H,
-                   (iteration * kRows + m + PAD_H) & 1);
+        for (int i = 0; i < kTileRows; ++i) {
+          const int m = kRing - kTileRows + i;
+          read_row(ring[(iteration * kTileRows + m) % kRing], tile.lane_image, masks, begin, row + m - PAD_H,
+                   (iteration * kTileRows + m + PAD_H) & 1);
         }
       }
-      float accumulators[kRows][kBlocks][4] = {};
+      float accumulators[kTileRows][kBlocks][4] = {};
 #pragma unroll
       for (int y = 0; y < kFilterY; ++y)
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          const int at = iteration * kRows + i, in_row = at + y - PAD_H;
+        for (int i = 0; i < kTileRows; ++i) {
+          const int at = iteration * kTileRows + i, in_row = at + y - PAD_H;
           if (kIsWhole && (in_row < 0 || in_row >= H || at >= OUT_H)) continue;
           add_row(accumulators[i], matrices[is_alike(y) ? 0 : at & 1][y], ring[(at + y) % kRing]);
         }
       if (TARGET == 0) __syncwarp();  // other lanes have read what a lane's outputs replace
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        if (row + i < (kIsWhole ? OUT_H : share.end_row))
-          write_row(share.out + (row + i) * OUT_W, accumulators[i], begin.of_out((iteration * kRows + i) & 1),
-                    share.writes);
+      for (int i = 0; i < kTileRows; ++i)
+        if (row + i < (kIsWhole ? OUT_H : tile.end_row))
+          write_row(tile.out + (row + i) * OUT_W, accumulators[i], begin.of_out((iteration * kTileRows + i) & 1),
+                    tile.writes);
     }
     if (kIsWhole) break;
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    depthwise_bands(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
-                    int images, int channels) {
+    depthwise_toeplitz(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+                       int images, int channels) {
   extern __shared__ __align__(16) ELEMENT staged[];
   const int channel_tiles = (channels + kChannels - 1) / kChannels;
   const int image = blockIdx.x / channel_tiles * kImages, channel = blockIdx.x % channel_tiles * kChannels;
   const int here = min(kChannels, channels - channel);
-  // Segments of planes of `plane` elements: of the block's channels, an image each.
-  const auto segments_of = [&](unsigned plane) {
+  // One segment an image: the block's channels, `area` elements each.
+  const auto segments_of = [&](unsigned area) {
     const unsigned first = image * channels + channel;
-    return EvenSegments{first * plane, channels * plane, static_cast<unsigned>(images - image), here * plane};
+    return EvenSegments{first * area, channels * area, static_cast<unsigned>(images - image), here * area};
   };
-  load_even_segments<kThreads, kImages, kChannels * kPlane, kPitch, ALIKE>(staged, in, images * channels * kPlane,
-                                                                           segments_of(kPlane));
+  load_even_segments<kThreads, kImages, kChannels * kInArea, kPitch, ALIKE>(staged, in, images * channels * kInArea,
+                                                                            segments_of(kInArea));
   commit_copies();
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int own = warp / kRowBlocks, row_block = warp % kRowBlocks, plane = channel + own;
+  const int own = warp / kRowBlocks, row_block = warp % kRowBlocks, own_channel = channel + own;
   const bool computes = own < here;
-  const Begin begin = Begin::of(plane);
+  const Begin begin = Begin::of(own_channel);
   Matrix matrices[2][kFilterY];
-  if (computes) read_matrices(matrices, filter + plane * (kFilterY * kFilterX), begin);
+  if (computes) read_matrices(matrices, filter + own_channel * (kFilterY * kFilterX), begin);
   Words masks[2];
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd)
 #pragma unroll
     for (int i = 0; i < kWords; ++i) masks[odd][i] = existing<W>(8 * i + lane % 4 * 2 - SHIFT - begin.of_in(odd));
   wait_for_copies<0>();
-  __syncthreads();  // the planes have arrived
+  __syncthreads();  // the images have arrived
 
   if (computes) {
 #pragma unroll 1
     for (int group = 0; group < kImages / 8 && image + 8 * group < images; ++group) {
       const int slot = 8 * group + lane / 4, first = (image + slot) * channels + channel;
-      Share share;
-      share.lane_plane = staged + slot * kPitch + first * kPlane % kWide<ELEMENT> + own * kPlane + lane % 4 * 2 - SHIFT;
-      share.out = kDirect ? out + (first + own) * kOutPlane
-                          : staged + kOutAt + slot * kOutPitch + first * kOutPlane % kWide<ELEMENT> + own * kOutPlane;
-      share.first_row = row_block * kRowBlockRows;
-      share.end_row = min(OUT_H, share.first_row + kRowBlockRows);
-      share.writes = image + slot < images;
-      compute(share, matrices, masks, begin);
+      WarpTile tile;
+      tile.lane_image =
+          staged + slot * kPitch + first * kInArea % kCopyElements<ELEMENT> + own * kInArea + lane % 4 * 2 - SHIFT;
+      tile.out = kDirect
+                     ? out + (first + own) * kOutArea
+                     : staged + kOutAt + slot * kOutPitch + first * kOutArea % kCopyElements<ELEMENT> + own * kOutArea;
+      tile.first_row = row_block * kRowBlockRows;
+      tile.end_row = min(OUT_H, tile.first_row + kRowBlockRows);
+      tile.writes = image + slot < images;
+      compute(tile, matrices, masks, begin);
     }
   }
   if constexpr (!kDirect) {
     __syncthreads();  // the outputs of every warp are staged
-    store_even_runs<kThreads, kImages, kChannels * kOutPlane, kOutPitch, ALIKE, PARTIAL>(out, staged + kOutAt,
-                                                                                         segments_of(kOutPlane));
+    store_even_segments<kThreads, kImages, kChannels * kOutArea, kOutPitch, ALIKE, PARTIAL_WORDS>(
+        out, staged + kOutAt, segments_of(kOutArea));
   }
 }

@@ -10,7 +10,7 @@
 // Rows of kWidth inputs and kOutputs outputs, of which output o meets input o - kPad + tap. The words of block b begin
 // kShift columns before it, with number 2 * b; if the only block meets all inputs of a row, those are its words.
 template <int kWidth, int kOutputs, int kTaps, int kPad, int kShift>
-struct Bands {
+struct ToeplitzRow {
   static constexpr bool kIsOdd = kWidth % 2 != 0 || kOutputs % 2 != 0;
   static constexpr int kOdd = kIsOdd ? 1 : 0;
   static constexpr int kBlocks = ceil_div(kOutputs + kOdd, 16), kWords = 2 * kBlocks + 1;
@@ -47,9 +47,9 @@ struct Parity {
   static constexpr bool kIsOdd = kWidth % 2 != 0 || kOutWidth % 2 != 0;
   int in, out;
 
-  // Of the planes of that number; images begin at even elements.
-  static __device__ __forceinline__ Parity of(int plane) {
-    return {plane & kHeight & kWidth & 1, plane & kOutHeight & kOutWidth & 1};
+  // Of a channel, by its number in its image; images begin at even elements.
+  static __device__ __forceinline__ Parity of(int channel) {
+    return {channel & kHeight & kWidth & 1, channel & kOutHeight & kOutWidth & 1};
   }
   __device__ __forceinline__ int of_in(int row) const { return kIsOdd ? in ^ (row & kWidth & 1) : 0; }
   __device__ __forceinline__ int of_out(int row) const { return kIsOdd ? out ^ (row & kOutWidth & 1) : 0; }

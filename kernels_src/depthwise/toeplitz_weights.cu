@@ -1,12 +1,12 @@
 // dw[c,y,x] = sum_{n,i,j} x[n, c, i - PAD_H + y, j - PAD_W + x] * dy[n,c,i,j], stride 1, NCHW, on tensor cores.
 //
-// For one filter row a product summed over images and rows: columns of dy times columns of x. 16 columns of dy meet at
-// most 24 of x; taps are the sums along diagonals of their 16 x 24 products, the same for all blocks of 16 columns and
-// all rows: a warp adds all that it computes to the same registers. It transposes words of two columns of an image into
-// words of two images of a column: the K of a product is eight images. Where rows are of odd length, diagonals of every
-// other row are shifted by one: even and odd rows of dy have accumulators of their own where they differ.
-// A block has BAND_ROWS rows of dy, and what they meet of x, of CHANNELS channels of IMAGES images; WARPS warps share a
-// channel's images. It writes float32 partials[split][c][y][x] or, of a single split, dw; the second kernel adds them.
+// A filter row is a product over images and rows: columns of dy times columns of x. 16 columns of dy meet at most 24 of
+// x. Taps are the sums along the diagonals of the 16 x 24 product, the same diagonals for all blocks of 16 columns and
+// all rows: a warp adds all that it computes to the same registers. K of a product is eight images: a warp transposes
+// words of two columns of an image into words of two images of a column. In rows of odd length, the diagonals of every
+// other row shift by one: even and odd rows of dy have their own accumulators where they differ.
+// A block computes ROW_BLOCK_ROWS rows of dy, for CHANNELS channels of IMAGES images. WARPS warps share the images of a
+// channel. The block writes float32 partials[split][c][y][x] or, of a single split, dw; a second kernel adds partials.
 // Grid: one dimension, channels innermost, then row blocks, then images.
 #include "depthwise/toeplitz.cuh"
 #include "common/split_k.cuh"
@@ -20,26 +20,26 @@
 #if !defined(FILTER_X) || !defined(PAD_H) || !defined(PAD_W) || !defined(SHIFT) || !defined(CHANNELS)
 #error "define FILTER_X, PAD_H, PAD_W, SHIFT and CHANNELS"
 #endif
-#if !defined(IMAGES) || !defined(BAND_ROWS) || !defined(BANDS) || !defined(RING) || !defined(PARTS)
-#error "define IMAGES, BAND_ROWS, BANDS, RING and PARTS"
+#if !defined(IMAGES) || !defined(ROW_BLOCK_ROWS) || !defined(ROW_BLOCKS) || !defined(RING) || !defined(SPLITS)
+#error "define IMAGES, ROW_BLOCK_ROWS, ROW_BLOCKS, RING and SPLITS"
 #endif
 #if !defined(WARPS) || !defined(ALIKE) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define WARPS, ALIKE, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
-constexpr int kChannels = CHANNELS, kImages = IMAGES, kRowBlocks = BANDS, kWarps = WARPS;
+constexpr int kChannels = CHANNELS, kImages = IMAGES, kRowBlocks = ROW_BLOCKS, kWarps = WARPS;
 constexpr int kThreads = 32 * kChannels * kWarps;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
 static_assert(kImages % 8 == 0 && kThreads <= 1024, "the K of a product is eight images: IMAGES must be a multiple");
 static_assert(kImages / 8 >= kWarps && 8 % kWarps == 0, "every warp must have images");
-static_assert(BAND_ROWS * (kRowBlocks - 1) < OUT_H && BAND_ROWS * kRowBlocks >= OUT_H,
-              "BANDS row blocks of BAND_ROWS must cover the rows, and none may be empty");
+static_assert(ROW_BLOCK_ROWS * (kRowBlocks - 1) < OUT_H && ROW_BLOCK_ROWS * kRowBlocks >= OUT_H,
+              "ROW_BLOCKS row blocks of ROW_BLOCK_ROWS must cover the rows, and none may be empty");
 
-using Row = Bands<W, OUT_W, FILTER_X, PAD_W, SHIFT>;
+using Row = ToeplitzRow<W, OUT_W, FILTER_X, PAD_W, SHIFT>;
 using Begin = Parity<H, W, OUT_H, OUT_W>;
 constexpr bool kIsOdd = Row::kIsOdd;
 constexpr int kOdd = Row::kOdd, kBlocks = Row::kBlocks, kWords = Row::kWords, kOutWords = 2 * kBlocks;
-static_assert(!kIsOdd || BAND_ROWS % 2 == 0 || kRowBlocks == 1, "a row block must begin at an even row");
+static_assert(!kIsOdd || ROW_BLOCK_ROWS % 2 == 0 || kRowBlocks == 1, "a row block must begin at an even row");
 
 // Rows of x are in a ring of registers, in which the next one arrives while a row of dy is multiplied; or there are
 // registers for all, and the compiler knows every row.
@@ -48,12 +48,12 @@ constexpr bool kIsWhole = kRowBlocks == 1 && kRing >= OUT_H + kFilterY - 1;
 static_assert(kIsWhole || (kRing >= kFilterY + 1 && kRing % 2 == 0), "a row's words and the next one's fit");
 constexpr int kIterations = kIsWhole ? OUT_H : kRing;  // rows of dy that are unrolled
 
-// What a row block meets of a plane of x and of dy are segments, a plane each. An odd number of 16-byte words lies
-// between them, so that eight images' rows of four words meet every bank once.
-constexpr int kSegment = (kRowBlocks == 1 || BAND_ROWS + kFilterY - 1 > H ? H : BAND_ROWS + kFilterY - 1) * W;
-constexpr int kOutSegment = (kRowBlocks == 1 ? OUT_H : BAND_ROWS) * OUT_W;
+// A segment is what a row block meets of one channel of an image, in x and in dy. An odd number of 16-byte words lies
+// between segments, so that eight images' rows of four words meet every bank once.
+constexpr int kSegment = (kRowBlocks == 1 || ROW_BLOCK_ROWS + kFilterY - 1 > H ? H : ROW_BLOCK_ROWS + kFilterY - 1) * W;
+constexpr int kOutSegment = (kRowBlocks == 1 ? OUT_H : ROW_BLOCK_ROWS) * OUT_W;
 constexpr int odd_padded_size(int count) {
-  return (padded_size<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
+  return (padded_size<ELEMENT>(count) / kCopyElements<ELEMENT> | 1) * kCopyElements<ELEMENT>;
 }
 constexpr int kPitch = odd_padded_size(kSegment), kOutPitch = odd_padded_size(kOutSegment),
               kSlots = kChannels * kImages;
@@ -82,9 +82,9 @@ static_assert(SHARED_BYTES == 4 * (kChannels * kWarps * kOwnFloats + kTotals),
 using Words = unsigned[kWords];
 using OutWords = unsigned[kOutWords];
 
-// What a warp works on: a channel of eight images, of which a lane reads one. Both pointers are to where row 0 of the
-// plane would have the lane's first word, did it begin at an even element.
-struct Share {
+// A channel of eight images, of which a lane reads one. Both pointers are to where row 0 of the image would have the
+// lane's first word, did it begin at an even element.
+struct WarpTile {
   const ELEMENT *x, *dy;
   int first_row, end_row, end_in;  // rows of dy, and of x the first beyond those that they meet
   bool exists;
@@ -95,18 +95,18 @@ struct Masks {
   OutWords dy[2];
 };
 
-__device__ __forceinline__ void read_row(Words& words, const Share& share, const Masks& masks, const Begin& begin,
+__device__ __forceinline__ void read_row(Words& words, const WarpTile& tile, const Masks& masks, const Begin& begin,
                                          int row, int odd) {
   constexpr int kEnd = Row::is_live(kWords - 1) ? kWords : Row::is_live(kWords - 2) ? kWords - 1 : kWords - 2;
   read_words<0, kEnd, kIsOdd>(
-      words, share.x + row * W - begin.of_in(odd), masks.x[kIsOdd ? odd : 0],
-      share.exists && static_cast<unsigned>(row) < static_cast<unsigned>(kIsWhole ? H : share.end_in), Row::is_edge);
+      words, tile.x + row * W - begin.of_in(odd), masks.x[kIsOdd ? odd : 0],
+      tile.exists && static_cast<unsigned>(row) < static_cast<unsigned>(kIsWhole ? H : tile.end_in), Row::is_edge);
 }
 
-__device__ __forceinline__ void read_out_row(OutWords& words, const Share& share, const Masks& masks,
+__device__ __forceinline__ void read_out_row(OutWords& words, const WarpTile& tile, const Masks& masks,
                                              const Begin& begin, int row, int odd) {
-  read_words<0, kOutWords, kIsOdd>(words, share.dy + row * OUT_W - begin.of_out(odd), masks.dy[kIsOdd ? odd : 0],
-                                   share.exists && row < share.end_row, Row::is_out_edge);
+  read_words<0, kOutWords, kIsOdd>(words, tile.dy + row * OUT_W - begin.of_out(odd), masks.dy[kIsOdd ? odd : 0],
+                                   tile.exists && row < tile.end_row, Row::is_out_edge);
 }
 
 template <int kCount>
@@ -125,32 +125,32 @@ __device__ __forceinline__ void add_row(float (&accumulators)[kMet][4], const Ou
         multiply_add_half<ELEMENT>(accumulators[d], dy[2 * j], kHalves == 1 ? 0u : dy[2 * j + 1], x[2 * j + d]);
 }
 
-__device__ __forceinline__ void add_rows(Accumulators& accumulators, const Share& share, const Masks& masks,
+__device__ __forceinline__ void add_rows(Accumulators& accumulators, const WarpTile& tile, const Masks& masks,
                                          const Begin& begin) {
   // Row m of the ring is row first_row - PAD_H + m of x, which row first_row of dy meets by filter row m.
   Words ring[kRing] = {};
   OutWords dy[2];
   constexpr int kReadFirst = kIsWhole ? OUT_H + kFilterY - 1 : kFilterY;
-  const int start = kIsWhole ? 0 : share.first_row;
+  const int start = kIsWhole ? 0 : tile.first_row;
 #pragma unroll
   for (int m = 0; m < kReadFirst; ++m) {
     if (kIsWhole && (m < PAD_H || m - PAD_H >= H)) continue;
-    read_row(ring[m], share, masks, begin, start - PAD_H + m, (m + PAD_H) & 1);
+    read_row(ring[m], tile, masks, begin, start - PAD_H + m, (m + PAD_H) & 1);
     transpose(ring[m]);
   }
-  read_out_row(dy[0], share, masks, begin, start, 0);
+  read_out_row(dy[0], tile, masks, begin, start, 0);
 #pragma unroll 1
-  for (int first = start; first < share.end_row; first += kRing) {
+  for (int first = start; first < tile.end_row; first += kRing) {
 #pragma unroll
     for (int iteration = 0; iteration < kIterations; ++iteration) {
       const int row = (kIsWhole ? 0 : first) + iteration;
-      if (!kIsWhole && row >= share.end_row) break;
+      if (!kIsWhole && row >= tile.end_row) break;
       OutWords& now = dy[iteration % 2];
       transpose(now);
       if (!kIsWhole || iteration + 1 < OUT_H)
-        read_out_row(dy[(iteration + 1) % 2], share, masks, begin, row + 1, (iteration + 1) & 1);
+        read_out_row(dy[(iteration + 1) % 2], tile, masks, begin, row + 1, (iteration + 1) & 1);
       if constexpr (!kIsWhole)
-        read_row(ring[(iteration + kFilterY) % kRing], share, masks, begin, row + kFilterY - PAD_H,
+        read_row(ring[(iteration + kFilterY) % kRing], tile, masks, begin, row + kFilterY - PAD_H,
                  (iteration + kFilterY + PAD_H) & 1);
 #pragma unroll
       for (int y = 0; y < kFilterY; ++y) {
@@ -211,22 +211,22 @@ __device__ __forceinline__ void wait_for_all_but(int stages) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    depthwise_bands_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* dw, float* partials,
-                            int images, int channels) {
+    depthwise_toeplitz_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* dw,
+                               float* partials, int images, int channels) {
   extern __shared__ __align__(16) ELEMENT staged[];
   const int channel_tiles = (channels + kChannels - 1) / kChannels;
-  const int part = blockIdx.x / channel_tiles, channel = blockIdx.x % channel_tiles * kChannels;
-  const int image = part / kRowBlocks * kImages, first_row = part % kRowBlocks * BAND_ROWS;
-  const int here = min(kChannels, channels - channel), end_row = min(OUT_H, first_row + BAND_ROWS);
+  const int split = blockIdx.x / channel_tiles, channel = blockIdx.x % channel_tiles * kChannels;
+  const int image = split / kRowBlocks * kImages, first_row = split % kRowBlocks * ROW_BLOCK_ROWS;
+  const int here = min(kChannels, channels - channel), end_row = min(OUT_H, first_row + ROW_BLOCK_ROWS);
   const int first_in = kRowBlocks == 1 ? 0 : max(0, first_row - PAD_H);
   const int end_in = kRowBlocks == 1 ? H : max(0, min(H, end_row - PAD_H + kFilterY - 1));
 
   ELEMENT* const staged_dy = staged + kSlots * kPitch;
-  // Slots are channel by channel: a channel's images are segments of the rows [first, end) of planes of `plane`
-  // elements. They are copied in the order in which warps need them, a group of eight images for each warp at a time.
-  const auto segments_of = [&](int own, int first_image, unsigned plane, int first, int end, unsigned width) {
-    const unsigned first_plane = (image + first_image) * channels + channel + own;
-    return EvenSegments{first_plane * plane + first * width, channels * plane,
+  // Slots are channel by channel. A channel's segments are the rows [first, end) of its images of `area` elements.
+  // They are copied in the order in which warps need them, a group of eight images for each warp at a time.
+  const auto segments_of = [&](int own, int first_image, unsigned area, int first, int end, unsigned width) {
+    const unsigned before = (image + first_image) * channels + channel + own;  // channels of images
+    return EvenSegments{before * area + first * width, channels * area,
                         static_cast<unsigned>(own < here ? max(0, images - image - first_image) : 0),
                         max(0, end - first) * width};
   };
@@ -247,9 +247,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   griddepcontrol_launch_dependents();
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int own = warp / kWarps, plane = channel + own, column = lane % 4 * 2;
+  const int own = warp / kWarps, own_channel = channel + own, column = lane % 4 * 2;
   const bool computes = own < here;
-  const Begin begin = Begin::of(plane);
+  const Begin begin = Begin::of(own_channel);
   Masks masks;
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
@@ -266,19 +266,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const int group = stage * kWarps + warp % kWarps;
     if (computes && image + 8 * group < images) {
       const int slot = own * kImages + 8 * group + lane / 4, of_image = image + 8 * group + lane / 4;
-      const unsigned of_plane = of_image * channels + plane;
-      const unsigned first = (of_plane * H + first_in) * W, first_out = (of_plane * OUT_H + first_row) * OUT_W;
-      Share share;
-      share.x = staged + slot * kPitch + first % kWide<ELEMENT> - first_in * W + column - SHIFT;
-      share.dy = staged_dy + slot * kOutPitch + first_out % kWide<ELEMENT> - first_row * OUT_W + column;
-      share.first_row = first_row;
-      share.end_row = end_row;
-      share.end_in = end_in;
-      share.exists = of_image < images;
-      add_rows(accumulators, share, masks, begin);
+      const unsigned before = of_image * channels + own_channel;  // channels of images
+      const unsigned first = (before * H + first_in) * W, first_out = (before * OUT_H + first_row) * OUT_W;
+      WarpTile tile;
+      tile.x = staged + slot * kPitch + first % kCopyElements<ELEMENT> - first_in * W + column - SHIFT;
+      tile.dy = staged_dy + slot * kOutPitch + first_out % kCopyElements<ELEMENT> - first_row * OUT_W + column;
+      tile.first_row = first_row;
+      tile.end_row = end_row;
+      tile.end_in = end_in;
+      tile.exists = of_image < images;
+      add_rows(accumulators, tile, masks, begin);
     }
   }
-  __syncthreads();  // every warp has read the planes before sums overwrite them
+  __syncthreads();  // every warp has read the images before sums overwrite them
   float* const shared = reinterpret_cast<float*>(staged);
   float* const matrices = shared + warp * kOwnFloats;
   if constexpr (kWarps > 1) {
@@ -290,25 +290,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       float sum = 0;
 #pragma unroll
       for (int other = 0; other < kWarps; ++other) sum += from[other * kTaps];
-      if constexpr (PARTS == 1)
+      if constexpr (SPLITS == 1)
         dw[channel * kTaps + i] = convert<ELEMENT>(sum);
       else
-        partials[(part * channels + channel) * kTaps + i] = sum;
+        partials[(split * channels + channel) * kTaps + i] = sum;
     }
   } else if (computes) {
-    if constexpr (PARTS == 1)
-      write_taps(dw + plane * kTaps, matrices, accumulators, begin);
+    if constexpr (SPLITS == 1)
+      write_taps(dw + own_channel * kTaps, matrices, accumulators, begin);
     else
-      write_taps(partials + (part * channels + plane) * kTaps, matrices, accumulators, begin);
+      write_taps(partials + (split * channels + own_channel) * kTaps, matrices, accumulators, begin);
   }
 }
 
 // dw[i] = sum of partials[split][i] over the splits, in order.
 extern "C" __global__ void __launch_bounds__(128)
-    depthwise_bands_weights_finish(const float* partials, ELEMENT* dw, int count) {
+    depthwise_toeplitz_weights_finish(const float* partials, ELEMENT* dw, int count) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int i = blockIdx.x * 128 + threadIdx.x;
   if (i >= count) return;
-  dw[i] = convert<ELEMENT>(sum_splits<8, int>(partials, i, count, {0, PARTS, 1}));
+  dw[i] = convert<ELEMENT>(sum_splits<8, int>(partials, i, count, {0, SPLITS, 1}));
 }

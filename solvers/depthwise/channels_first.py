@@ -17,9 +17,9 @@ from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, 
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.depthwise.register_tile import (
+    COPY_BYTES,
     MAX_DEFAULTS,
     MAX_WINDOW,
-    WIDE_BYTES,
     RegisterTileAxis,
     RegisterTiling,
     padded_size,
@@ -76,7 +76,7 @@ class _Tiling(RegisterTiling):
     @property
     def staged(self) -> bool:
         """Whether results pass through shared memory: where threads cannot write 16 bytes at once (an H200: 2x)."""
-        return self.vector * self.itemsize < WIDE_BYTES
+        return self.vector * self.itemsize < COPY_BYTES
 
     @property
     def items(self) -> int:

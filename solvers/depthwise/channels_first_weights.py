@@ -20,9 +20,9 @@ from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.register_tile import (
+    COPY_BYTES,
     MAX_DEFAULTS,
     MAX_WINDOW,
-    WIDE_BYTES,
     RegisterTileAxis,
     RegisterTiling,
     padded_size,
@@ -118,8 +118,8 @@ class _Tiling(RegisterTiling):
 
 def _odd_padded_size(itemsize: int, count: int) -> int:
     """Elements of a run's place: an odd number of 16-byte words, so that units' places begin in different banks."""
-    wide = WIDE_BYTES // itemsize
-    return (padded_size(itemsize, count) // wide | 1) * wide
+    copied = COPY_BYTES // itemsize
+    return (padded_size(itemsize, count) // copied | 1) * copied
 
 
 def _solution(problem: ProblemDescription, config: Config, device: Device) -> ConvSolution:

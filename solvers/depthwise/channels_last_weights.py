@@ -235,7 +235,7 @@ _LAUNCH_MS, _REDUCTION_MS = 0.0025, 0.0012
 _READ, _CONVERT, _PRODUCT, _SUM = 3.9, 0.7, 2.1, 20
 _ITEM_WAIT, _ROW_WAIT = 1180, 228
 _PARTIALS_COST = 1.6
-_APART = 0.4  # of the shorter of moving and computing, which does not overlap the longer
+_SERIAL_SHARE = 0.4  # of the shorter of moving and computing, which does not overlap the longer
 _BANDWIDTH_SHARE = 0.85
 
 
@@ -264,10 +264,10 @@ _FALLBACKS = tuple(
     for rows, turns in ((28, 8), (7, 1))
 )
 _WORKS = ((128, 1, 2), (256, 1, 2), (256, 4, 2))  # threads, turns, ahead
-_WIDE_WORKS = ((128, 1, 1), (256, 1, 1), (256, 4, 1), (128, 4, 2))
+_VECTOR_4_WORKS = ((128, 1, 1), (256, 1, 1), (256, 4, 1), (128, 4, 2))
 _SHORT_LIST = tuple(
     config
-    for vectors, works in ((((1, 32), (2, 32), (2, 64)), _WORKS), (((4, 64),), _WIDE_WORKS))
+    for vectors, works in ((((1, 32), (2, 32), (2, 64)), _WORKS), (((4, 64),), _VECTOR_4_WORKS))
     for config in Config.product(
         {
             ("vector", "channels"): vectors,
@@ -380,7 +380,7 @@ class ConvDepthwiseChannelsLastWeights(Solver):
         if tiling.splits > 1:
             partial_bytes = tiling.split_k(problem).bytes
             launches_ms += _REDUCTION_MS + 1e3 * _PARTIALS_COST * partial_bytes / device.bandwidth_bytes_per_s
-        return launches_ms + max(busy_ms, moved_ms) + _APART * min(busy_ms, moved_ms)
+        return launches_ms + max(busy_ms, moved_ms) + _SERIAL_SHARE * min(busy_ms, moved_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)

@@ -74,7 +74,10 @@ _COPY, _STORE, _TAP = 14, 39, 14
 _BLOCK_LATENCY, _PRODUCT_LATENCY, _ROW_LATENCY = 500, 2.45, 100
 _SLOTS = 3.6  # instructions that a multiprocessor issues a cycle
 _AGAIN = 0.06  # share of bytes read once more that device memory sees
-_APART, _ALONE = 0.21, 0.27  # share of the shorter of memory and multiprocessors that does not overlap; with one block
+_SERIAL_SHARE, _ALONE = (
+    0.21,
+    0.27,
+)  # share of the shorter of memory and multiprocessors that does not overlap; with one block
 _BANDWIDTH_SHARE = 0.773  # of the nominal one that copies reach
 _LAUNCH_MS = 0.00256
 
@@ -109,7 +112,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTilin
         through += problem.output.bytes  # 8 channels are half of a sector, which counts as a whole one
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     together = min(resident, ceil_div(tiling.blocks, device.sm_count))
-    return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / together)
+    return max(memory, processing) + min(memory, processing) * (_SERIAL_SHARE + _ALONE / together)
 
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.

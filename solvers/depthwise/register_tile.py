@@ -15,7 +15,7 @@ from miofind.solver.solver import APPLICABLE, Applicability, first_refusal
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import refuse_overpadded, refuse_oversized
 
-WIDE_BYTES = 16
+COPY_BYTES = 16
 MAX_TAPS = 64
 """Of a filter: a thread keeps them in registers."""
 
@@ -137,13 +137,13 @@ def _met(length: int, taps: int, stride: int, dilation: int, pad: int, transpose
 
 def vector(itemsize: int, *counts: int) -> int:
     """Elements that move at once within rows and strips of `counts` elements."""
-    return math.gcd(WIDE_BYTES // itemsize, *counts)
+    return math.gcd(COPY_BYTES // itemsize, *counts)
 
 
 def padded_size(itemsize: int, count: int) -> int:
     """Elements of shared memory that hold a run of `count`, wherever it begins."""
-    wide = WIDE_BYTES // itemsize
-    return round_up(count + wide - 1, wide)
+    copied = COPY_BYTES // itemsize
+    return round_up(count + copied - 1, copied)
 
 
 def tap_pitch(taps: int) -> int:
@@ -220,7 +220,7 @@ class RegisterTiling:
     @property
     def zeros(self) -> int:
         """Elements of a row of zeros, if some strips meet rows outside their plane."""
-        return round_up(self.across.size, WIDE_BYTES // self.itemsize) if self.down.leaves else 0
+        return round_up(self.across.size, COPY_BYTES // self.itemsize) if self.down.leaves else 0
 
     @property
     def vector(self) -> int:

@@ -41,7 +41,7 @@ _READ = 2.3  # instructions that a read of shared memory is worth
 _ALONE = 4.2  # warps of a scheduler that hide an instruction's latency: fewer take as long
 _CLOCK_SHARE = 0.89  # of the nominal clock and of the nominal bandwidth
 _BANDWIDTH_SHARE = 0.89
-_APART, _FIRST_APART = 0.3, 0.52  # of the shorter of moving and computing: always, and once a launch
+_SERIAL_SHARE, _FIRST_SERIAL_SHARE = 0.3, 0.52  # of the shorter of moving and computing: always, and once a launch
 
 
 def estimate_ms(load: Load, device: Device) -> float:
@@ -54,8 +54,8 @@ def estimate_ms(load: Load, device: Device) -> float:
     computing = 1e3 * waves * cycles / (_CLOCK_SHARE * device.clock_hz)
     busiest = blocks * device.sm_count / load.blocks  # over the mean
     moving = 1e3 * busiest * load.bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    apart = _APART + _FIRST_APART / waves
-    return _LAUNCH_MS + max(computing, moving) + apart * min(computing, moving)
+    serial_share = _SERIAL_SHARE + _FIRST_SERIAL_SHARE / waves
+    return _LAUNCH_MS + max(computing, moving) + serial_share * min(computing, moving)
 
 
 def row_reads(itemsize: int, axis: RegisterTileAxis) -> float:

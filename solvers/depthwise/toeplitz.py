@@ -21,11 +21,11 @@ from miofind.solvers.depthwise.toeplitz_tiling import ToeplitzAxis, images_begin
 
 _SHARED_BYTES = 48 << 10
 _ITEMSIZE = 2
-_MAX_WHOLE = 60  # words of a plane that a thread keeps
+_MAX_WHOLE = 60  # words of an image that a thread keeps
 _MAX_REGISTERS = 208
 _MAX_PRODUCTS = 1200  # of unrolled code
 _MAX_THREADS = 512
-_LEAST_DIRECT = 1536  # elements of a plane
+_LEAST_DIRECT = 1536  # elements of a channel of an image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class _Tiling:
     Attributes:
         across: columns of inputs and outputs.
         ring: rows of inputs that a thread keeps.
-        is_whole: whether they are all that a plane's outputs meet.
+        is_whole: whether they are all that an image's outputs meet.
         target: where outputs go: over the inputs, beside them, or to device memory at once.
         shared_bytes: of a block.
         registers: of a thread, about.
@@ -57,31 +57,31 @@ class _Tiling:
     @staticmethod
     def of(conv: Correlation, config: Config) -> _Tiling:
         height, width = conv.axes
-        channels, images, bands, rows = (config[name] for name in ("channels", "images", "bands", "rows"))
+        channels, images, row_blocks, rows = (config[name] for name in ("channels", "images", "bands", "rows"))
         across = ToeplitzAxis.of(width.size, width.outputs, width.taps, width.pad)
         blocks, words = across.blocks, across.words
         met = height.outputs + height.taps - 1
-        is_whole = bands == 1 and height.size * words <= _MAX_WHOLE
+        is_whole = row_blocks == 1 and height.size * words <= _MAX_WHOLE
         ring = round_up(met if is_whole else 2 * rows + height.taps - 1, rows)
         same = height.size == height.outputs and width.size == width.outputs
-        # Where planes are of odd size, a word is of two channels, which two warps would read and write.
+        # Where images are of odd size, a word is of two channels, which two warps would read and write.
         apart = channels == 1 or height.size * width.size % 2 == 0
-        target = 2 if config["direct"] else 0 if same and bands == 1 and apart else 1
+        target = 2 if config["direct"] else 0 if same and row_blocks == 1 and apart else 1
         pitches = [
-            toeplitz_pitch(channels * plane) for plane in (height.size * width.size, height.outputs * width.outputs)
+            toeplitz_pitch(channels * area) for area in (height.size * width.size, height.outputs * width.outputs)
         ]
         has_quads = not across.is_odd and width.outputs % 4 == 0
         matrices = (1.5 if across.is_odd else 1) * (6 if has_quads else min(6, 2 * words)) * height.taps
-        turns = ceil_div(height.outputs, rows) if is_whole else ring // rows
+        iterations = ceil_div(height.outputs, rows) if is_whole else ring // rows
         return _Tiling(
             across=across,
             ring=ring,
-            is_whole=is_whole or (bands == 1 and ring >= met),
+            is_whole=is_whole or (row_blocks == 1 and ring >= met),
             target=target,
             shared_bytes=_ITEMSIZE * images * (pitches[0] + (pitches[1] if target == 1 else 0)),
             registers=round_up(min(ring, height.size) * words + 4 * blocks * rows + math.ceil(matrices) + 44, 8),
-            products=turns * rows * height.taps * blocks * min(2, words),
-            threads=32 * channels * bands,
+            products=iterations * rows * height.taps * blocks * min(2, words),
+            threads=32 * channels * row_blocks,
             blocks=ceil_div(conv.problem.c, channels) * ceil_div(conv.problem.n, images),
         )
 
@@ -95,7 +95,7 @@ def _launch(conv: Correlation, config: Config, device: Device) -> KernelStep:
     source, target = ("y", "x") if conv.flipped else ("x", "y")
     return KernelStep(
         source="depthwise/toeplitz.cu",
-        entry="depthwise_bands",
+        entry="depthwise_toeplitz",
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
@@ -119,10 +119,13 @@ def _defines(conv: Correlation, config: Config, device: Device) -> tuple[tuple[s
         ("PAD_W", width.pad),
         ("FLIPPED", int(conv.flipped)),
         ("SHIFT", tiling.across.shift),
-        *((name.upper(), config[name]) for name in ("channels", "images", "bands", "rows")),
+        ("CHANNELS", config["channels"]),
+        ("IMAGES", config["images"]),
+        ("ROW_BLOCKS", config["bands"]),
+        ("TILE_ROWS", config["rows"]),
         ("TARGET", tiling.target),
         ("RING", tiling.ring),
-        ("PARTIAL", int(_has_partial_words(conv, config))),
+        ("PARTIAL_WORDS", int(_has_partial_words(conv, config))),
         ("ALIKE", int(images_begin_alike(conv.problem))),
         ("MIN_BLOCKS", tiling.resident(device)),
         ("SHARED_BYTES", tiling.shared_bytes),
@@ -138,7 +141,7 @@ def _defines(conv: Correlation, config: Config, device: Device) -> tuple[tuple[s
 _LAUNCH_MS = 0.0029
 _PRODUCT, _HALF_PRODUCT, _READ, _READ_ODD, _WRITE, _WRITE_DIRECT, _TAPS, _COPY = 4.2, 4.0, 5.8, 11.8, 20, 58, 5, 12
 _COPY_WAIT, _EDGE_WAIT, _GROUP_WAIT, _PRODUCT_WAIT = 60, 60, 110, 3.3
-_APART = 0.3  # of the shorter of moving and computing, which does not overlap the longer
+_SERIAL_SHARE = 0.3  # of the shorter of moving and computing, which does not overlap the longer
 _BANDWIDTH_SHARE = 0.85
 
 
@@ -149,10 +152,11 @@ def _busy_ms(conv: Correlation, config: Config, device: Device) -> float:
     across, rows, images = tiling.across, height.outputs / config["bands"], config["images"]
     # Rows of padding are left out where the compiler knows them.
     met = 1 - height.taps / (4 * height.size + height.taps) if tiling.is_whole else 1.0
-    turns = rows * height.taps * met
-    products, halves = (turns * across.blocks, turns * min(across.blocks, across.words - across.blocks - 1))
+    row_products = rows * height.taps * met
+    products = row_products * across.blocks
+    halves = row_products * min(across.blocks, across.words - across.blocks - 1)
     if across.words <= 2:
-        products, halves = (turns, 0.0) if across.words == 2 else (0.0, turns)
+        products, halves = (row_products, 0.0) if across.words == 2 else (0.0, row_products)
     reads = (height.size / config["bands"] + (0 if tiling.is_whole else tiling.ring)) * across.words
     writes = rows * ceil_div(width.outputs, 8)
     groups = ceil_div(min(images, conv.problem.n), 8)
@@ -196,12 +200,12 @@ _FALLBACKS = tuple(
 
 
 class ConvDepthwiseBands(Solver):
-    """Depthwise convolution as products with band matrices of the filter's rows, with float32 sums.
+    """Depthwise convolution as products with Toeplitz matrices of the filter's rows, with float32 sums.
 
     Structural zeros of those matrices and rows of padding are multiplied: an infinity or NaN of the input spreads over
     its row's outputs, and one of the filter over its channel.
 
-    Configuration: a block computes whole planes of `channels` channels of `images` images; `bands` warps share a
+    Configuration: a block computes `channels` channels of `images` whole images; `bands` warps share a
     channel's rows, `rows` of them at a time; outputs are staged, or go to memory at once if `direct`.
     """
 
@@ -278,7 +282,7 @@ class ConvDepthwiseBands(Solver):
         (conv,) = correlations(problem)
         busy_ms = _busy_ms(conv, config, device)
         moved_ms = 1e3 * problem.bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-        return _LAUNCH_MS + max(busy_ms, moved_ms) + _APART * min(busy_ms, moved_ms)
+        return _LAUNCH_MS + max(busy_ms, moved_ms) + _SERIAL_SHARE * min(busy_ms, moved_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         (conv,) = correlations(problem)
@@ -286,16 +290,16 @@ class ConvDepthwiseBands(Solver):
 
 
 def _serves_odd_rows(conv: Correlation, config: Config) -> bool:
-    """Whether rows of all images begin alike, and turns of rows do."""
+    """Whether rows of all images begin alike, and the rows of all iterations do."""
     height, width = conv.axes
     images = (conv.problem.c * height.size * width.size, conv.problem.c * height.outputs * width.outputs)
     return all(count % 2 == 0 for count in images) and config["rows"] % 2 == 0
 
 
 def _has_partial_words(conv: Correlation, config: Config) -> bool:
-    """Whether some block's runs of outputs begin or end within a word of 16 bytes."""
-    plane = conv.axes[0].outputs * conv.axes[1].outputs
-    return any(channels * plane % 8 for channels in (config["channels"], conv.problem.c))
+    """Whether some block's segments of outputs begin or end within a word of 16 bytes."""
+    area = conv.axes[0].outputs * conv.axes[1].outputs
+    return any(channels * area % 8 for channels in (config["channels"], conv.problem.c))
 
 
 def _is_economical(conv: Correlation, config: Config) -> bool:
@@ -306,7 +310,7 @@ def _is_economical(conv: Correlation, config: Config) -> bool:
         return False
     if config["bands"] > 1 and height.outputs < 8 * config["bands"]:
         return False
-    # Words written one by one pay only where staged planes would leave a multiprocessor few warps.
+    # Words written one by one pay only where staged outputs would leave a multiprocessor few warps.
     if config["direct"] and height.outputs * width.outputs < _LEAST_DIRECT:
         return False
     return bool(rows < height.outputs + 4 and (rows <= 2 or rows * blocks <= 8))

@@ -235,10 +235,10 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     busy = moved + config["channels"] * passes * tiling.slot_blocks * slot
     waits = _SLOT_LATENCY + tiling.warp_rows * share * tiling.products * _PRODUCT_LATENCY
     alone = _TILE_LATENCY + moved + passes * tiling.slot_blocks * waits
-    turns = ceil_div(tiling.tiles, config["splits"])
+    tiles = ceil_div(tiling.tiles, config["splits"])
     resident = min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
     cycles = cycles_of_waves(tiling.blocks, resident, device, lambda blocks: max(blocks * busy, alone))
-    return float(1e3 * turns * cycles / device.clock_hz)
+    return float(1e3 * tiles * cycles / device.clock_hz)
 
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.

@@ -33,11 +33,11 @@ _SOURCE = "depthwise/toeplitz_weights.cu"
 _SHARED_BYTES = 48 << 10
 _ITEMSIZE = 2
 _REDUCTION_THREADS = 128
-_MAX_WHOLE = 60  # words of a plane of x that a thread keeps
+_MAX_WHOLE = 60  # words of an image of x that a thread keeps
 _MAX_REGISTERS = 216
 _MAX_PRODUCTS = 1200  # of unrolled code
 _MAX_WORKSPACE_BYTES = 64 << 20
-_BANDS = (1, 2, 4, 8)
+_ROW_BLOCKS = (1, 2, 4, 8)
 _DIVISION = ("images", "warps", "bands")
 
 
@@ -49,10 +49,10 @@ class _Tiling:
 
     Attributes:
         across: columns of x and of dy.
-        band_rows: rows of dy of a block.
-        bands: of a plane.
+        row_block_rows: rows of dy of a block.
+        row_blocks: of an image.
         ring: rows of x that a thread keeps.
-        is_whole: whether they are all that a plane of dy meets.
+        is_whole: whether they are all that an image of dy meets.
         met: words of x that a block of 16 columns of dy meets.
         splits: blocks that share the same channels.
         registers: of a thread, about.
@@ -60,8 +60,8 @@ class _Tiling:
     """
 
     across: ToeplitzAxis
-    band_rows: int
-    bands: int
+    row_block_rows: int
+    row_blocks: int
     pad: int
     ring: int
     is_whole: bool
@@ -75,8 +75,8 @@ class _Tiling:
 
     @property
     def last_row(self) -> int:
-        """Row of x that the last band meets first."""
-        return (self.bands - 1) * self.band_rows - self.pad
+        """Row of x that the last row block meets first."""
+        return (self.row_blocks - 1) * self.row_block_rows - self.pad
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
@@ -85,13 +85,13 @@ class _Tiling:
         filter_h, filter_w = planar.filter
         across = ToeplitzAxis.of(width, out_width, filter_w, planar.conv.pad_before[1])
         channels, images, warps = config["channels"], config["images"], config["warps"]
-        band_rows = out_height if config["bands"] == 1 else round_up(ceil_div(out_height, config["bands"]), 2)
-        bands = ceil_div(out_height, band_rows)
+        row_block_rows = out_height if config["bands"] == 1 else round_up(ceil_div(out_height, config["bands"]), 2)
+        row_blocks = ceil_div(out_height, row_block_rows)
         met_rows = out_height + filter_h - 1
-        is_whole = bands == 1 and height * across.words <= _MAX_WHOLE and out_height <= _MAX_WHOLE
+        is_whole = row_blocks == 1 and height * across.words <= _MAX_WHOLE and out_height <= _MAX_WHOLE
         ring = met_rows if is_whole else round_up(filter_h + 1, 2)
-        rows = height if bands == 1 else min(height, band_rows + filter_h - 1)
-        pitches = toeplitz_pitch(rows * width) + toeplitz_pitch(band_rows * out_width)
+        rows = height if row_blocks == 1 else min(height, row_block_rows + filter_h - 1)
+        pitches = toeplitz_pitch(rows * width) + toeplitz_pitch(row_block_rows * out_width)
         met, halves = 2 if across.is_narrow else 3, 1 if out_width + across.is_odd <= 8 else 2
         variants = 2 if across.is_odd else 1
         matrix = 8 * halves * (8 * met + 1)
@@ -99,14 +99,14 @@ class _Tiling:
         staged_rows = min(filter_h, max(1, own // (variants * matrix)))
         totals = channels * warps * filter_h * filter_w if warps > 1 else 0
         sums = filter_h * (1.5 if across.is_odd else 1) * 2 * halves * min(met, across.words)
-        splits = bands * ceil_div(problem.n, images)
+        splits = row_blocks * ceil_div(problem.n, images)
         return _Tiling(
             across=across,
-            band_rows=band_rows,
-            bands=bands,
+            row_block_rows=row_block_rows,
+            row_blocks=row_blocks,
             pad=planar.conv.pad_before[0],
             ring=ring,
-            is_whole=is_whole or (bands == 1 and ring >= met_rows),
+            is_whole=is_whole or (row_blocks == 1 and ring >= met_rows),
             met=met,
             splits=splits,
             blocks=splits * ceil_div(problem.c, channels),
@@ -133,7 +133,7 @@ def _solution(problem: ProblemDescription, config: Config, device: Device) -> Co
     split_k = tiling.split_k(problem)
     first = KernelStep(
         source=_SOURCE,
-        entry="depthwise_bands_weights",
+        entry="depthwise_toeplitz_weights",
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
@@ -165,10 +165,10 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
         ("CHANNELS", config["channels"]),
         ("IMAGES", config["images"]),
         ("WARPS", config["warps"]),
-        ("BAND_ROWS", tiling.band_rows),
-        ("BANDS", tiling.bands),
+        ("ROW_BLOCK_ROWS", tiling.row_block_rows),
+        ("ROW_BLOCKS", tiling.row_blocks),
         ("RING", tiling.ring),
-        ("PARTS", tiling.splits),
+        ("SPLITS", tiling.splits),
         ("ALIKE", int(images_begin_alike(problem))),
         ("MIN_BLOCKS", tiling.resident(device)),
         ("SHARED_BYTES", tiling.shared_bytes),
@@ -182,7 +182,7 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
 _LAUNCH_MS, _REDUCTION_MS = 0.0021, 0.0014
 _PRODUCT, _READ, _COPY, _SUMS, _TAPS = 2.6, 9.4, 24, 4, 540
 _COPY_WAIT, _PRODUCT_WAIT, _SHARED_WAIT = 47, 2.3, 1160
-_APART = 0.4  # of the shorter of moving and computing, which does not overlap the longer
+_SERIAL_SHARE = 0.4  # of the shorter of moving and computing, which does not overlap the longer
 _BANDWIDTH_SHARE = 0.85
 
 
@@ -191,11 +191,11 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     tiling, planar = _Tiling.of(problem, config), problem.lifted(2)
     across, taps = tiling.across, planar.filter[0]
     met = 1 - taps / (4 * planar.spatial[0] + taps) if tiling.is_whole else 1.0
-    products = tiling.band_rows * taps * met * min(3 * across.blocks, across.blocks * across.words)
-    words = (tiling.band_rows + taps) * across.words + tiling.band_rows * 2 * across.blocks
+    products = tiling.row_block_rows * taps * met * min(3 * across.blocks, across.blocks * across.words)
+    words = (tiling.row_block_rows + taps) * across.words + tiling.row_block_rows * 2 * across.blocks
     groups = ceil_div(min(config["images"], problem.n), 8 * config["warps"])
-    rows = tiling.band_rows + (0 if tiling.bands == 1 else taps - 1)
-    runs = (rows * planar.spatial[1], tiling.band_rows * planar.out_spatial[1])
+    rows = tiling.row_block_rows + (0 if tiling.row_blocks == 1 else taps - 1)
+    runs = (rows * planar.spatial[1], tiling.row_block_rows * planar.out_spatial[1])
     copies = sum(config["images"] * (run / 8 + 1) / (32 * config["warps"]) for run in runs)
     end = _SUMS * taps * tiling.met * (1.5 if across.is_odd else 1) + _TAPS * ceil_div(taps * planar.filter[1], 32)
     per_warp = groups * (products * _PRODUCT + words * _READ) + copies * _COPY + end
@@ -211,10 +211,10 @@ _SHORT_LIST = Config.product(
     {
         "channels": (1, 2),
         ("images", "warps"): ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4)),
-        "bands": _BANDS,
+        "bands": _ROW_BLOCKS,
     }
 )
-_FALLBACKS = Config.product({"channels": (1,), "images": (8,), "bands": _BANDS, "warps": (1,)})
+_FALLBACKS = Config.product({"channels": (1,), "images": (8,), "bands": _ROW_BLOCKS, "warps": (1,)})
 
 
 class ConvDepthwiseBandsWeights(Solver):
@@ -222,8 +222,8 @@ class ConvDepthwiseBandsWeights(Solver):
 
     Padding, and what pads blocks of columns and of images, is multiplied as zeros; nothing else that does not exist is.
 
-    Configuration: a block takes one of `bands` bands of the gradient's rows, of `channels` channels of `images` images,
-    which `warps` warps share.
+    Configuration: a block takes one of `bands` row blocks of the gradient, of `channels` channels of `images` images;
+    `warps` warps share the images.
     """
 
     id = "ConvDepthwiseBandsWeights"
@@ -241,7 +241,7 @@ class ConvDepthwiseBandsWeights(Solver):
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "channels": (1, 2),
         "images": (8, 16, 32, 64),
-        "bands": _BANDS,
+        "bands": _ROW_BLOCKS,
         "warps": (1, 2, 4),
     }
     sources = (_SOURCE,)
@@ -275,10 +275,10 @@ class ConvDepthwiseBandsWeights(Solver):
             return False
         if 8 * config["warps"] > config["images"] or tiling.threads > 512:
             return False
-        if tiling.bands != config["bands"] or not tiling.across.is_served:
+        if tiling.row_blocks != config["bands"] or not tiling.across.is_served:
             return False
-        if tiling.bands > 1 and tiling.last_row >= problem.lifted(2).spatial[0]:
-            return False  # the kernel copies rows for each band, and the last would meet padding alone
+        if tiling.row_blocks > 1 and tiling.last_row >= problem.lifted(2).spatial[0]:
+            return False  # the kernel copies rows for each row block, and the last would meet padding alone
         if tiling.across.is_odd and any(
             problem.c * math.prod(tensor.shape[2:]) % 2 for tensor in (problem.x, problem.y)
         ):
@@ -307,7 +307,7 @@ class ConvDepthwiseBandsWeights(Solver):
         if tiling.splits > 1:
             partial_bytes = 2 * tiling.split_k(problem).bytes
             launches_ms += _REDUCTION_MS + 1e3 * partial_bytes / device.bandwidth_bytes_per_s
-        return launches_ms + max(busy_ms, moved_ms) + _APART * min(busy_ms, moved_ms)
+        return launches_ms + max(busy_ms, moved_ms) + _SERIAL_SHARE * min(busy_ms, moved_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         return _solution(problem, config, device)

@@ -83,7 +83,7 @@ _PRODUCT = 4.1
 _ALONE = 3.7  # how much longer the warps of one block take, if each had a scheduler of its own
 _TILE_LATENCY, _BLOCK_LATENCY = 1000, 4300
 _ARRANGED, _LOADED = 0.15, 1.7  # cycles of shared memory to arrange an element, and to load a word
-_APART = 0.59  # share of the shorter of memory and multiprocessors that does not overlap
+_SERIAL_SHARE = 0.59  # share of the shorter of memory and multiprocessors that does not overlap
 _BANDWIDTH_SHARE = 0.885  # of the nominal one that copies reach
 _LAUNCH_MS = 0.0017
 
@@ -126,7 +126,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesTiling, 
     processing = 1e3 * cycles / device.clock_hz
     halo = 0.1 * (tiling.source.rows - tiling.rows * config["row_groups"] * tiling.axes[0].stride) / tiling.source.rows
     memory = 1e3 * problem.bytes * (1 + max(0.0, halo)) / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    return float(max(memory, processing) + _APART * min(memory, processing))
+    return float(max(memory, processing) + _SERIAL_SHARE * min(memory, processing))
 
 
 # What default_configs ranks by estimate. The smallest tiles, and whole planes, serve what nothing else does.

@@ -101,7 +101,7 @@ _PRODUCT = 2.1
 _ISSUED = 0.4  # instructions of a scheduler in a cycle
 _TILE_LATENCY, _BLOCK_LATENCY = 350, 1800
 _PARTS_SHARE = 1.14  # of the bytes of parts that device memory sees
-_APART = 0.69  # share of the shorter of memory and multiprocessors that does not overlap
+_SERIAL_SHARE = 0.69  # share of the shorter of memory and multiprocessors that does not overlap
 _LAUNCH_MS, _FINISH_MS = 0.0015, 0.00057
 
 
@@ -138,7 +138,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsT
     halo = 0.1 * (tiling.x.rows - tiling.rows * problem.lifted(2).conv.stride[0]) / tiling.x.rows
     through = problem.bytes * (1 + halo) + _PARTS_SHARE * parts
     memory = 1e3 * through / device.bandwidth_bytes_per_s
-    return float(max(memory, processing) + _APART * min(memory, processing))
+    return float(max(memory, processing) + _SERIAL_SHARE * min(memory, processing))
 
 
 # One of them is valid for every applicable problem.

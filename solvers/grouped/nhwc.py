@@ -110,7 +110,10 @@ _MOVE, _TURN = 45, 93  # channels first reckoned
 _PRODUCT = 0.5
 _WAVE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 1670, 73, 1.9
 _SHORT_RUN = 20  # bytes that a run of channels costs besides its own
-_APART, _ALONE = 0.085, 0.3  # share of the shorter of memory and multiprocessors that does not overlap; with one block
+_SERIAL_SHARE, _ALONE = (
+    0.085,
+    0.3,
+)  # share of the shorter of memory and multiprocessors that does not overlap; with one block
 _BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
 _LAUNCH_MS = 0.0034
 
@@ -147,7 +150,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
         run_bytes = 16 * tiling.units * min(tiling.in_blocks, tiling.out_blocks)
     through = problem.bytes * (1 + _SHORT_RUN / run_bytes)
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / (together * tiling.stages))
+    return max(memory, processing) + min(memory, processing) * (_SERIAL_SHARE + _ALONE / (together * tiling.stages))
 
 
 # What default_configs ranks by estimate. A problem is served if one of them is valid.

@@ -56,7 +56,7 @@ def test_windows_have_every_input_that_a_block_meets(width: int, taps: int, pads
         assert 0 <= column - first < (16 if max(size, outputs) + odd <= 16 else 24)
 
 
-def test_outputs_replace_inputs_only_of_equal_planes() -> None:
+def test_outputs_replace_inputs_only_of_equal_images() -> None:
     config = Config.of(channels=2, images=8, bands=1, rows=2, direct=False)
     assert defines_of(depthwise(), config)["TARGET"] == 0
     assert defines_of(depthwise(padding=1), config)["TARGET"] == 1
@@ -79,7 +79,7 @@ def test_rows_of_odd_length_are_computed_in_pairs_and_staged() -> None:
     assert all(config["rows"] % 2 == 0 and not config["direct"] for config in configs)
 
 
-def test_all_rows_of_small_planes_are_in_registers() -> None:
+def test_all_rows_of_small_images_are_in_registers() -> None:
     defines = defines_of(depthwise(), Config.of(channels=2, images=8, bands=1, rows=2, direct=False))
     assert defines["RING"] == 18
     problem = depthwise(x=(8, 32, 56, 56))

@@ -58,19 +58,23 @@ def test_eight_images_rows_meet_every_bank(count: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [7, 14, 15, 28, 56])
-def test_bands_cover_the_rows_and_none_is_empty(rows: int) -> None:
+def test_row_blocks_cover_the_rows_and_none_is_empty(rows: int) -> None:
     problem = depthwise(x=(8, 32, rows, 14))
     for config in SOLVER.configs(problem, H200):
         defines = defines_of(problem, config)
-        assert (defines["BANDS"] - 1) * defines["BAND_ROWS"] < rows <= defines["BANDS"] * defines["BAND_ROWS"]
-        assert defines["BANDS"] == 1 or defines["BAND_ROWS"] % 2 == 0
+        assert (
+            (defines["ROW_BLOCKS"] - 1) * defines["ROW_BLOCK_ROWS"]
+            < rows
+            <= defines["ROW_BLOCKS"] * defines["ROW_BLOCK_ROWS"]
+        )
+        assert defines["ROW_BLOCKS"] == 1 or defines["ROW_BLOCK_ROWS"] % 2 == 0
 
 
 def test_parts_are_in_the_workspace() -> None:
     problem = depthwise(x=(40, 32, 28, 28))
     for config in SOLVER.configs(problem, H200):
         solution = SOLVER.solution(problem, H200, config)
-        parts = defines_of(problem, config)["PARTS"]
+        parts = defines_of(problem, config)["SPLITS"]
         assert parts == math.ceil(40 / config["images"]) * config["bands"]
         assert len(solution.steps) == (2 if parts > 1 else 1)
         assert solution.workspace.bytes >= (4 * parts * problem.w.size if parts > 1 else 0)
