@@ -1,6 +1,7 @@
-"""What a trial of a candidate finds: one run on guarded, poisoned buffers, compared with a float64 reference.
+"""The check harness: runs a candidate once on guarded, poisoned buffers and compares with a float64 reference.
 
-The contract of the two harnesses, for CUDA devices and for the CPU place. Bounds and messages belong to `verify`.
+`CheckHarness` is the base of two harnesses, one for CUDA devices and one for the CPU place. `verifier.py` chooses the
+inputs and the error bounds of each check, and words what failed.
 """
 
 from __future__ import annotations
@@ -15,29 +16,31 @@ import numpy as np
 
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
-from miofind.verify.plants import Plants, plants_of
+from miofind.verify.nonfinite import Injected, injected_values
 from miofind.verify.ranges import UNSCALED, Powers, ScaledAxis, axes
 
 if TYPE_CHECKING:
     from miofind.launch.invoker import Invoker
 
 GUARD_BYTES = 4096
+"""Bytes of the guard band before and after each buffer."""
+
 PLACEMENT_BYTES = 512
-"""Addresses are multiples of this and an offset."""
+"""A buffer's address is a multiple of this, plus the offset of its placement (see `CheckHarness.offset`)."""
 
 MOST_BESIDE_BYTES = 64 << 20
-"""Of the tensors and the workspace of a second run at the same time: larger ones fill a device by themselves."""
+"""Largest tensors and workspace for which a second run is started at the same time: larger runs fill a device alone."""
 
 WORKSPACE = "the workspace"
 PACKED_WEIGHTS = "the packed weights"
-"""What `CheckResult.damaged` calls the buffers that are no tensors."""
+"""Names, in `CheckResult.damaged`, of the buffers that are not operands."""
 
 
 class Poison(IntEnum):
-    """What a run finds in its output: the byte that fills it.
+    """The byte that fills the output before a run.
 
-    NAN is a NaN in every dtype, so that what is left of it was not written. FINITE is a large number in every dtype,
-    for whoever adds to an output, or leaves elements as they are, unless they are NaN.
+    NAN is a NaN in every dtype: an element that still is NaN was not written. FINITE is a large number in every dtype:
+    it exposes kernels that add to the output, or that replace nothing but NaN.
     """
 
     NAN = 0xFF
@@ -46,23 +49,23 @@ class Poison(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What one run is given.
+    """Inputs and memory of one run.
 
     Attributes:
         values: distribution of both inputs.
-        powers: of two, that the inputs are multiplied by.
-        planted: the inputs hold infinities and NaN at a few places, and zeros that meet them.
-        poison: what the output and the guard bands hold before the run.
-        keeps_workspace: the workspace is left as the run before left it; poisoned with NaN otherwise.
-        is_aligned: tensors lie at multiples of PLACEMENT_BYTES, else where no more is true of their addresses than
-            what the candidate asks for.
-        beside: what another run at the same time is given, in tensors and a workspace of its own, where these take no
-            more than MOST_BESIDE_BYTES and there is room for them; None for no such run.
+        powers: powers of two that the inputs are multiplied by.
+        nonfinite: a few infinities and NaN are injected into the inputs, and zeros that they are multiplied with.
+        poison: what fills the output and the guard bands before the run.
+        keeps_workspace: the workspace still holds what the previous run wrote; otherwise it is filled with NaN.
+        is_aligned: tensors lie at multiples of PLACEMENT_BYTES; otherwise their addresses have the alignment that the
+            candidate asks for, and no more.
+        beside: inputs and memory of a second run at the same time, with tensors and a workspace of its own; None for
+            one run alone. The second run is left out where it takes more than MOST_BESIDE_BYTES or does not fit.
     """
 
     values: Values
     powers: Powers = UNSCALED
-    planted: bool = False
+    nonfinite: bool = False
     poison: Poison = Poison.NAN
     keeps_workspace: bool = False
     is_aligned: bool = False
@@ -70,18 +73,18 @@ class Setting:
 
     @property
     def contents(self) -> Setting:
-        """What of it decides the inputs."""
-        return Setting(values=self.values, powers=self.powers, planted=self.planted)
+        """The fields that decide the values of the inputs."""
+        return Setting(values=self.values, powers=self.powers, nonfinite=self.nonfinite)
 
     @property
     def unscaled(self) -> Setting:
-        """The inputs without powers of two, whose results are the reference but for those."""
-        return Setting(values=self.values, planted=self.planted)
+        """The same inputs without powers of two; their reference times the powers is that of the scaled inputs."""
+        return Setting(values=self.values, nonfinite=self.nonfinite)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongElement:
-    """One element that is off.
+    """One output element beyond its bound.
 
     Attributes:
         index: logical index in the output.
@@ -97,17 +100,17 @@ class WrongElement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """What one trial found.
+    """The result of one check.
 
     Attributes:
-        checked, wrong: elements compared with the reference, and those beyond the bound.
-        worst: the element furthest beyond it.
-        unwritten: elements of the whole output that are NaN, which no correct run leaves; 0 where inputs hold NaN.
+        checked, wrong: number of elements compared with the reference, and of those beyond their bound.
+        worst: the element furthest beyond its bound; None if none is.
+        unwritten: number of NaN in the whole output; a correct run leaves none. 0 where NaN were injected.
         first_unwritten: logical index of the first of them in memory.
-        damaged: what was overwritten that the run may not touch, such as "the guard band after y" or "input x".
+        damaged: buffers overwritten that a run must not touch, such as "the guard band after y" or "input x".
         max_error: largest |error| / (|x| * |w|) of the checked elements.
-        bound_ratio: largest share of the arithmetic's bound that an error takes beyond the output's rounding.
-        fingerprint: a checksum of all bits of the output.
+        bound_ratio: largest error, less the output's rounding, over the bound of the arithmetic; at most 1 if correct.
+        fingerprint: checksum of all bits of the output.
     """
 
     checked: int
@@ -122,7 +125,7 @@ class CheckResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether there is nothing to complain of."""
+        """Whether the check found no fault."""
         return self.worst is None and not self.unwritten and not self.damaged
 
 
@@ -138,8 +141,8 @@ class PackedForm:
 class CheckHarness(ABC):
     """Buffers, inputs and references of one problem, made once and used for every candidate.
 
-    The operands and the workspace lie between guard bands of 4096 bytes, each operand at one address for all runs of a
-    placement: what a candidate keeps by address is stale once it meets other inputs there.
+    The operands and the workspace lie between guard bands of GUARD_BYTES. For one alignment an operand has the same
+    address in all runs, with other values in it: a candidate that caches results by address is caught.
 
     Attributes:
         inputs: names of the operands that are read.
@@ -152,7 +155,7 @@ class CheckHarness(ABC):
         self.inputs = tuple(operand.name for operand in problem.inputs)
         self.output = problem.direction.output
         self._positions = {operand.name: i for i, operand in enumerate(problem.operands)}
-        self.plants: Mapping[str, Plants] = plants_of(problem, np.random.default_rng([seed, 1]))
+        self.injected: Mapping[str, Injected] = injected_values(problem, np.random.default_rng([seed, 1]))
 
     @property
     def takes_subnormals(self) -> bool:
@@ -161,22 +164,22 @@ class CheckHarness(ABC):
 
     @abstractmethod
     def check(self, invoker: Invoker, setting: Setting, factor: float | None) -> CheckResult:
-        """Run a candidate once.
+        """Run a candidate once and compare its output.
 
         Args:
             invoker: the candidate.
-            setting: what it is given.
+            setting: inputs and memory of the run.
             factor: bound of |error| in units of sqrt(x^2 * w^2), before rounding; None where the output must equal
                 the rounded reference.
         """
 
     @abstractmethod
     def pack(self, packed: PackedForm, setting: Setting, buffer: int) -> tuple[str, ...]:
-        """Pack the weights of a setting into the buffer of that number; what was overwritten that may not be."""
+        """Pack the weights of a setting into the numbered buffer; gives what it damaged, as in `CheckResult`."""
 
     @abstractmethod
     def check_packed(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> CheckResult:
-        """Run a candidate with the weights of a setting, packed into that buffer, and nothing but NaN for w itself."""
+        """Check a run that reads the packed weights from the numbered buffer; w itself holds nothing but NaN."""
 
     @abstractmethod
     def close(self) -> None:
@@ -188,11 +191,11 @@ class CheckHarness(ABC):
         return int(entropy.generate_state(1, np.uint64)[0])
 
     def positions(self, setting: Setting) -> np.random.Generator:
-        """What draws the elements to check with one set of inputs: others for each set and each seed."""
-        return np.random.default_rng([self.seed, int(setting.values), int(setting.planted)])
+        """The generator that draws the elements to check; each set of inputs and each seed has its own."""
+        return np.random.default_rng([self.seed, int(setting.values), int(setting.nonfinite)])
 
     def powers_of(self, name: str, setting: Setting) -> tuple[tuple[int, int], ScaledAxis]:
-        """The powers of two that an input is multiplied by, and along which axis; only what is multiplied has any."""
+        """The powers of two (even, odd) of an input and the axis they go along; (0, 0) for an operand without any."""
         factors = self.problem.direction.inputs
         if name not in factors:
             return (0, 0), ScaledAxis(dimension=0, size=1)
@@ -200,23 +203,23 @@ class CheckHarness(ABC):
         return setting.powers.pairs[at], axes(self.problem)[at]
 
     def runs_beside(self, invoker: Invoker, setting: Setting) -> bool:
-        """Whether a trial has a second run."""
+        """Whether a check starts a second run at the same time."""
         size = self.problem.bytes + invoker.workspace_bytes
         return setting.beside is not None and size <= MOST_BESIDE_BYTES
 
     def offset(self, name: str, alignment: int) -> int:
-        """Where an operand lies behind a multiple of PLACEMENT_BYTES: at a multiple of an alignment, and of no more.
+        """Bytes of an operand's address beyond a multiple of PLACEMENT_BYTES: an odd multiple of the alignment.
 
-        The operands lie at different ones, so that their addresses are no more aligned to each other.
+        The address has the alignment and no larger one. Operands differ in it, so that neither do their distances.
         """
         return alignment * (2 * self._positions[name] + 1) % PLACEMENT_BYTES
 
     def output_index(self, flat: int) -> tuple[int, ...]:
-        """Logical index of the output element with that flat logical index."""
+        """Logical index of the output element with a given flat logical index."""
         return tuple(int(i) for i in np.unravel_index(flat, self.problem.output.shape))
 
     def index_in_memory(self, place: int) -> tuple[int, ...]:
-        """Logical index of the output element with that place in memory."""
+        """Logical index of the output element at a given offset in memory, in elements."""
         output = self.problem.output
         index = [0] * len(output.shape)
         for dimension in sorted(range(len(index)), key=lambda d: (-output.strides[d], -output.shape[d])):

@@ -116,7 +116,7 @@ class CudaHarness(CheckHarness):
         self._budget = budget or SampleBudget.of(device)
         self._samples: dict[Setting, _Sample] = {}
         self._checksums: dict[tuple[str, Setting], int] = {}
-        self._planted: dict[str, tuple[int, int]] = {}
+        self._injected_places: dict[str, tuple[int, int]] = {}
         self._packed: dict[int, _Buffer] = {}
         self._rooms: dict[str, _Buffer] = {}
         self._bound: dict[Hashable, Callable[[], None]] = {}
@@ -131,8 +131,8 @@ class CudaHarness(CheckHarness):
                 self._report = self._memory.allocate(self._slots * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
                 self._whole = {
-                    planted: budget.share(_PLANTED_SHARE if planted else 1).covers(problem, _ELEMENT_BYTES)
-                    for planted in (False, True)
+                    nonfinite: budget.share(_PLANTED_SHARE if nonfinite else 1).covers(problem, _ELEMENT_BYTES)
+                    for nonfinite in (False, True)
                 }
         except BaseException:
             self._memory.close()
@@ -307,19 +307,19 @@ class CudaHarness(CheckHarness):
             return _Launch(kernel, arguments, {"out": buffer.address})
 
         self._start(("fill", buffer.address, setting.values, pair), launch)
-        if setting.planted and name in self.plants:
-            self._plant(name)
+        if setting.nonfinite and name in self.injected:
+            self._inject(name)
         if (name, setting.contents) not in self._checksums:
             self._checksums[name, setting.contents] = self._checksum_now(buffer)
             self._clear_report()
 
-    def _plant(self, name: str) -> None:
-        plants = self.plants[name]
-        if name not in self._planted:
-            self._planted[name] = (self._memory.upload(plants.places), self._memory.upload(plants.values))
-        places, values = self._planted[name]
+    def _inject(self, name: str) -> None:
+        injected = self.injected[name]
+        if name not in self._injected_places:
+            self._injected_places[name] = (self._memory.upload(injected.places), self._memory.upload(injected.values))
+        places, values = self._injected_places[name]
         addresses = {"out": self._buffers[name].address, "places": places, "values": values}
-        count, dtype = plants.places.size, self.problem.tensor(name).dtype
+        count, dtype = injected.places.size, self.problem.tensor(name).dtype
         kernel = GridStride(source="harness/random_inputs.cu", entry="plant", items=count, dtype=dtype)
         arguments = ("out", "places", "values", int64(count))
         self._start(("plant", addresses["out"]), lambda: _Launch(kernel, arguments, addresses))
@@ -347,7 +347,7 @@ class CudaHarness(CheckHarness):
     def _placed(self, setting: Setting) -> _Sample:
         """Memory for the references of the whole output where the budget allows, else of elements of its own."""
         indices, listed, count = None, 0, self.problem.output.size
-        if not self._whole[setting.planted]:
+        if not self._whole[setting.nonfinite]:
             indices = sample_indices(self.problem, self.positions(setting), self._budget)
             listed, count = self._memory.upload(indices), indices.size
         exact = setting.values is Values.TERNARY
@@ -366,7 +366,7 @@ class CudaHarness(CheckHarness):
         """What the report says of a run, after everything was checked; `weights` are the packed ones."""
         output = self.problem.output
         buffer = self._buffers[self.output]
-        if not setting.planted:
+        if not setting.nonfinite:
             arguments = ("out", int64(output.size), _slot(_WRITTEN))
             written = _Launch(self._check("written", output.size), arguments, {"out": buffer.address})
             self._start(("written", buffer.address), lambda: written)

@@ -236,7 +236,7 @@ class HostHarness(CheckHarness):
         tensor, exponents = buffer.tensor(descriptor), self._exponents(name, setting)
         values = self._values(name, setting.values)
         tensor[...] = values if exponents is None else np.ldexp(values, exponents)
-        self._plant(tensor, name, setting)
+        self._inject(tensor, name, setting)
         return buffer.checksum
 
     def _values(self, name: str, values: Values) -> NDArray[Any]:
@@ -247,9 +247,9 @@ class HostHarness(CheckHarness):
             self._random[name, values] = known
         return known
 
-    def _plant(self, tensor: NDArray[Any], name: str, setting: Setting) -> None:
-        if setting.planted and name in self.plants:
-            tensor[self.plants[name].index] = self.plants[name].values
+    def _inject(self, tensor: NDArray[Any], name: str, setting: Setting) -> None:
+        if setting.nonfinite and name in self.injected:
+            tensor[self.injected[name].index] = self.injected[name].values
 
     def _exponents(self, name: str, setting: Setting) -> NDArray[np.int32] | None:
         """The powers of two of an input's elements, in a shape that extends to its own; None for none."""
@@ -338,7 +338,7 @@ class HostHarness(CheckHarness):
     def _unscaled(self, name: str, setting: Setting) -> NDArray[Any]:
         """An input without powers of two."""
         tensor = self._values(name, setting.values).astype(numpy_dtype(self.problem.tensor(name).dtype))
-        self._plant(tensor, name, setting)
+        self._inject(tensor, name, setting)
         return tensor
 
     def _sums(
@@ -365,7 +365,7 @@ class HostHarness(CheckHarness):
 
     def _result(self, setting: Setting, allowed: _Allowance, checksums: Mapping[str, int]) -> CheckResult:
         output = self._tensor(self.output)
-        empty = np.zeros(0, np.bool_) if setting.planted else np.isnan(output)
+        empty = np.zeros(0, np.bool_) if setting.nonfinite else np.isnan(output)
         unwritten = int(np.count_nonzero(empty))
         comparison = self._compared(allowed)
         return CheckResult(

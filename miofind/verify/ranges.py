@@ -1,8 +1,8 @@
-"""Which powers of two inputs are multiplied by, so that a candidate meets the magnitudes that its types can hold.
+"""Powers of two to scale the inputs by, so that a check covers the magnitudes that the data types can hold.
 
-Results of scaled inputs are exact multiples of unscaled ones: they need no reference of their own. An input is scaled
-along the axis that it shares with the output, by one power where the coordinate is even and another where it is odd, so
-that large and small numbers stand in one tensor and none of them meet in a sum.
+Scaling by powers of two is exact: the reference of scaled inputs is the scaled reference. Each input is scaled along
+the axis that it shares with the output (forward: n of x, k of w), by one power at even coordinates and another at odd
+ones. One tensor then holds large and small numbers, and no sum mixes them: no sum runs along that axis.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from numpy.typing import NDArray
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 
-# Sums of K normal products are below 8 * sqrt(K): what exceeds eight standard deviations has a chance of 1e-15.
+# Sums of K products of normal values stay below 2**3 * sqrt(K): eight standard deviations, exceeded with probability
+# 1e-15.
 _SUM_BITS = 3
-# Float16: its largest exponent, its least number, and the grid on which normal values lie (harness/random_inputs.cu),
-# so that they stay exact when they are multiplied by it, though a fifth of them are subnormal then.
+# Exponents of float16: of its largest numbers, of its smallest subnormal one, and of the grid that normal values are
+# rounded to (harness/random_inputs.cu). Values on the grid stay exact when scaled by 2**-12, where a fifth of them are
+# subnormal.
 _FLOAT16_LARGEST = 15
 _FLOAT16_LEAST = -24
 _FLOAT16_GRID = -12
-# Sums of small integers that are scaled highest have a standard deviation of 2/3 to 4/3 of float16's largest number:
-# some 4 % to 70 % of them exceed it, the fewer the more of their products are padding.
+# Exponent added to the largest scaling of small integers, so that their sums overflow float16 at times: their standard
+# deviation is then 2/3 to 4/3 of its largest number, and 4 % to 70 % of the sums overflow (padding lowers the share).
 _OVERFLOW = _SUM_BITS + 2
-# Powers of two of the first input and of the second in other types, by which normal numbers go up to a third of the
-# range of exponents either way: what transforms and split products need of it is left to them. The lesser parts of
-# split operands are 2**-22 times the greater ones and must be normal numbers, too.
+# Scaling of normal values in other types: (even, odd) powers of the first input and of the second. They use a third of
+# the exponent range either way. The rest is left to algorithms that need some: transforms, and split operands, whose
+# lower parts are 2**-22 times the upper ones and must be normal numbers, too.
 _WIDE = {
     DataType.FLOAT32: ((-80, 16), (-16, 80)),
     DataType.BFLOAT16: ((-80, 16), (-16, 80)),
     DataType.FLOAT64: ((-300, 20), (-20, 300)),
 }
-# The same for small integers: large ones, and such that are subnormal though their products with large ones are normal
-# again; and where neither 1 nor any product is subnormal.
+# Scaling of small integers in other types. _SUBNORMAL: some inputs are large and some subnormal, and the product of the
+# two is a normal number. _NORMAL: neither inputs nor products are subnormal.
 _SUBNORMAL = {
     DataType.FLOAT32: ((88, -130), (12, -130)),
     DataType.BFLOAT16: ((88, -130), (12, -130)),
@@ -49,10 +51,11 @@ _NORMAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Powers:
-    """Powers of two that the inputs of a direction are multiplied by, each at even and at odd coordinates of its axis.
+    """Powers of two that scale the two inputs of a direction.
 
     Attributes:
-        first, second: (even, odd) of the direction's first and second input.
+        first, second: exponents at (even, odd) coordinates of the input's `ScaledAxis`, of the direction's first and
+            second input.
     """
 
     first: tuple[int, int] = (0, 0)
@@ -60,7 +63,7 @@ class Powers:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Those of both inputs in order."""
+        """The exponents of both inputs, in the direction's order."""
         return (self.first, self.second)
 
     def __bool__(self) -> bool:
@@ -72,11 +75,13 @@ UNSCALED = Powers()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledAxis:
-    """The axis of an input that it shares with the output, where it is dimension 0 (first input) or 1 (second).
+    """The axis along which an input is scaled: the one that it shares with the output.
+
+    It is dimension 0 of the output for the first input, dimension 1 for the second.
 
     Attributes:
-        dimension: of the input.
-        size: coordinates count anew after so many, the channels of a group.
+        dimension: dimension of the input.
+        size: length after which even and odd are counted anew: the channels of a group where groups lie along the axis.
     """
 
     dimension: int
@@ -84,7 +89,7 @@ class ScaledAxis:
 
 
 def axes(problem: ProblemDescription) -> tuple[ScaledAxis, ScaledAxis]:
-    """The axes of the direction's inputs."""
+    """The scaled axes of the direction's first and second input."""
     channels = problem.c // problem.groups
     if problem.direction is Direction.FORWARD:
         return ScaledAxis(dimension=0, size=problem.n), ScaledAxis(dimension=0, size=problem.k)
@@ -94,19 +99,19 @@ def axes(problem: ProblemDescription) -> tuple[ScaledAxis, ScaledAxis]:
 
 
 def exponents_along(pair: tuple[int, int], axis: ScaledAxis, coordinates: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The power of two at each coordinate of an axis."""
+    """The exponent of the scaling at each coordinate of an axis."""
     return np.where(coordinates % axis.size % 2 == 0, pair[0], pair[1]).astype(np.int32)
 
 
 def exact_powers(problem: ProblemDescription, *, subnormal: bool = True) -> Powers:
-    """Powers of two for inputs from {-1, 0, 1}, whose results are exact at any of them.
+    """Scaling of the exact gate's inputs, drawn from {-1, 0, 1}: results stay exact at every scale.
 
-    Each input holds the least numbers of its type, or subnormal ones, beside large ones. Results in float16 lie beyond
-    its range (they are infinite), at its upper end, and among and below its subnormal numbers. Those of other types are
-    large, small, or far below the least number: subnormal results of these may be flushed to zero.
+    Each input holds large numbers beside the smallest of its type, subnormal ones included. Float16 results overflow to
+    infinity, lie at the upper end of the range, and among and below the subnormal numbers. Results of other types are
+    large, small, or far below the smallest number: there a solver may flush subnormal results to zero.
 
     Args:
-        subnormal: whether other types than float16 have subnormal numbers.
+        subnormal: whether inputs of types other than float16 hold subnormal numbers.
     """
     first, second = (problem.tensor(name).dtype for name in problem.direction.inputs)
     if not _has_float16(problem):
@@ -117,11 +122,11 @@ def exact_powers(problem: ProblemDescription, *, subnormal: bool = True) -> Powe
 
 
 def numeric_powers(problem: ProblemDescription) -> Powers:
-    """Powers of two for normal inputs, which leave as many digits to results as unscaled ones would have.
+    """Scaling of the numeric gate's inputs, normally distributed: results have full precision, as without scaling.
 
-    Float16: the first input is small and the second large, results are neither, but where unscaled ones could exceed
-    the type. Other types: one is large and one small, results up to 2**96 and down to 2**-96 (2**320 in float64), small
-    where `exact_powers` makes them large, so that what is off by a small number shows in one of the two.
+    Float16: the first input is small and the second large, so that results are of ordinary size; they are scaled down
+    only where unscaled ones could overflow. Other types: results go up to 2**96 and down to 2**-96 (2**320 in float64).
+    They are small where `exact_powers` makes them large, so that a small absolute error shows in one of the two gates.
     """
     if not _has_float16(problem):
         return _wide(problem)
@@ -130,10 +135,11 @@ def numeric_powers(problem: ProblemDescription) -> Powers:
 
 
 def range_powers(problem: ProblemDescription) -> Powers:
-    """Powers of two for the normal inputs of candidates that are not exact: what `numeric_powers` leaves out.
+    """Scaling of the range gate's inputs, normally distributed: the magnitudes that `numeric_powers` leaves out.
 
-    Float16: the first input is large and small, the second small, results are up to 2**15 and among the subnormal ones.
-    Other types: even and odd coordinates change places.
+    It is for candidates that skip the exact gate. Float16: the first input is large at even coordinates and small at
+    odd ones, the second is small; results go up to 2**15 and down to subnormal numbers. Other types: as in
+    `numeric_powers`, with even and odd coordinates exchanged.
     """
     if not _has_float16(problem):
         wide = _wide(problem)
@@ -152,6 +158,6 @@ def _has_float16(problem: ProblemDescription) -> bool:
 
 
 def _room(problem: ProblemDescription) -> int:
-    """Powers of two by which results may grow before they exceed a float16 output; few for others, too."""
+    """Exponent by which results may grow before a float16 output overflows; never negative for other output types."""
     room = _FLOAT16_LARGEST - _SUM_BITS - math.ceil(math.log2(problem.reduction_length) / 2)
     return room if problem.output.dtype is DataType.FLOAT16 else max(0, room)

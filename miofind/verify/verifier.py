@@ -175,8 +175,8 @@ class Verifier:
             yield _Check(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
             yield _Check(gate=Gate.RANGE, setting=_later(self._ranging()), factor=factor)
         if not claims.spreads_nonfinite:
-            planted = replace(_later(self._normal(claims)), planted=True)
-            yield _Check(gate=Gate.NONFINITE, setting=planted, factor=factor)
+            nonfinite = replace(_later(self._normal(claims)), nonfinite=True)
+            yield _Check(gate=Gate.NONFINITE, setting=nonfinite, factor=factor)
 
     def _exact(self) -> Setting:
         return Setting(
@@ -222,8 +222,8 @@ class Verifier:
         first = _Check(gate=Gate.PACKED, setting=self._normal(claims), factor=factor)
         other = replace(self._exact() if claims.exact else self._ranging(), poison=Poison.FINITE)
         second = _Check(gate=Gate.PACKED, setting=other, factor=None if claims.exact else factor)
-        planted = replace(first.setting, planted=True, poison=Poison.FINITE)
-        third = first if claims.spreads_nonfinite else replace(first, setting=planted)
+        nonfinite = replace(first.setting, nonfinite=True, poison=Poison.FINITE)
+        third = first if claims.spreads_nonfinite else replace(first, setting=nonfinite)
         seen: dict[Setting, int] = {}
 
         def steps() -> Iterator[str]:
@@ -300,8 +300,8 @@ class Verifier:
             for name, (even, odd) in zip(self.problem.direction.inputs, setting.powers.pairs, strict=True)
             if even or odd
         ]
-        if setting.planted:
-            scales.append(f"infinities, NaN or zeros in {' and '.join(self._harness.plants)}")
+        if setting.nonfinite:
+            scales.append(f"infinities, NaN or zeros in {' and '.join(self._harness.injected)}")
         return f" ({', '.join(scales)})" if scales else ""
 
 

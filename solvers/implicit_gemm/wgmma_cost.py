@@ -12,36 +12,36 @@ from miofind.solvers.common.wgmma_product import NchwTensors
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE
 from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, WgmmaTiling
 
-# Of an H200, fitted to 293 problems with float16 and 8 likely configurations each, then to 38 problems with 20 each:
-# root mean square of the error 11 % over the latter, 13 % over 135 other problems before.
-# Of a multiprocessor, a cycle: bytes of shared memory moved, bytes of split-K partials written, bytes of a cluster's
-# partials added, bytes of zeros written, and M times N times bytes of K multiplied.
-_CLOCK_HZ = 1.98e9
-_SHARED_MEMORY_BYTES = 128
-_PARTS_BYTES = 217
-_SHARES_BYTES = 17
-_ZEROS_BYTES = 48
+# Where no other reason is given, a constant was fitted on an H200: to 293 float16 problems with 8 likely configurations
+# each, then to 38 problems with 20 each. The error is 11 % over the latter (root mean square); it was 13 % over
+# 135 problems that no fit had seen.
+_CLOCK_HZ = 1.98e9  # boost clock of an H200: all cycles below are cycles of it
+# Rates of one multiprocessor, in bytes a cycle.
+_SHARED_MEMORY_BYTES = 128  # shared memory: 32 banks of 4 bytes, by the hardware
+_PARTS_BYTES = 217  # split-K partials written to the workspace
+_SHARES_BYTES = 17  # split-K partials added through the shared memory of a cluster
+_ZEROS_BYTES = 48  # zeros written where strided backward data has no taps
+# M times N times bytes of K that wgmma multiplies in a cycle: 4 tensor cores of 512 multiply-adds of 2 bytes, by the
+# hardware.
 _OPERATIONS = 4096
-# Cycles of: a row of a TMA box; issuing a TMA load; its latency; a k-tile at least; multicast of B, a k-tile; the
-# prologue and epilogue of a work tile, alone and where other blocks hide most of them. In addition, of a work tile in a
-# cluster, and where threads store rows of strided backward data.
-_COPY_ROW_CYCLES = 1.55
-_COPY_CYCLES = 120
-_LATENCY_CYCLES = 1350
-_STEP_CYCLES = 198
-_CLUSTER_STEP_CYCLES = 115
-_TILE_CYCLES = 1200
-_SHARED_TILE_CYCLES = 340
-_CLUSTER_TILE_CYCLES = 440
-_SCATTERED_TILE_CYCLES = 200
-# Share of the multiprocessors that clusters of four and more occupy: 30 clusters of 4 run at once, 15 of 8.
+# Cycles of a k-tile.
+_COPY_ROW_CYCLES = 1.55  # TMA moves one row of a box
+_COPY_CYCLES = 120  # a producer warp issues one TMA load
+_LATENCY_CYCLES = 1350  # from issuing a TMA load to its data, spread over the pipeline's stages
+_STEP_CYCLES = 198  # barriers and issue of wgmma, however small the tile
+_CLUSTER_STEP_CYCLES = 115  # more, where B is multicast to the blocks of a cluster
+# Cycles of a work tile.
+_TILE_CYCLES = 1200  # prologue and epilogue of a block alone on its multiprocessor
+_SHARED_TILE_CYCLES = 340  # what remains of them where other blocks of the multiprocessor hide most
+_CLUSTER_TILE_CYCLES = 440  # more, where the blocks of a cluster wait for each other
+_SCATTERED_TILE_CYCLES = 200  # more, where threads store the rows of strided backward data one by one
+# Share of the multiprocessors that clusters of four and more can occupy: an H200 of 132 runs 30 clusters of 4 at once
+# (120 multiprocessors), 15 of 8.
 _CLUSTERED = 0.91
-# Milliseconds of: the first launch up to the first wgmma; a further launch; adding one split-K partial of an element.
-# Share of the time to move all tensors that computation does not hide.
-_FIRST_MS = 0.00257
-_LAUNCH_MS = 0.00022
-_PART_MS = 9.4e-05
-_EXPOSED = 0.59
+_FIRST_MS = 0.00257  # from the first launch to its first wgmma
+_LAUNCH_MS = 0.00022  # a further launch, most of which programmatic dependent launch hides
+_PART_MS = 9.4e-05  # a thread of the reduction waits for one more split-K partial of its element
+_EXPOSED = 0.59  # share of the time to move all tensors once through memory that computation does not hide
 
 
 def _copied(tiling: WgmmaTiling) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""What the FindDB knows of one problem that spares a search work, or decides between ties."""
+"""What the FindDB knows of one problem: times that a search need not measure again, and the answer that wins ties."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from miofind.solver.steps import Config
 
 
 def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, float | None]:
-    """The time of each candidate that was measured here with the present versions and undisturbed.
+    """Median times in milliseconds of the candidates that need not be measured again, as the FindDB has them.
 
-    Left out is what its solver would do otherwise today, though in the same version and sources.
+    A row counts only if all of this holds:
+      - its solver has the same version and sources today (`validity.is_valid`);
+      - its solver, asked today, would still launch what was measured (not `answers_no_more`);
+      - it was measured with the library and driver versions of this process;
+      - no other process disturbed it (`contended`).
     """
     environment = environment_id(versions(handle.device))
     rows = [
@@ -36,7 +40,7 @@ def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, 
 
 
 def incumbent(problem: ProblemDescription, handle: Handle) -> str:
-    """Id of the candidate that leads the FindDB's answer, "" where it has none."""
+    """Id of the best candidate in the FindDB's answer; "" if there is no answer. It wins ties in a new race."""
     answer = handle.database.answer(handle.device.identity, problem.network_config)
     first = next(iter(answer.rows), None) if answer else None
     return first.candidate if first else ""
@@ -75,7 +79,7 @@ def _configs(rows: Iterable[Row]) -> dict[str, tuple[Config, ...]]:
 
 
 def candidate_of(name: str, problem: ProblemDescription) -> Candidate:
-    """The candidate of an id.
+    """The candidate that an id, "solver:configuration", names.
 
     Raises:
         InvalidConfigError: the id names no configuration.

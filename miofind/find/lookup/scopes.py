@@ -1,4 +1,4 @@
-"""The scope of a request: what earlier finds must have considered for their answer to count."""
+"""The scope of a request: which solvers earlier finds must have measured for their stored answer to count."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 
 WIDE_BOUNDS = "any error bound"
-"""Stands among a scope's solvers where `max_error` let algorithms with wider error bounds take part."""
+"""A pseudo solver id in a scope: `max_error` was set, and so algorithms with wider error bounds took part."""
 
 
 @functools.lru_cache(maxsize=256)
 def requested_scope(options: FindOptions, device: Device, registry: Registry, dynamic_only: bool) -> Scope:
-    """The scope that a request wants covered: of a registry's solvers those that it would ask."""
+    """The scope that must be covered for a request: the registry's solvers that the request would measure."""
     considered = {
         solver.id: solver.version
         for solver in registry.values()
@@ -51,9 +51,10 @@ def scope_of(options: FindOptions, considered: Mapping[str, int], *, complete: b
 
 
 def considered(request: Scope, scopes: Iterable[Scope], registry: Registry) -> frozenset[str]:
-    """Ids of a request's solvers that earlier finds considered as it would, each find some of them.
+    """Ids of the request's solvers that earlier finds, taken together, have considered in their present version.
 
-    One that failed altogether counts while its sources are those that it failed with.
+    A solver of which every candidate failed is stored with a hash of its sources instead of its version. It counts as
+    considered as long as its sources are the same.
     """
     wanted = request.solvers
     return frozenset(
@@ -65,7 +66,7 @@ def considered(request: Scope, scopes: Iterable[Scope], registry: Registry) -> f
 
 
 def overwritten(request: Scope, scopes: Iterable[Scope]) -> frozenset[str]:
-    """Ids of a request's solvers of which earlier finds tell as they were in another release, or by their failure."""
+    """Ids of the request's solvers that earlier finds considered in another version, or stored as failed."""
     wanted = request.solvers
     return frozenset(
         name
@@ -80,9 +81,11 @@ def _failed_code(solver: Solver | None) -> int | None:
 
 
 def asked(names: Iterable[str], request: Scope, scopes: Iterable[Scope]) -> bool:
-    """Whether the finds asked these solvers, as a request would, or one of them all that there were.
+    """Whether earlier finds, under limits no narrower than the request's, included all the named solvers.
 
-    They count as not considered nevertheless where they came or changed since.
+    A find without `only` or `exclude` included every solver of its time. The named solvers are missing from the stored
+    answer because they were added or changed since, not because a filter left them out: the answer is incomplete, but
+    it may be used until they are measured.
     """
     named: set[str] = set()
     for scope in _alike(request, scopes):
@@ -93,7 +96,7 @@ def asked(names: Iterable[str], request: Scope, scopes: Iterable[Scope]) -> bool
 
 
 def _alike(request: Scope, scopes: Iterable[Scope]) -> Iterator[Scope]:
-    """Finds that left out no more of a solver's candidates than a request does."""
+    """Scopes of finds whose limits and filters on candidates were no narrower than the request's."""
     bounds = {WIDE_BOUNDS: 1} if WIDE_BOUNDS in request.solvers else {}
     least = replace(request, solvers=bounds, filters=request.candidate_filters)
     for scope in scopes:
@@ -102,7 +105,10 @@ def _alike(request: Scope, scopes: Iterable[Scope]) -> Iterator[Scope]:
 
 
 def joined(scopes: Sequence[Scope]) -> list[Scope]:
-    """Scopes with fewer words: finds of some solvers each become part of one of all solvers that differs in no more."""
+    """Fewer scopes that say the same: those of finds of some solvers are merged into one of a find of all solvers.
+
+    Only scopes with equal limits, filters on candidates, effort and completeness are merged.
+    """
     groups: dict[tuple[object, ...], list[Scope]] = {}
     for scope in sorted(scopes, key=lambda scope: (scope.created_at, scope.id)):
         kind = (

@@ -1,8 +1,7 @@
-"""Where infinities and NaN are planted in an input, to see that they reach the results that sum them and no others.
+"""Infinities and NaN to inject into the inputs: a check sees that they spread to the results that sum them, no others.
 
-Zeros are planted in the other input where some of them are met, since their products are NaN, not 0.
-
-Pure index arithmetic on logical shapes.
+Some products of an injected infinity get a zero as the other factor: 0 * inf is NaN, and a kernel that skips zeros
+would give 0. The functions choose elements by their logical indices; the harnesses write the values.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from numpy.typing import NDArray
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.core.tensor import TensorDescriptor
 
-_MOST = 8
-_LEAST_UNTOUCHED = 4
-_ZEROS = 4
-_DRAWS = 16
-_MOST_TAPS = 512
+_MAX_INJECTED = 8  # in one tensor: enough for borders and middle, and few for the results to stay finite
+_RESULTS_PER_HIT = 4  # of this many results at most one may sum an injected value: the others show that none leaks
+_ZEROS_PER_INFINITY = 4  # in different channels: another injected value may spoil the results of some
+_DRAWS_PER_ELEMENT = 16  # random coordinates drawn for each wanted element, since strides leave some unused
+_MAX_TAPS = 512  # of a filter dimension that are tried: bounds the work for filters as long as the image
 _VALUES = (math.inf, math.nan, -math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plants:
-    """Elements of one tensor that are not finite, or zeros that meet such.
+class Injected:
+    """Values to write into one tensor: infinities, NaN, and zeros that are multiplied with infinities.
 
     Attributes:
-        index: coordinates, an array a dimension.
-        places: the same elements' places in memory.
-        values: an infinity, NaN or zero each.
+        index: logical indices of the elements, one array for each dimension.
+        places: offsets of the same elements in memory, in elements.
+        values: the value of each element.
     """
 
     index: tuple[NDArray[np.int64], ...]
@@ -39,16 +38,17 @@ class Plants:
     values: NDArray[np.float64]
 
 
-def plants_of(problem: ProblemDescription, random: np.random.Generator) -> dict[str, Plants]:
-    """The plants of each input: at its borders and anywhere, so few that most results meet none.
+def injected_values(problem: ProblemDescription, random: np.random.Generator) -> dict[str, Injected]:
+    """The values to inject into each input: at borders and at random, so few that most results stay finite.
 
-    An image (x, or dy for backward data) has one at least. Zeros of the padding, or between strided gradients, make 0
-    or NaN of an infinity in the other operand, and neither is promised: that has plants only where they meet no zeros.
+    "Image" is the input that the filter slides over (dy for backward data, else x); it always gets at least one value.
+    The other input is multiplied by padding, too, and solvers may skip those products or not: infinity * 0 is either 0
+    or NaN there. It therefore gets infinities only at coordinates that no padding, and no gap of a stride, meets.
     """
     image = "y" if problem.direction is Direction.BACKWARD_DATA else "x"
     other = next(name for name in problem.direction.inputs if name != image)
     in_image = _in_image(problem, image, max(1, _count(problem, image)), random)
-    zeros = _met(problem, in_image.index, random)
+    zeros = _zeros_against(problem, in_image.index, random)
     inner = _coordinates_without_padding(problem)
     count = _count(problem, other)
     if count and all(at.size for at in inner):
@@ -59,29 +59,34 @@ def plants_of(problem: ProblemDescription, random: np.random.Generator) -> dict[
     return {image: in_image, other: zeros}
 
 
-def _met(problem: ProblemDescription, image: tuple[NDArray[np.int64], ...], random: np.random.Generator) -> Plants:
-    """For each of some elements of the image, zeros of the other input that it meets, where it meets any.
+def _zeros_against(
+    problem: ProblemDescription, image: tuple[NDArray[np.int64], ...], random: np.random.Generator
+) -> Injected:
+    """Zeros of the other input that are multiplied with given elements of the image.
 
-    They are in several channels, since other infinities may spoil the results of some.
+    Each element gets up to _ZEROS_PER_INFINITY of them, in different channels.
+
+    Args:
+        image: logical indices of the elements in the image, one array for each dimension.
     """
     is_forward, is_data = (problem.direction is each for each in (Direction.FORWARD, Direction.BACKWARD_DATA))
     c, k = problem.c // problem.groups, problem.k // problem.groups
     channels = c if is_data else k
-    count = min(_ZEROS, channels)
+    count = min(_ZEROS_PER_INFINITY, channels)
     batch, channel, *pixel = (np.repeat(at, count) for at in image)
     others = (random.integers(0, channels, (image[0].size, 1)) + np.arange(count)).reshape(-1) % channels
     tap, out_pixel = zip(*(_meeting(problem, i, at, random) for i, at in enumerate(pixel)), strict=True)
     if is_data:
-        return _planted(problem.w, (channel, others, *tap), np.zeros(batch.size))
+        return _injected(problem.w, (channel, others, *tap), np.zeros(batch.size))
     if is_forward:
-        return _planted(problem.w, (channel // c * k + others, channel % c, *tap), np.zeros(batch.size))
-    return _planted(problem.y, (batch, channel // c * k + others, *out_pixel), np.zeros(batch.size))
+        return _injected(problem.w, (channel // c * k + others, channel % c, *tap), np.zeros(batch.size))
+    return _injected(problem.y, (batch, channel // c * k + others, *out_pixel), np.zeros(batch.size))
 
 
 def _meeting(
     problem: ProblemDescription, i: int, image: NDArray[np.int64], random: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """In spatial dimension i, for each coordinate of the image a tap that it meets, and the output's pixel there."""
+    """In spatial dimension i: for each coordinate of the image a random tap that it meets, and the output pixel."""
     taps = _some_taps(problem, i, random)
     meets, out = _meetings(problem, i, image, taps)
     chosen = np.argmax(meets * random.random(meets.shape), axis=1)
@@ -89,17 +94,21 @@ def _meeting(
 
 
 def _some_taps(problem: ProblemDescription, i: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """All taps of a filter's dimension, or some of a long one."""
+    """All taps of a filter dimension, or a random subset of a long one."""
     size = problem.filter[i]
-    if size <= _MOST_TAPS:
+    if size <= _MAX_TAPS:
         return np.arange(size, dtype=np.int64)
-    return np.unique(random.integers(0, size, _MOST_TAPS))
+    return np.unique(random.integers(0, size, _MAX_TAPS))
 
 
 def _meetings(
     problem: ProblemDescription, i: int, image: NDArray[np.int64], taps: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """In spatial dimension i, whether coordinates of the image meet some taps, and the output's pixel if they do."""
+    """In spatial dimension i: which taps multiply which coordinates of the image, and into which output pixel.
+
+    Returns:
+        Two arrays (coordinate, tap): whether they are multiplied, and the output pixel, valid where they are.
+    """
     stride, dilation, pad = problem.conv.stride[i], problem.conv.dilation[i], problem.conv.pad_before[i]
     if problem.direction is Direction.BACKWARD_DATA:
         x = image[:, None] * stride - pad + taps * dilation
@@ -109,16 +118,16 @@ def _meetings(
     return out * stride == shifted, out
 
 
-def _joined(first: Plants, second: Plants) -> Plants:
-    """The plants of both, those of the second where both have one."""
+def _joined(first: Injected, second: Injected) -> Injected:
+    """Both sets of values; the second's where both name an element."""
     places = np.concatenate([second.places, first.places])
     _, chosen = np.unique(places, return_index=True)
     index = tuple(np.concatenate(pair)[chosen] for pair in zip(second.index, first.index, strict=True))
-    return Plants(index=index, places=places[chosen], values=np.concatenate([second.values, first.values])[chosen])
+    return Injected(index=index, places=places[chosen], values=np.concatenate([second.values, first.values])[chosen])
 
 
 def _coordinates_without_padding(problem: ProblemDescription) -> list[NDArray[np.int64]]:
-    """By spatial dimension, coordinates of the operand that is no image which meet no zeros of padding or strides."""
+    """Coordinates of the other input, by spatial dimension, that meet neither padding nor the gaps of a stride."""
     conv, found = problem.conv, []
     for i, (size, taps, out) in enumerate(zip(problem.spatial, problem.filter, problem.out_spatial, strict=True)):
         pad, stride, dilation = conv.pad_before[i], conv.stride[i], conv.dilation[i]
@@ -135,12 +144,12 @@ def _coordinates_without_padding(problem: ProblemDescription) -> list[NDArray[np
 
 
 def _count(problem: ProblemDescription, name: str) -> int:
-    """Plants of a tensor that leave three quarters of the results untouched."""
-    return min(_MOST, problem.output.size // (_LEAST_UNTOUCHED * _reach(problem, name)))
+    """How many values a tensor can take with at least three quarters of the results still finite."""
+    return min(_MAX_INJECTED, problem.output.size // (_RESULTS_PER_HIT * _reach(problem, name)))
 
 
 def _reach(problem: ProblemDescription, name: str) -> int:
-    """Results that one element of an input has a part in, at most."""
+    """How many results one element of an input contributes to, at most."""
     taps, groups = math.prod(problem.filter), problem.groups
     c, k = problem.c // groups, problem.k // groups
     reach = {
@@ -151,34 +160,34 @@ def _reach(problem: ProblemDescription, name: str) -> int:
     return reach[problem.direction][name]
 
 
-def _in_image(problem: ProblemDescription, image: str, count: int, random: np.random.Generator) -> Plants:
-    """Plants of the image at random coordinates that some result sums, and one that probably none does, if any.
+def _in_image(problem: ProblemDescription, image: str, count: int, random: np.random.Generator) -> Injected:
+    """Values for the image: `count` at random coordinates that some result sums, and one that no result should sum.
 
-    The first one is an infinity, so that zeros which meet it make NaN of it.
+    The first value is an infinity, so that the zeros it is multiplied with make NaN.
     """
     tensor = problem.tensor(image)
-    drawn = np.stack([_chosen(np.arange(size), _DRAWS * count, random) for size in tensor.shape])
+    drawn = np.stack([_chosen(np.arange(size), _DRAWS_PER_ELEMENT * count, random) for size in tensor.shape])
     meets = [_meetings(problem, i, at, _some_taps(problem, i, random))[0].any(axis=1) for i, at in enumerate(drawn[2:])]
     is_summed = np.logical_and.reduce(meets)
     chosen = np.concatenate([drawn[:, is_summed][:, :count], drawn[:, ~is_summed][:, :1]], axis=1)
     return _nonfinite(tensor, chosen, 2 * int(random.integers(2)))
 
 
-def _nonfinite(tensor: TensorDescriptor, index: NDArray[np.int64], start: int) -> Plants:
-    """An infinity or NaN at each of some coordinates, columns of `index`; the first is number `start` of the values."""
+def _nonfinite(tensor: TensorDescriptor, index: NDArray[np.int64], start: int) -> Injected:
+    """Infinities and NaN by turns at the coordinates that are columns of `index`, beginning with _VALUES[start]."""
     _, first = np.unique(index, axis=1, return_index=True)
     chosen = index[:, np.sort(first)]
     values = [_VALUES[(start + i) % len(_VALUES)] for i in range(chosen.shape[1])]
-    return _planted(tensor, tuple(chosen), np.array(values))
+    return _injected(tensor, tuple(chosen), np.array(values))
 
 
-def _planted(tensor: TensorDescriptor, index: tuple[NDArray[np.int64], ...], values: NDArray[np.float64]) -> Plants:
+def _injected(tensor: TensorDescriptor, index: tuple[NDArray[np.int64], ...], values: NDArray[np.float64]) -> Injected:
     places = np.array(tensor.strides, dtype=np.int64) @ np.stack(index)
-    return Plants(index=index, places=places, values=values)
+    return Injected(index=index, places=places, values=values)
 
 
 def _chosen(allowed: NDArray[np.int64], count: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """`count` of the coordinates: first, last or any, with equal chances."""
+    """`count` random coordinates: the first, the last or any other, with equal probability."""
     positions = np.stack(
         [np.zeros(count, np.int64), np.full(count, allowed.size - 1), random.integers(0, allowed.size, count)]
     )
