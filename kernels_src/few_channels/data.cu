@@ -1,4 +1,4 @@
-// dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
+// dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_top + r, v = j*STRIDE_X - pad_left + s, for
 // CHANNELS <= 4 channels, on tensor cores with float32 accumulators.
 //
 // dx is cut along rows into space-to-depth (s2d) blocks of STRIDE_X pixels, which all meet dy alike: block I meets
@@ -22,8 +22,9 @@
 #if !defined(BLOCKS) || !defined(WARPS) || !defined(STAGES) || !defined(CHANNELS_LAST)
 #error "define BLOCKS, WARPS, STAGES and CHANNELS_LAST"
 #endif
-#if !defined(CELLS) || !defined(IN_VECTOR) || !defined(PAIRS) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define CELLS, IN_VECTOR, PAIRS, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(S2D_BLOCKS) || !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || \
+    !defined(SHARED_BYTES)
+#error "define S2D_BLOCKS, IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
 #ifndef SHAPE_FIELDS
 #error "define SHAPE_FIELDS, as DATA_SHAPE of solvers/few_channels/shapes.py declares them"
@@ -39,18 +40,19 @@ struct Shape {
 
 constexpr int kThreads = 32 * WARPS, kTaps = CHANNELS * FILTER_Y * FILTER_X;
 static_assert(STAGES >= 2, "STAGES is at least 2: a row is loaded while another is read");
-static_assert(CELLS % 16 == 0 && CELLS <= 16 * BLOCKS * WARPS, "CELLS is a multiple of 16 that the warps cover");
-static_assert(CHANNELS_LAST || TAPS_X == 1, "matrices of planes begin at every eighth column alone");
+static_assert(S2D_BLOCKS % 16 == 0 && S2D_BLOCKS <= 16 * BLOCKS * WARPS,
+              "S2D_BLOCKS is a multiple of 16 that the warps cover");
+static_assert(CHANNELS_LAST || TAPS_X == 1, "channels first, matrices begin at every eighth column alone");
 
 // Rows of dy that meet a row of dx, and rows of dx that a row of dy completes and that meet it.
-constexpr int kMetY = ceil_div(FILTER_Y, STRIDE_Y), kDone = STRIDE_Y < FILTER_Y ? STRIDE_Y : FILTER_Y;
+constexpr int kMetY = ceil_div(FILTER_Y, STRIDE_Y), kCompleteRows = STRIDE_Y < FILTER_Y ? STRIDE_Y : FILTER_Y;
 // The product: steps of 16 filters, elements of an s2d block in blocks of 8.
 constexpr int kKSteps = ceil_div(FILTERS, 16), kElements = STRIDE_X * CHANNELS;
 constexpr int kElementBlocks = ceil_div(kElements, 8);
 
 // A staged row: columns of filters if CHANNELS_LAST, else filters of columns; an odd number of 16-byte words from one
 // to the next, so that the eight that a matrix is read from meet every bank once.
-constexpr int kColumns = CELLS + TAPS_X - 1;
+constexpr int kColumns = S2D_BLOCKS + TAPS_X - 1;
 constexpr int kPitch = CHANNELS_LAST ? 32 * kKSteps + 16 : 2 * kColumns + 16;
 constexpr int kRowBytes = (CHANNELS_LAST ? kColumns : 16 * kKSteps) * kPitch;
 // The filters as they come lie where the last row is staged and beyond, which is loaded when they are laid out.
@@ -101,10 +103,11 @@ __device__ __forceinline__ void load_row(unsigned char* to, const Source& from, 
   const int height = from.shape.out_height, width = from.shape.out_width;
   if (wanted && row >= 0 && row < height) {
     if constexpr (CHANNELS_LAST)
-      copy_columns<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * width * FILTERS, from.first,
-                                                                   from.end);
+      copy_channels_last<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * width * FILTERS,
+                                                                         from.first, from.end);
     else
-      copy_planes<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * width, height * width, from.end);
+      copy_channels_first<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * width, height * width,
+                                                                          from.end);
   }
   commit_copies();
 }
@@ -136,7 +139,7 @@ __device__ __forceinline__ void read_fragment(unsigned (&to)[2], const unsigned 
 }
 
 __device__ __forceinline__ bool has_block(int b, int warp) {
-  return CELLS == 16 * BLOCKS * WARPS || b * WARPS + warp < CELLS / 16;
+  return S2D_BLOCKS == 16 * BLOCKS * WARPS || b * WARPS + warp < S2D_BLOCKS / 16;
 }
 
 // Adds the products of a staged row. Where a warp has one block less, it multiplies the last of all once more.
@@ -149,7 +152,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, const Filters& filte
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
     const int block = b * WARPS + warp;
-    blocks[b] = first + kBlockBytes * (b + 1 < BLOCKS ? block : min(block, CELLS / 16 - 1));
+    blocks[b] = first + kBlockBytes * (b + 1 < BLOCKS ? block : min(block, S2D_BLOCKS / 16 - 1));
   }
 #pragma unroll
   for (int step = 0; step < kKSteps; ++step)
@@ -193,18 +196,18 @@ __device__ __forceinline__ void store_row(const Target& to, const float (&acc)[k
     const int element = 8 * t + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int cells = 16 * WARPS * b + 8 * half;
+      const int s2d_blocks = 16 * WARPS * b + 8 * half;
       Vector<ELEMENT, 2> pair;
       pair.at[0] = convert<ELEMENT>(any ? acc[t][2 * half] : 0.0f);
       pair.at[1] = convert<ELEMENT>(any ? acc[t][2 * half + 1] : 0.0f);
 #pragma unroll
-      for (int e = 0; e < 2; e += 1 + PAIRS) {
+      for (int e = 0; e < 2; e += OUT_VECTOR) {
         const int c = (element + e) / STRIDE_X, within = CHANNELS_LAST ? element + e : (element + e) % STRIDE_X;
-        const int at = to.first + cells * (CHANNELS_LAST ? kElements : STRIDE_X) + within;
+        const int at = to.first + s2d_blocks * (CHANNELS_LAST ? kElements : STRIDE_X) + within;
         if (static_cast<unsigned>(at) >= static_cast<unsigned>(to.size) || element + e >= kElements) continue;
         const int row = CHANNELS_LAST ? h * CHANNELS : c * to.shape.height + h;
         ELEMENT* const dx = to.dx + row * to.shape.width + at;
-        if constexpr (PAIRS)
+        if constexpr (OUT_VECTOR == 2)
           *reinterpret_cast<Vector<ELEMENT, 2>*>(dx) = pair;
         else
           *dx = pair.at[e];
@@ -221,7 +224,7 @@ __device__ __forceinline__ void store_rows(const Target& to, const Accumulators&
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       if (!has_block(b, warp)) break;
-      store_row(to, acc[b][e < kDone ? e : 0], b, first_h + e, e < kDone);
+      store_row(to, acc[b][e < kCompleteRows ? e : 0], b, first_h + e, e < kCompleteRows);
     }
   }
 }
@@ -244,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char shared[];
   const int image = static_cast<int>(blockIdx.x) / shape.image_strips;
   const int in_image = blockIdx.x - image * shape.image_strips.by;
-  const int strip = in_image / shape.s2d_tiles, s2d = (in_image - strip * shape.s2d_tiles.by) * CELLS;
+  const int strip = in_image / shape.s2d_tiles, s2d = (in_image - strip * shape.s2d_tiles.by) * S2D_BLOCKS;
   const int begin = shape.first_row + strip * shape.strip_rows, end = min(begin + shape.strip_rows, shape.end_row);
   const int column = s2d + shape.first_out_column, first_there = min(max(-column, 0), kColumns);
   const int end_there = max(min(kColumns, shape.out_width - column), first_there);

@@ -1,4 +1,4 @@
-// dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
+// dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_top + r, v = j*STRIDE_X - pad_left + s, for
 // CHANNELS <= 4 channels, on tensor cores with float32 accumulators: a matrix product, then col2im along rows.
 //
 // Row streaming: a block goes down a strip of COLUMNS columns of dy, whose rows stream through STAGES buffers, in the
@@ -11,7 +11,7 @@
 #include "few_channels/row_streaming.cuh"
 #include "common/mma.cuh"
 
-// The product: steps of 16 filters, blocks of 8 taps, and a warp's share of both.
+// The product: steps of 16 filters, blocks of 8 taps, and a warp's part of both.
 constexpr int kKSteps = ceil_div(FILTERS, 16), kWarpKSteps = ceil_div(kKSteps, WARPS_K);
 constexpr int kRowTaps = FILTER_X * CHANNELS, kTapBlocks = ceil_div(kRowTaps, 8), kWarpTaps = kTapBlocks / WARPS_N;
 static_assert(kTapBlocks % WARPS_N == 0, "WARPS_N divides the blocks of taps");
@@ -20,11 +20,11 @@ static_assert(kTapBlocks % WARPS_N == 0, "WARPS_N divides the blocks of taps");
 // to the next, so that the eight that a matrix is read from meet every bank once.
 constexpr int kPitch = CHANNELS_LAST ? 32 * kKSteps + 16 : 2 * COLUMNS + 16;
 constexpr int kRowBytes = (CHANNELS_LAST ? COLUMNS : 16 * kKSteps) * kPitch;
-// Products on their way to be added: for each complete row of dx and share of the filters, taps of columns. The pitch
+// Products on their way to be added: for each complete row of dx and slice of the filters, taps of columns. The pitch
 // is 12 modulo 32: the 4 x 8 lanes that write 2 taps of 8 columns meet every bank once, and so do, for up to three
 // channels, those that read neighbouring columns.
 constexpr int kProductTaps = round_up(kRowTaps, 2), kProductPitch = round_up(COLUMNS - 12, 32) + 12;
-constexpr int kProductFloats = kDone * WARPS_K * kProductTaps * kProductPitch;
+constexpr int kProductFloats = kCompleteRows * WARPS_K * kProductTaps * kProductPitch;
 // Before the first products the same memory holds the filters as they come, and as fragments.
 constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kKSteps * FILTER_Y * kTapBlocks;
 constexpr int kProductAt = STAGES * kRowBytes;
@@ -57,15 +57,15 @@ __device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* 
 using Filters = unsigned[kWarpKSteps][FILTER_Y][kWarpTaps][2];
 using Accumulators = float[BLOCKS][FILTER_Y][kWarpTaps][4];
 
-__device__ __forceinline__ void read_filters(Filters& filters, const unsigned char* from, const Part& part) {
+__device__ __forceinline__ void read_filters(Filters& filters, const unsigned char* from, const WarpCoord& coord) {
 #pragma unroll
   for (int i = 0; i < kWarpKSteps; ++i) {
-    const int step = i * WARPS_K + part.k;
+    const int step = i * WARPS_K + coord.k;
 #pragma unroll
     for (int r = 0; r < FILTER_Y; ++r)
 #pragma unroll
       for (int b = 0; b < kWarpTaps; ++b) {
-        const int fragment = (min(step, kKSteps - 1) * FILTER_Y + r) * kTapBlocks + part.n * kWarpTaps + b;
+        const int fragment = (min(step, kKSteps - 1) * FILTER_Y + r) * kTapBlocks + coord.n * kWarpTaps + b;
         const auto two = *reinterpret_cast<const Vector<unsigned, 2>*>(from + 256 * fragment + threadIdx.x % 32 * 8);
         filters[i][r][b][0] = two.at[0];
         filters[i][r][b][1] = two.at[1];
@@ -74,19 +74,20 @@ __device__ __forceinline__ void read_filters(Filters& filters, const unsigned ch
 }
 
 // Adds the products of a staged row.
-__device__ __forceinline__ void multiply(Accumulators& acc, const Filters& filters, unsigned row, const Part& part) {
+__device__ __forceinline__ void multiply(Accumulators& acc, const Filters& filters, unsigned row,
+                                         const WarpCoord& coord) {
   const int lane = threadIdx.x % 32;
   const unsigned first =
-      row + (CHANNELS_LAST ? (16 * part.m + lane % 16) * kPitch + lane / 16 * 16 + 32 * part.k
-                           : (16 * part.k + lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16 + 32 * part.m);
+      row + (CHANNELS_LAST ? (16 * coord.m + lane % 16) * kPitch + lane / 16 * 16 + 32 * coord.k
+                           : (16 * coord.k + lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16 + 32 * coord.m);
   constexpr int kBlockBytes = WARPS_M * (CHANNELS_LAST ? 16 * kPitch : 32);
   constexpr int kStepBytes = WARPS_K * (CHANNELS_LAST ? 32 : 16 * kPitch);
 #pragma unroll
   for (int i = 0; i < kWarpKSteps; ++i) {
-    if (kKSteps % WARPS_K != 0 && i * WARPS_K + part.k >= kKSteps) break;
+    if (kKSteps % WARPS_K != 0 && i * WARPS_K + coord.k >= kKSteps) break;
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
-      if (!has_block(b, part)) break;
+      if (!has_block(b, coord)) break;
       unsigned outputs[4];
       if (CHANNELS_LAST)
         load_matrices(outputs, first + b * kBlockBytes + i * kStepBytes);
@@ -102,18 +103,18 @@ __device__ __forceinline__ void multiply(Accumulators& acc, const Filters& filte
 }
 
 // Writes the accumulators of the rows of dx that are complete.
-__device__ __forceinline__ void stage_products(float* products, const Accumulators& acc, const Part& part) {
+__device__ __forceinline__ void stage_products(float* products, const Accumulators& acc, const WarpCoord& coord) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
-    if (!has_block(b, part)) break;
+    if (!has_block(b, coord)) break;
 #pragma unroll
-    for (int e = 0; e < kDone; ++e)
+    for (int e = 0; e < kCompleteRows; ++e)
 #pragma unroll
       for (int t = 0; t < kWarpTaps; ++t) {
-        const int tap = 8 * (part.n * kWarpTaps + t) + lane % 4 * 2;
-        float* const at = products + ((e * WARPS_K + part.k) * kProductTaps + tap) * kProductPitch +
-                          16 * (b * WARPS_M + part.m) + lane / 4;
+        const int tap = 8 * (coord.n * kWarpTaps + t) + lane % 4 * 2;
+        float* const at = products + ((e * WARPS_K + coord.k) * kProductTaps + tap) * kProductPitch +
+                          16 * (b * WARPS_M + coord.m) + lane / 4;
         if (kProductTaps % 8 != 0 && tap >= kProductTaps) continue;
         at[0] = acc[b][e][t][0];
         at[kProductPitch] = acc[b][e][t][1];
@@ -156,9 +157,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   __syncthreads();  // the filters are laid out
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const Part part = {warp % WARPS_M, warp / WARPS_M % WARPS_N, warp / (WARPS_M * WARPS_N)};
+  const WarpCoord coord = {warp % WARPS_M, warp / WARPS_M % WARPS_N, warp / (WARPS_M * WARPS_N)};
   Filters filters;
-  read_filters(filters, raw + kRawBytes, part);
+  read_filters(filters, raw + kRawBytes, coord);
   Accumulators acc = {};
   const unsigned base_address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   int stage = 0, half = 0;
@@ -171,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const int next = row + STAGES - 1;
     load_row<kPitch>(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, dy, shape, strip, next,
                      next < strip.end);
-    if (row >= 0 && row < shape.out_height) multiply(acc, filters, base_address + stage * kRowBytes, part);
-    if (row >= strip.begin) stage_products(products + half * kProductFloats, acc, part);
+    if (row >= 0 && row < shape.out_height) multiply(acc, filters, base_address + stage * kRowBytes, coord);
+    if (row >= strip.begin) stage_products(products + half * kProductFloats, acc, coord);
     shift_accumulators(acc);
     if (row > strip.begin)
       col2im<kProductPitch, WARPS_K * kProductTaps, kProductTaps>(dx, shape, products + (half ^ 1) * kProductFloats,

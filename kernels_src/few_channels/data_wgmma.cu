@@ -1,13 +1,13 @@
-// dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
+// dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_top + r, v = j*STRIDE_X - pad_left + s, for
 // CHANNELS <= 4 channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 accumulators.
 //
-// dx is cut into space-to-depth (s2d) blocks of STRIDE_Y rows by WIDEN * STRIDE_X columns, whose pixels all meet dy
-// alike. M is the elements of a block, N is COLUMNS neighbouring blocks, K is the filters of kShifts columns of dy: an
-// operand begins at any column of dy (of every WIDEN-th), so that a shift is an address. A row of dy meets kS2dY rows
-// of blocks. Their accumulators are a ring along M: a row of blocks keeps its entry until it is complete, and the
-// filters rotate instead: they are laid out once for every entry that may come first. A team, a warpgroup for each 64
-// rows of M, goes down a strip of blocks, whose rows of dy stream through STAGES buffers. A thread block's TEAMS share
-// the filters. Grid: strips, times tiles of COLUMNS s2d blocks, times images, dealt to teams.
+// dx is cut into space-to-depth (s2d) blocks of STRIDE_Y rows by S2D_STRIDES * STRIDE_X columns, whose pixels all meet
+// dy alike. M is the elements of a block, N is COLUMNS neighbouring blocks, K is the filters of kShifts columns of dy:
+// an operand begins at any column of dy (of every S2D_STRIDES-th), so that a shift is an address. A row of dy meets
+// kS2dY rows of blocks. Their accumulators are a ring along M: a row of blocks keeps its entry until it is complete,
+// and the filters rotate instead: they are laid out once for every entry that may come first. A team, a warpgroup for
+// each 64 rows of M, goes down a strip of blocks, whose rows of dy stream through STAGES buffers. A thread block's
+// TEAMS share the filters. Grid: strips, times tiles of COLUMNS s2d blocks, times images, dealt to teams.
 #if CHANNELS_LAST
 #include "few_channels/data_wgmma_nhwc.cuh"
 #else
@@ -29,7 +29,7 @@ __device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* 
   const int row = threadIdx.x % kRows, first_octet = threadIdx.x / kRows;
   if (first_octet >= kAtOnce) return;
   const Pixel pixel(row % kEntryRows);
-  const int r = row / kEntryRows * STRIDE_Y + pixel.y, first_s = pixel.x - PHASE + (kS2dX - 1) * STRIDE_X;
+  const int r = row / kEntryRows * STRIDE_Y + pixel.y, first_s = pixel.x - S2D_OFFSET + (kS2dX - 1) * STRIDE_X;
   unsigned char* const line = to + 16 * row;
 #pragma unroll 2
   for (int octet = first_octet; octet < 2 * kInstructions; octet += kAtOnce) {
@@ -71,12 +71,12 @@ __device__ __forceinline__ void issue_wgmma(Accumulators& acc, unsigned filters,
 }
 
 // Writes the accumulators of the entry that is complete, if `wanted`, of a row of s2d blocks, and clears them. Which
-// rows of the product a warp has in it is the same for its lanes. If PAIRED two lanes exchange what each has of two s2d
-// blocks, so that both write two elements side by side.
+// rows of the product a warp has in it is the same for its lanes. If OUT_VECTOR is 2, two lanes exchange what each has
+// of two s2d blocks, so that both write two elements side by side.
 __device__ __forceinline__ void finish(Accumulators& acc, ELEMENT* __restrict__ dx, const Shape& shape,
                                        const Strip& strip, int row, int entry, bool wanted) {
   constexpr int kColumn = CHANNELS_LAST ? CHANNELS : 1;
-  const int lane = threadIdx.x % 32, odd = PAIRED ? lane / 4 % 2 : 0;
+  const int lane = threadIdx.x % 32, odd = OUT_VECTOR == 2 ? lane / 4 % 2 : 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int warp_row = threadIdx.x % kTeamThreads / 32 * 16 + 8 * half - entry * kEntryRows,
@@ -96,7 +96,7 @@ __device__ __forceinline__ void finish(Accumulators& acc, ELEMENT* __restrict__ 
       float& first = acc[4 * j + 2 * half];
       float& second = acc[4 * j + 2 * half + 1];
       const int right = 8 * j * kS2dColumns;
-      if constexpr (PAIRED) {
+      if constexpr (OUT_VECTOR == 2) {
         const float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 4);
         Vector<ELEMENT, 2> pair;
         pair.at[0] = convert<ELEMENT>(odd ? other : first);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void finish(Accumulators& acc, ELEMENT* __restrict__ 
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    few_channels_data_wgmma(DY, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
+    few_channels_data_wgmma(DY_PARAMETER, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
                             const __grid_constant__ Shape shape) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const int team = TEAMS == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / kTeamThreads, 0);
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   load_filters(shared_address(shared + kLastAt), w);
   int row = begin - kS2dY + 1;
-  Rows staged(dy, shape, shared, team, image, strip.s2d * WIDEN - shape.columns_ahead - (kS2dX - 1), row, end);
+  Rows staged(dy, shape, shared, team, image, strip.s2d * S2D_STRIDES - shape.columns_ahead - (kS2dX - 1), row, end);
   staged.begin();
   wait_for_copies<Rows::kBegun>();
   __syncthreads();  // the filters have arrived

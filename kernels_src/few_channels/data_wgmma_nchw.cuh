@@ -1,4 +1,4 @@
-// Rows of dy, of planes of columns, on their way to products of few_channels/data_wgmma.cu: they are copied as they
+// Rows of dy, of phases of columns, on their way to products of few_channels/data_wgmma.cu: they are copied as they
 // come and transposed into words of 8 filters of a column.
 #pragma once
 
@@ -10,12 +10,12 @@
 #error "define IN_VECTOR"
 #endif
 
-#define DY const ELEMENT* __restrict__ dy
+#define DY_PARAMETER const ELEMENT* __restrict__ dy
 
-// Words of 8 filters, of WIDEN planes of columns; an odd number from 8 filters to the next, so that eight words of a
-// column meet every bank once. Planes begin with the column at a multiple of 8 before the first that is met.
-constexpr int kStaged = round_up(7 + (COLUMNS - 1) * WIDEN + kShifts, 8);
-constexpr int kPlane = ceil_div(kStaged, WIDEN), kPitch = WIDEN * kPlane | 1;
+// Words of 8 filters, of S2D_STRIDES phases of columns; an odd number from 8 filters to the next, so that eight words
+// of a column meet every bank once. Phases begin with the column at a multiple of 8 before the first that is met.
+constexpr int kStaged = round_up(7 + (COLUMNS - 1) * S2D_STRIDES + kShifts, 8);
+constexpr int kPhaseColumns = ceil_div(kStaged, S2D_STRIDES), kPitch = S2D_STRIDES * kPhaseColumns | 1;
 constexpr int kTransposedBytes = 16 * kOctets * kPitch;
 // A row of columns as it comes, likewise.
 constexpr int kRawPitch = 16 * (kStaged / 8 | 1);
@@ -28,7 +28,7 @@ static_assert(SHARED_BYTES == kLastAt + maximum(TEAMS * 2 * kTransposedBytes, kR
 // An operand's form, and its words from a row's first to those of a column and 16 filters.
 constexpr unsigned long long kBDescriptor = matrix_descriptor(16 * kPitch, 128, 0);
 __device__ __forceinline__ constexpr int word_offset(int column, int step) {
-  return column % WIDEN * kPlane + column / WIDEN + 2 * step * kPitch;
+  return column % S2D_STRIDES * kPhaseColumns + column / S2D_STRIDES + 2 * step * kPitch;
 }
 
 __device__ __forceinline__ void clear_stage(unsigned char* stage) {
@@ -42,12 +42,12 @@ __device__ __forceinline__ void clear_stage(unsigned char* stage) {
 __device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __restrict__ dy, const Shape& shape,
                                          int image, int row, int first) {
   const int thread = threadIdx.x % kTeamThreads, begin = max(0, -first), end = min(kStaged, shape.out_width - first);
-  constexpr int kRuns = kStaged / IN_VECTOR;
+  constexpr int kVectors = kStaged / IN_VECTOR;
   const int channel_stride = shape.out_height * shape.out_width;
   const ELEMENT* const from = dy + image * FILTERS * channel_stride + row * shape.out_width + first;
 #pragma unroll 4
-  for (int i = thread; i < FILTERS * kRuns; i += kTeamThreads) {
-    const int k = i / kRuns, column = i % kRuns * IN_VECTOR;
+  for (int i = thread; i < FILTERS * kVectors; i += kTeamThreads) {
+    const int k = i / kVectors, column = i % kVectors * IN_VECTOR;
     if (column >= begin && column < end)
       copy_vector<IN_VECTOR>(to + k * kRawPitch + 2 * column, from + k * channel_stride + column);
   }

@@ -1,4 +1,4 @@
-// y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] * w[k,c,r,s] for CHANNELS <= 4
+// y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_top + r, j*STRIDE_X - pad_left + s] * w[k,c,r,s] for CHANNELS <= 4
 // channels, on tensor cores with float32 accumulators.
 //
 // A block stages the input tile of x that TILE_H x TILE_W outputs meet, with pixels of four channels. A window is what

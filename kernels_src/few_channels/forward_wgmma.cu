@@ -1,15 +1,14 @@
-// y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_y + r*DILATION_Y, j*STRIDE_X - pad_x + s] * w[k,c,r,s] for CHANNELS
+// y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_top + r*DILATION_Y, j*STRIDE_X - pad_left + s] * w[k,c,r,s] for
+// CHANNELS
 // <= 4 channels, on Hopper's tensor cores (wgmma) with float32 accumulators.
 //
 // M is filters, FILTER_BLOCKS blocks of 64, laid out once with zeros around the taps and once more for each output of a
-// window (few_channels/window_rows.cuh), in registers if HELD. N is COLUMNS windows of a row of y, read from staged
-// rows of x as they lie (implicit im2col). A step is ROWS rows of y, one a warpgroup and block of filters. Rows of x
-// arrive in chunks, as many as a step moves on, through registers into a ring: those of the step after next are loaded,
-// and those of the next one written, while wgmma is under way. Results go through shared memory to words of 16 bytes in
-// the tensor's order, and on at once, or, if LATE, while the next wgmma is under way. Grid: persistent; a block keeps
-// its filters and goes through strips of `strip_rows` rows, the first `longer_strips` of an image of one more, and
-// COLUMNS windows, every `tile_step`-th. An image has `image_tiles` of these strips, of which `strip_tiles` are of the
-// same rows.
+// window (few_channels/window_rows.cuh), in registers if FILTERS_IN_REGISTERS. N is COLUMNS windows of a row of y, read
+// from staged rows of x as they lie (implicit im2col). A step is STEP_ROWS rows of y, one a warpgroup and block of
+// filters. Rows of x arrive in chunks, as many as a step moves on, through registers into a ring: those of the step
+// after next are loaded, and those of the next one written, while wgmma is under way. Results go through shared memory
+// to words of 16 bytes in the tensor's order, and on at once, or, if DEFERRED_STORE, while the next wgmma is under way.
+// Grid: persistent; a block keeps its filters and goes through every `tile_step`-th tile of images.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
 #include "few_channels/window_rows.cuh"
@@ -17,14 +16,15 @@
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
 #endif
-#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(DILATION_Y) || !defined(COLUMNS) || !defined(ROWS)
-#error "define STRIDE_Y, STRIDE_X, DILATION_Y, COLUMNS and ROWS"
+#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(DILATION_Y) || !defined(COLUMNS) || !defined(STEP_ROWS)
+#error "define STRIDE_Y, STRIDE_X, DILATION_Y, COLUMNS and STEP_ROWS"
 #endif
-#if !defined(FILTER_BLOCKS) || !defined(HELD) || !defined(CHANNELS_LAST) || !defined(OFFSET) || !defined(IN_VECTOR)
-#error "define FILTER_BLOCKS, HELD, CHANNELS_LAST, OFFSET and IN_VECTOR"
+#if !defined(FILTER_BLOCKS) || !defined(FILTERS_IN_REGISTERS) || !defined(CHANNELS_LAST) || !defined(OFFSET) || \
+    !defined(IN_VECTOR)
+#error "define FILTER_BLOCKS, FILTERS_IN_REGISTERS, CHANNELS_LAST, OFFSET and IN_VECTOR"
 #endif
-#if !defined(LATE) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define LATE, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(DEFERRED_STORE) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define DEFERRED_STORE, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
 #ifndef SHAPE_FIELDS
 #error "define SHAPE_FIELDS, as STRIPS_SHAPE of solvers/few_channels/shapes.py declares them"
@@ -33,26 +33,28 @@
 #include "common/hopper.cuh"
 #include "common/wgmma.cuh"
 
+// An image has `image_tiles` tiles of COLUMNS windows by a strip of `strip_rows` rows, of which the first
+// `longer_strips` have one more; `strip_tiles` are of one strip.
 struct Shape {
   SHAPE_FIELDS
 };
 
 using Row = Windows<FILTER_X, STRIDE_X>;
 constexpr int kColumns = COLUMNS, kOutputs = Row::kOutputs, kTileW = kColumns * kOutputs;
-constexpr int kGroups = ROWS * FILTER_BLOCKS, kThreads = 128 * kGroups;
+constexpr int kWarpgroups = STEP_ROWS * FILTER_BLOCKS, kThreads = 128 * kWarpgroups;
 constexpr int kBlockFilters = 64 / kOutputs, kTileK = FILTER_BLOCKS * kBlockFilters;
 
 // Rows of x: of a chunk, that an output meets, and whole chunks that a step meets before its own. The last row that a
 // step meets is the last of its chunk. The ring has a chunk more, for the next step.
-constexpr int kChunkRows = ROWS * STRIDE_Y, kMet = (FILTER_Y - 1) * DILATION_Y + 1;
-constexpr int kEarlier = maximum(0, ceil_div(kMet - STRIDE_Y, kChunkRows));
-constexpr int kChunks = kEarlier + 2, kRingRows = kChunks * kChunkRows;
+constexpr int kChunkRows = STEP_ROWS * STRIDE_Y, kMet = (FILTER_Y - 1) * DILATION_Y + 1;
+constexpr int kEarlierChunks = maximum(0, ceil_div(kMet - STRIDE_Y, kChunkRows));
+constexpr int kChunks = kEarlierChunks + 2, kRingRows = kChunks * kChunkRows;
 // From the first row of the earliest chunk to the first row that the step's first output meets.
-constexpr int kBefore = kEarlier * kChunkRows - (kMet - STRIDE_Y);
+constexpr int kBefore = kEarlierChunks * kChunkRows - (kMet - STRIDE_Y);
 using Chunk = WindowRows<Row, CHANNELS, kChunkRows, kColumns, OFFSET, IN_VECTOR, CHANNELS_LAST>;
 using Loader = InputTileLoader<Chunk, kThreads, ELEMENT, true>;
 constexpr int kLoaderWords = Loader::kLoads * CHANNELS * maximum(1, IN_VECTOR / 2);
-constexpr int kAtOnce = kLoaderWords * (kEarlier + 1) <= 48 ? kEarlier + 1 : maximum(1, 48 / kLoaderWords);
+constexpr int kAtOnce = kLoaderWords * (kEarlierChunks + 1) <= 48 ? kEarlierChunks + 1 : maximum(1, 48 / kLoaderWords);
 
 // Filters: words of 8 elements, [word][64 rows] of a block of filters. Words lie an odd number of 16 bytes apart, so
 // that a filter's are written to different banks.
@@ -63,12 +65,13 @@ constexpr int kFilterBytes = FILTER_BLOCKS * kBlockBytes, kTaps = CHANNELS * FIL
 // so that 8 that are written together meet every bank once.
 constexpr int kPixelWords = 8 / kOutputs, kPixelBytes = 16 * (kPixelWords + 1);
 constexpr int kHalfBytes = kOutputs == 1 ? 16 : kColumns * kPixelBytes + 64;
-constexpr int kPlaneWords = kTileW / 8, kPlaneBytes = 16 * (kOutputs == 1 ? kPlaneWords | 1 : kPlaneWords + 2);
+constexpr int kFilterRowWords = kTileW / 8,
+              kFilterRowBytes = 16 * (kOutputs == 1 ? kFilterRowWords | 1 : kFilterRowWords + 2);
 constexpr int kResultBytes = CHANNELS_LAST ? (kOutputs == 1 ? 0 : kHalfBytes) + kColumns * kPixelBytes  //
-                                           : kBlockFilters * kPlaneBytes;
+                                           : kBlockFilters * kFilterRowBytes;
 constexpr int kResultsAt = kFilterBytes + kRingRows * Chunk::kRowBytes;
 constexpr int kRawBytes = round_up(2 * kTileK * kTaps, 16);
-static_assert(SHARED_BYTES == kResultsAt + maximum(kGroups * kResultBytes, kRawBytes),
+static_assert(SHARED_BYTES == kResultsAt + maximum(kWarpgroups * kResultBytes, kRawBytes),
               "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 static_assert(kResultBytes % 16 == 0, "results of a warpgroup are whole 16-byte words");
 
@@ -99,7 +102,7 @@ using Unit = UnitOf<OUT_VECTOR>::Type;
 constexpr int kLines = CHANNELS_LAST ? kTileW : kBlockFilters;
 constexpr int kLineUnits = (CHANNELS_LAST ? kBlockFilters : kTileW) / OUT_VECTOR;
 constexpr int kPowerUnits = power_of_two(kLineUnits), kSlots = kPowerUnits < 128 ? kPowerUnits : 128;
-constexpr int kLineParts = ceil_div(kLineUnits, kSlots), kRoundLines = 128 / kSlots,
+constexpr int kSlotUnits = ceil_div(kLineUnits, kSlots), kRoundLines = 128 / kSlots,
               kRounds = ceil_div(kLines, kRoundLines);
 
 // Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
@@ -145,7 +148,7 @@ __device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* 
   }
 }
 
-using FilterFragments = unsigned[HELD ? kKSteps : 1][4];
+using FilterFragments = unsigned[FILTERS_IN_REGISTERS ? kKSteps : 1][4];
 
 // This thread's fragments of all steps of a block of filters.
 __device__ __forceinline__ void load_fragments(FilterFragments& fragments, const unsigned char* block) {
@@ -154,8 +157,8 @@ __device__ __forceinline__ void load_fragments(FilterFragments& fragments, const
   for (int step = 0; step < kKSteps; ++step)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      fragments[HELD ? step : 0][i] = *reinterpret_cast<const unsigned*>(block + (2 * step + i / 2) * kWordBytes +
-                                                                         (row + i % 2 * 8) * 16 + lane % 4 * 4);
+      fragments[FILTERS_IN_REGISTERS ? step : 0][i] = *reinterpret_cast<const unsigned*>(
+          block + (2 * step + i / 2) * kWordBytes + (row + i % 2 * 8) * 16 + lane % 4 * 4);
 }
 
 // Begins the products of a row of windows, whose first row of x is number `first` of the ring, perhaps once around it.
@@ -171,7 +174,7 @@ __device__ __forceinline__ void issue_wgmma(Accumulators& acc, const FilterFragm
 #pragma unroll
     for (int i = 0; i < Row::kKSteps; ++i) {
       const int step = r * Row::kKSteps + i;
-      if constexpr (HELD)
+      if constexpr (FILTERS_IN_REGISTERS)
         Wgmma<ELEMENT>::rs(acc, fragments[step], windows + Chunk::step_bytes(i) / 16, step > 0);
       else
         Wgmma<ELEMENT>::ss(acc, descriptor_at(matrix_descriptor(kWordBytes, 128, 0), filters + 2 * step * kWordBytes),
@@ -194,7 +197,7 @@ __device__ __forceinline__ void stage_results(unsigned char* results, const Accu
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, half = lane / 8 % 2;
   const unsigned to = shared_address(results);
   if constexpr (!CHANNELS_LAST && kOutputs == 2) {
-    unsigned char* const at = results + (8 * warp + lane / 4) * kPlaneBytes + lane % 4 * 8;
+    unsigned char* const at = results + (8 * warp + lane / 4) * kFilterRowBytes + lane % 4 * 8;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       Vector<unsigned, 2> four;
@@ -205,7 +208,7 @@ __device__ __forceinline__ void stage_results(unsigned char* results, const Accu
   } else {
     const unsigned from = CHANNELS_LAST ? to + half * kHalfBytes + (lane / 16 * 8 + lane % 8) * kPixelBytes +
                                               warp * (kOutputs == 1 ? 32 : 16)
-                                        : to + (16 * warp + lane % 16) * kPlaneBytes + lane / 16 * 16;
+                                        : to + (16 * warp + lane % 16) * kFilterRowBytes + lane / 16 * 16;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; j += 2) {
       const unsigned a = packed(acc[4 * j], acc[4 * j + 1]), b = packed(acc[4 * j + 2], acc[4 * j + 3]);
@@ -236,16 +239,16 @@ __device__ __forceinline__ void store(ELEMENT* __restrict__ y, const Shape& shap
   y += element + first * line_step +
        (CHANNELS_LAST ? (to.image * channel_stride + pixel) * channels + to.first_k
                       : (to.image * channels + to.first_k) * channel_stride + pixel);
-#pragma unroll(kRounds* kLineParts <= 8 ? kRounds : 4)
+#pragma unroll(kRounds* kSlotUnits <= 8 ? kRounds : 4)
   for (int round = 0; round < kRounds; ++round, y += kRoundLines * line_step) {
     const int line = kRoundLines * round + first;
     if (line >= lines) break;
     const unsigned char* const from =
         results + 2 * element +
-        (CHANNELS_LAST ? line % kOutputs * kHalfBytes + line / kOutputs * kPixelBytes : line * kPlaneBytes);
+        (CHANNELS_LAST ? line % kOutputs * kHalfBytes + line / kOutputs * kPixelBytes : line * kFilterRowBytes);
 #pragma unroll
-    for (int part = 0; part < kLineParts; ++part) {
-      const int ahead = part * kSlots * OUT_VECTOR;
+    for (int unit = 0; unit < kSlotUnits; ++unit) {
+      const int ahead = unit * kSlots * OUT_VECTOR;
       if (element + ahead < elements)
         *reinterpret_cast<Unit*>(y + ahead) = *reinterpret_cast<const Unit*>(from + 2 * ahead);
     }
@@ -259,13 +262,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int first_tile = static_cast<int>(blockIdx.x) / shape.filter_tiles;
   const int first_k = (blockIdx.x - first_tile * shape.filter_tiles.by) * kTileK;
   const int count = min(kTileK, shape.out_channels - first_k);
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), row_of_step = group / FILTER_BLOCKS;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), row_of_step = warpgroup / FILTER_BLOCKS;
   unsigned char* const raw = shared + kResultsAt;
-  unsigned char* const results = raw + group * kResultBytes;
-  unsigned char* const block = shared + group % FILTER_BLOCKS * kBlockBytes;
+  unsigned char* const results = raw + warpgroup * kResultBytes;
+  unsigned char* const block = shared + warpgroup % FILTER_BLOCKS * kBlockBytes;
   const unsigned ring = shared_address(shared) + kFilterBytes;
 
-  OutputRow to = {0, 0, 0, first_k + group % FILTER_BLOCKS * kBlockFilters};
+  OutputRow to = {0, 0, 0, first_k + warpgroup % FILTER_BLOCKS * kBlockFilters};
   InputTileOrigin origin = {shape.height, shape.width, 0, 0, 0};
   int first, last;  // row of y that begins the strip, and the one that ends it
   const auto load = [&](Loader& loader) {
@@ -295,17 +298,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     origin.row = to.row * STRIDE_Y - shape.pad_top - kBefore;
     origin.column = to.column * STRIDE_X - shape.pad_left - OFFSET;
 #pragma unroll 1
-    for (int chunk = 0; chunk <= kEarlier; chunk += kAtOnce) {
+    for (int chunk = 0; chunk <= kEarlierChunks; chunk += kAtOnce) {
       Loader some[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
-        if (chunk + i <= kEarlier) load(some[i]);
+        if (chunk + i <= kEarlierChunks) load(some[i]);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
-        if (chunk + i <= kEarlier) write(some[i], chunk + i);
+        if (chunk + i <= kEarlierChunks) write(some[i], chunk + i);
     }
     fence_proxy_async();  // before the next loads begin: it would wait for them
-    if (to.row + ROWS < last) load(loader);
+    if (to.row + STEP_ROWS < last) load(loader);
   };
 
   load_filters(shared_address(raw), w + first_k * kTaps, count * kTaps);
@@ -316,38 +319,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   fence_proxy_async();
   __syncthreads();  // the filters are laid out, and no longer needed where results go
   FilterFragments fragments;
-  if constexpr (HELD) load_fragments(fragments, block);
+  if constexpr (FILTERS_IN_REGISTERS) load_fragments(fragments, block);
 
 #pragma unroll 1
   for (int tile = first_tile; tile < shape.tiles;) {
     int chunk = 0;  // the earliest that the step meets
 #pragma unroll 1
-    for (; to.row < last; to.row += ROWS) {
-      __syncthreads();   // the step's chunks are in place; results of the last step are laid out, or stored unless LATE
+    for (; to.row < last; to.row += STEP_ROWS) {
+      // The step's chunks are in place; results of the last step are laid out or, unless DEFERRED_STORE, stored.
+      __syncthreads();
       Accumulators acc;  // beyond the strip's last row they are computed, too, but not stored
       issue_wgmma(acc, fragments, shared_address(block), ring, chunk * kChunkRows + kBefore + row_of_step * STRIDE_Y);
-      if (to.row + ROWS < last) {
+      if (to.row + STEP_ROWS < last) {
         write(loader, chunk == 0 ? kChunks - 1 : chunk - 1);
         fence_proxy_async();
       }
-      if (to.row + 2 * ROWS < last) load(loader);
-      if (LATE && to.row > first) store_step(to.row - ROWS);
+      if (to.row + 2 * STEP_ROWS < last) load(loader);
+      if (DEFERRED_STORE && to.row > first) store_step(to.row - STEP_ROWS);
       wgmma_wait_group<0>();
-      if constexpr (LATE) warpgroup_sync(1 + group);  // results of the last step have been read
+      if constexpr (DEFERRED_STORE) warpgroup_sync(1 + warpgroup);  // results of the last step have been read
       if (to.row + row_of_step < last) {
         stage_results(results, acc);
-        if constexpr (!LATE) {
-          warpgroup_sync(1 + group);  // results are laid out
+        if constexpr (!DEFERRED_STORE) {
+          warpgroup_sync(1 + warpgroup);  // results are laid out
           store_step(to.row);
         }
       }
       chunk = chunk + 1 < kChunks ? chunk + 1 : 0;
     }
     tile += shape.tile_step;
-    if (!LATE && tile >= shape.tiles) break;
-    __syncthreads();  // all products have read the ring; if LATE, results of the last step are laid out
-    if (LATE && to.row - ROWS + row_of_step < last) store_step(to.row - ROWS);
-    if (LATE && tile >= shape.tiles) break;
+    if (!DEFERRED_STORE && tile >= shape.tiles) break;
+    __syncthreads();  // all products have read the ring; if DEFERRED_STORE, results of the last step are laid out
+    if (DEFERRED_STORE && to.row - STEP_ROWS + row_of_step < last) store_step(to.row - STEP_ROWS);
+    if (DEFERRED_STORE && tile >= shape.tiles) break;
     begin(tile);
   }
 }

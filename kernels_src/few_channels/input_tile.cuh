@@ -1,18 +1,18 @@
-// Patches of images of up to four 16-bit channels in shared memory: [row][column][4 channels], absent channels zero,
-// whatever the tensor's layout. The taps that outputs meet in a row are then one run of 8-byte pixels; where a run
-// starts with an even pixel, its 16-byte words are the rows that matrix instructions read.
+// Input tiles of images of up to four 16-bit channels in shared memory: [row][column][4 channels], absent channels
+// zero, whatever the tensor's layout. The taps that an output meets in a row are then 8-byte pixels side by side; where
+// the first is even, their 16-byte words are the rows that matrix instructions read.
 #pragma once
 
 #include "common/tile.cuh"
 
-// Shape of an input tile. Its first column lies at pixel kFirstPixel of a row. kVector columns are loaded at once: the
-// tensor's width and an input tile's first column are multiples of it. If kIsPermuted, the words of a row are permuted
-// so that those of every eighth word and its neighbour fall into different banks.
+// Shape of an input tile. Its first column lies at pixel kFirstPixel of a row. kVector columns are loaded at once:
+// the tensor's width and an input tile's first column are multiples of it. If kIsPermuted, the words of a row are
+// permuted so that those of every eighth word and its neighbour fall into different banks.
 template <int kChannelCount, int kRowCount, int kColumnCount, int kFirstPixel, int kVectorLength, bool kChannelsAreLast,
           bool kIsPermuted>
 struct InputTile {
   static constexpr int kChannels = kChannelCount, kRows = kRowCount, kColumns = kColumnCount, kFirst = kFirstPixel;
-  static constexpr int kVector = kVectorLength, kRuns = kRows * kColumns / kVector;
+  static constexpr int kVector = kVectorLength, kVectors = kRows * kColumns / kVector;
   static constexpr bool kChannelsLast = kChannelsAreLast;
   static constexpr int kRowWords = round_up(kFirst + kColumns, 16) / 2, kRowBytes = 16 * kRowWords;
   static constexpr int kBytes = kRows * kRowBytes;
@@ -35,14 +35,16 @@ struct InputTileOrigin {
 // Moves an input tile through registers; all kThreads threads of a block take part, each with as many vectors at a time
 // as 32 registers hold, or with all if kAllAtOnce. What has been loaded stays in whole registers until it is written:
 // nothing waits for a load before.
-template <typename Shape, int kThreads, typename T, bool kAllAtOnce = false>
+template <typename TileShape, int kThreads, typename T, bool kAllAtOnce = false>
 struct InputTileLoader {
-  static constexpr int kVector = Shape::kVector, kChannels = Shape::kChannels, kColumnRuns = Shape::kColumns / kVector;
+  static constexpr int kVector = TileShape::kVector, kChannels = TileShape::kChannels,
+                       kRowVectors = TileShape::kColumns / kVector;
   // A vector's registers, a single element's upper half unused.
   static constexpr int kVectorWords = kVector > 1 ? kVector / 2 : 1, kWords = kChannels * kVectorWords;
-  static constexpr int kHeld = 32 / kWords, kMost = kHeld < 8 ? kHeld : 8;
-  static constexpr int kAll = ceil_div(Shape::kRuns, kThreads), kLoads = kAllAtOnce || kAll < kMost ? kAll : kMost;
-  static constexpr bool kIsWhole = kAll <= kMost;
+  static constexpr int kRegisterLoads = 32 / kWords, kMostLoads = kRegisterLoads < 8 ? kRegisterLoads : 8;
+  static constexpr int kAllLoads = ceil_div(TileShape::kVectors, kThreads),
+                       kLoads = kAllAtOnce || kAllLoads < kMostLoads ? kAllLoads : kMostLoads;
+  static constexpr bool kIsWhole = kAllLoads <= kMostLoads;
   static_assert(sizeof(T) == 2, "two elements are a register");
 
   using Pixel = Vector<unsigned, 2>;
@@ -56,7 +58,7 @@ struct InputTileLoader {
   static constexpr __device__ __forceinline__ int half_of(int j, int c) {
     if (c >= kChannels) return -1;
     const int at = j * kChannels + c;
-    return Shape::kChannelsLast ? at / kVector * 2 * kVectorWords + at % kVector : c * 2 * kVectorWords + j;
+    return TileShape::kChannelsLast ? at / kVector * 2 * kVectorWords + at % kVector : c * 2 * kVectorWords + j;
   }
 
   // Two halves of load i as one register; -1 is a zero.
@@ -71,19 +73,20 @@ struct InputTileLoader {
   }
 
   // Starts to load, from vector `first` on.
-  __device__ __forceinline__ void take(const T* __restrict__ x, const InputTileOrigin& place, int first = 0) {
+  __device__ __forceinline__ void take(const T* __restrict__ x, const InputTileOrigin& origin, int first = 0) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int rank = first + i * kThreads + threadIdx.x;
-      const int h = place.row + rank / kColumnRuns, v = place.column + rank % kColumnRuns * kVector;
-      const bool inside = rank < Shape::kRuns && static_cast<unsigned>(h) < static_cast<unsigned>(place.height) &&
-                          static_cast<unsigned>(v) < static_cast<unsigned>(place.width);
-      const int plane = place.height * place.width;
-      const int at = Shape::kChannelsLast ? ((place.image * place.height + h) * place.width + v) * kChannels
-                                          : place.image * kChannels * plane + h * place.width + v;
+      const int h = origin.row + rank / kRowVectors, v = origin.column + rank % kRowVectors * kVector;
+      const bool inside = rank < TileShape::kVectors &&
+                          static_cast<unsigned>(h) < static_cast<unsigned>(origin.height) &&
+                          static_cast<unsigned>(v) < static_cast<unsigned>(origin.width);
+      const int channel_stride = origin.height * origin.width;
+      const int at = TileShape::kChannelsLast ? ((origin.image * origin.height + h) * origin.width + v) * kChannels
+                                              : origin.image * kChannels * channel_stride + h * origin.width + v;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        const T* const from = x + at + c * (Shape::kChannelsLast ? kVector : plane);
+        const T* const from = x + at + c * (TileShape::kChannelsLast ? kVector : channel_stride);
         Vector<unsigned, kVectorWords> loaded = {};
         if (inside) {
           if constexpr (kVector == 1)
@@ -102,14 +105,14 @@ struct InputTileLoader {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int rank = first + i * kThreads + threadIdx.x;
-      if (rank >= Shape::kRuns) break;
-      unsigned char* const row = input_tile + rank / kColumnRuns * Shape::kRowBytes;
-      const int pixel = Shape::kFirst + rank % kColumnRuns * kVector;
+      if (rank >= TileShape::kVectors) break;
+      unsigned char* const row = input_tile + rank / kRowVectors * TileShape::kRowBytes;
+      const int pixel = TileShape::kFirst + rank % kRowVectors * kVector;
       if constexpr (kVector % 2 == 0) {
         // Two pixels of a word are written at once: lanes are kVector pixels apart, and meet banks less often.
 #pragma unroll
-        for (int j = -Shape::kFirst; j < kVector; j += 2) {
-          unsigned char* const to = row + 16 * Shape::word_position((pixel + j) / 2);
+        for (int j = -TileShape::kFirst; j < kVector; j += 2) {
+          unsigned char* const to = row + 16 * TileShape::word_position((pixel + j) / 2);
           if (j >= 0 && j + 1 < kVector)
             *reinterpret_cast<PixelPair*>(to) = {pixel_of(i, j), pixel_of(i, j + 1)};
           else
@@ -118,18 +121,18 @@ struct InputTileLoader {
       } else {
 #pragma unroll
         for (int j = 0; j < kVector; ++j)
-          *reinterpret_cast<Pixel*>(row + 16 * Shape::word_position((pixel + j) / 2) + (pixel + j) % 2 * 8) =
+          *reinterpret_cast<Pixel*>(row + 16 * TileShape::word_position((pixel + j) / 2) + (pixel + j) % 2 * 8) =
               pixel_of(i, j);
       }
     }
   }
 
-  // Both, for patches of any size.
+  // Both, for input tiles of any size.
   __device__ __forceinline__ void move(unsigned char* input_tile, const T* __restrict__ x,
-                                       const InputTileOrigin& place) {
+                                       const InputTileOrigin& origin) {
 #pragma unroll 1
-    for (int first = 0; first < Shape::kRuns; first += kLoads * kThreads) {
-      take(x, place, first);
+    for (int first = 0; first < TileShape::kVectors; first += kLoads * kThreads) {
+      take(x, origin, first);
       put(input_tile, first);
     }
   }

@@ -13,49 +13,52 @@ __device__ __forceinline__ void copy_vector(unsigned char* to, const T* from) {
     *reinterpret_cast<T*>(to) = *from;
 }
 
-// Starts to copy columns `first` to before `end` of kColumns, of kDepth elements each, each to kPitch bytes after the
-// one before. `from` is where column 0 would be. A thread copies the same elements of every kAtOnce-th column, so that
-// places are reckoned once.
-template <int kThreads, int kColumns, int kDepth, int kVector, int kPitch, typename T>
-__device__ __forceinline__ void copy_columns(unsigned char* to, const T* __restrict__ from, int first, int end) {
-  constexpr int kRuns = kDepth / kVector, kAtOnce = kThreads / kRuns;
+// Starts to copy, channels last, columns `first` to before `end` of kColumns, of kChannels elements each, each to
+// kPitch bytes after the one before. `from` is where column 0 would be. A thread copies the same elements of every
+// kAtOnce-th column, so that addresses are computed once.
+template <int kThreads, int kColumns, int kChannels, int kVector, int kPitch, typename T>
+__device__ __forceinline__ void copy_channels_last(unsigned char* to, const T* __restrict__ from, int first, int end) {
+  constexpr int kVectors = kChannels / kVector, kAtOnce = kThreads / kVectors;
   if constexpr (kAtOnce > 0) {
     constexpr int kTimes = (kColumns - 1) / kAtOnce + 1;
-    const int run = threadIdx.x % kRuns, column = threadIdx.x / kRuns;
-    if (kAtOnce * kRuns != kThreads && column >= kAtOnce) return;
+    const int vector = threadIdx.x % kVectors, column = threadIdx.x / kVectors;
+    if (kAtOnce * kVectors != kThreads && column >= kAtOnce) return;
 #pragma unroll(kTimes <= 16 ? kTimes : 8)
     for (int i = 0; i < kTimes; ++i) {
       const int at = column + i * kAtOnce;
       if (at >= first && at < end)
-        copy_vector<kVector>(to + at * kPitch + int(sizeof(T)) * kVector * run, from + at * kDepth + run * kVector);
+        copy_vector<kVector>(to + at * kPitch + int(sizeof(T)) * kVector * vector,
+                             from + at * kChannels + vector * kVector);
     }
   } else {
-    for (int i = first * kRuns + threadIdx.x; i < end * kRuns; i += kThreads)
-      copy_vector<kVector>(to + i / kRuns * kPitch + int(sizeof(T)) * kVector * (i % kRuns), from + i * kVector);
+    for (int i = first * kVectors + threadIdx.x; i < end * kVectors; i += kThreads)
+      copy_vector<kVector>(to + i / kVectors * kPitch + int(sizeof(T)) * kVector * (i % kVectors), from + i * kVector);
   }
 }
 
-// Starts to copy columns before `end` of kColumns of kDepth planes, `plane` elements apart, each to kPitch bytes after
-// the one before. A thread copies the same columns of every kAtOnce-th plane.
-template <int kThreads, int kColumns, int kDepth, int kVector, int kPitch, typename T>
-__device__ __forceinline__ void copy_planes(unsigned char* to, const T* __restrict__ from, int plane, int end) {
-  constexpr int kRuns = kColumns / kVector, kAtOnce = kThreads / kRuns;
+// Starts to copy, channels first, columns before `end` of kColumns of kChannels channels, `channel_stride` elements
+// apart, each to kPitch bytes after the one before. A thread copies the same columns of every kAtOnce-th channel.
+template <int kThreads, int kColumns, int kChannels, int kVector, int kPitch, typename T>
+__device__ __forceinline__ void copy_channels_first(unsigned char* to, const T* __restrict__ from, int channel_stride,
+                                                    int end) {
+  constexpr int kVectors = kColumns / kVector, kAtOnce = kThreads / kVectors;
   if constexpr (kAtOnce > 0) {
-    constexpr int kTimes = (kDepth - 1) / kAtOnce + 1;
-    const int column = threadIdx.x % kRuns * kVector, group = threadIdx.x / kRuns;
-    if (column >= end || (kAtOnce * kRuns != kThreads && group >= kAtOnce)) return;
-    const T* source = from + group * plane + column;
-    unsigned char* const first = to + group * kPitch + int(sizeof(T)) * column;
+    constexpr int kTimes = (kChannels - 1) / kAtOnce + 1;
+    const int column = threadIdx.x % kVectors * kVector, first_channel = threadIdx.x / kVectors;
+    if (column >= end || (kAtOnce * kVectors != kThreads && first_channel >= kAtOnce)) return;
+    const T* source = from + first_channel * channel_stride + column;
+    unsigned char* const first = to + first_channel * kPitch + int(sizeof(T)) * column;
 #pragma unroll(kTimes <= 16 ? kTimes : 8)
     for (int i = 0; i < kTimes; ++i) {
-      if (kDepth % kAtOnce == 0 || i * kAtOnce + group < kDepth)
+      if (kChannels % kAtOnce == 0 || i * kAtOnce + first_channel < kChannels)
         copy_vector<kVector>(first + i * kAtOnce * kPitch, source);
-      source += kAtOnce * plane;
+      source += kAtOnce * channel_stride;
     }
   } else {
-    for (int i = threadIdx.x; i < kDepth * kRuns; i += kThreads) {
-      const int k = i / kRuns, column = i % kRuns * kVector;
-      if (column < end) copy_vector<kVector>(to + k * kPitch + int(sizeof(T)) * column, from + k * plane + column);
+    for (int i = threadIdx.x; i < kChannels * kVectors; i += kThreads) {
+      const int channel = i / kVectors, column = i % kVectors * kVector;
+      if (column < end)
+        copy_vector<kVector>(to + channel * kPitch + int(sizeof(T)) * column, from + channel * channel_stride + column);
     }
   }
 }

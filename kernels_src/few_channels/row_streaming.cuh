@@ -28,7 +28,7 @@ static_assert(COLUMNS % 16 == 0 && COLUMNS <= 16 * BLOCKS * WARPS_M,
 
 // S2d blocks along an axis that meet an output, and rows of dx that a row of dy completes and that meet it.
 constexpr int kS2dY = ceil_div(FILTER_Y, STRIDE_Y), kS2dX = ceil_div(FILTER_X, STRIDE_X);
-constexpr int kDone = STRIDE_Y < FILTER_Y ? STRIDE_Y : FILTER_Y;
+constexpr int kCompleteRows = STRIDE_Y < FILTER_Y ? STRIDE_Y : FILTER_Y;
 static_assert(COLUMN_STEP + kS2dX - 1 <= COLUMNS || COLUMN_STEP == 0,
               "tiles overlap by the columns that an s2d block meets, unless there is one tile");
 
@@ -68,9 +68,9 @@ __device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __res
     const ELEMENT* const image = dy + strip.image * FILTERS * channel_stride;
     const int at = row * shape.out_width + strip.column, columns = min(COLUMNS, shape.out_width - strip.column);
     if constexpr (CHANNELS_LAST)
-      copy_columns<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at * FILTERS, 0, columns);
+      copy_channels_last<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at * FILTERS, 0, columns);
     else
-      copy_planes<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at, channel_stride, columns);
+      copy_channels_first<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at, channel_stride, columns);
   }
   commit_copies();
 }
@@ -88,30 +88,30 @@ __device__ __forceinline__ void clear_rest(unsigned char* stages) {
     }
 }
 
-// A warp's part of the product.
-struct Part {
+// A warp's coordinates in the block's product: its slice of M, N and K.
+struct WarpCoord {
   int m, n, k;
 };
 
-__device__ __forceinline__ bool has_block(int b, const Part& part) {
-  return COLUMNS == 16 * BLOCKS * WARPS_M || b * WARPS_M + part.m < COLUMNS / 16;
+__device__ __forceinline__ bool has_block(int b, const WarpCoord& coord) {
+  return COLUMNS == 16 * BLOCKS * WARPS_M || b * WARPS_M + coord.m < COLUMNS / 16;
 }
 
 // Adds the products that meet the pixels of a row of s2d blocks, and writes the pixels. A thread has an s2d block of a
 // row of dx, whose taps are known when this is compiled, but a pixel where s2d blocks are wide: stores of a warp would
-// be far apart. kPitch floats are between taps in `products`, kRow taps between rows of dx, kShare between shares of
-// the filters.
-template <int kPitch, int kRow, int kShare>
+// be far apart. kPitch floats are between taps in `products`, kRow taps between rows of dx, kSlice between slices
+// of the filters (sliced-K).
+template <int kPitch, int kRow, int kSlice>
 __device__ __forceinline__ void col2im(ELEMENT* __restrict__ dx, const Shape& shape, const float* products,
                                        const Strip& strip, int row) {
-  constexpr int kPixels = STRIDE_X <= 2 ? STRIDE_X : 1, kParts = STRIDE_X / kPixels;
-  const int count = kParts * (strip.end_s2d - strip.first_s2d);
+  constexpr int kPixels = STRIDE_X <= 2 ? STRIDE_X : 1, kSegments = STRIDE_X / kPixels;
+  const int count = kSegments * (strip.end_s2d - strip.first_s2d);
 #pragma unroll 1
   for (int i = threadIdx.x; i < STRIDE_Y * count; i += kThreads) {
     int e = 0;
 #pragma unroll
     for (int other = 1; other < STRIDE_Y; ++other) e += i >= other * count;
-    const int part = i - e * count, s2d = strip.first_s2d + part / kParts, begin = part % kParts;
+    const int segment = i - e * count, s2d = strip.first_s2d + segment / kSegments, begin = segment % kSegments;
     const int h = row * STRIDE_Y + e - shape.pad_top;
     if (static_cast<unsigned>(h) >= static_cast<unsigned>(shape.height)) continue;
     float acc[kPixels][CHANNELS] = {};
@@ -124,22 +124,22 @@ __device__ __forceinline__ void col2im(ELEMENT* __restrict__ dx, const Shape& sh
         const int s = begin + p + q * STRIDE_X;
         if (s >= FILTER_X) continue;
 #pragma unroll
-        for (int share = 0; share < WARPS_K; ++share)
+        for (int slice = 0; slice < WARPS_K; ++slice)
 #pragma unroll
-          for (int c = 0; c < CHANNELS; ++c) acc[p][c] += from[(share * kShare + s * CHANNELS + c) * kPitch - q];
+          for (int c = 0; c < CHANNELS; ++c) acc[p][c] += from[(slice * kSlice + s * CHANNELS + c) * kPitch - q];
       }
     }
-    const int first = s2d * STRIDE_X + begin - shape.pad_left, rest = CHANNELS_LAST ? CHANNELS : 1;
+    const int first = s2d * STRIDE_X + begin - shape.pad_left, column_stride = CHANNELS_LAST ? CHANNELS : 1;
     ELEMENT* const to = dx +
                         (CHANNELS_LAST ? strip.image * shape.height + h : strip.image * CHANNELS * shape.height + h) *
-                            shape.width * rest +
-                        first * rest;
+                            shape.width * column_stride +
+                        first * column_stride;
     const int channel_stride = CHANNELS_LAST ? 1 : shape.height * shape.width;
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
       if (static_cast<unsigned>(first + p) >= static_cast<unsigned>(shape.width)) continue;
 #pragma unroll
-      for (int c = 0; c < CHANNELS; ++c) to[p * rest + c * channel_stride] = convert<ELEMENT>(acc[p][c]);
+      for (int c = 0; c < CHANNELS; ++c) to[p * column_stride + c * channel_stride] = convert<ELEMENT>(acc[p][c]);
     }
   }
 }

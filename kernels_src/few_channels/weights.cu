@@ -1,13 +1,13 @@
-// dw[k,c,r,s] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] for CHANNELS <= 4
-// channels, on tensor cores with float32 accumulators.
+// dw[k,c,r,s] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*STRIDE_Y - pad_top + r, j*STRIDE_X - pad_left + s] for CHANNELS <=
+// 4 channels, on tensor cores with float32 accumulators.
 //
 // A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, STAGES tiles at a time, and the input tile of
 // x with its halo, two at a time, with pixels of four channels. A window is what one output, or two neighbours if
-// STRIDE_X is odd, meets of the input tile: of each row a run of pixels that starts with an even one (implicit im2col).
-// M is filters, for each output of a window, N the elements of a window, K is windows; ldmatrix reads both as they lie.
-// WARPS_Y warps share the filter's rows, WARPS_K its filters and WARPS_P the windows. The accumulators of a window's
-// outputs are added at the end. Grid: blocks of filters, times `tile_step` blocks that tiles are dealt to (split-K).
-// Each writes float32 partials, which few_channels_weights_finish adds in a fixed order.
+// STRIDE_X is odd, meets of the input tile: of each row pixels side by side, the first of them even (implicit
+// im2col). M is filters, for each output of a window, N the elements of a window, K is windows; ldmatrix reads both as
+// they lie. WARPS_Y warps share the filter's rows, WARPS_K its filters and WARPS_P the windows. The accumulators of a
+// window's outputs are added at the end. Grid: blocks of filters, times `tile_step` blocks that tiles are dealt to
+// (split-K). Each writes float32 partials, which few_channels_weights_finish adds in a fixed order.
 #include "common/copy_bytes.cuh"
 #include "common/split_k.cuh"
 #include "common/mma.cuh"
@@ -49,7 +49,7 @@ constexpr int kOutBytes = CHANNELS_LAST ? kOutputs * kSlots * kOutPitch : kTileK
 constexpr int kRowOutputs = kOutputs * kRowWindows, kInputTileAt = STAGES * kOutBytes;
 static_assert(STAGES >= 2, "STAGES is at least 2: a tile is loaded while another is read");
 
-// A warp's share of the product, and the accumulators of a block when warps add theirs.
+// A warp's part of the product, and the accumulators of a block when warps add theirs.
 constexpr int kWarpRows = ceil_div(FILTER_Y, WARPS_Y), kWarpFilters = kTileK / 16 / WARPS_K;
 constexpr int kTaps = CHANNELS * FILTER_Y * FILTER_X, kAccumulatorPitch = FILTER_Y * kRowWords * 8 + 8;
 static_assert(SHARED_BYTES == maximum(kInputTileAt + 2 * Pixels::kBytes, 4 * kOutputs * kTileK * kAccumulatorPitch),
@@ -64,18 +64,18 @@ __device__ __forceinline__ void copy_outputs(unsigned char* to, const ELEMENT* f
 }
 
 // Starts to stage a tile's outputs as one group, zeros where there are none. A thread copies the same place of every
-// row, or of every few filters, so that places are reckoned once.
+// row, or of every few filters, so that addresses are computed once.
 __device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* __restrict__ dy, const Shape& shape,
                                              const OutputTile& tile) {
   if constexpr (CHANNELS_LAST) {
-    constexpr unsigned kRuns = kTileK / OUT_VECTOR;
+    constexpr unsigned kVectors = kTileK / OUT_VECTOR;
     const int channels = shape.out_channels, row_stride = shape.out_width * channels;
     const int rows = shape.out_height - tile.row, columns = shape.out_width - tile.column;
     const ELEMENT* const first =
         dy + ((tile.image * shape.out_height + tile.row) * shape.out_width + tile.column) * channels + tile.first_k;
 #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < kRowOutputs * kRuns; i += kThreads) {
-      const int k = i % kRuns * OUT_VECTOR, column = i / kRuns;
+    for (unsigned i = threadIdx.x; i < kRowOutputs * kVectors; i += kThreads) {
+      const int k = i % kVectors * OUT_VECTOR, column = i / kVectors;
       const bool inside = column < columns && k < channels - tile.first_k;
       const ELEMENT* const source = first + column * channels + k;
       unsigned char* const at = to + (column % kOutputs * kSlots + column / kOutputs) * kOutPitch + 2 * k;
@@ -84,14 +84,15 @@ __device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* _
         copy_outputs(at + row * kRowWindows * kOutPitch, source + row * row_stride, inside && row < rows);
     }
   } else {
-    constexpr int kRuns = ceil_div(kTileH * kRowOutputs, OUT_VECTOR), kLanes = kRuns < kThreads ? kRuns : kThreads;
+    constexpr int kVectors = ceil_div(kTileH * kRowOutputs, OUT_VECTOR),
+                  kLanes = kVectors < kThreads ? kVectors : kThreads;
     constexpr int kGroups = kThreads / kLanes;
     const int channel_stride = shape.out_height * shape.out_width, filters = shape.out_channels - tile.first_k;
     const ELEMENT* const first = dy + (tile.image * shape.out_channels + tile.first_k) * channel_stride;
     const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
 #pragma unroll 1
-    for (int run = lane; run < kRuns && group < kGroups; run += kLanes) {
-      const int pixel = run * OUT_VECTOR, row = tile.row + pixel / kRowOutputs;
+    for (int vector = lane; vector < kVectors && group < kGroups; vector += kLanes) {
+      const int pixel = vector * OUT_VECTOR, row = tile.row + pixel / kRowOutputs;
       const int column = tile.column + pixel % kRowOutputs;
       const bool inside = row < shape.out_height && column < shape.out_width;
       const ELEMENT* const source = first + row * shape.out_width + column;
@@ -192,13 +193,13 @@ __device__ __forceinline__ void add_tile(Accumulators& acc, unsigned outputs, un
 }
 
 // Adds the accumulators of warps with different windows in shared memory, in order.
-__device__ __forceinline__ void reduce_warps(float* joined, const Accumulators& acc, int first_y, int first_filter,
-                                             int share) {
+__device__ __forceinline__ void reduce_warps(float* reduced, const Accumulators& acc, int first_y, int first_filter,
+                                             int slice) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int round = 0; round < WARPS_P; ++round) {
     __syncthreads();  // stages have been read, or the round before is complete
-    if (round != share) continue;
+    if (round != slice) continue;
 #pragma unroll
     for (int f = 0; f < kWarpFilters; ++f)
 #pragma unroll
@@ -212,7 +213,7 @@ __device__ __forceinline__ void reduce_warps(float* joined, const Accumulators& 
             for (int half = 0; half < 2; ++half) {
               const int k = first_filter + 16 * f + 8 * half + lane / 4;
               float* const at =
-                  joined + (p * kTileK + k) * kAccumulatorPitch + ((first_y + r) * kRowWords + j) * 8 + lane % 4 * 2;
+                  reduced + (p * kTileK + k) * kAccumulatorPitch + ((first_y + r) * kRowWords + j) * 8 + lane % 4 * 2;
               Vector<float, 2> pair = {acc[f][p][r][j][2 * half], acc[f][p][r][j][2 * half + 1]};
               if (round > 0) {
                 const Vector<float, 2> before = *reinterpret_cast<const Vector<float, 2>*>(at);
@@ -227,7 +228,7 @@ __device__ __forceinline__ void reduce_warps(float* joined, const Accumulators& 
 }
 
 // Writes `count` filters in the order of dw.
-__device__ __forceinline__ void store_partials(float* __restrict__ partials, const float* joined, int count) {
+__device__ __forceinline__ void store_partials(float* __restrict__ partials, const float* reduced, int count) {
   for (int i = threadIdx.x; i < count * kTaps; i += kThreads) {
     const int k = i / kTaps, tap = i % kTaps;
     const int c = CHANNELS_LAST ? tap % CHANNELS : tap / (FILTER_Y * FILTER_X);
@@ -236,7 +237,7 @@ __device__ __forceinline__ void store_partials(float* __restrict__ partials, con
     float sum = 0;
 #pragma unroll
     for (int p = 0; p < kOutputs; ++p)
-      sum += joined[(p * kTileK + k) * kAccumulatorPitch + r * kRowWords * 8 + 4 * (s + p * STRIDE_X) + c];
+      sum += reduced[(p * kTileK + k) * kAccumulatorPitch + r * kRowWords * 8 + 4 * (s + p * STRIDE_X) + c];
     partials[i] = sum;
   }
 }
@@ -253,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   OutputTile tile = {0, first_k, 0, 0};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int first_y = warp % WARPS_Y * kWarpRows, first_filter = warp / WARPS_Y % WARPS_K * kWarpFilters * 16;
-  const int share = warp / (WARPS_Y * WARPS_K);
+  const int slice = warp / (WARPS_Y * WARPS_K);
 
   Loader loader;
 #pragma unroll 1
@@ -294,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     }
     const unsigned now = base + stage * kOutBytes;
     if (first_y < FILTER_Y)
-      add_tile(acc, now, base + kInputTileAt + half * Pixels::kBytes, first_y, first_filter, share);
+      add_tile(acc, now, base + kInputTileAt + half * Pixels::kBytes, first_y, first_filter, slice);
     if (!Loader::kIsWhole && number + shape.tile_step < shape.tiles) {
       go_to(tile, shape, number + shape.tile_step);
       loader.move(input_tile, x, input_tile_of(tile, shape));
@@ -302,23 +303,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     half ^= 1;
   }
-  float* const joined = reinterpret_cast<float*>(shared);
-  reduce_warps(joined, acc, first_y, first_filter, share);
-  store_partials(partials + (static_cast<int64>(split) * shape.out_channels + first_k) * kTaps, joined,
+  float* const reduced = reinterpret_cast<float*>(shared);
+  reduce_warps(reduced, acc, first_y, first_filter, slice);
+  store_partials(partials + (static_cast<int64>(split) * shape.out_channels + first_k) * kTaps, reduced,
                  min(kTileK, shape.out_channels - first_k));
 }
 
 // dw[i] = sum of partials[split][i] over the splits. A block has 32 elements; each of its warps sums every 32nd split.
-constexpr int kShares = 32;
+constexpr int kSplitLanes = 32;
 
-extern "C" __global__ void __launch_bounds__(32 * kShares)
+extern "C" __global__ void __launch_bounds__(32 * kSplitLanes)
     few_channels_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
-  __shared__ float acc[kShares][33];
+  __shared__ float acc[kSplitLanes][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
   griddepcontrol_wait();
-  float sum = sum_splits<8, int64>(partials, at, size, {warp, splits, kShares}, at < size);
+  float sum = sum_splits<8, int64>(partials, at, size, {warp, splits, kSplitLanes}, at < size);
   acc[warp][lane] = sum;
-  __syncthreads();  // every warp's share is there
+  __syncthreads();  // every warp's sums are there
   sum = acc[lane][warp];
 #pragma unroll
   for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);

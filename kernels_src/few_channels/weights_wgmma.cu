@@ -1,11 +1,11 @@
-// dw[k,c,r,s] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] for CHANNELS <= 4
-// channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 accumulators.
+// dw[k,c,r,s] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*STRIDE_Y - pad_top + r, j*STRIDE_X - pad_left + s] for CHANNELS <=
+// 4 channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 accumulators.
 //
 // A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, and the input tile of x with its halo as
 // 16-byte words of two neighbouring pixels of four channels: of every second pixel, or of every pixel if STRIDE_X is
 // odd. What eight neighbouring outputs meet of a pair of taps is then eight words side by side, a core matrix as it
-// lies. M is 64 filters, N a pair of taps of all (or of up to eight) rows of the filter, K 16 outputs. GROUPS_K
-// warpgroups share the filters and GROUPS_S the pairs of taps. LOADERS more are producers, a tile each by turns,
+// lies. M is 64 filters, N a pair of taps of all (or of up to eight) rows of the filter, K 16 outputs. WARPGROUPS_K
+// warpgroups share the filters and WARPGROUPS_S the pairs of taps. PRODUCERS more load, a tile each by turns,
 // through registers: what is on its way is in registers, and a tile is in shared memory when it is complete. Grid:
 // blocks of filters, times `tile_step` blocks that tiles are dealt to (split-K). Each writes float32 partials, which
 // few_channels_weights_wgmma_finish adds in a fixed order.
@@ -15,11 +15,12 @@
 #if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(TILE_H) || !defined(TILE_W) || !defined(TILE_K)
 #error "define STRIDE_Y, STRIDE_X, TILE_H, TILE_W and TILE_K"
 #endif
-#if !defined(GROUPS_K) || !defined(GROUPS_S) || !defined(CHANNELS_LAST) || !defined(OFFSET) || !defined(COLUMN_BLOCKS)
-#error "define GROUPS_K, GROUPS_S, CHANNELS_LAST, OFFSET and COLUMN_BLOCKS"
+#if !defined(WARPGROUPS_K) || !defined(WARPGROUPS_S) || !defined(CHANNELS_LAST) || !defined(OFFSET) || \
+    !defined(COLUMN_BLOCKS)
+#error "define WARPGROUPS_K, WARPGROUPS_S, CHANNELS_LAST, OFFSET and COLUMN_BLOCKS"
 #endif
-#if !defined(LOADERS) || !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define LOADERS, IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(PRODUCERS) || !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define PRODUCERS, IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
 #include "common/split_k.cuh"
@@ -48,24 +49,25 @@
 #endif
 #include "common/wgmma.cuh"
 
-// Teams of kLoaders threads load: the first LOADERS warpgroups. A warpgroup that loads and multiplies, too, would have
-// its products serialized by ptxas.
-constexpr int kWorkers = 128 * GROUPS_K * GROUPS_S, kLoaders = 128, kTeams = LOADERS;
-static_assert(kTeams > 0,
-              "LOADERS is at least 1: a warpgroup that loads and multiplies would have its wgmma serialized");
-constexpr int kThreads = kTeams * kLoaders + kWorkers, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
+// The first PRODUCERS warpgroups load, the others multiply. A warpgroup that did both would have its products
+// serialized by ptxas.
+constexpr int kConsumerThreads = 128 * WARPGROUPS_K * WARPGROUPS_S, kProducerThreads = 128, kProducers = PRODUCERS;
+static_assert(kProducers > 0,
+              "PRODUCERS is at least 1: a warpgroup that loads and multiplies would have its wgmma serialized");
+constexpr int kThreads = kProducers * kProducerThreads + kConsumerThreads, kTileH = TILE_H, kTileW = TILE_W,
+              kTileK = TILE_K;
 static_assert(kTileW % 8 == 0, "eight neighbours in a tile are outputs of one row");
-static_assert(kTileK % 8 == 0 && ceil_div(kTileK, 64) == GROUPS_K, "a warpgroup has up to 64 filters");
+static_assert(kTileK % 8 == 0 && ceil_div(kTileK, 64) == WARPGROUPS_K, "a warpgroup has up to 64 filters");
 
-// Filter rows are cut into kParts of COLUMN_BLOCKS, the last with rows that count for none.
-constexpr int kTapPairs = ceil_div(FILTER_X, 2), kGroupTapPairs = kTapPairs / GROUPS_S;
-constexpr int kParts = ceil_div(FILTER_Y, COLUMN_BLOCKS), kSpareRows = kParts * COLUMN_BLOCKS - FILTER_Y;
-static_assert(kTapPairs % GROUPS_S == 0, "GROUPS_S divides the pairs of taps");
+// Filter rows are cut into kRowGroups of COLUMN_BLOCKS, the last with rows that count for none.
+constexpr int kTapPairs = ceil_div(FILTER_X, 2), kWarpgroupTapPairs = kTapPairs / WARPGROUPS_S;
+constexpr int kRowGroups = ceil_div(FILTER_Y, COLUMN_BLOCKS), kSpareRows = kRowGroups * COLUMN_BLOCKS - FILTER_Y;
+static_assert(kTapPairs % WARPGROUPS_S == 0, "WARPGROUPS_S divides the pairs of taps");
 
-// The input tile. Its words hold pixels that are kWordPixels apart; those of outputs that are neighbours are kPlanes
-// apart, and are side by side in a plane. OFFSET columns are staged before those that the first output meets, so that
+// The input tile. Its words hold pixels that are kWordPixels apart; those of outputs that are neighbours are kPhases
+// apart, and are side by side in a phase. OFFSET columns are staged before those that the first output meets, so that
 // vectors are aligned.
-constexpr int kWordPixels = STRIDE_X % 2 == 0 ? 2 : 1, kPlanes = STRIDE_X / kWordPixels;
+constexpr int kWordPixels = STRIDE_X % 2 == 0 ? 2 : 1, kPhases = STRIDE_X / kWordPixels;
 constexpr int kTapPairWords = 2 / kWordPixels;
 constexpr int kFirstPixel = kWordPixels == 2 ? OFFSET % 2 : 0, kLead = (kFirstPixel + OFFSET) / kWordPixels;
 constexpr int kColumns = round_up(OFFSET + (kTileW - 1) * STRIDE_X + FILTER_X, IN_VECTOR);
@@ -73,16 +75,16 @@ using Staged =
     InputTile<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
 
 struct Pixels : Staged {
-  static constexpr int kWords = ceil_div(kFirstPixel + kColumns, kWordPixels), kPlaneWords = ceil_div(kWords, kPlanes);
+  static constexpr int kWords = ceil_div(kFirstPixel + kColumns, kWordPixels), kPhaseWords = ceil_div(kWords, kPhases);
   // An odd number, so that the same word of eight rows is in different banks.
-  static constexpr int kRowWords = kPlanes * kPlaneWords | 1, kRowBytes = 16 * kRowWords, kBytes = kRows * kRowBytes;
+  static constexpr int kRowWords = kPhases * kPhaseWords | 1, kRowBytes = 16 * kRowWords, kBytes = kRows * kRowBytes;
 
   static __device__ __forceinline__ int word_position(int word) {
-    return word % kPlanes * kPlaneWords + word / kPlanes;
+    return word % kPhases * kPhaseWords + word / kPhases;
   }
 };
 
-struct Loader : InputTileLoader<Pixels, kLoaders, ELEMENT> {
+struct Loader : InputTileLoader<Pixels, kProducerThreads, ELEMENT> {
   // Writes what take() loaded, a pixel into both words that hold it.
   __device__ __forceinline__ void put_words(unsigned char* input_tile, int first) const {
     if constexpr (kWordPixels == 2) {
@@ -90,10 +92,10 @@ struct Loader : InputTileLoader<Pixels, kLoaders, ELEMENT> {
     } else {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const int rank = first + i * kLoaders + threadIdx.x;
-        if (rank >= Pixels::kRuns) break;
-        unsigned char* const row = input_tile + rank / kColumnRuns * Pixels::kRowBytes;
-        const int column = rank % kColumnRuns * kVector;
+        const int rank = first + i * kProducerThreads + threadIdx.x;
+        if (rank >= Pixels::kVectors) break;
+        unsigned char* const row = input_tile + rank / kRowVectors * Pixels::kRowBytes;
+        const int column = rank % kRowVectors * kVector;
         const auto word = [&](int at) { return row + 16 * Pixels::word_position(at); };
         if (column > 0) *reinterpret_cast<Pixel*>(word(column - 1) + 8) = pixel_of(i, 0);
 #pragma unroll
@@ -104,7 +106,7 @@ struct Loader : InputTileLoader<Pixels, kLoaders, ELEMENT> {
     }
   }
 };
-static_assert(Loader::kIsWhole, "registers of a thread hold its part of an input tile");
+static_assert(Loader::kIsWhole, "registers of a thread hold its row_group of an input tile");
 
 // Outputs in shared memory: blocks of 8 outputs and 8 filters, which lie as in the tensor. Gaps between blocks let
 // eight writes meet every bank once.
@@ -114,30 +116,31 @@ constexpr int kBlockPitch = 128 + kBlockGap, kOctetGap = CHANNELS_LAST ? 0 : 16 
 constexpr int kOctetPitch = kFilterBlocks * kBlockPitch + kOctetGap;
 constexpr int kOutBytes = 2 * kKSteps * kOctetPitch, kStages = 3, kInputTileAt = kStages * kOutBytes;
 // Products read rows of filters and columns of taps that there are not, of which nothing is kept.
-constexpr int kSpare = maximum((8 * GROUPS_K - kFilterBlocks) * kBlockPitch, kSpareRows* Pixels::kRowBytes);
+constexpr int kSpare = maximum((8 * WARPGROUPS_K - kFilterBlocks) * kBlockPitch, kSpareRows* Pixels::kRowBytes);
 static_assert(SHARED_BYTES == kInputTileAt + kStages * Pixels::kBytes + kSpare,
               "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
 // A thread's accumulators, in fours as it writes them.
-constexpr int kFragments = 128 * GROUPS_K * kTapPairs * FILTER_Y;
-using TileAccumulators = float[kGroupTapPairs][kParts][4 * COLUMN_BLOCKS];
+constexpr int kFragments = 128 * WARPGROUPS_K * kTapPairs * FILTER_Y;
+using TileAccumulators = float[kWarpgroupTapPairs][kRowGroups][4 * COLUMN_BLOCKS];
 using Four = Vector<float, 4>;
 
-// Moves a tile's outputs through registers, zeros where there are none. A thread moves the same places of every row.
+// Moves a tile's outputs through registers, zeros where there are none. A thread moves the same positions of every row.
 struct OutLoader {
-  static constexpr int kRuns = (CHANNELS_LAST ? kTileK : kTileW) / OUT_VECTOR;
-  static constexpr int kPlaces = kRuns * (CHANNELS_LAST ? kTileW : kTileK), kLoads = ceil_div(kPlaces, kLoaders);
+  static constexpr int kVectors = (CHANNELS_LAST ? kTileK : kTileW) / OUT_VECTOR;
+  static constexpr int kPositions = kVectors * (CHANNELS_LAST ? kTileW : kTileK),
+                       kLoads = ceil_div(kPositions, kProducerThreads);
   static constexpr int kWords = OUT_VECTOR > 1 ? OUT_VECTOR / 2 : 1;
   using Few = Vector<unsigned, kWords>;
 
   Few values[kLoads][kTileH];
 
-  // Filter and column of a place.
-  static __device__ __forceinline__ int filter_of(int place) {
-    return CHANNELS_LAST ? place % kRuns * OUT_VECTOR : place / kRuns;
+  // Filter and column of a position.
+  static __device__ __forceinline__ int filter_of(int position) {
+    return CHANNELS_LAST ? position % kVectors * OUT_VECTOR : position / kVectors;
   }
-  static __device__ __forceinline__ int column_of(int place) {
-    return CHANNELS_LAST ? place / kRuns : place % kRuns * OUT_VECTOR;
+  static __device__ __forceinline__ int column_of(int position) {
+    return CHANNELS_LAST ? position / kVectors : position % kVectors * OUT_VECTOR;
   }
 
   // Starts to load.
@@ -151,8 +154,8 @@ struct OutLoader {
     const int row_stride = CHANNELS_LAST ? shape.out_width * channels : shape.out_width;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int place = thread + i * kLoaders, k = filter_of(place), column = column_of(place);
-      const bool inside = place < kPlaces && column < columns && k < filters;
+      const int position = thread + i * kProducerThreads, k = filter_of(position), column = column_of(position);
+      const bool inside = position < kPositions && column < columns && k < filters;
       const ELEMENT* const source = first + (CHANNELS_LAST ? column * channels + k : k * channel_stride + column);
 #pragma unroll
       for (int row = 0; row < kTileH; ++row) {
@@ -172,8 +175,8 @@ struct OutLoader {
   __device__ __forceinline__ void put(unsigned char* to, int thread) const {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int place = thread + i * kLoaders, k = filter_of(place), column = column_of(place);
-      if (place >= kPlaces) break;
+      const int position = thread + i * kProducerThreads, k = filter_of(position), column = column_of(position);
+      if (position >= kPositions) break;
       unsigned char* const at = to + k / 8 * kBlockPitch + column / 8 * kOctetPitch +
                                 (CHANNELS_LAST ? column % 8 * 16 + k % 8 * 2 : k % 8 * 16 + column % 8 * 2);
 #pragma unroll
@@ -191,14 +194,14 @@ struct OutLoader {
 // Clears what is staged beyond a tile's last output, once: tiles that are loaded leave it as it is.
 __device__ __forceinline__ void clear_rest(unsigned char* to) {
   if constexpr (kOctets % 2 != 0)
-    for (int i = threadIdx.x; i < kStages * kOctetPitch / 16; i += kTeams * kLoaders) {
+    for (int i = threadIdx.x; i < kStages * kOctetPitch / 16; i += kProducers * kProducerThreads) {
       unsigned char* const octet = to + i / (kOctetPitch / 16) * kOutBytes + kOctets * kOctetPitch;
       *reinterpret_cast<Four*>(octet + i % (kOctetPitch / 16) * 16) = {};
     }
 }
 
 // Bytes from the input tile's start to what an octet of outputs meets of the first row and pair of taps.
-__device__ __forceinline__ constexpr int place_of(int octet) {
+__device__ __forceinline__ constexpr int octet_offset(int octet) {
   return octet / kRowOctets * STRIDE_Y * Pixels::kRowBytes + octet % kRowOctets * 128;
 }
 
@@ -206,22 +209,22 @@ __device__ __forceinline__ constexpr int place_of(int octet) {
 __device__ __forceinline__ void issue_wgmma(TileAccumulators& acc, unsigned outputs, unsigned input_tile,
                                             int first_tap_pair) {
   const unsigned long long filters = descriptor_at(matrix_descriptor(kOctetPitch, kBlockPitch, 0), outputs);
-  unsigned tap_pairs[kGroupTapPairs];
+  unsigned tap_pairs[kWarpgroupTapPairs];
 #pragma unroll
-  for (int c = 0; c < kGroupTapPairs; ++c)
+  for (int c = 0; c < kWarpgroupTapPairs; ++c)
     tap_pairs[c] = input_tile + 16 * Pixels::word_position(kLead + (first_tap_pair + c) * kTapPairWords);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kKSteps; ++step) {
-    const int at = place_of(2 * step), next = 2 * step + 1 < kOctets ? place_of(2 * step + 1) : at;
+    const int at = octet_offset(2 * step), next = 2 * step + 1 < kOctets ? octet_offset(2 * step + 1) : at;
     const unsigned long long form = matrix_descriptor(next - at, Pixels::kRowBytes, 0);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part)
+    for (int row_group = 0; row_group < kRowGroups; ++row_group)
 #pragma unroll
-      for (int c = 0; c < kGroupTapPairs; ++c)
+      for (int c = 0; c < kWarpgroupTapPairs; ++c)
         Wgmma<ELEMENT>::ss<CHANNELS_LAST ? Major::MN : Major::K, Major::MN>(
-            acc[c][part], filters + (2 * step * kOctetPitch >> 4),
-            descriptor_at(form, tap_pairs[c] + at + part * COLUMN_BLOCKS * Pixels::kRowBytes));
+            acc[c][row_group], filters + (2 * step * kOctetPitch >> 4),
+            descriptor_at(form, tap_pairs[c] + at + row_group * COLUMN_BLOCKS * Pixels::kRowBytes));
   }
   wgmma_commit_group();
 }
@@ -247,7 +250,7 @@ struct Fragment {
 __device__ __forceinline__ void store_partials(Four* __restrict__ partials, const TileAccumulators& acc, int first,
                                                int filters) {
 #pragma unroll
-  for (int c = 0; c < kGroupTapPairs; ++c)
+  for (int c = 0; c < kWarpgroupTapPairs; ++c)
 #pragma unroll
     for (int r = 0; r < FILTER_Y; ++r) {
       const int number = ((first + c) * FILTER_Y + r) * 128 + threadIdx.x % 128;
@@ -268,86 +271,86 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char shared[];
   const int split = static_cast<int>(blockIdx.x) / shape.filter_tiles;
   const int first_k = (blockIdx.x - split * shape.filter_tiles.by) * kTileK;
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), worker = warpgroup - kTeams;
-  const int first_tap_pair = worker % GROUPS_S * kGroupTapPairs, group_k = worker / GROUPS_S;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), consumer = warpgroup - kProducers;
+  const int first_tap_pair = consumer % WARPGROUPS_S * kWarpgroupTapPairs, warpgroup_k = consumer / WARPGROUPS_S;
   griddepcontrol_launch_dependents();
 
-  const auto work = [&](auto loads) {
-    constexpr bool kLoads = decltype(loads)::value;
+  const auto work = [&](auto is_producer) {
+    constexpr bool kIsProducer = decltype(is_producer)::value;
     OutputTile tile = {0, first_k, 0, 0};
     Loader pixels;
     OutLoader outputs;
-    // Of a team that loads: starts to load a tile, and puts it in place.
-    const int team = warpgroup, thread = threadIdx.x - kLoaders * team;
+    // Of a producer: starts to load a tile, and puts it in place.
+    const int producer = warpgroup, thread = threadIdx.x - kProducerThreads * producer;
     const auto load = [&](int number) {
       if (number >= shape.tiles) return;
       go_to(tile, shape, number);
-      pixels.take(x, input_tile_of(tile, shape), -kLoaders * team);
+      pixels.take(x, input_tile_of(tile, shape), -kProducerThreads * producer);
       outputs.take(dy, shape, tile, thread);
     };
     const auto put = [&](int number, int stage) {
       if (number >= shape.tiles) return;
-      pixels.put_words(shared + kInputTileAt + stage * Pixels::kBytes, -kLoaders * team);
+      pixels.put_words(shared + kInputTileAt + stage * Pixels::kBytes, -kProducerThreads * producer);
       outputs.put(shared + stage * kOutBytes, thread);
       fence_proxy_async();  // waits for loads, too: none of this thread may be on its way for a later tile
     };
-    if constexpr (kLoads) {
+    if constexpr (kIsProducer) {
       clear_rest(shared);
       fence_proxy_async();
-      load(split + team * shape.tile_step);
-      if (team == 0) put(split, 0);
-      if (kTeams == 1) load(split + shape.tile_step);
+      load(split + producer * shape.tile_step);
+      if (producer == 0) put(split, 0);
+      if (kProducers == 1) load(split + shape.tile_step);
     }
     TileAccumulators acc = {};
-    int stage = 0, round = 0;  // of the tile: its number modulo kStages and kTeams
+    int stage = 0, round = 0;  // of the tile: its number modulo kStages and kProducers
 #pragma unroll 1
     for (int number = split; number < shape.tiles; number += shape.tile_step) {
       // The tile is in place, and products have read the one that is overwritten next: all but the last.
       block_sync();
-      if constexpr (!kLoads)
-        issue_wgmma(acc, shared_address(shared) + stage * kOutBytes + group_k * 8 * kBlockPitch,
+      if constexpr (!kIsProducer)
+        issue_wgmma(acc, shared_address(shared) + stage * kOutBytes + warpgroup_k * 8 * kBlockPitch,
                     shared_address(shared) + kInputTileAt + stage * Pixels::kBytes, first_tap_pair);
       stage = stage + 1 == kStages ? 0 : stage + 1;
-      if constexpr (kLoads) {
-        // The team that put this tile in place goes on to load, and another puts the next in place.
-        const int next = round + 1 == kTeams ? 0 : round + 1;
-        if (team == next) put(number + shape.tile_step, stage);
-        if (team == round) load(number + maximum(2, kTeams) * shape.tile_step);
+      if constexpr (kIsProducer) {
+        // The producer that put this tile in place goes on to load, and another puts the next in place.
+        const int next = round + 1 == kProducers ? 0 : round + 1;
+        if (producer == next) put(number + shape.tile_step, stage);
+        if (producer == round) load(number + maximum(2, kProducers) * shape.tile_step);
         round = next;
       }
-      if constexpr (!kLoads) wgmma_wait_group<1>();
+      if constexpr (!kIsProducer) wgmma_wait_group<1>();
     }
-    if constexpr (!kLoads) {
+    if constexpr (!kIsProducer) {
       wgmma_wait_group<0>();
       store_partials(reinterpret_cast<Four*>(partials) + static_cast<int64>(blockIdx.x) * kFragments, acc,
-                     group_k * kTapPairs + first_tap_pair, min(kTileK, shape.out_channels - first_k));
+                     warpgroup_k * kTapPairs + first_tap_pair, min(kTileK, shape.out_channels - first_k));
     }
   };
-  if (warpgroup < kTeams)
+  if (warpgroup < kProducers)
     work(Flag<true>{});
   else
     work(Flag<false>{});
 }
 
 // dw[i] = sum of partials[split][i] over the splits. A block has 32 fragments; each of its warps sums every 32nd split.
-constexpr int kShares = 32;
+constexpr int kSplitLanes = 32;
 
-extern "C" __global__ void __launch_bounds__(32 * kShares)
+extern "C" __global__ void __launch_bounds__(32 * kSplitLanes)
     few_channels_weights_wgmma_finish(const float* partials, ELEMENT* dw, int out_channels, int filter_tiles,
                                       int splits) {
-  __shared__ Four acc[kShares][32];
+  __shared__ Four acc[kSplitLanes][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = filter_tiles * kFragments;
   const int at = blockIdx.x * 32 + lane, filter_tile = at / kFragments;
   const Fragment fragment(at % kFragments);
   const int filters = min(kTileK, out_channels - filter_tile * kTileK);
   griddepcontrol_wait();
-  acc[warp][lane] = sum_splits<4, 8, int64>(reinterpret_cast<const Four*>(partials), at, all, {warp, splits, kShares},
-                                            fragment.any(filters));
-  __syncthreads();  // every warp's share is there
+  acc[warp][lane] = sum_splits<4, 8, int64>(reinterpret_cast<const Four*>(partials), at, all,
+                                            {warp, splits, kSplitLanes}, fragment.any(filters));
+  __syncthreads();  // every warp's sums are there
   if (warp >= 4) return;
   float total = 0;
 #pragma unroll
-  for (int share = 0; share < kShares; ++share) total += acc[share][lane].at[warp];
+  for (int lane_sums = 0; lane_sums < kSplitLanes; ++lane_sums) total += acc[lane_sums][lane].at[warp];
   const int in_tile = fragment.k + warp / 2 * 8, c = fragment.c + warp % 2;
   if (!fragment.any(filters) || in_tile >= filters || c >= CHANNELS) return;
   const int64 first = static_cast<int64>(filter_tile * kTileK + in_tile) * CHANNELS;

@@ -31,11 +31,11 @@ def _defines(problem: ProblemDescription, config: Config, tiling: DataTiling) ->
         *gradient_defines(problem),
         ("TAPS_X", tiling.width.taps),
         ("LAST_TAP", tiling.width.last_tap),
-        ("CELLS", tiling.s2d_blocks),
+        ("S2D_BLOCKS", tiling.s2d_blocks),
         *((name.upper(), config[name]) for name in ("blocks", "warps", "stages")),
         ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         ("IN_VECTOR", tiling.in_vector),
-        ("PAIRS", int(_has_pairs(problem, tiling))),
+        ("OUT_VECTOR", 2 if _has_pairs(problem, tiling) else 1),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
         DATA_SHAPE.define,
@@ -88,8 +88,8 @@ class ConvFirstLayerData(FewChannelsSolver):
     For few and small filters over large images, and for patches, where it is faster than ConvFirstLayerDataRows, which
     serves the rest: all of the filters must fit a thread's registers, and of NCHW only patches are served.
 
-    Products with zeros complete the filters: an infinity or NaN of dy spreads to pixels near those that meet it. Sums
-    are float32; equal inputs give equal bits.
+    Products with zeros complete the filters: an infinity or NaN of dy spreads to pixels near those that meet it.
+    Accumulators are float32; equal inputs give equal bits.
 
     Configuration: a block of `warps` warps has rows of dy in `stages` buffers; a warp multiplies `blocks` blocks of 16
     s2d blocks of a stride's pixels; there are as many strips as fill multiprocessors with `resident` blocks.
@@ -113,7 +113,7 @@ class ConvFirstLayerData(FewChannelsSolver):
         tiling = DataTiling.of(problem, config, device)
         if config["blocks"] != ceil_div(tiling.s2d_blocks // 16, config["warps"]):
             return False
-        if tiling.kept > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
+        if tiling.held_registers > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
             return False
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
         return fits_shared and tiling.resident == config["resident"]
@@ -139,7 +139,7 @@ class ConvFirstLayerData(FewChannelsSolver):
         if problem.direction is self.direction and not refuse_windows(problem).refused and not _is_served(problem):
             reason = f"filter {problem.filter} stride {problem.conv.stride} padding {problem.conv.pad_before}"
             return Applicability(
-                f"serves strides above 1, and planes where a pixel meets one column of dy, not {reason}"
+                f"serves strides above 1, and of NCHW those where a pixel meets one column of dy, not {reason}"
             )
         return super().is_applicable(problem, device)
 

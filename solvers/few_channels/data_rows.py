@@ -72,7 +72,7 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
     """Backward data for up to four channels: rows of dy times all filters; products that meet a pixel are added.
 
     For all filters, strides and layouts; ConvFirstLayerData is faster for some with strides above 1. dy is read once
-    but for the ends of strips. Sums are float32; equal inputs give equal bits.
+    but for the ends of strips. Accumulators are float32; equal inputs give equal bits.
 
     Configuration: a block of `warps_m` x `warps_n` x `warps_k` warps has rows in `stages` buffers; a warp multiplies
     `blocks` blocks of 16 outputs, `warps_n` warps share the taps of a row and `warps_k` the filters; there are as many
@@ -101,7 +101,7 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
             return False
         if config["blocks"] != ceil_div(tiling.columns // 16, config["warps_m"]):
             return False
-        if tiling.held > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
+        if tiling.held_registers > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
             return False
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
         return fits_shared and tiling.resident == config["resident"]

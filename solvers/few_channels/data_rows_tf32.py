@@ -91,7 +91,7 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
     For all filters, strides and layouts. float32 is split into two tf32, of which three products are added (3xTF32)
     within float32's error bound: an infinity comes out as NaN, as do values within 2**-11 of the largest float32. Where
     math='tf32' allows it, float32 is cut to tf32 and one product is computed. dy is read once but for the ends of
-    strips. Sums are float32; equal inputs give equal bits.
+    strips. Accumulators are float32; equal inputs give equal bits.
 
     Configuration: a block of `warps_m` x `warps_n` x `warps_k` warps has rows in `stages` buffers; a warp multiplies
     `blocks` blocks of 16 outputs, `warps_n` warps share the taps of a row and `warps_k` the filters, which are kept

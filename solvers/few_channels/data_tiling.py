@@ -30,7 +30,7 @@ class DataTiling:
         in_vector: elements of dy that are loaded at once.
         steps: of 16 filters.
         fragments: of the filters.
-        kept: registers of a thread for sums and fragments.
+        held_registers: of a thread for accumulators and fragments.
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
@@ -47,7 +47,7 @@ class DataTiling:
     in_vector: int
     steps: int
     fragments: int
-    kept: int
+    held_registers: int
     registers: int
     shared_bytes: int
     resident: int
@@ -71,8 +71,8 @@ class DataTiling:
         row_bytes = (32 * steps + 16) * columns if last else (2 * columns + 16) * 16 * steps
         raw = (stages - 1) * row_bytes + round_up(2 * problem.w.size, 16)
         shared_bytes = max(stages * row_bytes, raw + 256 * fragments)
-        kept = 4 * blocks * taps_y * element_blocks + 2 * fragments
-        registers = round_up(kept + 4 * blocks + 44, 8)
+        held_registers = 4 * blocks * taps_y * element_blocks + 2 * fragments
+        registers = round_up(held_registers + 4 * blocks + 44, 8)
         resident = min(config["resident"], resident_blocks(registers, 32 * warps, shared_bytes, SmLimits.of(device)))
         rows = strip_rows(height, problem.n * s2d_tiles, device.sm_count * max(1, resident))
         strips = ceil_div(height.end - height.first, rows)
@@ -85,7 +85,7 @@ class DataTiling:
             in_vector=math.gcd(8, problem.k if last else problem.out_spatial[1]),
             steps=steps,
             fragments=fragments,
-            kept=kept,
+            held_registers=held_registers,
             registers=registers,
             shared_bytes=shared_bytes,
             resident=resident,

@@ -23,7 +23,7 @@ from miofind.solvers.few_channels.shapes import DATA_WGMMA_SHAPE, images
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver, gradient_defines
 
 _MAX_THREADS = 512
-_MAX_GROUPS = 4
+_MAX_WARPGROUPS = 4
 _MAX_PRODUCTS = 128  # of a row of dy: they are unrolled
 _MAX_REGISTERS = 232
 _SHARED_BYTES = 227 << 10
@@ -33,9 +33,9 @@ _TILES_W = (16, 32, 64, 128, 256)
 def _defines(problem: ProblemDescription, config: Config, tiling: DataWgmmaTiling) -> tuple[tuple[str, str | int], ...]:
     return (
         *gradient_defines(problem),
-        ("WIDEN", config["widen"]),
-        ("PHASE", tiling.phase),
-        ("PAIRED", int(tiling.paired)),
+        ("S2D_STRIDES", config["widen"]),
+        ("S2D_OFFSET", tiling.s2d_offset),
+        ("OUT_VECTOR", tiling.out_vector),
         ("COLUMNS", tiling.columns),
         ("TEAMS", config["teams"]),
         ("STAGES", config["stages"]),
@@ -49,7 +49,9 @@ def _defines(problem: ProblemDescription, config: Config, tiling: DataWgmmaTilin
 
 def _staging(tiling: DataWgmmaTiling) -> tuple[tuple[str, int], ...]:
     boxes = tiling.boxes
-    return (("TOGETHER", boxes.together), ("LEAD", boxes.lead)) if boxes else (("IN_VECTOR", tiling.in_vector),)
+    if not boxes:
+        return (("IN_VECTOR", tiling.in_vector),)
+    return ("BOX_COLUMNS", boxes.columns), ("LEAD_COLUMNS", boxes.lead)
 
 
 def _gradients(problem: ProblemDescription, tiling: DataWgmmaTiling) -> Pointer | TensorMap:
@@ -57,8 +59,8 @@ def _gradients(problem: ProblemDescription, tiling: DataWgmmaTiling) -> Pointer 
     if not (boxes := tiling.boxes):
         return Pointer(buffer="y")
     height, width = problem.out_spatial
-    box = Box(sizes=(boxes.span // 2, boxes.rows, 1), steps=(1, boxes.apart, 1))
-    return packed_map(problem, "y", (boxes.together * problem.k, width // boxes.together, problem.n * height), box)
+    box = Box(sizes=(boxes.swizzle_bytes // 2, boxes.rows, 1), steps=(1, boxes.phases, 1))
+    return packed_map(problem, "y", (boxes.columns * problem.k, width // boxes.columns, problem.n * height), box)
 
 
 def _spills(tiling: DataWgmmaTiling) -> bool:
@@ -68,11 +70,11 @@ def _spills(tiling: DataWgmmaTiling) -> bool:
     bounds of their own, and rows of a single s2d block leave where filters are in registers, for each product.
     """
     needed = tiling.columns // 2 + 56
-    if not tiling.paired and (tiling.columns >= 64 or tiling.entry_rows >= 36):
+    if tiling.out_vector == 1 and (tiling.columns >= 64 or tiling.entry_rows >= 36):
         needed += tiling.columns // 3
     elif tiling.columns >= 200:
         needed += 16
-    if tiling.height.met == 1 and tiling.groups > 1:
+    if tiling.height.met == 1 and tiling.warpgroups > 1:
         needed += 2 * tiling.products
     return needed > register_limit(tiling.resident, tiling.threads)
 
@@ -140,7 +142,7 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = DataWgmmaTiling.of(problem, config, device)
-        if tiling.groups > _MAX_GROUPS or tiling.threads > _MAX_THREADS or tiling.products > _MAX_PRODUCTS:
+        if tiling.warpgroups > _MAX_WARPGROUPS or tiling.threads > _MAX_THREADS or tiling.products > _MAX_PRODUCTS:
             return False
         narrower = max((width for width in _TILES_W if width < config["tile_w"]), default=0)
         if narrower and ceil_div(tiling.s2d_blocks, narrower) == tiling.tiles:
@@ -190,9 +192,9 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         tiling = DataWgmmaTiling.of(problem, config, device)
         columns, teams = tiling.columns, tiling.resident * config["teams"]
         together = min(teams, ceil_div(tiling.blocks, device.sm_count) * config["teams"])
-        halves = 1 + tiling.entry_rows / 8  # of 8 rows of the product, that a entry_rows meets
-        written = halves * columns / 8 * _WRITTEN * (1 if tiling.paired else 2)
-        row_products = tiling.groups * tiling.products
+        halves = 1 + tiling.entry_rows / 8  # of 8 rows of the product, that an entry meets
+        written = halves * columns / 8 * _WRITTEN * (2 / tiling.out_vector)
+        row_products = tiling.warpgroups * tiling.products
         tensor = _PRODUCT * row_products * columns
         operands = row_products * (16 + columns / 4) + (tiling.stage_bytes + 2 * tiling.transposed_bytes) / 128
         busy = together * max(tensor, _SHARED * operands + written)

@@ -25,42 +25,42 @@ class RowBoxes:
     """Boxes in which the copy engine takes a row of dy with channels last, as products read it.
 
     Attributes:
-        together: columns whose filters are side by side in a row of a box: those of a s2d block, or one.
-        apart: columns of dy from one row of a box to the next, in units of `together`.
+        columns: whose filters are side by side in a row of a box: those of an s2d block, or one.
+        phases: columns of dy from one row of a box to the next, in units of `columns`; each phase has boxes of its own.
         lead: columns that are staged before the first that is met.
-        span: bytes of a row of a box.
+        swizzle_bytes: of a row of a box, within which it is swizzled.
         rows: of a box.
         count: boxes of a row of dy.
-        bytes: of all, where each plane of columns begins where the swizzle repeats.
+        bytes: of all, where each phase of columns begins where the swizzle repeats.
     """
 
-    together: int
-    apart: int
+    columns: int
+    phases: int
     lead: int
-    span: int
+    swizzle_bytes: int
     rows: int
     count: int
     bytes: int
 
     @staticmethod
-    def of(problem: ProblemDescription, columns: int, shifts: int, widen: int, before: int) -> RowBoxes:
-        """Boxes of `columns` s2d blocks, `widen` columns of dy each; the first meets `before` columns before it."""
+    def of(problem: ProblemDescription, s2d_blocks: int, shifts: int, widen: int, before: int) -> RowBoxes:
+        """Boxes of `s2d_blocks`, `widen` columns of dy each; the first meets `before` columns before it."""
         divides = problem.k % 16 == problem.out_spatial[1] % widen == 0
-        together = widen if divides else 1
-        lead, apart, filters = -before % together, widen // together, together * problem.k
-        span = 32 if filters <= 16 else 64 if filters <= 32 else 128
-        plane = columns + (lead + shifts - 1) // widen
-        boxes = ceil_div(plane * apart, _MOST)
-        rows = plane if boxes == 1 else round_up(ceil_div(plane, boxes), 8)
-        planes = ceil_div(2 * filters, span) * apart
+        columns = widen if divides else 1
+        lead, phases, filters = -before % columns, widen // columns, columns * problem.k
+        swizzle_bytes = 32 if filters <= 16 else 64 if filters <= 32 else 128
+        phase_rows = s2d_blocks + (lead + shifts - 1) // widen
+        boxes = ceil_div(phase_rows * phases, _MOST)
+        rows = phase_rows if boxes == 1 else round_up(ceil_div(phase_rows, boxes), 8)
+        parts = ceil_div(2 * filters, swizzle_bytes) * phases
         return RowBoxes(
-            together=together,
-            apart=apart,
+            columns=columns,
+            phases=phases,
             lead=lead,
-            span=span,
+            swizzle_bytes=swizzle_bytes,
             rows=rows,
-            count=planes * boxes,
-            bytes=planes * round_up(boxes * rows, 8) * span,
+            count=parts * boxes,
+            bytes=parts * round_up(boxes * rows, 8) * swizzle_bytes,
         )
 
 
@@ -74,15 +74,15 @@ class DataWgmmaTiling:
         height: s2d blocks of stride rows.
         left: columns before dx where s2d blocks begin: the padding, or one more, so that two elements side by side are
             aligned.
-        phase, ahead: how far that is from where taps begin: columns of dx less than a stride, and columns of dy.
-        paired: two elements of a s2d block side by side lie at a multiple of their size.
+        s2d_offset, ahead: how far that is from where taps begin: columns of dx less than a stride, and columns of dy.
+        out_vector: elements of an s2d block that are stored at once: two side by side if they are aligned.
         first_s2d, s2d_blocks: along a row, of `widen` strides; block I has pixels from I * widen * stride - left on.
         shifts: columns of dy that a s2d block meets.
         columns, tiles: s2d blocks of a tile, a multiple of 8; how many tiles a row has.
-        in_vector: elements of a plane of dy that are loaded at once.
-        entry_rows, groups: rows of the product of a row of s2d blocks; warpgroups of a team, 64 of these rows each.
+        in_vector: elements of an NCHW row of dy that are loaded at once.
+        entry_rows, warpgroups: rows of the product of a row of s2d blocks; those of a team, 64 of these rows each.
         products: of 16 filters, that a row of dy takes.
-        staged: columns of dy of a tile, of planes with some more.
+        staged: columns of dy of a tile, of NCHW with some more.
         boxes: with channels last, how a team's row is copied.
         filter_bytes, stage_bytes, transposed_bytes: of a thread block's filters; of a team's row of dy, as it comes
             and, for NCHW, transposed.
@@ -97,9 +97,9 @@ class DataWgmmaTiling:
 
     height: S2dRows
     left: int
-    phase: int
+    s2d_offset: int
     ahead: int
-    paired: bool
+    out_vector: int
     first_s2d: int
     s2d_blocks: int
     shifts: int
@@ -107,7 +107,7 @@ class DataWgmmaTiling:
     tiles: int
     in_vector: int
     entry_rows: int
-    groups: int
+    warpgroups: int
     products: int
     staged: int
     boxes: RowBoxes | None
@@ -133,26 +133,26 @@ class DataWgmmaTiling:
         pixel = problem.c if last else 1  # elements side by side
         even = wide * pixel % 2 == problem.spatial[1] * pixel % 2 == 0
         left = pad + 1 if even and pad * pixel % 2 and _fits_a_column_more(problem) else pad
-        ahead, phase = divmod(left - pad, stride_x)
+        ahead, s2d_offset = divmod(left - pad, stride_x)
         first_s2d = left // wide
         s2d_blocks = (problem.spatial[1] - 1 + left) // wide + 1 - first_s2d
         columns = round_up(ceil_div(s2d_blocks, ceil_div(s2d_blocks, config["tile_w"])), 8)
         tiles = ceil_div(s2d_blocks, columns)
-        shifts = ceil_div(problem.filter[1] + phase, stride_x) + widen - 1
+        shifts = ceil_div(problem.filter[1] + s2d_offset, stride_x) + widen - 1
 
         entry_rows, steps = stride_y * wide * problem.c, ceil_div(problem.k, 16)
-        groups, products = ceil_div(height.met * entry_rows, _ROWS), shifts * steps
+        warpgroups, products = ceil_div(height.met * entry_rows, _ROWS), shifts * steps
         staged = (columns - 1) * widen + shifts
         if not last:
             staged = round_up(7 + staged, 8)
-        spare_rows = _ROWS * groups - height.met * entry_rows
+        spare_rows = _ROWS * warpgroups - height.met * entry_rows
         filter_bytes = 16 * (2 * products * (2 * height.met - 1) * entry_rows + spare_rows)
         raw_bytes = round_up(2 * problem.w.size, 16)
         boxes, transposed_bytes = None, 0
         if last:
             boxes = RowBoxes.of(problem, columns, shifts, widen, ahead + shifts - widen)
             stage_bytes = boxes.bytes
-            before = round_up(filter_bytes, 8 * boxes.span) + (config["stages"] - 1) * teams * stage_bytes
+            before = round_up(filter_bytes, 8 * boxes.swizzle_bytes) + (config["stages"] - 1) * teams * stage_bytes
             barrier_bytes = 8 * config["stages"] * teams
             shared_bytes = before + max(teams * stage_bytes, raw_bytes) + barrier_bytes
         else:
@@ -161,7 +161,7 @@ class DataWgmmaTiling:
             before = filter_bytes + config["stages"] * teams * stage_bytes
             shared_bytes = before + max(2 * teams * transposed_bytes, raw_bytes)
 
-        threads, registers = 128 * groups * teams, round_up(columns // 2 + _OTHERS, 8)
+        threads, registers = 128 * warpgroups * teams, round_up(columns // 2 + _OTHERS, 8)
         resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         rows = strip_rows(height, problem.n * tiles, device.sm_count * teams * max(1, resident))
         row_strips = ceil_div(height.end - height.first, rows)
@@ -169,9 +169,9 @@ class DataWgmmaTiling:
         return DataWgmmaTiling(
             height=height,
             left=left,
-            phase=phase,
+            s2d_offset=s2d_offset,
             ahead=ahead,
-            paired=even and left * pixel % 2 == 0,
+            out_vector=2 if even and left * pixel % 2 == 0 else 1,
             first_s2d=first_s2d,
             s2d_blocks=s2d_blocks,
             shifts=shifts,
@@ -179,7 +179,7 @@ class DataWgmmaTiling:
             tiles=tiles,
             in_vector=math.gcd(8, problem.out_spatial[1]),
             entry_rows=entry_rows,
-            groups=groups,
+            warpgroups=warpgroups,
             products=products,
             staged=staged,
             boxes=boxes,

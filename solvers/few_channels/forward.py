@@ -1,4 +1,4 @@
-"""ConvFirstLayer: forward convolution of few channels on tensor cores, from patches of pixels of four channels.
+"""ConvFirstLayer: forward convolution of few channels on tensor cores, from input tiles of pixels of four channels.
 
 Kernel: kernels_src/few_channels/forward.cu. Windows and tiles: solvers/few_channels/window_rows.py.
 """
@@ -20,7 +20,7 @@ from miofind.solvers.few_channels.shapes import TILED_SHAPE, outputs
 from miofind.solvers.few_channels.shared import FewChannelsSolver
 from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 
-_MAX_SUMS = 128
+_MAX_ACCUMULATORS = 128
 _MAX_REGISTERS = 216
 _MAX_RESIDENT = 8
 _UNROLLED_DEPTH = 256  # of a laid out filter, beyond which the kernel goes through its rows in a loop
@@ -63,8 +63,8 @@ class _Tiling:
         depth = 16 * problem.filter[0] * tile.row_steps
         filters = 2 * tile.outputs * tile_k * (depth + 8)
         raw = round_up(2 * tile_k * problem.c * math.prod(problem.filter), 16)
-        shared_bytes = filters + max(tile.patch_bytes, raw)
-        out_vector = math.gcd(8, problem.k) if last else tile.plane_vector(problem)
+        shared_bytes = filters + max(tile.input_tile_bytes, raw)
+        out_vector = math.gcd(8, problem.k) if last else tile.channels_first_vector(problem)
         registers = _registers(problem, config, tile, 0 if last else 8 // out_vector)
         resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
         return _Tiling(
@@ -89,21 +89,21 @@ class _Tiling:
 
 
 def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, offsets: int) -> int:
-    """Registers of a thread that spills nothing: sums, fragments, a patch on its way, `offsets` and addresses."""
+    """Registers of a thread that spills nothing: accumulators, fragments, loads, `offsets` and addresses."""
     blocks = config["blocks"]
-    sums = blocks * tile.outputs * config["tile_k"] // 2
-    patch = tile.patch_load(problem.c, 32 * config["warps"])
-    moved = patch.registers if patch.is_whole else 0  # else sums are not yet there
+    accumulators = blocks * tile.outputs * config["tile_k"] // 2
+    load = tile.input_tile_load(problem.c, 32 * config["warps"])
+    moved = load.registers if load.is_whole else 0  # else accumulators are not yet there
     steps = tile.row_steps if not problem.x.layout.channels_last and tile.outputs * problem.conv.stride[1] == 2 else 1
-    return round_up(sums + moved + blocks * (4 + steps) + offsets + 48, 8)
+    return round_up(accumulators + moved + blocks * (4 + steps) + offsets + 48, 8)
 
 
 def _spills(problem: ProblemDescription, config: Config, tiling: _Tiling) -> bool:
     """Whether a thread lacks registers beside as many blocks as the kernel is told to leave room for.
 
     As 3,600 kernels for sm_90a have shown, some of odd sizes: little is to spare, and there are addresses of vectors of
-    eight pixels beside many sums, or two blocks of windows of one output each beside a large filter's rows, or beside
-    more sums than leave room for a fourth warp of a scheduler.
+    eight pixels beside many accumulators, or two blocks of windows of one output each beside a large filter's rows, or
+    beside more accumulators than leave room for a fourth warp of a scheduler.
     """
     tile, held = tiling.tile, register_limit(tiling.resident, tiling.threads)
     spare = held - tiling.registers
@@ -166,10 +166,10 @@ _EXPOSED = 0.747
 
 
 class ConvFirstLayer(FewChannelsSolver):
-    """Implicit GEMM for up to four channels: windows of a staged patch are operands of tensor cores as they lie.
+    """Implicit GEMM for up to four channels: windows of a staged input tile are operands of tensor cores as they lie.
 
     Zeros around a filter's rows are multiplied: an infinity or NaN of the input spreads to outputs up to 17 columns
-    away, and one of the filter to outputs at the border. Sums are float32.
+    away, and one of the filter to outputs at the border. Accumulators are float32.
 
     Configuration: a block computes `tile_h` x `tile_w` outputs of `tile_k` filters at a time; each of its `warps` warps
     takes `blocks` blocks of 16 windows at once. A thread loads up to `vector` pixels of x at once.
@@ -199,7 +199,7 @@ class ConvFirstLayer(FewChannelsSolver):
         outputs = 1 + problem.conv.stride[1] % 2
         if not last and config["blocks"] * outputs % 2:
             return False
-        if config["blocks"] * outputs * config["tile_k"] // 2 > _MAX_SUMS:
+        if config["blocks"] * outputs * config["tile_k"] // 2 > _MAX_ACCUMULATORS:
             return False
         tiling = _Tiling.of(problem, config, device)
         shares = ceil_div(tiling.tile.windows, 16 * config["blocks"])

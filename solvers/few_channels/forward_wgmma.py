@@ -27,10 +27,10 @@ from miofind.solvers.few_channels.window_rows import MAX_CHANNELS, is_same_load
 _ROWS = 64  # of a product
 _MAX_STEPS = 64  # of 16 elements, that a window takes
 _MAX_STRIDE = 64
-_MAX_GROUPS = 4
+_MAX_WARPGROUPS = 4
 _MAX_REGISTERS = 232
 _MAX_RESIDENT = 8
-_OTHERS, _PLANES = 40, 8  # registers for addresses and counters, and more of them for planes
+_OTHERS, _CHANNELS_FIRST = 40, 8  # registers for addresses and counters, and more of them for NCHW
 _MOST_MOVED, _LEAD_WORDS = 48, 48  # registers of what a thread has on its way, and of several chunks before a strip
 
 
@@ -105,17 +105,17 @@ class _Tiling:
         earlier = max(0, ceil_div(met - stride_y, chunk_rows))
         moved = ceil_div(chunk_rows * pixels, vector * threads) * problem.c * max(1, vector // 2)
 
-        planes = outputs * stride_x // 2
+        phases = outputs * stride_x // 2
         first = offset % 2
-        skipped = -((offset + first) // 2) % planes
-        row_words = planes * (ceil_div(skipped + ceil_div(first + pixels, 2), planes) | 1)
+        skipped = -((offset + first) // 2) % phases
+        row_words = phases * (ceil_div(skipped + ceil_div(first + pixels, 2), phases) | 1)
         ring = 16 * (earlier + 2) * chunk_rows * row_words
         filters = blocks * 2 * steps * (16 * _ROWS + 16)
         raw = round_up(2 * tile_k * problem.c * taps_y * taps_x, 16)
         shared_bytes = filters + ring + max(rows * blocks * _result_bytes(columns, outputs, last), raw)
         lead = max(1, min(earlier + 1, _LEAD_WORDS // moved)) * moved
         held = 4 * steps if config["held"] else 0
-        others = _OTHERS + (0 if last else _PLANES)
+        others = _OTHERS + (0 if last else _CHANNELS_FIRST)
         registers = round_up(held + max(columns // 2 + moved, lead) + others, 8)
         resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
         return _Tiling(
@@ -170,11 +170,11 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("STRIDE_X", stride_x),
         ("DILATION_Y", problem.conv.dilation[0]),
         ("COLUMNS", tiling.columns),
-        ("ROWS", config["rows"]),
+        ("STEP_ROWS", config["rows"]),
         ("FILTER_BLOCKS", config["blocks"]),
-        ("HELD", config["held"]),
+        ("FILTERS_IN_REGISTERS", config["held"]),
         ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
-        ("LATE", config["late"]),
+        ("DEFERRED_STORE", config["late"]),
         ("OFFSET", tiling.offset),
         ("IN_VECTOR", tiling.vector),
         ("OUT_VECTOR", tiling.out_vector),
@@ -215,7 +215,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
     """Implicit GEMM for up to four channels: warpgroup products read windows of staged rows as they lie.
 
     Zeros around a filter's rows are multiplied: an infinity or NaN of the input spreads to outputs up to 4 columns
-    away, and one of the filter to outputs at the border. Sums are float32.
+    away, and one of the filter to outputs at the border. Accumulators are float32.
 
     Configuration: a block computes `rows` rows of up to `tile_w` windows at a time, each of `blocks` blocks of 64
     filters (32 if STRIDE_X is odd) by a warpgroup of its own, which keeps its filters in registers if `held`; it goes
@@ -278,7 +278,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         out_h, out_w = problem.out_spatial
         outputs = 1 + problem.conv.stride[1] % 2
         rows, blocks = config["rows"], config["blocks"]
-        if rows * blocks > _MAX_GROUPS or rows > min(out_h, config["strip"]):
+        if rows * blocks > _MAX_WARPGROUPS or rows > min(out_h, config["strip"]):
             return False
         shorter = max((strip for strip in _STRIPS if rows <= strip < config["strip"]), default=0)
         if shorter and ceil_div(out_h, shorter) == ceil_div(out_h, config["strip"]):

@@ -84,7 +84,7 @@ class RowStreaming:
             tile to the next, 0 if there is but one; how many tiles.
         in_vector: elements of dy that are loaded at once.
         steps, tap_blocks: of 16 filters, and of 8 taps of a filter row.
-        held: registers of a thread for sums and fragments of filters.
+        held_registers: of a thread for accumulators and fragments of filters.
         registers: of a thread that spills nothing.
         products: floats of the rows that a row of dy completes.
         shared_bytes: of a block.
@@ -103,7 +103,7 @@ class RowStreaming:
     in_vector: int
     steps: int
     tap_blocks: int
-    held: int
+    held_registers: int
     registers: int
     products: int
     shared_bytes: int
@@ -127,8 +127,8 @@ class RowStreaming:
         products = done * warps_k * round_up(row_taps, 2) * (round_up(columns - 12, 32) + 12)
         laid = round_up(2 * problem.w.size, 16) + 256 * steps * problem.filter[0] * tap_blocks
         shared_bytes = config["stages"] * pitch * (columns if last else 16 * steps) + max(8 * products, laid)
-        held = problem.filter[0] * ceil_div(tap_blocks, warps_n) * (4 * blocks + 2 * ceil_div(steps, warps_k))
-        registers = round_up(held + 48, 8)
+        held_registers = problem.filter[0] * ceil_div(tap_blocks, warps_n) * (4 * blocks + 2 * ceil_div(steps, warps_k))
+        registers = round_up(held_registers + 48, 8)
         threads = 32 * warps_m * warps_n * warps_k
         resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         rows = strip_rows(height, problem.n * tiles.count, device.sm_count * max(1, resident))
@@ -143,7 +143,7 @@ class RowStreaming:
             in_vector=in_vector,
             steps=steps,
             tap_blocks=tap_blocks,
-            held=held,
+            held_registers=held_registers,
             registers=registers,
             products=products,
             shared_bytes=shared_bytes,

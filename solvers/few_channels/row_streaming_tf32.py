@@ -38,7 +38,7 @@ class TapBlocks:
 
     @staticmethod
     def of(problem: ProblemDescription, warps: int) -> TapBlocks:
-        """Those that `warps` warps share; sums of packed rows move up within one."""
+        """Those that `warps` warps share; accumulators of packed rows move up within one."""
         (rows, row_taps), stride = (problem.filter[0], problem.filter[1] * problem.c), problem.conv.stride[0]
         packed, apart = ceil_div(rows * round_up(row_taps, 2), 8), ceil_div(row_taps, 8)
         if packed < rows * apart and (warps == 1 or (stride >= rows and packed % warps == 0)):
@@ -135,7 +135,7 @@ class RowStreamingTf32:
 
 
 def _registers(blocks: int, chunk: int, products: int, warp_blocks: int, held: int) -> int:
-    """Those of a thread: sums, filters that are held, fragments of dy and of filters at work, and the rest."""
+    """Those of a thread: accumulators, filters that are held, fragments of dy and of filters at work, and the rest."""
     beside = 1 if products == 1 or blocks >= 3 else 2
     parts = 2 if products == 3 else 1
     at_work = 4 * parts * blocks * chunk + 2 * parts * chunk * beside + (4 * blocks * beside if products == 3 else 0)

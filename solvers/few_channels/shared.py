@@ -1,4 +1,4 @@
-"""What the solvers of first layers, convolutions of up to four channels, have in common.
+"""What the solvers of few channels, as in first layers, have in common.
 
 Which kernels and configurations each has is its own.
 """

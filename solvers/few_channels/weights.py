@@ -1,6 +1,6 @@
 """ConvFirstLayerWeights: backward weights of convolutions of few channels on tensor cores.
 
-Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
+Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 partials in a fixed order. Kernels:
 kernels_src/few_channels/weights.cu. Windows and tiles: solvers/few_channels/window_rows.py.
 """
 
@@ -29,7 +29,7 @@ from miofind.solvers.few_channels.shapes import TILED_SHAPE, outputs
 from miofind.solvers.few_channels.shared import FewChannelsSolver
 from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 
-_MAX_SUMS = 128
+_MAX_ACCUMULATORS = 128
 _MAX_WARPS = 14
 _MAX_REGISTERS = 248
 _MAX_WORKSPACE_BYTES = 1 << 30
@@ -49,7 +49,7 @@ class _Tiling:
         tile: of outputs.
         filter_tiles: blocks of filters.
         row_words: 16-byte words of a window's row.
-        sums: of a thread.
+        accumulators: of a thread.
         out_vector: elements of dy that are loaded at once.
         threads: of a block.
         registers: of a thread that spills nothing.
@@ -61,7 +61,7 @@ class _Tiling:
     tile: WindowTile
     filter_tiles: int
     row_words: int
-    sums: int
+    accumulators: int
     out_vector: int
     threads: int
     registers: int
@@ -76,22 +76,22 @@ class _Tiling:
         last, taps_y = problem.y.layout.channels_last, problem.filter[0]
         row_words = ceil_div(problem.filter[1] + (tile.outputs - 1) * problem.conv.stride[1], 2)
         filters, rows = tile_k // 16 // config["warps_k"], ceil_div(taps_y, config["warps_y"])
-        sums = 4 * filters * tile.outputs * rows * row_words
+        accumulators = 4 * filters * tile.outputs * rows * row_words
         slots = round_up(tile.windows, 16)
         pitch = 2 * tile_k + 16 if last else round_up(2 * tile.outputs * slots, 32) + 16
-        staged = config["stages"] * pitch * (tile.outputs * slots if last else tile_k) + 2 * tile.patch_bytes
+        staged = config["stages"] * pitch * (tile.outputs * slots if last else tile_k) + 2 * tile.input_tile_bytes
         shared_bytes = max(staged, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
-        moved = tile.patch_load(problem.c, threads).registers
+        moved = tile.input_tile_load(problem.c, threads).registers
         words = 4 * ceil_div(row_words, 2) * min(2, rows) + (0 if last or tile.outputs == rows == 1 else 8)
-        registers = sums + moved + 4 * filters * tile.outputs + words
+        registers = accumulators + moved + 4 * filters * tile.outputs + words
         registers = max(_FEWEST_REGISTERS, round_up(registers + _OTHER_REGISTERS, 8))
         resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
         return _Tiling(
             tile=tile,
             filter_tiles=ceil_div(problem.k, tile_k),
             row_words=row_words,
-            sums=sums,
-            out_vector=math.gcd(8, problem.k) if last else tile.plane_vector(problem),
+            accumulators=accumulators,
+            out_vector=math.gcd(8, problem.k) if last else tile.channels_first_vector(problem),
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
@@ -127,7 +127,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
     )
 
 
-def _sum_step(problem: ProblemDescription, device: Device, config: Config, tiling: _Tiling) -> KernelStep:
+def _partials_step(problem: ProblemDescription, device: Device, config: Config, tiling: _Tiling) -> KernelStep:
     tile, splits = tiling.tile, tiling.splits(device)
     return KernelStep(
         source="few_channels/weights.cu",
@@ -165,7 +165,7 @@ _TILES = (
     (4, 128, 2),
 )
 _WARPS = ((1, 2, 2), (1, 2, 4), (1, 1, 4), (2, 2, 1), (2, 2, 2), (3, 2, 1), (4, 1, 1), (4, 2, 1), (7, 1, 1), (7, 1, 2))
-# What default_configs ranks by estimate; few filters, for those whose sums fill a warp's registers, come last.
+# What default_configs ranks by estimate; few filters, for those whose accumulators fill a warp's registers, come last.
 _SHORT_LIST = (
     *(
         config
@@ -192,10 +192,11 @@ _SHORT_LIST = (
 )
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,
-# to load a vector of dy, and to join a sum; cycles that a block waits for a tile, and a warp for a block of windows and
-# for a product. How often parts move as long as memory would take. Share of the time to move all tensors, or to compute
-# if that is shorter, that the other does not hide. Fitted to 269 measurements on an H200, the order of the fastest
-# first: the configuration with the least estimate takes 2 % longer than the best. What a block waits decides there.
+# to load a vector of dy, and to reduce an accumulator among warps; cycles that a block waits for a tile, and a warp for
+# a block of windows and for a product. How often partials move as long as memory would take. Share of the time to move
+# all tensors, or to compute if that is shorter, that the other does not hide. Fitted to 269 measurements on an H200,
+# the order of the fastest first: the configuration with the least estimate takes 2 % longer than the best. What a block
+# waits decides there.
 _PRODUCT = 0.45
 _READ = 1.14
 _STAGED: Mapping[int, float] = {8: 0.5, 4: 0.35, 2: 0.3, 1: 0.4}
@@ -210,10 +211,10 @@ _EXPOSED = 0.73
 
 
 class ConvFirstLayerWeights(FewChannelsSolver):
-    """Backward weights for up to four channels: windows of a staged patch are operands of tensor cores as they lie.
+    """Backward weights for up to four channels: windows of an input tile are operands of tensor cores as they lie.
 
     Zeros around the images and beyond a filter's rows are multiplied: an infinity or NaN spreads over taps that do not
-    meet it. Sums are float32; equal inputs give equal bits.
+    meet it. Accumulators are float32; equal inputs give equal bits.
 
     Configuration: a block computes `tile_k` filters from `tile_h` x `tile_w` outputs at a time; `warps_y` warps share a
     filter's rows, `warps_k` its filters and `warps_p` the outputs; `stages` tiles of dy are in shared memory, and tiles
@@ -253,7 +254,9 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         if not 4 <= warps <= _MAX_WARPS:
             return False
         tiling = _Tiling.of(problem, config, device)
-        if tiling.sums > _MAX_SUMS or tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
+        if tiling.accumulators > _MAX_ACCUMULATORS or tiling.registers > _MAX_REGISTERS:
+            return False
+        if tiling.resident < config["resident"]:
             return False
         if _split_k(problem, device, tiling).bytes > _MAX_WORKSPACE_BYTES:
             return False
@@ -281,14 +284,14 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         alone = _TILE + turn * _BLOCK + _LATENCY * products / (warps_y * warps_k * warps_p) + moved
         turns = ceil_div(tiling.tiles, splits)
         together = min(tiling.resident, ceil_div(splits * tiling.filter_tiles, device.sm_count))
-        cycles = _JOIN * warps_p * tiling.sums * together + turns * max(together * busy, alone)
+        cycles = _JOIN * warps_p * tiling.accumulators * together + turns * max(together * busy, alone)
         partials_ms = _PARTIALS * 1e3 * 4 * splits * problem.w.size / device.bandwidth_bytes_per_s
         busy_ms = 1e3 * cycles / device.clock_hz
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + partials_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)
-        first, split_k = _sum_step(problem, device, config, tiling), _split_k(problem, device, tiling)
+        first, split_k = _partials_step(problem, device, config, tiling), _split_k(problem, device, tiling)
         numbers = int32s(split_k.results, split_k.splits)
         reduction = split_k.reduction(
             first, *numbers, blocks=ceil_div(split_k.results, 32), threads=32 * _REDUCTION_WARPS

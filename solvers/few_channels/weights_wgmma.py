@@ -1,6 +1,6 @@
 """ConvFirstLayerWgmmaWeights: backward weights of convolutions of few channels on Hopper's tensor cores.
 
-Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
+Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 partials in a fixed order. Kernels:
 kernels_src/few_channels/weights_wgmma.cu.
 """
 
@@ -28,7 +28,7 @@ from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.few_channels.shapes import TILED_SHAPE, outputs
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
 
-_MAX_SUMS = 128
+_MAX_ACCUMULATORS = 128
 _MAX_THREADS = 768
 _MAX_REGISTERS = 248
 _MAX_WORKSPACE_BYTES = 1 << 30
@@ -53,16 +53,16 @@ class _Tiling:
         tile_h, tile_w: outputs of a tile, no more rows than there are, columns in whole eights.
         tile_k: filters of a block, in whole eights.
         row_tiles, column_tiles: of an image.
-        groups_k, groups_s: warpgroups along filters and pairs of taps.
-        chunks: pairs of taps.
+        warpgroups_k, warpgroups_s: warpgroups along filters and pairs of taps.
+        tap_pairs: of a row of the filter.
         column_blocks: rows of the filter in one product.
         steps: of 16 outputs.
         offset: columns staged before those that the first output meets.
         in_vector, out_vector: elements of x and of dy that are loaded at once.
         loads, out_loads: of vectors of x and of dy by a thread, of a tile.
-        held: registers of a thread for what it loads.
+        load_registers: of a thread for what it loads.
         threads: of a block.
-        sums: of a thread.
+        accumulators: of a thread.
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
@@ -75,9 +75,9 @@ class _Tiling:
     tile_k: int
     row_tiles: int
     column_tiles: int
-    groups_k: int
-    groups_s: int
-    chunks: int
+    warpgroups_k: int
+    warpgroups_s: int
+    tap_pairs: int
     column_blocks: int
     steps: int
     offset: int
@@ -85,9 +85,9 @@ class _Tiling:
     out_vector: int
     loads: int
     out_loads: int
-    held: int
+    load_registers: int
     threads: int
-    sums: int
+    accumulators: int
     registers: int
     shared_bytes: int
     resident: int
@@ -101,34 +101,35 @@ class _Tiling:
         column_tiles = ceil_div(out_w, config["tile_w"])
         tile_h, tile_w = min(config["tile_h"], out_h), round_up(ceil_div(out_w, column_tiles), 8)
         tile_k = min(config["tile_k"], round_up(problem.k, 8))
-        groups_k, groups_s, chunks = ceil_div(tile_k, 64), config["groups_s"], ceil_div(taps_x, 2)
-        parts = ceil_div(taps_y, _MOST_ROWS)
-        column_blocks = ceil_div(taps_y, parts)
-        workers, loaders = 128 * groups_k * groups_s, config["loaders"]
-        threads = workers + 128 * loaders
-        # The patch of x.
+        warpgroups_k, warpgroups_s, tap_pairs = ceil_div(tile_k, 64), config["groups_s"], ceil_div(taps_x, 2)
+        row_groups = ceil_div(taps_y, _MOST_ROWS)
+        column_blocks = ceil_div(taps_y, row_groups)
+        consumers, producers = 128 * warpgroups_k * warpgroups_s, config["loaders"]
+        threads = consumers + 128 * producers
+        # The input tile of x.
         in_vector = math.gcd(config["vector"], problem.spatial[1])
         offset = -problem.conv.pad_before[1] % in_vector
         columns = round_up(offset + (tile_w - 1) * stride_x + taps_x, in_vector)
         rows = (tile_h - 1) * stride_y + taps_y
         word_pixels = 1 + (stride_x + 1) % 2
         first_pixel = offset % 2 if word_pixels == 2 else 0
-        planes = stride_x // word_pixels
-        pitch = 16 * (planes * ceil_div(ceil_div(first_pixel + columns, word_pixels), planes) | 1)
+        phases = stride_x // word_pixels
+        pitch = 16 * (phases * ceil_div(ceil_div(first_pixel + columns, word_pixels), phases) | 1)
         loads = ceil_div(rows * columns, in_vector * 128)
         # Outputs.
         blocks, steps = tile_k // 8, ceil_div(tile_h * tile_w, 16)
         block_pitch = 128 + (16 * max(1, 8 // blocks) if last else 0)
         out_bytes = 2 * steps * (blocks * block_pitch + (0 if last else 16 * max(1, 64 // tile_w)))
-        spare = max((8 * groups_k - blocks) * block_pitch, (parts * column_blocks - taps_y) * pitch)
+        spare = max((8 * warpgroups_k - blocks) * block_pitch, (row_groups * column_blocks - taps_y) * pitch)
         shared_bytes = _STAGES * (out_bytes + rows * pitch) + spare
-        sums = 4 * chunks // groups_s * parts * column_blocks
+        accumulators = 4 * tap_pairs // warpgroups_s * row_groups * column_blocks
         out_vector = math.gcd(8, problem.k if last else out_w)
         places = ceil_div(tile_w * tile_k // out_vector, 128)
         out_loads = tile_h * places
         # Values, and where they come from and go.
-        held = loads * (problem.c * max(1, in_vector // 2) + 2) + out_loads * max(1, out_vector // 2) + 2 * places
-        registers = max(_FEWEST_REGISTERS, round_up(max(sums, held) + _OTHER_REGISTERS, 8))
+        load_registers = loads * (problem.c * max(1, in_vector // 2) + 2)
+        load_registers += out_loads * max(1, out_vector // 2) + 2 * places
+        registers = max(_FEWEST_REGISTERS, round_up(max(accumulators, load_registers) + _OTHER_REGISTERS, 8))
         resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
         resident = min(resident, config["resident"])
         row_tiles = ceil_div(out_h, tile_h)
@@ -140,19 +141,19 @@ class _Tiling:
             tile_k=tile_k,
             row_tiles=row_tiles,
             column_tiles=column_tiles,
-            groups_k=groups_k,
-            groups_s=groups_s,
-            chunks=chunks,
+            warpgroups_k=warpgroups_k,
+            warpgroups_s=warpgroups_s,
+            tap_pairs=tap_pairs,
             column_blocks=column_blocks,
             steps=steps,
             offset=offset,
             in_vector=in_vector,
             out_vector=out_vector,
-            held=held,
+            load_registers=load_registers,
             out_loads=out_loads,
             loads=loads,
             threads=threads,
-            sums=sums,
+            accumulators=accumulators,
             registers=registers,
             shared_bytes=shared_bytes,
             resident=resident,
@@ -165,7 +166,7 @@ class _Tiling:
 
     def split_k(self, problem: ProblemDescription) -> SplitK:
         """Partials of all filters, in fragments of 4."""
-        fragments = 128 * self.groups_k * self.chunks * problem.filter[0]
+        fragments = 128 * self.warpgroups_k * self.tap_pairs * problem.filter[0]
         return SplitK(results=4 * fragments * self.filter_tiles(problem), splits=self.splits)
 
 
@@ -181,9 +182,9 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("TILE_H", tiling.tile_h),
         ("TILE_W", tiling.tile_w),
         ("TILE_K", tiling.tile_k),
-        ("GROUPS_K", tiling.groups_k),
-        ("GROUPS_S", tiling.groups_s),
-        ("LOADERS", config["loaders"]),
+        ("WARPGROUPS_K", tiling.warpgroups_k),
+        ("WARPGROUPS_S", tiling.warpgroups_s),
+        ("PRODUCERS", config["loaders"]),
         ("COLUMN_BLOCKS", tiling.column_blocks),
         ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         ("OFFSET", tiling.offset),
@@ -195,7 +196,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
     )
 
 
-def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
+def _partials_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
     filter_tiles, splits = tiling.filter_tiles(problem), tiling.splits
     return KernelStep(
         source="few_channels/weights_wgmma.cu",
@@ -246,7 +247,7 @@ _SHORT_LIST = Config.product(
 
 # Cycles of a multiprocessor for 128 bytes that products read of shared memory, or for 8 columns of a product, whichever
 # takes longer; of a thread to load and to write a vector of x, and of dy; from a load to what it loads, and that a tile
-# takes at least. Bytes a multiprocessor has on their way when memory is busy. How often parts move as long as memory
+# takes at least. Bytes a multiprocessor has on their way when memory is busy. How often partials move as long as memory
 # would take. Share of the shorter of moving all tensors and computing that the other does not hide. All but the first
 # two, which are the device's, are guesses.
 _READ = 1.0
@@ -262,15 +263,15 @@ _EXPOSED = 0.2
 
 
 class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
-    """Backward weights for up to four channels: windows of a staged patch are operands of wgmma as they lie.
+    """Backward weights for up to four channels: windows of a staged input tile are operands of wgmma as they lie.
 
     Zeros around the images and beyond a filter's rows are multiplied: an infinity or NaN spreads over taps that do not
-    meet it. Sums are float32; equal inputs give equal bits.
+    meet it. Accumulators are float32; equal inputs give equal bits.
 
     Configuration: a block computes `tile_k` filters from `tile_h` x `tile_w` outputs at a time; 64 filters are a
-    warpgroup's, and `groups_s` warpgroups share the pairs of a filter row's taps. `loaders` more load, each a tile in
-    turn (the kernel could do without, but ptxas gives up asynchronous products then). Tiles are dealt to `resident`
-    blocks of a multiprocessor, at least `least` to each. A thread loads up to `vector` pixels of x at once.
+    warpgroup's, and `groups_s` warpgroups share the pairs of a filter row's taps. `loaders` more load a
+    tile each by turns (the kernel could do without, but ptxas gives up asynchronous products then). Tiles are dealt to
+    `resident` blocks of a multiprocessor, at least `least` to each. A thread loads up to `vector` pixels of x at once.
     """
 
     id = "ConvFirstLayerWgmmaWeights"
@@ -303,7 +304,7 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
         if ceil_div(problem.filter[1], 2) % config["groups_s"]:
             return False
         tiling = _Tiling.of(problem, config, device)
-        if tiling.threads > _MAX_THREADS or tiling.steps > _MAX_STEPS or tiling.sums > _MAX_SUMS:
+        if tiling.threads > _MAX_THREADS or tiling.steps > _MAX_STEPS or tiling.accumulators > _MAX_ACCUMULATORS:
             return False
         words = problem.c * max(1, tiling.in_vector // 2)
         if tiling.loads > min(_HELD_LOADS, _HELD_WORDS // words):
@@ -341,8 +342,8 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config, device)
-        parts = ceil_div(problem.filter[0], tiling.column_blocks)
-        products = tiling.steps * tiling.groups_k * tiling.chunks * parts
+        row_groups = ceil_div(problem.filter[0], tiling.column_blocks)
+        products = tiling.steps * tiling.warpgroups_k * tiling.tap_pairs * row_groups
         multiplied = products * max(_COLUMNS * tiling.column_blocks, _READ * (16 + 2 * tiling.column_blocks))
         moved = _STAGED * tiling.loads + _LOADED * tiling.out_loads
         alone = max(multiplied, (moved + _LATENCY) / config["loaders"]) + _TILE
@@ -363,7 +364,7 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)
-        first = _sum_step(problem, config, tiling)
+        first = _partials_step(problem, config, tiling)
         return tiling.split_k(problem).solution(first, _reduction(problem, tiling, first))
 
 

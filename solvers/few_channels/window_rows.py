@@ -1,7 +1,7 @@
 """Implicit im2col for few channels: what kernels_src/few_channels/input_tile.cuh and window_rows.cuh compute.
 
 A window is the receptive field of one output, or of two neighbours where the stride is odd, in an image whose pixels
-hold four channels: of each row a run of pixels. Pure arithmetic on shapes.
+hold four channels: of each row pixels side by side. Pure arithmetic on shapes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WindowTile:
         vector: columns that are loaded at once.
         in_rows, in_columns: of the input tile.
         row_words: 16-byte words from one row of the input tile to the next.
-        flat: whether the outputs of a tile are neighbours in a plane.
+        flat: whether the outputs of a tile are neighbours in NCHW memory.
     """
 
     tile_h: int
@@ -106,12 +106,12 @@ class WindowTile:
         return self.row_tiles * self.column_tiles
 
     @property
-    def patch_bytes(self) -> int:
-        """Shared memory of a patch."""
+    def input_tile_bytes(self) -> int:
+        """Shared memory of an input tile."""
         return 16 * self.in_rows * self.row_words
 
-    def patch_load(self, channels: int, threads: int) -> InputTileLoad:
-        """How each of `threads` threads moves a patch: PatchLoader of few_channels/input_tile.cuh, with its limits."""
+    def input_tile_load(self, channels: int, threads: int) -> InputTileLoad:
+        """How each of `threads` threads moves an input tile: InputTileLoader of few_channels/input_tile.cuh."""
         loads = ceil_div(self.in_rows * self.in_columns, self.vector * threads)
         words = channels * max(1, self.vector // 2)
         most = min(_HELD_WORDS // words, _HELD_LOADS)
@@ -121,8 +121,8 @@ class WindowTile:
             addresses = 0  # few loads, whose addresses are not kept
         return InputTileLoad(registers=at_once * words + addresses, is_whole=loads <= most)
 
-    def plane_vector(self, problem: ProblemDescription) -> int:
-        """Elements of a plane of y that move at once and lie within a row of a tile, or within its rows."""
+    def channels_first_vector(self, problem: ProblemDescription) -> int:
+        """Elements of a channel of y that move at once and lie within a row of a tile, or within its rows."""
         out_h, out_w = problem.out_spatial
         if self.flat and self.tile_w % self.outputs == 0:
             return math.gcd(_MOST, out_h * out_w, self.tile_h * out_w)
@@ -135,7 +135,7 @@ def is_same_load(problem: ProblemDescription, most: int) -> bool:
 
 
 def refuse_windows(problem: ProblemDescription) -> Applicability:
-    """Why the kernels of first layers cannot compute a problem, whatever its direction; APPLICABLE if they can."""
+    """Why the kernels of few channels cannot compute a problem, whatever its direction; APPLICABLE if they can."""
     if problem.groups != 1 or problem.c > MAX_CHANNELS:
         return Applicability(
             f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"

@@ -53,7 +53,8 @@ def test_blocks_meet_every_output_of_their_pixels_once(problem: ProblemDescripti
     for pixel in range(problem.spatial[1]):
         block, within = divmod(pixel + tiling.left, wide)
         first = block * config["widen"] - tiling.ahead - (met - 1)  # the column of dy of shift 0
-        taps = {first + shift: within - tiling.phase + (met - 1 - shift) * stride for shift in range(tiling.shifts)}
+        within -= tiling.s2d_offset
+        taps = {first + shift: within + (met - 1 - shift) * stride for shift in range(tiling.shifts)}
         multiplied = {(column, tap) for column, tap in taps.items() if 0 <= tap < problem.filter[1]}
         assert multiplied == {
             (column, tap)
@@ -86,7 +87,7 @@ def met_columns(tiling: DataWgmmaTiling, widen: int) -> list[range]:
 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
-def test_what_tiles_meet_is_staged_of_planes(problem: ProblemDescription, seed: int) -> None:
+def test_what_tiles_meet_is_staged_channels_first(problem: ProblemDescription, seed: int) -> None:
     """From a multiple of 8 columns on, so that vectors of a row are aligned and lie within."""
     assume(not problem.y.layout.channels_last)
     config = drawn_config(seed)
@@ -105,18 +106,18 @@ def test_what_tiles_meet_is_in_boxes(problem: ProblemDescription, seed: int) -> 
     tiling, widen = DataWgmmaTiling.of(problem, config, DEVICE), config["widen"]
     boxes = tiling.boxes
     assert boxes is not None
-    assert boxes.together * boxes.apart == widen
-    assert problem.out_spatial[1] % boxes.together == 0
-    parts = -(-2 * boxes.together * problem.k // boxes.span)
-    assert boxes.count % (parts * boxes.apart) == 0
-    rows = boxes.count // (parts * boxes.apart) * boxes.rows
-    assert boxes.bytes == parts * boxes.apart * -(-rows // 8) * 8 * boxes.span
+    assert boxes.columns * boxes.phases == widen
+    assert problem.out_spatial[1] % boxes.columns == 0
+    parts = -(-2 * boxes.columns * problem.k // boxes.swizzle_bytes)
+    assert boxes.count % (parts * boxes.phases) == 0
+    rows = boxes.count // (parts * boxes.phases) * boxes.rows
+    assert boxes.bytes == parts * boxes.phases * -(-rows // 8) * 8 * boxes.swizzle_bytes
     for met in met_columns(tiling, widen):
-        assert (met[0] - boxes.lead) % boxes.together == 0
+        assert (met[0] - boxes.lead) % boxes.columns == 0
         assert met[-1] < met[0] - boxes.lead + rows * widen
-    for column in range(boxes.together):
+    for column in range(boxes.columns):
         for first in range(0, 2 * problem.k, 32):
-            assert (column * 2 * problem.k + first) % boxes.span <= boxes.span - 32
+            assert (column * 2 * problem.k + first) % boxes.swizzle_bytes <= boxes.swizzle_bytes - 32
 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
@@ -132,26 +133,26 @@ def test_products_read_what_boxes_bring(problem: ProblemDescription, seed: int) 
     )
     boxes = tiling.boxes
     assert boxes is not None
-    part_bytes = boxes.bytes // -(-2 * boxes.together * k // boxes.span)
-    plane_bytes = part_bytes // boxes.apart
+    part_bytes = boxes.bytes // -(-2 * boxes.columns * k // boxes.swizzle_bytes)
+    phase_bytes = part_bytes // boxes.phases
     for columns in met_columns(tiling, widen):
-        first, rest = divmod(columns[0] - boxes.lead, boxes.together)
+        first, rest = divmod(columns[0] - boxes.lead, boxes.columns)
         assert rest == 0
         for _ in range(20):
             shift, block, term = draw.randrange(tiling.shifts), draw.randrange(tiling.columns), draw.randrange(k)
             staged, (step, within) = boxes.lead + shift, divmod(term, 16)
-            part, in_row = divmod(staged % boxes.together * 2 * k + 32 * step, boxes.span)
-            at = part * part_bytes + staged % widen // boxes.together * plane_bytes
-            at += (staged // widen + block) * boxes.span + in_row + 2 * within
+            part, in_row = divmod(staged % boxes.columns * 2 * k + 32 * step, boxes.swizzle_bytes)
+            at = part * part_bytes + staged % widen // boxes.columns * phase_bytes
+            at += (staged // widen + block) * boxes.swizzle_bytes + in_row + 2 * within
             part, rest = divmod(at, part_bytes)
-            plane, rest = divmod(rest, plane_bytes)
-            row, byte = divmod(rest, boxes.span)
-            element = part * boxes.span // 2 + byte // 2  # of the columns that are side by side
-            group = first + plane + row * boxes.apart
-            assert element < boxes.together * k
+            phase, rest = divmod(rest, phase_bytes)
+            row, byte = divmod(rest, boxes.swizzle_bytes)
+            element = part * boxes.swizzle_bytes // 2 + byte // 2  # of the columns that are side by side
+            group = first + phase + row * boxes.phases
+            assert element < boxes.columns * k
             column = columns[0] + shift + block * widen
-            assert group * boxes.together * k + element == column * k + term
-            assert (0 <= group < width // boxes.together) == (0 <= column < width)
+            assert group * boxes.columns * k + element == column * k + term
+            assert (0 <= group < width // boxes.columns) == (0 <= column < width)
 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
@@ -160,7 +161,7 @@ def test_pairs_of_elements_are_aligned_and_of_pixels_that_there_are(problem: Pro
     tiling = DataWgmmaTiling.of(problem, config, DEVICE)
     wide, width = config["widen"] * problem.conv.stride[1], problem.spatial[1]
     channels = problem.c if problem.x.layout.channels_last else 1
-    if not tiling.paired:
+    if tiling.out_vector == 1:
         return
     for block in range(tiling.first_s2d, tiling.first_s2d + tiling.s2d_blocks):
         first = (block * wide - tiling.left) * channels  # of the s2d block's elements in a row
@@ -186,16 +187,16 @@ def test_blocks_begin_at_even_columns_where_that_costs_no_product(
     )
     config = Config.of(tile_w=64, widen=2, teams=1, stages=2, resident=1)
     tiling = DataWgmmaTiling.of(problem, config, DEVICE)
-    assert (tiling.left, tiling.paired) == (left, left % 2 == 0)
+    assert (tiling.left, tiling.out_vector) == (left, 2 - left % 2)
     assert tiling.shifts == -(-taps // stride) + 1
 
 
 @pytest.mark.parametrize(
-    ("k", "width", "widen", "together", "span", "count"),
+    ("k", "width", "widen", "columns", "swizzle_bytes", "count"),
     [
         (64, 112, 1, 1, 128, 1),
-        (64, 224, 2, 2, 128, 2),  # columns of a s2d block are neighbours in a row of two parts
-        (64, 109, 2, 1, 128, 2),  # they would not divide a row of dy: planes of every second
+        (64, 224, 2, 2, 128, 2),  # columns of a s2d block are neighbours in a row of two swizzle spans
+        (64, 109, 2, 1, 128, 2),  # they would not divide a row of dy: two phases of columns
         (32, 112, 2, 2, 128, 1),
         (32, 112, 1, 1, 64, 1),
         (96, 112, 2, 2, 128, 3),
@@ -204,7 +205,7 @@ def test_blocks_begin_at_even_columns_where_that_costs_no_product(
         (64, 521, 4, 1, 128, 12),  # a box has up to 256 columns of dy
     ],
 )
-def test_rows_come_in_few_boxes(k: int, width: int, widen: int, together: int, span: int, count: int) -> None:
+def test_rows_come_in_few_boxes(k: int, width: int, widen: int, columns: int, swizzle_bytes: int, count: int) -> None:
     problem = ProblemDescription.convolution(
         x=(1, 3, 8, width),
         w=(k, 3, 3, 3),
@@ -216,12 +217,12 @@ def test_rows_come_in_few_boxes(k: int, width: int, widen: int, together: int, s
     config = Config.of(tile_w=256, widen=widen, teams=1, stages=2, resident=1)
     boxes = DataWgmmaTiling.of(problem, config, DEVICE).boxes
     assert boxes is not None
-    assert (boxes.together, boxes.span, boxes.count) == (together, span, count)
+    assert (boxes.columns, boxes.swizzle_bytes, boxes.count) == (columns, swizzle_bytes, count)
     step = SOLVER.solution(problem, DEVICE, config).kernels[0]
     [tensor_map] = [arg for arg in step.args if isinstance(arg, TensorMap)]
     assert isinstance(tensor_map.copy, Box)
-    assert tensor_map.sizes == (together * k, width // together, 8)
-    assert max(size * apart for size, apart in zip(tensor_map.copy.sizes, tensor_map.copy.steps, strict=True)) <= 256
+    assert tensor_map.sizes == (columns * k, width // columns, 8)
+    assert max(size * step for size, step in zip(tensor_map.copy.sizes, tensor_map.copy.steps, strict=True)) <= 256
 
 
 def test_filters_that_are_no_whole_words_are_refused() -> None:

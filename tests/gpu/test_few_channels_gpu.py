@@ -1,4 +1,4 @@
-"""The solvers of first layers on a GPU: exact on small integers, within guard bands."""
+"""The solvers of few channels on a GPU: exact on small integers, within guard bands."""
 
 from __future__ import annotations
 

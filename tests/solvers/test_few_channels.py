@@ -90,10 +90,10 @@ def test_tiles_cover_the_outputs(problem: ProblemDescription, tile_h: int, tile_
 
 
 @given(problem=layers(), tile_h=st.sampled_from([1, 2, 4]), tile_w=st.sampled_from([32, 64]))
-def test_vectors_of_planes_are_aligned_neighbours(problem: ProblemDescription, tile_h: int, tile_w: int) -> None:
-    """Every vector of a tile's windows is one run of a plane of y, all inside or all outside."""
+def test_vectors_are_aligned_neighbours_channels_first(problem: ProblemDescription, tile_h: int, tile_w: int) -> None:
+    """Every vector of a tile's windows lies within a channel of y, all inside or all outside."""
     tile = WindowTile.of(problem, tile_h, tile_w)
-    vector, (out_h, out_w) = tile.plane_vector(problem), problem.out_spatial
+    vector, (out_h, out_w) = tile.channels_first_vector(problem), problem.out_spatial
     row_windows = tile.windows // tile.tile_h
     for row, column in itertools.product(range(0, out_h, tile.tile_h), range(0, out_w, tile.tile_w)):
         for first in range(0, tile.windows * tile.outputs, vector):
