@@ -1,6 +1,6 @@
 """The product's kernel of ConvImplicitGemmWgmma in NumPy: what its launch copies, multiplies, stores and adds.
 
-Knows a launch by its maps, scalars and defines alone, and how kernels_src/implicit_gemm/wgmma.cu counts with them.
+Knows a launch by its maps, numbers and defines alone, and how kernels_src/implicit_gemm/wgmma.cu counts with them.
 """
 
 from __future__ import annotations
@@ -106,12 +106,13 @@ class Item:
     phase: int
 
 
-class PhaseAxis:
+class PhaseAxis(NamedTuple):
     """What pixels of one axis of a phase meet, from what the kernel takes of it."""
 
-    def __init__(self, packed: int) -> None:
-        assert 0 <= packed < 2**31
-        self.at, self.first, self.taps, self.offset = packed & 1, packed >> 1 & 1, packed >> 2 & 511, packed >> 11
+    at: int
+    first: int
+    taps: int
+    offset: int
 
 
 class Phase(NamedTuple):
@@ -123,7 +124,7 @@ class Launch:
     """One launch of the product's kernel.
 
     Args:
-        named: the launch's scalars by the names of the kernel's parameters.
+        named: the launch's numbers by the names of its structures' fields.
     """
 
     def __init__(self, step: KernelStep, named: dict[str, Any], memory: dict[str, Array]) -> None:
@@ -142,22 +143,17 @@ class Launch:
         self.cluster = Place(*(int(defines[f"CLUSTER_{axis}"]) for axis in "MNK"))
         has_pixels_first = not self.weights and not self.pixel_columns
         self.pixels, self.boxes = (rows, columns) if has_pixels_first else (columns, rows)
-        which = [named["phases"] >> 2 * phase & 3 for phase in range(named["phases"] >> 19)]
         self.phases = [
-            Phase(
-                PhaseAxis(named["other_h" if of & 2 else "first_h"]),
-                PhaseAxis(named["other_w" if of & 1 else "first_w"]),
-            )
-            for of in which
+            Phase(PhaseAxis(**phase["h"]), PhaseAxis(**phase["w"])) for phase in named["phases"][: named["phase_count"]]
         ]
-        self.phases_with_taps = named["phases"] >> 16 & 7
+        self.phases_with_taps = named["phases_with_taps"]
         assert [phase.h.taps * phase.w.taps > 0 for phase in self.phases] == [
             number < self.phases_with_taps for number in range(len(self.phases))
         ]
         self.grid, self.taps = step.grid[0], named["taps_y"] * named["taps_x"]
 
     def run(self, size: int) -> Array:
-        """Elements of the result in memory, all parts one after another; NaN where nothing was written."""
+        """Elements of the result in memory, all partials one after another; NaN where nothing was written."""
         splits = 1 if self.cluster.k > 1 else self.named["splits"]
         out = np.full(splits * size, np.nan)
         clusters, rest = divmod(self.grid, math.prod(self.cluster))
@@ -215,7 +211,7 @@ class Launch:
         tiles = named["tiles_m"] * named["tiles_n"] * named["groups"]
         tiles *= 1 if self.cluster.k > 1 else named["splits"]
         while True:
-            shares = 1 << (named["phases"] >> (8 + 2 * phase) & 3)
+            shares = 1 << named["phases"][phase]["log2_cluster_k"]
             apart = self.cluster.k // shares
             items = -(-tiles // apart)
             if number < items:
@@ -229,7 +225,7 @@ class Launch:
         tap_y, tap_x = divmod(step // named["tap_blocks"], w.taps if self.strided else named["taps_x"])
         number = tap_y * named["taps_x"] + tap_x
         if self.strided:
-            first, steps = (h.first, w.first), (named["tap_step_h"], named["tap_step_w"])
+            first, steps = (h.first, w.first), (named["tap_stride_h"], named["tap_stride_w"])
             number = (first[0] + tap_y * steps[0]) * named["taps_x"] + first[1] + tap_x * steps[1]
         assert number < self.taps
         moved = (tap_y * named["dilation_h"], tap_x * named["dilation_w"])
@@ -422,7 +418,7 @@ class Launch:
 
     def _write_planes(self, item: Item, sums: Array, out: Array) -> None:
         """Likewise where the columns are pixels of planes, run by run."""
-        named, image = self.named, self.named["image"]
+        named, image = self.named, self.named["image_pixels"]
         first_row, first = item.tile_m * self.tile_m, item.tile_n * self.tile_n
         rows = np.arange(first_row, min(first_row + self.tile_m, named["size_m"]))
         for column in range(first, min(first + self.tile_n, named["size_n"]), self.run_length):
@@ -449,5 +445,5 @@ class Launch:
         n, h = np.divmod(lines, named["height"])
         h = h * named["stride_h"] + self.phases[phase].h.at
         w = w * named["stride_w"] + self.phases[phase].w.at
-        stored = (h < named["dx_h"]) & (w < named["dx_w"])
-        return stored, ((n * named["dx_h"] + h) * named["dx_w"] + w)[stored]
+        stored = (h < named["dx_height"]) & (w < named["dx_width"])
+        return stored, ((n * named["dx_height"] + h) * named["dx_width"] + w)[stored]

@@ -1,6 +1,6 @@
 """The product's kernel of ConvImplicitGemmWgmmaTurned in NumPy: what its launch copies, multiplies and writes.
 
-Knows a launch by its maps, scalars and defines alone, and how kernels_src/implicit_gemm/wgmma_transposed.cu counts with
+Knows a launch by its maps, numbers and defines alone, and how kernels_src/implicit_gemm/wgmma_transposed.cu counts with
 them.
 """
 
@@ -20,7 +20,7 @@ class Launch:
     """One launch of the product's kernel.
 
     Args:
-        named: the launch's scalars by the names of the kernel's parameters.
+        named: the launch's numbers by the names of its structures' fields.
     """
 
     def __init__(self, step: KernelStep, named: dict[str, Any], memory: dict[str, Array]) -> None:
@@ -29,15 +29,15 @@ class Launch:
         self.named, self.memory, self.grid = named, memory, step.grid[0]
         self.pointwise = bool(defines["POINTWISE"])
         self.row_blocks = 2 * int(defines["CONSUMERS"]) * int(defines["ROWS"])
-        self.column_blocks, self.shares = int(defines["TILE_N"]) // WIDE, int(defines["SHARES"])
+        self.column_blocks, self.cluster_k = int(defines["TILE_N"]) // WIDE, int(defines["CLUSTER_K"])
 
     def run(self) -> Array:
-        """Elements of the result in memory, all parts one after another; NaN where nothing was written."""
+        """Elements of the result in memory, all partials one after another; NaN where nothing was written."""
         out = np.full(self.named["splits"] * self.named["out_size"], np.nan)
-        clusters, rest = divmod(self.grid, self.shares)
+        clusters, rest = divmod(self.grid, self.cluster_k)
         assert rest == 0
-        # blocks that add what they have take one work tile each
-        assert self.shares == 1 or clusters == self.named["work_tiles"]
+        # clusters that split K take one work tile each
+        assert self.cluster_k == 1 or clusters == self.named["work_tiles"]
         for cluster in range(clusters):
             for number in range(cluster, self.named["work_tiles"], clusters):
                 self._compute(number, out)
@@ -46,10 +46,10 @@ class Launch:
     def _compute(self, number: int, out: Array) -> None:
         named = self.named
         row, tile_n = divmod(number, named["tiles_n"])
-        part, tile_m = divmod(row, named["tiles_m"])
-        group, split = divmod(part, named["splits"])
-        ends = [self._first_step(split, share) for share in range(self.shares + 1)]
-        assert ends[-1] == self._first_step(split + 1, 0)
+        rest, tile_m = divmod(row, named["tiles_m"])
+        group, split = divmod(rest, named["splits"])
+        ends = [self._first_k_tile(split, rank) for rank in range(self.cluster_k + 1)]
+        assert ends[-1] == self._first_k_tile(split + 1, 0)
         assert ends == sorted(set(ends))  # none is empty
         for block in range(self.row_blocks):
             tap, chunk = divmod(tile_m * self.row_blocks + block, named["tap_blocks"])
@@ -63,8 +63,8 @@ class Launch:
                     sums += x.T @ copied_box(self.y, self.memory["y"], filters, group, pixel)
                 self._write(out, split, (group, filters, tap, chunk * WIDE), sums)
 
-    def _first_step(self, split: int, share: int) -> int:
-        return int(self.named["k_tiles"] * (split * self.shares + share) // self.named["splits"] // self.shares)
+    def _first_k_tile(self, split: int, rank: int) -> int:
+        return int(self.named["k_tiles"] * (split * self.cluster_k + rank) // self.named["splits"] // self.cluster_k)
 
     def _pixels(self, group: int, tap: int, channel: int, pixel: int) -> Array:
         named, memory = self.named, self.memory["x"]
@@ -79,8 +79,8 @@ class Launch:
 
     def _write(self, out: Array, split: int, at: tuple[int, int, int, int], sums: Array) -> None:
         named, (group, filters, tap, channel) = self.named, at
-        part = out[split * named["out_size"] :][: named["out_size"]]
-        tensor = part.reshape(named["groups"], named["filters"], named["taps"], named["channels"])
+        partial = out[split * named["out_size"] :][: named["out_size"]]
+        tensor = partial.reshape(-1, named["filters"], named["taps"], named["channels"])
         to = tensor[group, filters : filters + WIDE, tap, channel : channel + WIDE]
         assert np.isnan(to).all()  # nothing is written twice
         to[:] = sums.T[: to.shape[0], : to.shape[1]]

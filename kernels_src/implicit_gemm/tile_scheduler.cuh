@@ -1,14 +1,18 @@
 // Of a convolution as a matrix product by persistent blocks: the walk over its pixels, and the work tiles that blocks
-// take one after another.
+// take one after another. Defines, as solvers/implicit_gemm/tile_scheduler.py gives them: PIXELWALK_FIELDS and
+// TILEGRID_FIELDS.
 #pragma once
 
 #include "common/divisor.cuh"
 
+#if !defined(PIXELWALK_FIELDS) || !defined(TILEGRID_FIELDS)
+#error "define PIXELWALK_FIELDS and TILEGRID_FIELDS"
+#endif
+
 // The pixels that im2col loads walk: `height` x `width` of them an image, from (low_h, low_w) on, a stride apart. Taps
 // of the filter are a dilation apart.
 struct PixelWalk {
-  Divisor height, width;
-  int stride_h, stride_w, low_h, low_w, dilation_h, dilation_w;
+  PIXELWALK_FIELDS
 };
 
 struct Pixel {
@@ -38,11 +42,10 @@ __device__ __forceinline__ Pixel sum(const PixelWalk& walk, Pixel a, const Pixel
 }
 
 // Tiles of the product, ranked with tile_n innermost, then tile_m, split and group: `tiles_m` x `tiles_n` a group (in
-// clusters, where clusters multicast), each with `k_tiles` steps along K in `splits` parts (split-K), and `work_tiles`
+// clusters, where clusters multicast), each with `k_tiles` along K in `splits` (split-K), and `work_tiles`
 // in all.
 struct TileGrid {
-  Divisor tiles_m, tiles_n, splits;
-  int k_tiles, work_tiles;
+  TILEGRID_FIELDS
 };
 
 // What a block computes at a time: a tile of a group, from k-tile `first_k_tile` to before `end_k_tile`; of strided

@@ -6,26 +6,26 @@
 // TMA loads pixels in im2col mode, padding included, all else in boxes; so it does POINTWISE pixels: one tap, stride 1,
 // no padding. Warp-specialised: two producer warps load A and B into a pipeline of STAGES; CONSUMERS warpgroups
 // multiply ROWS blocks of 64 rows each, and write blocks of WIDE columns, for WEIGHTS each of one tap. Persistent
-// blocks take work tiles: tiles, or split-K parts of them, whose float32 partials `add_parts` adds in order. The
+// blocks take work tiles: tiles, or splits of their K, whose float32 partials `reduce_partials` adds in order. The
 // CLUSTER_M x CLUSTER_N blocks of a cluster have neighbouring tiles and multicast what they share; or CLUSTER_K blocks
 // split K of a tile and add their partials in order. Design after the public description of CUTLASS's GEMMs for sm_90.
 #include "common/opaque.cuh"
 #include "implicit_gemm/wgmma_epilogue.cuh"
 
-__device__ __forceinline__ void consume(const Shape& shape, const TensorMap* target, float* parts, int consumer,
-                                        unsigned stages, unsigned full, unsigned empty, unsigned out) {
+__device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map_out, float* out, int consumer,
+                                        unsigned stages, unsigned full, unsigned empty, unsigned staging) {
   cluster_sync();  // mbarriers are initialised
   const ClusterCoord at = cluster_coord();
   const int lane = threadIdx.x % 32;  // tells one of the blocks that load to this one that a stage is empty
   const bool signals = lane < CLUSTER_M * CLUSTER_N && (lane / CLUSTER_N == at.m || lane % CLUSTER_N == at.n);
   int stage = 0;
-  unsigned other = out + kOutBlockBytes;
+  unsigned other = staging + kOutBlockBytes;
   unsigned parity = 0;
-  for (int rank = first_work_tile<kCluster>(); rank < shape.work_tiles;
+  for (int rank = first_work_tile<kCluster>(); rank < shape.grid.work_tiles;
        rank = next_work_tile<kCluster, STRIDED>(rank)) {
     const WorkTile tile = work_tile_at(shape, at, rank);
     float acc[ROWS][kAccumulators];
-    if (STRIDED && tile.phase == phases_with_taps(shape) - 1) write_zeros(shape, tile, parts, consumer);
+    if (STRIDED && tile.phase == shape.phases_with_taps - 1) write_zeros(shape, tile, out, consumer);
     int before = -1;
     for (int k_tile = tile.first_k_tile; k_tile < tile.end_k_tile; k_tile++) {
       mbarrier_wait(full + 8 * stage, parity);
@@ -53,10 +53,10 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
     if ((!STRIDED || CLUSTER_K == 1) && signals) mbarrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
     if (CLUSTER_K > 1)
       write_cluster_partial(stages, consumer, acc);
-    else if (SWAPPED || shape.splits.by == 1)
-      write_tile(shape, done, target, reinterpret_cast<ELEMENT*>(parts), out, other, consumer, acc);
+    else if (SWAPPED || shape.grid.splits.by == 1)
+      write_tile(shape, done, map_out, reinterpret_cast<ELEMENT*>(out), staging, other, consumer, acc);
     else
-      write_partial(shape, done, parts, consumer, acc);
+      write_partial(shape, done, out, consumer, acc);
   }
   if (threadIdx.x % 128 == 0) tma_store_wait_group_read();
   __syncwarp();
@@ -68,42 +68,13 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
 #define IN_CLUSTERS
 #endif
 
-#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
-#define DIVISOR(d) {d, d##_multiplier, d##_shift}
-
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-                        const __grid_constant__ TensorMap target, float* parts, int size_m, int size_n, int groups,
-                        int channels, int taps_y, int stride_h, int stride_w, int low_h, int low_w, int dilation_h,
-                        int dilation_w, int image, int out_size, int dx_h, int dx_w, int tap_step_h, int tap_step_w,
-                        int first_h, int other_h, int first_w, int other_w, int phases, int k_tiles, int work_tiles,
-                        DIVISOR_PARAMETERS(taps_x), DIVISOR_PARAMETERS(tap_blocks), DIVISOR_PARAMETERS(height),
-                        DIVISOR_PARAMETERS(width), DIVISOR_PARAMETERS(tiles_m), DIVISOR_PARAMETERS(tiles_n),
-                        DIVISOR_PARAMETERS(splits)) {
-  const Shape shape{{DIVISOR(height), DIVISOR(width), stride_h, stride_w, low_h, low_w, dilation_h, dilation_w},
-                    {DIVISOR(tiles_m), DIVISOR(tiles_n), DIVISOR(splits), k_tiles, work_tiles},
-                    size_m,
-                    size_n,
-                    groups,
-                    taps_y,
-                    DIVISOR(taps_x),
-                    DIVISOR(tap_blocks),
-                    channels,
-                    image,
-                    out_size,
-                    dx_h,
-                    dx_w,
-                    tap_step_h,
-                    tap_step_w,
-                    first_h,
-                    other_h,
-                    first_w,
-                    other_w,
-                    phases};
+                        const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape) {
   extern __shared__ char shared[];
   __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
   const unsigned stages = (shared_address(shared) + 1023) / 1024 * 1024;
-  const unsigned out = stages + STAGES * kStageBytes;
+  const unsigned staging = stages + STAGES * kStageBytes;
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
   const int role = threadIdx.x / 128;
   if (role < CONSUMERS) {
@@ -114,7 +85,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
       }
       fence_mbarrier_init();
     }
-    consume(shape, &target, parts, role, stages, full, empty, out + role * 2 * kOutBlockBytes);
+    consume(shape, &map_out, out, role, stages, full, empty, staging + role * 2 * kOutBlockBytes);
   } else if (threadIdx.x < CONSUMERS * 128 + 32) {
     const TensorMap* map = KIND == WEIGHTS || kPixelsAreN ? &map_b : &map_a;
     if (threadIdx.x % 32 == 0) prefetch_tensor_map(map);
@@ -126,7 +97,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   }
   if constexpr (CLUSTER_K > 1) {
     cluster_sync<true>();  // all partials are written
-    reduce_cluster_partials(shape, stages, reinterpret_cast<ELEMENT*>(parts));
+    reduce_cluster_partials(shape, stages, reinterpret_cast<ELEMENT*>(out));
   }
   // Until here other blocks read this one's partial, or arrive at its mbarriers: a releasing barrier waits for these.
   if constexpr (kCluster > 1) cluster_sync<(CLUSTER_M * CLUSTER_N > 1)>();
@@ -135,7 +106,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
 // out[i] = sum of partials[split][i] over the splits, in order. Not by common/split_k.cuh, which compiles to other code
 // for float32 than rows were measured with.
 extern "C" __global__ void __launch_bounds__(256)
-    add_parts(const float* partials, ELEMENT* out, int64 count, int splits) {
+    reduce_partials(const float* partials, ELEMENT* out, int64 count, int splits) {
   const int64 at = 4 * (blockIdx.x * 256ll + threadIdx.x);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();

@@ -48,16 +48,16 @@ using Segment = Vector<ELEMENT, RUN>;
 __device__ __forceinline__ int64 nchw_offset(const Shape& shape, const WorkTile& tile, int column) {
   int n, at;
   if constexpr (PLANES == EVERYWHERE) {
-    const Pixel block = pixel_at(shape, column / kBlockN);
+    const Pixel block = pixel_at(shape.walk, column / kBlockN);
     n = block.n;
     at = block.w * kBlockN + column % kBlockN;
   } else {
-    const Pixel pixel = pixel_at(shape, column);
+    const Pixel pixel = pixel_at(shape.walk, column);
     n = pixel.n;
-    at = pixel.h * shape.width.by + pixel.w;
+    at = pixel.h * shape.walk.width.by + pixel.w;
   }
-  if (at >= shape.image) return -1;
-  return (static_cast<int64>(n) * shape.groups + tile.group) * shape.size_m * shape.image + at;
+  if (at >= shape.image_pixels) return -1;
+  return (static_cast<int64>(n) * shape.groups + tile.group) * shape.size_m * shape.image_pixels + at;
 }
 
 // Writes a staged block to an NCHW output, segment by segment: its columns are pixels, and images end anywhere in it.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void write_nchw(const Shape& shape, const WorkTile& t
   ELEMENT* const plane = result + nchw_offset(shape, tile, column);
   for (int row = threadIdx.x % 128 / kSegments; row < 64 && first_m + row < shape.size_m; row += 128 / kSegments) {
     const unsigned run = from + swizzled_offset(row, kElementBytes * at / 16) + kElementBytes * at % 16;
-    *reinterpret_cast<Segment*>(plane + static_cast<int64>(first_m + row) * shape.image) =
+    *reinterpret_cast<Segment*>(plane + static_cast<int64>(first_m + row) * shape.image_pixels) =
         *reinterpret_cast<const Segment*>(__cvta_shared_to_generic(run));
   }
 }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void tma_store_block(const Shape& shape, const WorkTi
   if constexpr (SWAPPED) {
     tma_store(target, from, first_m, tile.group, tile.tile_n * kTileN + kOutBlockN * block);
   } else if constexpr (kNchwN) {
-    const Pixel pixels = pixel_at(shape, tile.tile_n * kNBlocks + block);
+    const Pixel pixels = pixel_at(shape.walk, tile.tile_n * kNBlocks + block);
     tma_store(target, from, pixels.w * kBlockN, tile.group * shape.size_m + first_m, pixels.n);
   } else {
     const NBlock n_block = n_block_at(shape, tile.tile_n, block);
@@ -140,8 +140,8 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
 }
 
 // Writes the tile's accumulators as they are to an NCHW split-K partial; the columns of a pair may be in two images.
-__device__ __forceinline__ void write_partial_nchw(const Shape& shape, const WorkTile& tile, float* part, int consumer,
-                                                   const float (&acc)[ROWS][kAccumulators]) {
+__device__ __forceinline__ void write_partial_nchw(const Shape& shape, const WorkTile& tile, float* partial,
+                                                   int consumer, const float (&acc)[ROWS][kAccumulators]) {
   const int thread = threadIdx.x % 128, lane = thread % 32;
 #pragma unroll
   for (int j = 0; j < kTileN / 8; j++) {
@@ -156,13 +156,13 @@ __device__ __forceinline__ void write_partial_nchw(const Shape& shape, const Wor
       for (int below = 0; below < 2; below++) {
         const int row = tile.tile_m * kTileM + 64 * (consumer * ROWS + r) + 16 * (thread / 32) + lane / 4 + 8 * below;
         if (row >= shape.size_m) continue;
-        const int64 line = static_cast<int64>(row) * shape.image;
+        const int64 line = static_cast<int64>(row) * shape.image_pixels;
         const float first = acc[r][4 * j + 2 * below], second = acc[r][4 * j + 2 * below + 1];
         if constexpr (RUN % 2 == 0) {
-          *reinterpret_cast<Vector<float, 2>*>(part + at + line) = {first, second};
+          *reinterpret_cast<Vector<float, 2>*>(partial + at + line) = {first, second};
         } else {
-          part[at + line] = first;
-          if (next >= 0) part[next + line] = second;
+          partial[at + line] = first;
+          if (next >= 0) partial[next + line] = second;
         }
       }
   }
@@ -171,40 +171,41 @@ __device__ __forceinline__ void write_partial_nchw(const Shape& shape, const Wor
 // Strided backward data: writes zeros to the pixels of phases without taps that belong to this consumer's rows of the
 // tile, in the output or in a split-K partial. It waits for the kernel before (PDL) itself: all other writes follow a
 // TMA load, whose thread has waited.
-__device__ __forceinline__ void write_zeros(const Shape& shape, const WorkTile& tile, float* parts, int consumer) {
+__device__ __forceinline__ void write_zeros(const Shape& shape, const WorkTile& tile, float* out, int consumer) {
   constexpr int kVector = 16 / kElementBytes, kVectors = kTileN / kVector, kRows = 64 * ROWS;
-  const bool is_part = CLUSTER_K == 1 && shape.splits.by > 1;
-  if (!is_part && (tile.split > 0 || tile.first_k_tile == tile.end_k_tile)) return;
+  const bool is_partial = CLUSTER_K == 1 && shape.grid.splits.by > 1;
+  if (!is_partial && (tile.split > 0 || tile.first_k_tile == tile.end_k_tile)) return;
   griddepcontrol_wait();
-  char* const to = reinterpret_cast<char*>(is_part ? parts + tile.split * static_cast<int64>(shape.out_size) : parts);
+  char* const to = reinterpret_cast<char*>(is_partial ? out + tile.split * static_cast<int64>(shape.out_size) : out);
   for (int number = threadIdx.x % 128; number < kRows * kVectors; number += 128) {
     const int row = tile.tile_m * kTileM + kRows * consumer + number / kVectors;
     const int column = tile.tile_n * kTileN + number % kVectors * kVector;
     if (row >= shape.size_m || column >= shape.size_n) continue;
-    const Pixel pixel = pixel_at(shape, row);
+    const Pixel pixel = pixel_at(shape.walk, row);
 #pragma unroll 1  // else the widest accumulators would spill
-    for (int phase = phases_with_taps(shape); phase < all_phases(shape); phase++) {
-      const int line = dx_pixel(shape, Phase(shape, phase), pixel);
+    for (int phase = shape.phases_with_taps; phase < shape.phase_count; phase++) {
+      const int line = dx_pixel(shape, phase_at(shape, phase), pixel);
       if (line < 0) continue;
       const int64 element = (static_cast<int64>(line) * shape.groups + tile.group) * shape.size_n + column;
-      Vector<float, 4>* const there = reinterpret_cast<Vector<float, 4>*>(to + element * (is_part ? 4 : kElementBytes));
+      Vector<float, 4>* const there =
+          reinterpret_cast<Vector<float, 4>*>(to + element * (is_partial ? 4 : kElementBytes));
       there[0] = {};
-      if (kElementBytes < 4 && is_part) there[1] = {};
+      if (kElementBytes < 4 && is_partial) there[1] = {};
     }
   }
 }
 
 // Writes the tile's accumulators as they are to the split-K partial, in the order of the output.
-__device__ __forceinline__ void write_partial(const Shape& shape, const WorkTile& tile, float* parts, int consumer,
+__device__ __forceinline__ void write_partial(const Shape& shape, const WorkTile& tile, float* partials, int consumer,
                                               const float (&acc)[ROWS][kAccumulators]) {
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x.by : 1;
   const int64 pitch =
       KIND == WEIGHTS ? static_cast<int64>(taps) * shape.size_n : static_cast<int64>(shape.groups) * shape.size_n;
   const int64 first = KIND == WEIGHTS ? tile.group * shape.size_m * pitch : tile.group * shape.size_n;
-  float* const part = parts + tile.split * static_cast<int64>(shape.out_size) + first;
+  float* const partial = partials + tile.split * static_cast<int64>(shape.out_size) + first;
   if constexpr (kPixelsAreN && PLANES) {
-    write_partial_nchw(shape, tile, part - first, consumer, acc);
+    write_partial_nchw(shape, tile, partial - first, consumer, acc);
     return;
   }
 #pragma unroll
@@ -222,11 +223,11 @@ __device__ __forceinline__ void write_partial(const Shape& shape, const WorkTile
 #pragma unroll
         for (int below = 0; below < 2; below++)
           if (lines[below] >= 0) {
-            const int sum = 4 * (block * kBlockN / 8 + j) + 2 * below;
+            const int pair_at = 4 * (block * kBlockN / 8 + j) + 2 * below;
             Vector<float, 2> pair;
-            pair.at[0] = acc[r][sum];
-            pair.at[1] = acc[r][sum + 1];
-            *reinterpret_cast<Vector<float, 2>*>(part + lines[below] * pitch + n_block.tap * shape.size_n + column) =
+            pair.at[0] = acc[r][pair_at];
+            pair.at[1] = acc[r][pair_at + 1];
+            *reinterpret_cast<Vector<float, 2>*>(partial + lines[below] * pitch + n_block.tap * shape.size_n + column) =
                 pair;
           }
       }
@@ -268,23 +269,23 @@ __device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, unsi
     const int row = tile.tile_m * kTileM + tile_row, column = n_block.first + tile_column % kBlockN;
     const int row_of_all = out_row(shape, tile, row);
     if (row_of_all < 0 || column >= shape.size_n || !is_inside(shape, n_block)) continue;
-    Vector<float, kVector> parts[CLUSTER_K];  // all on their way before the first is added
+    Vector<float, kVector> partials[CLUSTER_K];  // all on their way before the first is added
 #pragma unroll
     for (int k = 0; k < CLUSTER_K; k++)
       if (!STRIDED || k >> power == 0)
-        parts[k] = load_cluster_floats(
+        partials[k] = load_cluster_floats(
             map_shared_rank(from + 4 * (tile_row * kPartialPitch + tile_column), STRIDED ? at.k - tile.split + k : k));
     Vector<ELEMENT, kVector> rounded;
 #pragma unroll
     for (int i = 0; i < kVector; i++) {
-      float sum = parts[0].at[i];
+      float total = partials[0].at[i];
 #pragma unroll
       for (int k = 1; k < CLUSTER_K; k++)
-        if (!STRIDED || k >> power == 0) sum += parts[k].at[i];
-      rounded.at[i] = convert<ELEMENT>(sum);
+        if (!STRIDED || k >> power == 0) total += partials[k].at[i];
+      rounded.at[i] = convert<ELEMENT>(total);
     }
     if constexpr (kPixelsAreN && PLANES) {
-      const int64 line = static_cast<int64>(row) * shape.image;
+      const int64 line = static_cast<int64>(row) * shape.image_pixels;
 #pragma unroll
       for (int run = 0; run < kVector && column + run < shape.size_n; run += kPiece)
         if (const int64 there = nchw_offset(shape, tile, column + run); there >= 0)

@@ -7,7 +7,7 @@
 struct PixelLoads {
   static constexpr int kMulticast = KIND == WEIGHTS ? CLUSTER_M : CLUSTER_N;
   static constexpr int kPixels = (KIND == WEIGHTS ? kTileK : kPixelsAreN ? kTileN : kTileM) / kMulticast;
-  int part;   // of kMulticast, the one that this block loads
+  int slice;  // of kMulticast, the one that this block loads
   int bytes;  // that arrive at this block a k-tile
   unsigned short cta_mask;
   int index;  // of the first pixel
@@ -17,21 +17,21 @@ struct PixelLoads {
   Pixel nchw_blocks[kNchwN ? kNBlocks : 1];
 
   __device__ __forceinline__ PixelLoads(const Shape& shape, const ClusterCoord& at, const WorkTile& tile)
-      : part(KIND == WEIGHTS ? at.m : at.n),
+      : slice(KIND == WEIGHTS ? at.m : at.n),
         bytes(KIND == WEIGHTS || kPixelsAreN ? kBBytes : kABytes),
         cta_mask(KIND == WEIGHTS ? same_b_mask(at) : same_a_mask(at)),
         index((kNchwBothK        ? tile.first_k_tile
                : KIND == WEIGHTS ? tile.first_k_tile * kTileK
                : kPixelsAreN     ? tile.tile_n * kTileN
                                  : tile.tile_m * kTileM) +
-              part * kPixels),
-        pixel(pixel_at(shape, index)),
+              slice * kPixels),
+        pixel(pixel_at(shape.walk, index)),
         stride{},
         k_tile(shape, tile) {
     if constexpr (kNchwBothK) {
       stride = {0, 0, 1};
     } else if constexpr (KIND == WEIGHTS) {
-      stride = pixel_at(shape, kTileK);
+      stride = pixel_at(shape.walk, kTileK);
 #pragma unroll
       for (int block = 0; block < kNBlocks; block++) {
         n_blocks[block] = n_block_at(shape, tile.tile_n, block);
@@ -40,14 +40,14 @@ struct PixelLoads {
     } else if constexpr (kNchwN) {
 #pragma unroll
       for (int block = 0; block < kNBlocks; block++)
-        nchw_blocks[block] = pixel_at(shape, tile.tile_n * kNBlocks + block);
+        nchw_blocks[block] = pixel_at(shape.walk, tile.tile_n * kNBlocks + block);
     }
   }
 
   __device__ __forceinline__ void next(const Shape& shape) {
     if constexpr (KIND == WEIGHTS) {
       index += kTileK;
-      pixel = sum(shape, pixel, stride);
+      pixel = sum(shape.walk, pixel, stride);
     } else {
       k_tile.next(shape);
     }
@@ -67,10 +67,10 @@ struct PixelLoads {
                        tile.group * shape.channels + k_tile.channel, nchw_blocks[block].n);
       return;
     }
-    const int w = pixel.w * (STRIDED ? 1 : shape.stride_w) + shape.low_w;
-    const int h = pixel.h * (STRIDED ? 1 : shape.stride_h) + shape.low_h;
+    const int w = pixel.w * (STRIDED ? 1 : shape.walk.stride_w) + shape.walk.low_w;
+    const int h = pixel.h * (STRIDED ? 1 : shape.walk.stride_h) + shape.walk.low_h;
     if constexpr (KIND == WEIGHTS) {
-      const unsigned to = stage + kABytes + part * kPixels * kSwizzleN;
+      const unsigned to = stage + kABytes + slice * kPixels * kSwizzleN;
 #pragma unroll
       for (int block = 0; block < kNBlocks; block++) {
         const NBlock& from = n_blocks[block];
@@ -79,16 +79,16 @@ struct PixelLoads {
           tma_load_tiled<kMulticast>(to + block * kNBlockBytes, map, barrier, from.first, tile.group, index, cta_mask);
         else
           tma_load_im2col<kMulticast>(to + block * kNBlockBytes, map, barrier, tile.group * shape.size_n + from.first,
-                                      w, h, pixel.n, from.tap_x * shape.dilation_w, from.tap_y * shape.dilation_h,
-                                      cta_mask);
+                                      w, h, pixel.n, from.tap_x * shape.walk.dilation_w,
+                                      from.tap_y * shape.walk.dilation_h, cta_mask);
       }
       return;
     }
-    const unsigned to = stage + (kPixelsAreN ? kABytes : part * kPixels * kSwizzleK);
+    const unsigned to = stage + (kPixelsAreN ? kABytes : slice * kPixels * kSwizzleK);
     if constexpr (POINTWISE) {
       tma_load_tiled<kMulticast>(to, map, barrier, k_tile.channel, tile.group, index, cta_mask);
     } else {
-      const int tap_h = k_tile.tap_y * shape.dilation_h, tap_w = k_tile.tap_x * shape.dilation_w;
+      const int tap_h = k_tile.tap_y * shape.walk.dilation_h, tap_w = k_tile.tap_x * shape.walk.dilation_w;
       tma_load_im2col<kMulticast>(to, map, barrier, tile.group * shape.channels + k_tile.channel, w, h, pixel.n,
                                   KIND == DATA ? k_tile.phase.w.offset - tap_w : tap_w,
                                   KIND == DATA ? k_tile.phase.h.offset - tap_h : tap_h, cta_mask);
@@ -101,29 +101,29 @@ struct OtherLoads {
   static constexpr int kMulticast = KIND == WEIGHTS ? CLUSTER_N : CLUSTER_M;
   static constexpr int kLength = (kKMajorFilter ? kTileN : kTileK) / kMulticast;
   static_assert(kLength % 8 == 0, "each block of a multicast loads whole repetitions of a swizzle, 8 rows");
-  int part, bytes, index;
+  int slice, bytes, index;
   unsigned short cta_mask;
   KTileIterator k_tile;
   Pixel pixel, stride;
 
   __device__ __forceinline__ OtherLoads(const Shape& shape, const ClusterCoord& at, const WorkTile& tile)
-      : part(KIND == WEIGHTS ? at.n : at.m),
+      : slice(KIND == WEIGHTS ? at.n : at.m),
         bytes(KIND == WEIGHTS || kPixelsAreN ? kABytes : kBBytes),
-        index(tile.first_k_tile * kTileK + part * kLength),
+        index(tile.first_k_tile * kTileK + slice * kLength),
         cta_mask(KIND == WEIGHTS ? same_a_mask(at) : same_b_mask(at)),
         k_tile(shape, tile),
         pixel{},
         stride{0, 0, 1} {
-    if constexpr (kNchwBothK) pixel = pixel_at(shape, tile.first_k_tile);
+    if constexpr (kNchwBothK) pixel = pixel_at(shape.walk, tile.first_k_tile);
     if constexpr (kNchwAK) {
-      pixel = pixel_at(shape, index);
-      stride = pixel_at(shape, kTileK);
+      pixel = pixel_at(shape.walk, index);
+      stride = pixel_at(shape.walk, kTileK);
     }
   }
 
   __device__ __forceinline__ void next(const Shape& shape) {
     if constexpr (kNchwBothK || kNchwAK)
-      pixel = sum(shape, pixel, stride);
+      pixel = sum(shape.walk, pixel, stride);
     else if constexpr (KIND == WEIGHTS)
       index += kTileK;
     else
@@ -144,12 +144,12 @@ struct OtherLoads {
   __device__ __forceinline__ void load(const Shape& shape, const WorkTile& tile, const TensorMap* map, unsigned stage,
                                        unsigned barrier) const {
     if constexpr (kNchwBothK || kNchwAK) {
-      const int first = kNchwBothK ? pixel.w * kTileK : pixel.h * shape.width.by + pixel.w;
+      const int first = kNchwBothK ? pixel.w * kTileK : pixel.h * shape.walk.width.by + pixel.w;
       tma_load_tiled(stage, map, barrier, first, tile.group * shape.size_m + tile.tile_m * kTileM, pixel.n);
     } else if constexpr (KIND == WEIGHTS) {
 #pragma unroll
       for (int block = 0; block < kMBlocks; block++)
-        tma_load_tiled<kMulticast>(stage + block * kMBlockBytes + part * kLength * 128, map, barrier,
+        tma_load_tiled<kMulticast>(stage + block * kMBlockBytes + slice * kLength * 128, map, barrier,
                                    tile.tile_m * kTileM + 64 * block, tile.group, index, cta_mask);
     } else if constexpr (kPixelsAreN && kKMajorFilter) {
       load_filters(shape, tile, map, stage, barrier, tile.tile_m * kTileM);
@@ -159,14 +159,14 @@ struct OtherLoads {
         tma_load_tiled(stage + block * kMBlockBytes, map, barrier, tile.tile_m * kTileM + 64 * block, k_tile.tap,
                        tile.group * shape.channels + k_tile.channel);
     } else if constexpr (kKMajorFilter) {
-      load_filters(shape, tile, map, stage + kABytes + part * kLength * kSwizzleK, barrier,
-                   tile.tile_n * kTileN + part * kLength);
+      load_filters(shape, tile, map, stage + kABytes + slice * kLength * kSwizzleK, barrier,
+                   tile.tile_n * kTileN + slice * kLength);
     } else {
 #pragma unroll
       for (int block = 0; block < kNBlocks; block++)
-        tma_load_tiled<kMulticast>(stage + kABytes + block * kNBlockBytes + part * kLength * kSwizzleN, map, barrier,
+        tma_load_tiled<kMulticast>(stage + kABytes + block * kNBlockBytes + slice * kLength * kSwizzleN, map, barrier,
                                    tile.tile_n * kTileN + block * kBlockN, k_tile.tap,
-                                   tile.group * shape.channels + k_tile.channel + part * kLength, cta_mask);
+                                   tile.group * shape.channels + k_tile.channel + slice * kLength, cta_mask);
     }
   }
 };
@@ -207,7 +207,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map
         }
       }
       rank = next_work_tile<kCluster, STRIDED>(rank);
-      if (rank >= shape.work_tiles) break;
+      if (rank >= shape.grid.work_tiles) break;
       tile = work_tile_at(shape, at, rank);
       loads = Loads(shape, at, tile);
     }

@@ -14,8 +14,8 @@
 #if !defined(POINTWISE) || !defined(SWAPPED) || !defined(PLANES) || !defined(RUN)
 #error "define POINTWISE, SWAPPED, PLANES and RUN"
 #endif
-#ifndef STRIDED
-#error "define STRIDED"
+#if !defined(STRIDED) || !defined(PHASEAXIS_FIELDS) || !defined(PHASE_FIELDS) || !defined(SHAPE_FIELDS)
+#error "define STRIDED, PHASEAXIS_FIELDS, PHASE_FIELDS and SHAPE_FIELDS"
 #endif
 #define WGMMA_N TILE_N
 
@@ -81,53 +81,37 @@ constexpr int kAStepBytes = kKMajorA ? 32 : 16 * 128;
 constexpr int kBStepBytes = kKMajorB ? 32 : 16 * kSwizzleN;
 constexpr int kMBlockBytes = 64 * kElementBytes * kTileK;
 
-// One convolution; sizes are of one group. `size_m` x `size_n` is the product, for WEIGHTS of one tap. A tap has
-// `tap_blocks`: k-tiles of its `channels` terms, or for WEIGHTS N blocks. NCHW pixels, where they are N or K, are
-// walked as one row of `width` N blocks or k-tiles; an NCHW output has images of `image` elements.
-struct Shape : PixelWalk, TileGrid {
-  int size_m, size_n, groups, taps_y;
-  Divisor taps_x, tap_blocks;
-  int channels, image;
-  int out_size;                                    // elements of the output, or of a split-K partial
-  int dx_h, dx_w;                                  // of an image of dx
-  int tap_step_h, tap_step_w;                      // between two taps of a phase
-  int first_h, other_h, first_w, other_w, phases;  // packed
-};
-
 // Strided backward data is cut into phases: pixels of dx of one residue modulo the stride, which the same sub-filter
 // meets. Along one axis: `at` is the residue; the sub-filter has `taps` of the filter from tap `first` on; `offset` is
 // from the pixel of dy that the walk is at to the one that the first tap meets (further taps meet those before).
 struct PhaseAxis {
-  int at, first, taps, offset;
-
-  __device__ __forceinline__ PhaseAxis(int packed)
-      : at(packed & 1), first(packed >> 1 & 1), taps(packed >> 2 & 511), offset(packed >> 11) {}
+  PHASEAXIS_FIELDS
 };
 
-// STRIDED has 2 or 4 phases, from those of most taps to those of none. `Shape::phases` has two bits for each, from bit
-// 8 on two for the log of its cluster split-K, from bit 16 on how many have taps, from bit 19 on how many there are.
+// Both axes, and the log of the blocks of a cluster that split K of the phase's tiles.
 struct Phase {
-  PhaseAxis h, w;
-
-  __device__ __forceinline__ Phase(const Shape& shape, int number)
-      : h(STRIDED && shape.phases >> 2 * number & 2 ? shape.other_h : shape.first_h),
-        w(STRIDED && shape.phases >> 2 * number & 1 ? shape.other_w : shape.first_w) {}
+  PHASE_FIELDS
 };
+
+// One convolution; sizes are of one group. `size_m` x `size_n` is the product, for WEIGHTS of one tap. A tap has
+// `tap_blocks`: k-tiles of its `channels` terms, or for WEIGHTS N blocks. NCHW pixels, where they are N or K, are
+// walked as one row of `width` N blocks or k-tiles; an NCHW output has images of `image_pixels`. The output, and each
+// split-K partial, has `out_size` elements. Taps of a phase are `tap_stride_h` and `tap_stride_w` apart in the filter.
+// STRIDED has `phase_count` phases, 2 or 4, from those of most taps to those of none; other products have one.
+struct Shape {
+  SHAPE_FIELDS
+};
+
+__device__ __forceinline__ const Phase& phase_at(const Shape& shape, int number) {
+  return shape.phases[STRIDED ? number : 0];
+}
 
 // Blocks of a cluster that split K of a phase's tile, as a power of 2: so many that each has as many k-tiles.
 constexpr int kLog2ClusterK = CLUSTER_K == 8 ? 3 : CLUSTER_K == 4 ? 2 : CLUSTER_K == 2 ? 1 : 0;
 static_assert(1 << kLog2ClusterK == CLUSTER_K, "CLUSTER_K is 1, 2, 4 or 8");
 
 __device__ __forceinline__ int log2_cluster_k(const Shape& shape, int phase) {
-  return STRIDED ? shape.phases >> (8 + 2 * phase) & 3 : kLog2ClusterK;
-}
-
-__device__ __forceinline__ int phases_with_taps(const Shape& shape) {
-  return shape.phases >> 16 & 7;
-}
-
-__device__ __forceinline__ int all_phases(const Shape& shape) {
-  return shape.phases >> 19;
+  return STRIDED ? phase_at(shape, phase).log2_cluster_k : kLog2ClusterK;
 }
 
 // Where a block is in its cluster.
@@ -183,20 +167,21 @@ __device__ __forceinline__ WorkTile work_tile_at(const Shape& shape, const Clust
   WorkTile tile;
   tile.phase = 0;
   if constexpr (STRIDED) {
-    const int tiles = shape.tiles_n.by * shape.tiles_m.by * shape.groups * (CLUSTER_K > 1 ? 1 : shape.splits.by);
+    const int tiles =
+        shape.grid.tiles_n.by * shape.grid.tiles_m.by * shape.groups * (CLUSTER_K > 1 ? 1 : shape.grid.splits.by);
     int apart = kLog2ClusterK - log2_cluster_k(shape, 0);  // tiles of a cluster, as a power of 2
     for (int items; rank >= (items = (tiles + (1 << apart) - 1) >> apart); rank -= items)
       apart = kLog2ClusterK - log2_cluster_k(shape, ++tile.phase);
     rank = (rank << apart) + (at.k >> (kLog2ClusterK - apart));
   }
-  const int row = rank / shape.tiles_n, part = row / shape.tiles_m;
-  tile.tile_n = (rank - row * shape.tiles_n.by) * CLUSTER_N + at.n;
-  tile.tile_m = (row - part * shape.tiles_m.by) * CLUSTER_M + at.m;
-  tile.group = CLUSTER_K > 1 ? part : part / shape.splits;
-  tile.split = CLUSTER_K > 1 ? at.k : part - tile.group * shape.splits.by;
-  int k_tiles = shape.k_tiles;
+  const int row = rank / shape.grid.tiles_n, rest = row / shape.grid.tiles_m;
+  tile.tile_n = (rank - row * shape.grid.tiles_n.by) * CLUSTER_N + at.n;
+  tile.tile_m = (row - rest * shape.grid.tiles_m.by) * CLUSTER_M + at.m;
+  tile.group = CLUSTER_K > 1 ? rest : rest / shape.grid.splits;
+  tile.split = CLUSTER_K > 1 ? at.k : rest - tile.group * shape.grid.splits.by;
+  int k_tiles = shape.grid.k_tiles;
   if constexpr (STRIDED) {
-    const Phase phase(shape, tile.phase);
+    const Phase& phase = phase_at(shape, tile.phase);
     k_tiles = phase.h.taps * phase.w.taps * shape.tap_blocks.by;
     if constexpr (CLUSTER_K > 1) {
       const int power = log2_cluster_k(shape, tile.phase);
@@ -206,22 +191,22 @@ __device__ __forceinline__ WorkTile work_tile_at(const Shape& shape, const Clust
       return tile;
     }
   }
-  tile.first_k_tile = k_tiles * tile.split / shape.splits;
-  tile.end_k_tile = k_tiles * (tile.split + 1) / shape.splits;
+  tile.first_k_tile = k_tiles * tile.split / shape.grid.splits;
+  tile.end_k_tile = k_tiles * (tile.split + 1) / shape.grid.splits;
   return tile;
 }
 
 // The pixel of dx that a phase's pixel is, as an index with w innermost, or -1 if it is beyond the image.
 __device__ __forceinline__ int dx_pixel(const Shape& shape, const Phase& phase, const Pixel& pixel) {
-  const int h = pixel.h * shape.stride_h + phase.h.at, w = pixel.w * shape.stride_w + phase.w.at;
-  return h < shape.dx_h && w < shape.dx_w ? (pixel.n * shape.dx_h + h) * shape.dx_w + w : -1;
+  const int h = pixel.h * shape.walk.stride_h + phase.h.at, w = pixel.w * shape.walk.stride_w + phase.w.at;
+  return h < shape.dx_height && w < shape.dx_width ? (pixel.n * shape.dx_height + h) * shape.dx_width + w : -1;
 }
 
 // The row of the output that a row of the product is, or -1; for WEIGHTS the row of its group.
 __device__ __forceinline__ int out_row(const Shape& shape, const WorkTile& tile, int row) {
   if (row >= shape.size_m) return -1;
   if constexpr (!STRIDED) return row;
-  return dx_pixel(shape, Phase(shape, tile.phase), pixel_at(shape, row));
+  return dx_pixel(shape, phase_at(shape, tile.phase), pixel_at(shape.walk, row));
 }
 
 // Without WEIGHTS, walks the k-tiles of a work tile: the first channel of each, and its tap. `tap` is its number in the
@@ -230,7 +215,8 @@ struct KTileIterator {
   Phase phase;
   int channel, tap, tap_y, tap_x;
 
-  __device__ __forceinline__ KTileIterator(const Shape& shape, const WorkTile& tile) : phase(shape, tile.phase) {
+  __device__ __forceinline__ KTileIterator(const Shape& shape, const WorkTile& tile)
+      : phase(phase_at(shape, tile.phase)) {
     tap = tile.first_k_tile / shape.tap_blocks;
     channel = (tile.first_k_tile - tap * shape.tap_blocks.by) * kTileK;
     if constexpr (STRIDED) {
@@ -245,7 +231,7 @@ struct KTileIterator {
 
   // The number in the filter of the sub-filter's tap.
   __device__ __forceinline__ int filter_tap(const Shape& shape) const {
-    return (phase.h.first + tap_y * shape.tap_step_h) * shape.taps_x.by + phase.w.first + tap_x * shape.tap_step_w;
+    return (phase.h.first + tap_y * shape.tap_stride_h) * shape.taps_x.by + phase.w.first + tap_x * shape.tap_stride_w;
   }
 
   __device__ __forceinline__ void next(const Shape& shape) {

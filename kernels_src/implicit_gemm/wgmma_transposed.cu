@@ -3,9 +3,9 @@
 // M is channels, in blocks of 32 of one tap; N is filters. TF32 wgmma takes operands in shared memory K-major only, but
 // pixels lie outermost in both tensors. So x is an operand in registers, and two warps transpose dy where it lies. Two
 // producer threads load (TMA, x in im2col mode with its padding) into a pipeline of STAGES; CONSUMERS warpgroups
-// multiply ROWS blocks of 64 rows each, TOGETHER instructions along K at once. Persistent blocks take work tiles:
-// tiles, or split-K parts of them, whose partials `add_parts` adds in order; or the SHARES blocks of a cluster split K
-// of a part, and add their partials in order. POINTWISE: one tap, stride 1, no padding: x comes in boxes. Pixel 8 j + 2
+// multiply ROWS blocks of 64 rows each, K_BATCH instructions along K at once. Persistent blocks take work tiles:
+// splits of their K, whose partials `reduce_partials` adds in order; or the CLUSTER_K blocks of a cluster split
+// K, and add their partials in order. POINTWISE: one tap, stride 1, no padding: x comes in boxes. Pixel 8 j + 2
 // t is term t of instruction j of a k-tile, the next one term t + 4: lanes of a fragment read every bank once. Design
 // after the public description of CUTLASS's GEMMs for sm_90.
 #include "common/opaque.cuh"
@@ -14,8 +14,8 @@
 
 // wgmma instructions along K that are begun at once: of a single one, compilers wait for each before they load the next
 // one's registers.
-constexpr int kBatch = TOGETHER;
-static_assert(kBatch == 2 || kBatch == 4, "a k-tile of 32 pixels is 4 instructions of 8: TOGETHER is 2 or 4");
+constexpr int kBatch = K_BATCH;
+static_assert(kBatch == 2 || kBatch == 4, "a k-tile of 32 pixels is 4 instructions of 8: K_BATCH is 2 or 4");
 
 // Transposed B, K-major with 128-byte swizzles: 8 rows of 128 bytes repeat. The leading offset is not used.
 constexpr unsigned long long kBDescriptor = matrix_descriptor(16, 8 * kSwizzle, kSwizzle);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void transpose_block(unsigned block) {
 
 __device__ __forceinline__ void transpose_stages(const Shape& shape, const Pipeline& pipeline, int warp) {
   PipelineState at(0);
-  for (int rank = first_work_tile<SHARES>(); rank < shape.work_tiles; rank = next_work_tile<SHARES>(rank)) {
+  for (int rank = first_work_tile<CLUSTER_K>(); rank < shape.grid.work_tiles; rank = next_work_tile<CLUSTER_K>(rank)) {
     const WorkTile tile = work_tile_at(shape, rank);
     for (int k_tile = tile.first_k_tile; k_tile < tile.end_k_tile; k_tile++) {
       mbarrier_wait(pipeline.y_full + 8 * at.stage, at.parity);
@@ -135,22 +135,22 @@ __device__ __forceinline__ void write_cluster_partial(unsigned to, int consumer,
 // Cluster split-K: adds this block's filters of all blocks' partials, in order of ranks, and writes them as
 // `write_tile` does.
 __device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, unsigned from, float* out) {
-  constexpr int kQuads = kTileM / 4, kFilters = TILE_N / SHARES;
-  const WorkTile tile = work_tile_at(shape, first_work_tile<SHARES>());
+  constexpr int kQuads = kTileM / 4, kFilters = TILE_N / CLUSTER_K;
+  const WorkTile tile = work_tile_at(shape, first_work_tile<CLUSTER_K>());
   for (int number = threadIdx.x; number < kFilters * kQuads; number += 128 * CONSUMERS) {
     const int column = uniform_cluster_rank() * kFilters + number / kQuads, row = number % kQuads * 4;
     const MBlock rows = m_block_at(shape, tile, row / kBlock);
     const int channel = rows.first + row % kBlock, filter = tile.tile_n * TILE_N + column;
     if (rows.tap >= shape.taps || channel >= shape.channels || filter >= shape.filters) continue;
-    Vector<float, 4> parts[SHARES];  // all on their way before the first is added
+    Vector<float, 4> partials[CLUSTER_K];  // all on their way before the first is added
 #pragma unroll
-    for (int rank = 0; rank < SHARES; rank++)
-      parts[rank] = load_cluster_floats(map_shared_rank(from + 4 * (column * kPartialPitch + row), rank));
-    Vector<float, 4> total = parts[0];
+    for (int rank = 0; rank < CLUSTER_K; rank++)
+      partials[rank] = load_cluster_floats(map_shared_rank(from + 4 * (column * kPartialPitch + row), rank));
+    Vector<float, 4> total = partials[0];
 #pragma unroll
-    for (int rank = 1; rank < SHARES; rank++)
+    for (int rank = 1; rank < CLUSTER_K; rank++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) total.at[i] += parts[rank].at[i];
+      for (int i = 0; i < 4; i++) total.at[i] += partials[rank].at[i];
     const int64 line = static_cast<int64>(tile.group * shape.filters + filter) * shape.taps + rows.tap;
     *reinterpret_cast<Vector<float, 4>*>(out + tile.split * static_cast<int64>(shape.out_size) + line * shape.channels +
                                          channel) = total;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void consume(const Shape& shape, const Pipeline& pipeline, float* out, int consumer) {
   const Fragments lane(consumer);
   PipelineState at(0);
-  for (int rank = first_work_tile<SHARES>(); rank < shape.work_tiles; rank = next_work_tile<SHARES>(rank)) {
+  for (int rank = first_work_tile<CLUSTER_K>(); rank < shape.grid.work_tiles; rank = next_work_tile<CLUSTER_K>(rank)) {
     int k_tiles;
     {
       const WorkTile tile = work_tile_at(shape, rank);
@@ -206,7 +206,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const Pipeline& pipe
     }
     wgmma_wait_group<0>();
     __syncwarp();
-    if constexpr (SHARES > 1) {  // one work tile a block: nobody waits for the last stages
+    if constexpr (CLUSTER_K > 1) {  // one work tile a block: nobody waits for the last stages
       write_cluster_partial(pipeline.stages, consumer, lane, acc);
       break;
     }
@@ -216,31 +216,15 @@ __device__ __forceinline__ void consume(const Shape& shape, const Pipeline& pipe
   }
 }
 
-#if SHARES > 1
-#define IN_CLUSTERS __cluster_dims__(SHARES, 1, 1)
+#if CLUSTER_K > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER_K, 1, 1)
 #else
 #define IN_CLUSTERS
 #endif
 
-#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
-#define DIVISOR(d) {d, d##_multiplier, d##_shift}
-
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
-    implicit_gemm_wgmma_turned(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, float* out,
-                               int filters, int channels, int groups, int taps, int stride_h, int stride_w, int low_h,
-                               int low_w, int dilation_h, int dilation_w, int k_tiles, int work_tiles, int out_size,
-                               DIVISOR_PARAMETERS(taps_x), DIVISOR_PARAMETERS(tap_blocks), DIVISOR_PARAMETERS(height),
-                               DIVISOR_PARAMETERS(width), DIVISOR_PARAMETERS(tiles_m), DIVISOR_PARAMETERS(tiles_n),
-                               DIVISOR_PARAMETERS(splits)) {
-  const Shape shape{{DIVISOR(height), DIVISOR(width), stride_h, stride_w, low_h, low_w, dilation_h, dilation_w},
-                    {DIVISOR(tiles_m), DIVISOR(tiles_n), DIVISOR(splits), k_tiles, work_tiles},
-                    filters,
-                    channels,
-                    groups,
-                    taps,
-                    DIVISOR(taps_x),
-                    DIVISOR(tap_blocks),
-                    out_size};
+    implicit_gemm_wgmma_transposed(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, float* out,
+                                   const __grid_constant__ Shape shape) {
   extern __shared__ char shared[];
   __shared__ alignas(8) unsigned long long barriers[4 * STAGES];
   const unsigned first = shared_address(barriers);
@@ -260,7 +244,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   if (role < CONSUMERS) {
     if constexpr (kReallocates) setmaxnreg_inc<kConsumerRegisters>();
     consume(shape, pipeline, out, role);
-    if constexpr (SHARES > 1) {
+    if constexpr (CLUSTER_K > 1) {
       cluster_sync();
       reduce_cluster_partials(shape, pipeline.stages, out);
       cluster_sync();
@@ -274,7 +258,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
       produce<PixelLoads>(shape, &x, pipeline, pipeline.x_full);
     else if (warp == kTransposeWarps + 1 && lane == 0)
       produce<FilterLoads>(shape, &y, pipeline, pipeline.y_full);
-    if constexpr (SHARES > 1) {
+    if constexpr (CLUSTER_K > 1) {
       __syncwarp();
       cluster_sync();
       cluster_sync();
@@ -282,22 +266,21 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   }
 }
 
-// out[i] = sum of partials[split][i] over the splits, by `adders` threads, a power of two: each has neighbouring
-// splits.
+// out[i] = sum of partials[split][i] over the splits, by `lanes` threads, a power of two: each has neighbouring splits.
 extern "C" __global__ void __launch_bounds__(256)
-    add_parts(const float* partials, float* out, int64 count, int splits, int adders) {
-  __shared__ Vector<float, 4> sums[256];
-  const int quads = blockDim.x / adders, adder = threadIdx.x / quads;
-  const int first = splits * adder / adders, last = splits * (adder + 1) / adders;
+    reduce_partials(const float* partials, float* out, int64 count, int splits, int lanes) {
+  __shared__ Vector<float, 4> lane_sums[256];
+  const int quads = blockDim.x / lanes, lane = threadIdx.x / quads;
+  const int first = splits * lane / lanes, last = splits * (lane + 1) / lanes;
   const int64 at = 4 * (static_cast<int64>(blockIdx.x) * quads + threadIdx.x % quads);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  Vector<float, 4> sum = sum_from_first_split<4, 4>(partials, at, count, {first, last, 1}, at < count);
-  if (adders > 1) {
-    sums[threadIdx.x] = sum;
-    __syncthreads();  // all have their sums
-    if (adder > 0) return;
-    add_lanes(sum, sums, adders, quads);
+  Vector<float, 4> total = sum_from_first_split<4, 4>(partials, at, count, {first, last, 1}, at < count);
+  if (lanes > 1) {
+    lane_sums[threadIdx.x] = total;
+    __syncthreads();  // the sums of every lane are there
+    if (lane > 0) return;
+    add_lanes(total, lane_sums, lanes, quads);
   }
-  if (at < count) *reinterpret_cast<Vector<float, 4>*>(out + at) = sum;
+  if (at < count) *reinterpret_cast<Vector<float, 4>*>(out + at) = total;
 }

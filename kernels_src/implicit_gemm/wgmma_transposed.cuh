@@ -5,8 +5,11 @@
 #if !defined(TILE_N) || !defined(STAGES) || !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS)
 #error "define TILE_N, STAGES, CONSUMERS, ROWS and BLOCKS"
 #endif
-#if !defined(POINTWISE) || !defined(SHARES) || !defined(TOGETHER)
-#error "define POINTWISE, SHARES and TOGETHER"
+#if !defined(POINTWISE) || !defined(CLUSTER_K) || !defined(K_BATCH)
+#error "define POINTWISE, CLUSTER_K and K_BATCH"
+#endif
+#ifndef SHAPE_FIELDS
+#error "define SHAPE_FIELDS"
 #endif
 #define WGMMA_N TILE_N
 
@@ -23,34 +26,33 @@ constexpr int kTileM = 64 * CONSUMERS * ROWS, kMBlocks = kTileM / kBlock, kNBloc
 constexpr int kABytes = kMBlocks * kBlockBytes, kStageBytes = kABytes + kNBlocks * kBlockBytes;
 constexpr int kThreads = 128 * (CONSUMERS + 1), kAccumulators = TILE_N / 2, kTransposeWarps = 2;
 constexpr int kPartialPitch = kTileM + 4;  // floats, so that lanes that write partials together meet all banks
-static_assert(SHARES == 1 || STAGES * kStageBytes >= 4 * TILE_N * kPartialPitch,
+static_assert(CLUSTER_K == 1 || STAGES * kStageBytes >= 4 * TILE_N * kPartialPitch,
               "partials of a cluster fit where the pipeline was");
-static_assert(TILE_N % SHARES == 0, "the blocks of a cluster add as many filters each");
+static_assert(TILE_N % CLUSTER_K == 0, "the blocks of a cluster add as many filters each");
 
-// One convolution; filters (N) and channels are of one group. M is taps of `tap_blocks` blocks of channels each.
-struct Shape : PixelWalk, TileGrid {
-  int filters, channels, groups, taps;
-  Divisor taps_x, tap_blocks;
-  int out_size;
+// One convolution; filters (N) and channels are of one group. M is taps, `taps_x` a row, of `tap_blocks` blocks of
+// channels each. The output, and each split-K partial, has `out_size` elements.
+struct Shape {
+  SHAPE_FIELDS
 };
 
 // The first k-tile of a cluster's block's share of a split.
 __device__ __forceinline__ int first_k_tile(const Shape& shape, int split, int rank) {
-  return shape.k_tiles * (split * SHARES + rank) / shape.splits / SHARES;
+  return shape.grid.k_tiles * (split * CLUSTER_K + rank) / shape.grid.splits / CLUSTER_K;
 }
 
 // The rank of a block in its cluster, in a way that shows the compiler that it is the same for all threads.
 __device__ __forceinline__ int uniform_cluster_rank() {
-  return blockIdx.x % SHARES;
+  return blockIdx.x % CLUSTER_K;
 }
 
 __device__ __forceinline__ WorkTile work_tile_at(const Shape& shape, int number) {
-  const int row = number / shape.tiles_n, part = row / shape.tiles_m;
+  const int row = number / shape.grid.tiles_n, rest = row / shape.grid.tiles_m;
   WorkTile tile;
-  tile.tile_n = number - row * shape.tiles_n.by;
-  tile.tile_m = row - part * shape.tiles_m.by;
-  tile.group = part / shape.splits;
-  tile.split = part - tile.group * shape.splits.by;
+  tile.tile_n = number - row * shape.grid.tiles_n.by;
+  tile.tile_m = row - rest * shape.grid.tiles_m.by;
+  tile.group = rest / shape.grid.splits;
+  tile.split = rest - tile.group * shape.grid.splits.by;
   const int rank = uniform_cluster_rank();
   tile.first_k_tile = first_k_tile(shape, tile.split, rank);
   tile.end_k_tile = first_k_tile(shape, tile.split, rank + 1);
@@ -100,22 +102,23 @@ struct PixelLoads {
   __device__ __forceinline__ PixelLoads(const Shape& shape, const WorkTile& tile)
       : index(tile.first_k_tile * kTileK),
         bytes(kABytes),
-        pixel(pixel_at(shape, index)),
-        stride(pixel_at(shape, kTileK)) {
+        pixel(pixel_at(shape.walk, index)),
+        stride(pixel_at(shape.walk, kTileK)) {
 #pragma unroll
     for (int block = 0; block < kMBlocks; block++) {
       const MBlock rows = m_block_at(shape, tile, block);
       const int tap_y = rows.tap / shape.taps_x, tap_x = rows.tap - tap_y * shape.taps_x.by;
       first[block] = rows.tap < shape.taps ? tile.group * (POINTWISE ? 0 : shape.channels) + rows.first : -1;
-      tap_h[block] = tap_y * shape.dilation_h;
-      tap_w[block] = tap_x * shape.dilation_w;
+      tap_h[block] = tap_y * shape.walk.dilation_h;
+      tap_w[block] = tap_x * shape.walk.dilation_w;
       if (first[block] < 0) bytes -= kBlockBytes;
     }
   }
 
   __device__ __forceinline__ void load(const Shape& shape, const WorkTile& tile, const TensorMap* map, unsigned stage,
                                        unsigned barrier) const {
-    const int w = pixel.w * shape.stride_w + shape.low_w, h = pixel.h * shape.stride_h + shape.low_h;
+    const int w = pixel.w * shape.walk.stride_w + shape.walk.low_w,
+              h = pixel.h * shape.walk.stride_h + shape.walk.low_h;
 #pragma unroll
     for (int block = 0; block < kMBlocks; block++) {
       if (first[block] < 0) break;
@@ -129,7 +132,7 @@ struct PixelLoads {
 
   __device__ __forceinline__ void next(const Shape& shape) {
     index += kTileK;
-    pixel = sum(shape, pixel, stride);
+    pixel = sum(shape.walk, pixel, stride);
   }
 };
 
@@ -158,7 +161,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map
   prefetch_tensor_map(map);
   griddepcontrol_wait();
   PipelineState at(1);
-  for (int rank = first_work_tile<SHARES>(); rank < shape.work_tiles; rank = next_work_tile<SHARES>(rank)) {
+  for (int rank = first_work_tile<CLUSTER_K>(); rank < shape.grid.work_tiles; rank = next_work_tile<CLUSTER_K>(rank)) {
     const WorkTile tile = work_tile_at(shape, rank);
     Loads loads(shape, tile);
     for (int k_tile = tile.first_k_tile; k_tile < tile.end_k_tile; k_tile++) {

@@ -48,7 +48,7 @@ class PhaseAxis:
 
     Attributes:
         at: the residue: the first pixel of the class.
-        first: first tap of the sub-filter. Its taps are `WgmmaProduct.tap_steps` apart in the filter.
+        first: first tap of the sub-filter. Its taps are `WgmmaProduct.tap_strides` apart in the filter.
         taps: number of its taps.
         offset: from the first pixel of dy, or x, that the walk visits to the one that the first tap meets. Each further
             tap meets a pixel `WgmmaProduct.dilation` further on; for backward data, further back.
@@ -90,7 +90,7 @@ class WgmmaProduct:
         nchw: which tensors are NCHW; if any is, pixels are N, but for backward weights.
         phase_axes: the sub-filters along both axes.
         phases: one for each pair of them, most taps first.
-        tap_steps: between the taps of a sub-filter.
+        tap_strides: between the taps of a sub-filter.
         dilation: between the pixels that neighbouring taps of a sub-filter meet.
     """
 
@@ -106,7 +106,7 @@ class WgmmaProduct:
     nchw: NchwTensors
     phase_axes: tuple[tuple[PhaseAxis, ...], tuple[PhaseAxis, ...]]
     phases: tuple[Phase, ...]
-    tap_steps: tuple[int, int]
+    tap_strides: tuple[int, int]
     dilation: tuple[int, int]
 
     @staticmethod
@@ -193,11 +193,11 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
     reach = [(taps[i] - 1) * conv.dilation[i] for i in range(2)]
     outputs = math.prod(planar.out_spatial) * planar.n
     nchw = NchwTensors.of(planar) or NchwTensors.NONE
-    tap_steps, dilation = [1, 1], list(conv.dilation)
+    tap_strides, dilation = [1, 1], list(conv.dilation)
     phase_axes = [[PhaseAxis(at=0, first=0, taps=count, offset=0)] for count in taps]
     if planar.direction is Direction.BACKWARD_DATA:
         steps = [math.gcd(conv.stride[i], conv.dilation[i]) for i in range(2)]
-        tap_steps = [conv.stride[i] // steps[i] for i in range(2)]
+        tap_strides = [conv.stride[i] // steps[i] for i in range(2)]
         dilation = [conv.dilation[i] // steps[i] for i in range(2)]
         found = [_phase_axes(planar, axis) for axis in range(2)]
         low = [min(one.offset - (one.taps - 1) * dilation[i] for one in found[i] if one.taps) for i in range(2)]
@@ -228,7 +228,7 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
         nchw=nchw,
         phase_axes=(tuple(phase_axes[0]), tuple(phase_axes[1])),
         phases=_phases(planar, phase_axes),
-        tap_steps=(tap_steps[0], tap_steps[1]),
+        tap_strides=(tap_strides[0], tap_strides[1]),
         dilation=(dilation[0], dilation[1]),
     )
 

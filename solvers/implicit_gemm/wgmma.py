@@ -25,13 +25,14 @@ from miofind.solver.steps import (
     Scalar,
     TensorMap,
     WorkspacePlan,
-    int32s,
 )
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, refuse_copies
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
+from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
 from miofind.solvers.implicit_gemm.transpose import SOURCE as _TRANSPOSE
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
@@ -44,7 +45,33 @@ _MAX_INT = 2**31 - 1
 _SHARED_BYTES = 227 << 10
 _MAX_DATA_STRIDE = 2
 _DEFAULTS = 8
+_MAX_PHASES = 4  # strides of backward data are up to 2 along each axis
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
+
+PHASE_AXIS = StructType("PhaseAxis", at="int32", first="int32", taps="int32", offset="int32")
+PHASE = StructType("Phase", h=PHASE_AXIS, w=PHASE_AXIS, log2_cluster_k="int32")
+SHAPE = StructType(
+    "Shape",
+    walk=PIXEL_WALK,
+    grid=TILE_GRID,
+    size_m="int32",
+    size_n="int32",
+    groups="int32",
+    channels="int32",
+    taps_y="int32",
+    taps_x=DIVISOR,
+    tap_blocks=DIVISOR,
+    image_pixels="int32",
+    out_size="int32",
+    dx_height="int32",
+    dx_width="int32",
+    tap_stride_h="int32",
+    tap_stride_w="int32",
+    phases=(PHASE, _MAX_PHASES),
+    phases_with_taps="int32",
+    phase_count="int32",
+)
+"""All numbers of a launch; kernels_src/implicit_gemm/wgmma_tiling.cuh says what each is."""
 
 
 def _map(
@@ -124,37 +151,59 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     return (filters, pixels, target) if across else (pixels, filters, target)
 
 
-def _packed_phase_axes(product: WgmmaProduct) -> list[int]:
-    """Two of each axis, as `PhaseAxis` of kernels_src/implicit_gemm/wgmma_tiling.cuh takes them."""
-    return [
-        one.at | one.first << 1 | one.taps << 2 | one.offset << 11
-        for of_axis in product.phase_axes
-        for one in (of_axis[0], of_axis[-1])
-    ]
+def _phase(tiling: WgmmaTiling, number: int) -> Struct:
+    """A phase by its rank; zeros, which no kernel reads, beyond the last."""
+    product = tiling.product
+    if number >= len(product.phases):
+        nothing = PHASE_AXIS(at=0, first=0, taps=0, offset=0)
+        return PHASE(h=nothing, w=nothing, log2_cluster_k=0)
+    phase, cluster_k = product.phases[number], (*tiling.phase_cluster_k, *(1 for _ in product.phases))[number]
+    h, w = (
+        PHASE_AXIS(at=axis.at, first=axis.first, taps=axis.taps, offset=axis.offset)
+        for axis in (product.phase_axes[0][phase.row], product.phase_axes[1][phase.column])
+    )
+    return PHASE(h=h, w=w, log2_cluster_k=cluster_k.bit_length() - 1)
 
 
-def _packed_phases(tiling: WgmmaTiling) -> int:
-    """Bits of `Shape::phases` in wgmma_tiling.cuh: sub-filters and cluster split-K of each phase, and counts."""
-    phases, packed = tiling.product.phases, 0
-    for number, phase in enumerate(phases):
-        packed |= (phase.row << 1 | phase.column) << 2 * number
-    for number, shares in enumerate(tiling.phase_cluster_k):
-        packed |= (shares.bit_length() - 1) << (8 + 2 * number)
-    return packed | len(tiling.phase_cluster_k) << 16 | len(phases) << 19
+def _grid(tiling: WgmmaTiling) -> Struct:
+    tiles_m, tiles_n = tiling.tiles
+    return TILE_GRID(
+        tiles_m=divide_by(tiles_m),
+        tiles_n=divide_by(tiles_n),
+        splits=divide_by(tiling.splits * tiling.cluster[2]),
+        k_tiles=tiling.k_tiles,
+        work_tiles=tiling.work_tiles,
+    )
+
+
+def _shape(tiling: WgmmaTiling) -> Struct:
+    product, problem = tiling.product, tiling.product.problem
+    height, width = problem.spatial
+    tap_stride_h, tap_stride_w = product.tap_strides
+    return SHAPE(
+        walk=pixel_walk(product, tiling.walked),
+        grid=_grid(tiling),
+        size_m=tiling.size_m,
+        size_n=tiling.size_n,
+        groups=problem.groups,
+        channels=product.channels,
+        taps_y=product.taps[0],
+        taps_x=divide_by(product.taps[1]),
+        tap_blocks=divide_by(tiling.tap_blocks),
+        image_pixels=product.image,
+        out_size=problem.output.size,
+        dx_height=height,
+        dx_width=width,
+        tap_stride_h=tap_stride_h,
+        tap_stride_w=tap_stride_w,
+        phases=tuple(_phase(tiling, number) for number in range(_MAX_PHASES)),
+        phases_with_taps=len(tiling.phase_cluster_k),
+        phase_count=len(product.phases),
+    )
 
 
 def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
-    product, problem = tiling.product, tiling.product.problem
-    tiles_m, tiles_n = tiling.tiles
-    values = (
-        *(tiling.size_m, tiling.size_n, problem.groups, product.channels, product.taps[0]),
-        *(*_strides(product), *product.low, *product.dilation),
-        *(product.image, problem.output.size, *problem.spatial, *product.tap_steps),
-        *(*_packed_phase_axes(product), _packed_phases(tiling)),
-        *(tiling.k_tiles, tiling.work_tiles),
-    )
     shares = tiling.cluster[2]
-    numbers = (product.taps[1], tiling.tap_blocks, *tiling.walked, tiles_m, tiles_n, tiling.splits * shares)
     blocks = math.prod(tiling.cluster)
     clusters = tiling.work_tiles  # cluster split-K takes one work tile a cluster
     if shares == 1:
@@ -169,8 +218,7 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
         args=(
             *_maps(tiling),
             Pointer(buffer=_split_k(tiling).target),
-            *int32s(*values),
-            *divisors(*numbers),
+            _shape(tiling),
         ),
         pdl=True,
     )
@@ -181,11 +229,11 @@ def _split_k(tiling: WgmmaTiling) -> SplitK:
     return SplitK(results=problem.output.size, splits=tiling.splits, output=problem.direction.output)
 
 
-def _add(tiling: WgmmaTiling) -> KernelStep:
+def _reduction(tiling: WgmmaTiling) -> KernelStep:
     problem = tiling.product.problem
     return KernelStep(
         source=_SOURCE,
-        entry="add_parts",
+        entry="reduce_partials",
         grid=(ceil_div(problem.output.size, 4 * 256), 1, 1),
         block=(256, 1, 1),
         defines=_defines(tiling),
@@ -227,6 +275,7 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         ("PLANES", tiling.product.nchw.value),
         ("RUN", tiling.segment),
         ("STRIDED", int(tiling.product.is_strided)),
+        *(struct.define for struct in (PIXEL_WALK, TILE_GRID, PHASE_AXIS, PHASE, SHAPE)),
     )
 
 
@@ -368,7 +417,7 @@ class ConvImplicitGemmWgmma(Solver):
             steps.insert(0, transpose_step((_transposition(tiling),)))
             regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
         if tiling.splits > 1:
-            steps.append(_add(tiling))
+            steps.append(_reduction(tiling))
             regions.append(_split_k(tiling).partials)
         return ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
 

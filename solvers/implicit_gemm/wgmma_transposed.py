@@ -1,7 +1,7 @@
 """ConvImplicitGemmWgmmaTurned: backward weights of float32 as TF32 on Hopper's tensor cores, channels last.
 
-Kernel: kernels_src/implicit_gemm/wgmma_transposed.cu, which turns dy in shared memory. Other types and directions are
-ConvImplicitGemmWgmma's.
+Kernel: kernels_src/implicit_gemm/wgmma_transposed.cu, which transposes dy in shared memory. ConvImplicitGemmWgmma
+serves other types and directions.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from miofind.solver.steps import (
     TensorMap,
     int32s,
 )
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, refuse_copies
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.limits import refuse_mixed, refuse_oversized
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
 from miofind.solvers.implicit_gemm.wgmma_transposed_tiling import (
     SHARES,
     SPLITS,
@@ -46,7 +48,20 @@ _SOURCE = "implicit_gemm/wgmma_transposed.cu"
 _SHARED_BYTES = 227 << 10
 _DEFAULTS, _ALIKE = 8, 2
 _VECTOR = 4  # elements of 16 bytes, which copies move
-_ADDING_THREADS = 256
+_REDUCTION_THREADS = 256
+
+SHAPE = StructType(
+    "Shape",
+    walk=PIXEL_WALK,
+    grid=TILE_GRID,
+    filters="int32",
+    channels="int32",
+    taps="int32",
+    taps_x=DIVISOR,
+    tap_blocks=DIVISOR,
+    out_size="int32",
+)
+"""All numbers of a launch; filters and channels of one group, `tap_blocks` blocks of 32 channels a tap."""
 
 
 def _pixels(product: WgmmaProduct) -> TensorMap:
@@ -73,35 +88,49 @@ def _filters(product: WgmmaProduct) -> TensorMap:
     return packed_map(problem, "y", sizes, Box(sizes=(WIDE, 1, TILE_K)))
 
 
-def _defines(tiling: TransposedTiling, stages: int) -> tuple[tuple[str, int], ...]:
+def _defines(tiling: TransposedTiling, stages: int) -> tuple[tuple[str, str | int], ...]:
     return (
         ("TILE_N", tiling.tile_n),
         ("STAGES", stages),
         ("CONSUMERS", tiling.consumers),
         ("ROWS", tiling.row_blocks),
         ("BLOCKS", tiling.blocks),
-        ("SHARES", tiling.shares),
-        ("TOGETHER", tiling.together),
+        ("CLUSTER_K", tiling.shares),
+        ("K_BATCH", tiling.together),
         ("POINTWISE", int(tiling.product.is_pointwise)),
+        *(struct.define for struct in (PIXEL_WALK, TILE_GRID, SHAPE)),
+    )
+
+
+def _shape(tiling: TransposedTiling) -> Struct:
+    product, (tiles_m, tiles_n) = tiling.product, tiling.tiles
+    return SHAPE(
+        walk=pixel_walk(product, product.walked),
+        grid=TILE_GRID(
+            tiles_m=divide_by(tiles_m),
+            tiles_n=divide_by(tiles_n),
+            splits=divide_by(tiling.splits),
+            k_tiles=tiling.k_tiles,
+            work_tiles=tiling.work_tiles,
+        ),
+        filters=tiling.filters,
+        channels=product.size_n,
+        taps=math.prod(product.taps),
+        taps_x=divide_by(product.taps[1]),
+        tap_blocks=divide_by(tiling.tap_blocks),
+        out_size=product.problem.output.size,
     )
 
 
 def _multiply(tiling: TransposedTiling, device: Device) -> KernelStep:
-    product, problem = tiling.product, tiling.product.problem
-    tiles_m, tiles_n = tiling.tiles
+    product = tiling.product
     stages = tiling.stages(_shared_bytes(device))
     # Blocks that add what they have take one item each.
     persistent = min(tiling.work_tiles, max(1, device.sm_count) * tiling.blocks)
     blocks = tiling.work_tiles * tiling.shares if tiling.shares > 1 else persistent
-    values = (
-        *(tiling.filters, product.size_n, problem.groups, math.prod(product.taps)),
-        *(*problem.conv.stride, *product.low, *product.dilation),
-        *(tiling.k_tiles, tiling.work_tiles, problem.output.size),
-    )
-    by = (product.taps[1], tiling.tap_blocks, *product.walked, tiles_m, tiles_n, tiling.splits)
     return KernelStep(
         source=_SOURCE,
-        entry="implicit_gemm_wgmma_turned",
+        entry="implicit_gemm_wgmma_transposed",
         grid=(blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes(stages),
@@ -110,8 +139,7 @@ def _multiply(tiling: TransposedTiling, device: Device) -> KernelStep:
             _pixels(product),
             _filters(product),
             Pointer(buffer=_split_k(tiling).target),
-            *int32s(*values),
-            *divisors(*by),
+            _shape(tiling),
         ),
         pdl=True,
     )
@@ -121,15 +149,15 @@ def _split_k(tiling: TransposedTiling) -> SplitK:
     return SplitK(results=tiling.product.problem.output.size, splits=tiling.splits)
 
 
-def _add(tiling: TransposedTiling, device: Device) -> KernelStep:
-    size, adders = tiling.product.problem.output.size, tiling.adders(device)
+def _reduction(tiling: TransposedTiling, device: Device) -> KernelStep:
+    size, lanes = tiling.product.problem.output.size, tiling.lanes(device)
     return KernelStep(
         source=_SOURCE,
-        entry="add_parts",
-        grid=(ceil_div(size * adders, _VECTOR * _ADDING_THREADS), 1, 1),
-        block=(_ADDING_THREADS, 1, 1),
+        entry="reduce_partials",
+        grid=(ceil_div(size * lanes, _VECTOR * _REDUCTION_THREADS), 1, 1),
+        block=(_REDUCTION_THREADS, 1, 1),
         defines=_defines(tiling, tiling.stages(_shared_bytes(device))),
-        args=_split_k(tiling).arguments(Scalar(ctype="int64", value=size), *int32s(tiling.splits, adders)),
+        args=_split_k(tiling).arguments(Scalar(ctype="int64", value=size), *int32s(tiling.splits, lanes)),
         pdl=True,
     )
 
@@ -140,14 +168,14 @@ def _shared_bytes(device: Device) -> int:
 
 
 class ConvImplicitGemmWgmmaTurned(Solver):
-    """Backward weights of float32 as TF32: a matrix product on wgmma and TMA, channels last; sums in float32.
+    """Backward weights of float32 as TF32: a matrix product on wgmma and TMA, NHWC, with float32 accumulators.
 
-    TF32 products take operands in shared memory with the depth side by side alone, and the depth here is of pixels:
-    x comes through registers, and dy is turned in shared memory. Channels and filters of a group are multiples of 4.
-    Parts of the pixels are added in order, within a cluster and by a second pass, so equal inputs give equal bits.
+    TF32 wgmma takes operands in shared memory K-major only, and K is pixels here: x comes through registers, and dy is
+    transposed in shared memory. Channels and filters of a group are multiples of 4. Split-K partials are added in
+    order, within a cluster and by a reduction kernel, so equal inputs give equal bits.
 
-    Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each; pixels are cut
-    into `splits` parts, which `shares` blocks of a cluster share; a multiprocessor has `blocks` blocks.
+    Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each; pixels (K) are
+    cut into `splits`, each of which `shares` blocks of a cluster split again; a multiprocessor has `blocks` blocks.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies; PTX ISA, wgmma.
     """
@@ -232,7 +260,7 @@ class ConvImplicitGemmWgmmaTurned(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = TransposedTiling.of(WgmmaProduct.of(problem), config)
         step = _multiply(tiling, device)
-        return _split_k(tiling).solution(step, _add(tiling, device))
+        return _split_k(tiling).solution(step, _reduction(tiling, device))
 
 
 SOLVERS = (ConvImplicitGemmWgmmaTurned(),)

@@ -35,11 +35,11 @@ _OTHER_REGISTERS = (24, 40)  # of one that multiplies, besides its accumulators 
 _ALIGNMENT_BYTES = 1024  # of stages in shared memory; a block besides costs as much of it
 _STATIC_BYTES = 256  # at most, of the barriers
 _MAX_INT = 2**31 - 1
-_MAX_PARTS_BYTES = 1 << 30
-_MAX_ADDERS, _PARTS_AT_ONCE, _ADDERS_AT_ONCE = 32, 4, 1024
+_MAX_PARTIALS_BYTES = 1 << 30
+_MAX_LANES, _SPLITS_OF_LANE, _LANES_AT_ONCE = 32, 4, 1024
 _FULL_DEVICES = 4
 
-# Of an H200, fitted to 126 problems with 6 configurations each, whose parts one thread an element added: root mean
+# Of an H200, fitted to 126 problems with 6 configurations each, whose partials one thread an element added: root mean
 # square of the error 7 %. Cycles: of a k-tile's bytes in shared memory (at more than the 128 a cycle that it moves, so
 # they are counted high), of a round of two blocks that are transposed, of a TMA load's latency, of the prologue and
 # epilogue of a work tile, alone and where other blocks hide most of them.
@@ -54,15 +54,15 @@ _WRITTEN_BYTES = 60
 _SHARES_BYTES = 17.6
 # Milliseconds of: the first launch up to the first wgmma, a cluster, one of more than four blocks, a second launch,
 # adding one split-K partial after another; the share of the latter that several threads for an element spare (by
-# comparison with another kernel, not measured alone); times that parts' bytes are moved; share of the shorter of moving
-# all tensors and multiplying that the longer does not hide.
+# comparison with another kernel, not measured alone); times that partials' bytes are moved; share of the shorter of
+# moving all tensors and multiplying that the longer does not hide.
 _FIRST_MS = 0.0017
 _CLUSTER_MS = 0.00047
 _LARGE_CLUSTER_MS = 0.00029
 _LAUNCH_MS = 0.00067
-_PART_MS = 8.8e-05
+_PARTIAL_MS = 8.8e-05
 _SPARED = 0.5
-_PARTS_MOVED = 1.28
+_PARTIALS_MOVED = 1.28
 _EXPOSED = 0.25
 _CLUSTERED = 0.91  # share of the multiprocessors where clusters of four and more find a place
 
@@ -76,8 +76,8 @@ class TransposedTiling:
         consumers: warpgroups that multiply.
         row_blocks: blocks of 64 rows of each.
         tile_n: filters of a tile.
-        splits: parts of the pixels that a second pass adds.
-        shares: blocks of a cluster that share a part, and add what they have.
+        splits: of K, whose partials a second kernel adds.
+        shares: blocks of a cluster that split K again, and add their partials.
         blocks: of a multiprocessor.
     """
 
@@ -141,26 +141,26 @@ class TransposedTiling:
 
     @property
     def k_tiles(self) -> int:
-        """Steps of all pixels."""
+        """Of the whole K, all pixels."""
         return ceil_div(self.product.size_k, TILE_K)
 
     @property
     def work_tiles(self) -> int:
-        """Parts of tiles that blocks, or clusters, compute."""
+        """Tiles, or splits of them, that blocks or clusters compute."""
         return math.prod(self.tiles) * self.product.problem.groups * self.splits
 
     @property
     def threads(self) -> int:
-        """Of a block: those that multiply, and a warpgroup that copies and turns."""
+        """Of a block: those that multiply, and a warpgroup that loads and transposes."""
         return 128 * (self.consumers + 1)
 
     @property
     def stage_bytes(self) -> int:
-        """Of both operands of a step."""
+        """Of both operands of a k-tile."""
         return 4 * (self.tile_m + self.tile_n) * TILE_K
 
     def stages(self, shared_bytes: int) -> int:
-        """Steps that are copied ahead: as many as a multiprocessor's shared memory holds; 0 if too few."""
+        """Of the pipeline: as many as a multiprocessor's shared memory holds; 0 if too few."""
         free = (shared_bytes + _ALIGNMENT_BYTES) // self.blocks - 2 * _ALIGNMENT_BYTES - _STATIC_BYTES
         return max((count for count in _STAGES if count * self.stage_bytes <= free), default=0)
 
@@ -168,14 +168,14 @@ class TransposedTiling:
         """Dynamic shared memory."""
         return _ALIGNMENT_BYTES + stages * self.stage_bytes
 
-    def adders(self, device: Device) -> int:
-        """Threads of the second pass that add parts of the same elements: more while the device has room for them."""
-        adders, quads = 1, self.product.problem.output.size // 4
-        while adders < _MAX_ADDERS and 2 * adders * _PARTS_AT_ONCE <= self.splits:
-            if adders * quads >= max(1, device.sm_count) * _ADDERS_AT_ONCE:
+    def lanes(self, device: Device) -> int:
+        """Threads of the reduction that add partials of the same elements: more while the device has room for them."""
+        lanes, quads = 1, self.product.problem.output.size // 4
+        while lanes < _MAX_LANES and 2 * lanes * _SPLITS_OF_LANE <= self.splits:
+            if lanes * quads >= max(1, device.sm_count) * _LANES_AT_ONCE:
                 break
-            adders *= 2
-        return adders
+            lanes *= 2
+        return lanes
 
     def is_valid(self, shared_bytes: int) -> bool:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
@@ -196,39 +196,39 @@ class TransposedTiling:
 
     @property
     def together(self) -> int:
-        """Products along a step's depth that are begun at once: as many as registers hold beside the sums, or 0."""
+        """wgmma instructions along K that are begun at once: as many as registers hold beside accumulators, or 0."""
         if (self.consumers, self.row_blocks) not in _WARPGROUPS or (self.blocks > 1 and self.consumers > 1):
             return 0
-        return next((count for count in _TOGETHER if self._has_sums(count)), 0)
+        return next((count for count in _TOGETHER if self._has_registers(count)), 0)
 
-    def _has_sums(self, together: int) -> bool:
-        """Whether registers hold the sums, and what so many products load."""
+    def _has_registers(self, together: int) -> bool:
+        """Whether registers hold the accumulators, and what so many instructions load."""
         is_long = together > min(_TOGETHER)
         if self.row_blocks > 1 and (self.tile_n == min(WIDTHS) or is_long):
             return False  # compilers wait for each product
         given = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
         most = (given * (self.consumers + 1) - _COPYING_REGISTERS) // self.consumers // 8 * 8 if given < 248 else given
-        sums = self.row_blocks * self.tile_n // 2
-        return sums <= 128 and sums + 8 * together * self.row_blocks + _OTHER_REGISTERS[is_long] <= most
+        accumulators = self.row_blocks * self.tile_n // 2
+        return accumulators <= 128 and accumulators + 8 * together * self.row_blocks + _OTHER_REGISTERS[is_long] <= most
 
     def _has_cluster(self, shared_bytes: int) -> bool:
-        """Whether blocks can share a part: the ring holds the sums, and tiles leave multiprocessors idle."""
+        """Whether blocks of a cluster can split K: the pipeline's memory holds their partials."""
         if self.shares == 1:
             return True
-        ring, sums = self.stages(shared_bytes) * self.stage_bytes, 4 * self.tile_n * (self.tile_m + 4)
-        return self.blocks == 1 and self.tile_n % self.shares == 0 and sums <= ring
+        pipeline, partials = self.stages(shared_bytes) * self.stage_bytes, 4 * self.tile_n * (self.tile_m + 4)
+        return self.blocks == 1 and self.tile_n % self.shares == 0 and partials <= pipeline
 
     def _is_divisible(self) -> bool:
-        """Whether the depth has that many parts, and each can be kept."""
+        """Whether K has that many splits, and all partials can be kept."""
         if self.splits * self.shares == 1:
             return True
         if self.k_tiles < 2 * self.splits * self.shares:
             return False
-        return 4 * self.splits * self.product.problem.output.size <= _MAX_PARTS_BYTES
+        return 4 * self.splits * self.product.problem.output.size <= _MAX_PARTIALS_BYTES
 
 
 def _step_cycles(tiling: TransposedTiling) -> float:
-    """Cycles of a step where copies are ahead: of moving both operands in shared memory, and of transpose_step one."""
+    """Cycles of a step where copies are ahead: of moving both operands in shared memory, and of transposing one."""
     tile_m, tile_n = tiling.tile_m, tiling.tile_n
     # Products read columns once for each block of rows; both operands come, rows are read, columns read and written.
     moved = tile_m // ROW_BLOCK * tile_n * 128 + 256 * tile_m + 384 * tile_n
@@ -261,14 +261,16 @@ def estimate_ms(tiling: TransposedTiling, device: Device, shared_bytes: int) -> 
         ms += _CLUSTER_MS + 1e3 * tile_bytes / _SHARES_BYTES / _CLOCK_HZ
         ms += _LARGE_CLUSTER_MS if shares > 4 else 0
     if splits > 1:
-        adders = tiling.adders(device)
-        spared = _SPARED * (splits - splits / adders - (adders > 1))
-        ms += _LAUNCH_MS + _PARTS_MOVED * 4 * splits * problem.output.size * byte_ms + _PART_MS * (splits - spared)
+        lanes = tiling.lanes(device)
+        spared = _SPARED * (splits - splits / lanes - (lanes > 1))
+        ms += (
+            _LAUNCH_MS + _PARTIALS_MOVED * 4 * splits * problem.output.size * byte_ms + _PARTIAL_MS * (splits - spared)
+        )
     return ms
 
 
 def shortlisted_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[TransposedTiling]:
-    """Valid tilings that are good for some problem: all pixels at once, and in parts that fill the device in turns."""
+    """Valid tilings that are good for some problem: all pixels at once, and in splits that fill the device in turns."""
     for consumers, row_blocks in _WARPGROUPS:
         for tile_n in WIDTHS:
             for blocks in (1, 2) if consumers == 1 else (1,):
@@ -282,11 +284,11 @@ def shortlisted_tilings(product: WgmmaProduct, device: Device, shared_bytes: int
                     blocks=blocks,
                 )
                 if tile.is_valid(shared_bytes):
-                    yield from _parts(tile, device, shared_bytes)
+                    yield from _splits(tile, device, shared_bytes)
 
 
-def _parts(tile: TransposedTiling, device: Device, shared_bytes: int) -> Iterator[TransposedTiling]:
-    """All pixels at once, and in parts that fill the device in turns."""
+def _splits(tile: TransposedTiling, device: Device, shared_bytes: int) -> Iterator[TransposedTiling]:
+    """All pixels at once, and in splits that fill the device in turns."""
     at_once = max(1, device.sm_count) * tile.blocks
     for shares in SHARES:
         found = {1}

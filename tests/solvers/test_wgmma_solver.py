@@ -15,6 +15,7 @@ from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from struct_fields import named_args
 from wgmma_forms import KINDS, ONE_FIRST
 from wgmma_in_numpy import Launch, viewed
 
@@ -23,7 +24,19 @@ from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.reference import reference_on_host
 from miofind.solver.registry import Registry
-from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
+from miofind.solver.steps import (
+    Argument,
+    Box,
+    Config,
+    ConfigValue,
+    ConvSolution,
+    Im2col,
+    KernelStep,
+    Pointer,
+    Scalar,
+    TensorMap,
+)
+from miofind.solver.structs import Struct
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
 
@@ -96,30 +109,14 @@ def maps_of(step: KernelStep) -> tuple[TensorMap, TensorMap, TensorMap]:
     return rows, columns, target
 
 
-def parameters_of(entry: str) -> list[tuple[str, str]]:
-    """Types and names of a kernel's parameters, from its source."""
-    source = importlib.resources.files("miofind.kernels_src").joinpath(SOLVER.sources[0]).read_text(encoding="utf-8")
-    found = re.search(rf"\b{entry}\((.*?)\)\s*{{", source, re.DOTALL)
-    assert found, entry
-    parameters = re.sub(r"DIVISOR_PARAMETERS\((\w+)\)", r"int \1, unsigned \1_multiplier, int \1_shift", found[1])
-    return [(words[-2], words[-1].lstrip("*")) for text in parameters.split(",") if (words := text.split())]
-
-
-def named_args(step: KernelStep) -> dict[str, Any]:
-    """Values of a step's scalars by the names of its kernel's parameters."""
-    names = [name for _, name in parameters_of(step.entry)]
-    return {name: arg.value for name, arg in zip(names, step.args, strict=True) if isinstance(arg, Scalar)}
-
-
 def phases_of(step: KernelStep) -> list[tuple[int, int]]:
     """Steps of a product's phases, and how many blocks share a tile of each."""
     named, strided = named_args(step), dict(step.defines)["STRIDED"]
     found = []
-    for phase in range(named["phases"] >> 16 & 7):
-        which = named["phases"] >> 2 * phase & 3
-        h, w = named["other_h" if which & 2 else "first_h"], named["other_w" if which & 1 else "first_w"]
-        steps = named["tap_blocks"] * (h >> 2 & 511) * (w >> 2 & 511) if strided else named["k_tiles"]
-        found.append((steps, 1 << (named["phases"] >> (8 + 2 * phase) & 3)))
+    for phase in named["phases"][: named["phases_with_taps"]]:
+        taps = phase["h"]["taps"] * phase["w"]["taps"]
+        steps = named["tap_blocks"] * taps if strided else named["k_tiles"]
+        found.append((steps, 1 << phase["log2_cluster_k"]))
     return found
 
 
@@ -270,7 +267,7 @@ def test_parts_are_added_in_order_in_a_workspace_of_their_own(problem: ProblemDe
         assert written == ["parts"]
         add = solution.kernels[-1]
         assert [arg.buffer for arg in add.args if isinstance(arg, Pointer)] == ["parts", problem.direction.output]
-        assert named_args(add) == {"count": problem.output.size, "splits": splits}
+        assert [arg.value for arg in add.args if isinstance(arg, Scalar)] == [problem.output.size, splits]
         assert 4 * add.grid[0] * add.block[0] >= problem.output.size
         assert problem.output.size % 4 == 0
     assert True in found
@@ -385,7 +382,7 @@ def test_shared_memory_holds_what_the_kernel_lays_there(problem: ProblemDescript
     itemsize = problem.x.dtype.itemsize
     for config in sampled(problem):
         step = product_of(SOLVER.solution(problem, DEVICE, config))
-        defines = {name: int(value) for name, value in step.defines if name not in ("ELEMENT", "KIND", "PLANES")}
+        defines = {name: value for name, value in step.defines if isinstance(value, int)}
         tile_m, tile_n = 64 * defines["CONSUMERS"] * defines["ROWS"], defines["TILE_N"]
         ring = defines["STAGES"] * (tile_m + tile_n) * defines["TILE_K"] * itemsize
         block = 64 * (64 if defines["SWAPPED"] else defines["WIDE"]) * itemsize
@@ -412,24 +409,28 @@ def test_only_tf32_backward_data_lays_the_filter_out_anew(direction: Direction) 
             assert solution.kernels[0].entry == ("transpose" if anew else PRODUCT)
 
 
-@pytest.mark.parametrize("entry", [PRODUCT, "add_parts"])
+@pytest.mark.parametrize("entry", [PRODUCT, "reduce_partials"])
 def test_steps_give_what_their_kernels_take(entry: str) -> None:
-    ctypes = {"int": "int32", "unsigned": "uint32", "int64": "int64"}
-    seen = 0
-    for problem in LARGE.values():
-        for config in sampled(problem):
-            for step in SOLVER.solution(problem, DEVICE, config).kernels:
-                if step.entry != entry:
-                    continue
-                seen += 1
-                for (wanted, name), arg in zip(parameters_of(entry), step.args, strict=True):
-                    if isinstance(arg, Scalar):
-                        assert arg.ctype == ctypes[wanted], name
-                    elif isinstance(arg, TensorMap):
-                        assert wanted == "TensorMap", name
-                    else:
-                        assert wanted.endswith("*"), name
-    assert seen
+    source = importlib.resources.files("miofind.kernels_src").joinpath(SOLVER.sources[0]).read_text(encoding="utf-8")
+    found = re.search(rf"\b{entry}\((.*?)\)\s*{{", source, re.DOTALL)
+    assert found
+    wanted = ["pointer" if "*" in parameter else parameter.split()[-2] for parameter in found[1].split(",")]
+    given = {
+        tuple(_parameter_type(arg) for arg in step.args)
+        for problem in LARGE.values()
+        for config in sampled(problem)
+        for step in SOLVER.solution(problem, DEVICE, config).kernels
+        if step.entry == entry
+    }
+    assert given == {tuple(wanted)}
+
+
+def _parameter_type(arg: Argument) -> str:
+    if isinstance(arg, Scalar):
+        return {"int32": "int", "uint32": "unsigned", "int64": "int64"}[arg.ctype]
+    if isinstance(arg, Struct):
+        return arg.type.name
+    return "TensorMap" if isinstance(arg, TensorMap) else "pointer"
 
 
 def complaints(tensor_map: TensorMap) -> list[str]:

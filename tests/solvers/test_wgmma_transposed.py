@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import random
-import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from struct_fields import named_args
 from wgmma_transposed_in_numpy import Launch
 
 from miofind.core.problem import ProblemDescription
@@ -43,18 +42,8 @@ SHAPES: dict[str, ProblemDescription] = {
 each_shape = pytest.mark.parametrize("problem", SHAPES.values(), ids=SHAPES)
 
 
-def parameters_of(entry: str) -> list[str]:
-    """Names of a kernel's parameters, from its source."""
-    source = importlib.resources.files("miofind.kernels_src").joinpath(SOLVER.sources[0]).read_text(encoding="utf-8")
-    found = re.search(rf"\b{entry}\((.*?)\)\s*{{", source, re.DOTALL)
-    assert found, entry
-    parameters = re.sub(r"DIVISOR_PARAMETERS\((\w+)\)", r"int \1, unsigned \1_multiplier, int \1_shift", found[1])
-    return [text.split()[-1].lstrip("*") for text in parameters.split(",")]
-
-
-def named_args(step: KernelStep) -> dict[str, Any]:
-    names = parameters_of(step.entry)
-    return {name: arg.value for name, arg in zip(names, step.args, strict=True) if isinstance(arg, Scalar)}
+def scalars_of(step: KernelStep) -> list[int | float]:
+    return [arg.value for arg in step.args if isinstance(arg, Scalar)]
 
 
 def drawn(problem: ProblemDescription, device: Device, count: int) -> list[Config]:
@@ -66,10 +55,10 @@ def drawn(problem: ProblemDescription, device: Device, count: int) -> list[Confi
 def computed(problem: ProblemDescription, config: Config, device: Device, inputs: dict[str, Any]) -> Any:
     memory = {name: np.ascontiguousarray(np.moveaxis(tensor, 1, -1)).ravel() for name, tensor in inputs.items()}
     step, *rest = SOLVER.solution(problem, device, config).kernels
-    parts = Launch(step, named_args(step), memory).run().reshape(-1, problem.w.size)
-    assert len(rest) == (len(parts) > 1)
+    partials = Launch(step, named_args(step), memory).run().reshape(-1, problem.w.size)
+    assert len(rest) == (len(partials) > 1)
     k, c, *taps = problem.w.shape
-    return np.moveaxis(parts.sum(axis=0).reshape(k, *taps, c), -1, 1)
+    return np.moveaxis(partials.sum(axis=0).reshape(k, *taps, c), -1, 1)
 
 
 @each_shape
@@ -86,7 +75,7 @@ def test_launches_compute_the_convolution(problem: ProblemDescription) -> None:
 def test_shared_memory_and_registers_suffice(problem: ProblemDescription) -> None:
     for config in SOLVER.configs(problem, H200):
         [step, *_] = SOLVER.solution(problem, H200, config).kernels
-        defines = {name: int(value) for name, value in step.defines}
+        defines = {name: int(value) for name, value in step.defines if not name.endswith("_FIELDS")}
         blocks, threads = defines["BLOCKS"], step.block[0]
         stage_bytes = 4 * 32 * (64 * defines["CONSUMERS"] * defines["ROWS"] + defines["TILE_N"])
         assert step.shared_bytes >= 1024 + defines["STAGES"] * stage_bytes
@@ -96,13 +85,13 @@ def test_shared_memory_and_registers_suffice(problem: ProblemDescription) -> Non
         given = 65536 // (threads * blocks) // 8 * 8
         most = (given * (defines["CONSUMERS"] + 1) - 64) // defines["CONSUMERS"] // 8 * 8
         pitch = 64 * defines["CONSUMERS"] * defines["ROWS"] + 4
-        assert defines["SHARES"] == 1 or 4 * defines["TILE_N"] * pitch <= defines["STAGES"] * stage_bytes
+        assert defines["CLUSTER_K"] == 1 or 4 * defines["TILE_N"] * pitch <= defines["STAGES"] * stage_bytes
         assert given >= 248 or given < most <= 256
         assert defines["ROWS"] * defines["TILE_N"] // 2 < min(most, 255)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_lanes_that_write_shares_at_once_meet_all_banks(rows: int) -> None:
+def test_lanes_that_write_partials_at_once_meet_all_banks(rows: int) -> None:
     for lanes in np.arange(32).reshape(-1, 32 // (2 * rows)):
         first = 2 * (lanes % 4) * (128 * rows + 4) + 2 * rows * (lanes // 4)
         words = [word + i for word in first for i in range(2 * rows)]
@@ -149,27 +138,27 @@ def test_default_configurations_fill_the_device() -> None:
         assert tiling.work_tiles / (132 * -(-tiling.work_tiles // 132)) > 0.8
 
 
-def test_parts_are_kept_within_the_workspace() -> None:
+def test_partials_are_kept_within_the_workspace() -> None:
     problem = SHAPES["3x3"]
     for config in SOLVER.configs(problem, H200):
         solution = SOLVER.solution(problem, H200, config)
         splits = config["splits"]
         assert solution.workspace.bytes == (4 * splits * problem.w.size if splits > 1 else 0)
         named = named_args(solution.kernels[0])
-        parts = splits * config["shares"]
-        assert 2 * parts <= named["k_tiles"] or parts == 1
+        all_splits = splits * config["shares"]
+        assert 2 * all_splits <= named["k_tiles"] or all_splits == 1
         if splits > 1:
-            adders = TransposedTiling.of(WgmmaProduct.of(problem), config).adders(H200)
-            assert named_args(solution.kernels[1]) == {"count": problem.w.size, "splits": splits, "adders": adders}
+            lanes = TransposedTiling.of(WgmmaProduct.of(problem), config).lanes(H200)
+            assert scalars_of(solution.kernels[1]) == [problem.w.size, splits, lanes]
 
 
 @pytest.mark.parametrize(
-    ("filters", "splits", "adders"), [(8, 7, 1), (8, 8, 2), (8, 44, 8), (8, 128, 32), (4096, 32, 1)]
+    ("filters", "splits", "lanes"), [(8, 7, 1), (8, 8, 2), (8, 44, 8), (8, 128, 32), (4096, 32, 1)]
 )
-def test_few_elements_are_added_by_several_threads(filters: int, splits: int, adders: int) -> None:
-    """256 threads a block, of whom as many as `adders` add parts of the same four elements; none is left out."""
+def test_few_elements_are_added_by_several_threads(filters: int, splits: int, lanes: int) -> None:
+    """256 threads a block, of whom as many as `lanes` add partials of the same four elements; none is left out."""
     problem = weights(x=(32, 512, 28, 28), w=(filters, 512, 1, 1))
     config = Config.of(consumers=1, rows=1, tile_n=32, splits=splits, shares=1, blocks=1)
-    assert TransposedTiling.of(WgmmaProduct.of(problem), config).adders(H200) == adders
+    assert TransposedTiling.of(WgmmaProduct.of(problem), config).lanes(H200) == lanes
     add = SOLVER.solution(problem, H200, config).kernels[1]
-    assert add.grid[0] * (256 // adders) >= problem.w.size / 4 > (add.grid[0] - 1) * (256 // adders)
+    assert add.grid[0] * (256 // lanes) >= problem.w.size / 4 > (add.grid[0] - 1) * (256 // lanes)
