@@ -92,8 +92,8 @@ class BinaryCache:
     replaces it. It is held open from its first use on: what takes its place later is not looked at.
     """
 
-    def __init__(self, directory: Path | None = None, max_bytes: int = 1 << 30) -> None:
-        self._asked = directory
+    def __init__(self, directory: str | Path | None = None, max_bytes: int = 1 << 30) -> None:
+        self._asked = None if directory is None else Path(directory)
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._opened: PrivateFolder | None = None

@@ -17,7 +17,7 @@ import numpy as np
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.verify.nonfinite import Injected, injected_values
-from miofind.verify.ranges import UNSCALED, Powers, ScaledAxis, axes
+from miofind.verify.ranges import UNSCALED, Powers, ScaledAxis, axes, exponents_along
 
 if TYPE_CHECKING:
     from miofind.launch.invoker import Invoker
@@ -90,12 +90,21 @@ class WrongElement:
         index: logical index in the output.
         got, wanted: what the candidate wrote, and the reference (rounded, in the exact gate).
         bound: largest |got - wanted| allowed.
+        exponent: of the power of two that the scaling of the inputs multiplies all three by.
     """
 
     index: tuple[int, ...]
     got: float
     wanted: float
     bound: float
+    exponent: int = 0
+
+    @property
+    def unscaled(self) -> WrongElement:
+        """The element as inputs without scaling would give it: whole numbers in the exact gate."""
+        with np.errstate(over="ignore"):
+            got, wanted, bound = np.ldexp([self.got, self.wanted, self.bound], -self.exponent).tolist()
+        return WrongElement(index=self.index, got=got, wanted=wanted, bound=bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +210,11 @@ class CheckHarness(ABC):
             return (0, 0), ScaledAxis(dimension=0, size=1)
         at = factors.index(name)
         return setting.powers.pairs[at], axes(self.problem)[at]
+
+    def exponent_at(self, index: tuple[int, ...], setting: Setting) -> int:
+        """Exponent of the power of two that a setting's scaling multiplies an output element by."""
+        along = zip(setting.powers.pairs, axes(self.problem), index, strict=False)
+        return sum(int(exponents_along(pair, axis, np.array([at]))[0]) for pair, axis, at in along)
 
     def runs_beside(self, invoker: Invoker, setting: Setting) -> bool:
         """Whether a check starts a second run at the same time."""

@@ -487,8 +487,8 @@ class CudaHarness(CheckHarness):
         place = sum(i * stride for i, stride in zip(index, output.strides, strict=True))
         address = self._buffers[self.output].address + place * output.dtype.itemsize
         got = float(self._memory.download(address, 1, numpy_dtype(output.dtype))[0])
-        along = zip(setting.powers.pairs, index, axes(self.problem), strict=False)
-        scale = 2.0 ** sum(pair[at % axis.size % 2] for pair, at, axis in along)
+        exponent = self.exponent_at(index, setting)
+        scale = 2.0**exponent
         wanted = scale * self._memory.download(sample.addresses["sums"] + _SUM_BYTES * position, 1, np.float64)
         bound = 0.0
         if factor is None:
@@ -497,7 +497,7 @@ class CudaHarness(CheckHarness):
             scales = self._memory.download(sample.addresses["scales"] + _SCALE_BYTES * position, 2, np.float32)
             squares = (scale * scales[1:].astype(np.float64)) ** 2
             bound = float(error_bounds(wanted, squares, factor, output.dtype).total[0])
-        return WrongElement(index=index, got=got, wanted=float(wanted[0]), bound=bound)
+        return WrongElement(index=index, got=got, wanted=float(wanted[0]), bound=bound, exponent=exponent)
 
 
 def _slot(number: int) -> Pointer:

@@ -368,10 +368,13 @@ class HostHarness(CheckHarness):
         empty = np.zeros(0, np.bool_) if setting.nonfinite else np.isnan(output)
         unwritten = int(np.count_nonzero(empty))
         comparison = self._compared(allowed)
+        worst = comparison.worst
+        if worst is not None:
+            worst = replace(worst, exponent=self.exponent_at(worst.index, setting))
         return CheckResult(
             checked=allowed.wanted.size,
             wrong=comparison.wrong,
-            worst=comparison.worst,
+            worst=worst,
             unwritten=unwritten,
             first_unwritten=self._first_in_memory(empty) if unwritten else None,
             damaged=self._damaged(checksums),

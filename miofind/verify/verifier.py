@@ -282,10 +282,11 @@ class Verifier:
         if result.damaged:
             faults.append(f"overwritten: {', '.join(result.damaged)}")
         if result.worst is not None:
-            worst = result.worst
+            worst, exponent = result.worst.unscaled, result.worst.exponent
             faults.append(
                 f"{result.wrong} of {result.checked} checked elements of {output} are wrong, the worst at "
                 f"{worst.index}: got {worst.got!r}, wanted {worst.wanted!r} within {worst.bound:.3g}"
+                + (f", all times 2^{exponent}" if exponent else "")
             )
         if not faults:
             return ""

@@ -51,6 +51,7 @@ def test_round_trip(cache: BinaryCache) -> None:
     assert written.path == folder(cache) / f"{key_of(1)}.cubin"
     assert written.path.read_bytes() == written.cubin
     assert BinaryCache(folder(cache)).get(key_of(1)) == written
+    assert BinaryCache(str(folder(cache))).get(key_of(1)) == written
 
 
 def test_stats_and_clear(cache: BinaryCache) -> None:

@@ -77,6 +77,22 @@ def test_one_dropped_tap_is_caught(exact: bool) -> None:
     assert "seed 7: " in verdict.message
 
 
+@pytest.mark.parametrize("problem", DIRECTIONS, ids=str)
+def test_the_exact_gate_tells_wrong_elements_in_whole_numbers(problem: ProblemDescription) -> None:
+    """However its inputs are scaled: a reader sees by how many products of -1, 0 and 1 a sum is off."""
+    first, second = problem.direction.inputs
+
+    def run(tensors: dict[str, Any], _: Any) -> None:
+        negated = {first: -tensors[first], second: tensors[second]}
+        tensors[problem.direction.output][...] = compute(problem, tensors | negated)
+
+    message = verify(problem, run).message
+    assert message.startswith("exact gate"), message
+    told = re.search(r"got (-?\d+)\.0, wanted (-?\d+)\.0 within 0, all times 2\^-?\d+", message)
+    assert told, message
+    assert int(told[1]) == -int(told[2]) != 0
+
+
 def test_one_dropped_tap_at_one_place_is_caught() -> None:
     def run(tensors: dict[str, Any], _: Any) -> None:
         right(SMALL)(tensors, None)
