@@ -23,7 +23,7 @@ from miofind.solvers.depthwise.register_tile import (
     RegisterTileAxis,
     RegisterTiling,
     padded_size,
-    refuse_strips,
+    refuse_register_tiles,
     row_blocks_of,
     tap_pitch,
     vector,
@@ -58,14 +58,14 @@ class _Tiling(RegisterTiling):
             problem=planar,
             down=down,
             across=RegisterTileAxis.of(planar, 1, config["columns"], transposed=transposed),
-            planes=config["planes"],
-            bands=row_blocks_of(down, config["band"]),
+            channel_images=config["planes"],
+            row_blocks=row_blocks_of(down, config["band"]),
             rolled=config["rolled"],
         )
 
     @property
-    def all_planes(self) -> int:
-        """Planes of the result."""
+    def all_channel_images(self) -> int:
+        """Channels of all images of the result."""
         return self.problem.n * (self.problem.c if self.transposed else self.problem.k)
 
     @property
@@ -80,26 +80,28 @@ class _Tiling(RegisterTiling):
 
     @property
     def items(self) -> int:
-        """Strips of a block."""
-        return self.planes * self.row_block_tiles * self.across.count
+        """Tiles of a block."""
+        return self.channel_images * self.row_block_tiles * self.across.count
 
     @property
     def threads(self) -> int:
-        """Of a block: one a strip, up to a limit."""
+        """Of a block: one a tile, up to a limit."""
         return round_up(ceil_div(self.items, ceil_div(self.items, _MAX_THREADS)), 32)
 
     @property
     def blocks(self) -> int:
-        return ceil_div(self.all_planes, self.planes) * self.bands
+        return ceil_div(self.all_channel_images, self.channel_images) * self.row_blocks
 
     @property
     def shared_bytes(self) -> int:
-        if self.bands == 1:
-            read = padded_size(self.itemsize, self.sources * self.source_plane)
+        if self.row_blocks == 1:
+            read = padded_size(self.itemsize, self.sources * self.source_elements)
         else:
-            read = self.sources * padded_size(self.itemsize, self.source_plane)
-        written = padded_size(self.itemsize, self.planes * self.plane) if self.staged else 0
-        return 4 * self.planes * self.terms * tap_pitch(self.taps) + self.itemsize * (self.zeros + read + written)
+            read = self.sources * padded_size(self.itemsize, self.source_elements)
+        written = padded_size(self.itemsize, self.channel_images * self.elements) if self.staged else 0
+        return 4 * self.channel_images * self.terms * tap_pitch(self.taps) + self.itemsize * (
+            self.zeros + read + written
+        )
 
     @property
     def registers(self) -> int:
@@ -126,7 +128,7 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
         defines=_defines(tiling, device),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
-            *int32s(tiling.all_planes, problem.tensor(source).size),
+            *int32s(tiling.all_channel_images, problem.tensor(source).size),
         ),
     )
 
@@ -144,7 +146,7 @@ def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ..
 
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
-_STRIPS = (
+_TILES = (
     *((1, 7), (2, 7), (4, 7), (7, 7), (4, 4), (7, 4), (1, 8), (2, 8), (4, 8), (7, 8)),
     *((1, 14), (2, 14), (1, 28), (2, 28)),
 )
@@ -153,7 +155,7 @@ _SHORT_LIST = (
         {
             "planes": (1, 2, 4, 8, 16, 32, 64),
             "band": (0,),
-            ("rows", "columns"): _STRIPS,
+            ("rows", "columns"): _TILES,
             "rolled": (False, True),
         }
     ),
@@ -167,11 +169,11 @@ _LEVEL, _LIKELY = 1.02, 1.3  # estimates that do not tell configurations apart, 
 class ConvDepthwiseChannelsFirst(Solver):
     """Depthwise convolution of channels-first tensors with filters of up to 64 taps, sums in float32.
 
-    Taps that meet padding beside an image whose rows take several strips multiply zeros; all others that meet no
+    Taps that meet padding beside an image whose rows take several tiles multiply zeros; all others that meet no
     element are left out.
 
-    Configuration: a block computes `planes` whole planes of the result, or, where `band` is not 0, bands of about so
-    many rows of one; a thread computes strips of `rows` x `columns`; filter rows are a loop if `rolled`.
+    Configuration: a block computes `planes` channels of an image or, where `band` is not 0, a row block of about `band`
+    rows of one channel. A thread computes register tiles of `rows` x `columns`. Filter rows are a loop if `rolled`.
     """
 
     id = "ConvDepthwiseChannelsFirst"
@@ -215,7 +217,7 @@ class ConvDepthwiseChannelsFirst(Solver):
             return Applicability(
                 "serves forward and backward data: ConvDepthwiseChannelsFirstWeights serves backward weights"
             )
-        if (answer := refuse_strips(problem)).refused:
+        if (answer := refuse_register_tiles(problem)).refused:
             return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
             return Applicability(f"a row of {problem.x.shape} and {problem.y.shape} is too long for a block")
@@ -226,11 +228,11 @@ class ConvDepthwiseChannelsFirst(Solver):
         is_last = config == _SHORT_LIST[-1]
         if not is_last and not _is_sensible(tiling, config):
             return False
-        if tiling.planes > 1 and tiling.bands > 1:
+        if tiling.channel_images > 1 and tiling.row_blocks > 1:
             return False
         if tiling.rolled and tiling.transposed and tiling.down.stride > 1:
             return False
-        if tiling.bands > 1 and (tiling.bands - 1) * tiling.row_block_tiles >= tiling.down.count:
+        if tiling.row_blocks > 1 and (tiling.row_blocks - 1) * tiling.row_block_tiles >= tiling.down.count:
             return False
         if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
             return False
@@ -252,22 +254,22 @@ class ConvDepthwiseChannelsFirst(Solver):
     def _strided_defaults(
         self, problem: ProblemDescription, device: Device, ranked: Sequence[Config]
     ) -> tuple[Config, ...]:
-        """One of each strip, and what else is likely, as estimates of a strip err alike.
+        """One of each register tile, and what else is likely: estimates of one tile err alike.
 
-        Strips are of whole strides, so that several configurations come to one tiling. Four planes a block tend to be
+        Tiles are of whole strides, so that several configurations come to one tiling. Four channels a block tend to be
         faster than others of the same estimate (H200).
         """
         likely_ms = _LIKELY * self.estimate_ms(problem, device, ranked[0])
         likely = [config for config in ranked if self.estimate_ms(problem, device, config) <= likely_ms]
         tilings = {_Tiling.of(problem, config): config for config in reversed(likely)}
-        strips: dict[tuple[int, int], Config] = {}
+        tiles: dict[tuple[int, int], Config] = {}
         for tiling, config in reversed(tilings.items()):
-            strip = (tiling.down.length, tiling.across.length)
-            best = strips.setdefault(strip, config)
+            tile = (tiling.down.length, tiling.across.length)
+            best = tiles.setdefault(tile, config)
             least_ms = self.estimate_ms(problem, device, best)
-            if tiling.planes == 4 and self.estimate_ms(problem, device, config) <= _LEVEL * least_ms:
-                strips[strip] = config
-        chosen = tuple(dict.fromkeys((*strips.values(), *reversed(tilings.values()))))
+            if tiling.channel_images == 4 and self.estimate_ms(problem, device, config) <= _LEVEL * least_ms:
+                tiles[tile] = config
+        chosen = tuple(dict.fromkeys((*tiles.values(), *reversed(tilings.values()))))
         return tuple(sorted(chosen[:MAX_DEFAULTS], key=ranked.index))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
@@ -283,9 +285,9 @@ def _is_sensible(tiling: _Tiling, config: Config) -> bool:
         return False
     if any(config["columns"] > columns >= tiling.across.outputs for columns in _COLUMNS):
         return False
-    if config["band"] and (tiling.bands == 1 or config["planes"] > 1):
+    if config["band"] and (tiling.row_blocks == 1 or config["planes"] > 1):
         return False
-    if tiling.planes >= 2 * tiling.all_planes or tiling.items < 24 <= tiling.all_planes:
+    if tiling.channel_images >= 2 * tiling.all_channel_images or tiling.items < 24 <= tiling.all_channel_images:
         return False
     if tiling.rolled and tiling.down.taps < _LEAST_ROLLED:
         return False
@@ -294,17 +296,17 @@ def _is_sensible(tiling: _Tiling, config: Config) -> bool:
 
 def _load(tiling: _Tiling, device: Device) -> Load:
     down, across = tiling.down, tiling.across
-    turns = ceil_div(tiling.items, tiling.threads) * tiling.terms
+    iterations = ceil_div(tiling.items, tiling.threads) * tiling.terms
     stores = down.length * across.length / tiling.vector * (2 if tiling.staged else 1)
     rows = down.length * down.taps if tiling.rolled else down.met
-    strip = tiling.products + rows * (across.met + 4) + tiling.taps / 4 + stores + 40
+    tile = tiling.products + rows * (across.met + 4) + tiling.taps / 4 + stores + 40
     copies = tiling.shared_bytes / 16 / tiling.threads
     return Load(
         blocks=tiling.blocks,
         threads=tiling.threads,
         resident=tiling.resident(device),
-        instructions=turns * strip + 12 * copies + 100,
-        reads=turns * (rows * row_reads(tiling.itemsize, across) + stores),
+        instructions=iterations * tile + 12 * copies + 100,
+        reads=iterations * (rows * row_reads(tiling.itemsize, across) + stores),
         bytes=tiling.problem.bytes,
     )
 

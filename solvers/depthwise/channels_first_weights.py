@@ -26,7 +26,7 @@ from miofind.solvers.depthwise.register_tile import (
     RegisterTileAxis,
     RegisterTiling,
     padded_size,
-    refuse_strips,
+    refuse_register_tiles,
     row_blocks_of,
 )
 from miofind.solvers.depthwise.register_tile_cost import Load, estimate_ms, row_reads
@@ -50,7 +50,7 @@ class _Tiling(RegisterTiling):
     differs.
 
     Attributes:
-        units, buffers, splits, clustered: as configured. A unit is an image, or a band of one.
+        units, buffers, splits, clustered: as configured. A unit is an image, or a row block of one.
     """
 
     units: int
@@ -66,24 +66,25 @@ class _Tiling(RegisterTiling):
             problem=planar,
             down=down,
             across=RegisterTileAxis.of(planar, 1, config["columns"], transposed=False),
-            bands=row_blocks_of(down, config["band"]),
-            **{name: config[name] for name in ("planes", "units", "buffers", "splits", "clustered")},
+            row_blocks=row_blocks_of(down, config["band"]),
+            channel_images=config["planes"],
+            **{name: config[name] for name in ("units", "buffers", "splits", "clustered")},
         )
 
     @property
     def items(self) -> int:
-        """Strips of a stage of a block."""
-        return self.planes * self.units * self.row_block_tiles * self.across.count
+        """Tiles of a stage of a block."""
+        return self.channel_images * self.units * self.row_block_tiles * self.across.count
 
     @property
     def threads(self) -> int:
-        """Of a block: one a strip, up to a limit."""
+        """Of a block: one a tile, up to a limit."""
         return round_up(ceil_div(self.items, ceil_div(self.items, _MAX_THREADS)), 32)
 
     @property
     def stages(self) -> int:
         """Of all blocks that share filters."""
-        return ceil_div(self.problem.n * self.bands, self.units)
+        return ceil_div(self.problem.n * self.row_blocks, self.units)
 
     @property
     def split_k(self) -> SplitK:
@@ -92,23 +93,23 @@ class _Tiling(RegisterTiling):
 
     @property
     def blocks(self) -> int:
-        return ceil_div(self.problem.k, self.planes) * self.splits
+        return ceil_div(self.problem.k, self.channel_images) * self.splits
 
     @property
     def stage_elements(self) -> int:
         """Elements of shared memory for a stage."""
-        x, dy = self.sources * self.source_plane, self.planes * self.plane
+        x, dy = self.sources * self.source_elements, self.channel_images * self.elements
         return self.units * (_odd_padded_size(self.itemsize, x) + _odd_padded_size(self.itemsize, dy))
 
     @property
     def shared_bytes(self) -> int:
-        totals = round_up(self.planes * self.taps, 4) if self.clustered else 0
+        totals = round_up(self.channel_images * self.taps, 4) if self.clustered else 0
         staged = self.itemsize * (self.zeros + self.buffers * self.stage_elements)
         return max(staged, 4 * (self.taps * self.threads + totals))
 
     @property
     def registers(self) -> int:
-        """Registers of a thread that spills nothing: sums, a strip, a window's row, and addresses."""
+        """Registers of a thread that spills nothing: sums, a tile, a window's row, and addresses."""
         return round_up(self.down.length * self.across.length + self.taps + self.across.met + 54, 8)
 
     def resident(self, device: Device) -> int:
@@ -117,7 +118,7 @@ class _Tiling(RegisterTiling):
 
 
 def _odd_padded_size(itemsize: int, count: int) -> int:
-    """Elements of a run's place: an odd number of 16-byte words, so that units' places begin in different banks."""
+    """Elements from one segment to the next: an odd number of 16-byte words, so that they begin in different banks."""
     copied = COPY_BYTES // itemsize
     return (padded_size(itemsize, count) // copied | 1) * copied
 
@@ -151,11 +152,11 @@ def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ..
 
 
 # Milliseconds of the second kernel, and of a cluster's launch and sums. Instructions of a thread: for a product, an
-# element of a row of a strip's window, a strip, a word copied, and at the end for a tap; reads of shared memory cost a
+# element of a row of a tile's window, a tile, a word copied, and at the end for a tap; reads of shared memory cost a
 # share of what they cost ConvDepthwiseChannelsFirst. Cycles that a block waits for a stage if it has one buffer. Fitted
 # to 235 times of an H200, float16 and float32: configurations ranked first take 1.04 times the best.
 _REDUCTION_MS, _CLUSTER_MS = 0.0005, 0.0017
-_PRODUCT, _ELEMENT, _STRIP, _READ_SHARE, _COPY, _TAP = 0.6, 0.35, 220, 0.35, 6, 30
+_PRODUCT, _ELEMENT, _TILE, _READ_SHARE, _COPY, _TAP = 0.6, 0.35, 220, 0.35, 6, 30
 _STAGE_WAIT = 285
 
 
@@ -183,12 +184,12 @@ _CLUSTERED_DEFAULTS = 4
 class ConvDepthwiseChannelsFirstWeights(Solver):
     """Backward weights of depthwise convolutions of channels-first tensors, filters of up to 64 taps; float32 sums.
 
-    Padding beside an image whose rows take several strips is multiplied as zeros; nothing else that does not exist is.
+    Padding beside an image whose rows take several tiles is multiplied as zeros; nothing else that does not exist is.
 
-    Configuration: a block computes `planes` filters from `units` units at a time, images or, where `band` is not 0,
-    bands of about so many of an image's rows, in `buffers` buffers; its threads take strips of `rows` x `columns`
-    of dy; the units are dealt to `splits` blocks, which add
-    their sums as a cluster if `clustered`, else by a second kernel.
+    Configuration: a block computes `planes` filters from `units` units at a time in `buffers` buffers. A unit is an
+    image or, where `band` is not 0, a row block of about `band` rows. A thread takes register tiles of `rows` x
+    `columns` of dy. The units are divided among `splits` blocks, which add their sums as a cluster if `clustered`, else
+    by a second kernel.
     """
 
     id = "ConvDepthwiseChannelsFirstWeights"
@@ -231,7 +232,7 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvDepthwiseChannelsFirst serves the other directions")
-        if (answer := refuse_strips(problem)).refused:
+        if (answer := refuse_register_tiles(problem)).refused:
             return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
             return Applicability(f"a row of {problem.x.shape} and {problem.y.shape} is too long for a block")
@@ -244,7 +245,7 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
             return False
         if tiling.clustered and (device.sm < _MIN_CLUSTER_SM or not 1 < tiling.splits <= _MAX_CLUSTER):
             return False
-        if tiling.bands > 1 and (tiling.bands - 1) * tiling.row_block_tiles >= tiling.down.count:
+        if tiling.row_blocks > 1 and (tiling.row_blocks - 1) * tiling.row_block_tiles >= tiling.down.count:
             return False
         if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
             return False
@@ -276,9 +277,9 @@ def _is_sensible(tiling: _Tiling, config: Config) -> bool:
         return False
     if any(config["columns"] > columns >= tiling.across.outputs for columns in _COLUMNS):
         return False
-    if config["band"] and (tiling.bands == 1 or config["planes"] > 1):
+    if config["band"] and (tiling.row_blocks == 1 or config["planes"] > 1):
         return False
-    if tiling.planes >= 2 * tiling.problem.k or tiling.units >= 2 * tiling.problem.n * tiling.bands:
+    if tiling.channel_images >= 2 * tiling.problem.k or tiling.units >= 2 * tiling.problem.n * tiling.row_blocks:
         return False
     if tiling.splits > tiling.stages or tiling.buffers > ceil_div(tiling.stages, tiling.splits):
         return False
@@ -290,18 +291,18 @@ def _is_sensible(tiling: _Tiling, config: Config) -> bool:
 def _load(tiling: _Tiling, device: Device) -> Load:
     down, across = tiling.down, tiling.across
     stages = ceil_div(tiling.stages, tiling.splits)
-    turns = ceil_div(tiling.items, tiling.threads) * stages
-    strip = down.length * across.length
+    iterations = ceil_div(tiling.items, tiling.threads) * stages
+    tile = down.length * across.length
     elements = down.met * (across.met + 4)
-    instructions = _PRODUCT * tiling.products + _ELEMENT * elements + strip * (1 + 1 / tiling.vector) + _STRIP
-    reads = down.met * row_reads(tiling.itemsize, across) + strip / tiling.vector
+    instructions = _PRODUCT * tiling.products + _ELEMENT * elements + tile * (1 + 1 / tiling.vector) + _TILE
+    reads = down.met * row_reads(tiling.itemsize, across) + tile / tiling.vector
     copies = tiling.itemsize * tiling.stage_elements / 16 / tiling.threads * stages
     return Load(
         blocks=tiling.blocks,
         threads=tiling.threads,
         resident=tiling.resident(device),
-        instructions=turns * instructions + _COPY * copies + 150 + _TAP * tiling.taps,
-        reads=_READ_SHARE * turns * reads,
+        instructions=iterations * instructions + _COPY * copies + 150 + _TAP * tiling.taps,
+        reads=_READ_SHARE * iterations * reads,
         bytes=tiling.problem.bytes,
         waits=_STAGE_WAIT * stages if tiling.buffers == 1 else 0,
     )

@@ -23,25 +23,25 @@ MAX_DEFAULTS = 8
 """Configurations of one of these solvers that a find without a search measures."""
 
 MAX_WINDOW = 128
-"""Sources from the first that a strip meets to the last: the compiler goes through them one by one."""
+"""Sources from the first that a tile meets to the last: the compiler goes through them one by one."""
 
 _MAX_REACH = 96
-_MAX_PRODUCTS = 2048  # of a strip: each is an instruction of a kernel
-_MAX_STRIP = 64  # elements of a strip: each is a register of a thread
+_MAX_PRODUCTS = 2048  # of a tile: each is an instruction of a kernel
+_MAX_TILE = 64  # elements of a tile: each is a register of a thread
 _MAX_STRIDE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterTileAxis:
-    """One axis of a plane cut into strips of outputs.
+    """One axis of an image cut into register tiles of outputs.
 
     Output o and tap t meet source o * stride - pad + t * dilation; in a transposed convolution source s and tap t meet
-    output s * stride - pad + t * dilation instead. Sources are counted from a strip's origin.
+    output s * stride - pad + t * dilation instead. Sources are counted from a tile's origin.
 
     Attributes:
         size, outputs, taps: of the whole axis.
-        length: outputs of a strip; where transposed, a multiple of the stride.
-        first, last: sources that a strip meets.
+        length: outputs of a tile; where transposed, a multiple of the stride.
+        first, last: sources that a tile meets.
         met: sources between them that it does meet.
     """
 
@@ -59,7 +59,7 @@ class RegisterTileAxis:
 
     @staticmethod
     def of(problem: ProblemDescription, dim: int, length: int, *, transposed: bool) -> RegisterTileAxis:
-        """That of a 2-D problem, with strips of `length` outputs or, of a shorter axis, of all.
+        """That of a 2-D problem, with tiles of `length` outputs or, of a shorter axis, of all.
 
         Args:
             problem: whose sources are x and outputs y, or the other way round where transposed.
@@ -93,27 +93,27 @@ class RegisterTileAxis:
 
     @property
     def count(self) -> int:
-        """Strips of the axis."""
+        """Tiles of the axis."""
         return ceil_div(self.outputs, self.length)
 
     @property
     def step(self) -> int:
-        """Sources from one strip's origin to the next's."""
+        """Sources from one tile's origin to the next's."""
         return self.length // self.stride if self.transposed else self.length * self.stride
 
     @property
     def window(self) -> int:
-        """Sources from the first that a strip meets to the last."""
+        """Sources from the first that a tile meets to the last."""
         return self.last - self.first + 1
 
     @property
     def leaves(self) -> bool:
-        """Whether what some strips meet lies outside, and other strips differ."""
+        """Whether what some tiles meet lies outside, and other tiles differ."""
         return self.count > 1 and (self.first < 0 or self.last + (self.count - 1) * self.step >= self.size)
 
     @property
     def products(self) -> int:
-        """Pairs of an output of a strip and a tap that meet in a source, which the compiler cannot rule out."""
+        """Pairs of an output of a tile and a tap that meet in a source, which the compiler cannot rule out."""
         pairs = ((o, t) for o in range(self.length) for t in range(self.taps))
         met = (_source(o, t, self.stride, self.dilation, self.pad, self.transposed) for o, t in pairs)
         return sum(source is not None and (self.count > 1 or 0 <= source < self.size) for source in met)
@@ -136,12 +136,12 @@ def _met(length: int, taps: int, stride: int, dilation: int, pad: int, transpose
 
 
 def vector(itemsize: int, *counts: int) -> int:
-    """Elements that move at once within rows and strips of `counts` elements."""
+    """Elements that move at once within rows and tiles of `counts` elements."""
     return math.gcd(COPY_BYTES // itemsize, *counts)
 
 
 def padded_size(itemsize: int, count: int) -> int:
-    """Elements of shared memory that hold a run of `count`, wherever it begins."""
+    """Elements of shared memory that hold a segment of `count`, wherever it begins."""
     copied = COPY_BYTES // itemsize
     return round_up(count + copied - 1, copied)
 
@@ -157,16 +157,16 @@ class RegisterTiling:
 
     Attributes:
         problem: lifted to two dimensions.
-        down, across: the axes of a plane of results, or of dy for backward weights.
-        planes: of a block.
-        bands: parts of a plane that are read and computed apart.
+        down, across: the axes of the results, or of dy for backward weights.
+        channel_images: of a block; one is one channel of one image. For backward weights, the filters of a block.
+        row_blocks: of a channel of an image; they are read and computed apart.
     """
 
     problem: ProblemDescription
     down: RegisterTileAxis
     across: RegisterTileAxis
-    planes: int
-    bands: int
+    channel_images: int
+    row_blocks: int
 
     @property
     def itemsize(self) -> int:
@@ -189,42 +189,43 @@ class RegisterTiling:
 
     @property
     def products(self) -> int:
-        """Multiplications of a strip and a filter."""
+        """Multiplications of a tile and a filter."""
         return self.down.products * self.across.products
 
     @property
     def row_block_tiles(self) -> int:
-        """Strips down a band."""
-        return ceil_div(self.down.count, self.bands)
+        """Tiles down a row block."""
+        return ceil_div(self.down.count, self.row_blocks)
 
     @property
     def sources(self) -> int:
-        """Planes that a block reads at most to compute its own, or of x beside those of dy."""
+        """Channels of images that a block reads at most to compute its own, or of x beside those of dy."""
+        images, multiplier = self.channel_images, self.multiplier
         if self.transposed:
-            return self.planes * self.multiplier
-        if self.multiplier % self.planes == 0:
+            return images * multiplier
+        if multiplier % images == 0:
             return 1
-        return (self.planes - 1 + (self.multiplier - 1 if self.planes % self.multiplier else 0)) // self.multiplier + 1
+        return (images - 1 + (multiplier - 1 if images % multiplier else 0)) // multiplier + 1
 
     @property
-    def source_plane(self) -> int:
-        """Elements of a source's plane that a band meets at most."""
+    def source_elements(self) -> int:
+        """Elements of a source that a row block meets at most."""
         down, reach = self.down, (self.row_block_tiles - 1) * self.down.step + self.down.window
-        return (down.size if self.bands == 1 else min(down.size, reach)) * self.across.size
+        return (down.size if self.row_blocks == 1 else min(down.size, reach)) * self.across.size
 
     @property
-    def plane(self) -> int:
-        """Elements of a plane that a band has at most."""
+    def elements(self) -> int:
+        """Elements of a channel of an image that a row block has at most."""
         return min(self.down.outputs, self.row_block_tiles * self.down.length) * self.across.outputs
 
     @property
     def zeros(self) -> int:
-        """Elements of a row of zeros, if some strips meet rows outside their plane."""
+        """Elements of a row of zeros, if some tiles meet rows outside their image."""
         return round_up(self.across.size, COPY_BYTES // self.itemsize) if self.down.leaves else 0
 
     @property
     def vector(self) -> int:
-        """Elements of a plane that a thread moves at once."""
+        """Elements that a thread moves at once."""
         return vector(self.itemsize, self.across.outputs, self.across.length)
 
     @property
@@ -244,33 +245,33 @@ class RegisterTiling:
             ("FILTERS", self.problem.k),
             ("MULTIPLIER", self.multiplier),
             *((f"{name}{letter}", value) for name, values in pairs for letter, value in zip("HW", values, strict=True)),
-            ("PLANES", self.planes),
-            ("BANDS", self.bands),
-            ("ROWS", down.length),
-            ("COLUMNS", across.length),
+            ("CHANNEL_IMAGES", self.channel_images),
+            ("ROW_BLOCKS", self.row_blocks),
+            ("TILE_ROWS", down.length),
+            ("TILE_COLUMNS", across.length),
         )
 
     def is_wasteful(self, rows: Sequence[int], columns: Sequence[int]) -> bool:
-        """Whether strips lie outside in large part, or their code is too long.
+        """Whether tiles lie outside in large part, or their code is too long.
 
         Args:
-            rows, columns: what strips were to choose from.
+            rows, columns: what tiles were to choose from.
         """
         down, across = self.down, self.across
         if 3 * down.count * down.length > 4 * max(rows[2], down.outputs):
             return True
         if 3 * across.count * across.length > 4 * max(columns[0] + 2, across.outputs):
             return True
-        return self.products > _MAX_PRODUCTS or down.length * across.length > _MAX_STRIP
+        return self.products > _MAX_PRODUCTS or down.length * across.length > _MAX_TILE
 
 
 def row_blocks_of(down: RegisterTileAxis, rows: int) -> int:
-    """Bands of about so many rows that a plane is cut into; one where rows is 0."""
+    """Row blocks of about so many rows that an image is cut into; one where rows is 0."""
     return ceil_div(down.count, max(1, rows // down.length)) if rows else 1
 
 
-def refuse_strips(problem: ProblemDescription) -> Applicability:
-    """Why the kernels on strips cannot compute a problem, whatever its direction; APPLICABLE if they can."""
+def refuse_register_tiles(problem: ProblemDescription) -> Applicability:
+    """Why the kernels on register tiles cannot compute a problem, whatever its direction; APPLICABLE if they can."""
     if problem.groups != problem.c:
         return Applicability(f"needs filters of one channel: groups={problem.groups} c={problem.c}")
     if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:

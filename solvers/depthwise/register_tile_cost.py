@@ -1,4 +1,4 @@
-"""How long launches of the depthwise kernels on strips take: moving, computing, and what of both does not overlap.
+"""The time of depthwise kernels with register tiles: moving, computing, and what of both does not overlap.
 
 Knows nothing of configurations: solvers say what a launch asks for.
 """
@@ -59,6 +59,6 @@ def estimate_ms(load: Load, device: Device) -> float:
 
 
 def row_reads(itemsize: int, axis: RegisterTileAxis) -> float:
-    """Reads of shared memory for a row of a strip's window, about."""
+    """Reads of shared memory for a row of a tile's window, about."""
     width = vector(itemsize, axis.size, axis.step)
     return axis.met / width + (0 if width == 1 else 1.5)

@@ -43,21 +43,21 @@ def define(step: KernelStep, name: str) -> int:
 
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_cover_every_plane_and_row(shape: str, direction: Direction) -> None:
+def test_blocks_cover_every_image_and_row(shape: str, direction: Direction) -> None:
     problem = make(shape, direction)
     for config in list(solver_of(problem).configs(problem, H200))[::7]:
         step = steps(problem, config)[0]
-        planes, bands = define(step, "PLANES"), define(step, "BANDS")
-        strips = -(-define(step, "OUT_H") // define(step, "ROWS"))
-        assert planes == 1 or bands == 1
-        assert (bands - 1) * -(-strips // bands) < strips
+        images, row_blocks = define(step, "CHANNEL_IMAGES"), define(step, "ROW_BLOCKS")
+        tiles = -(-define(step, "OUT_H") // define(step, "TILE_ROWS"))
+        assert images == 1 or row_blocks == 1
+        assert (row_blocks - 1) * -(-tiles // row_blocks) < tiles
         if direction is Direction.BACKWARD_WEIGHTS:
             groups = step.grid[0] // config["splits"]
-            assert (groups - 1) * planes < problem.k <= groups * planes
+            assert (groups - 1) * images < problem.k <= groups * images
         else:
             total = problem.n * (problem.k if direction is Direction.FORWARD else problem.c)
-            groups = step.grid[0] // bands
-            assert (groups - 1) * planes < total <= groups * planes
+            groups = step.grid[0] // row_blocks
+            assert (groups - 1) * images < total <= groups * images
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -126,7 +126,7 @@ def test_defaults_come_in_the_order_of_their_estimates(shape: str, direction: Di
 
 @pytest.mark.parametrize(("c", "size", "taps"), [(192, 28, 3), (576, 14, 3), (672, 14, 5), (144, 56, 5)])
 def test_defaults_of_strided_dx_are_of_several_strips_and_differ(c: int, size: int, taps: int) -> None:
-    """Strips of dx are of whole strides: rows of 1 and of 2 are the same, and columns of 7 and of 8."""
+    """Tiles of dx are of whole strides: rows of 1 and of 2 are the same, and columns of 7 and of 8."""
     problem = ProblemDescription.convolution(
         x=(32, c, size, size),
         w=(c, 1, taps, taps),
@@ -138,7 +138,7 @@ def test_defaults_of_strided_dx_are_of_several_strips_and_differ(c: int, size: i
     )
     launches = [steps(problem, config)[0] for config in FORWARD.default_configs(problem, H200)]
     assert len({(step.defines, step.grid) for step in launches}) == len(launches)
-    assert len({(define(step, "ROWS"), define(step, "COLUMNS")) for step in launches}) >= 3
+    assert len({(define(step, "TILE_ROWS"), define(step, "TILE_COLUMNS")) for step in launches}) >= 3
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -1,4 +1,4 @@
-"""The arithmetic of strips of outputs that threads of the depthwise kernels compute."""
+"""The arithmetic of tiles of outputs that threads of the depthwise kernels compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solvers.depthwise.register_tile import RegisterTileAxis, padded_size, refuse_strips, tap_pitch, vector
+from miofind.solvers.depthwise.register_tile import (
+    RegisterTileAxis,
+    padded_size,
+    refuse_register_tiles,
+    tap_pitch,
+    vector,
+)
 
 
 def axis_problem(size: int, taps: int, pad: int, stride: int, dilation: int) -> ProblemDescription:
@@ -29,7 +35,7 @@ def axis_problem(size: int, taps: int, pad: int, stride: int, dilation: int) -> 
 def test_strips_meet_the_sources_that_the_convolution_pairs(
     size: int, taps: int, pad: int, stride: int, dilation: int, length: int, transposed: bool
 ) -> None:
-    """Every pair of an input and an output that a tap joins lies in the window of the strip that computes it."""
+    """Every pair of an input and an output that a tap joins lies in the window of the tile that computes it."""
     if size + 2 * pad < (taps - 1) * dilation + 1:
         return
     problem = axis_problem(size, taps, pad, stride, dilation)
@@ -43,7 +49,7 @@ def test_strips_meet_the_sources_that_the_convolution_pairs(
         for tap in range(taps)
         if 0 <= out * stride - pad + tap * dilation < size
     }
-    sources: dict[int, set[int]] = {strip: set() for strip in range(axis.count)}
+    sources: dict[int, set[int]] = {tile: set() for tile in range(axis.count)}
     for x, y in joined:
         target, source = (x, y) if transposed else (y, x)
         sources[target // axis.length].add(source - target // axis.length * axis.step)
@@ -55,7 +61,7 @@ def test_strips_meet_the_sources_that_the_convolution_pairs(
 @given(size=st.integers(1, 40), taps=st.integers(1, 7), length=st.sampled_from([1, 4, 7, 8]), transposed=st.booleans())
 def test_strips_leave_the_axis_where_it_is_padded(size: int, taps: int, length: int, transposed: bool) -> None:
     axis = RegisterTileAxis.of(axis_problem(size, taps, taps - 1, 1, 1), 0, length, transposed=transposed)
-    starts = [strip * axis.step for strip in range(axis.count)]
+    starts = [tile * axis.step for tile in range(axis.count)]
     leaves = [start + axis.first < 0 or start + axis.last >= axis.size for start in starts]
     assert axis.leaves == (axis.count > 1 and any(leaves))
 
@@ -75,12 +81,12 @@ def test_transposed_strips_of_stride_2_share_the_taps_out() -> None:
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("count", [1, 7, 49, 64, 65])
-def test_a_run_fits_its_room_wherever_it_begins(itemsize: int, count: int) -> None:
-    wide = 16 // itemsize
+def test_a_segment_fits_wherever_it_begins(itemsize: int, count: int) -> None:
+    copied = 16 // itemsize
     held = padded_size(itemsize, count)
-    assert held % wide == 0
-    assert all(start + count <= held for start in range(wide))
-    assert held < count + 2 * wide
+    assert held % copied == 0
+    assert all(start + count <= held for start in range(copied))
+    assert held < count + 2 * copied
 
 
 def test_vectors_divide_rows_and_strips() -> None:
@@ -101,14 +107,16 @@ def test_refusals_name_what_is_not_served() -> None:
         given = {"x": (2, 8, 20, 20), "w": (8, 1, 3, 3), "groups": 8} | fields
         return ProblemDescription.convolution(**given)  # type: ignore[arg-type]
 
-    assert not refuse_strips(depthwise()).refused
-    assert not refuse_strips(depthwise(w=(24, 1, 3, 3))).refused
-    assert "groups=4 c=8" in refuse_strips(depthwise(w=(8, 2, 3, 3), groups=4)).reason
-    assert "one dtype" in refuse_strips(depthwise(dtype={"x": "float16", "w": "float16", "y": "float32"})).reason
-    assert "64 taps" in refuse_strips(depthwise(w=(8, 1, 9, 9))).reason
-    assert "strides up to 8" in refuse_strips(depthwise(stride=9)).reason
-    assert "padding" in refuse_strips(depthwise(padding=2**21, x=(1, 8, 3), w=(8, 1, 3))).reason
-    assert "dilated" in refuse_strips(depthwise(dilation=70, padding=70)).reason
+    assert not refuse_register_tiles(depthwise()).refused
+    assert not refuse_register_tiles(depthwise(w=(24, 1, 3, 3))).refused
+    assert "groups=4 c=8" in refuse_register_tiles(depthwise(w=(8, 2, 3, 3), groups=4)).reason
+    assert (
+        "one dtype" in refuse_register_tiles(depthwise(dtype={"x": "float16", "w": "float16", "y": "float32"})).reason
+    )
+    assert "64 taps" in refuse_register_tiles(depthwise(w=(8, 1, 9, 9))).reason
+    assert "strides up to 8" in refuse_register_tiles(depthwise(stride=9)).reason
+    assert "padding" in refuse_register_tiles(depthwise(padding=2**21, x=(1, 8, 3), w=(8, 1, 3))).reason
+    assert "dilated" in refuse_register_tiles(depthwise(dilation=70, padding=70)).reason
 
 
 @pytest.mark.parametrize("direction", list(Direction))
