@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from struct_fields import fields_of
 
 from miofind.solver.steps import FftStep, KernelStep, Pointer, Scalar
-from miofind.solvers.common.divisor import divisor
+from miofind.solvers.common.divisor import divide_by
 
 Array = NDArray[Any]
 Buffers = dict[str, Array]
@@ -38,9 +39,13 @@ class Arguments:
     def numbers(self, count: int) -> list[int]:
         return [int(self.number()) for _ in range(count)]
 
+    def fields(self) -> dict[str, Any]:
+        return fields_of(next(self.left))
+
     def divisor(self) -> int:
-        by = int(self.number())
-        assert [self.number(), self.number()] == [scalar.value for scalar in divisor(by)[1:]]
+        value = next(self.left)
+        by = int(value.values[0])
+        assert value == divide_by(by)
         return by
 
     def end(self) -> None:
@@ -59,10 +64,6 @@ class Axis:
     high: int
     spread: int
 
-    @staticmethod
-    def of(arguments: Arguments) -> Axis:
-        return Axis(*arguments.numbers(6), arguments.divisor())
-
     def offset(self, tile: int, position: int) -> int | None:
         ahead = position - self.shift + tile * self.step
         if not self.low <= position < self.high or ahead < 0 or ahead % self.spread:
@@ -72,28 +73,27 @@ class Axis:
 
 @dataclass(frozen=True)
 class Tensor:
-    """TENSOR_OF and GRID_OF."""
+    """The kernels' `TiledTensor`."""
 
     image_stride: int
     channel_stride: int
     channels: int
-    first: int
-    per_image: int
-    across: int
+    grid: dict[str, int]
+    axes: tuple[Axis, Axis]
 
     @staticmethod
     def of(arguments: Arguments) -> Tensor:
-        image, channel = arguments.numbers(2)
-        channels, first = arguments.divisor(), int(arguments.number())
-        return Tensor(image, channel, channels, first, arguments.divisor(), arguments.divisor())
+        fields = arguments.fields()
+        axes = Axis(**fields.pop("rows")), Axis(**fields.pop("columns"))
+        return Tensor(**fields, axes=axes)
 
-    def elements(self, tiles: int, lengths: tuple[int, int], axes: list[Axis]) -> Iterator[tuple[int, int, int, int]]:
+    def elements(self, tiles: int, lengths: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
         """Plane, row, column and offset in the tensor of every element of a chunk's tiles."""
         for tile in range(tiles):
-            image, within = divmod(self.first + tile, self.per_image)
-            at = divmod(within, self.across)
+            image, within = divmod(self.grid["first"] + tile, self.grid["tiles_per_image"])
+            at = divmod(within, self.grid["tiles_across"])
             offsets = [
-                [axis.offset(place, i) for i in range(n)] for axis, place, n in zip(axes, at, lengths, strict=True)
+                [axis.offset(place, i) for i in range(n)] for axis, place, n in zip(self.axes, at, lengths, strict=True)
             ]
             for channel in range(self.channels):
                 base = image * self.image_stride + channel * self.channel_stride
@@ -149,14 +149,13 @@ def _set_planes(data: Array, real: Array) -> None:
 
 def _pack(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, target, items = given.buffer(), given.buffer(), int(given.number())
-    tensor = Tensor.of(given)
     pairs, row_pairs = given.divisor(), given.divisor()
-    axes = [Axis.of(given), Axis.of(given)]
+    tensor = Tensor.of(given)
     given.end()
     tiles = items // (pairs * tensor.channels)
     lengths = (pairs // row_pairs, 2 * row_pairs)
     real = np.zeros((tiles * tensor.channels, *lengths))
-    for plane, row, column, offset in tensor.elements(tiles, lengths, axes):
+    for plane, row, column, offset in tensor.elements(tiles, lengths):
         real[plane, row, column] = buffers[source][offset]
     buffers[target][:items] = real.reshape(-1).view(np.complex128)
 
@@ -164,24 +163,23 @@ def _pack(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
 def _unpack(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, target, items, scale = given.buffer(), given.buffer(), int(given.number()), given.number()
     kept, kept_row = given.divisor(), given.divisor()
-    tensor = Tensor.of(given)
     pairs, row_pairs = given.divisor(), given.divisor()
-    axes = [Axis.of(given), Axis.of(given)]
+    tensor = Tensor.of(given)
     given.end()
     tiles, lengths = items // (kept * tensor.channels), (pairs // row_pairs, 2 * row_pairs)
     assert kept_row <= lengths[1]
     real = buffers[source].view(np.float64).reshape(-1, *lengths)
-    for plane, row, column, offset in tensor.elements(tiles, lengths, axes):
+    for plane, row, column, offset in tensor.elements(tiles, lengths):
         buffers[target][offset] = scale * real[plane, row, column]
 
 
 def _tiles_forward(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, target, planes = given.buffer(), given.buffer(), int(given.number())
-    tensor, axes = Tensor.of(given), [Axis.of(given), Axis.of(given)]
+    tensor = Tensor.of(given)
     given.end()
     lengths = _lengths(step)
     real = np.zeros((planes, *lengths))
-    for plane, row, column, offset in tensor.elements(planes // tensor.channels, lengths, axes):
+    for plane, row, column, offset in tensor.elements(planes // tensor.channels, lengths):
         real[plane, row, column] = buffers[source][offset]
     found = np.fft.rfftn(real, axes=(1, 2)).ravel()
     buffers[target][: found.size] = found
@@ -189,13 +187,13 @@ def _tiles_forward(step: KernelStep, given: Arguments, buffers: Buffers) -> None
 
 def _tiles_backward(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, target, planes, scale = given.buffer(), given.buffer(), int(given.number()), given.number()
-    tensor, axes = Tensor.of(given), [Axis.of(given), Axis.of(given)]
+    tensor = Tensor.of(given)
     given.end()
     lengths = _lengths(step)
     half = lengths[1] // 2 + 1
     data = buffers[source][: planes * lengths[0] * half].reshape(planes, lengths[0], half)
     real = np.fft.irfftn(data, s=lengths, axes=(1, 2), norm="forward")
-    for plane, row, column, offset in tensor.elements(planes // tensor.channels, lengths, axes):
+    for plane, row, column, offset in tensor.elements(planes // tensor.channels, lengths):
         buffers[target][offset] = scale * real[plane, row, column]
 
 
@@ -206,11 +204,12 @@ def _lengths(step: KernelStep) -> tuple[int, int]:
 
 def _product(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     names = [given.buffer() for _ in range(3)]
-    rows, columns, terms, bins, accumulate = given.numbers(5)
-    strides = [given.numbers(3) for _ in range(3)]
-    column_blocks, row_blocks, bin_blocks = (given.divisor() for _ in range(3))
+    shape = given.fields()
     given.end()
-    defines = {name: int(value) for name, value in step.defines}
+    rows, columns, terms, bins = (shape[name] for name in ("rows", "columns", "terms", "bins"))
+    strides = [tuple(shape[name].values()) for name in ("a", "b", "out")]
+    column_blocks, row_blocks, bin_blocks = (shape[f"{name}_blocks"] for name in ("column", "row", "bin"))
+    defines = {name: int(value) for name, value in step.defines if not name.endswith("_FIELDS")}
     assert column_blocks * defines["TILE_N"] * defines["BLOCKS_N"] >= columns
     assert row_blocks * defines["TILE_M"] * defines["BLOCKS_M"] >= rows
     assert bin_blocks * defines["BINS"] >= bins
@@ -224,7 +223,7 @@ def _product(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
         right = right.conj() if defines["CONJUGATE_B"] else right
         found = np.einsum("itf,jtf->ijf", left, right)
         place = row * strides[2][0] + column.T * strides[2][1] + group * strides[2][2]
-        out[place] = found + (out[place] if accumulate else 0)
+        out[place] = found + (out[place] if shape["accumulate"] else 0)
 
 
 def _depthwise_filters(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
@@ -240,23 +239,20 @@ def _depthwise_filters(step: KernelStep, given: Arguments, buffers: Buffers) -> 
 def _depthwise(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, filters, target = given.buffer(), given.buffer(), given.buffer()
     lines, tiles, scale = int(given.number()), int(given.number()), given.number()
-    from_steps, to_steps, channels = given.numbers(2), given.numbers(2), given.divisor()
-    first, per_image, across = int(given.number()), given.divisor(), given.divisor()
-    axes = [Axis.of(given) for _ in range(4)]
+    origin, result = Tensor.of(given), Tensor.of(given)
     given.end()
-    length = _lengths(step)[1]
+    channels, length = origin.channels, _lengths(step)[1]
+    assert (result.channels, result.grid) == (origin.channels, origin.grid)
     assert lines == (tiles + 1) // 2 * channels
     assert step.grid[0] * dict(step.defines)["LINES"] >= lines
     real = np.zeros((tiles * channels, 1, length))
-    origin = Tensor(*from_steps, channels, first, per_image, across)
-    for plane, row, column, offset in origin.elements(tiles, (1, length), axes[:2]):
+    for plane, row, column, offset in origin.elements(tiles, (1, length)):
         real[plane, row, column] = buffers[source][offset]
     transforms = buffers[filters][: channels * length].reshape(channels, length)
     transforms = transforms.conj() if dict(step.defines)["CONJUGATE"] else transforms
     spectra = np.fft.fft(real.reshape(tiles, channels, length)) * transforms
     back = scale * length * np.fft.ifft(spectra).real.reshape(tiles * channels, length)
-    result = Tensor(*to_steps, channels, first, per_image, across)
-    for plane, _, column, offset in result.elements(tiles, (1, length), axes[2:]):
+    for plane, _, column, offset in result.elements(tiles, (1, length)):
         buffers[target][offset] = back[plane, column]
 
 
@@ -270,19 +266,14 @@ class Ends:
     pad: int
     stride: int
     leading: int
-    steps: tuple[int, ...]
-    asked: int
-
-    @staticmethod
-    def of(arguments: Arguments) -> Ends:
-        sizes = arguments.numbers(4)
-        stride = arguments.divisor()
-        leading, *steps = arguments.numbers(4)
-        return Ends(*sizes, stride, leading, tuple(steps), arguments.divisor())
+    edges: int
+    source_stride: int
+    filter_stride: int
+    result_stride: int
 
     def results(self) -> list[int]:
-        """Those that are asked about."""
-        return [*range(self.leading), *range(self.result_size - self.asked + self.leading, self.result_size)]
+        """Those near its ends."""
+        return [*range(self.leading), *range(self.result_size - self.edges + self.leading, self.result_size)]
 
     def met(self, result: int, *, backward: bool) -> list[tuple[int, int]]:
         """Pairs of a source and a tap."""
@@ -296,27 +287,30 @@ class Ends:
 
 def _edges(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, w, result = given.buffer(), given.buffer(), given.buffer()
-    items, limit, terms = given.numbers(3)
-    channels, of_group = given.divisor(), given.divisor()
-    image_step, channel_step, term_step, filter_step, group_step, result_image, result_channel = given.numbers(7)
-    rows, columns = Ends.of(given), Ends.of(given)
+    shape = given.fields()
     given.end()
+    items, limit, terms, channels = (shape[name] for name in ("results", "limit", "terms", "channels"))
+    rows, columns = Ends(**shape["rows"]), Ends(**shape["columns"])
     backward, term = dict(step.defines)["BACKWARD"] == 1, np.arange(terms)
     asked = [(i, j) for i in rows.results() for j in columns.results()]
     assert items % (channels * len(asked)) == 0
     for image in range(items // (channels * len(asked))):
         for channel in range(channels):
-            group, within = divmod(channel, of_group)
+            group, within = divmod(channel, shape["group_channels"])
             for i, j in asked:
                 pairs = [(a, b) for a in rows.met(i, backward=backward) for b in columns.met(j, backward=backward)]
                 if len(pairs) * terms >= limit:
                     continue
-                first = image * image_step + group * terms * channel_step
-                filters = group * group_step + within * filter_step
+                first = image * shape["source_image_stride"] + group * terms * shape["source_channel_stride"]
+                filters = group * shape["filter_group_stride"] + within * shape["filter_channel_stride"]
                 total = 0.0
                 for (at_row, tap_row), (at_column, tap_column) in pairs:
-                    at = first + at_row * rows.steps[0] + at_column * columns.steps[0]
-                    tap = filters + tap_row * rows.steps[1] + tap_column * columns.steps[1]
-                    total += float(buffers[source][at + term * channel_step] @ buffers[w][tap + term * term_step])
-                place = image * result_image + channel * result_channel + i * rows.steps[2] + j * columns.steps[2]
+                    at = first + at_row * rows.source_stride + at_column * columns.source_stride
+                    tap = filters + tap_row * rows.filter_stride + tap_column * columns.filter_stride
+                    total += float(
+                        buffers[source][at + term * shape["source_channel_stride"]]
+                        @ buffers[w][tap + term * shape["filter_term_stride"]]
+                    )
+                place = image * shape["result_image_stride"] + channel * shape["result_channel_stride"]
+                place += i * rows.result_stride + j * columns.result_stride
                 buffers[result][place] = total

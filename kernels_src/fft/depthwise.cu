@@ -30,16 +30,14 @@ struct Rows {
 };
 
 template <bool kSpread>
-__device__ __forceinline__ void find_rows(Rows& found, int lines, int tiles, const Divisor& channels, int image_stride,
-                                          int channel_stride, const TileGrid& grid, const TileAxis& rows,
-                                          const TileAxis& columns) {
+__device__ __forceinline__ void find_rows(Rows& found, int lines, int tiles, const TiledTensor& tiled) {
   for (int i = threadIdx.x; i < 2 * kLines; i += kThreads) {
     const int line = i / 2, rank = blockIdx.x * kLines + line;
-    const int pair = rank / channels, tile = 2 * pair + i % 2;
-    const TilePlace at = grid.place(tile);
-    const int plane = at.image * image_stride + (rank - pair * channels.by) * channel_stride;
-    const int down = rank < lines && tile < tiles ? rows.offset(at.row, rows.low) : -1;
-    found.at[line][i % 2] = row_of<kSpread>(at.column, plane + down, down >= 0, columns);
+    const int pair = rank / tiled.channels, tile = 2 * pair + i % 2;
+    const TilePlace at = tiled.grid.place(tile);
+    const int plane = at.image * tiled.image_stride + (rank - pair * tiled.channels.by) * tiled.channel_stride;
+    const int down = rank < lines && tile < tiles ? tiled.rows.offset(at.row, tiled.rows.low) : -1;
+    found.at[line][i % 2] = row_of<kSpread>(at.column, plane + down, down >= 0, tiled.columns);
   }
 }
 
@@ -101,20 +99,15 @@ __device__ __forceinline__ void multiply(float2* lines, const float2* __restrict
 // all_lines: pairs of tiles times channels.
 extern "C" __global__ void __launch_bounds__(kThreads)
     fft_depthwise(const T_SOURCE* __restrict__ source, const float2* __restrict__ filters,
-                  T_RESULT* __restrict__ results, int all_lines, int tiles, float scale, int source_image,
-                  int source_channel, int result_image, int result_channel, DIVISOR_OF(channels), GRID_OF,
-                  AXIS_OF(source_row), AXIS_OF(source_column), AXIS_OF(result_row), AXIS_OF(result_column)) {
+                  T_RESULT* __restrict__ results, int all_lines, int tiles, float scale, const TiledTensor source_tiles,
+                  const TiledTensor result_tiles) {
   extern __shared__ float2 lines[];
   __shared__ Rows from, to;
-  const TileGrid grid = GRID;
-  const Divisor of_pair = DIVISOR(channels);
-  const TileAxis rows = AXIS(source_row), columns = AXIS(source_column);
-  const TileAxis kept_rows = AXIS(result_row), kept_columns = AXIS(result_column);
-  find_rows<SOURCE_SPREAD>(from, all_lines, tiles, of_pair, source_image, source_channel, grid, rows, columns);
-  find_rows<RESULT_SPREAD>(to, all_lines, tiles, of_pair, result_image, result_channel, grid, kept_rows, kept_columns);
+  find_rows<SOURCE_SPREAD>(from, all_lines, tiles, source_tiles);
+  find_rows<RESULT_SPREAD>(to, all_lines, tiles, result_tiles);
   __syncthreads();  // all rows are found
   const auto element = [&](const Row& row, int position) {
-    const Place place = place_of<SOURCE_SPREAD>(row, columns, position);
+    const Place place = place_of<SOURCE_SPREAD>(row, source_tiles.columns, position);
     const T_SOURCE value = source[place.holds ? place.offset : 0];  // loads need not wait for a branch
     return place.holds ? convert<float>(value) : 0.0f;
   };
@@ -125,9 +118,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   };
   pass<kPoints, kPoints, kLines, kThreads, false, SOURCE_LAST>(load, InLines<kPoints>{lines});
   __syncthreads();  // all points of the first pass are there
-  multiply<kFirstApart>(lines, filters, all_lines, of_pair);
+  multiply<kFirstApart>(lines, filters, all_lines, source_tiles.channels);
   const auto keep = [&](const Row& row, int position, float value) {
-    const Place place = place_of<RESULT_SPREAD>(row, kept_columns, position);
+    const Place place = place_of<RESULT_SPREAD>(row, result_tiles.columns, position);
     const T_RESULT result = convert<T_RESULT>(scale * value);
     if (place.holds) results[place.offset] = result;
   };

@@ -3,26 +3,32 @@
 // Forward: y[n,k,o] = sum_{c,t} x[n,c,o*stride-pad+t] w[k,c,t]; backward: dx[n,c,i] = sum_{k,t}
 // dy[n,k,(i+pad-t)/stride] w[k,c,t]. A thread a result of those near the corners: of each axis the first and the last,
 // in boxes that the host chooses; those of `limit` products or more are left alone. Offsets fit 30 bits. Defines:
-// T_SOURCE, T_W, T_RESULT (dtype names), BACKWARD.
+// T_SOURCE, T_W, T_RESULT (dtype names), BACKWARD, AXIS_FIELDS, SHAPE_FIELDS.
 #include "common/divisor.cuh"
 #include "common/types.cuh"
 
 #if !defined(T_SOURCE) || !defined(T_W) || !defined(T_RESULT) || !defined(BACKWARD)
 #error "define T_SOURCE, T_W, T_RESULT and BACKWARD"
 #endif
+#if !defined(AXIS_FIELDS) || !defined(SHAPE_FIELDS)
+#error "define AXIS_FIELDS and SHAPE_FIELDS"
+#endif
 
 constexpr int kThreads = 128;
 
-// One axis: its taps, how it strides, and which results are near its ends.
+// One axis: sizes, taps, strides in memory, and how many results are near its ends: `edges`, the first `leading` of
+// them from the first on, the others up to the last.
 struct Axis {
-  int source_size, result_size, taps, pad;
-  Divisor stride;
-  int leading;  // results from the first on that are asked about; what else there is, from the last back
-  int source_stride, filter_stride, result_stride;
+  AXIS_FIELDS
 
-  __device__ __forceinline__ int result(int rank, int asked) const {
-    return rank < leading ? rank : result_size - asked + rank;
+  __device__ __forceinline__ int result(int rank) const {
+    return rank < leading ? rank : result_size - edges.by + rank;
   }
+};
+
+// results: those near edges, of all images and channels; terms: channels of a group that are summed.
+struct Shape {
+  SHAPE_FIELDS
 };
 
 // The taps that a result meets: `first`, first + step, ... below `end`; the first one's source, from one to the next.
@@ -46,46 +52,33 @@ __device__ __forceinline__ Met met_by(const Axis& axis, int result) {
   }
 }
 
-#define DIVISOR_OF(name) int name, unsigned name##_multiplier, int name##_shift
-#define DIVISOR(name) {name, name##_multiplier, name##_shift}
-#define AXIS_OF(name)                                                                                         \
-  int name##_source_size, int name##_result_size, int name##_taps, int name##_pad, DIVISOR_OF(name##_stride), \
-      int name##_leading, int name##_source_step, int name##_filter_step, int name##_result_step,             \
-      DIVISOR_OF(name##_asked)
-#define AXIS(name)                                                                                        \
-  {name##_source_size, name##_result_size, name##_taps,        name##_pad,        DIVISOR(name##_stride), \
-   name##_leading,     name##_source_step, name##_filter_step, name##_result_step}
-
-// terms: channels of a group that are summed; items: results asked about of all images and channels.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    fft_edges(const T_SOURCE* __restrict__ source, const T_W* __restrict__ w, T_RESULT* __restrict__ results, int items,
-              int limit, int terms, DIVISOR_OF(channels), DIVISOR_OF(group_channels), int source_image,
-              int source_channel, int filter_term, int filter_channel, int filter_group, int result_image,
-              int result_channel, AXIS_OF(row), AXIS_OF(column)) {
+    fft_edges(const T_SOURCE* __restrict__ source, const T_W* __restrict__ w, T_RESULT* __restrict__ results,
+              const Shape shape) {
   const int item = blockIdx.x * kThreads + threadIdx.x;
-  if (item >= items) return;
-  const Divisor of_row = DIVISOR(column_asked), of_plane = DIVISOR(row_asked), of_image = DIVISOR(channels);
-  const Divisor of_group = DIVISOR(group_channels);
-  const Axis rows = AXIS(row), columns = AXIS(column);
-  const int line = item / of_row, plane = line / of_plane, image = plane / of_image;
-  const int channel = plane - image * channels, group = channel / of_group;
-  const int i = rows.result(line - plane * row_asked, row_asked);
-  const int j = columns.result(item - line * column_asked, column_asked);
+  if (item >= shape.results) return;
+  const Axis rows = shape.rows, columns = shape.columns;
+  const int terms = shape.terms, source_channel_stride = shape.source_channel_stride;
+  const int filter_term_stride = shape.filter_term_stride;
+  const int line = item / columns.edges, plane = line / rows.edges, image = plane / shape.channels;
+  const int channel = plane - image * shape.channels.by, group = channel / shape.group_channels;
+  const int i = rows.result(line - plane * rows.edges.by), j = columns.result(item - line * columns.edges.by);
   const Met down = met_by(rows, i), across = met_by(columns, j);
-  if (down.count() * across.count() * terms >= limit) return;
-  const T_SOURCE* from = source + image * source_image + group * terms * source_channel;
-  const T_W* filter = w + group * filter_group + (channel - group * group_channels) * filter_channel;
+  if (down.count() * across.count() * shape.terms >= shape.limit) return;
+  const T_SOURCE* from = source + image * shape.source_image_stride + group * shape.terms * shape.source_channel_stride;
+  const T_W* filter =
+      w + group * shape.filter_group_stride + (channel - group * shape.group_channels.by) * shape.filter_channel_stride;
   float sum = 0.0f;
   for (int r = down.first, at_r = down.source; r < down.end; r += down.step, at_r += down.source_step) {
     for (int c = across.first, at_c = across.source; c < across.end; c += across.step, at_c += across.source_step) {
-      const int in_plane = at_r * row_source_step + at_c * column_source_step;
-      const int in_filter = r * row_filter_step + c * column_filter_step;
+      const int in_plane = at_r * rows.source_stride + at_c * columns.source_stride;
+      const int in_filter = r * rows.filter_stride + c * columns.filter_stride;
 #pragma unroll 4
       for (int term = 0; term < terms; ++term)
-        sum += convert<float>(from[in_plane + term * source_channel]) *
-               convert<float>(filter[in_filter + term * filter_term]);
+        sum += convert<float>(from[in_plane + term * source_channel_stride]) *
+               convert<float>(filter[in_filter + term * filter_term_stride]);
     }
   }
-  results[image * result_image + channel * result_channel + i * row_result_step + j * column_result_step] =
-      convert<T_RESULT>(sum);
+  results[image * shape.result_image_stride + channel * shape.result_channel_stride + i * rows.result_stride +
+          j * columns.result_stride] = convert<T_RESULT>(sum);
 }

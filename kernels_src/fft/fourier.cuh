@@ -1,17 +1,19 @@
 // Tiles of a tensor that are transformed: which element lies where in which tile (solvers/common/fourier.py).
 //
-// Tiles are counted image by image, by rows of tiles. Kernels take what DIVISOR_OF, AXIS_OF and TILES_OF name, as
-// solvers/fft/steps.py passes it. Offsets into tensors fit 30 bits.
+// Tiles are counted image by image, by rows of tiles. Offsets into tensors fit 30 bits.
+// Defines, as solvers/fft/steps.py declares them: TILEAXIS_FIELDS, TILEGRID_FIELDS, TILEDTENSOR_FIELDS.
 #pragma once
 
 #include "common/divisor.cuh"
 
-// Element i of tile t lies at i * spread + shift - t * step; positions from `low` to before `high` hold elements.
+#if !defined(TILEAXIS_FIELDS) || !defined(TILEGRID_FIELDS) || !defined(TILEDTENSOR_FIELDS)
+#error "define TILEAXIS_FIELDS, TILEGRID_FIELDS and TILEDTENSOR_FIELDS"
+#endif
+
+// An axis of `size` elements, `stride` apart in memory. Element i of tile t lies at i * spread + shift - t * step;
+// positions from `low` to before `high` hold elements.
 struct TileAxis {
-  int size;    // elements of the tensor
-  int stride;  // from one to the next in memory
-  int step, shift, low, high;
-  Divisor spread;
+  TILEAXIS_FIELDS
 
   // Offset in memory of the element at a position of a tile, -1 where there is none.
   __device__ __forceinline__ int offset(int tile, int position) const {
@@ -37,23 +39,19 @@ struct TilePlace {
   int image, row, column;
 };
 
+// A chunk's tiles, which begin with `first`.
 struct TileGrid {
-  int first;  // tile of the chunk
-  Divisor of_image, across;
+  TILEGRID_FIELDS
 
   __device__ __forceinline__ TilePlace place(int tile) const {
     const int rank = first + tile;
-    const int image = rank / of_image, within = rank - image * of_image.by;
-    const int row = within / across;
-    return {image, row, within - row * across.by};
+    const int image = rank / tiles_per_image, within = rank - image * tiles_per_image.by;
+    const int row = within / tiles_across;
+    return {image, row, within - row * tiles_across.by};
   }
 };
 
-#define DIVISOR_OF(name) int name, unsigned name##_multiplier, int name##_shift
-#define DIVISOR(name) {name, name##_multiplier, name##_shift}
-#define AXIS_OF(name)                                                                                  \
-  int name##_size, int name##_stride, int name##_step, int name##_at, int name##_low, int name##_high, \
-      DIVISOR_OF(name##_spread)
-#define AXIS(name) {name##_size, name##_stride, name##_step, name##_at, name##_low, name##_high, DIVISOR(name##_spread)}
-#define GRID_OF int first, DIVISOR_OF(per_image), DIVISOR_OF(across)
-#define GRID {first, DIVISOR(per_image), DIVISOR(across)}
+// A tensor, and how tiles cut its planes.
+struct TiledTensor {
+  TILEDTENSOR_FIELDS
+};

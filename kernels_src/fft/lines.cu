@@ -51,15 +51,13 @@ struct Rows {
   Row at[kLines];
 };
 
-__device__ __forceinline__ void find_rows(Rows& found, int planes, const Divisor& channels, int image_stride,
-                                          int channel_stride, const TileGrid& grid, const TileAxis& rows,
-                                          const TileAxis& columns) {
+__device__ __forceinline__ void find_rows(Rows& found, int planes, const TiledTensor& tiled) {
   for (int line = threadIdx.x; line < kLines; line += kThreads) {
-    const int rank = blockIdx.x * kLines + line, tile = rank / channels;
-    const TilePlace at = grid.place(tile);
-    const int plane = at.image * image_stride + (rank - tile * channels.by) * channel_stride;
-    const int down = rank < planes ? rows.offset(at.row, rows.low) : -1;
-    found.at[line] = row_of<SPREAD>(at.column, plane + down, down >= 0, columns);
+    const int rank = blockIdx.x * kLines + line, tile = rank / tiled.channels;
+    const TilePlace at = tiled.grid.place(tile);
+    const int plane = at.image * tiled.image_stride + (rank - tile * tiled.channels.by) * tiled.channel_stride;
+    const int down = rank < planes ? tiled.rows.offset(at.row, tiled.rows.low) : -1;
+    found.at[line] = row_of<SPREAD>(at.column, plane + down, down >= 0, tiled.columns);
   }
 }
 
@@ -70,18 +68,15 @@ __device__ __forceinline__ float2 half_twiddle(int place) {
   return found;
 }
 
-#define TENSOR_OF int image_stride, int channel_stride, DIVISOR_OF(channels)
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    fft_lines_forward(const ELEMENT* __restrict__ tensor, float2* __restrict__ transforms, int planes, TENSOR_OF,
-                      GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
+    fft_lines_forward(const ELEMENT* __restrict__ tensor, float2* __restrict__ transforms, int planes,
+                      const __grid_constant__ TiledTensor tiled) {
   extern __shared__ float2 lines[];
   __shared__ Rows found;
-  const TileAxis rows = AXIS(row), columns = AXIS(column);
-  find_rows(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
+  find_rows(found, planes, tiled);
   __syncthreads();  // all rows are found
   const auto element = [&](const Row& row, int position) {
-    const Place place = place_of<SPREAD>(row, columns, position);
+    const Place place = place_of<SPREAD>(row, tiled.columns, position);
     const ELEMENT value = tensor[place.holds ? place.offset : 0];  // loads need not wait for a branch
     return place.holds ? convert<float>(value) : 0.0f;
   };
@@ -117,11 +112,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_lines_backward(const float2* __restrict__ transforms, ELEMENT* __restrict__ tensor, int planes, float scale,
-                       TENSOR_OF, GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
+                       const __grid_constant__ TiledTensor tiled) {
   extern __shared__ float2 lines[];
   __shared__ Rows found;
-  const TileAxis rows = AXIS(row), columns = AXIS(column);
-  find_rows(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
+  find_rows(found, planes, tiled);
 #pragma unroll 4
   for (int i = threadIdx.x; i < kLines * (kPoints / 2); i += kThreads) {
     const int line = i / (kPoints / 2);
@@ -146,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();  // all frequencies are there, and all rows are found
   passes<kFirstApart, kPoints, kLines, kThreads, true>(lines);
   const auto keep = [&](const Row& row, int position, float value) {
-    const Place place = place_of<SPREAD>(row, columns, position);
+    const Place place = place_of<SPREAD>(row, tiled.columns, position);
     const ELEMENT result = convert<ELEMENT>(scale * value);
     if (place.holds) tensor[place.offset] = result;
   };

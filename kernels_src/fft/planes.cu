@@ -17,10 +17,6 @@ constexpr int kThreads = 256;
 constexpr int kLanes = 32, kRows = kThreads / kLanes;
 #endif
 
-struct Tensor {
-  int image_stride, channel_stride, channels;
-};
-
 struct Pair {
   float at[2];
 };
@@ -39,51 +35,44 @@ __device__ __forceinline__ Pair pair_of(const ELEMENT* __restrict__ plane, const
   return values;
 }
 
-#define TENSOR_OF int image_stride, int channel_stride, DIVISOR_OF(channels)
-#define PLANES_OF DIVISOR_OF(plane_pairs), DIVISOR_OF(row_pairs)
-
-// items: pairs of columns of all planes.
+// items: pairs of columns of all planes, of which each plane has plane_pairs and each row row_pairs.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    fft_pack(const ELEMENT* __restrict__ tensor, float2* __restrict__ planes, int items, TENSOR_OF, GRID_OF, PLANES_OF,
-             AXIS_OF(row), AXIS_OF(column)) {
-  const TileAxis rows = AXIS(row), columns = AXIS(column);
-  const TileGrid grid = GRID;
-  const Divisor of_row = DIVISOR(row_pairs);
+    fft_pack(const ELEMENT* __restrict__ tensor, float2* __restrict__ planes, int items, const Divisor plane_pairs,
+             const Divisor row_pairs, const TiledTensor tiled) {
 #if CHANNELS_LAST
   __shared__ float transposed[kLanes][2 * kLanes + 1];
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
   const int first_pair = blockIdx.y * kLanes, first_channel = blockIdx.z * kLanes;
-  const TilePlace place = grid.place(blockIdx.x);
+  const TilePlace place = tiled.grid.place(blockIdx.x);
   const int channel = first_channel + lane;
-  if (channel < channels) {
-    const ELEMENT* from = tensor + place.image * image_stride + channel * channel_stride;
+  if (channel < tiled.channels.by) {
+    const ELEMENT* from = tensor + place.image * tiled.image_stride + channel * tiled.channel_stride;
 #pragma unroll
     for (int i = slot; i < kLanes; i += kRows) {
       const int pair = first_pair + i;
-      if (pair >= plane_pairs) break;
-      const int r = pair / of_row;
-      const Pair values = pair_of(from, rows, columns, place, r, pair - r * row_pairs);
+      if (pair >= plane_pairs.by) break;
+      const int r = pair / row_pairs;
+      const Pair values = pair_of(from, tiled.rows, tiled.columns, place, r, pair - r * row_pairs.by);
       transposed[lane][2 * i] = values.at[0];
       transposed[lane][2 * i + 1] = values.at[1];
     }
   }
   __syncthreads();  // the block's pairs are there
   const int pair = first_pair + lane;
-  if (pair >= plane_pairs) return;
-  for (int i = slot; i < kLanes && first_channel + i < channels; i += kRows) {
-    const long long plane = static_cast<long long>(blockIdx.x) * channels + first_channel + i;
-    planes[plane * plane_pairs + pair] = make_float2(transposed[i][2 * lane], transposed[i][2 * lane + 1]);
+  if (pair >= plane_pairs.by) return;
+  for (int i = slot; i < kLanes && first_channel + i < tiled.channels.by; i += kRows) {
+    const long long plane = static_cast<long long>(blockIdx.x) * tiled.channels.by + first_channel + i;
+    planes[plane * plane_pairs.by + pair] = make_float2(transposed[i][2 * lane], transposed[i][2 * lane + 1]);
   }
 #else
   const int item = blockIdx.x * kThreads + threadIdx.x;
   if (item >= items) return;
-  const Divisor of_tile = DIVISOR(channels), of_plane = DIVISOR(plane_pairs);
-  const int plane = item / of_plane, pair = item - plane * plane_pairs;
-  const int tile = plane / of_tile, channel = plane - tile * channels;
-  const int r = pair / of_row;
-  const TilePlace place = grid.place(tile);
-  const ELEMENT* from = tensor + place.image * image_stride + channel * channel_stride;
-  const Pair values = pair_of(from, rows, columns, place, r, pair - r * row_pairs);
+  const int plane = item / plane_pairs, pair = item - plane * plane_pairs.by;
+  const int tile = plane / tiled.channels, channel = plane - tile * tiled.channels.by;
+  const int r = pair / row_pairs;
+  const TilePlace place = tiled.grid.place(tile);
+  const ELEMENT* from = tensor + place.image * tiled.image_stride + channel * tiled.channel_stride;
+  const Pair values = pair_of(from, tiled.rows, tiled.columns, place, r, pair - r * row_pairs.by);
   planes[item] = make_float2(values.at[0], values.at[1]);
 #endif
 }
@@ -104,44 +93,41 @@ __device__ __forceinline__ Kept kept(const TileAxis& rows, const TileAxis& colum
 // items: kept elements of all planes, at most kept_plane of each and kept_row of a row.
 extern "C" __global__ void __launch_bounds__(kThreads)
     fft_unpack(const float* __restrict__ planes, ELEMENT* __restrict__ tensor, int items, float scale,
-               DIVISOR_OF(kept_plane), DIVISOR_OF(kept_row), TENSOR_OF, GRID_OF, PLANES_OF, AXIS_OF(row),
-               AXIS_OF(column)) {
-  const TileAxis rows = AXIS(row), columns = AXIS(column);
-  const TileGrid grid = GRID;
-  const Divisor of_row = DIVISOR(kept_row);
-  const int pitch = 2 * row_pairs;
+               const Divisor kept_plane, const Divisor kept_row, const Divisor plane_pairs, const Divisor row_pairs,
+               const TiledTensor tiled) {
+  const int pitch = 2 * row_pairs.by;
 #if CHANNELS_LAST
   __shared__ float transposed[kLanes][kLanes + 1];
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
   const int first_kept = blockIdx.y * kLanes, first_channel = blockIdx.z * kLanes;
-  const TilePlace place = grid.place(blockIdx.x);
-  if (first_kept + lane < kept_plane) {
-    const int down = (first_kept + lane) / of_row;
-    const Kept at = kept(rows, columns, place, down, first_kept + lane - down * kept_row, pitch);
-    const long long plane = static_cast<long long>(blockIdx.x) * channels + first_channel;
-    const float* from = planes + plane * (2 * plane_pairs) + at.in_plane;
-    for (int i = slot; i < kLanes && first_channel + i < channels && at.in_tensor >= 0; i += kRows)
-      transposed[lane][i] = from[static_cast<long long>(i) * (2 * plane_pairs)];
+  const TilePlace place = tiled.grid.place(blockIdx.x);
+  if (first_kept + lane < kept_plane.by) {
+    const int down = (first_kept + lane) / kept_row;
+    const Kept at = kept(tiled.rows, tiled.columns, place, down, first_kept + lane - down * kept_row.by, pitch);
+    const long long plane = static_cast<long long>(blockIdx.x) * tiled.channels.by + first_channel;
+    const float* from = planes + plane * (2 * plane_pairs.by) + at.in_plane;
+    for (int i = slot; i < kLanes && first_channel + i < tiled.channels.by && at.in_tensor >= 0; i += kRows)
+      transposed[lane][i] = from[static_cast<long long>(i) * (2 * plane_pairs.by)];
   }
   __syncthreads();  // the block's elements are there
-  if (first_channel + lane >= channels) return;
-  ELEMENT* to = tensor + place.image * image_stride + (first_channel + lane) * channel_stride;
-  for (int i = slot; i < kLanes && first_kept + i < kept_plane; i += kRows) {
-    const int down = (first_kept + i) / of_row;
-    const Kept at = kept(rows, columns, place, down, first_kept + i - down * kept_row, pitch);
+  if (first_channel + lane >= tiled.channels.by) return;
+  ELEMENT* to = tensor + place.image * tiled.image_stride + (first_channel + lane) * tiled.channel_stride;
+  for (int i = slot; i < kLanes && first_kept + i < kept_plane.by; i += kRows) {
+    const int down = (first_kept + i) / kept_row;
+    const Kept at = kept(tiled.rows, tiled.columns, place, down, first_kept + i - down * kept_row.by, pitch);
     if (at.in_tensor >= 0) to[at.in_tensor] = convert<ELEMENT>(scale * transposed[i][lane]);
   }
 #else
   const int item = blockIdx.x * kThreads + threadIdx.x;
   if (item >= items) return;
-  const Divisor of_tile = DIVISOR(channels), of_plane = DIVISOR(kept_plane);
-  const int plane = item / of_plane, rest = item - plane * kept_plane;
-  const int tile = plane / of_tile, channel = plane - tile * channels;
-  const int down = rest / of_row;
-  const TilePlace place = grid.place(tile);
-  const Kept at = kept(rows, columns, place, down, rest - down * kept_row, pitch);
+  const int plane = item / kept_plane, rest = item - plane * kept_plane.by;
+  const int tile = plane / tiled.channels, channel = plane - tile * tiled.channels.by;
+  const int down = rest / kept_row;
+  const TilePlace place = tiled.grid.place(tile);
+  const Kept at = kept(tiled.rows, tiled.columns, place, down, rest - down * kept_row.by, pitch);
   if (at.in_tensor < 0) return;
-  const float value = planes[static_cast<long long>(plane) * (2 * plane_pairs) + at.in_plane];
-  tensor[place.image * image_stride + channel * channel_stride + at.in_tensor] = convert<ELEMENT>(scale * value);
+  const float value = planes[static_cast<long long>(plane) * (2 * plane_pairs.by) + at.in_plane];
+  tensor[place.image * tiled.image_stride + channel * tiled.channel_stride + at.in_tensor] =
+      convert<ELEMENT>(scale * value);
 #endif
 }

@@ -6,12 +6,16 @@
 // fft_product: a block computes BLOCKS_M x BLOCKS_N such tiles of BINS frequencies, its operands staged in shared
 // memory, DEPTH terms at once. fft_product_direct: without staging, for few channels, where operands serve few sums.
 // Sums are float32. Blocks of the same frequencies follow each other, so that their operands stay in the L2 cache.
-// Defines: TILE_M, TILE_N, BLOCKS_M, BLOCKS_N, BINS, DEPTH, STAGES (0: direct), CONJUGATE_A, CONJUGATE_B.
-#include "fft/fourier.cuh"
+// Defines: TILE_M, TILE_N, BLOCKS_M, BLOCKS_N, BINS, DEPTH, STAGES (0: direct), CONJUGATE_A, CONJUGATE_B,
+// MATRIX_FIELDS, PRODUCT_FIELDS.
+#include "common/divisor.cuh"
 #include "common/tile.cuh"
 
 #if !defined(TILE_M) || !defined(TILE_N) || !defined(BLOCKS_M) || !defined(BLOCKS_N) || !defined(BINS)
 #error "define TILE_M, TILE_N, BLOCKS_M, BLOCKS_N, BINS, DEPTH, STAGES, CONJUGATE_A and CONJUGATE_B"
+#endif
+#if !defined(MATRIX_FIELDS) || !defined(PRODUCT_FIELDS)
+#error "define MATRIX_FIELDS and PRODUCT_FIELDS"
 #endif
 
 constexpr int kTileM = TILE_M, kTileN = TILE_N, kBlocksM = BLOCKS_M, kBlocksN = BLOCKS_N;
@@ -21,12 +25,17 @@ constexpr int kRowsM = kTileM * kBlocksM, kRowsN = kTileN * kBlocksN;
 
 static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block must have whole warps");
 
-// A matrix of each frequency: strides in planes.
+// A matrix of each frequency: strides in planes. Those of columns of `out` are its term_stride.
 struct Matrix {
-  int row, term, group;
+  MATRIX_FIELDS
 };
 
-struct Sums {
+// Sizes of the matrices of a group, and how many blocks cover them and the frequencies.
+struct Product {
+  PRODUCT_FIELDS
+};
+
+struct Accumulators {
   float2 at[kTileM][kTileN];
 
   __device__ __forceinline__ void add(const float2 (&a)[kTileM], const float2 (&b)[kTileN]) {
@@ -47,7 +56,8 @@ struct Sums {
   template <bool kAdd>
   __device__ __forceinline__ void store(float2* __restrict__ to, const Matrix& out, int rows, int columns,
                                         int bins) const {
-    const long long down = static_cast<long long>(out.row) * bins, across = static_cast<long long>(out.term) * bins;
+    const long long down = static_cast<long long>(out.row_stride) * bins,
+                    across = static_cast<long long>(out.term_stride) * bins;
 #pragma unroll
     for (int i = 0; i < kTileM; ++i, to += down) {
       if (i >= rows) break;
@@ -63,7 +73,7 @@ struct Sums {
 
   __device__ __forceinline__ void store(float2* __restrict__ to, const Matrix& out, int row, int column, int rows,
                                         int columns, int bins, bool accumulate) const {
-    to += (static_cast<long long>(row) * out.row + static_cast<long long>(column) * out.term) * bins;
+    to += (static_cast<long long>(row) * out.row_stride + static_cast<long long>(column) * out.term_stride) * bins;
     if (accumulate)
       store<true>(to, out, rows - row, columns - column, bins);
     else
@@ -76,41 +86,41 @@ struct Block {
   int row, column, bin, group;
 };
 
-__device__ __forceinline__ Block block_of(const Divisor& columns, const Divisor& rows, const Divisor& bins) {
+__device__ __forceinline__ Block block_of(const Product& product) {
   const int rank = blockIdx.x;
-  const int above = rank / columns, higher = above / rows, group = higher / bins;
-  return {(above - higher * rows.by) * kRowsM, (rank - above * columns.by) * kRowsN, (higher - group * bins.by) * kBins,
-          group};
+  const int above = rank / product.column_blocks, higher = above / product.row_blocks;
+  const int group = higher / product.bin_blocks;
+  return {(above - higher * product.row_blocks.by) * kRowsM, (rank - above * product.column_blocks.by) * kRowsN,
+          (higher - group * product.bin_blocks.by) * kBins, group};
 }
-
-#define MATRIX_OF(name) int name##_row, int name##_term, int name##_group
-#define MATRIX(name) {name##_row, name##_term, name##_group}
-#define PRODUCT_PARAMETERS                                                                                        \
-  const float2 *__restrict__ a, const float2 *__restrict__ b, float2 *__restrict__ out, int rows, int columns,    \
-      int terms, int bins, int accumulate, MATRIX_OF(a), MATRIX_OF(b), MATRIX_OF(out), DIVISOR_OF(column_blocks), \
-      DIVISOR_OF(row_blocks), DIVISOR_OF(bin_blocks)
 
 #if STAGES == 0
 // Few sums need few registers, and leave room for many loads under way.
 constexpr int kMinBlocks = kTileM * kTileN <= 2 ? 8 : 1;
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) fft_product_direct(PRODUCT_PARAMETERS) {
-  const Block block = block_of(DIVISOR(column_blocks), DIVISOR(row_blocks), DIVISOR(bin_blocks));
-  const Matrix left = MATRIX(a), right = MATRIX(b), result = MATRIX(out);
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    fft_product_direct(const float2* __restrict__ a, const float2* __restrict__ b, float2* __restrict__ out,
+                       const __grid_constant__ Product product) {
+  const Block block = block_of(product);
+  const int rows = product.rows, columns = product.columns, terms = product.terms, bins = product.bins;
+  const Matrix left = product.a, right = product.b, result = product.out;
+  const bool accumulate = product.accumulate;
   const int bin = block.bin + threadIdx.x % kBins, slot = threadIdx.x / kBins;
   if (bin >= bins) return;
   const int row = block.row + slot / kBlocksN * kTileM, column = block.column + slot % kBlocksN * kTileN;
   if (row >= rows || column >= columns) return;
-  const float2* from_a = a + static_cast<long long>(block.group) * left.group * bins + bin;
-  const float2* from_b = b + static_cast<long long>(block.group) * right.group * bins + bin;
-  Sums sums = {};
+  const float2* from_a = a + static_cast<long long>(block.group) * left.group_stride * bins + bin;
+  const float2* from_b = b + static_cast<long long>(block.group) * right.group_stride * bins + bin;
+  Accumulators accumulators = {};
   // What lies beyond the last row or column is computed from the last one, and not stored.
   long long at_a[kTileM], at_b[kTileN];
 #pragma unroll
-  for (int i = 0; i < kTileM; ++i) at_a[i] = static_cast<long long>(min(row + i, rows - 1)) * left.row * bins;
+  for (int i = 0; i < kTileM; ++i) at_a[i] = static_cast<long long>(min(row + i, rows - 1)) * left.row_stride * bins;
 #pragma unroll
-  for (int j = 0; j < kTileN; ++j) at_b[j] = static_cast<long long>(min(column + j, columns - 1)) * right.row * bins;
-  const long long step_a = static_cast<long long>(left.term) * bins, step_b = static_cast<long long>(right.term) * bins;
+  for (int j = 0; j < kTileN; ++j)
+    at_b[j] = static_cast<long long>(min(column + j, columns - 1)) * right.row_stride * bins;
+  const long long step_a = static_cast<long long>(left.term_stride) * bins,
+                  step_b = static_cast<long long>(right.term_stride) * bins;
 #pragma unroll(kDepth)
   for (int term = 0; term < terms; ++term, from_a += step_a, from_b += step_b) {
     float2 values_a[kTileM], values_b[kTileN];
@@ -118,10 +128,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) fft_product_d
     for (int i = 0; i < kTileM; ++i) values_a[i] = from_a[at_a[i]];
 #pragma unroll
     for (int j = 0; j < kTileN; ++j) values_b[j] = from_b[at_b[j]];
-    sums.add(values_a, values_b);
+    accumulators.add(values_a, values_b);
   }
-  sums.store(out + static_cast<long long>(block.group) * result.group * bins + bin, result, row, column, rows, columns,
-             bins, accumulate != 0);
+  accumulators.store(out + static_cast<long long>(block.group) * result.group_stride * bins + bin, result, row, column,
+                     rows, columns, bins, accumulate);
 }
 #else
 constexpr int kStages = STAGES, kRows = kRowsM + kRowsN;
@@ -129,16 +139,21 @@ static_assert(kTileM % kBlocksN == 0 && kTileN % kBlocksM == 0, "each thread mus
 constexpr int kSlots = kBlocksM * kBlocksN;
 constexpr int kCopiesM = kRowsM / kSlots, kCopiesN = kRowsN / kSlots;
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fft_product(PRODUCT_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    fft_product(const float2* __restrict__ a, const float2* __restrict__ b, float2* __restrict__ out,
+                const __grid_constant__ Product product) {
   extern __shared__ float2 staged[];  // [stage][term][row of a, then of b][frequency]
-  const Block block = block_of(DIVISOR(column_blocks), DIVISOR(row_blocks), DIVISOR(bin_blocks));
-  const Matrix left = MATRIX(a), right = MATRIX(b), result = MATRIX(out);
+  const Block block = block_of(product);
+  const int rows = product.rows, columns = product.columns, terms = product.terms, bins = product.bins;
+  const Matrix left = product.a, right = product.b, result = product.out;
+  const bool accumulate = product.accumulate;
   const int lane = threadIdx.x % kBins, slot = threadIdx.x / kBins;
   const int bin = block.bin + lane;
   const bool has_bin = bin < bins;
-  const float2* from_a = a + static_cast<long long>(block.group) * left.group * bins + (has_bin ? bin : 0);
-  const float2* from_b = b + static_cast<long long>(block.group) * right.group * bins + (has_bin ? bin : 0);
-  const long long step_a = static_cast<long long>(left.term) * bins, step_b = static_cast<long long>(right.term) * bins;
+  const float2* from_a = a + static_cast<long long>(block.group) * left.group_stride * bins + (has_bin ? bin : 0);
+  const float2* from_b = b + static_cast<long long>(block.group) * right.group_stride * bins + (has_bin ? bin : 0);
+  const long long step_a = static_cast<long long>(left.term_stride) * bins,
+                  step_b = static_cast<long long>(right.term_stride) * bins;
 
   // The rows this thread copies, at the first term that is not copied yet; those beyond the last become zeros.
   const float2 *next_a[kCopiesM], *next_b[kCopiesN];
@@ -147,13 +162,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fft_product(PRODUCT_PA
   for (int i = 0; i < kCopiesM; ++i) {
     const int row = block.row + slot + i * kSlots;
     has_a[i] = has_bin && row < rows;
-    next_a[i] = from_a + (has_a[i] ? static_cast<long long>(row) * left.row * bins : 0);
+    next_a[i] = from_a + (has_a[i] ? static_cast<long long>(row) * left.row_stride * bins : 0);
   }
 #pragma unroll
   for (int i = 0; i < kCopiesN; ++i) {
     const int column = block.column + slot + i * kSlots;
     has_b[i] = has_bin && column < columns;
-    next_b[i] = from_b + (has_b[i] ? static_cast<long long>(column) * right.row * bins : 0);
+    next_b[i] = from_b + (has_b[i] ? static_cast<long long>(column) * right.row_stride * bins : 0);
   }
   // Starts to copy the terms of a step, which are asked for in order; zeros beyond the last.
   const auto load = [&](int step) {
@@ -181,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fft_product(PRODUCT_PA
     commit_copies();
   }
   const int row = slot / kBlocksN * kTileM, column = slot % kBlocksN * kTileN;
-  Sums sums = {};
+  Accumulators accumulators = {};
   for (int step = 0; step < steps; ++step) {
     wait_for_copies<kStages - 2>();
     __syncthreads();  // this step's terms are there, and all threads are done with the step before, which is
@@ -196,11 +211,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fft_product(PRODUCT_PA
       for (int i = 0; i < kTileM; ++i) values_a[i] = from[(row + i) * kBins];
 #pragma unroll
       for (int j = 0; j < kTileN; ++j) values_b[j] = from[(kRowsM + column + j) * kBins];
-      sums.add(values_a, values_b);
+      accumulators.add(values_a, values_b);
     }
   }
   if (!has_bin) return;
-  sums.store(out + static_cast<long long>(block.group) * result.group * bins + bin, result, block.row + row,
-             block.column + column, rows, columns, bins, accumulate != 0);
+  accumulators.store(out + static_cast<long long>(block.group) * result.group_stride * bins + bin, result,
+                     block.row + row, block.column + column, rows, columns, bins, accumulate);
 }
 #endif

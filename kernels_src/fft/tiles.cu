@@ -46,39 +46,34 @@ __device__ __forceinline__ float* top_of(float2* tile, const Column& column) {
   return reinterpret_cast<float*>(tile + column.plane * kPlanePitch) + column.across;
 }
 
-__device__ __forceinline__ void find_planes(Planes& found, int planes, const Divisor& channels, int image_stride,
-                                            int channel_stride, const TileGrid& grid, const TileAxis& rows,
-                                            const TileAxis& columns) {
+__device__ __forceinline__ void find_planes(Planes& found, int planes, const TiledTensor& tiled) {
   for (int slot = threadIdx.x; slot < kPlanes; slot += kThreads) {
-    const int plane = blockIdx.x * kPlanes + slot, tile = plane / channels;
-    const TilePlace at = grid.place(tile);
-    const int start = at.image * image_stride + (plane - tile * channels.by) * channel_stride;
-    found.down[slot] = row_of<SPREAD>(at.row, start, plane < planes, rows);
-    found.across[slot] = row_of<SPREAD>(at.column, 0, true, columns);
+    const int plane = blockIdx.x * kPlanes + slot, tile = plane / tiled.channels;
+    const TilePlace at = tiled.grid.place(tile);
+    const int start = at.image * tiled.image_stride + (plane - tile * tiled.channels.by) * tiled.channel_stride;
+    found.down[slot] = row_of<SPREAD>(at.row, start, plane < planes, tiled.rows);
+    found.across[slot] = row_of<SPREAD>(at.column, 0, true, tiled.columns);
   }
 }
 
-#define TENSOR_OF int image_stride, int channel_stride, DIVISOR_OF(channels)
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    fft_tiles_forward(const ELEMENT* __restrict__ tensor, float2* __restrict__ transforms, int planes, TENSOR_OF,
-                      GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
+    fft_tiles_forward(const ELEMENT* __restrict__ tensor, float2* __restrict__ transforms, int planes,
+                      const __grid_constant__ TiledTensor tiled) {
   extern __shared__ float2 tile[];
   __shared__ Planes found;
-  const TileAxis rows = AXIS(row), columns = AXIS(column);
-  find_planes(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
-  __syncthreads();                           // all planes are found
-  const int used = min(rows.high, kHeight);  // rows below it are zero
+  find_planes(found, planes, tiled);
+  __syncthreads();                                 // all planes are found
+  const int used = min(tiled.rows.high, kHeight);  // rows below it are zero
   for (int item = threadIdx.x; item < kPlanes * kWidth; item += kThreads) {
     const Column column = column_of(item);
-    const Place across = place_of<SPREAD>(found.across[column.plane], columns, column.across);
+    const Place across = place_of<SPREAD>(found.across[column.plane], tiled.columns, column.across);
     const Row down = found.down[column.plane];
     float* top = top_of(tile, column);
     for (int first = 0; first < used; first += kBatch) {
       float values[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const Place place = place_of<SPREAD>(down, rows, first + b);
+        const Place place = place_of<SPREAD>(down, tiled.rows, first + b);
         const bool holds = across.holds && place.holds;
         const ELEMENT value = tensor[holds ? across.offset + place.offset : 0];  // loads need not wait for a branch
         values[b] = holds ? convert<float>(value) : 0.0f;
@@ -118,12 +113,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_tiles_backward(const float2* __restrict__ transforms, ELEMENT* __restrict__ tensor, int planes, float scale,
-                       TENSOR_OF, GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
+                       const __grid_constant__ TiledTensor tiled) {
   extern __shared__ float2 tile[];
   __shared__ Planes found;
-  const TileAxis rows = AXIS(row), columns = AXIS(column);
-  find_planes(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
-  const int low = rows.low, high = min(rows.high, kHeight);  // rows that are kept
+  find_planes(found, planes, tiled);
+  const int low = tiled.rows.low, high = min(tiled.rows.high, kHeight);  // rows that are kept
   for (int i = threadIdx.x; i < kPlanes * kSlots; i += kThreads) {
     const int slot = i / kSlots, column = i % kSlots;
     const int plane = blockIdx.x * kPlanes + slot;
@@ -153,13 +147,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();  // all elements are there
   for (int item = threadIdx.x; item < kPlanes * kWidth; item += kThreads) {
     const Column column = column_of(item);
-    const Place across = place_of<SPREAD>(found.across[column.plane], columns, column.across);
+    const Place across = place_of<SPREAD>(found.across[column.plane], tiled.columns, column.across);
     if (!across.holds) continue;
     const Row down = found.down[column.plane];
     const float* top = top_of(tile, column);
 #pragma unroll 8
     for (int row = low; row < high; ++row) {
-      const Place place = place_of<SPREAD>(down, rows, row);
+      const Place place = place_of<SPREAD>(down, tiled.rows, row);
       const ELEMENT value = convert<ELEMENT>(scale * top[2 * kSlots * row]);
       if (place.holds) tensor[across.offset + place.offset] = value;
     }

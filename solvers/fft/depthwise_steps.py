@@ -11,12 +11,12 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import ConvSolution, KernelStep, Packing, Pointer, Region, Scalar, Step, int32s
+from miofind.solver.structs import Struct
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
 from miofind.solvers.fft.choice import tile_serves
 from miofind.solvers.fft.edges import edges_step, strides
 from miofind.solvers.fft.own_blocks import OWN_LINES, line_ms, passes_of, waiting
-from miofind.solvers.fft.steps import FftPlan
+from miofind.solvers.fft.steps import TILE_DEFINES, FftPlan
 
 SOURCE = "fft/depthwise.cu"
 FILTERS = "filters"
@@ -123,10 +123,9 @@ class DepthwisePlan:
         )
 
     def _lines(self) -> KernelStep:
-        problem, plan = self.tiles.problem, self.tiles
+        plan = self.tiles
         source, result = self._names()
         scale = Scalar(ctype="float32", value=1.0 / self.length)
-        images = (strides(problem.tensor(name))[:2] for name in (source, result))
         return self._kernel(
             "fft_depthwise",
             ceil_div(self.all_lines, self.lines),
@@ -134,11 +133,8 @@ class DepthwisePlan:
             (
                 *int32s(self.all_lines, plan.all_tiles),
                 scale,
-                *(number for pair in images for number in int32s(*pair)),
-                *divisors(problem.c),
-                *plan.grid(source, 0),
-                *plan.tile_axes(source),
-                *plan.tile_axes(result),
+                plan.tiled_tensor(source, 0),
+                plan.tiled_tensor(result, 0),
             ),
         )
 
@@ -150,7 +146,9 @@ class DepthwisePlan:
         """From one element of a tensor to the next in a tile."""
         return self.tiles.axes[1].placement(self.tiles.problem, self.tiles.order[1], name).spread
 
-    def _kernel(self, entry: str, blocks: int, buffers: tuple[str, ...], scalars: tuple[Scalar, ...]) -> KernelStep:
+    def _kernel(
+        self, entry: str, blocks: int, buffers: tuple[str, ...], numbers: tuple[Scalar | Struct, ...]
+    ) -> KernelStep:
         problem = self.tiles.problem
         source_name, result_name = self._names()
         source, result = problem.tensor(source_name), problem.tensor(result_name)
@@ -169,11 +167,12 @@ class DepthwisePlan:
                 ("LENGTH", self.length),
                 ("LINES", self.lines),
                 ("THREADS", self.threads),
+                *TILE_DEFINES,
             ),
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             shared_bytes=self.shared_bytes,
-            args=(*(Pointer(buffer=buffer) for buffer in buffers), *scalars),
+            args=(*(Pointer(buffer=buffer) for buffer in buffers), *numbers),
         )
 
     def estimate_ms(self, device: Device) -> float:

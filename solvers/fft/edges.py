@@ -12,13 +12,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.core.problem import Direction, ProblemDescription, TensorDescriptor
-from miofind.solver.steps import KernelStep, Pointer, Scalar, int32s
+from miofind.solver.steps import KernelStep, Pointer
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 
 EDGES_SOURCE = "fft/edges.cu"
 
 _THREADS = 128
+_AXIS = StructType(
+    "Axis",
+    **dict.fromkeys(("source_size", "result_size", "taps", "pad"), "int32"),
+    stride=DIVISOR,
+    leading="int32",
+    edges=DIVISOR,
+    **dict.fromkeys(("source_stride", "filter_stride", "result_stride"), "int32"),
+)
+_SHAPE = StructType(
+    "Shape",
+    **dict.fromkeys(("results", "limit", "terms"), "int32"),
+    channels=DIVISOR,
+    group_channels=DIVISOR,
+    **dict.fromkeys(("source_image_stride", "source_channel_stride"), "int32"),
+    **dict.fromkeys(("filter_term_stride", "filter_channel_stride", "filter_group_stride"), "int32"),
+    **dict.fromkeys(("result_image_stride", "result_channel_stride"), "int32"),
+    rows=_AXIS,
+    columns=_AXIS,
+)
 
 
 def edges_step(problem: ProblemDescription, limit: int) -> KernelStep:
@@ -26,24 +46,42 @@ def edges_step(problem: ProblemDescription, limit: int) -> KernelStep:
     is_backward = problem.direction is Direction.BACKWARD_DATA
     source, result = ("y", "x") if is_backward else ("x", "y")
     tensors = problem.tensor(source), problem.w, problem.tensor(result)
-    (image, channel, *_), (filter_k, filter_c, *_), (result_image, result_channel, *_) = map(strides, tensors)
-    k = problem.k // problem.groups
-    items, channels = edge_items(problem, limit), problem.tensor(result).shape[1]
-    of_filter = (filter_k, filter_c) if is_backward else (filter_c, filter_k)  # to the next term and result
     dtypes = zip(("T_SOURCE", "T_W", "T_RESULT"), tensors, strict=True)
     return KernelStep(
         source=EDGES_SOURCE,
         entry="fft_edges",
-        defines=(*((name, tensor.dtype.value) for name, tensor in dtypes), ("BACKWARD", int(is_backward))),
-        grid=(ceil_div(items, _THREADS), 1, 1),
-        block=(_THREADS, 1, 1),
-        args=(
-            *(Pointer(buffer=name) for name in (source, "w", result)),
-            *int32s(items, limit, _terms(problem)),
-            *divisors(channels, channels // problem.groups),
-            *int32s(image, channel, *of_filter, k * filter_k, result_image, result_channel),
-            *(arg for axis in (0, 1) for arg in _axis(problem, axis, tensors, limit)),
+        defines=(
+            *((name, tensor.dtype.value) for name, tensor in dtypes),
+            ("BACKWARD", int(is_backward)),
+            _AXIS.define,
+            _SHAPE.define,
         ),
+        grid=(ceil_div(edge_items(problem, limit), _THREADS), 1, 1),
+        block=(_THREADS, 1, 1),
+        args=(*(Pointer(buffer=name) for name in (source, "w", result)), _shape(problem, tensors, limit)),
+    )
+
+
+def _shape(problem: ProblemDescription, tensors: tuple[TensorDescriptor, ...], limit: int) -> Struct:
+    (image, channel, *_), (filter_k, filter_c, *_), (result_image, result_channel, *_) = map(strides, tensors)
+    is_backward = problem.direction is Direction.BACKWARD_DATA
+    term, filter_channel = (filter_k, filter_c) if is_backward else (filter_c, filter_k)
+    channels = problem.output.shape[1]
+    return _SHAPE(
+        results=edge_items(problem, limit),
+        limit=limit,
+        terms=_terms(problem),
+        channels=divide_by(channels),
+        group_channels=divide_by(channels // problem.groups),
+        source_image_stride=image,
+        source_channel_stride=channel,
+        filter_term_stride=term,
+        filter_channel_stride=filter_channel,
+        filter_group_stride=problem.k // problem.groups * filter_k,
+        result_image_stride=result_image,
+        result_channel_stride=result_channel,
+        rows=_axis(problem, 0, tensors, limit),
+        columns=_axis(problem, 1, tensors, limit),
     )
 
 
@@ -59,17 +97,21 @@ def strides(tensor: TensorDescriptor) -> tuple[int, ...]:
     return (c * h * w, 1, w * c, c) if tensor.layout.channels_last else (c * h * w, h * w, w, 1)
 
 
-def _axis(
-    problem: ProblemDescription, axis: int, tensors: tuple[TensorDescriptor, ...], limit: int
-) -> tuple[Scalar, ...]:
-    """The kernel's `Axis`, and how many of its results are asked about."""
+def _axis(problem: ProblemDescription, axis: int, tensors: tuple[TensorDescriptor, ...], limit: int) -> Struct:
     source, _, result = tensors
     leading, trailing = _asked(problem, axis, limit)
-    return (
-        *int32s(source.shape[2 + axis], result.shape[2 + axis], problem.filter[axis], problem.conv.pad_before[axis]),
-        *divisors(problem.conv.stride[axis]),
-        *int32s(leading, *(strides(tensor)[2 + axis] for tensor in tensors)),
-        *divisors(leading + trailing),
+    source_stride, filter_stride, result_stride = (strides(tensor)[2 + axis] for tensor in tensors)
+    return _AXIS(
+        source_size=source.shape[2 + axis],
+        result_size=result.shape[2 + axis],
+        taps=problem.filter[axis],
+        pad=problem.conv.pad_before[axis],
+        stride=divide_by(problem.conv.stride[axis]),
+        leading=leading,
+        edges=divide_by(leading + trailing),
+        source_stride=source_stride,
+        filter_stride=filter_stride,
+        result_stride=result_stride,
     )
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from miofind.core.problem import DataType
 from miofind.device.device import Device
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.divisor import DIVISOR
 
 _FLOPS_SHARE = 0.58  # of the device's instructions, that a full grid of blocks issues on an H200
 _OTHER_INSTRUCTIONS = 12  # of a thread a term: copies, addresses and the loop
@@ -16,6 +18,20 @@ _MOST_WASTE = 4
 _MOST_BLOCKS = 8  # down and across, without staging
 _RESIDENT_SUMS = 128 * 128  # complex sums that a multiprocessor has registers for
 _L2_SPEED = 2.5  # times the bandwidth of memory
+
+_MATRIX = StructType("Matrix", row_stride="int32", term_stride="int32", group_stride="int32")
+PRODUCT = StructType(
+    "Product",
+    **dict.fromkeys(("rows", "columns", "terms", "bins", "accumulate"), "int32"),
+    **dict.fromkeys(("a", "b", "out"), _MATRIX),
+    **dict.fromkeys(("column_blocks", "row_blocks", "bin_blocks"), DIVISOR),
+)
+PRODUCT_DEFINES = (_MATRIX.define, PRODUCT.define)
+
+
+def matrix(row_stride: int, term_stride: int, group_stride: int) -> Struct:
+    """An operand or the result of `PRODUCT`, by its strides in planes of frequencies."""
+    return _MATRIX(row_stride=row_stride, term_stride=term_stride, group_stride=group_stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

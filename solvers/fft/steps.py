@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,14 +28,15 @@ from miofind.solver.steps import (
     int32s,
     on_buffers,
 )
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.chunks import chunks
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.fourier import Axis, smooth, spectrum, whole_length
 from miofind.solvers.fft.edges import edges_step, strides
 from miofind.solvers.fft.error import product_error, summed_directly
 from miofind.solvers.fft.own_blocks import OwnBlock, own_height, own_line, own_width
-from miofind.solvers.fft.product import PRODUCTS, ProductTile
+from miofind.solvers.fft.product import PRODUCT, PRODUCT_DEFINES, PRODUCTS, ProductTile, matrix
 
 SOURCE = "fft/planes.cu"
 PRODUCT_SOURCE = "fft/product.cu"
@@ -48,6 +49,22 @@ COMPLEX_BYTES = 8
 _MOST_LENGTH = 1 << 17
 _MOST_BLOCKS = 65535  # along the second and third axes of a grid
 _MOST_CHUNKS = 64
+
+_TILE_AXIS = StructType(
+    "TileAxis", **dict.fromkeys(("size", "stride", "step", "shift", "low", "high"), "int32"), spread=DIVISOR
+)
+_TILE_GRID = StructType("TileGrid", first="int32", tiles_per_image=DIVISOR, tiles_across=DIVISOR)
+_TILED_TENSOR = StructType(
+    "TiledTensor",
+    image_stride="int32",
+    channel_stride="int32",
+    channels=DIVISOR,
+    grid=_TILE_GRID,
+    rows=_TILE_AXIS,
+    columns=_TILE_AXIS,
+)
+TILE_DEFINES = (_TILE_AXIS.define, _TILE_GRID.define, _TILED_TENSOR.define)
+"""Of the structures of kernels_src/fft/fourier.cuh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +212,7 @@ class FftPlan:
                 *(Pointer(buffer=buffer) for buffer in buffers),
                 *int32s(planes),
                 *((self._scale,) if inverse else ()),
-                *self._where(name, first),
-                *self.tile_axes(name),
+                self.tiled_tensor(name, first),
             ),
         )
 
@@ -232,7 +248,6 @@ class FftPlan:
     def _product(self, tiles: int, *, accumulate: bool) -> KernelStep:
         """Products of a chunk's transforms, summed over channels, or over tiles for backward weights."""
         p, tile = self.problem, self.product
-        sizes = self.sizes(tiles)
         c, k = p.c // p.groups, p.k // p.groups
         x, y, w = (p.c, 1, c), (p.k, 1, k), (c, 1, k * c)  # planes to the next row, term and group
         if p.direction is Direction.FORWARD:
@@ -240,22 +255,42 @@ class FftPlan:
         elif p.direction is Direction.BACKWARD_DATA:
             names, strides, conjugates = "ywx", (y, (1, c, k * c), x), (0, 0)
         else:
-            turned = ((1, p.k, k), (1, p.c, c), w)
-            names, strides, conjugates = "yxw", turned, (1, 0)
-        blocks = self._blocks(tiles)
+            transposed = ((1, p.k, k), (1, p.c, c), w)
+            names, strides, conjugates = "yxw", transposed, (1, 0)
         return KernelStep(
             source=PRODUCT_SOURCE,
             entry="fft_product" if tile.stages else "fft_product_direct",
-            defines=(*tile.defines, ("CONJUGATE_A", conjugates[0]), ("CONJUGATE_B", conjugates[1])),
-            grid=(math.prod(blocks) * p.groups, 1, 1),
+            defines=(
+                *tile.defines,
+                ("CONJUGATE_A", conjugates[0]),
+                ("CONJUGATE_B", conjugates[1]),
+                *PRODUCT_DEFINES,
+            ),
+            grid=(math.prod(self._blocks(tiles)) * p.groups, 1, 1),
             block=(tile.threads, 1, 1),
             shared_bytes=tile.shared_bytes,
             args=(
                 *(Pointer(buffer=REGIONS[name]) for name in names),
-                *int32s(*sizes, self.frequencies, int(accumulate)),
-                *(scalar for triple in strides for scalar in int32s(*triple)),
-                *divisors(*blocks),
+                self._product_shape(tiles, [matrix(*planes) for planes in strides], accumulate),
             ),
+        )
+
+    def _product_shape(self, tiles: int, matrices: Sequence[Struct], accumulate: bool) -> Struct:
+        rows, columns, terms = self.sizes(tiles)
+        column_blocks, row_blocks, bin_blocks = map(divide_by, self._blocks(tiles))
+        a, b, out = matrices
+        return PRODUCT(
+            rows=rows,
+            columns=columns,
+            terms=terms,
+            bins=self.frequencies,
+            accumulate=int(accumulate),
+            a=a,
+            b=b,
+            out=out,
+            column_blocks=column_blocks,
+            row_blocks=row_blocks,
+            bin_blocks=bin_blocks,
         )
 
     def _blocks(self, tiles: int) -> tuple[int, int, int]:
@@ -269,7 +304,7 @@ class FftPlan:
 
     def _unpack(self, name: str, first: int, count: int) -> KernelStep:
         across, plane = self.kept(name)
-        extra = (self._scale, *divisors(plane, across))
+        extra = (self._scale, divide_by(plane), divide_by(across))
         return self._copy("fft_unpack", (REGIONS[name], name), (name, first, count), plane, extra)
 
     def kept(self, name: str) -> tuple[int, int]:
@@ -286,7 +321,7 @@ class FftPlan:
         buffers: tuple[str, str],
         tiles: tuple[str, int, int],
         of_plane: int,
-        extra: tuple[Scalar, ...] = (),
+        extra: tuple[Scalar | Struct, ...] = (),
     ) -> KernelStep:
         """A kernel of fft/planes.cu on a tensor's tiles, from one on so many, each plane so many items."""
         name, first, count = tiles
@@ -305,31 +340,41 @@ class FftPlan:
                 *(Pointer(buffer=buffer) for buffer in buffers),
                 *int32s(items),
                 *extra,
-                *self._where(name, first),
-                *divisors(self.frequencies, spectrum(self.lengths)[1]),
-                *self.tile_axes(name),
+                divide_by(self.frequencies),
+                divide_by(spectrum(self.lengths)[1]),
+                self.tiled_tensor(name, first),
             ),
         )
 
-    def _where(self, name: str, first: int) -> tuple[Scalar, ...]:
-        """The kernels' TENSOR_OF, and their `TileGrid`."""
+    def tiled_tensor(self, name: str, first: int) -> Struct:
+        """The kernels' `TiledTensor` from a tile on; filters are one tile each."""
         tensor = self.problem.tensor(name)
         image, channel, *_ = strides(tensor)
-        return (*int32s(image, channel), *divisors(tensor.shape[1]), *self.grid(name, first))
-
-    def grid(self, name: str, first: int) -> tuple[Scalar, ...]:
-        """The kernels' `TileGrid` from a tile on; filters are one tile each."""
         down, across = (1, 1) if name == "w" else (axis.tiles for axis in self.axes)
-        return (*int32s(first), *divisors(down * across, across))
+        rows, columns = self._tile_axes(name)
+        return _TILED_TENSOR(
+            image_stride=image,
+            channel_stride=channel,
+            channels=divide_by(tensor.shape[1]),
+            grid=_TILE_GRID(first=first, tiles_per_image=divide_by(down * across), tiles_across=divide_by(across)),
+            rows=rows,
+            columns=columns,
+        )
 
-    def tile_axes(self, name: str) -> Iterator[Scalar]:
+    def _tile_axes(self, name: str) -> Iterator[Struct]:
         """The kernels' `TileAxis` twice."""
         tensor = self.problem.tensor(name)
         for axis, index in zip(self.axes, self.order, strict=True):
             place = axis.placement(self.problem, index, name)
-            step = 0 if name == "w" else axis.step
-            values = (tensor.shape[2 + index], strides(tensor)[2 + index], step, place.shift, place.low, place.high)
-            yield from (*int32s(*values), *divisors(place.spread))
+            yield _TILE_AXIS(
+                size=tensor.shape[2 + index],
+                stride=strides(tensor)[2 + index],
+                step=0 if name == "w" else axis.step,
+                shift=place.shift,
+                low=place.low,
+                high=place.high,
+                spread=divide_by(place.spread),
+            )
 
     def refuse_sizes(self) -> Applicability:
         """Why the plan is out of bounds; APPLICABLE if it is not."""
@@ -371,7 +416,7 @@ class FftPlan:
 
 def _element(tensor: TensorDescriptor) -> tuple[tuple[str, str | int], ...]:
     """The defines of kernels that read or write a tensor."""
-    return (("ELEMENT", tensor.dtype.value), ("CHANNELS_LAST", int(tensor.layout.channels_last)))
+    return (("ELEMENT", tensor.dtype.value), ("CHANNELS_LAST", int(tensor.layout.channels_last)), *TILE_DEFINES)
 
 
 @functools.lru_cache(maxsize=256)  # a problem's configurations are asked about one by one
