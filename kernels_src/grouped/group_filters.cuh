@@ -66,11 +66,11 @@ struct Bits<16> {
 template <typename Shape, int kThreads, typename T>
 __device__ __forceinline__ void arrange_filters(unsigned char* staged, const T* filter, int filters) {
   constexpr int kC = Shape::kC, kTaps = Shape::kTaps, kWords = Shape::Group::kPackedC / 8;
-  constexpr int kPart = Shape::kLast ? greatest_divisor(8, kC) : 1;
+  constexpr int kChunk = Shape::kLast ? greatest_divisor(8, kC) : 1;
   constexpr int kChannelStep = Shape::kLast ? 1 : kTaps, kTapStep = Shape::kLast ? kC : 1;
-  using Part = typename Bits<2 * kPart>::Type;
+  using Chunk = typename Bits<2 * kChunk>::Type;
   struct alignas(16) Eight {
-    Part at[8 / kPart];
+    Chunk at[8 / kChunk];
   };
 #pragma unroll 1
   for (int i = threadIdx.x; i < Shape::kFilters * kWords; i += kThreads) {
@@ -82,10 +82,10 @@ __device__ __forceinline__ void arrange_filters(unsigned char* staged, const T* 
     for (int tap = 0; tap < kTaps; ++tap) {
       Eight values = {};
 #pragma unroll
-      for (int part = 0; part < 8; part += kPart) {
-        const int channel = first + part;
+      for (int at = 0; at < 8; at += kChunk) {
+        const int channel = first + at;
         if (channel >= 0 && channel < kC && row < filters)
-          values.at[part / kPart] = *reinterpret_cast<const Part*>(from + channel * kChannelStep + tap * kTapStep);
+          values.at[at / kChunk] = *reinterpret_cast<const Chunk*>(from + channel * kChannelStep + tap * kTapStep);
       }
       *reinterpret_cast<Eight*>(to + tap * Shape::kTapBytes) = values;
     }

@@ -1,6 +1,6 @@
 // Rows of channels-first images in shared memory, of 16-bit elements: [channel][image][row][column], each row whole
 // 16-byte words, the columns past the tensor's zero: they are the padding right of their row and left of the next one.
-// Rows whose width is even are copied as they are; planes of odd width arrive without gaps and are then laid out.
+// Rows whose width is even are copied as they are; images of odd width arrive without gaps and are then laid out.
 #pragma once
 
 #include "common/copy_bytes.cuh"
@@ -18,7 +18,7 @@ struct NchwRows {
   static constexpr int kBytes = 16 + kChannels * kChannelBytes + 16;
   static constexpr int kVector = greatest_divisor(8, kWidth);
   static constexpr bool kFlat = kVector == 1;
-  static constexpr int kPlane = kHeight * kWidth, kImageElements = kChannels * kPlane;
+  static constexpr int kArea = kHeight * kWidth, kImageElements = kChannels * kArea;
   static constexpr int kArrivingBytes = kFlat ? 2 * kImages * kImageElements + 16 : kBytes;
   static_assert(kChannels % 8 == 0, "channels of an image are whole 16-byte words");
   static_assert(kPitch % 8 == 0 && kPitch > kWidth - 8 && kChannelBytes % 16 == 0,
@@ -27,7 +27,7 @@ struct NchwRows {
 };
 
 // Where a block's rows begin in a tensor of `n` images of `channels` channels; the row may be outside.
-struct PlanesAt {
+struct NchwOrigin {
   int n, channels;
   int first_n, first_channel, first_row;
 };
@@ -59,13 +59,13 @@ __device__ __forceinline__ void clear_margins(unsigned char* rows) {
 
 // Threads that share the channels of a vector of a patch, a power of 2 that divides them: so that few of the copies'
 // instructions find threads without work.
-constexpr int shares_of_channels(int vectors, int channels, int threads) {
+constexpr int threads_of_vector(int vectors, int channels, int threads) {
   constexpr int kEach = 2, kStart = 14;  // instructions of a copy, and before the first
   int best = 1;
-  for (int shares = 2; channels % shares == 0; shares *= 2)
-    if (ceil_div(vectors * shares, threads) * (channels / shares * kEach + kStart) <
+  for (int sharing = 2; channels % sharing == 0; sharing *= 2)
+    if (ceil_div(vectors * sharing, threads) * (channels / sharing * kEach + kStart) <
         ceil_div(vectors * best, threads) * (channels / best * kEach + kStart))
-      best = shares;
+      best = sharing;
   return best;
 }
 
@@ -73,43 +73,44 @@ constexpr int shares_of_channels(int vectors, int channels, int threads) {
 // copies a vector of a row of channel after channel, which takes few instructions; neighbours copy what lies side by
 // side in memory.
 template <typename Shape, int kThreads, typename T>
-__device__ __forceinline__ void stage_rows(unsigned to, const T* tensor, const PlanesAt& place) {
+__device__ __forceinline__ void stage_rows(unsigned to, const T* tensor, const NchwOrigin& origin) {
   if constexpr (Shape::kFlat) {
     constexpr int kVectors = Shape::kImageElements / 8;
-    const int first = place.first_channel * Shape::kPlane, all = place.channels * Shape::kPlane;
+    const int first = origin.first_channel * Shape::kArea, all = origin.channels * Shape::kArea;
 #pragma unroll 2
     for (int i = threadIdx.x; i < Shape::kImages * kVectors; i += kThreads) {
-      const int n = place.first_n + i / kVectors, at = first + i % kVectors * 8;
-      const bool inside = n < place.n && at < all;
+      const int n = origin.first_n + i / kVectors, at = first + i % kVectors * 8;
+      const bool inside = n < origin.n && at < all;
       copy_bytes<16>(to + 16 * i, tensor + (inside ? n * all + at : 0), inside);
     }
   } else {
     constexpr int kVector = Shape::kVector, kAcross = Shape::kWidth / kVector;
     constexpr int kVectors = Shape::kImages * Shape::kRows * kAcross;
-    constexpr int kShares = shares_of_channels(kVectors, Shape::kChannels, kThreads);
-    constexpr int kIterations = Shape::kChannels / kShares;
+    constexpr int kThreadsOfVector = threads_of_vector(kVectors, Shape::kChannels, kThreads);
+    constexpr int kIterations = Shape::kChannels / kThreadsOfVector;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kVectors * kShares; i += kThreads) {
+    for (int i = threadIdx.x; i < kVectors * kThreadsOfVector; i += kThreads) {
       const int at = i % kAcross * kVector, row = i / kAcross % Shape::kRows;
-      const int image = i / (kAcross * Shape::kRows) % Shape::kImages, share = i / kVectors;
-      const int n = place.first_n + image, h = place.first_row + row;
-      const int left = place.channels - place.first_channel - share;
-      const bool inside = n < place.n && static_cast<unsigned>(h) < static_cast<unsigned>(Shape::kHeight);
+      const int image = i / (kAcross * Shape::kRows) % Shape::kImages, own = i / kVectors;
+      const int n = origin.first_n + image, h = origin.first_row + row;
+      const int left = origin.channels - origin.first_channel - own;
+      const bool inside = n < origin.n && static_cast<unsigned>(h) < static_cast<unsigned>(Shape::kHeight);
       const unsigned row_at =
-          to + 16 + share * Shape::kChannelBytes + image * Shape::kImageBytes + row * Shape::kRowBytes + 2 * at;
+          to + 16 + own * Shape::kChannelBytes + image * Shape::kImageBytes + row * Shape::kRowBytes + 2 * at;
       // May name memory outside the tensor, which a copy of zeros does not read: one address serves all channels.
       const T* const from =
-          tensor + static_cast<unsigned>((n * place.channels + place.first_channel + share) * Shape::kPlane + at) +
+          tensor + static_cast<unsigned>((n * origin.channels + origin.first_channel + own) * Shape::kArea + at) +
           static_cast<int64>(h) * Shape::kWidth;
 #pragma unroll(kIterations <= 32 ? kIterations : 8)
       for (int iteration = 0; iteration < kIterations; ++iteration)
-        copy_bytes<2 * kVector>(row_at + iteration * kShares * Shape::kChannelBytes,
-                                from + iteration * kShares * Shape::kPlane, inside && iteration * kShares < left);
+        copy_bytes<2 * kVector>(row_at + iteration * kThreadsOfVector * Shape::kChannelBytes,
+                                from + iteration * kThreadsOfVector * Shape::kArea,
+                                inside && iteration * kThreadsOfVector < left);
     }
   }
 }
 
-// Lays planes of odd width that have arrived out as rows, a thread 8 columns at a time.
+// Lays images of odd width that have arrived out as rows, a thread 8 columns at a time.
 template <typename Shape, int kThreads>
 __device__ __forceinline__ void lay_out_rows(unsigned char* to, const unsigned char* arrived, int first_row) {
   constexpr int kWords = ceil_div(Shape::kWidth, 8), kAllRows = Shape::kImages * Shape::kRows;
@@ -119,7 +120,7 @@ __device__ __forceinline__ void lay_out_rows(unsigned char* to, const unsigned c
     const int channel = i / (kWords * kAllRows), h = first_row + row;
     uint4 values = {};
     if (static_cast<unsigned>(h) < static_cast<unsigned>(Shape::kHeight)) {
-      const int at = (image * Shape::kChannels + channel) * Shape::kPlane + h * Shape::kWidth + 8 * word;
+      const int at = (image * Shape::kChannels + channel) * Shape::kArea + h * Shape::kWidth + 8 * word;
       const unsigned* const pairs = reinterpret_cast<const unsigned*>(arrived) + at / 2;
       const int bits = at % 2 * 16, left = Shape::kWidth - 8 * word;
       unsigned in[5], out[4];

@@ -1,14 +1,13 @@
-// Backward weights of grouped convolutions with few channels a group, channels first, on tensor cores, per group
+// Backward weights of grouped convolutions of NCHW tensors with few channels a group, on tensor cores, per group
 //   dw[k,c,i,j] = sum_{n,oh,ow} dy[n,k,oh,ow] * x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation].
-// Products whose depth is pixels, which lie in rows as they do in memory: a block adds up UNITS packs of groups over
-// tiles of IMAGES x ROW_GROUPS x ROWS rows of outputs, every gridDim.y-th, which cp.async stages STAGES deep. Lane 4g +
-// t of a warp reads 8 neighbouring pixels of channel g or filter g at once, in one of four streams t: a segment of 8
-// columns down ROWS rows; which pixels make the depth is free, as long as x and dy agree. Columns of taps are shifts by
-// single pixels within registers. A warp computes an item, 8 or 16 channels x 8 * ITEM_BLOCKS filters, from one in
-// WARPS sets of four streams; of SHARES blocks each has some of a pack's channels. Accumulators are added in shared
-// memory, those of blocks by `grouped_nchw_weights_finish`, in a fixed order. Defines: ELEMENT, GROUP_C, GROUP_K,
-// FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_*, UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES,
-// WARPS, STAGES, X_PITCH, DY_PITCH, X_CHANNEL, DY_CHANNEL, LANES, MIN_BLOCKS, SHARED_BYTES.
+// K of the products is pixels, in rows as in memory. A block sums UNITS packs of groups over every gridDim.y-th tile of
+// IMAGES x ROW_GROUPS x WARP_ROWS rows of outputs; cp.async copies tiles into STAGES stages. Lane 4g + t of a warp
+// reads 8 neighbouring pixels of channel g or filter g at once, in one of four streams t: a segment of 8 columns in
+// WARP_ROWS rows. The order of pixels along K is free, if x and dy agree. Columns of taps are shifts by single pixels
+// within registers. A warp computes an item, 8 or 16 channels x 8 * ITEM_BLOCKS filters, from every WARPS-th set of
+// four streams. SHARES blocks share a pack's channels. The accumulators of warps are added in shared memory, those of
+// blocks by `grouped_nchw_weights_finish`, in a fixed order.
+// Defines: as checked below; X_PITCH and DY_PITCH are elements from row to row, *_CHANNEL bytes by channel.
 #include "common/split_k.cuh"
 #include "common/mma.cuh"
 #include "grouped/nchw_rows.cuh"
@@ -19,7 +18,7 @@
 #error "define the problem: ELEMENT, GROUP_*, FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_* and OUT_*"
 #endif
 #if !defined(UNITS) || !defined(SHARES) || !defined(ITEM_BLOCKS) || !defined(IMAGES) || !defined(ROW_GROUPS) ||     \
-    !defined(ROWS) || !defined(ROW_TILES) || !defined(WARPS) || !defined(STAGES) || !defined(X_PITCH) ||            \
+    !defined(WARP_ROWS) || !defined(ROW_TILES) || !defined(WARPS) || !defined(STAGES) || !defined(X_PITCH) ||       \
     !defined(DY_PITCH) || !defined(X_CHANNEL) || !defined(DY_CHANNEL) || !defined(LANES) || !defined(MIN_BLOCKS) || \
     !defined(SHARED_BYTES)
 #error "define the tiling: UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW*, WARPS, STAGES, *_PITCH, *_CHANNEL, LANES, ..."
@@ -39,14 +38,14 @@ static_assert(kPackedK / 8 % kBlocks == 0, "items share the filters evenly");
 constexpr int kWarps = WARPS, kThreads = 32 * kUnits * kItemsC * kItemsK * kWarps;
 
 // A tile's rows of outputs, and the inputs that they meet.
-constexpr int kRows = ROWS, kImages = IMAGES, kStages = STAGES, kTileRows = kRows * ROW_GROUPS;
+constexpr int kWarpRows = WARP_ROWS, kImages = IMAGES, kStages = STAGES, kTileRows = kWarpRows * ROW_GROUPS;
 constexpr int kPatchRows = (kTileRows - 1) * STRIDE_H + (kFilterY - 1) * DILATION_H + 1;
 constexpr int kSegments = ceil_div(OUT_W, 8), kStreams = kSegments * ROW_GROUPS * kImages,
               kSets = ceil_div(kStreams, 4);
 using Inputs = NchwRows<kC, kImages, kPatchRows, IN_H, IN_W, X_PITCH, X_CHANNEL>;
 using Gradients = NchwRows<kK, kImages, kTileRows, OUT_H, OUT_W, DY_PITCH, DY_CHANNEL>;
-static_assert(Gradients::kPitch >= 8 * kSegments, "a row of dy holds its runs");
-static_assert(ROW_TILES == 1 || !(Inputs::kFlat || Gradients::kFlat), "planes of odd width are staged whole");
+static_assert(Gradients::kPitch >= 8 * kSegments, "a row of dy holds its segments");
+static_assert(ROW_TILES == 1 || !(Inputs::kFlat || Gradients::kFlat), "images of odd width are staged whole");
 
 // Columns of taps are shifts; a lane has the pairs of pixels around its segment that they reach.
 constexpr int floor_half(int a) {
@@ -64,7 +63,7 @@ constexpr int kLaidInputs = Inputs::kFlat ? Inputs::kBytes : 0;
 constexpr int kLaid = kLaidInputs + (Gradients::kFlat ? Gradients::kBytes : 0);
 constexpr int kStageBytes = Inputs::kArrivingBytes + Gradients::kArrivingBytes;
 constexpr int kZerosAt = kLaid + kStages * kStageBytes;  // rows of dy of streams that are not there
-constexpr int kZeroBytes = kStreams % 4 ? (kRows - 1) * Gradients::kRowBytes + 16 : 0;
+constexpr int kZeroBytes = kStreams % 4 ? (kWarpRows - 1) * Gradients::kRowBytes + 16 : 0;
 
 // The warps' accumulators, a row a filter of a block.
 constexpr int kRowFloats = (SHARES == 1 ? GROUP_C : kShareC) * kTaps;
@@ -74,11 +73,11 @@ static_assert(SHARED_BYTES == maximum(kZerosAt + kZeroBytes, kAccumulatorBytes),
               "solvers/grouped/nchw_tiling.py counts otherwise");
 
 // What a warp computes of each tile.
-struct Part {
+struct WarpTile {
   int unit, channel, filter, set;
 };
 
-__device__ __forceinline__ Part part_of(int warp) {
+__device__ __forceinline__ WarpTile warp_tile_of(int warp) {
   return {warp % kUnits, warp / kUnits % kItemsC * kChannelBlocks * 8,
           warp / (kUnits * kItemsC) % kItemsK * kBlocks * 8, warp / (kUnits * kItemsC * kItemsK)};
 }
@@ -86,10 +85,10 @@ __device__ __forceinline__ Part part_of(int warp) {
 // Halves of products, 8 channels shifted for a column of taps each, in pairs.
 constexpr int kHalves = kChannelBlocks * kFilterX, kPairsOfHalves = ceil_div(kHalves, 2);
 
-// The row of dy that a tap multiplies with row `row` of a stream's part of x; negative if none.
+// The row of dy that a tap multiplies with row `row` of a stream's rows of x; negative if none.
 constexpr int met_row(int row, int tap) {
   const int from = row - tap * DILATION_H;
-  return from >= 0 && from % STRIDE_H == 0 && from / STRIDE_H < kRows ? from / STRIDE_H : -1;
+  return from >= 0 && from % STRIDE_H == 0 && from / STRIDE_H < kWarpRows ? from / STRIDE_H : -1;
 }
 
 constexpr bool is_met(int row) {
@@ -142,10 +141,10 @@ __device__ __forceinline__ void add_neighbours(unsigned (&in)[kPairs + 2], const
 // dy_block_bytes apart.
 __device__ __forceinline__ void add_streams(Accumulators& accumulators, const unsigned char* x, const unsigned char* dy,
                                             int dy_block_bytes, int column, const Hidden& hidden) {
-  unsigned gradients[kRows][kBlocks][4];
+  unsigned gradients[kWarpRows][kBlocks][4];
 #pragma unroll
-  for (int row = 0; row < (kRows - 1) * STRIDE_H + (kFilterY - 1) * DILATION_H + 1; ++row) {
-    if (row % STRIDE_H == 0 && row / STRIDE_H < kRows)
+  for (int row = 0; row < (kWarpRows - 1) * STRIDE_H + (kFilterY - 1) * DILATION_H + 1; ++row) {
+    if (row % STRIDE_H == 0 && row / STRIDE_H < kWarpRows)
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block)
         load_four(gradients[row / STRIDE_H][block],
@@ -186,21 +185,21 @@ __device__ __forceinline__ void add_streams(Accumulators& accumulators, const un
 }
 
 __device__ __forceinline__ void add_tile(Accumulators& accumulators, const unsigned char* x, const unsigned char* dy,
-                                         const unsigned char* zeros, const Part& part, const Hidden& hidden) {
+                                         const unsigned char* zeros, const WarpTile& warp_tile, const Hidden& hidden) {
   const int lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll 1
-  for (int set = part.set; set < kSets; set += kWarps) {
+  for (int set = warp_tile.set; set < kSets; set += kWarps) {
     int stream = 4 * set + lane % 4;
     const bool there = kStreams % 4 == 0 || stream < kStreams;
     if (!there) stream = 0;
     const int segment = stream % kSegments, group = stream / kSegments % ROW_GROUPS,
               image = stream / (kSegments * ROW_GROUPS);
-    const unsigned char* const inputs = x + 16 + (part.unit * kShareC + part.channel + g) * Inputs::kChannelBytes +
-                                        image * Inputs::kImageBytes + group * kRows * STRIDE_H * Inputs::kRowBytes +
-                                        16 * STRIDE_W * segment;
+    const unsigned char* const inputs =
+        x + 16 + (warp_tile.unit * kShareC + warp_tile.channel + g) * Inputs::kChannelBytes +
+        image * Inputs::kImageBytes + group * kWarpRows * STRIDE_H * Inputs::kRowBytes + 16 * STRIDE_W * segment;
     const unsigned char* const gradients =
-        dy + 16 + (part.unit * kPackedK + part.filter + g) * Gradients::kChannelBytes + image * Gradients::kImageBytes +
-        group * kRows * Gradients::kRowBytes + 16 * segment;
+        dy + 16 + (warp_tile.unit * kPackedK + warp_tile.filter + g) * Gradients::kChannelBytes +
+        image * Gradients::kImageBytes + group * kWarpRows * Gradients::kRowBytes + 16 * segment;
     add_streams(accumulators, inputs, there ? gradients : zeros, there ? 8 * Gradients::kChannelBytes : 0, segment,
                 hidden);
   }
@@ -210,11 +209,11 @@ struct Sizes {
   int n, channels, filters;
 };
 
-struct Places {
-  PlanesAt x, dy;
+struct Origins {
+  NchwOrigin x, dy;
 };
 
-__device__ __forceinline__ Places places_of(const Sizes& sizes, int tile) {
+__device__ __forceinline__ Origins origins_of(const Sizes& sizes, int tile) {
   const int row = tile % ROW_TILES * kTileRows, image = tile / ROW_TILES * kImages, unit = blockIdx.x * kUnits;
   const int channel = unit * Group::kPackedC + blockIdx.z * kShareC;
   return {{sizes.n, sizes.channels, image, channel, row * STRIDE_H - PAD_H},
@@ -223,25 +222,27 @@ __device__ __forceinline__ Places places_of(const Sizes& sizes, int tile) {
 
 __device__ __forceinline__ void stage_tile(unsigned to, const ELEMENT* x, const ELEMENT* dy, const Sizes& sizes,
                                            int tile) {
-  const Places places = places_of(sizes, tile);
-  stage_rows<Inputs, kThreads>(to, x, places.x);
-  stage_rows<Gradients, kThreads>(to + Inputs::kArrivingBytes, dy, places.dy);
+  const Origins origins = origins_of(sizes, tile);
+  stage_rows<Inputs, kThreads>(to, x, origins.x);
+  stage_rows<Gradients, kThreads>(to + Inputs::kArrivingBytes, dy, origins.dy);
 }
 
 // Writes a warp's accumulators: rows of filters, [channel][tap].
-__device__ __forceinline__ void stage_accumulators(float* staged, const Accumulators& accumulators, const Part& part) {
+__device__ __forceinline__ void stage_accumulators(float* staged, const Accumulators& accumulators,
+                                                   const WarpTile& warp_tile) {
   const int lane = threadIdx.x % 32;
-  float* const to = staged + part.set * kK * kAccumulatorPitch;
+  float* const to = staged + warp_tile.set * kK * kAccumulatorPitch;
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int k = part.filter + 8 * block + lane % 4 * 2 + e;
+      const int k = warp_tile.filter + 8 * block + lane % 4 * 2 + e;
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        const int channel = part.channel + half / kFilterX * 8 + lane / 4 - (SHARES == 1 ? k / GROUP_K * GROUP_C : 0);
+        const int channel =
+            warp_tile.channel + half / kFilterX * 8 + lane / 4 - (SHARES == 1 ? k / GROUP_K * GROUP_C : 0);
         if (channel < 0 || channel >= GROUP_C) continue;
-        float* const row = to + (part.unit * kPackedK + k) * kAccumulatorPitch + channel * kTaps + half % kFilterX;
+        float* const row = to + (warp_tile.unit * kPackedK + k) * kAccumulatorPitch + channel * kTaps + half % kFilterX;
 #pragma unroll
         for (int tap = 0; tap < kFilterY; ++tap)
           row[tap * kFilterX] = accumulators[half / 2][tap][block][half % 2 * 2 + e];
@@ -280,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned stages = static_cast<unsigned>(__cvta_generic_to_shared(staged)) + kLaid;
   const Sizes sizes = {n, channels, filters};
-  const Part part = part_of(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0));
+  const WarpTile warp_tile = warp_tile_of(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0));
   const int step = gridDim.y;
   const Hidden hidden = {{static_cast<unsigned>(n >> 31), static_cast<unsigned>(channels >> 31),
                           static_cast<unsigned>(filters >> 31),
@@ -323,13 +324,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       commit_copies();
     }
     const unsigned char* const arrived = staged + kLaid + at * kStageBytes;
-    const Places places = places_of(sizes, tile);
-    if constexpr (Inputs::kFlat) lay_out_rows<Inputs, kThreads>(staged, arrived, places.x.first_row);
+    const Origins origins = origins_of(sizes, tile);
+    if constexpr (Inputs::kFlat) lay_out_rows<Inputs, kThreads>(staged, arrived, origins.x.first_row);
     if constexpr (Gradients::kFlat)
-      lay_out_rows<Gradients, kThreads>(staged + kLaidInputs, arrived + Inputs::kArrivingBytes, places.dy.first_row);
+      lay_out_rows<Gradients, kThreads>(staged + kLaidInputs, arrived + Inputs::kArrivingBytes, origins.dy.first_row);
     if constexpr (kLaid > 0) __syncthreads();  // rows of odd width are laid out; the barrier above frees them
     add_tile(accumulators, Inputs::kFlat ? staged : arrived,
-             Gradients::kFlat ? staged + kLaidInputs : arrived + Inputs::kArrivingBytes, staged + kZerosAt, part,
+             Gradients::kFlat ? staged + kLaidInputs : arrived + Inputs::kArrivingBytes, staged + kZerosAt, warp_tile,
              hidden);
     at = at + 1 == kStages ? 0 : at + 1;
   }
@@ -337,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   __syncthreads();  // every warp has read the last tile, which the sums overwrite
   griddepcontrol_launch_dependents();
   float* const warp_accumulators = reinterpret_cast<float*>(staged);
-  stage_accumulators(warp_accumulators, accumulators, part);
+  stage_accumulators(warp_accumulators, accumulators, warp_tile);
   __syncthreads();  // the accumulators of every warp are staged
   if (gridDim.y == 1)
     store_accumulators(dw, warp_accumulators, filters);

@@ -1,15 +1,13 @@
 // Grouped convolution with few channels a group; per group, forward and backward data,
 //   y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] * w[k,c,i,j],
 //   dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
-// Implicit GEMM on tensor cores, filters as block-diagonal matrices. A block stages a patch of IMAGES images and UNITS
-// units of groups, channels last, and their filters; of several STAGES, every gridDim.y-th patch, ahead of the warps. A
-// warp computes ROWS rows of 16 pixels (two segments of 8 columns) for one of SHARES shares of a unit's results. A
-// fragment of pixels serves all taps and rows of its column that meet it. Backward data has stride_h * stride_w phases,
-// coordinates modulo the stride, each met by taps of its own.
+// Implicit GEMM on tensor cores; filters are block-diagonal matrices. A block stages a patch of IMAGES images and UNITS
+// units of groups, channels last, and their filters. With STAGES > 1 it computes every gridDim.y-th patch and copies
+// ahead. A warp computes WARP_ROWS rows of 16 pixels (two segments of 8 columns) for one of SHARES shares of a unit's
+// results. A fragment of pixels serves all taps and rows of its column. Backward data has stride_h * stride_w phases:
+// coordinates modulo the stride, each with taps of its own.
 //
-// Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS,
-// SHARES, ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, ROW_TILES, STAGES, IMAGES, IN_*,
-// OUT_*, WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+// Defines: as checked below; FLIPPED is backward data, SPAN how many of COLUMNS exist.
 #include "grouped/group_axis.cuh"
 #include "grouped/group_filters.cuh"
 #include "common/shared_pixels.cuh"
@@ -20,10 +18,10 @@
 #error "define the convolution: ELEMENT, GROUP*, FLIPPED, FILTER_*, STRIDE_* and DILATION_*"
 #endif
 #if !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
-    !defined(UNITS) || !defined(SHARES) || !defined(ROWS) || !defined(ROW_GROUPS) || !defined(COLUMNS) ||           \
+    !defined(UNITS) || !defined(SHARES) || !defined(WARP_ROWS) || !defined(ROW_GROUPS) || !defined(COLUMNS) ||      \
     !defined(SPAN) || !defined(COLUMN_TILES) || !defined(ROW_TILES) || !defined(STAGES) || !defined(IMAGES) ||      \
-    !defined(WHOLE_PLANES) || !defined(CHANNELS_LAST) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, SHARES, ROW*, COLUMN*, SPAN, IMAGES, WHOLE_PLANES, ..."
+    !defined(WHOLE_IMAGES) || !defined(CHANNELS_LAST) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, SHARES, ROW*, COLUMN*, SPAN, IMAGES, WHOLE_IMAGES, ..."
 #endif
 #if !defined(SHAPE_FIELDS)
 #error "define SHAPE_FIELDS"
@@ -47,12 +45,13 @@ constexpr int kInRow = IN_W * GROUPS * (kFlipped ? GROUP_K : GROUP_C),
 using AxisH = GroupAxis<kFlipped, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
 using AxisW = GroupAxis<kFlipped, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
 
-constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES,
-              kStages = STAGES;
-constexpr int kSegments = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in ROWS rows
+constexpr int kWarpRows = WARP_ROWS, kTileH = WARP_ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN,
+              kImages = IMAGES, kStages = STAGES;
+constexpr int kSegments = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in WARP_ROWS rows
 constexpr int kFragments = ceil_div(kSegments, 2);
 constexpr int kThreads = 32 * kFragments * kShares * kUnits;
-static_assert(kColumns % 8 == 0 && kSpan <= kColumns && kSpan > kColumns - 8, "runs of 8 columns, the last one cut");
+static_assert(kColumns % 8 == 0 && kSpan <= kColumns && kSpan > kColumns - 8,
+              "segments of 8 columns, the last one cut");
 
 // The staged patch.
 constexpr int kPatchH = (kTileH - 1) * AxisH::kStep + AxisH::kReach + 1;
@@ -67,13 +66,13 @@ constexpr int kFiltersAt = kStages * Patch::kBytes;
 // first, of all phases, [image][channel][row][phase of rows][column][phase of columns], neighbouring channels 4 or 12
 // banks apart.
 constexpr bool kLast = CHANNELS_LAST, kOverlaid = AxisW::kPhases == 1 && kStages == 1;
-static_assert(kLast || kStages == 1, "planes are turned where they arrive");
+static_assert(kLast || kStages == 1, "images are transposed where they arrive");
 constexpr int kTileRows = kTileH * AxisH::kPhases, kTileColumns = kSpan * AxisW::kPhases;
-constexpr int kResultBytes = odd_words(2 * kOut), kPlane = round_up(kTileRows * kTileColumns - 8, 16) + 8;
-constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultBytes : 2 * kOut * kPlane);
+constexpr int kResultBytes = odd_words(2 * kOut), kChannelPitch = round_up(kTileRows * kTileColumns - 8, 16) + 8;
+constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultBytes : 2 * kOut * kChannelPitch);
 
-// Channels first, what arrives as it is in memory: whole planes if a block has all of them.
-constexpr bool kWhole = WHOLE_PLANES;
+// Channels first, what arrives as it is in memory: whole images if a block has all of them.
+constexpr bool kWhole = WHOLE_IMAGES;
 constexpr int kShift = (AxisW::kFirst % 8 + 8) % 8;
 using Raw = StagedNchw<Patch, IN_H, IN_W, kShift, kWhole>;
 constexpr int kRawAt = kFiltersAt + Filters::kBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
@@ -82,22 +81,22 @@ constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
 static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
               "solvers/common/packed_groups.py counts otherwise");
 
-// A segment of 8 pixels in ROWS rows.
+// A segment of 8 pixels in WARP_ROWS rows.
 struct Segment {
   int image, row, column;
 };
 
 __device__ __forceinline__ Segment segment_at(int number) {
   constexpr int kAcross = kColumns / 8;
-  return {number / (kAcross * ROW_GROUPS), number / kAcross % ROW_GROUPS * kRows, number % kAcross * 8};
+  return {number / (kAcross * ROW_GROUPS), number / kAcross % ROW_GROUPS * kWarpRows, number % kAcross * 8};
 }
 
 // What a warp computes: a unit, the first of its blocks of 8 results, and two segments.
-struct Part {
+struct WarpTile {
   int unit, block, first_segment;
 };
 
-using Accumulators = float[AxisH::kPhases][kRows][kBlocksN][4];
+using Accumulators = float[AxisH::kPhases][kWarpRows][kBlocksN][4];
 using Filter = unsigned[kBlocksN][2];
 
 constexpr bool meet(int in_block, int out_block) {
@@ -149,59 +148,59 @@ __device__ __forceinline__ void add_column(Accumulators& accumulators, unsigned 
   for (int tap = 0; tap < kFilterY; ++tap)
     load_filter(filter[tap], filters, tap * kFilterX + column, depth, first_block);
 #pragma unroll
-  for (int row = 0; row < (kRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
-    if (!AxisH::is_used<kRows>(row)) continue;
+  for (int row = 0; row < (kWarpRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
+    if (!AxisH::is_used<kWarpRows>(row)) continue;
     unsigned fragment[4];
     load_matrices(fragment, pixels + row * Patch::kRowBytes);
 #pragma unroll
     for (int phase = 0; phase < AxisH::kPhases; ++phase)
 #pragma unroll
       for (int tap = 0; tap < kFilterY; ++tap) {
-        const int to = AxisH::output<kRows>(row, phase, tap);
+        const int to = AxisH::output<kWarpRows>(row, phase, tap);
         if (to >= 0) add_products(accumulators[phase][to], fragment, filter[tap], depth);
       }
   }
 }
 
 // Address of a lane's pixel and word for load_matrices: segment (lane / 8) % 2, pixel lane % 8, words lane / 16.
-__device__ __forceinline__ unsigned pixels_of(unsigned patch, const Part& part) {
+__device__ __forceinline__ unsigned pixels_of(unsigned patch, const WarpTile& warp_tile) {
   const int lane = threadIdx.x % 32;
-  const Segment segment = segment_at(min(part.first_segment + lane / 8 % 2, kSegments - 1));
+  const Segment segment = segment_at(min(warp_tile.first_segment + lane / 8 % 2, kSegments - 1));
   const int column = min(segment.column + lane % 8, kSpan - 1);
   return patch + segment.image * Patch::kImageBytes + segment.row * AxisH::kStep * Patch::kRowBytes +
-         column * Patch::kPixelBytes + 2 * part.unit * kUnitIn + lane / 16 * 16;
+         column * Patch::kPixelBytes + 2 * warp_tile.unit * kUnitIn + lane / 16 * 16;
 }
 
 // Rounds accumulators into the staged results.
 __device__ __forceinline__ void stage_accumulators(unsigned char* results, const Accumulators& accumulators,
-                                                   const Part& part, int columns_phase) {
+                                                   const WarpTile& warp_tile, int columns_phase) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Segment segment = segment_at(part.first_segment + half);
+    const Segment segment = segment_at(warp_tile.first_segment + half);
     const int column = segment.column + lane / 4;
-    if (part.first_segment + half >= kSegments || column >= kSpan) continue;
+    if (warp_tile.first_segment + half >= kSegments || column >= kSpan) continue;
     if constexpr (!kLast) {
-      const int channel = part.unit * kUnitOut + 8 * part.block + lane % 4 * 2;
-      ELEMENT* const to = reinterpret_cast<ELEMENT*>(results) + (segment.image * kOut + channel) * kPlane +
+      const int channel = warp_tile.unit * kUnitOut + 8 * warp_tile.block + lane % 4 * 2;
+      ELEMENT* const to = reinterpret_cast<ELEMENT*>(results) + (segment.image * kOut + channel) * kChannelPitch +
                           segment.row * AxisH::kPhases * kTileColumns + column * AxisW::kPhases + columns_phase;
 #pragma unroll
-      for (int row = 0; row < kRows; ++row)
+      for (int row = 0; row < kWarpRows; ++row)
 #pragma unroll
         for (int phase = 0; phase < AxisH::kPhases; ++phase)
 #pragma unroll
           for (int j = 0; j < kBlocksN; ++j)
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-              to[(8 * j + e) * kPlane + (row * AxisH::kPhases + phase) * kTileColumns] =
+              to[(8 * j + e) * kChannelPitch + (row * AxisH::kPhases + phase) * kTileColumns] =
                   convert<ELEMENT>(accumulators[phase][row][j][2 * half + e]);
       continue;
     }
     const int first = (segment.image * kTileH + segment.row) * AxisH::kPhases * kSpan + column;
     unsigned char* const to =
-        results + first * kResultBytes + 2 * part.unit * kUnitOut + 16 * part.block + lane % 4 * 4;
+        results + first * kResultBytes + 2 * warp_tile.unit * kUnitOut + 16 * warp_tile.block + lane % 4 * 4;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row)
+    for (int row = 0; row < kWarpRows; ++row)
 #pragma unroll
       for (int phase = 0; phase < AxisH::kPhases; ++phase)
 #pragma unroll
@@ -236,8 +235,8 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char*
   }
 }
 
-// Stores staged planes of all phases: row by row, or, of whole planes without gaps, in one segment of all channels.
-__device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* results, const Images& images) {
+// Stores staged images of all phases: row by row, or, of whole images without gaps, in one segment of all channels.
+__device__ __forceinline__ void store_nchw(ELEMENT* out, const unsigned char* results, const Images& images) {
   constexpr bool kOneSegment = kWhole && kTileColumns == OUT_W;
   constexpr int kArea = OUT_H * OUT_W;
   const ELEMENT* const from = reinterpret_cast<const ELEMENT*>(results);
@@ -248,15 +247,15 @@ __device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* 
     for (int i = threadIdx.x; i < kImages * kVectors; i += kThreads) {
       const int first = i % kVectors * kVector, n = images.first_n + i / kVectors;
       if (n >= images.n || images.first_channel + first / kArea >= images.channels) continue;
-      int plane = i / kVectors * kOut + first / kArea, at = first % kArea;
+      int rank = i / kVectors * kOut + first / kArea, at = first % kArea;
       Vector<ELEMENT, kVector> values;
       if constexpr (kArea % kVector == 0) {
-        values = *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + plane * kPlane + at);
+        values = *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + rank * kChannelPitch + at);
       } else {
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
-          values.at[e] = from[plane * kPlane + at];
-          if (++at == kArea) at = 0, ++plane;
+          values.at[e] = from[rank * kChannelPitch + at];
+          if (++at == kArea) at = 0, ++rank;
         }
       }
       *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + (n * images.channels + images.first_channel) * kArea + first) =
@@ -268,16 +267,16 @@ __device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* 
     const int rows = min(kTileRows, images.height - images.first_row);
 #pragma unroll 1
     for (int i = threadIdx.x; i < kImages * kOut * kVectors; i += kThreads) {
-      const int column = i % kVectors * kVector, plane = i / kVectors;
-      const int n = images.first_n + plane / kOut, channel = images.first_channel + plane % kOut;
+      const int column = i % kVectors * kVector, rank = i / kVectors;
+      const int n = images.first_n + rank / kOut, channel = images.first_channel + rank % kOut;
       const int v = images.first_column + column;
       if (n >= images.n || channel >= images.channels || v >= images.width) continue;
       unsigned offset = ((n * images.channels + channel) * images.height + images.first_row) * images.width + v;
 #pragma unroll(rows_at_once(kTileRows))
       for (int row = 0; row < kTileRows; ++row) {
         if (row >= rows) break;
-        *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + offset) =
-            *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + plane * kPlane + row * kTileColumns + column);
+        *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + offset) = *reinterpret_cast<const Vector<ELEMENT, kVector>*>(
+            from + rank * kChannelPitch + row * kTileColumns + column);
         offset += images.width;
       }
     }
@@ -286,7 +285,7 @@ __device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* 
 
 // Computes a tile from its staged patch and stores it.
 __device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* results, unsigned pixels, unsigned matrices,
-                                             const Part& part, const Images& target) {
+                                             const WarpTile& warp_tile, const Images& target) {
 #pragma unroll 1
   for (int phase = 0; phase < AxisW::kPhases; ++phase) {
     Accumulators accumulators = {};
@@ -296,17 +295,18 @@ __device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* result
       for (int tap = 0; tap < kFilterX; ++tap) {
         if (!AxisW::meets(phase, tap)) continue;
         const int shift = Patch::slot(AxisW::offset(phase, tap) - AxisW::kFirst);
-        add_column(accumulators, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth, part.block);
+        add_column(accumulators, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth,
+                   warp_tile.block);
       }
     if (kOverlaid || (kLast && phase > 0))
       __syncthreads();  // every warp has read the patch, or stored the phase before
-    stage_accumulators(results, accumulators, part, phase);
+    stage_accumulators(results, accumulators, warp_tile, phase);
     if (!kLast && phase < AxisW::kPhases - 1) continue;
     __syncthreads();  // the results of every warp are staged
     if constexpr (kLast)
       store_results(out, results, target, phase);
     else
-      store_planes(out, results, target);
+      store_nchw(out, results, target);
   }
 }
 
@@ -369,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     stage_raw_filters<Filters, kThreads>(base + kRawFiltersAt, filter, first_filter, filters);
     commit_copies();
     wait_for_copies<0>();
-    __syncthreads();  // the planes and the filters have arrived
+    __syncthreads();  // the images and the filters have arrived
     transpose_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(
         staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt), source);
     arrange_filters<Filters, kThreads>(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt),
@@ -377,15 +377,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const Part part = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
-  const unsigned pixels = pixels_of(base, part);
+  const WarpTile warp_tile = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
+  const unsigned pixels = pixels_of(base, warp_tile);
   const unsigned matrices =
-      base + kFiltersAt + part.unit * kUnitK * Filters::kRowBytes +
+      base + kFiltersAt + warp_tile.unit * kUnitK * Filters::kRowBytes +
       (kFlipped ? lane % 16 * Filters::kRowBytes : lane % 8 * Filters::kRowBytes + lane / 8 % 2 * 16);
   if constexpr (kStages == 1) {
     wait_for_copies<0>();
     __syncthreads();  // the patch and the filters have arrived
-    compute_tile(out, staged + kResultsAt, pixels, matrices, part, target_of(shape, first));
+    compute_tile(out, staged + kResultsAt, pixels, matrices, warp_tile, target_of(shape, first));
   } else {
     int at = 0;
 #pragma unroll 1
@@ -396,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       if (next < tiles)
         stage_pixels<Patch, kInRow, kThreads>(base + to * Patch::kBytes, in, source_of(shape, tile_at(next)));
       commit_copies();
-      compute_tile(out, staged + kResultsAt, pixels + at * Patch::kBytes, matrices, part,
+      compute_tile(out, staged + kResultsAt, pixels + at * Patch::kBytes, matrices, warp_tile,
                    target_of(shape, tile_at(tile)));
       at = at + 1 == kStages ? 0 : at + 1;
     }

@@ -1,14 +1,13 @@
 // Backward weights of grouped convolutions with few channels a group, on tensor cores, per group
 //   dw[k,c,i,j] = sum_{n,oh,ow} dy[n,k,oh,ow] * x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation].
-// A block adds up UNITS units of groups over tiles of IMAGES x ROWS x COLUMNS outputs, every gridDim.y-th, which
-// cp.async stages STAGES deep. A warp computes one item, 16 filters x 16 channels, for WARP_TAPS rows of the filter,
-// from one in WARPS strips of 16 columns (two segments of 8): products whose depth is pixels. A fragment of x serves
-// the taps of its column, one of dy those of its row. Warps' accumulators are added in shared memory, blocks' by
+// K of the products is pixels. A block sums UNITS units of groups over every gridDim.y-th tile of IMAGES x TILE_ROWS x
+// COLUMNS outputs; cp.async copies tiles into STAGES stages. A warp computes one item, 16 filters x 16 channels, for
+// WARP_TAPS rows of the filter, from every WARPS-th pair of segments of 8 columns. A fragment of x serves the taps of
+// its column, one of dy those of its row. The accumulators of warps are added in shared memory, those of blocks by
 // `grouped_nhwc_weights_finish`, in a fixed order.
 //
-// Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES_C, SHARES_K (of a
-// unit), ROWS, COLUMNS, SPAN (of COLUMNS that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES,
-// COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS, SHARED_BYTES.
+// Defines: as checked below; SHARES_C and SHARES_K are blocks that share a unit's channels and filters, SPAN how many
+// of COLUMNS exist.
 #include "common/split_k.cuh"
 #include "common/shared_pixels.cuh"
 
@@ -17,7 +16,7 @@
     !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W)
 #error "define the problem: ELEMENT, GROUP*, FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_* and OUT_*"
 #endif
-#if !defined(UNITS) || !defined(SHARES_C) || !defined(SHARES_K) || !defined(ROWS) || !defined(COLUMNS) ||              \
+#if !defined(UNITS) || !defined(SHARES_C) || !defined(SHARES_K) || !defined(TILE_ROWS) || !defined(COLUMNS) ||         \
     !defined(SPAN) || !defined(IMAGES) || !defined(WARP_TAPS) || !defined(TAP_BLOCKS) || !defined(WARPS) ||            \
     !defined(STAGES) || !defined(ROW_TILES) || !defined(COLUMN_TILES) || !defined(CHANNELS_LAST) || !defined(LANES) || \
     !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
@@ -37,7 +36,7 @@ constexpr bool kShared = SHARES_C * SHARES_K > 1;
 static_assert(!kShared || (UNITS == 1 && Group::kPackedGroups == 1 && kUnitPackedGroups == 1 && TAP_BLOCKS == 1 &&
                            kShareC % 16 == 0 && kShareK % 16 == 0),
               "blocks share items of one group");
-constexpr int kRows = ROWS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES, kStages = STAGES;
+constexpr int kTileRows = TILE_ROWS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES, kStages = STAGES;
 
 // Items of a unit: pairs of 16 filters and 16 channels that have a group in common.
 constexpr bool item_meets(int k, int c) {
@@ -51,20 +50,20 @@ constexpr int item_count() {
   return count;
 }
 constexpr int kItems = item_count();
-constexpr int kWarpTaps = WARP_TAPS, kAllShares = ceil_div(kFilterY, kWarpTaps), kWarps = WARPS;
-constexpr int kTapShares = TAP_BLOCKS == 1 ? kAllShares : 1;  // of a block
-static_assert(TAP_BLOCKS == 1 || TAP_BLOCKS == kAllShares, "shares of the filter are in one block or in as many");
-constexpr int kThreads = 32 * kUnits * kItems * kTapShares * kWarps;
+constexpr int kWarpTaps = WARP_TAPS, kTapTiles = ceil_div(kFilterY, kWarpTaps), kWarps = WARPS;
+constexpr int kBlockTapTiles = TAP_BLOCKS == 1 ? kTapTiles : 1;  // of a block
+static_assert(TAP_BLOCKS == 1 || TAP_BLOCKS == kTapTiles, "shares of the filter are in one block or in as many");
+constexpr int kThreads = 32 * kUnits * kItems * kBlockTapTiles * kWarps;
 
-constexpr int kPatchH = (kRows - 1) * STRIDE_H + (kFilterY - 1) * DILATION_H + 1;
+constexpr int kPatchH = (kTileRows - 1) * STRIDE_H + (kFilterY - 1) * DILATION_H + 1;
 constexpr int kPatchW = (kSpan - 1) * STRIDE_W + (kFilterX - 1) * DILATION_W + 1;
 using Patch = Pixels<kImages, kPatchH, kPatchW, STRIDE_W, kC>;
-using Gradients = Pixels<kImages, kRows, kColumns, 1, kK>;
-constexpr int kSegments = kColumns / 8 * kImages, kRowSteps = kSegments / 2;
-static_assert(kColumns % 8 == 0 && kSegments % 2 == 0, "strips are pairs of runs of 8 columns");
+using Gradients = Pixels<kImages, kTileRows, kColumns, 1, kK>;
+constexpr int kSegments = kColumns / 8 * kImages, kSegmentPairs = kSegments / 2;
+static_assert(kColumns % 8 == 0 && kSegments % 2 == 0, "warps take pairs of segments of 8 columns");
 constexpr int kTileBytes = Patch::kBytes + Gradients::kBytes;
 
-// Channels first, what arrives as it is in memory: whole planes if a tile has all of them.
+// Channels first, what arrives as it is in memory: whole images if a tile has all of them.
 constexpr bool kLast = CHANNELS_LAST, kWhole = ROW_TILES == 1 && COLUMN_TILES == 1;
 constexpr int kShift = (8 - PAD_W % 8) % 8;
 using RawPatch = StagedNchw<Patch, IN_H, IN_W, kShift, kWhole>;
@@ -81,24 +80,24 @@ static_assert(SHARED_BYTES == maximum(kStagesAt + kStages * kStageBytes, kAccumu
               "solvers/common/packed_groups.py counts otherwise");
 
 // What a warp computes of each tile: rows of taps from first_tap on, of which those from own_tap on are its own.
-struct Part {
-  int unit, k, c, first_tap, own_tap, strip;
+struct WarpTile {
+  int unit, k, c, first_tap, own_tap, first_pair;
 };
 
-__device__ __forceinline__ Part part_of(int warp) {
-  const int share = TAP_BLOCKS == 1 ? warp / (kUnits * kItems) % kTapShares : blockIdx.z;
+__device__ __forceinline__ WarpTile warp_tile_of(int warp) {
+  const int share = TAP_BLOCKS == 1 ? warp / (kUnits * kItems) % kBlockTapTiles : blockIdx.z;
   // The last share may compute rows of the one before too, which it leaves to that one.
-  Part part = {warp % kUnits,
-               0,
-               0,
-               min(share * kWarpTaps, kFilterY - kWarpTaps),
-               share * kWarpTaps,
-               warp / (kUnits * kItems * kTapShares)};
+  WarpTile warp_tile = {warp % kUnits,
+                        0,
+                        0,
+                        min(share * kWarpTaps, kFilterY - kWarpTaps),
+                        share * kWarpTaps,
+                        warp / (kUnits * kItems * kBlockTapTiles)};
   int item = warp / kUnits % kItems;
-  for (; part.k < kShareK / 16; ++part.k)
-    for (part.c = 0; part.c < kShareC / 16; ++part.c)
-      if (item_meets(part.k, part.c) && item-- == 0) return part;
-  return part;
+  for (; warp_tile.k < kShareK / 16; ++warp_tile.k)
+    for (warp_tile.c = 0; warp_tile.c < kShareC / 16; ++warp_tile.c)
+      if (item_meets(warp_tile.k, warp_tile.c) && item-- == 0) return warp_tile;
+  return warp_tile;
 }
 
 // Which of a group's channels and filters a block has.
@@ -114,13 +113,13 @@ struct Shape {
   SHAPE_FIELDS
 };
 
-// A tile's parts of x and of dy.
-struct Place {
+// What a tile reads of x and of dy.
+struct TileImages {
   Images x, dy;
 };
 
-__device__ __forceinline__ Place place_of(const Shape& shape, int tile) {
-  const int column = tile % COLUMN_TILES * kColumns, row = tile / COLUMN_TILES % ROW_TILES * kRows;
+__device__ __forceinline__ TileImages images_of(const Shape& shape, int tile) {
+  const int column = tile % COLUMN_TILES * kColumns, row = tile / COLUMN_TILES % ROW_TILES * kTileRows;
   const int image = tile / (COLUMN_TILES * ROW_TILES) * kImages, unit = blockIdx.x * kUnits;
   const int channel = unit * kUnitC + share_of_channels() * kShareC,
             filter = unit * kUnitK + share_of_filters() * kShareK;
@@ -132,26 +131,27 @@ __device__ __forceinline__ Place place_of(const Shape& shape, int tile) {
 // Starts to copy a tile.
 __device__ __forceinline__ void stage_tile(unsigned char* to, const ELEMENT* x, const ELEMENT* dy, const Shape& shape,
                                            int tile) {
-  const Place place = place_of(shape, tile);
+  const TileImages images = images_of(shape, tile);
   if constexpr (kLast) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    stage_pixels<Patch, IN_W * GROUPS * GROUP_C, kThreads>(address, x, place.x);
-    stage_pixels<Gradients, OUT_W * GROUPS * GROUP_K, kThreads>(address + Patch::kBytes, dy, place.dy);
+    stage_pixels<Patch, IN_W * GROUPS * GROUP_C, kThreads>(address, x, images.x);
+    stage_pixels<Gradients, OUT_W * GROUPS * GROUP_K, kThreads>(address + Patch::kBytes, dy, images.dy);
   } else {
-    stage_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, x, place.x);
-    stage_nchw<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(to + RawPatch::kBytes, dy, place.dy);
+    stage_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, x, images.x);
+    stage_nchw<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(to + RawPatch::kBytes, dy, images.dy);
   }
 }
 
 // Lays a tile that has arrived channels first out as pixels.
-__device__ __forceinline__ void turn_tile(unsigned char* to, const unsigned char* from, const Shape& shape, int tile) {
-  const Place place = place_of(shape, tile);
-  transpose_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, reinterpret_cast<const ELEMENT*>(from), place.x);
+__device__ __forceinline__ void transpose_tile(unsigned char* to, const unsigned char* from, const Shape& shape,
+                                               int tile) {
+  const TileImages images = images_of(shape, tile);
+  transpose_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, reinterpret_cast<const ELEMENT*>(from), images.x);
   transpose_nchw<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(
-      to + Patch::kBytes, reinterpret_cast<const ELEMENT*>(from + RawPatch::kBytes), place.dy);
+      to + Patch::kBytes, reinterpret_cast<const ELEMENT*>(from + RawPatch::kBytes), images.dy);
 }
 
-// Number of a strip's segment and column for a lane.
+// Number of a pair's segment and column for a lane.
 struct Segment {
   int image, column;
 };
@@ -162,20 +162,20 @@ __device__ __forceinline__ Segment segment_at(int segment) {
 
 using Accumulators = float[kWarpTaps][kFilterX][2][4];
 
-// Adds what the rows of one strip contribute. Addresses: of x for fragments of pixels x channels, which lanes give as
+// Adds what the rows of one pair contribute. Addresses: of x for fragments of pixels x channels, which lanes give as
 // (pixels 0-7, 8 channels), (pixels 8-15, same), (0-7, next 8), (8-15, next 8); of dy with filters for channels as
 // (0-7, 8 filters), (0-7, next 8), (8-15, 8), (8-15, next 8).
-__device__ __forceinline__ void add_strip(Accumulators& accumulators, unsigned x, unsigned dy) {
-  unsigned gradients[kRows][4];
+__device__ __forceinline__ void add_segment_pair(Accumulators& accumulators, unsigned x, unsigned dy) {
+  unsigned gradients[kTileRows][4];
 #pragma unroll
-  for (int row = 0; row < (kRows - 1) * STRIDE_H + (kWarpTaps - 1) * DILATION_H + 1; ++row) {
-    if (row % STRIDE_H == 0 && row / STRIDE_H < kRows)
+  for (int row = 0; row < (kTileRows - 1) * STRIDE_H + (kWarpTaps - 1) * DILATION_H + 1; ++row) {
+    if (row % STRIDE_H == 0 && row / STRIDE_H < kTileRows)
       load_transposed(gradients[row / STRIDE_H], dy + row / STRIDE_H * Gradients::kRowBytes);
     bool is_met = false;
 #pragma unroll
     for (int i = 0; i < kWarpTaps; ++i) {
       const int from = row - i * DILATION_H;
-      is_met = is_met || (from >= 0 && from % STRIDE_H == 0 && from / STRIDE_H < kRows);
+      is_met = is_met || (from >= 0 && from % STRIDE_H == 0 && from / STRIDE_H < kTileRows);
     }
     if (!is_met) continue;
 #pragma unroll
@@ -185,7 +185,7 @@ __device__ __forceinline__ void add_strip(Accumulators& accumulators, unsigned x
 #pragma unroll
       for (int i = 0; i < kWarpTaps; ++i) {
         const int from = row - i * DILATION_H;
-        if (from < 0 || from % STRIDE_H != 0 || from / STRIDE_H >= kRows) continue;
+        if (from < 0 || from % STRIDE_H != 0 || from / STRIDE_H >= kTileRows) continue;
         multiply_add<ELEMENT>(accumulators[i][j][0], gradients[from / STRIDE_H], pixels[0], pixels[1]);
         multiply_add<ELEMENT>(accumulators[i][j][1], gradients[from / STRIDE_H], pixels[2], pixels[3]);
       }
@@ -193,53 +193,54 @@ __device__ __forceinline__ void add_strip(Accumulators& accumulators, unsigned x
   }
 }
 
-__device__ __forceinline__ void add_tile(Accumulators& accumulators, unsigned stage, const Part& part) {
+__device__ __forceinline__ void add_tile(Accumulators& accumulators, unsigned stage, const WarpTile& warp_tile) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int strip = part.strip; strip < kRowSteps; strip += kWarps) {
-    const Segment in = segment_at(2 * strip + lane / 8 % 2), out = segment_at(2 * strip + lane / 16);
+  for (int pair = warp_tile.first_pair; pair < kSegmentPairs; pair += kWarps) {
+    const Segment in = segment_at(2 * pair + lane / 8 % 2), out = segment_at(2 * pair + lane / 16);
     const int column = min(in.column + lane % 8, kSpan - 1);  // past the last one, dy is zero
-    const unsigned x = stage + in.image * Patch::kImageBytes + part.first_tap * DILATION_H * Patch::kRowBytes +
-                       column * Patch::kPixelBytes + 2 * (part.unit * kShareC + 16 * part.c) + lane / 16 * 16;
+    const unsigned x = stage + in.image * Patch::kImageBytes + warp_tile.first_tap * DILATION_H * Patch::kRowBytes +
+                       column * Patch::kPixelBytes + 2 * (warp_tile.unit * kShareC + 16 * warp_tile.c) + lane / 16 * 16;
     const unsigned dy = stage + Patch::kBytes + out.image * Gradients::kImageBytes +
-                        (out.column + lane % 8) * Gradients::kPixelBytes + 2 * (part.unit * kShareK + 16 * part.k) +
-                        lane / 8 % 2 * 16;
-    add_strip(accumulators, x, dy);
+                        (out.column + lane % 8) * Gradients::kPixelBytes +
+                        2 * (warp_tile.unit * kShareK + 16 * warp_tile.k) + lane / 8 % 2 * 16;
+    add_segment_pair(accumulators, x, dy);
   }
 }
 
 // Where a sum's filter, tap and channel are in a row of w.
-__device__ __forceinline__ int place_in_filter(int tap, int channel) {
+__device__ __forceinline__ int filter_offset(int tap, int channel) {
   return CHANNELS_LAST ? tap * kRowC + channel : channel * kTaps + tap;
 }
 
-__device__ __forceinline__ void stage_accumulators(float* staged, const Accumulators& accumulators, const Part& part) {
+__device__ __forceinline__ void stage_accumulators(float* staged, const Accumulators& accumulators,
+                                                   const WarpTile& warp_tile) {
   const int lane = threadIdx.x % 32;
-  float* const to = staged + part.strip * kK * kAccumulatorPitch;
+  float* const to = staged + warp_tile.first_pair * kK * kAccumulatorPitch;
 #pragma unroll
   for (int e = 0; e < 2; ++e)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int k = 16 * part.k + 8 * half + lane / 4;
+      const int k = 16 * warp_tile.k + 8 * half + lane / 4;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int c = 16 * part.c + 8 * j + lane % 4 * 2 + e, channel = c - k / GROUP_K * GROUP_C;
+        const int c = 16 * warp_tile.c + 8 * j + lane % 4 * 2 + e, channel = c - k / GROUP_K * GROUP_C;
         if (channel < 0 || channel >= GROUP_C) continue;
 #pragma unroll
         for (int y = 0; y < kWarpTaps; ++y) {
-          if (kFilterY % kWarpTaps != 0 && part.first_tap + y < part.own_tap) continue;
+          if (kFilterY % kWarpTaps != 0 && warp_tile.first_tap + y < warp_tile.own_tap) continue;
 #pragma unroll
           for (int x = 0; x < kFilterX; ++x)
-            to[(part.unit * kShareK + k) * kAccumulatorPitch +
-               place_in_filter((part.first_tap + y) * kFilterX + x, channel)] = accumulators[y][x][j][2 * half + e];
+            to[(warp_tile.unit * kShareK + k) * kAccumulatorPitch +
+               filter_offset((warp_tile.first_tap + y) * kFilterX + x, channel)] = accumulators[y][x][j][2 * half + e];
         }
       }
     }
 }
 
 // Whether a block has summed what is there in a row of w.
-__device__ __forceinline__ bool is_summed(int place, int own_tap) {
-  const int tap = (CHANNELS_LAST ? place / kRowC : place % kTaps) / kFilterX;
+__device__ __forceinline__ bool is_summed(int offset, int own_tap) {
+  const int tap = (CHANNELS_LAST ? offset / kRowC : offset % kTaps) / kFilterX;
   return TAP_BLOCKS == 1 || (tap >= own_tap && tap < own_tap + kWarpTaps);
 }
 
@@ -264,9 +265,9 @@ __device__ __forceinline__ void store_accumulators(T* out, const float* staged, 
     Vector<T, kVector> rounded;
 #pragma unroll
     for (int e = 0; e < kVector; ++e) rounded.at[e] = convert<T>(sum.at[e]);
-    const int place = CHANNELS_LAST ? at / kRowC * GROUP_C + share_of_channels() * kRowC + at % kRowC
-                                    : share_of_channels() * kFilterFloats + at;
-    *reinterpret_cast<Vector<T, kVector>*>(out + (first + k) * kTaps * GROUP_C + (SHARES_C == 1 ? at : place)) =
+    const int offset = CHANNELS_LAST ? at / kRowC * GROUP_C + share_of_channels() * kRowC + at % kRowC
+                                     : share_of_channels() * kFilterFloats + at;
+    *reinterpret_cast<Vector<T, kVector>*>(out + (first + k) * kTaps * GROUP_C + (SHARES_C == 1 ? at : offset)) =
         rounded;
   }
 }
@@ -276,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
                          float* __restrict__ partials, const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
-  const Part part = part_of(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0));
+  const WarpTile warp_tile = warp_tile_of(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0));
   const int step = gridDim.y, tiles = shape.tiles, filters = shape.out_channels;
 
 #pragma unroll
@@ -303,23 +304,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       commit_copies();
     }
     if constexpr (!kLast) {
-      turn_tile(staged, staged + kStagesAt + at * kStageBytes, shape, tile);
+      transpose_tile(staged, staged + kStagesAt + at * kStageBytes, shape, tile);
       __syncthreads();  // the tile is laid out
     }
-    add_tile(accumulators, base + (kLast ? at * kStageBytes : 0), part);
+    add_tile(accumulators, base + (kLast ? at * kStageBytes : 0), warp_tile);
     at = at + 1 == kStages ? 0 : at + 1;
   }
   wait_for_copies<0>();
   __syncthreads();  // every warp has read the last tile, which the sums overwrite
   griddepcontrol_launch_dependents();
   float* const warp_accumulators = reinterpret_cast<float*>(staged);
-  stage_accumulators(warp_accumulators, accumulators, part);
+  stage_accumulators(warp_accumulators, accumulators, warp_tile);
   __syncthreads();  // the accumulators of every warp are staged
   if (gridDim.y == 1)
-    store_accumulators(dw, warp_accumulators, filters, part.own_tap);
+    store_accumulators(dw, warp_accumulators, filters, warp_tile.own_tap);
   else
     store_accumulators(partials + static_cast<int64>(blockIdx.y) * filters * kTaps * GROUP_C, warp_accumulators,
-                       filters, part.own_tap);
+                       filters, warp_tile.own_tap);
 }
 
 constexpr int kFinishThreads = 256;

@@ -1,6 +1,6 @@
 """ConvGroupedPlanes: grouped convolution of channels-first images on tensor cores, forward and backward data.
 
-Rows of planes are multiplied as they lie in memory. Kernel: kernels_src/grouped/nchw.cu. Backward weights have a
+Rows of images are multiplied as they lie in memory. Kernel: kernels_src/grouped/nchw.cu. Backward weights have a
 kernel of their own: ConvGroupedPlanesWeights.
 """
 
@@ -21,10 +21,10 @@ from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import SOURCE, GroupedAxis, PackedGroups, is_ample, refuse_groups
-from miofind.solvers.grouped.nchw_tiling import PlanesTiling, planes_unit, planes_units
+from miofind.solvers.grouped.nchw_tiling import NchwTiling, nchw_unit_channels, nchw_units
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
-_ROWS = (1, 2, 3, 4, 7)  # 3 serves odd planes that nothing else does
+_ROWS = (1, 2, 3, 4, 7)  # 3 serves odd images that nothing else does
 _TURNS = (0, 1, 2, 4, 8)
 _MAX_DEPTH, _MAX_MATRICES = 2, 100
 _MAX_SUMS, _MAX_REGISTERS = 128, 255
@@ -34,29 +34,29 @@ _MAX_GRID = 2**16 - 1
 
 def _matrices(problem: ProblemDescription) -> int:
     """Registers of a thread that hold filters."""
-    return 4 * math.prod(problem.lifted(2).filter) * (planes_unit(problem)[0] // 16)
+    return 4 * math.prod(problem.lifted(2).filter) * (nchw_unit_channels(problem)[0] // 16)
 
 
-def _registers(problem: ProblemDescription, tiling: PlanesTiling) -> int:
+def _registers(problem: ProblemDescription, tiling: NchwTiling) -> int:
     """Registers of a thread that spills nothing: sums, filters, a row of pixels, and addresses."""
     return 8 * ceil_div(tiling.sums + _matrices(problem) + 2 * tiling.depth * tiling.in_tiles + 60, 8)
 
 
-def _resident(problem: ProblemDescription, tiling: PlanesTiling, device: Device) -> int:
+def _resident(problem: ProblemDescription, tiling: NchwTiling, device: Device) -> int:
     """Blocks that a multiprocessor holds at once."""
     return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
 
-def _splits(problem: ProblemDescription, tiling: PlanesTiling, device: Device, turns: int) -> int:
-    """Blocks that share the tiles of a channel tile; without a number of turns, as many as are resident at once."""
-    if turns:
-        return ceil_div(tiling.tile_count, turns)
+def _splits(problem: ProblemDescription, tiling: NchwTiling, device: Device, tiles: int) -> int:
+    """Blocks that share the tiles of a channel tile, `tiles` each; if that is 0, as many as are resident at once."""
+    if tiles:
+        return ceil_div(tiling.tile_count, tiles)
     resident = device.sm_count * _resident(problem, tiling, device)
     return min(tiling.tile_count, max(1, resident // tiling.channel_tiles))
 
 
 def _defines(
-    problem: ProblemDescription, config: Config, tiling: PlanesTiling, resident: int
+    problem: ProblemDescription, config: Config, tiling: NchwTiling, resident: int
 ) -> tuple[tuple[str, str | int], ...]:
     planar = problem.lifted(2)
     return (
@@ -65,7 +65,8 @@ def _defines(
         ("GROUP_K", planar.k // planar.groups),
         ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
         *axis_defines(planar, IN=planar.tensor(SOURCE[planar.direction]).shape[2:], OUT=planar.output.shape[2:]),
-        *((name.upper(), config[name]) for name in ("units", "images", "row_groups", "rows", "stages")),
+        *((name.upper(), config[name]) for name in ("units", "images", "row_groups", "stages")),
+        ("WARP_ROWS", config["rows"]),
         ("ROW_TILES", tiling.row_tiles),
         ("PITCH", tiling.source.pitch),
         ("MIN_BLOCKS", resident),
@@ -88,7 +89,7 @@ _BANDWIDTH_SHARE = 0.885  # of the nominal one that copies reach
 _LAUNCH_MS = 0.0017
 
 
-def _busy_cycles(tiling: PlanesTiling) -> float:
+def _busy_cycles(tiling: NchwTiling) -> float:
     """Cycles of a multiprocessor's schedulers that one tile of one block takes."""
     (height, width), source, warps = tiling.axes, tiling.source, tiling.threads // 32
     slots = (source.copies * _COPY + tiling.written * _STORE) / 32
@@ -103,25 +104,25 @@ def _busy_cycles(tiling: PlanesTiling) -> float:
     return max(slots / 4, warps * products * _PRODUCT / 4)
 
 
-def _filter_cycles(problem: ProblemDescription, tiling: PlanesTiling) -> float:
+def _filter_cycles(problem: ProblemDescription, tiling: NchwTiling) -> float:
     """Cycles of a multiprocessor's shared memory that a block takes to have its filters in registers."""
     if PackedGroups.of(problem).groups == 1:
         return _LOADED * tiling.threads / 32 * _matrices(problem)
     return _ARRANGED * math.prod(problem.w.shape) / tiling.channel_tiles
 
 
-def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesTiling, config: Config) -> float:
+def _work_ms(problem: ProblemDescription, device: Device, tiling: NchwTiling, config: Config) -> float:
     """Milliseconds of multiprocessors and memory together."""
     resident, busy = _resident(problem, tiling, device), _busy_cycles(tiling)
     splits = _splits(problem, tiling, device, config["turns"])
-    turns, blocks = tiling.tile_count / splits, tiling.channel_tiles * splits
+    tiles, blocks = tiling.tile_count / splits, tiling.channel_tiles * splits
     filters = _filter_cycles(problem, tiling)
     alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + _ALONE * 128 * busy / tiling.threads
     full, rest = divmod(blocks, device.sm_count * resident)
-    latency = math.ceil(turns) * alone
-    cycles = full * (_BLOCK_LATENCY / 2 + max(resident * (turns * busy + filters), latency)) + _BLOCK_LATENCY / 2
+    latency = math.ceil(tiles) * alone
+    cycles = full * (_BLOCK_LATENCY / 2 + max(resident * (tiles * busy + filters), latency)) + _BLOCK_LATENCY / 2
     if rest:
-        most = ceil_div(rest, device.sm_count) * (turns * busy + filters)
+        most = ceil_div(rest, device.sm_count) * (tiles * busy + filters)
         cycles += _BLOCK_LATENCY / 2 + max(most, latency + filters)
     processing = 1e3 * cycles / device.clock_hz
     halo = 0.1 * (tiling.source.rows - tiling.rows * config["row_groups"] * tiling.axes[0].stride) / tiling.source.rows
@@ -129,7 +130,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesTiling, 
     return float(max(memory, processing) + _SERIAL_SHARE * min(memory, processing))
 
 
-# What default_configs ranks by estimate. The smallest tiles, and whole planes, serve what nothing else does.
+# What default_configs ranks by estimate. The smallest tiles, and whole images, serve what nothing else does.
 _SHORT_LIST = (
     *Config.product(
         {
@@ -214,7 +215,7 @@ class ConvGroupedPlanes(Solver):
             return answer
         if max(problem.conv.stride) > 2:
             return Applicability(f"serves strides of 1 and 2, not {problem.conv.stride}")
-        unit_in, _ = planes_unit(problem)
+        unit_in, _ = nchw_unit_channels(problem)
         if unit_in // 16 > _MAX_DEPTH:
             return Applicability(
                 f"sums up to {16 * _MAX_DEPTH} channels of the fewest groups that fill 16, not {unit_in}"
@@ -230,7 +231,7 @@ class ConvGroupedPlanes(Solver):
                 f"shifts columns by {least} to {most}, not by {width.first} to {width.first + width.reach}"
             )
         if not any(self.is_valid_config(problem, device, config) for config in reversed(_SHORT_LIST)):
-            return Applicability("rows are too wide, or planes of odd width too large, for a block")
+            return Applicability("rows are too wide, or images of odd width too large, for a block")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
@@ -239,9 +240,9 @@ class ConvGroupedPlanes(Solver):
             return False
         if config["row_groups"] > 1 and config["row_groups"] // 2 * config["rows"] >= height.outputs:
             return False
-        if config["images"] >= 2 * problem.n or config["units"] >= 2 * planes_units(problem):
+        if config["images"] >= 2 * problem.n or config["units"] >= 2 * nchw_units(problem):
             return False
-        tiling = PlanesTiling.of(problem, config)
+        tiling = NchwTiling.of(problem, config)
         if tiling.row_tiles > 1 and (config["images"] > 1 or tiling.source.is_flat):
             return False
         if config["turns"] > tiling.tile_count:
@@ -253,10 +254,10 @@ class ConvGroupedPlanes(Solver):
         return self._is_dealt(problem, tiling, device, config)
 
     @staticmethod
-    def _is_dealt(problem: ProblemDescription, tiling: PlanesTiling, device: Device, config: Config) -> bool:
-        """Whether blocks use all their buffers, and are dealt more than two tiles where there is no number of turns.
+    def _is_dealt(problem: ProblemDescription, tiling: NchwTiling, device: Device, config: Config) -> bool:
+        """Whether blocks use all their buffers, and have more than two tiles where `turns` is 0.
 
-        Of one or two tiles, a number of turns deals the same to each block, which measured faster.
+        For one or two tiles, a number of tiles gives each block the same, which measured faster.
         """
         splits = _splits(problem, tiling, device, config["turns"])
         if splits > _MAX_GRID or config["stages"] > ceil_div(tiling.tile_count, splits) + 1:
@@ -273,10 +274,10 @@ class ConvGroupedPlanes(Solver):
         return _varied(self.ranked(problem, device, _SHORT_LIST))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return _LAUNCH_MS + _work_ms(problem, device, PlanesTiling.of(problem, config), config)
+        return _LAUNCH_MS + _work_ms(problem, device, NchwTiling.of(problem, config), config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = PlanesTiling.of(problem, config)
+        tiling = NchwTiling.of(problem, config)
         source, target = SOURCE[problem.direction], problem.direction.output
         step = KernelStep(
             source="grouped/nchw.cu",

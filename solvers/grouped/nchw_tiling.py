@@ -1,4 +1,4 @@
-"""How grouped convolutions of channels-first images are cut into whole rows of planes in shared memory.
+"""How grouped convolutions of channels-first images are cut into whole rows in shared memory.
 
 The same arithmetic as kernels_src/grouped/nchw_rows.cuh, kernels_src/grouped/nchw.cu and grouped/nchw_weights.cu.
 """
@@ -21,8 +21,8 @@ _MOST_SUMS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaneRows:
-    """Rows of a tensor's planes in shared memory: [channel][image][row][column], zeros between rows.
+class NchwRows:
+    """Rows of a tensor's images in shared memory: [channel][image][row][column], zeros between rows.
 
     Attributes:
         channels, images, rows: that are staged.
@@ -41,7 +41,7 @@ class PlaneRows:
 
     @property
     def vector(self) -> int:
-        """Elements of a row that one copy moves, 1 where planes are copied as a whole."""
+        """Elements of a row that one copy moves, 1 where images are copied as a whole."""
         return math.gcd(8, self.width)
 
     @property
@@ -92,14 +92,14 @@ def quiet_pitch(size: int, lanes: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanesWeightsTiling:
+class NchwWeightsTiling:
     """A configuration applied to backward weights: what the kernel's constants come to.
 
     Attributes:
         x, y: staged rows of inputs and of gradients.
         channel_blocks, item_blocks: blocks of 8 channels and of 8 filters of a warp.
         items: pairs of a warp's channels, 8 or 16, and its filters in a block.
-        streams: runs of 8 outputs down `rows` rows, of which a warp takes four at once.
+        streams: segments of 8 outputs down `rows` rows, of which a warp takes four at once.
         rows: outputs of a stream.
         row_tiles, image_tiles: tiles of outputs.
         units: packs of groups of a block.
@@ -110,8 +110,8 @@ class PlanesWeightsTiling:
         shared_bytes: of a block.
     """
 
-    x: PlaneRows
-    y: PlaneRows
+    x: NchwRows
+    y: NchwRows
     channel_blocks: int
     item_blocks: int
     items: int
@@ -137,7 +137,7 @@ class PlanesWeightsTiling:
         return ceil_div(self.streams, 4)
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config) -> PlanesWeightsTiling:
+    def of(problem: ProblemDescription, config: Config) -> NchwWeightsTiling:
         planar = problem.lifted(2)
         (filter_y, filter_x), (out_h, out_w), conv = planar.filter, planar.out_spatial, planar.conv
         packs, units, images, rows = PackedGroups.of(problem), config["units"], config["images"], config["rows"]
@@ -148,26 +148,26 @@ class PlanesWeightsTiling:
         products = ceil_div(channel_blocks * filter_x, 2) * filter_y
         item_blocks = _item_blocks(packs.k // 8, products)
         items = units * (share_c // 8 // channel_blocks) * (packs.k // 8 // item_blocks)
-        runs = ceil_div(out_w, 8)
+        segments = ceil_div(out_w, 8)
         patch_rows = (tile_rows - 1) * stride_h + (filter_y - 1) * conv.dilation[0] + 1
         x_pitch = _x_pitch(planar)
         x_lanes = _lanes(
-            runs, config["row_groups"], 16 * stride_w, 2 * x_pitch * rows * stride_h, 2 * x_pitch * patch_rows
+            segments, config["row_groups"], 16 * stride_w, 2 * x_pitch * rows * stride_h, 2 * x_pitch * patch_rows
         )
-        y_lanes = _lanes(runs, config["row_groups"], 16, 16 * runs * rows, 16 * runs * tile_rows)
-        x = PlaneRows(
+        y_lanes = _lanes(segments, config["row_groups"], 16, 16 * segments * rows, 16 * segments * tile_rows)
+        x = NchwRows(
             channels=channels, images=images, rows=patch_rows, height=planar.spatial[0], width=planar.spatial[1],
             pitch=x_pitch, channel_bytes=quiet_pitch(2 * x_pitch * patch_rows * images, x_lanes),
         )  # fmt: skip
-        y = PlaneRows(
+        y = NchwRows(
             channels=filters, images=images, rows=tile_rows, height=out_h, width=out_w,
-            pitch=8 * runs, channel_bytes=quiet_pitch(16 * runs * tile_rows * images, y_lanes),
+            pitch=8 * segments, channel_bytes=quiet_pitch(16 * segments * tile_rows * images, y_lanes),
         )  # fmt: skip
-        streams = runs * config["row_groups"] * images
+        streams = segments * config["row_groups"] * images
         staged = x.laid_bytes + y.laid_bytes + config["stages"] * (x.arriving_bytes + y.arriving_bytes)
         zeros = (rows - 1) * 2 * y.pitch + _WORD if streams % 4 else 0
         row_floats = (packs.c // packs.groups if config["shares"] == 1 else share_c) * filter_y * filter_x
-        return PlanesWeightsTiling(
+        return NchwWeightsTiling(
             x=x,
             y=y,
             channel_blocks=channel_blocks,
@@ -194,15 +194,18 @@ def shifts(problem: ProblemDescription) -> range:
 
 @functools.lru_cache(maxsize=256)
 def _x_pitch(planar: ProblemDescription) -> int:
-    """Elements from row to row of x, which hold the padding and what whole runs of 8 outputs meet."""
+    """Elements from row to row of x, which hold the padding and what whole segments of 8 outputs meet."""
     width, out_w, stride, reached = planar.spatial[1], planar.out_spatial[1], planar.conv.stride[1], shifts(planar)
     right = (out_w - 1) * stride + reached[-1] + 1
     return round_up(max(width + max(0, -reached[0]), right, 8 * ceil_div(out_w, 8) * stride), 8)
 
 
-def _lanes(runs: int, row_groups: int, run: int, group: int, image: int) -> tuple[int, ...]:
+def _lanes(segments: int, row_groups: int, segment: int, group: int, image: int) -> tuple[int, ...]:
     """Where the first four streams begin."""
-    return tuple(s % runs * run + s // runs % row_groups * group + s // (runs * row_groups) * image for s in range(4))
+    return tuple(
+        s % segments * segment + s // segments % row_groups * group + s // (segments * row_groups) * image
+        for s in range(4)
+    )
 
 
 def _item_blocks(blocks: int, products: int) -> int:
@@ -218,7 +221,7 @@ def _sum_pitch(floats: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanesTiling:
+class NchwTiling:
     """A configuration applied to forward or backward data: what the kernel's constants come to.
 
     Attributes:
@@ -237,7 +240,7 @@ class PlanesTiling:
     """
 
     axes: tuple[GroupedAxis, GroupedAxis]
-    source: PlaneRows
+    source: NchwRows
     depth: int
     shares: int
     rows: int
@@ -261,10 +264,10 @@ class PlanesTiling:
         return 4 * self.axes[0].phases * self.axes[1].phases * self.rows * self.width
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config) -> PlanesTiling:
+    def of(problem: ProblemDescription, config: Config) -> NchwTiling:
         planar = problem.lifted(2)
         height, width = axes = (GroupedAxis.of(planar, 0), GroupedAxis.of(planar, 1))
-        unit_in, unit_out = planes_unit(problem)
+        unit_in, unit_out = nchw_unit_channels(problem)
         unit_k = unit_in if problem.direction is Direction.BACKWARD_DATA else unit_out
         packs, units, images, rows = PackedGroups.of(problem), config["units"], config["images"], config["rows"]
         tile_rows = rows * config["row_groups"]
@@ -274,19 +277,19 @@ class PlanesTiling:
         met = ceil_div((8 * tiles - 1) * width.stride + width.first + width.reach + 1, 8)
         in_tiles = round_up(max(tiles * width.stride, min(met, ceil_div(read.shape[3], 8))), width.stride)
         pitch = max(8 * in_tiles, round_up(read.shape[3], 8))
-        source = PlaneRows(
+        source = NchwRows(
             channels=units * unit_in, images=images, rows=patch_rows, height=read.shape[2], width=read.shape[3],
             pitch=pitch, channel_bytes=odd_words(2 * images * patch_rows * pitch),
         )  # fmt: skip
         row_tiles, area = ceil_div(height.outputs, tile_rows), out_h * out_w
-        plane = area if row_tiles == 1 else odd_words(2 * tile_rows * height.phases * out_w) // 2
+        channel_pitch = area if row_tiles == 1 else odd_words(2 * tile_rows * height.phases * out_w) // 2
         taps = math.prod(planar.filter)
         filters = units * unit_k * odd_words(taps * 2 * packs.c)
         if packs.groups > 1:  # which arrive in another order
             filters += _WORD + units * unit_k * 2 * taps * (packs.c // packs.groups)
         staged = source.laid_bytes + config["stages"] * source.arriving_bytes
         shares = unit_out // 16
-        return PlanesTiling(
+        return NchwTiling(
             axes=axes,
             source=source,
             depth=unit_in // 16,
@@ -296,10 +299,10 @@ class PlanesTiling:
             in_tiles=in_tiles,
             row_tiles=row_tiles,
             image_tiles=ceil_div(problem.n, images),
-            channel_tiles=ceil_div(planes_units(problem), units),
+            channel_tiles=ceil_div(nchw_units(problem), units),
             written=images * units * unit_out * min(area, tile_rows * height.phases * out_w) // 8,
             threads=32 * units * shares * config["row_groups"] * images,
-            shared_bytes=staged + max(2 * images * units * unit_out * plane, filters),
+            shared_bytes=staged + max(2 * images * units * unit_out * channel_pitch, filters),
         )
 
 
@@ -308,13 +311,13 @@ def _unit_packs(problem: ProblemDescription) -> int:
     return 2 if packs.c % 16 or packs.k % 16 else 1
 
 
-def planes_unit(problem: ProblemDescription) -> tuple[int, int]:
+def nchw_unit_channels(problem: ProblemDescription) -> tuple[int, int]:
     """Channels of a unit that are summed and that result: packs that have multiples of 16 of both."""
     packs, count = PackedGroups.of(problem), _unit_packs(problem)
     c, k = count * packs.c, count * packs.k
     return (k, c) if problem.direction is Direction.BACKWARD_DATA else (c, k)
 
 
-def planes_units(problem: ProblemDescription) -> int:
+def nchw_units(problem: ProblemDescription) -> int:
     """Units that a problem's groups make, the last perhaps not full."""
     return ceil_div(problem.groups, PackedGroups.of(problem).groups * _unit_packs(problem))

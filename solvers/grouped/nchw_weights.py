@@ -1,6 +1,6 @@
 """ConvGroupedPlanesWeights: backward weights of grouped convolutions of channels-first images on tensor cores.
 
-Rows of planes are multiplied as they lie in memory, with pixels as the depth of the products. A second kernel adds the
+Rows of images are multiplied as they lie in memory, with pixels as the depth of the products. A second kernel adds the
 blocks' float32 sums in a fixed order. Kernels: kernels_src/grouped/nchw_weights.cu.
 """
 
@@ -22,28 +22,28 @@ from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import PackedGroups, is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.grouped.nchw_tiling import PlanesWeightsTiling, shifts
+from miofind.solvers.grouped.nchw_tiling import NchwWeightsTiling, shifts
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
-_MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
+_MOST_BLOCKS = 4  # of a multiprocessor, so that split-K partials are few
 _ROWS = (1, 2, 4, 7, 14)
 _SPLITS = (1, 2, 4, 8, 16, 32)
-_MAX_PAIR = 2  # pixels that shifts may reach before a run
+_MAX_PAIR = 2  # pixels that shifts may reach before a segment
 _MAX_SUMS, _MAX_REGISTERS = 128, 255
 _LEAST_THREADS, _MAX_THREADS = 32, 512
 _MAX_GRID = 2**16 - 1
 _MAX_WORKSPACE_BYTES = 1 << 28
 
 
-def _registers(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> int:
-    """Registers of a thread that spills nothing: sums, gradients of rows under way, a run of x and its shift."""
+def _registers(problem: ProblemDescription, tiling: NchwWeightsTiling) -> int:
+    """Registers of a thread that spills nothing: sums, gradients of rows under way, a segment of x and its shift."""
     planar = problem.lifted(2)
     live = min(tiling.rows, (planar.filter[0] - 1) * planar.conv.dilation[0] // planar.conv.stride[0] + 1)
-    runs = 4 * live * tiling.item_blocks + (6 * planar.conv.stride[1] + 4) * tiling.channel_blocks
-    return 8 * ceil_div(tiling.sums + runs + 36, 8)
+    segments = 4 * live * tiling.item_blocks + (6 * planar.conv.stride[1] + 4) * tiling.channel_blocks
+    return 8 * ceil_div(tiling.sums + segments + 36, 8)
 
 
-def _resident(problem: ProblemDescription, tiling: PlanesWeightsTiling, device: Device) -> int:
+def _resident(problem: ProblemDescription, tiling: NchwWeightsTiling, device: Device) -> int:
     """Blocks that a multiprocessor holds at once."""
     return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
@@ -53,7 +53,7 @@ def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
 
 
 def _defines(
-    problem: ProblemDescription, config: Config, tiling: PlanesWeightsTiling, resident: int
+    problem: ProblemDescription, config: Config, tiling: NchwWeightsTiling, resident: int
 ) -> tuple[tuple[str, str | int], ...]:
     planar = problem.lifted(2)
     return (
@@ -61,7 +61,8 @@ def _defines(
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
         *axis_defines(planar, IN=planar.spatial, OUT=planar.out_spatial),
-        *((name.upper(), config[name]) for name in ("units", "shares", "images", "row_groups", "rows")),
+        *((name.upper(), config[name]) for name in ("units", "shares", "images", "row_groups")),
+        ("WARP_ROWS", config["rows"]),
         ("ITEM_BLOCKS", tiling.item_blocks),
         ("ROW_TILES", tiling.row_tiles),
         ("WARPS", config["warps"]),
@@ -77,7 +78,7 @@ def _defines(
 
 
 def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
-    tiling = PlanesWeightsTiling.of(problem, config)
+    tiling = NchwWeightsTiling.of(problem, config)
     return KernelStep(
         source="grouped/nchw_weights.cu",
         entry="grouped_nchw_weights",
@@ -100,12 +101,12 @@ _ROW_OF_X, _ROW_OF_DY = 29, 9.6
 _PRODUCT = 2.1
 _ISSUED = 0.4  # instructions of a scheduler in a cycle
 _TILE_LATENCY, _BLOCK_LATENCY = 350, 1800
-_PARTS_SHARE = 1.14  # of the bytes of parts that device memory sees
+_PARTIALS_SHARE = 1.14  # of the bytes of partials that device memory sees
 _SERIAL_SHARE = 0.69  # share of the shorter of memory and multiprocessors that does not overlap
 _LAUNCH_MS, _FINISH_MS = 0.0015, 0.00057
 
 
-def _busy_cycles(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> float:
+def _busy_cycles(problem: ProblemDescription, tiling: NchwWeightsTiling) -> float:
     """Cycles of a multiprocessor's schedulers that one tile of one block takes."""
     planar = problem.lifted(2)
     stride_h, stride_w = planar.conv.stride
@@ -124,19 +125,19 @@ def _busy_cycles(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> fl
     return max(slots / (4 * _ISSUED), visits * products * _PRODUCT / 4)
 
 
-def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsTiling, config: Config) -> float:
+def _work_ms(problem: ProblemDescription, device: Device, tiling: NchwWeightsTiling, config: Config) -> float:
     """Milliseconds of multiprocessors and memory together."""
-    resident, turns = _resident(problem, tiling, device), ceil_div(tiling.tile_count, config["splits"])
+    resident, tiles = _resident(problem, tiling, device), ceil_div(tiling.tile_count, config["splits"])
     busy = _busy_cycles(problem, tiling)
     alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 128 * busy / tiling.threads
     blocks = tiling.channel_tiles * config["splits"]
     cycles = cycles_of_waves(
-        blocks, resident, device, lambda together: _BLOCK_LATENCY + turns * max(together * busy, alone)
+        blocks, resident, device, lambda together: _BLOCK_LATENCY + tiles * max(together * busy, alone)
     )
     processing = 1e3 * cycles / device.clock_hz
-    parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
+    partials = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
     halo = 0.1 * (tiling.x.rows - tiling.rows * problem.lifted(2).conv.stride[0]) / tiling.x.rows
-    through = problem.bytes * (1 + halo) + _PARTS_SHARE * parts
+    through = problem.bytes * (1 + halo) + _PARTIALS_SHARE * partials
     memory = 1e3 * through / device.bandwidth_bytes_per_s
     return float(max(memory, processing) + _SERIAL_SHARE * min(memory, processing))
 
@@ -203,9 +204,9 @@ class ConvGroupedPlanesWeights(Solver):
     Pixels beyond the images are multiplied as zeros: an infinity or NaN spreads over taps that do not meet it.
 
     Configuration: a warp adds 8 or 16 channels x some filters of a pack, the fewest groups that fill 8 of each, over
-    runs of 8 outputs down `rows` rows; a tile has `row_groups` times as many rows of `images` images, whose runs
-    `warps` warps share; a block has `units` packs, or one in `shares` shares of a pack's channels, and `stages`
-    buffers; the outputs are dealt to `splits` blocks.
+    segments of 8 outputs in `rows` rows. A tile has `row_groups` times as many rows of `images` images; `warps` warps
+    share its segments. A block has `units` packs, or one in `shares` shares of a pack's channels, and `stages` buffers.
+    The outputs are divided among `splits` blocks.
     """
 
     id = "ConvGroupedPlanesWeights"
@@ -273,7 +274,7 @@ class ConvGroupedPlanesWeights(Solver):
             return False
         if config["row_groups"] > 1 and config["row_groups"] // 2 * config["rows"] >= out_h:
             return False
-        tiling = PlanesWeightsTiling.of(problem, config)
+        tiling = NchwWeightsTiling.of(problem, config)
         if config["images"] > 1 and tiling.row_tiles > 1:
             return False
         if tiling.row_tiles > 1 and (tiling.x.is_flat or tiling.y.is_flat):
@@ -299,7 +300,7 @@ class ConvGroupedPlanesWeights(Solver):
         return _varied(self.ranked(problem, device, _likely(problem, device)))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = PlanesWeightsTiling.of(problem, config)
+        tiling = NchwWeightsTiling.of(problem, config)
         launches = _LAUNCH_MS + (_FINISH_MS if config["splits"] > 1 else 0.0)
         return launches + _work_ms(problem, device, tiling, config)
 

@@ -44,7 +44,7 @@ def _resident(tiling: GroupedTiling, device: Device) -> int:
     return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
 
-def _turns(tiling: GroupedTiling, resident: int, device: Device) -> int:
+def _tiles_of_block(tiling: GroupedTiling, resident: int, device: Device) -> int:
     """Tiles that a block of several stages computes one after another: all blocks are resident at once."""
     return ceil_div(tiling.spatial_tiles, max(1, device.sm_count * resident // tiling.tiles[0]))
 
@@ -54,7 +54,7 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
     channel_tiles, row_tiles, column_tiles, image_tiles = tiling.tiles
     across = (row_tiles * column_tiles, image_tiles)
     if tiling.stages > 1:
-        across = (ceil_div(tiling.spatial_tiles, _turns(tiling, _resident(tiling, device), device)), 1)
+        across = (ceil_div(tiling.spatial_tiles, _tiles_of_block(tiling, _resident(tiling, device), device)), 1)
     source, target = SOURCE[problem.direction], problem.direction.output
     return KernelStep(
         source="grouped/nhwc.cu",
@@ -83,7 +83,7 @@ def _defines(
         *axis_defines(planar),
         ("UNITS", config["units"]),
         ("SHARES", tiling.shares),
-        ("ROWS", config["rows"]),
+        ("WARP_ROWS", config["rows"]),
         ("ROW_GROUPS", config["row_groups"]),
         ("COLUMNS", tiling.columns),
         ("SPAN", tiling.span),
@@ -95,7 +95,7 @@ def _defines(
         ("IN_W", source[1]),
         ("OUT_H", planar.output.shape[2]),
         ("OUT_W", planar.output.shape[3]),
-        ("WHOLE_PLANES", int(tiling.is_whole)),
+        ("WHOLE_IMAGES", int(tiling.is_whole)),
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
@@ -109,7 +109,7 @@ def _defines(
 _MOVE, _TURN = 45, 93  # channels first reckoned
 _PRODUCT = 0.5
 _WAVE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 1670, 73, 1.9
-_SHORT_RUN = 20  # bytes that a run of channels costs besides its own
+_SHORT_SEGMENT = 20  # bytes that a segment of channels costs besides its own
 _SERIAL_SHARE, _ALONE = (
     0.085,
     0.3,
@@ -137,18 +137,18 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
     alone = _MOVE_LATENCY * moved / tiling.threads + _PRODUCT_LATENCY * products
     together = min(resident, math.ceil(tiling.blocks / device.sm_count))
     if tiling.stages > 1:
-        turns = _turns(tiling, resident, device)
-        together = min(resident, ceil_div(tiling.tiles[0] * ceil_div(tiling.spatial_tiles, turns), device.sm_count))
-        cycles = turns * max(together * busy, alone)
+        tiles = _tiles_of_block(tiling, resident, device)
+        together = min(resident, ceil_div(tiling.tiles[0] * ceil_div(tiling.spatial_tiles, tiles), device.sm_count))
+        cycles = tiles * max(together * busy, alone)
     else:
         cycles = cycles_of_waves(
             tiling.blocks, resident, device, lambda blocks: _WAVE_LATENCY + max(blocks * busy, alone)
         )
     processing = 1e3 * cycles / device.clock_hz
-    run_bytes = 2 * tiling.span
+    segment_bytes = 2 * tiling.span
     if problem.x.layout.channels_last:
-        run_bytes = 16 * tiling.units * min(tiling.in_blocks, tiling.out_blocks)
-    through = problem.bytes * (1 + _SHORT_RUN / run_bytes)
+        segment_bytes = 16 * tiling.units * min(tiling.in_blocks, tiling.out_blocks)
+    through = problem.bytes * (1 + _SHORT_SEGMENT / segment_bytes)
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     return max(memory, processing) + min(memory, processing) * (_SERIAL_SHARE + _ALONE / (together * tiling.stages))
 
@@ -173,7 +173,7 @@ _SHORT_LIST = (
 def _varied(ranked: Sequence[Config]) -> list[Config]:
     """The first few, then the first of each number of rows and units, a few of each number of rows.
 
-    Registers, and so blocks at once, depend on rows most, and what runs of channels cost on units.
+    Registers, and so blocks at once, depend on rows most, and what segments of channels cost on units.
     """
     chosen: dict[tuple[int, int], Config] = {}
     taken: Counter[int] = Counter()
@@ -265,7 +265,7 @@ class ConvGrouped(Solver):
             return False
         if tiling.stages > 1:
             resident = _resident(tiling, device)
-            if resident == 0 or tiling.stages > _turns(tiling, resident, device):
+            if resident == 0 or tiling.stages > _tiles_of_block(tiling, resident, device):
                 return False
         if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
             return False

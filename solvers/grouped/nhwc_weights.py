@@ -32,7 +32,7 @@ from miofind.solvers.grouped.nhwc_shape import SHAPE, shape_of
 from miofind.solvers.grouped.nhwc_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
 
 _DEFAULTS = 8
-_MOST_BLOCKS = 3  # of a multiprocessor, so that parts are few
+_MOST_BLOCKS = 3  # of a multiprocessor, so that split-K partials are few
 _ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
 _MOST_COLUMNS = 32  # of all images of a tile
 _MAX_SUMS = 128
@@ -67,7 +67,7 @@ def _defines(
         *axis_defines(planar),
         ("UNITS", config["units"]),
         *zip(("SHARES_C", "SHARES_K"), SHARES[config["shares"]], strict=True),
-        ("ROWS", config["rows"]),
+        ("TILE_ROWS", config["rows"]),
         ("COLUMNS", tiling.columns),
         ("SPAN", tiling.span),
         ("IMAGES", config["images"]),
@@ -108,8 +108,8 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
 _MOVE, _TURN = 14, 46  # channels first reckoned
 _PRODUCT = 0.66
 _BLOCK_LATENCY, _TILE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 4000, 740, 21, 2.4
-_SHORT_RUN = 30  # bytes that a run of channels costs besides its own
-_AGAIN, _PARTS_SHARE = 0.51, 1.2  # shares of bytes read once more, and of parts, that device memory sees
+_SHORT_SEGMENT = 30  # bytes that a segment of channels costs besides its own
+_AGAIN, _PARTIALS_SHARE = 0.51, 1.2  # shares of bytes read once more, and of partials, that device memory sees
 _ALONE = 0.45  # share of the shorter of memory and multiprocessors that does not overlap with one buffer at a time
 _BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
 _LAUNCH_MS, _FINISH_MS = 0.0021, 0.0008
@@ -123,27 +123,27 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     rows_in = (tiling.rows - 1) * stride + (tiling.taps[0] - 1) * dilation + 1
     read = tiling.images * tiling.units * math.prod(tiling.patch) * tiling.unit_c / 8
     read += tiling.images * tiling.units * tiling.rows * tiling.columns * tiling.unit_k / 8
-    items = tiling.units * tiling.items * shares * tiling.strips
+    items = tiling.units * tiling.items * shares * tiling.segment_pairs
     products = items * tiling.rows * 2 * math.prod(tiling.taps)
     reads = items * 4 * (tiling.rows + rows_in * tiling.taps[1])
     slots = read * (_MOVE if problem.x.layout.channels_last else _TURN) / 32 + 1.3 * products + reads / 3
     busy = max(slots / 3, 3 * read / 8 + reads, products * _PRODUCT)
-    serial = tiling.rows * math.prod(tiling.taps) * 2 * ceil_div(tiling.strips, config["warps"])
+    serial = tiling.rows * math.prod(tiling.taps) * 2 * ceil_div(tiling.segment_pairs, config["warps"])
     waits = _TILE_LATENCY * (2 if config["stages"] == 1 else 1)
     alone = waits + _MOVE_LATENCY * read / tiling.threads + _PRODUCT_LATENCY * serial
     resident = _resident(tiling, device)
-    turns = ceil_div(tiling.tile_count, config["splits"])
+    tiles = ceil_div(tiling.tile_count, config["splits"])
     blocks = tiling.channel_tiles * config["splits"] * tiling.tap_blocks
     cycles = cycles_of_waves(
-        blocks, resident, device, lambda together: _BLOCK_LATENCY + turns * max(together * busy, alone)
+        blocks, resident, device, lambda together: _BLOCK_LATENCY + tiles * max(together * busy, alone)
     )
     processing = 1e3 * cycles / device.clock_hz
-    parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
-    run_bytes = 2 * tiling.span
+    partials = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
+    segment_bytes = 2 * tiling.span
     if problem.x.layout.channels_last:
-        run_bytes = 2 * tiling.units * min(tiling.unit_c, tiling.unit_k)
+        segment_bytes = 2 * tiling.units * min(tiling.unit_c, tiling.unit_k)
     again = max(0.0, 16 * read * tiling.tile_count * tiling.channel_tiles - problem.bytes)
-    through = problem.bytes * (1 + _SHORT_RUN / run_bytes) + _AGAIN * again + _PARTS_SHARE * parts
+    through = problem.bytes * (1 + _SHORT_SEGMENT / segment_bytes) + _AGAIN * again + _PARTIALS_SHARE * partials
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     together = config["stages"] * min(resident, ceil_div(blocks, device.sm_count))
     return float(max(memory, processing) + min(memory, processing) * _ALONE / together)
@@ -254,7 +254,7 @@ class ConvGroupedWeights(Solver):
             return False
         if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_in_all(problem):
             return False
-        if tiling.strips % config["warps"]:
+        if tiling.segment_pairs % config["warps"]:
             return False
         if config["splits"] > 1 and config["splits"] * tiling.channel_tiles > _MOST_BLOCKS * device.sm_count:
             return False

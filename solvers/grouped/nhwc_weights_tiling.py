@@ -29,8 +29,8 @@ class GroupedWeightsTiling:
             share.
         units, images: as configured.
         items: pairs of 16 filters and 16 channels of a unit that have a group in common.
-        columns, span: outputs of a tile's rows, in runs of 8, and those that exist.
-        strips: pairs of runs of 8 outputs.
+        columns, span: outputs of a tile's rows, in segments of 8, and those that exist.
+        segment_pairs: pairs of segments of 8 outputs.
         taps: rows and columns of the filter of a warp.
         rows: outputs of a tile.
         patch: input rows and columns staged, of an image.
@@ -48,7 +48,7 @@ class GroupedWeightsTiling:
     items: int
     columns: int
     span: int
-    strips: int
+    segment_pairs: int
     taps: tuple[int, int]
     rows: int
     patch: tuple[int, int]
@@ -105,7 +105,7 @@ class GroupedWeightsTiling:
             items=items,
             columns=columns,
             span=span,
-            strips=columns // 8 * images // 2,
+            segment_pairs=columns // 8 * images // 2,
             taps=(warp_taps, filter_x),
             rows=rows,
             patch=(patch_h, patch_w),

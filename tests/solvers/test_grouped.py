@@ -172,8 +172,8 @@ def test_blocks_of_several_stages_share_the_tiles(direction: Direction) -> None:
         assert (channels, one) == (tiling.tiles[0], 1)
         assert tiles < tiling.spatial_tiles
         assert -(-tiling.spatial_tiles // tiles) >= config["stages"]
-    planes = resnext(8, 28, 1, direction, Layout.NCHW)
-    assert {config["stages"] for config in FORWARD.configs(planes, H200)} == {1}
+    nchw = resnext(8, 28, 1, direction, Layout.NCHW)
+    assert {config["stages"] for config in FORWARD.configs(nchw, H200)} == {1}
 
 
 def test_parts_are_planned() -> None:

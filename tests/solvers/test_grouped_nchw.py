@@ -1,4 +1,4 @@
-"""How grouped convolutions of channels-first images are cut into rows of planes, and which of them are served."""
+"""How grouped convolutions of channels-first images are cut into rows, and which of them are served."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solvers.grouped.nchw_tiling import PlaneRows, PlanesTiling, PlanesWeightsTiling, planes_unit, quiet_pitch
+from miofind.solvers.grouped.nchw_tiling import NchwRows, NchwTiling, NchwWeightsTiling, nchw_unit_channels, quiet_pitch
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
-PLANES, WEIGHTS = Registry.default()["ConvGroupedPlanes"], Registry.default()["ConvGroupedPlanesWeights"]
+FORWARD, WEIGHTS = Registry.default()["ConvGroupedPlanes"], Registry.default()["ConvGroupedPlanesWeights"]
 RESNEXT = [(4, 56, 1), (8, 56, 2), (8, 28, 1), (16, 28, 2), (16, 14, 1), (32, 14, 2), (32, 7, 1)]
 
 
@@ -28,7 +28,7 @@ def grouped(groups: int, c: int, k: int, **fields: Any) -> ProblemDescription:
 
 
 def solver_of(direction: Direction) -> Solver:
-    return WEIGHTS if direction is Direction.BACKWARD_WEIGHTS else PLANES
+    return WEIGHTS if direction is Direction.BACKWARD_WEIGHTS else FORWARD
 
 
 def resnext(width: int, size: int, stride: int, direction: Direction) -> ProblemDescription:
@@ -61,7 +61,7 @@ def test_rows_of_x_hold_their_padding(width: int, taps: int, pad: int, stride: i
     )
     if stride == 1 and pad < taps - 3:
         return
-    tiling = PlanesWeightsTiling.of(problem, WEIGHTS.default_configs(problem, H200)[0])
+    tiling = NchwWeightsTiling.of(problem, WEIGHTS.default_configs(problem, H200)[0])
     columns = {v * stride + j - pad for v in range(problem.y.shape[3]) for j in range(taps)}
     assert max(columns) < tiling.x.pitch
     assert -min(columns) <= tiling.x.pitch - width
@@ -75,7 +75,7 @@ def test_rows_of_x_hold_their_padding(width: int, taps: int, pad: int, stride: i
 @pytest.mark.parametrize("pad", [0, 1])
 def test_tiles_that_are_read_meet_all_columns(width: int, direction: Direction, stride: int, pad: int) -> None:
     problem = grouped(4, 8, 8, size=(6, width), stride=stride, padding=pad, direction=direction)
-    tiling = PlanesTiling.of(problem, PLANES.default_configs(problem, H200)[0])
+    tiling = NchwTiling.of(problem, FORWARD.default_configs(problem, H200)[0])
     axis, outputs = tiling.axes[1], problem.output.shape[3]
     met = {v // axis.phases * axis.stride + axis.first + axis.reach for v in range(outputs)}
     assert min(max(met), tiling.source.width - 1) < 8 * tiling.in_tiles <= tiling.source.pitch
@@ -84,12 +84,12 @@ def test_tiles_that_are_read_meet_all_columns(width: int, direction: Direction, 
 
 def test_tiles_cover_all_rows_and_images() -> None:
     problem = grouped(8, 4, 4, n=5, size=(29, 44), stride=2, direction=Direction.BACKWARD_DATA)
-    for config in PLANES.default_configs(problem, H200):
-        tiling = PlanesTiling.of(problem, config)
+    for config in FORWARD.default_configs(problem, H200):
+        tiling = NchwTiling.of(problem, config)
         assert tiling.row_tiles * tiling.rows * config["row_groups"] * tiling.axes[0].phases >= 29
         assert tiling.image_tiles * config["images"] >= problem.n
-        assert tiling.channel_tiles * config["units"] * planes_unit(problem)[0] >= problem.k
-        grid = PLANES.solution(problem, H200, config).kernels[0].grid
+        assert tiling.channel_tiles * config["units"] * nchw_unit_channels(problem)[0] >= problem.k
+        grid = FORWARD.solution(problem, H200, config).kernels[0].grid
         assert grid[1] * (config["turns"] or tiling.tile_count) >= tiling.tile_count
 
 
@@ -99,10 +99,10 @@ def test_blocks_are_resident_at_once_where_each_has_several_tiles(
     width: int, size: int, stride: int, direction: Direction
 ) -> None:
     problem = resnext(width, size, stride, direction)
-    for config in PLANES.configs(problem, H200):
+    for config in FORWARD.configs(problem, H200):
         if config["turns"] == 0:
-            step = PLANES.solution(problem, H200, config).kernels[0]
-            assert PlanesTiling.of(problem, config).tile_count > 2 * step.grid[1]
+            step = FORWARD.solution(problem, H200, config).kernels[0]
+            assert NchwTiling.of(problem, config).tile_count > 2 * step.grid[1]
             at_once = math.ceil(math.prod(step.grid) / H200.sm_count)
             assert at_once * step.shared_bytes <= H200.shared_bytes
             assert at_once * step.block[0] <= 2048
@@ -124,7 +124,7 @@ def test_channels_are_apart_from_neighbours(lanes: tuple[int, ...], size: int) -
 
 @pytest.mark.parametrize(("width", "vector"), [(56, 8), (28, 4), (14, 2), (7, 1), (55, 1)])
 def test_even_rows_are_copied_as_they_are(width: int, vector: int) -> None:
-    rows = PlaneRows(channels=8, images=2, rows=5, height=4, width=width, pitch=64, channel_bytes=2 * 5 * 128)
+    rows = NchwRows(channels=8, images=2, rows=5, height=4, width=width, pitch=64, channel_bytes=2 * 5 * 128)
     assert rows.vector == vector
     assert rows.is_flat == (vector == 1)
     assert rows.laid_bytes == (rows.bytes if vector == 1 else 0)
@@ -137,7 +137,7 @@ def test_even_rows_are_copied_as_they_are(width: int, vector: int) -> None:
 def test_items_share_a_pack(c: int, k: int, channels: int, filters: int) -> None:
     problem = grouped(8, c, k, direction=Direction.BACKWARD_WEIGHTS)
     config = next(c for c in WEIGHTS.configs(problem, H200) if c["shares"] == 1 and c["units"] == 1)
-    tiling = PlanesWeightsTiling.of(problem, config)
+    tiling = NchwWeightsTiling.of(problem, config)
     assert (tiling.channel_blocks, tiling.item_blocks) == (channels, filters)
     assert tiling.items * channels * filters * 64 == tiling.x.channels * tiling.y.channels
     assert tiling.sums <= 80
@@ -148,7 +148,7 @@ def test_shares_split_the_channels_of_one_group() -> None:
     shared = [config for config in WEIGHTS.configs(problem, H200) if config["shares"] == 4]
     assert shared
     for config in shared:
-        tiling = PlanesWeightsTiling.of(problem, config)
+        tiling = NchwWeightsTiling.of(problem, config)
         assert tiling.x.channels == 8
         assert tiling.channel_tiles == 4 * 32
     narrow = resnext(4, 56, 1, Direction.BACKWARD_WEIGHTS)
@@ -185,8 +185,8 @@ def test_refusals_say_why(fields: dict[str, Any], reason: str, direction: Direct
 
 
 def test_forward_keeps_filters_in_registers() -> None:
-    assert "in registers" in PLANES.applicability(grouped(2, 32, 32, taps=(5, 5), padding=2), H200).reason
-    assert "fewest groups" in PLANES.applicability(grouped(2, 64, 64), H200).reason
+    assert "in registers" in FORWARD.applicability(grouped(2, 32, 32, taps=(5, 5), padding=2), H200).reason
+    assert "fewest groups" in FORWARD.applicability(grouped(2, 64, 64), H200).reason
     assert (
-        "ConvGroupedPlanesWeights" in PLANES.applicability(grouped(8, 4, 4, direction="backward_weights"), H200).reason
+        "ConvGroupedPlanesWeights" in FORWARD.applicability(grouped(8, 4, 4, direction="backward_weights"), H200).reason
     )
