@@ -1,18 +1,20 @@
 """kernels_src/winograd/fused.cu and winograd/fused_filters.cu in NumPy, block by block.
 
-Knows a launch by its defines and scalars alone, and how the kernels count with them; within the 1024 elements of eight
-filters' eight channels, places are in any order that both kernels know.
+Knows a launch by its defines and structures alone, and how the kernels count with them; within the 1024 elements of
+eight filters' eight channels, places are in any order that both kernels know.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from struct_fields import fields_of
 
-from miofind.solver.steps import KernelStep, Pointer, Scalar
+from miofind.solver.steps import KernelStep, Pointer
 
 Array = NDArray[np.float64]
 _B = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], dtype=np.float64)
@@ -23,51 +25,51 @@ _A = np.array([[1, 1, 1, 0], [0, 1, -1, -1]], dtype=np.float64)
 def carry_out(step: KernelStep, buffers: Mapping[str, Array]) -> None:
     """Runs one step on flat buffers."""
     flat = [buffers[arg.buffer] for arg in step.args if isinstance(arg, Pointer)]
-    scalars = [int(arg.value) for arg in step.args if isinstance(arg, Scalar)]
-    defines = {name: int(value) for name, value in step.defines}
+    shape = fields_of(step.args[len(flat)])
+    defines = {name: int(value) for name, value in step.defines if not name.endswith("_FIELDS")}
     if step.entry == "winograd_fused_filters":
-        _filters(flat[0], flat[1], scalars, flipped=bool(defines["FLIPPED"]))
+        _filters(flat[0], flat[1], shape, flipped=bool(defines["FLIPPED"]))
         return
     for block in range(step.grid[0]):
-        _block(block, flat, scalars, defines)
+        _block(block, flat, shape, defines)
 
 
-def _filters(w: Array, to: Array, scalars: list[int], *, flipped: bool) -> None:
-    outputs, channels, of_group, of_output, of_channel, of_tap, units, _, _, steps, _, _, total = scalars
-    for number in range(total):
-        line, unit = divmod(number, units)
-        group, step = divmod(line, steps)
+def _filters(w: Array, to: Array, shape: Mapping[str, int], *, flipped: bool) -> None:
+    for number in range(shape["blocks"]):
+        line, unit = divmod(number, shape["out_channel_blocks"])
+        group, step = divmod(line, shape["channel_blocks"])
         part = to[1024 * number : 1024 * (number + 1)].reshape(8, 8, 4, 4)
         for output, channel in itertools.product(range(8 * unit, 8 * unit + 8), range(8 * step, 8 * step + 8)):
             taps = np.zeros((3, 3))
-            if output < outputs and channel < channels:
-                at = group * of_group + output * of_output + channel * of_channel
-                taps = w[at + of_tap * np.arange(9)].reshape(3, 3)
+            if output < shape["out_channels"] and channel < shape["channels"]:
+                at = group * shape["group_stride"] + output * shape["out_channel_stride"]
+                at += channel * shape["channel_stride"]
+                taps = w[at + shape["tap_stride"] * np.arange(9)].reshape(3, 3)
             part[output % 8, channel % 8] = _G @ (taps[::-1, ::-1] if flipped else taps) @ _G.T
 
 
-def _block(block: int, flat: list[Array], scalars: list[int], defines: Mapping[str, int]) -> None:
+def _block(block: int, flat: list[Array], shape: Mapping[str, Any], defines: Mapping[str, int]) -> None:
     x, filters, y = flat
-    count, before, grid = scalars[0], scalars[15:17], scalars[17::3]
-    channels, height, width, *from_strides = scalars[1:8]
-    results, out_height, out_width, *to_strides = scalars[8:15]
-    blocks, groups, across, down = grid
+    strides = [f"{name}_stride" for name in ("image", "channel", "row", "column")]
+    source, target = shape["x"], shape["y"]
+    (channels, height, width), from_strides = _sizes(source), [source[name] for name in strides]
+    (results, out_height, out_width), to_strides = _sizes(target), [target[name] for name in strides]
     rows, cols, images = defines["TILE_ROWS"], defines["TILE_COLS"], defines["IMAGES"]
     assert images * rows * cols == 16 * defines["MT"] * defines["WARPS_T"]
-    number, of_filter = divmod(block, blocks)
-    tile, group = divmod(number, groups)
-    line, column = divmod(tile, across)
-    image, row = divmod(line, down)
+    number, of_filter = divmod(block, shape["filter_blocks"])
+    tile, group = divmod(number, shape["groups"])
+    line, column = divmod(tile, shape["column_blocks"])
+    image, row = divmod(line, shape["row_blocks"])
     own = 8 * defines["NT"] * defines["WARPS_K"]
     first, last = of_filter * own, min(results, (of_filter + 1) * own)
     factors = _unpacked(filters, group, channels, results)[:, :, :, first:last]
     for i, r, c in itertools.product(range(images), range(rows), range(cols)):
         n, h, w = image * images + i, 2 * (row * rows + r), 2 * (column * cols + c)
-        if n >= count or h >= out_height or w >= out_width:
+        if n >= shape["batch"] or h >= out_height or w >= out_width:
             continue
         patch = np.zeros((4, 4, channels))
         for a, b in itertools.product(range(4), range(4)):
-            at_h, at_w = h - before[0] + a, w - before[1] + b
+            at_h, at_w = h - shape["pad_top"] + a, w - shape["pad_left"] + b
             if 0 <= at_h < height and 0 <= at_w < width:
                 at = np.dot((n, at_h, at_w), (from_strides[0], *from_strides[2:]))
                 patch[a, b] = x[at + (group * channels + np.arange(channels)) * from_strides[1]]
@@ -77,6 +79,10 @@ def _block(block: int, flat: list[Array], scalars: list[int], defines: Mapping[s
             if h + a < out_height and w + b < out_width:
                 at = np.dot((n, h + a, w + b), (to_strides[0], *to_strides[2:]))
                 y[at + (group * results + np.arange(first, last)) * to_strides[1]] = tiled[a, b]
+
+
+def _sizes(images: Mapping[str, int]) -> tuple[int, int, int]:
+    return images["channels"], images["height"], images["width"]
 
 
 def _unpacked(filters: Array, group: int, channels: int, results: int) -> Array:

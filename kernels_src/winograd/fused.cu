@@ -22,7 +22,10 @@
 #error "define WARPS_T, WARPS_K, WARPS_C, PRODUCTS and CHANNELS_LAST"
 #endif
 #if !defined(VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define VECTOR, OUT_VECTOR, FLIPPED, MIN_BLOCKS and SHARED_BYTES"
+#error "define VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#endif
+#if !defined(IMAGES_FIELDS) || !defined(SHAPE_FIELDS)
+#error "define IMAGES_FIELDS and SHAPE_FIELDS"
 #endif
 
 constexpr int kRows = TILE_ROWS, kCols = TILE_COLS, kImages = IMAGES, kStages = STAGES;
@@ -56,25 +59,30 @@ using Accumulators = float[4][MT][NT][4];  // of a row of places
 
 // Sizes and element strides of what filters slide over, and of the results.
 struct Images {
-  int count, channels, height, width;
-  int image_stride, channel_stride, row_stride, column_stride;
+  IMAGES_FIELDS
 };
 
-// The part of a block.
-struct Part {
+// `x` is what filters slide over; channels are a group's. pad_top and pad_left are the rows and columns before it that
+// the first tile begins. Blocks: filter_blocks of a group's filters, row_blocks and column_blocks of an image's tiles.
+struct Shape {
+  SHAPE_FIELDS
+};
+
+// What a block computes.
+struct BlockOrigin {
   int image, row, column;  // first image, and first row and column of tiles
   int filter, group;
 };
 
 // Offsets of a patch's pixels of the first channel of the group; -4 outside the image, where nothing is read, but
 // addresses are to be aligned.
-__device__ __forceinline__ void make_table(int* table, const Images& from, const Part& part, int before_h,
-                                           int before_w) {
+__device__ __forceinline__ void make_table(int* table, const Shape& shape, const BlockOrigin& origin) {
+  const Images& from = shape.x;
   for (int pixel = threadIdx.x; pixel < kPixels; pixel += kThreads) {
     const int image = pixel / kPatch, rest = pixel - image * kPatch, row = rest / kPatchCols;
-    const int n = part.image + image, h = 2 * part.row - before_h + row;
-    const int w = 2 * part.column - before_w + rest - row * kPatchCols;
-    const bool inside = n < from.count && static_cast<unsigned>(h) < static_cast<unsigned>(from.height) &&
+    const int n = origin.image + image, h = 2 * origin.row - shape.pad_top + row;
+    const int w = 2 * origin.column - shape.pad_left + rest - row * kPatchCols;
+    const bool inside = n < shape.batch && static_cast<unsigned>(h) < static_cast<unsigned>(from.height) &&
                         static_cast<unsigned>(w) < static_cast<unsigned>(from.width);
     table[pixel] = inside ? n * from.image_stride + h * from.row_stride + w * from.column_stride : -4;
   }
@@ -121,13 +129,13 @@ __device__ __forceinline__ void copy_patches(float* stage, const float* __restri
 }
 
 // Starts to copy the filters of a stage, from 8 channels number `step` on.
-__device__ __forceinline__ void copy_filters(float* stage, const float* __restrict__ filters, const Part& part,
+__device__ __forceinline__ void copy_filters(float* stage, const float* __restrict__ filters, const BlockOrigin& origin,
                                              int step, int steps, int units) {
   constexpr int kFloats = kFilters / 8 * kUnit, kAtOnce = 4 * kThreads;  // of 8 channels, and of all threads
   static_assert(kFloats % kAtOnce == 0 || kAtOnce % kFloats == 0, "threads stay in their place of 8 channels");
-  const int share = 4 * threadIdx.x / kFloats, at = 4 * threadIdx.x % kFloats, unit = part.filter / 8;
+  const int share = 4 * threadIdx.x / kFloats, at = 4 * threadIdx.x % kFloats, unit = origin.filter / 8;
   const int end = (units - unit) * kUnit - at;
-  const float* from = filters + ((part.group * steps + step + share) * units + unit) * kUnit + at;
+  const float* from = filters + ((origin.group * steps + step + share) * units + unit) * kUnit + at;
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(stage + kPatchFloats)) + 16 * threadIdx.x;
 #pragma unroll
   for (int i = 0; i < kWarpsC * kFloats; i += kAtOnce) {
@@ -280,8 +288,10 @@ __device__ __forceinline__ void gather(float (&rows)[2][kCount], const float* sh
 }
 
 // Writes the block's results: neighbouring threads take neighbouring filters, or tiles where channels come first.
-__device__ __forceinline__ void store_results(float* __restrict__ y, const float* shared, const Images& to,
-                                              const Part& part, int filters) {
+__device__ __forceinline__ void store_results(float* __restrict__ y, const float* shared, const Shape& shape,
+                                              const BlockOrigin& origin) {
+  const Images& to = shape.y;
+  const int filters = to.channels;
   constexpr int kLanes = kLast ? OUT_VECTOR : 1;  // filters of a thread
   constexpr int kItems = kTiles * kFilters / kLanes;
 #pragma unroll 1
@@ -289,13 +299,13 @@ __device__ __forceinline__ void store_results(float* __restrict__ y, const float
     const int tile = kLast ? i / (kFilters / kLanes) : i % kTiles;
     const int filter = kLast ? i % (kFilters / kLanes) * kLanes : i / kTiles;
     const int image = tile / (kRows * kCols), rest = tile - image * (kRows * kCols);
-    const int n = part.image + image, h = 2 * (part.row + rest / kCols), w = 2 * (part.column + rest % kCols);
-    if (n >= to.count || h >= to.height || w >= to.width || part.filter + filter >= filters) continue;
+    const int n = origin.image + image, h = 2 * (origin.row + rest / kCols), w = 2 * (origin.column + rest % kCols);
+    if (n >= shape.batch || h >= to.height || w >= to.width || origin.filter + filter >= filters) continue;
     float columns[2][2][kLanes];
 #pragma unroll
     for (int column = 0; column < 2; ++column)
       gather<kLanes>(columns[column], shared + column * kPlane + tile * kTileStep + filter * kFilterStep);
-    float* const at = y + n * to.image_stride + (part.group * filters + part.filter + filter) * to.channel_stride +
+    float* const at = y + n * to.image_stride + (origin.group * filters + origin.filter + filter) * to.channel_stride +
                       h * to.row_stride + w * to.column_stride;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -316,41 +326,30 @@ __device__ __forceinline__ void store_results(float* __restrict__ y, const float
   }
 }
 
-#define DIVISOR_OF(name) int name, unsigned name##_multiplier, int name##_shift
-#define DIVISOR(name) {name, name##_multiplier, name##_shift}
-#define IMAGES_OF(name)                                                                                           \
-  int name##_channels, int name##_height, int name##_width, int name##_image, int name##_channel, int name##_row, \
-      int name##_column
-#define IMAGES_FROM(name) \
-  {count, name##_channels, name##_height, name##_width, name##_image, name##_channel, name##_row, name##_column}
-
-// `x` is what filters slide over; channels are a group's. Tiles: `across` blocks of columns, `down` blocks of rows.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    winograd_fused(const float* __restrict__ x, const float* __restrict__ filters, float* __restrict__ y, int count,
-                   IMAGES_OF(x), IMAGES_OF(y), int before_h, int before_w, DIVISOR_OF(blocks), DIVISOR_OF(groups),
-                   DIVISOR_OF(across), DIVISOR_OF(down)) {
+    winograd_fused(const float* __restrict__ x, const float* __restrict__ filters, float* __restrict__ y,
+                   const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) unsigned char shared[];
   int* const table = reinterpret_cast<int*>(shared);
   float* const stages = reinterpret_cast<float*>(shared + kTableBytes);
-  const Images from = IMAGES_FROM(x), to = IMAGES_FROM(y);
-  const Divisor by_blocks = DIVISOR(blocks), by_groups = DIVISOR(groups), by_across = DIVISOR(across),
-                by_down = DIVISOR(down);
-  const int number = blockIdx.x / by_blocks, tile = number / by_groups;
-  const int line = tile / by_across, image = line / by_down;
-  const Part part = {image * kImages, (line - image * down) * kRows, (tile - line * across) * kCols,
-                     (static_cast<int>(blockIdx.x) - number * blocks) * kFilters, number - tile * groups};
-  const int units = ceil_div(y_channels, 8), steps = ceil_div(x_channels, 8), iterations = ceil_div(steps, kWarpsC);
-  const float* const source = x + part.group * x_channels * x_channel;
+  const int number = blockIdx.x / shape.filter_blocks, tile = number / shape.groups;
+  const int line = tile / shape.column_blocks, image = line / shape.row_blocks;
+  const BlockOrigin origin = {
+      image * kImages, (line - image * shape.row_blocks.by) * kRows, (tile - line * shape.column_blocks.by) * kCols,
+      (static_cast<int>(blockIdx.x) - number * shape.filter_blocks.by) * kFilters, number - tile * shape.groups.by};
+  const int channels = shape.x.channels, channel_stride = shape.x.channel_stride;
+  const int units = ceil_div(shape.y.channels, 8), steps = ceil_div(channels, 8), iterations = ceil_div(steps, kWarpsC);
+  const float* const source = x + origin.group * channels * channel_stride;
 
-  make_table(table, from, part, before_h, before_w);
+  make_table(table, shape, origin);
   __syncthreads();  // the table is there
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1 && stage < iterations; ++stage)
-    copy_patches(stages + stage * kStageFloats, source, table, stage * kChannels, x_channels, x_channel);
+    copy_patches(stages + stage * kStageFloats, source, table, stage * kChannels, channels, channel_stride);
   griddepcontrol_wait();
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < iterations) copy_filters(stages + stage * kStageFloats, filters, part, stage * kWarpsC, steps, units);
+    if (stage < iterations) copy_filters(stages + stage * kStageFloats, filters, origin, stage * kWarpsC, steps, units);
     commit_copies();
   }
 
@@ -380,8 +379,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     __syncthreads();  // the stage has arrived, and every warp has read the one that is overwritten next
     if (iteration + kStages - 1 < iterations) {
       float* const next = stages + write_at * kStageFloats;
-      copy_patches(next, source, table, (iteration + kStages - 1) * kChannels, x_channels, x_channel);
-      copy_filters(next, filters, part, (iteration + kStages - 1) * kWarpsC, steps, units);
+      copy_patches(next, source, table, (iteration + kStages - 1) * kChannels, channels, channel_stride);
+      copy_filters(next, filters, origin, (iteration + kStages - 1) * kWarpsC, steps, units);
     }
     commit_copies();
     const float* const stage = stages + read_at * kStageFloats;
@@ -394,5 +393,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   __syncthreads();  // every warp has read the last stage, which the results overwrite
   exchange(stages + (share * 4 + row) * 2 * kPlane, accumulators, warp_t * MT * 16, warp_k * NT * 8);
   __syncthreads();  // all rows of places are there
-  store_results(y, stages, to, part, y_channels);
+  store_results(y, stages, shape, origin);
 }

@@ -24,12 +24,11 @@ from miofind.solver.steps import (
     Packing,
     Pointer,
     Region,
-    Scalar,
     WorkspacePlan,
-    int32s,
 )
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.minimal_filtering import Filtering, bound_growth
 from miofind.solvers.winograd.choice import refuse_winograd
 from miofind.solvers.winograd.fused_tiling import COLS, ROWS, FusedTiling
@@ -45,6 +44,28 @@ _MOST_WASTE = 1.34  # tiles of all blocks over the fewest that blocks of as many
 # square root 2.3 * 2**-24 of the bound's 8 * 3, where the sum is as large as its deviation, and half where it is five
 # times as large.
 _CHAIN = 13.0
+
+_IMAGES = StructType(
+    "Images",
+    **dict.fromkeys(("channels", "height", "width"), "int32"),
+    **dict.fromkeys(("image_stride", "channel_stride", "row_stride", "column_stride"), "int32"),
+)
+_SHAPE = StructType(
+    "Shape",
+    batch="int32",
+    x=_IMAGES,
+    y=_IMAGES,
+    pad_top="int32",
+    pad_left="int32",
+    **dict.fromkeys(("filter_blocks", "groups", "column_blocks", "row_blocks"), DIVISOR),
+)
+_FILTER_SHAPE = StructType(
+    "Shape",
+    **dict.fromkeys(("out_channels", "channels"), "int32"),
+    **dict.fromkeys(("group_stride", "out_channel_stride", "channel_stride", "tap_stride"), "int32"),
+    **dict.fromkeys(("out_channel_blocks", "channel_blocks"), DIVISOR),
+    blocks="int32",
+)
 
 
 # What default_configs ranks by estimate. The smallest, of whatever rows and columns, serve what nothing else does.
@@ -209,22 +230,40 @@ def _fits(tiling: FusedTiling, device: Device) -> bool:
     return tiling.shared_bytes <= (device.shared_bytes or 99 << 10) and tiling.resident(device) > 0
 
 
-def _strides(tensor: TensorDescriptor) -> tuple[int, int, int, int]:
-    """Elements from one image, channel, row and column to the next."""
+def _images(tensor: TensorDescriptor, group_channels: int) -> Struct:
+    """The kernel's `Images`, dense as their layout says."""
     _, channels, height, width = tensor.shape
-    if tensor.layout.channels_last:
-        return channels * height * width, 1, width * channels, channels
-    return channels * height * width, height * width, width, 1
+    last = tensor.layout.channels_last
+    return _IMAGES(
+        channels=group_channels,
+        height=height,
+        width=width,
+        image_stride=channels * height * width,
+        channel_stride=1 if last else height * width,
+        row_stride=width * channels if last else width,
+        column_stride=channels if last else 1,
+    )
 
 
-def _images(tensor: TensorDescriptor, channels: int) -> tuple[Scalar, ...]:
-    """The kernel's `Images` but for their count."""
-    return int32s(channels, *tensor.shape[2:], *_strides(tensor))
+def _shape(tiling: FusedTiling) -> Struct:
+    p = tiling.problem
+    _, row_blocks, column_blocks = tiling.tile_grid
+    pad_top, pad_left = tiling.before
+    return _SHAPE(
+        batch=p.n,
+        x=_images(tiling.source, tiling.channels),
+        y=_images(p.output, tiling.results),
+        pad_top=pad_top,
+        pad_left=pad_left,
+        filter_blocks=divide_by(tiling.filter_blocks),
+        groups=divide_by(p.groups),
+        column_blocks=divide_by(column_blocks),
+        row_blocks=divide_by(row_blocks),
+    )
 
 
 def _step(tiling: FusedTiling, device: Device) -> KernelStep:
     p = tiling.problem
-    _, down, across = tiling.tile_grid
     source = "y" if p.direction is Direction.BACKWARD_DATA else "x"
     names = ("warps_t", "warps_k", "warps_c", "stages")
     return KernelStep(
@@ -246,37 +285,41 @@ def _step(tiling: FusedTiling, device: Device) -> KernelStep:
             ("OUT_VECTOR", tiling.out_vector),
             ("MIN_BLOCKS", tiling.resident(device)),
             ("SHARED_BYTES", tiling.shared_bytes),
+            _IMAGES.define,
+            _SHAPE.define,
         ),
-        args=(
-            *(Pointer(buffer=name) for name in (source, _FILTERS, p.direction.output)),
-            *int32s(p.n),
-            *_images(p.tensor(source), tiling.channels),
-            *_images(p.output, tiling.results),
-            *int32s(*tiling.before),
-            *divisors(tiling.filter_blocks, p.groups, across, down),
-        ),
+        args=(*(Pointer(buffer=name) for name in (source, _FILTERS, p.direction.output)), _shape(tiling)),
         pdl=True,
     )
 
 
 def _filters_step(tiling: FusedTiling) -> KernelStep:
     p = tiling.problem
-    k, c = p.k // p.groups, p.w.shape[1]
-    is_data, is_last = p.direction is Direction.BACKWARD_DATA, p.w.layout.channels_last
-    of_k, of_c, of_tap = (9 * c, 1, c) if is_last else (9 * c, 9, 1)
     return KernelStep(
         source="winograd/fused_filters.cu",
         entry="winograd_fused_filters",
         grid=(ceil_div(tiling.units, _FILTER_WARPS), 1, 1),
         block=(32 * _FILTER_WARPS, 1, 1),
-        defines=(("FLIPPED", int(is_data)),),
-        args=(
-            Pointer(buffer="w"),
-            Pointer(buffer=_FILTERS),
-            *int32s(*((c, k) if is_data else (k, c)), 9 * k * c, *((of_c, of_k) if is_data else (of_k, of_c)), of_tap),
-            *divisors(ceil_div(tiling.results, 8), ceil_div(tiling.channels, 8)),
-            *int32s(tiling.units),
-        ),
+        defines=(("FLIPPED", int(p.direction is Direction.BACKWARD_DATA)), _FILTER_SHAPE.define),
+        args=(Pointer(buffer="w"), Pointer(buffer=_FILTERS), _filter_shape(tiling)),
+    )
+
+
+def _filter_shape(tiling: FusedTiling) -> Struct:
+    p = tiling.problem
+    k, c = p.k // p.groups, p.w.shape[1]
+    of_k, of_c, of_tap = (9 * c, 1, c) if p.w.layout.channels_last else (9 * c, 9, 1)
+    is_data = p.direction is Direction.BACKWARD_DATA
+    return _FILTER_SHAPE(
+        out_channels=tiling.results,
+        channels=tiling.channels,
+        group_stride=9 * k * c,
+        out_channel_stride=of_c if is_data else of_k,
+        channel_stride=of_k if is_data else of_c,
+        tap_stride=of_tap,
+        out_channel_blocks=divide_by(ceil_div(tiling.results, 8)),
+        channel_blocks=divide_by(ceil_div(tiling.channels, 8)),
+        blocks=tiling.units,
     )
 
 
