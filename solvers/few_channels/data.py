@@ -152,13 +152,13 @@ class ConvFirstLayerData(FewChannelsSolver):
         staged = tiling.columns * problem.k / tiling.in_vector
         shared = _READ * (tiling.s2d_blocks // 16) * tiling.width.taps * tiling.steps
         issued = _ROW_ISSUED + _STAGED_ISSUED * ceil_div(int(staged), 32 * warps) + _PRODUCT_ISSUED * turn
-        together = min(tiling.resident, ceil_div(tiling.blocks, device.sm_count))
+        together = min(tiling.resident, ceil_div(tiling.strips.count, device.sm_count))
         busy = max(together * shared, ceil_div(together * warps, 4) * issued)
         alone = _ROW + _LATENCY * turn
-        turns = ceil_div(tiling.blocks, device.sm_count * tiling.resident)
-        cycles = turns * (_BEGIN + tiling.strip_steps * max(busy, alone))
+        turns = ceil_div(tiling.strips.count, device.sm_count * tiling.resident)
+        cycles = turns * (_BEGIN + tiling.strips.steps * max(busy, alone))
         busy_ms = 1e3 * cycles / device.clock_hz
-        again = _ROWS_AGAIN * (tiling.strip_steps / tiling.rows - 1)
+        again = _ROWS_AGAIN * (tiling.strips.steps / tiling.strips.rows - 1)
         moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
@@ -167,7 +167,7 @@ class ConvFirstLayerData(FewChannelsSolver):
         step = KernelStep(
             source="few_channels/data.cu",
             entry="few_channels_data",
-            grid=(tiling.blocks, 1, 1),
+            grid=(tiling.strips.count, 1, 1),
             block=(32 * config["warps"], 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
@@ -180,8 +180,8 @@ class ConvFirstLayerData(FewChannelsSolver):
                     first_row=tiling.height.first,
                     end_row=tiling.height.end,
                     first_out_column=tiling.width.first,
-                    strip_rows=tiling.rows,
-                    image_strips=divide_by(tiling.strips * tiling.s2d_tiles),
+                    strip_rows=tiling.strips.rows,
+                    image_strips=divide_by(tiling.strips.image_strips),
                     s2d_tiles=divide_by(tiling.s2d_tiles),
                 ),
             ),

@@ -10,31 +10,15 @@ from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
+from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divide_by
-from miofind.solvers.few_channels.row_streaming import RowStreaming
-from miofind.solvers.few_channels.shapes import ROWS_SHAPE, images
-from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
+from miofind.solvers.few_channels.row_streaming import RowStreaming, StreamingCost, warps
+from miofind.solvers.few_channels.shared import FewChannelsSolver
 
 _MAX_HELD = 184
 _MAX_WARPS = 12
 _MAX_REGISTERS = 240
 _SHARED_BYTES = 48 << 10
-
-
-def _defines(problem: ProblemDescription, config: Config, tiling: RowStreaming) -> tuple[tuple[str, str | int], ...]:
-    return (
-        *gradient_defines(problem),
-        ("COLUMNS", tiling.columns),
-        ("COLUMN_STEP", tiling.column_step),
-        *((name.upper(), config[name]) for name in ("blocks", "warps_m", "warps_n", "warps_k", "stages")),
-        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
-        ("IN_VECTOR", tiling.in_vector),
-        ("MIN_BLOCKS", tiling.resident),
-        ("SHARED_BYTES", tiling.shared_bytes),
-        ROWS_SHAPE.define,
-    )
 
 
 # What default_configs ranks by estimate.
@@ -62,10 +46,7 @@ _STAGED = 0.0776
 _FOLDED = 3.13
 _ROW = 966.0
 _LATENCY = 25.2
-_BEGIN = 453.0
-_LAUNCH_MS = 0.00261
-_EXPOSED = 0.358
-_ROWS_AGAIN, _COLUMNS_AGAIN = 0.0325, 0.015
+_COST = StreamingCost(begin_cycles=453.0, launch_ms=0.00261, exposed=0.358, rows_again=0.0325, columns_again=0.015)
 
 
 class ConvFirstLayerDataRows(FewChannelsSolver):
@@ -94,12 +75,12 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
     sources = ("few_channels/data_rows.cu",)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if not 4 <= config["warps_m"] * config["warps_n"] * config["warps_k"] <= _MAX_WARPS:
+        if not 4 <= warps(config) <= _MAX_WARPS:
             return False
         tiling = RowStreaming.of(problem, config, device)
         if tiling.tap_blocks % config["warps_n"] or tiling.steps < config["warps_k"]:
             return False
-        if config["blocks"] != ceil_div(tiling.columns // 16, config["warps_m"]):
+        if config["blocks"] != ceil_div(tiling.tiles.columns // 16, config["warps_m"]):
             return False
         if tiling.held_registers > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
             return False
@@ -111,53 +92,22 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = RowStreaming.of(problem, config, device)
-        warps = config["warps_m"] * config["warps_n"] * config["warps_k"]
-        blocks = tiling.columns // 16
+        blocks = tiling.tiles.columns // 16
         turn = config["blocks"] * problem.filter[0] * tiling.tap_blocks // config["warps_n"]
         turn *= ceil_div(tiling.steps, config["warps_k"])
         reads = blocks * tiling.steps * config["warps_n"]
-        staged = tiling.columns * problem.k / tiling.in_vector
-        written = tiling.products / 32
+        staged = tiling.tiles.columns * problem.k / tiling.in_vector
+        written = tiling.product_floats / 32
         added = written * min(problem.conv.stride[0], problem.filter[0]) / problem.conv.stride[0]
         shared = _READ * reads + _STAGED * staged + _FOLDED * (written + added)
-        together = min(tiling.resident, ceil_div(tiling.blocks, device.sm_count))
-        busy = max(_PRODUCT * 4 * ceil_div(together * warps, 4) * turn, together * shared)
+        together = min(tiling.resident, ceil_div(tiling.strips.count, device.sm_count))
+        busy = max(_PRODUCT * 4 * ceil_div(together * warps(config), 4) * turn, together * shared)
         alone = _ROW + _LATENCY * turn + _STAGED * staged * 2
-        turns = ceil_div(tiling.blocks, device.sm_count * tiling.resident)
-        cycles = turns * (_BEGIN + tiling.strip_steps * max(busy, alone))
-        busy_ms = 1e3 * cycles / device.clock_hz
-        columns_again = tiling.columns * tiling.column_tiles / problem.out_spatial[1] - 1
-        again = _ROWS_AGAIN * (tiling.strip_steps / tiling.rows - 1) + _COLUMNS_AGAIN * columns_again
-        moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+        return _COST.ms(problem, device, tiling, max(busy, alone))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = RowStreaming.of(problem, config, device)
-        step = KernelStep(
-            source="few_channels/data_rows.cu",
-            entry="few_channels_data_rows",
-            grid=(tiling.blocks, 1, 1),
-            block=(32 * config["warps_m"] * config["warps_n"] * config["warps_k"], 1, 1),
-            shared_bytes=tiling.shared_bytes,
-            defines=_defines(problem, config, tiling),
-            args=(
-                *(Pointer(buffer=name) for name in ("y", "w", "x")),
-                ROWS_SHAPE(
-                    **images(problem),
-                    pad_top=problem.conv.pad_before[0],
-                    pad_left=problem.conv.pad_before[1],
-                    first_row=tiling.height.first,
-                    end_row=tiling.height.end,
-                    first_column=tiling.width.first,
-                    end_column=tiling.width.end,
-                    first_out_column=tiling.base,
-                    strip_rows=tiling.rows,
-                    image_strips=divide_by(tiling.strips * tiling.column_tiles),
-                    column_tiles=divide_by(tiling.column_tiles),
-                ),
-            ),
-        )
-        return ConvSolution(steps=(step,))
+        return ConvSolution(steps=(tiling.step("data_rows", problem, config),))
 
 
 SOLVERS = (ConvFirstLayerDataRows(),)

@@ -12,38 +12,17 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
+from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.packed_groups import is_ample
 from miofind.solvers.common.product_tiles import products_of_tf32
+from miofind.solvers.few_channels.row_streaming import StreamingCost, warps
 from miofind.solvers.few_channels.row_streaming_tf32 import MAX_REGISTERS, RowStreamingTf32
-from miofind.solvers.few_channels.shapes import ROWS_SHAPE, images
-from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
+from miofind.solvers.few_channels.shared import FewChannelsSolver
 
 _LEAST_WARPS, _MAX_WARPS = 4, 12
 _WARPS_M = (1, 2, 4, 7, 8)
 _SHARED_BYTES = 48 << 10
-
-
-def _defines(
-    problem: ProblemDescription, config: Config, tiling: RowStreamingTf32
-) -> tuple[tuple[str, str | int], ...]:
-    return (
-        *gradient_defines(problem),
-        ("COLUMNS", tiling.tiles.columns),
-        ("COLUMN_STEP", tiling.tiles.step),
-        *((name.upper(), config[name]) for name in ("blocks", "warps_m", "warps_n", "warps_k", "stages")),
-        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
-        ("IN_VECTOR", tiling.in_vector),
-        ("PRODUCTS", tiling.products),
-        ("PACKED", int(tiling.taps.packed)),
-        ("CHUNK", tiling.chunk),
-        ("SHARED_FILTERS", int(config["filters"] == "shared")),
-        ("MIN_BLOCKS", tiling.resident),
-        ("SHARED_BYTES", tiling.shared_bytes),
-        ROWS_SHAPE.define,
-    )
 
 
 _WARPS = (
@@ -79,10 +58,7 @@ _ISSUED = 2.0
 _BESIDE = 0.7
 _ROW = 966.0
 _LATENCY = 9.0
-_BEGIN = 2000.0
-_LAUNCH_MS = 0.00261
-_EXPOSED = 0.36
-_ROWS_AGAIN, _COLUMNS_AGAIN = 0.0325, 0.015
+_COST = StreamingCost(begin_cycles=2000.0, launch_ms=0.00261, exposed=0.36, rows_again=0.0325, columns_again=0.015)
 
 
 class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
@@ -164,24 +140,17 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = RowStreamingTf32.of(problem, config, device)
-        warps = config["warps_m"] * config["warps_n"] * config["warps_k"]
         warp_steps = tiling.steps // config["warps_k"]
         turn = config["blocks"] * tiling.warp_blocks * warp_steps * tiling.products
         shared = self._shared_cycles(problem, config, tiling)
         issued = self._issued_cycles(config, tiling)
-        together = min(tiling.resident, ceil_div(tiling.blocks, device.sm_count))
-        scheduled = ceil_div(together * warps, 4)
+        together = min(tiling.resident, ceil_div(tiling.strips.count, device.sm_count))
+        scheduled = ceil_div(together * warps(config), 4)
         uses = (_PRODUCT * 4 * scheduled * turn, scheduled * (issued + _ISSUED * turn), together * shared)
         exposed = _BESIDE / scheduled
         busy = (1 - exposed) * max(uses) + exposed * sum(uses)
         alone = _ROW + _LATENCY * turn
-        turns = ceil_div(tiling.blocks, device.sm_count * tiling.resident)
-        cycles = turns * (_BEGIN + tiling.strip_steps * max(busy, alone))
-        busy_ms = 1e3 * cycles / device.clock_hz
-        columns_again = tiling.tiles.columns * tiling.tiles.count / problem.out_spatial[1] - 1
-        again = _ROWS_AGAIN * (tiling.strip_steps / tiling.rows - 1) + _COLUMNS_AGAIN * columns_again
-        moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+        return _COST.ms(problem, device, tiling, max(busy, alone))
 
     @staticmethod
     def _shared_cycles(problem: ProblemDescription, config: Config, tiling: RowStreamingTf32) -> float:
@@ -209,29 +178,14 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = RowStreamingTf32.of(problem, config, device)
-        step = KernelStep(
-            source="few_channels/data_rows_tf32.cu",
-            entry="few_channels_data_rows_tf32",
-            grid=(tiling.blocks, 1, 1),
-            block=(32 * config["warps_m"] * config["warps_n"] * config["warps_k"], 1, 1),
-            shared_bytes=tiling.shared_bytes,
-            defines=_defines(problem, config, tiling),
-            args=(
-                *(Pointer(buffer=name) for name in ("y", "w", "x")),
-                ROWS_SHAPE(
-                    **images(problem),
-                    pad_top=problem.conv.pad_before[0],
-                    pad_left=problem.conv.pad_before[1],
-                    first_row=tiling.height.first,
-                    end_row=tiling.height.end,
-                    first_column=tiling.width.first,
-                    end_column=tiling.width.end,
-                    first_out_column=tiling.tiles.base,
-                    strip_rows=tiling.rows,
-                    image_strips=divide_by(tiling.strips * tiling.tiles.count),
-                    column_tiles=divide_by(tiling.tiles.count),
-                ),
-            ),
+        step = tiling.step(
+            "data_rows_tf32",
+            problem,
+            config,
+            ("PRODUCTS", tiling.products),
+            ("PACKED", int(tiling.taps.packed)),
+            ("CHUNK", tiling.chunk),
+            ("SHARED_FILTERS", int(config["filters"] == "shared")),
         )
         return ConvSolution(steps=(step,))
 

@@ -13,8 +13,7 @@ from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.few_channels.row_streaming import S2dRows, strip_rows
-from miofind.solvers.few_channels.s2d_blocks import S2dBlocks
+from miofind.solvers.few_channels.s2d_blocks import S2dBlocks, S2dRows, Strips
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +33,7 @@ class DataTiling:
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
-        rows, strips: of groups of rows of a strip; how many strips.
-        strip_steps: rows of dy that a strip meets.
-        blocks: of the grid.
+        strips: one a thread block.
     """
 
     height: S2dRows
@@ -51,10 +48,7 @@ class DataTiling:
     registers: int
     shared_bytes: int
     resident: int
-    rows: int
-    strips: int
-    strip_steps: int
-    blocks: int
+    strips: Strips
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> DataTiling:
@@ -74,8 +68,6 @@ class DataTiling:
         held_registers = 4 * blocks * taps_y * element_blocks + 2 * fragments
         registers = round_up(held_registers + 4 * blocks + 44, 8)
         resident = min(config["resident"], resident_blocks(registers, 32 * warps, shared_bytes, SmLimits.of(device)))
-        rows = strip_rows(height, problem.n * s2d_tiles, device.sm_count * max(1, resident))
-        strips = ceil_div(height.end - height.first, rows)
         return DataTiling(
             height=height,
             width=width,
@@ -89,8 +81,5 @@ class DataTiling:
             registers=registers,
             shared_bytes=shared_bytes,
             resident=resident,
-            rows=rows,
-            strips=strips,
-            strip_steps=rows + height.met - 1,
-            blocks=problem.n * s2d_tiles * strips,
+            strips=Strips.of(height, problem.n, s2d_tiles, device.sm_count * max(1, resident)),
         )

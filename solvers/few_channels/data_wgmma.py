@@ -147,7 +147,7 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         narrower = max((width for width in _TILES_W if width < config["tile_w"]), default=0)
         if narrower and ceil_div(tiling.s2d_blocks, narrower) == tiling.tiles:
             return False  # the same tiles
-        if config["teams"] > tiling.strips or config["stages"] > max(2, tiling.strip_steps + 1):
+        if config["teams"] > tiling.strips.count or config["stages"] > max(2, tiling.strips.steps + 1):
             return False  # teams without a strip, stages without a row
         if tiling.registers > _MAX_REGISTERS or tiling.shared_bytes > (device.shared_bytes or _SHARED_BYTES):
             return False
@@ -199,10 +199,10 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         operands = row_products * (16 + columns / 4) + (tiling.stage_bytes + 2 * tiling.transposed_bytes) / 128
         busy = together * max(tensor, _SHARED * operands + written)
         alone = _ROW + tiling.products * max(_LATENCY, _PRODUCT * columns) + _COMPLETED * min(2, halves) * columns / 8
-        turns = ceil_div(tiling.strips, device.sm_count * teams)
+        turns = ceil_div(tiling.strips.count, device.sm_count * teams)
         words = 2 * tiling.products * tiling.height.met * tiling.entry_rows * tiling.resident
         laid = _LAID * words / min(1.0, _ALONE * tiling.resident * tiling.threads / 128)
-        cycles = turns * (_BEGIN + laid + tiling.strip_steps * max(busy, alone))
+        cycles = turns * (_BEGIN + laid + tiling.strips.steps * max(busy, alone))
         busy_ms = 1e3 * cycles / device.clock_hz
         ahead = together * (config["stages"] - 1) * tiling.stage_bytes
         reached = _REACHED * min(1.0, ahead / _UNDER_WAY)
@@ -229,10 +229,10 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
                     first_row=tiling.height.first,
                     end_row=tiling.height.end,
                     first_s2d=tiling.first_s2d,
-                    strip_steps=tiling.strip_steps,
-                    strips=tiling.strips,
-                    strip_rows=tiling.rows,
-                    image_strips=divide_by(tiling.row_strips * tiling.tiles),
+                    strip_steps=tiling.strips.steps,
+                    strips=tiling.strips.count,
+                    strip_rows=tiling.strips.rows,
+                    image_strips=divide_by(tiling.strips.image_strips),
                     s2d_tiles=divide_by(tiling.tiles),
                 ),
             ),

@@ -13,7 +13,7 @@ from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.few_channels.row_streaming import S2dRows, strip_rows
+from miofind.solvers.few_channels.s2d_blocks import S2dRows, Strips
 
 _ROWS = 64  # of a product
 _OTHERS = 56  # registers for addresses and counters
@@ -90,9 +90,7 @@ class DataWgmmaTiling:
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
-        rows, row_strips: of s2d blocks of a strip; how many strips an image's rows make.
-        strip_steps: rows of dy that a strip meets.
-        strips, blocks: of all images and tiles; of the grid.
+        strips, blocks: one a team; of the grid.
     """
 
     height: S2dRows
@@ -118,10 +116,7 @@ class DataWgmmaTiling:
     registers: int
     shared_bytes: int
     resident: int
-    rows: int
-    row_strips: int
-    strip_steps: int
-    strips: int
+    strips: Strips
     blocks: int
 
     @staticmethod
@@ -163,9 +158,7 @@ class DataWgmmaTiling:
 
         threads, registers = 128 * warpgroups * teams, round_up(columns // 2 + _OTHERS, 8)
         resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
-        rows = strip_rows(height, problem.n * tiles, device.sm_count * teams * max(1, resident))
-        row_strips = ceil_div(height.end - height.first, rows)
-        strips = problem.n * tiles * row_strips
+        strips = Strips.of(height, problem.n, tiles, device.sm_count * teams * max(1, resident))
         return DataWgmmaTiling(
             height=height,
             left=left,
@@ -190,11 +183,8 @@ class DataWgmmaTiling:
             registers=registers,
             shared_bytes=shared_bytes,
             resident=resident,
-            rows=rows,
-            row_strips=row_strips,
-            strip_steps=rows + height.met - 1,
             strips=strips,
-            blocks=ceil_div(strips, teams),
+            blocks=ceil_div(strips.count, teams),
         )
 
 

@@ -1,6 +1,6 @@
 """Rows of dy streamed once for backward data of few channels: what kernels_src/few_channels/data_rows.cu computes.
 
-Pure arithmetic on shapes.
+And what it has in common with its twin for float32 (row_streaming_tf32.py). Pure arithmetic on shapes.
 """
 
 from __future__ import annotations
@@ -11,36 +11,12 @@ from dataclasses import dataclass
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.steps import Config
+from miofind.solver.steps import Config, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
-
-_BEGIN_ROWS = 3  # what a block's beginning costs, in rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class S2dRows:
-    """Runs of `stride` pixels along an axis of dx: pixel p of s2d block I is I * stride + p - pad.
-
-    It meets outputs I, I - 1, ... through taps p, p + stride, ...
-
-    Attributes:
-        first, end: of the s2d blocks that have pixels.
-        met: outputs that an s2d block meets at most.
-    """
-
-    first: int
-    end: int
-    met: int
-
-    @staticmethod
-    def of(problem: ProblemDescription, axis: int) -> S2dRows:
-        """Those along `axis` of a problem of two dimensions."""
-        stride, pad = problem.conv.stride[axis], problem.conv.pad_before[axis]
-        return S2dRows(
-            first=pad // stride,
-            end=(problem.spatial[axis] - 1 + pad) // stride + 1,
-            met=ceil_div(problem.filter[axis], stride),
-        )
+from miofind.solvers.common.divisor import divide_by
+from miofind.solvers.few_channels.s2d_blocks import S2dRows, Strips
+from miofind.solvers.few_channels.shapes import ROWS_SHAPE, images
+from miofind.solvers.few_channels.shared import gradient_defines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,45 +49,113 @@ class ColumnTiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowStreaming:
+class StreamedRows:
+    """A configuration applied to a problem, as far as both kernels are alike.
+
+    Attributes:
+        height, width: s2d blocks.
+        tiles: of columns of dy.
+        in_vector: elements of dy that are loaded at once.
+        steps: of the filters, 16 each, or 8 of float32.
+        registers: of a thread that spills nothing.
+        product_floats: of the rows of dx that a row of dy completes.
+        shared_bytes: of a block.
+        resident: blocks of a multiprocessor.
+        strips: one a thread block.
+    """
+
+    height: S2dRows
+    width: S2dRows
+    tiles: ColumnTiles
+    in_vector: int
+    steps: int
+    registers: int
+    product_floats: int
+    shared_bytes: int
+    resident: int
+    strips: Strips
+
+    def step(
+        self, source: str, problem: ProblemDescription, config: Config, *defines: tuple[str, str | int]
+    ) -> KernelStep:
+        """The step of a kernel of row_streaming.cuh, named as its source, with defines of its own."""
+        pad_top, pad_left = problem.conv.pad_before
+        shape = ROWS_SHAPE(
+            **images(problem),
+            pad_top=pad_top,
+            pad_left=pad_left,
+            first_row=self.height.first,
+            end_row=self.height.end,
+            first_column=self.width.first,
+            end_column=self.width.end,
+            first_out_column=self.tiles.base,
+            strip_rows=self.strips.rows,
+            image_strips=divide_by(self.strips.image_strips),
+            column_tiles=divide_by(self.tiles.count),
+        )
+        return KernelStep(
+            source=f"few_channels/{source}.cu",
+            entry=f"few_channels_{source}",
+            grid=(self.strips.count, 1, 1),
+            block=(32 * warps(config), 1, 1),
+            shared_bytes=self.shared_bytes,
+            defines=(
+                *gradient_defines(problem),
+                ("COLUMNS", self.tiles.columns),
+                ("COLUMN_STEP", self.tiles.step),
+                *((name.upper(), config[name]) for name in ("blocks", "warps_m", "warps_n", "warps_k", "stages")),
+                ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+                ("IN_VECTOR", self.in_vector),
+                ("MIN_BLOCKS", self.resident),
+                ("SHARED_BYTES", self.shared_bytes),
+                ROWS_SHAPE.define,
+                *defines,
+            ),
+            args=(*(Pointer(buffer=name) for name in ("y", "w", "x")), shape),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingCost:
+    """What the time of a kernel of row_streaming.cuh is, beside what a row of dy costs.
+
+    Attributes:
+        begin_cycles: of a block before its first row.
+        launch_ms: of the launch.
+        exposed: share of the time to move all tensors, or to compute if that is shorter, that the other does not hide.
+        rows_again, columns_again: of the time to read dy what rows and columns cost that several blocks read.
+    """
+
+    begin_cycles: float
+    launch_ms: float
+    exposed: float
+    rows_again: float
+    columns_again: float
+
+    def ms(self, problem: ProblemDescription, device: Device, tiling: StreamedRows, row_cycles: float) -> float:
+        """Of all rows, where one takes a block so many cycles."""
+        strips, tiles = tiling.strips, tiling.tiles
+        turns = ceil_div(strips.count, device.sm_count * tiling.resident)
+        busy_ms = 1e3 * (turns * (self.begin_cycles + strips.steps * row_cycles)) / device.clock_hz
+        columns_again = tiles.columns * tiles.count / problem.out_spatial[1] - 1
+        again = self.rows_again * (strips.steps / strips.rows - 1) + self.columns_again * columns_again
+        moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
+        return float(self.launch_ms + max(moved_ms, busy_ms) + self.exposed * min(moved_ms, busy_ms))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowStreaming(StreamedRows):
     """A configuration applied to a problem: what the kernel's constants come to.
 
     kernels_src/few_channels/data_rows.cu computes the same from the defines and refuses to compile where it differs.
 
     Attributes:
-        height, width: s2d blocks.
-        base, columns, column_step, column_tiles: of dy, from which tiles begin; of a tile, a multiple of 16; from one
-            tile to the next, 0 if there is but one; how many tiles.
-        in_vector: elements of dy that are loaded at once.
-        steps, tap_blocks: of 16 filters, and of 8 taps of a filter row.
+        tap_blocks: of 8 taps of a filter row.
         held_registers: of a thread for accumulators and fragments of filters.
-        registers: of a thread that spills nothing.
-        products: floats of the rows that a row of dy completes.
-        shared_bytes: of a block.
-        resident: blocks of a multiprocessor.
-        rows, strips: of s2d blocks of a strip; how many strips.
-        strip_steps: rows of dy that a strip meets.
-        blocks: of the grid.
     """
 
-    height: S2dRows
-    width: S2dRows
-    base: int
-    columns: int
-    column_step: int
-    column_tiles: int
-    in_vector: int
-    steps: int
     tap_blocks: int
     held_registers: int
-    registers: int
-    products: int
-    shared_bytes: int
-    resident: int
-    rows: int
-    strips: int
-    strip_steps: int
-    blocks: int
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> RowStreaming:
@@ -121,46 +165,38 @@ class RowStreaming:
         in_vector = math.gcd(8, problem.k if last else problem.out_spatial[1])
         tiles = ColumnTiles.of(problem, width, 16 * blocks * warps_m, 1 if last else in_vector)
         columns = tiles.columns
-        steps, row_taps = ceil_div(problem.k, 16), problem.filter[1] * problem.c
-        tap_blocks, done = ceil_div(row_taps, 8), min(problem.conv.stride[0], problem.filter[0])
+        steps, tap_blocks = ceil_div(problem.k, 16), ceil_div(problem.filter[1] * problem.c, 8)
         pitch = 32 * steps + 16 if last else 2 * columns + 16
-        products = done * warps_k * round_up(row_taps, 2) * (round_up(columns - 12, 32) + 12)
+        product_floats = completed_floats(problem, warps_k, columns)
         laid = round_up(2 * problem.w.size, 16) + 256 * steps * problem.filter[0] * tap_blocks
-        shared_bytes = config["stages"] * pitch * (columns if last else 16 * steps) + max(8 * products, laid)
-        held_registers = problem.filter[0] * ceil_div(tap_blocks, warps_n) * (4 * blocks + 2 * ceil_div(steps, warps_k))
-        registers = round_up(held_registers + 48, 8)
-        threads = 32 * warps_m * warps_n * warps_k
-        resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
-        rows = strip_rows(height, problem.n * tiles.count, device.sm_count * max(1, resident))
-        strips = ceil_div(height.end - height.first, rows)
+        staged = config["stages"] * pitch * (columns if last else 16 * steps)
+        shared_bytes = staged + max(8 * product_floats, laid)
+        held = problem.filter[0] * ceil_div(tap_blocks, warps_n) * (4 * blocks + 2 * ceil_div(steps, warps_k))
+        registers = round_up(held + 48, 8)
+        limits = SmLimits.of(device)
+        resident = min(config["resident"], resident_blocks(registers, 32 * warps(config), shared_bytes, limits))
         return RowStreaming(
             height=height,
             width=width,
-            base=tiles.base,
-            columns=columns,
-            column_step=tiles.step,
-            column_tiles=tiles.count,
+            tiles=tiles,
             in_vector=in_vector,
             steps=steps,
             tap_blocks=tap_blocks,
-            held_registers=held_registers,
+            held_registers=held,
             registers=registers,
-            products=products,
+            product_floats=product_floats,
             shared_bytes=shared_bytes,
             resident=resident,
-            rows=rows,
-            strips=strips,
-            strip_steps=rows + height.met - 1,
-            blocks=problem.n * tiles.count * strips,
+            strips=Strips.of(height, problem.n, tiles.count, device.sm_count * max(1, resident)),
         )
 
 
-def strip_rows(height: S2dRows, units: int, slots: int) -> int:
-    """Rows of a strip that let `slots` blocks at a time finish soonest, of images and columns in `units`."""
-    count = height.end - height.first
+def warps(config: Config) -> int:
+    """Of a thread block."""
+    return int(config["warps_m"] * config["warps_n"] * config["warps_k"])
 
-    def cost(rows: int) -> int:
-        return ceil_div(units * ceil_div(count, rows), slots) * (rows + height.met - 1 + _BEGIN_ROWS)
 
-    choices = [ceil_div(count, max(1, min(count, turns * slots // units))) for turns in range(1, 5)]
-    return min(choices, key=cost)
+def completed_floats(problem: ProblemDescription, warps_k: int, columns: int) -> int:
+    """Shared memory for the products of the rows of dx that a row of dy completes, of every slice of the filters."""
+    rows = min(problem.conv.stride[0], problem.filter[0])
+    return int(rows * warps_k * round_up(problem.filter[1] * problem.c, 2) * (round_up(columns - 12, 32) + 12))

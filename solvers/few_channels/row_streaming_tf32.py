@@ -14,7 +14,8 @@ from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.product_tiles import products_of_tf32
-from miofind.solvers.few_channels.row_streaming import ColumnTiles, S2dRows, strip_rows
+from miofind.solvers.few_channels.row_streaming import ColumnTiles, StreamedRows, completed_floats, warps
+from miofind.solvers.few_channels.s2d_blocks import S2dRows, Strips
 
 _BASE_REGISTERS = 46
 MAX_REGISTERS = 248
@@ -47,47 +48,23 @@ class TapBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowStreamingTf32:
+class RowStreamingTf32(StreamedRows):
     """A configuration applied to a problem: what the kernel's constants come to.
 
     kernels_src/few_channels/data_rows_tf32.cu computes the same from the defines and refuses to compile where it
     differs.
 
     Attributes:
-        height, width: s2d blocks.
-        tiles: of columns.
-        in_vector: elements of dy that are loaded at once.
         products: of tf32 for one of float32.
         taps: blocks of taps.
-        steps: of 8 filters, the same for every warp.
         chunk: steps that are summed before they are added to others.
         warp_blocks: fragments of taps of a warp in a step.
-        registers: of a thread that spills nothing.
-        product_floats: of the rows that a row of dy completes.
-        shared_bytes: of a block.
-        resident: blocks of a multiprocessor.
-        rows, strips: of s2d blocks of a strip; how many strips.
-        strip_steps: rows of dy that a strip meets.
-        blocks: of the grid.
     """
 
-    height: S2dRows
-    width: S2dRows
-    tiles: ColumnTiles
-    in_vector: int
     products: int
     taps: TapBlocks
-    steps: int
     chunk: int
     warp_blocks: int
-    registers: int
-    product_floats: int
-    shared_bytes: int
-    resident: int
-    rows: int
-    strips: int
-    strip_steps: int
-    blocks: int
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> RowStreamingTf32:
@@ -98,9 +75,7 @@ class RowStreamingTf32:
         tiles = ColumnTiles.of(problem, width, 16 * blocks * warps_m, 1 if last else in_vector)
         taps, steps = TapBlocks.of(problem, warps_n), round_up(ceil_div(problem.k, 8), warps_k)
         warp_steps, warp_blocks = steps // warps_k, taps.groups * ceil_div(taps.count, warps_n)
-        products, threads = products_of_tf32(problem), 32 * warps_m * warps_n * warps_k
-        row_taps, done = problem.filter[1] * problem.c, min(problem.conv.stride[0], problem.filter[0])
-        product_floats = done * warps_k * round_up(row_taps, 2) * (round_up(tiles.columns - 12, 32) + 12)
+        products, product_floats = products_of_tf32(problem), completed_floats(problem, warps_k, tiles.columns)
         row_bytes = (32 * steps + 16) * tiles.columns if last else 32 * steps * (round_up(tiles.columns - 8, 32) + 8)
         laid = 256 * steps * taps.groups * taps.count if config["filters"] == "shared" else 0
         shared_bytes = config["stages"] * row_bytes + laid + 8 * product_floats
@@ -108,11 +83,10 @@ class RowStreamingTf32:
         most = min(_CHUNKS[blocks], warp_steps if held else _CHUNK_WITH_READS)
         for chunk in (size for size in range(most, 0, -1) if warp_steps % size == 0):
             registers = _registers(blocks, chunk, products, warp_blocks, held)
-            resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
+            fitting = resident_blocks(registers, 32 * warps(config), shared_bytes, SmLimits.of(device))
+            resident = min(config["resident"], fitting)
             if resident == config["resident"] and registers <= MAX_REGISTERS:
                 break
-        rows = strip_rows(height, problem.n * tiles.count, device.sm_count * max(1, resident))
-        strips = ceil_div(height.end - height.first, rows)
         return RowStreamingTf32(
             height=height,
             width=width,
@@ -127,10 +101,7 @@ class RowStreamingTf32:
             product_floats=product_floats,
             shared_bytes=shared_bytes,
             resident=resident,
-            rows=rows,
-            strips=strips,
-            strip_steps=rows + height.met - 1,
-            blocks=problem.n * tiles.count * strips,
+            strips=Strips.of(height, problem.n, tiles.count, device.sm_count * max(1, resident)),
         )
 
 

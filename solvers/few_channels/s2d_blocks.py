@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from miofind.core.problem import ProblemDescription
 from miofind.solvers.common.correlation import ceil_div
 
+_BEGIN_ROWS = 3  # what the beginning of a strip costs, in rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S2dBlocks:
@@ -49,4 +51,69 @@ class S2dBlocks:
             first=first,
             taps=max(1, last - first + 1),
             last_tap=pad - origin - first * stride,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S2dRows:
+    """Runs of `stride` pixels along an axis of dx: pixel p of s2d block I is I * stride + p - pad.
+
+    It meets outputs I, I - 1, ... through taps p, p + stride, ...
+
+    Attributes:
+        first, end: of the s2d blocks that have pixels.
+        met: outputs that an s2d block meets at most.
+    """
+
+    first: int
+    end: int
+    met: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, axis: int) -> S2dRows:
+        """Those along `axis` of a problem of two dimensions."""
+        stride, pad = problem.conv.stride[axis], problem.conv.pad_before[axis]
+        return S2dRows(
+            first=pad // stride,
+            end=(problem.spatial[axis] - 1 + pad) // stride + 1,
+            met=ceil_div(problem.filter[axis], stride),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strips:
+    """Strips of rows of s2d blocks that thread blocks, or teams, go down, each of a tile of columns of an image.
+
+    Attributes:
+        rows: of s2d blocks, of a strip.
+        steps: rows of dy that a strip meets.
+        row_strips: strips of a tile of columns.
+        image_strips: of an image.
+        count: of all images.
+    """
+
+    rows: int
+    steps: int
+    row_strips: int
+    image_strips: int
+    count: int
+
+    @staticmethod
+    def of(height: S2dRows, images: int, tiles: int, slots: int) -> Strips:
+        """Those of `tiles` tiles of columns of each image that finish soonest, `slots` at a time."""
+        every = height.end - height.first
+
+        def cost(rows: int) -> int:
+            turns = ceil_div(images * tiles * ceil_div(every, rows), slots)
+            return turns * (rows + height.met - 1 + _BEGIN_ROWS)
+
+        choices = [ceil_div(every, max(1, min(every, turns * slots // (images * tiles)))) for turns in range(1, 5)]
+        rows = min(choices, key=cost)
+        row_strips = ceil_div(every, rows)
+        return Strips(
+            rows=rows,
+            steps=rows + height.met - 1,
+            row_strips=row_strips,
+            image_strips=row_strips * tiles,
+            count=images * tiles * row_strips,
         )

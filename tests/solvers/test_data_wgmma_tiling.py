@@ -74,9 +74,9 @@ def test_tiles_and_strips_cover_every_pixel_once(problem: ProblemDescription, se
     assert tiling.first_s2d * wide <= tiling.left
     assert (tiling.first_s2d + tiling.s2d_blocks) * wide >= tiling.left + problem.spatial[1]
     count = tiling.height.end - tiling.height.first
-    assert tiling.rows * (tiling.row_strips - 1) < count <= tiling.rows * tiling.row_strips
-    assert tiling.strips == problem.n * tiling.tiles * tiling.row_strips
-    assert config["teams"] * (tiling.blocks - 1) < tiling.strips <= config["teams"] * tiling.blocks
+    assert tiling.strips.rows * (tiling.strips.row_strips - 1) < count <= tiling.strips.rows * tiling.strips.row_strips
+    assert tiling.strips.count == problem.n * tiling.tiles * tiling.strips.row_strips
+    assert config["teams"] * (tiling.blocks - 1) < tiling.strips.count <= config["teams"] * tiling.blocks
 
 
 def met_columns(tiling: DataWgmmaTiling, widen: int) -> list[range]:

@@ -14,8 +14,9 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.solvers.few_channels.data_tiling import DataTiling
-from miofind.solvers.few_channels.row_streaming import ColumnTiles, RowStreaming, S2dRows
+from miofind.solvers.few_channels.row_streaming import ColumnTiles, RowStreaming
 from miofind.solvers.few_channels.row_streaming_tf32 import RowStreamingTf32, TapBlocks
+from miofind.solvers.few_channels.s2d_blocks import S2dRows
 
 DEVICE = Device.virtual("90a")
 SOLVER = Registry.default()["ConvFirstLayerDataRows"]
@@ -81,8 +82,8 @@ def test_column_tiles_complete_every_block_once(problem: ProblemDescription, mos
 def test_strips_cover_the_rows_and_none_is_empty(problem: ProblemDescription, seed: int) -> None:
     tiling = RowStreaming.of(problem, drawn_config(seed), DEVICE)
     count = tiling.height.end - tiling.height.first
-    assert tiling.rows * (tiling.strips - 1) < count <= tiling.rows * tiling.strips
-    assert tiling.blocks == problem.n * tiling.column_tiles * tiling.strips
+    assert tiling.strips.rows * (tiling.strips.row_strips - 1) < count <= tiling.strips.rows * tiling.strips.row_strips
+    assert tiling.strips.count == problem.n * tiling.tiles.count * tiling.strips.row_strips
 
 
 @given(problem=layers(DataType.FLOAT32), seed=st.integers(0, 10**6))
@@ -90,8 +91,8 @@ def test_float32_is_cut_into_whole_shares(problem: ProblemDescription, seed: int
     config = drawn_config(seed, SPLIT_SOLVER)
     tiling = RowStreamingTf32.of(problem, config, DEVICE)
     count = tiling.height.end - tiling.height.first
-    assert tiling.rows * (tiling.strips - 1) < count <= tiling.rows * tiling.strips
-    assert tiling.blocks == problem.n * tiling.tiles.count * tiling.strips
+    assert tiling.strips.rows * (tiling.strips.row_strips - 1) < count <= tiling.strips.rows * tiling.strips.row_strips
+    assert tiling.strips.count == problem.n * tiling.tiles.count * tiling.strips.row_strips
     assert 8 * tiling.steps >= problem.k
     assert tiling.steps % config["warps_k"] == 0
     assert tiling.steps // config["warps_k"] % tiling.chunk == 0
@@ -150,4 +151,4 @@ def test_strips_of_large_batches_fill_the_device_evenly() -> None:
     )
     config = Config.of(blocks=2, warps_m=7, warps_n=1, warps_k=1, stages=4, resident=1)
     tiling = RowStreaming.of(problem, config, DEVICE)
-    assert (tiling.column_tiles, tiling.columns, tiling.rows, tiling.blocks) == (1, 224, 28, 128)
+    assert (tiling.tiles.count, tiling.tiles.columns, tiling.strips.rows, tiling.strips.count) == (1, 224, 28, 128)
