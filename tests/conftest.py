@@ -15,6 +15,17 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say of which solvers the contract tests computed nothing, so that nobody takes their pass for more."""
+    passed = terminalreporter.stats.get("passed", [])
+    unchecked = {value for report in passed for name, value in report.user_properties if name == "values unchecked"}
+    if unchecked:
+        named = ", ".join(sorted(map(str, unchecked))) if len(unchecked) <= 3 else f"{len(unchecked)} solvers"
+        terminalreporter.write_line(
+            f"Contract: the values that {named} compute on a GPU were not checked; `make gpu-test` checks them on one."
+        )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def patience() -> Iterator[None]:
     """Finds measure all their candidates, however slow the machine is; their budget is finite, as it is for users."""

@@ -1,4 +1,8 @@
-"""The contract that every registered solver keeps, whatever it computes. Needs no GPU."""
+"""The contract that every registered solver keeps, whatever it computes. Needs no GPU.
+
+It goes over the solvers' examples, and over problems derived from them with what they lack: strides, groups, odd sizes.
+Values are computed on the CPU place alone: the summary says of which solvers they go unchecked.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import importlib.resources
 import itertools
 import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from feature_problems import FEATURES, derived_problems
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
@@ -36,6 +41,7 @@ from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 SOLVERS = list(Registry.default().values())
+VALUES_UNCHECKED = "values unchecked"
 CTYPES = {"int32": 2**31, "int64": 2**63, "uint32": 2**32, "uint64": 2**64}
 MAX_CONFIGS = 40
 MAX_DRAWN = 4000
@@ -45,14 +51,16 @@ MAX_FLOPS = 100_000_000
 
 @dataclass(frozen=True)
 class Case:
-    """One example of a solver on a device that one of its keys names."""
+    """A problem of a solver on a device that one of its keys names; `feature` is what it was derived for, if it was."""
 
     solver: Solver
     problem: ProblemDescription
     device: Device
+    feature: str = ""
 
     def __str__(self) -> str:
-        return f"{self.solver.id}-{self.device.arch or 'cpu'}-{self.problem}"
+        suffix = f"-{self.feature}" if self.feature else ""
+        return f"{self.solver.id}-{self.device.arch or 'cpu'}-{self.problem}{suffix}"
 
 
 def device_of(key: KernelKey) -> Device:
@@ -68,6 +76,9 @@ def cases() -> Iterator[Case]:
         for problem, device in itertools.product(solver.examples(), devices):
             if any(key.applicability(problem, device) for key in solver.keys):
                 yield Case(solver, problem, device)
+        for device in devices:
+            for feature, problem in derived_problems(solver, device):
+                yield Case(solver, problem, device, feature)
 
 
 CASES = list(cases())
@@ -135,7 +146,7 @@ def test_sources_exist(solver: Solver) -> None:
 
 @each_solver
 def test_every_key_has_an_example_that_is_accepted(solver: Solver) -> None:
-    mine = [case for case in CASES if case.solver is solver]
+    mine = [case for case in CASES if case.solver is solver and not case.feature]
     for key in solver.keys:
         assert any(key.applicability(case.problem, case.device) for case in mine), key
 
@@ -353,10 +364,24 @@ CHECKS = [check for name, check in list(globals().items()) if name.startswith("c
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_contract_holds(case: Case) -> None:
+def test_the_contract_holds(case: Case, record_property: Callable[[str, object], None]) -> None:
     offer = offer_of(case)
     for check in CHECKS:
         check(offer)
+    if case.device.place is not Place.CPU:
+        record_property(VALUES_UNCHECKED, case.solver.id)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_is_seen_in_problems_derived_for_it(feature: str) -> None:
+    """Some solver accepts it in each direction, and no problem is derived where an example has it already."""
+    for case in CASES:
+        if case.feature == feature:
+            assert FEATURES[feature].is_in(case.problem)
+            own = [p for p in case.solver.examples() if p.direction is case.problem.direction]
+            assert not any(FEATURES[feature].is_in(p) for p in own if case.solver.applicability(p, case.device))
+    directions = {case.problem.direction for case in CASES if FEATURES[feature].is_in(case.problem)}
+    assert directions == {*Direction}
 
 
 def test_a_solver_that_computes_something_else_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:

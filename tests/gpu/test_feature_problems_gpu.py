@@ -1,0 +1,43 @@
+"""Strides, dilations, padding, groups and odd sizes that solvers' examples lack, through both gates on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from feature_problems import derived_problems
+
+from miofind.compiler import Compiler
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place
+from miofind.launch.invoker import make_invoker
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
+from miofind.verify.claims import claims_of
+from miofind.verify.verifier import Verifier
+
+pytestmark = pytest.mark.gpu
+
+
+def cases() -> Iterator[object]:
+    """As for the newest device that solvers serve; the device of the test may refuse some."""
+    for solver in Registry.default().values():
+        if any(key.place is Place.CUDA for key in solver.keys):
+            for feature, problem in derived_problems(solver, Device.virtual("90a")):
+                yield pytest.param(solver, problem, id=f"{solver.id}-{feature}-{problem}")
+
+
+@pytest.mark.parametrize(("solver", "problem"), list(cases()))
+def test_problems_that_examples_lack_are_right(
+    solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler
+) -> None:
+    answer = solver.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    config = solver.default_configs(problem, device)[0]
+    with Verifier(problem, device, compiler) as verifier:
+        invoker = make_invoker(problem, device, solver, config, compiler)
+        claims = claims_of(solver, problem, device, config, compiler)
+        verdict = verifier.verify(invoker, claims)
+        assert verdict.ok, verdict.message
+        assert verifier.repeat(invoker, claims, verdict.fingerprint) == ""
