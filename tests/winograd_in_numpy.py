@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from struct_fields import fields_of
 
 from miofind.solver.steps import KernelStep, MatmulStep, Pointer, Scalar
-from miofind.solvers.common.divisor import divisor
+from miofind.solvers.common.divisor import divide_by
 
 THREADS = 128
 
@@ -36,9 +37,13 @@ class Arguments:
         assert isinstance(scalar, Scalar)
         return int(scalar.value)
 
+    def fields(self) -> dict[str, Any]:
+        return fields_of(next(self.left))
+
     def divisor(self) -> int:
-        by = self.number()
-        assert [self.number(), self.number()] == [scalar.value for scalar in divisor(by)[1:]]
+        value = next(self.left)
+        by = int(value.values[0])
+        assert value == divide_by(by)
         return by
 
     def end(self) -> None:
@@ -51,20 +56,18 @@ class Tiles:
 
     first: int
     count: int
-    per_column: int
-    per_row: int
-    per_slice: int
+    tile_rows: int
+    tile_columns: int
+    slice_tiles: int
     slices: int
 
     @staticmethod
     def of(arguments: Arguments) -> Tiles:
-        first, count = arguments.number(), arguments.number()
-        sizes = [arguments.divisor() for _ in range(3)]
-        return Tiles(first, count, *sizes, arguments.number())
+        return Tiles(**arguments.fields())
 
     @property
     def padded(self) -> int:
-        return self.slices * self.per_slice
+        return self.slices * self.slice_tiles
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class Operand:
     channels: int
     height: int
     width: int
-    before_h: int
-    before_w: int
+    pad_top: int
+    pad_left: int
     group_channels: int
     items: int
     last: bool
@@ -85,10 +88,9 @@ class Operand:
 
     @staticmethod
     def of(arguments: Arguments, defines: dict[str, Any], name: str) -> Operand:
-        numbers = [arguments.number() for _ in range(5)]
-        divisors = [arguments.divisor() for _ in range(2)]
         last, lanes, vector = (defines[f"{name}_{field}"] for field in ("LAST", "LANES", "VECTOR"))
-        return Operand(*numbers, *divisors, bool(last), lanes, vector, bool(defines["PLACES_WITHIN"]))
+        within = bool(defines["PLACES_WITHIN"])
+        return Operand(**arguments.fields(), last=bool(last), lanes=lanes, vector=vector, places_within=within)
 
     def check(self, defines: dict[str, Any], tiles: int) -> int:
         """The threads it takes; vectors are whole."""
@@ -114,18 +116,18 @@ class Operand:
         flat = flat[: places * self.channels * tiles.padded]
         if self.last and self.places_within:
             assert tiles.slices == 1
-            whole = flat.reshape(1, tiles.per_slice, places, groups, size).transpose(2, 3, 4, 0, 1)
+            whole = flat.reshape(1, tiles.slice_tiles, places, groups, size).transpose(2, 3, 4, 0, 1)
         elif self.last:
-            whole = flat.reshape(places, groups, tiles.slices, tiles.per_slice, size).transpose(0, 1, 4, 2, 3)
+            whole = flat.reshape(places, groups, tiles.slices, tiles.slice_tiles, size).transpose(0, 1, 4, 2, 3)
         else:
-            whole = flat.reshape(places, groups, tiles.slices, size, tiles.per_slice).transpose(0, 1, 3, 2, 4)
+            whole = flat.reshape(places, groups, tiles.slices, size, tiles.slice_tiles).transpose(0, 1, 3, 2, 4)
         assert np.shares_memory(whole, flat)
         return whole
 
     def corner(self, defines: dict[str, Any], tiles: Tiles, tile: int) -> tuple[int, int, int]:
-        row, column = divmod(tiles.first + tile, tiles.per_row)
-        image, row = divmod(row, tiles.per_column)
-        return image, row * defines["TILE_H"] - self.before_h, column * defines["TILE_W"] - self.before_w
+        row, column = divmod(tiles.first + tile, tiles.tile_columns)
+        image, row = divmod(row, tiles.tile_rows)
+        return image, row * defines["TILE_H"] - self.pad_top, column * defines["TILE_W"] - self.pad_left
 
 
 def matrix(defines: dict[str, Any], name: str, rows: int) -> Array:
@@ -157,7 +159,7 @@ def _operands(arguments: Arguments, defines: dict[str, Any], buffers: Buffers) -
     other_blocks = arguments.number()
     tiles = Tiles.of(arguments)
     x = Operand.of(arguments, defines, "INPUT")
-    assert defines["INPUT_LEAD"] == x.before_w % x.vector
+    assert defines["INPUT_LEAD"] == x.pad_left % x.vector
     _transform(x, tiles, defines, "INPUT", buffers[source], buffers[target])
     threads = [x.check(defines, tiles.padded)]
     if defines["WEIGHTS"]:
@@ -199,7 +201,7 @@ def _transform(
             for j in range(max(0, -left), min(across.shape[1], operand.width - left)):
                 window[:, i, j] = images[image, :, top + i, left + j]
         values = np.einsum("ia,cab,jb->ijc", down, window, across).reshape(places, -1, operand.group_channels)
-        out[:, :, :, tile // tiles.per_slice, tile % tiles.per_slice] = values
+        out[:, :, :, tile // tiles.slice_tiles, tile % tiles.slice_tiles] = values
 
 
 def _results(arguments: Arguments, defines: dict[str, Any], buffers: Buffers) -> list[int]:

@@ -6,13 +6,17 @@
 // [slice][channel][tile] or, channels last, [group][slice][tile][channel], with zeros beyond the last; filters
 // [group][slice][k][c]. Offsets fit 30 bits. Accumulators are float32.
 // Defines: ELEMENT, OPERAND, WEIGHTS, MIN_BLOCKS on an SM, INPUT_LEAD, PLACES_WITHIN; TILE_ (the next tile), TAPS_,
-// PRODUCTS_ and the matrices B: INPUT_, G: OTHER_, A: OUTPUT_, each _H and _W; of each tensor _LAST, _LANES, _VECTOR.
+// PRODUCTS_ and the matrices B: INPUT_, G: OTHER_, A: OUTPUT_, each _H and _W; of each tensor _LAST, _LANES, _VECTOR;
+// TILES_FIELDS, OPERAND_FIELDS.
 // Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
 #include "common/divisor.cuh"
 #include "common/types.cuh"
 
 #if !defined(ELEMENT) || !defined(OPERAND) || !defined(WEIGHTS)
 #error "define ELEMENT, OPERAND, WEIGHTS and what the header lists"
+#endif
+#if !defined(TILES_FIELDS) || !defined(OPERAND_FIELDS)
+#error "define TILES_FIELDS and OPERAND_FIELDS"
 #endif
 
 constexpr int kThreads = 128;
@@ -131,20 +135,16 @@ __device__ __forceinline__ void store_vector(T* to, const float* from) {
   *reinterpret_cast<Vector<T, kCount>*>(to) = values;
 }
 
-// The tiles of one launch: tiles first ... first + count - 1 of all, row by row and image by image.
+// The tiles of one launch: tiles first ... first + count - 1 of all, row by row and image by image; an image has
+// tile_rows x tile_columns, a slice slice_tiles.
 struct Tiles {
-  int first, count;
-  Divisor per_column, per_row;  // tiles down an image, and across
-  Divisor per_slice;
-  int slices;
+  TILES_FIELDS
 };
 
-// A tensor (n, channels, height, width) and its transformed counterpart.
+// A tensor (n, channels, height, width) and its transformed counterpart. The first tile begins pad_top rows and
+// pad_left columns before it. items: that neighbouring threads take, vectors of channels or tiles.
 struct Operand {
-  int channels, height, width;
-  int before_h, before_w;  // rows and columns before the first that the first tile begins
-  Divisor group_channels;
-  Divisor items;  // that neighbouring threads take: vectors of channels, or tiles
+  OPERAND_FIELDS
 };
 
 struct Item {
@@ -167,15 +167,15 @@ __device__ __forceinline__ int transformed_offset(const Operand& operand, const 
   if (kPlacesWithin<kLast>) return item.tile * (kProductsH * kProductsW) * operand.channels + item.channel;
   const int channels = operand.group_channels.by;
   const int group = item.channel / operand.group_channels, channel = item.channel - group * channels;
-  const int slice = item.tile / tiles.per_slice, tile = item.tile - slice * tiles.per_slice.by;
-  const int matrix = (group * tiles.slices + slice) * channels * tiles.per_slice.by;
-  return matrix + (kLast ? tile * channels + channel : channel * tiles.per_slice.by + tile);
+  const int slice = item.tile / tiles.slice_tiles, tile = item.tile - slice * tiles.slice_tiles.by;
+  const int matrix = (group * tiles.slices + slice) * channels * tiles.slice_tiles.by;
+  return matrix + (kLast ? tile * channels + channel : channel * tiles.slice_tiles.by + tile);
 }
 
 // Elements from one place to the next.
 template <bool kLast>
 __device__ __forceinline__ int place_step(const Operand& operand, const Tiles& tiles) {
-  return kPlacesWithin<kLast> ? operand.channels : operand.channels * tiles.slices * tiles.per_slice.by;
+  return kPlacesWithin<kLast> ? operand.channels : operand.channels * tiles.slices * tiles.slice_tiles.by;
 }
 
 // The row and column that a tile begins at, and its image.
@@ -185,9 +185,9 @@ struct Corner {
 
 __device__ __forceinline__ Corner corner_of(const Operand& operand, const Tiles& tiles, int tile) {
   const int number = tiles.first + tile;
-  const int row = number / tiles.per_row, image = row / tiles.per_column;
-  return {image, (row - image * tiles.per_column.by) * TILE_H - operand.before_h,
-          (number - row * tiles.per_row.by) * TILE_W - operand.before_w};
+  const int row = number / tiles.tile_columns, image = row / tiles.tile_rows;
+  return {image, (row - image * tiles.tile_rows.by) * TILE_H - operand.pad_top,
+          (number - row * tiles.tile_columns.by) * TILE_W - operand.pad_left};
 }
 
 __device__ __forceinline__ bool is_within(int at, int size) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void transform_tile(const ELEMENT* __restrict__ tenso
                                                const Operand& operand, const Tiles& tiles, int rank) {
   static_assert(kLast || kLanes == 1, "a warp's lanes must be channels: whole warps of them");
   const Item item = item_of<kLast, kLanes>(operand, rank);
-  if (kLast ? item.tile >= tiles.slices * tiles.per_slice.by : item.channel >= operand.channels) return;
+  if (kLast ? item.tile >= tiles.slices * tiles.slice_tiles.by : item.channel >= operand.channels) return;
   const Corner corner = corner_of(operand, tiles, item.tile);
   const bool exists = item.tile < tiles.count;
   const int column_step = kLast ? operand.channels : 1, row_step = operand.width * column_step;
@@ -307,47 +307,32 @@ __device__ __forceinline__ void transform_back(const float* __restrict__ product
   });
 }
 
-#define DIVISOR_OF(name) int name, unsigned name##_multiplier, int name##_shift
-#define DIVISOR(name) {name, name##_multiplier, name##_shift}
-#define TILES_PARAMETERS \
-  int first, int count, DIVISOR_OF(per_column), DIVISOR_OF(per_row), DIVISOR_OF(per_slice), int slices
-#define TILES {first, count, DIVISOR(per_column), DIVISOR(per_row), DIVISOR(per_slice), slices}
-#define OPERAND_PARAMETERS(name)                                                                      \
-  int name##_channels, int name##_height, int name##_width, int name##_before_h, int name##_before_w, \
-      DIVISOR_OF(name##_group), DIVISOR_OF(name##_items)
-#define OPERAND_OF(name)                                                          \
-  {name##_channels, name##_height,         name##_width,         name##_before_h, \
-   name##_before_w, DIVISOR(name##_group), DIVISOR(name##_items)}
-
 #if WEIGHTS
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     winograd_operands(const ELEMENT* __restrict__ x, OPERAND* __restrict__ inputs, const ELEMENT* __restrict__ dy,
-                      OPERAND* __restrict__ others, int other_blocks, TILES_PARAMETERS, OPERAND_PARAMETERS(x),
-                      OPERAND_PARAMETERS(dy)) {
-  const Tiles tiles = TILES;
+                      OPERAND* __restrict__ others, int other_blocks, const __grid_constant__ Tiles tiles,
+                      const __grid_constant__ Operand x_operand, const __grid_constant__ Operand dy_operand) {
   const int block = blockIdx.x - other_blocks;
   if (block < 0) {
-    const Operand operand = OPERAND_OF(dy);
-    transform_tile<OtherH, OtherW, OTHER_LAST, OTHER_LANES, OTHER_VECTOR, 0>(dy, others, operand, tiles,
+    transform_tile<OtherH, OtherW, OTHER_LAST, OTHER_LANES, OTHER_VECTOR, 0>(dy, others, dy_operand, tiles,
                                                                              blockIdx.x * kThreads + threadIdx.x);
   } else {
-    const Operand operand = OPERAND_OF(x);
-    transform_tile<InputH, InputW, INPUT_LAST, INPUT_LANES, INPUT_VECTOR, INPUT_LEAD>(x, inputs, operand, tiles,
+    transform_tile<InputH, InputW, INPUT_LAST, INPUT_LANES, INPUT_VECTOR, INPUT_LEAD>(x, inputs, x_operand, tiles,
                                                                                       block * kThreads + threadIdx.x);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     winograd_weights(const float* __restrict__ products, ELEMENT* __restrict__ dw, int pairs, int slices,
-                     DIVISOR_OF(group_channels), DIVISOR_OF(group_pairs)) {
+                     const Divisor group_channels, const Divisor group_pairs) {
   __shared__ ELEMENT staged[OUTPUT_LAST ? 1 : kThreads * kTaps];
-  const Taps<OUTPUT_LAST> taps{static_cast<int>(blockIdx.x) * kThreads, pairs, DIVISOR(group_channels)};
+  const Taps<OUTPUT_LAST> taps{static_cast<int>(blockIdx.x) * kThreads, pairs, group_channels};
   const int pair = taps.first + threadIdx.x;
   if (pair < pairs) {
-    const Divisor of_group = DIVISOR(group_pairs);  // slices of a group's products lie one after another
-    const float* from = products + pair + pair / of_group * (slices - 1) * group_pairs;
+    // Slices of a group's products lie one after another.
+    const float* from = products + pair + pair / group_pairs * (slices - 1) * group_pairs.by;
     Row<kProductsW, 1> accumulators[kProductsH] = {};
-    for (int slice = 0; slice < slices; ++slice, from += group_pairs) {
+    for (int slice = 0; slice < slices; ++slice, from += group_pairs.by) {
 #pragma unroll
       for (int place = 0; place < kProductsH * kProductsW; ++place)
         accumulators[place / kProductsW].at[place % kProductsW] += from[place * slices * pairs];
@@ -374,26 +359,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #else
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     winograd_operands(const ELEMENT* __restrict__ x, OPERAND* __restrict__ inputs, const ELEMENT* __restrict__ w,
-                      OPERAND* __restrict__ others, int other_blocks, TILES_PARAMETERS, OPERAND_PARAMETERS(x),
-                      int pairs, DIVISOR_OF(group_channels)) {
+                      OPERAND* __restrict__ others, int other_blocks, const __grid_constant__ Tiles tiles,
+                      const __grid_constant__ Operand x_operand, int pairs, const Divisor group_channels) {
   __shared__ ELEMENT staged[OTHER_LAST ? 1 : kThreads * kTaps];
   const int block = blockIdx.x - other_blocks;
   if (block < 0) {
-    transform_filters<OTHER_LAST>(w, others, staged,
-                                  {static_cast<int>(blockIdx.x) * kThreads, pairs, DIVISOR(group_channels)});
+    transform_filters<OTHER_LAST>(w, others, staged, {static_cast<int>(blockIdx.x) * kThreads, pairs, group_channels});
   } else {
-    const Tiles tiles = TILES;
-    const Operand operand = OPERAND_OF(x);
-    transform_tile<InputH, InputW, INPUT_LAST, INPUT_LANES, INPUT_VECTOR, INPUT_LEAD>(x, inputs, operand, tiles,
+    transform_tile<InputH, InputW, INPUT_LAST, INPUT_LANES, INPUT_VECTOR, INPUT_LEAD>(x, inputs, x_operand, tiles,
                                                                                       block * kThreads + threadIdx.x);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    winograd_results(const float* __restrict__ products, ELEMENT* __restrict__ y, TILES_PARAMETERS,
-                     OPERAND_PARAMETERS(y)) {
-  const Tiles tiles = TILES;
-  const Operand result = OPERAND_OF(y);
+    winograd_results(const float* __restrict__ products, ELEMENT* __restrict__ y, const __grid_constant__ Tiles tiles,
+                     const __grid_constant__ Operand result) {
   transform_back<OUTPUT_LAST, OUTPUT_LANES, OUTPUT_VECTOR>(products, y, result, tiles,
                                                            blockIdx.x * kThreads + threadIdx.x);
 }

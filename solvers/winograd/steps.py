@@ -17,19 +17,21 @@ from numpy.typing import NDArray
 from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import (
+    Argument,
     ConvSolution,
     KernelStep,
     Packing,
     Pointer,
     Region,
-    Scalar,
     Step,
     WorkspacePlan,
+    int32s,
     on_buffers,
 )
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.chunks import chunks
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divisor
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.minimal_filtering import Filtering, bound_growth, is_local
 
 SOURCE = "winograd/batched.cu"
@@ -38,6 +40,19 @@ OTHERS = "others"
 PRODUCTS = "products"
 
 _THREADS = 128
+_TILES = StructType(
+    "Tiles",
+    first="int32",
+    count="int32",
+    **dict.fromkeys(("tile_rows", "tile_columns", "slice_tiles"), DIVISOR),
+    slices="int32",
+)
+_OPERAND = StructType(
+    "Operand",
+    **dict.fromkeys(("channels", "height", "width", "pad_top", "pad_left"), "int32"),
+    group_channels=DIVISOR,
+    items=DIVISOR,
+)
 FEW_FLOATS = 36  # of a thread's tiles: F(4x4, 3x3) of one channel
 _BLOCKS = {True: 8, False: 4}  # of a multiprocessor, for few floats and for many: so many have registers for them
 
@@ -270,6 +285,8 @@ class WinogradPlan:
             ("MIN_BLOCKS", _BLOCKS[self.floats <= FEW_FLOATS]),
             ("PLACES_WITHIN", int(self.places_within)),
             ("INPUT_LEAD", self._before[1] % self._columns(x)),
+            _TILES.define,
+            _OPERAND.define,
         )
 
     def _operands_step(self, first: int, count: int, *, others: bool) -> KernelStep:
@@ -280,20 +297,15 @@ class WinogradPlan:
         padded = self.slices * self.slice_tiles
         other_items = self._items(p.y, padded) if self.is_weights else pairs
         other_blocks = ceil_div(other_items, _THREADS) if others else 0
-        second = (
-            self._operand(p.y, (0, 0), padded)
-            if self.is_weights
-            else (Scalar(ctype="int32", value=pairs), *divisor(p.w.shape[1]))
-        )
+        second = (self._operand(p.y, (0, 0), padded),) if self.is_weights else (*int32s(pairs), divide_by(p.w.shape[1]))
         return self._kernel(
             "operands",
             other_blocks + ceil_div(self._items(x, padded), _THREADS),
-            (Pointer(buffer=self.source), Pointer(buffer=INPUTS)),
-            (Pointer(buffer="y" if self.is_weights else "w"), Pointer(buffer=OTHERS)),
-            (Scalar(ctype="int32", value=other_blocks),),
+            *(Pointer(buffer=name) for name in (self.source, INPUTS, "y" if self.is_weights else "w", OTHERS)),
+            *int32s(other_blocks),
             self._tiles(first, count),
             self._operand(x, self._before, padded),
-            second,
+            *second,
         )
 
     def _results_step(self, first: int, count: int) -> KernelStep:
@@ -301,7 +313,8 @@ class WinogradPlan:
         return self._kernel(
             "results",
             ceil_div(self._items(result, count), _THREADS),
-            (Pointer(buffer=PRODUCTS), Pointer(buffer=self.problem.direction.output)),
+            Pointer(buffer=PRODUCTS),
+            Pointer(buffer=self.problem.direction.output),
             self._tiles(first, count),
             self._operand(result, (0, 0), count),
         )
@@ -312,43 +325,48 @@ class WinogradPlan:
         return self._kernel(
             "weights",
             ceil_div(pairs, _THREADS),
-            (Pointer(buffer=PRODUCTS), Pointer(buffer="w")),
-            tuple(Scalar(ctype="int32", value=value) for value in (pairs, self.slices)),
-            (*divisor(c), *divisor(pairs // p.groups)),
+            Pointer(buffer=PRODUCTS),
+            Pointer(buffer="w"),
+            *int32s(pairs, self.slices),
+            divide_by(c),
+            divide_by(pairs // p.groups),
         )
 
-    def _kernel(self, name: str, blocks: int, *args: tuple[Pointer | Scalar, ...]) -> KernelStep:
+    def _kernel(self, name: str, blocks: int, *args: Argument) -> KernelStep:
         return KernelStep(
             source=SOURCE,
             entry=f"winograd_{name}",
             defines=_defines(self),
             grid=(blocks, 1, 1),
             block=(_THREADS, 1, 1),
-            args=tuple(arg for part in args for arg in part),
+            args=args,
         )
 
     def _items(self, tensor: TensorDescriptor, tiles: int) -> int:
         """Threads that transform so many tiles of all channels."""
         return tiles * tensor.shape[1] // self._lanes(tensor)
 
-    def _tiles(self, first: int, count: int) -> tuple[Scalar, ...]:
-        """The kernels' `Tiles`."""
-        down, across = self.tiles_of_image
-        return (
-            *(Scalar(ctype="int32", value=value) for value in (first, count)),
-            *divisor(down),
-            *divisor(across),
-            *divisor(self.slice_tiles),
-            Scalar(ctype="int32", value=self.slices),
+    def _tiles(self, first: int, count: int) -> Struct:
+        tile_rows, tile_columns = self.tiles_of_image
+        return _TILES(
+            first=first,
+            count=count,
+            tile_rows=divide_by(tile_rows),
+            tile_columns=divide_by(tile_columns),
+            slice_tiles=divide_by(self.slice_tiles),
+            slices=self.slices,
         )
 
-    def _operand(self, tensor: TensorDescriptor, before: tuple[int, int], tiles: int) -> tuple[Scalar, ...]:
-        """The kernels' `Operand`."""
+    def _operand(self, tensor: TensorDescriptor, pads: tuple[int, int], tiles: int) -> Struct:
         _, channels, _, height, width = tensor.shape
-        return (
-            *(Scalar(ctype="int32", value=value) for value in (channels, height, width, *before)),
-            *divisor(channels // self.problem.groups),
-            *divisor(channels // self._lanes(tensor) if tensor.layout.channels_last else tiles),
+        return _OPERAND(
+            channels=channels,
+            height=height,
+            width=width,
+            pad_top=pads[0],
+            pad_left=pads[1],
+            group_channels=divide_by(channels // self.problem.groups),
+            items=divide_by(channels // self._lanes(tensor) if tensor.layout.channels_last else tiles),
         )
 
 
