@@ -297,7 +297,9 @@ class WinogradPlan:
         padded = self.slices * self.slice_tiles
         other_items = self._items(p.y, padded) if self.is_weights else pairs
         other_blocks = ceil_div(other_items, _THREADS) if others else 0
-        second = (self._operand(p.y, (0, 0), padded),) if self.is_weights else (*int32s(pairs), divide_by(p.w.shape[1]))
+        second: tuple[Argument, ...] = (
+            (self._operand(p.y, (0, 0), padded),) if self.is_weights else (*int32s(pairs), divide_by(p.w.shape[1]))
+        )
         return self._kernel(
             "operands",
             other_blocks + ceil_div(self._items(x, padded), _THREADS),
