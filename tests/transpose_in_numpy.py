@@ -36,7 +36,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor that a step turns."""
+    """One tensor that a step transposes."""
 
     source: str
     target: str
@@ -47,7 +47,7 @@ class Tensor:
 
 
 def tensors(step: KernelStep) -> list[Tensor]:
-    """What a step turns, from its arguments and defines alone."""
+    """What a step transposes, from its arguments and defines alone."""
     defines, count = dict(step.defines), ENTRIES[step.entry]
     assert list(defines) == [*["ELEMENT", "FIRST", "SECOND"][: 1 + count], MATRICES.define[0]]
     assert len(step.args) == (ARGS if count == 1 else 2 * ARGS + 1)
@@ -68,23 +68,23 @@ def tensors(step: KernelStep) -> list[Tensor]:
 
 def carry_out(step: KernelStep, memory: dict[str, Array]) -> None:
     """The step on memory by buffer name; targets come into being."""
-    turned = tensors(step)
+    transposed = tensors(step)
     itemsize = ITEMSIZES[str(dict(step.defines)["ELEMENT"])]
     blocks = []
-    for tensor in turned:
+    for tensor in transposed:
         batch, rest = divmod(memory[tensor.source].size, tensor.rows * tensor.columns)
         assert rest == 0
         blocks.append(batch * math.prod(tensor.tiles))
         gaps = max(tensor.tile.rows, tensor.tile.columns) * 16
         assert tensor.tile.rows * tensor.tile.columns * itemsize + gaps <= 48 << 10
         assert all(16 % (vector * itemsize) == 0 for vector in (tensor.tile.loaded, tensor.tile.stored))
-        memory[tensor.target] = turned_tensor(tensor, memory[tensor.source])
+        memory[tensor.target] = transposed_tensor(tensor, memory[tensor.source])
     assert step.grid == (sum(blocks), 1, 1)
-    if len(turned) == 2:
+    if len(transposed) == 2:
         assert step.args[-1] == Scalar(ctype="int32", value=blocks[0])
 
 
-def turned_tensor(tensor: Tensor, source: Array) -> Array:
+def transposed_tensor(tensor: Tensor, source: Array) -> Array:
     """The tensor's memory with rows and columns exchanged; each element is written once."""
     matrices = source.reshape(-1, tensor.rows * tensor.columns)
     result, writes = np.zeros_like(matrices), np.zeros(matrices.shape[1], int)

@@ -83,8 +83,8 @@ def store_box(tensor_map: TensorMap, memory: Array, values: Array, *at: int) -> 
     tensor[there] = box[here]
 
 
-class Place(NamedTuple):
-    """Of a block in its cluster, along rows, columns and depth."""
+class ClusterCoord(NamedTuple):
+    """Of a block in its cluster, along M, N and K."""
 
     m: int
     n: int
@@ -97,12 +97,12 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Item:
+class WorkTile:
     tile_m: int
     tile_n: int
     group: int
     split: int
-    steps: range
+    k_tiles: range
     phase: int
 
 
@@ -133,14 +133,14 @@ class Launch:
         self.named, self.memory, self.kind = named, memory, defines["KIND"]
         self.weights, self.swapped = self.kind == "WEIGHTS", bool(defines["SWAPPED"])
         self.pointwise, self.strided = bool(defines["POINTWISE"]), bool(defines["STRIDED"])
-        self.planes, self.run_length = defines["PLANES"], int(defines["RUN"])
-        self.pixel_columns = not self.weights and (self.swapped or self.planes != "NOWHERE")
-        self.planes_of_pixels = not self.weights and self.planes == "EVERYWHERE"
-        self.planes_of_depth = self.weights and self.planes == "EVERYWHERE"
-        self.deep_filter = self.kind == "FORWARD" or (self.kind == "DATA" and defines["ELEMENT"] == "float32")
-        self.blocks, self.wide = int(defines["CONSUMERS"]) * int(defines["ROWS"]), int(defines["WIDE"])
+        self.nchw, self.segment = defines["NCHW"], int(defines["SEGMENT"])
+        self.pixel_columns = not self.weights and (self.swapped or self.nchw != "NCHW_NONE")
+        self.nchw_n = not self.weights and self.nchw == "NCHW_ALL"
+        self.nchw_k = self.weights and self.nchw == "NCHW_ALL"
+        self.k_major_filter = self.kind == "FORWARD" or (self.kind == "DATA" and defines["ELEMENT"] == "float32")
+        self.blocks, self.block_n = int(defines["CONSUMERS"]) * int(defines["ROWS"]), int(defines["BLOCK_N"])
         self.tile_m, self.tile_n, self.tile_k = 64 * self.blocks, int(defines["TILE_N"]), int(defines["TILE_K"])
-        self.cluster = Place(*(int(defines[f"CLUSTER_{axis}"]) for axis in "MNK"))
+        self.cluster = ClusterCoord(*(int(defines[f"CLUSTER_{axis}"]) for axis in "MNK"))
         has_pixels_first = not self.weights and not self.pixel_columns
         self.pixels, self.boxes = (rows, columns) if has_pixels_first else (columns, rows)
         self.phases = [
@@ -163,33 +163,33 @@ class Launch:
                 number = first + (clusters - 1 - cluster if self.strided and turn else cluster)
                 if number >= self.named["work_tiles"]:
                     break
-                assert self.cluster.k == 1 or number == cluster  # blocks that add what they have have one item
+                assert self.cluster.k == 1 or number == cluster  # blocks that add what they have have one work tile
                 self._compute(number, out, size)
         return out
 
     def _compute(self, number: int, out: Array, size: int) -> None:
-        places = [Place(*at) for at in np.ndindex(*self.cluster)]
-        items = [self._item(at, number) for at in places]
-        sums = [self._multiply(at, item) for at, item in zip(places, items, strict=True)]
+        places = [ClusterCoord(*at) for at in np.ndindex(*self.cluster)]
+        works = [self._work_tile(at, number) for at in places]
+        sums = [self._multiply(at, work) for at, work in zip(places, works, strict=True)]
         if self.cluster.k > 1:
-            for first in [number for number, item in enumerate(items) if item.split == 0]:
-                shares = [number for number in range(first, len(items)) if items[number].split == number - first]
-                if items[first].group < self.named["groups"]:
-                    self._write_rows(items[first], np.sum([sums[number] for number in shares], axis=0), out)
+            for first in [number for number, work in enumerate(works) if work.split == 0]:
+                shares = [number for number in range(first, len(works)) if works[number].split == number - first]
+                if works[first].group < self.named["groups"]:
+                    self._write_rows(works[first], np.sum([sums[number] for number in shares], axis=0), out)
             return
-        for item, tile in zip(items, sums, strict=True):
+        for work, tile in zip(works, sums, strict=True):
             if self.named["splits"] > 1:
-                self._write_rows(item, tile, out[item.split * size : (item.split + 1) * size])
+                self._write_rows(work, tile, out[work.split * size : (work.split + 1) * size])
             elif self.strided:
-                self._write_rows(item, tile, out)
+                self._write_rows(work, tile, out)
             elif self.swapped:
-                self._store_swapped(item, tile, out)
-            elif self.planes == "IN_RESULT":
-                self._write_planes(item, tile, out)
+                self._store_swapped(work, tile, out)
+            elif self.nchw == "NCHW_OUTPUT":
+                self._write_nchw(work, tile, out)
             else:
-                self._store(item, tile, out)
+                self._store(work, tile, out)
 
-    def _item(self, at: Place, number: int) -> Item:
+    def _work_tile(self, at: ClusterCoord, number: int) -> WorkTile:
         named, splits = self.named, self.named["splits"]
         phase, shares, count = 0, self.cluster.k, named["k_tiles"]
         if self.strided:
@@ -201,12 +201,12 @@ class Launch:
         group, split = (part, at.k % shares) if self.cluster.k > 1 else divmod(part, splits)
         parts = shares if self.cluster.k > 1 else splits
         assert group < named["groups"] or shares < self.cluster.k
-        steps = range(count * split // parts, count * (split + 1) // parts)
-        assert steps  # or a stage would be freed that was never filled
-        return Item(tile_m * self.cluster.m + at.m, tile_n * self.cluster.n + at.n, group, split, steps, phase)
+        k_tiles = range(count * split // parts, count * (split + 1) // parts)
+        assert k_tiles  # or a stage would be freed that was never filled
+        return WorkTile(tile_m * self.cluster.m + at.m, tile_n * self.cluster.n + at.n, group, split, k_tiles, phase)
 
-    def _phase_of(self, at: Place, number: int) -> tuple[int, int, int]:
-        """The phase of an item, the shares of its tiles, and the number of a block's tile of that phase."""
+    def _phase_of(self, at: ClusterCoord, number: int) -> tuple[int, int, int]:
+        """The phase of a work tile, the shares of its tiles, and the number of a block's tile of that phase."""
         named, phase = self.named, 0
         tiles = named["tiles_m"] * named["tiles_n"] * named["groups"]
         tiles *= 1 if self.cluster.k > 1 else named["splits"]
@@ -219,9 +219,9 @@ class Launch:
             number, phase = number - items, phase + 1
             assert phase < self.phases_with_taps
 
-    def _tap(self, item: Item, step: int) -> tuple[int, int, int]:
+    def _tap(self, work: WorkTile, step: int) -> tuple[int, int, int]:
         """The tap of a step by its number in the filter, and how far its pixels are from where the walk is."""
-        named, (h, w) = self.named, self.phases[item.phase]
+        named, (h, w) = self.named, self.phases[work.phase]
         tap_y, tap_x = divmod(step // named["tap_blocks"], w.taps if self.strided else named["taps_x"])
         number = tap_y * named["taps_x"] + tap_x
         if self.strided:
@@ -234,27 +234,27 @@ class Launch:
         assert all(0 <= pixels <= 255 for pixels in moved)
         return number, *moved
 
-    def _columns(self, item: Item, block: int) -> Columns | None:
-        number = item.tile_n * (self.tile_n // self.wide) + block
+    def _columns(self, work: WorkTile, block: int) -> Columns | None:
+        number = work.tile_n * (self.tile_n // self.block_n) + block
         tap, chunk = divmod(number, self.named["tap_blocks"]) if self.weights else (0, number)
-        columns = Columns(chunk * self.wide, tap)
+        columns = Columns(chunk * self.block_n, tap)
         is_any = tap < self.taps if self.weights else columns.first < self.named["size_n"]
         return columns if is_any else None
 
-    def _multiply(self, at: Place, item: Item) -> Array:
+    def _multiply(self, at: ClusterCoord, work: WorkTile) -> Array:
         """A tile's sums: NaN in columns that were not copied."""
         sums = np.zeros((self.tile_m, self.tile_n))
-        for step in item.steps:
-            if self.planes_of_depth:
-                named, place = self.named, self._in_planes(step, self.tile_k)
-                rows = self._of_planes(self.boxes, place, item.group * named["size_m"] + item.tile_m * self.tile_m)
-                first_column = item.group * named["size_n"] + item.tile_n * self.tile_n
-                columns = self._of_planes(self.pixels, place, first_column)
+        for step in work.k_tiles:
+            if self.nchw_k:
+                named, place = self.named, self._in_nchw(step, self.tile_k)
+                rows = self._nchw_box(self.boxes, place, work.group * named["size_m"] + work.tile_m * self.tile_m)
+                first_column = work.group * named["size_n"] + work.tile_n * self.tile_n
+                columns = self._nchw_box(self.pixels, place, first_column)
             elif self.weights:
-                rows = self._rows_of_weights(item, step)
-                columns = self._columns_of_weights(item, step)
+                rows = self._rows_of_weights(work, step)
+                columns = self._columns_of_weights(work, step)
             else:
-                rows, columns = self._filters(item, step), self._pixels_at(item, step)
+                rows, columns = self._filters(work, step), self._pixels_at(work, step)
                 if not self.pixel_columns:
                     rows, columns = columns, rows
             assert rows.shape == (self.tile_m, self.tile_k)
@@ -262,12 +262,12 @@ class Launch:
             sums += rows @ columns.T
         return sums
 
-    def _in_planes(self, number: int, length: int) -> tuple[int, int]:
+    def _in_nchw(self, number: int, length: int) -> tuple[int, int]:
         """Image of a block of pixels, and its first pixel in there."""
         n, block = divmod(number, self.named["width"])
         return n, block * length
 
-    def _of_planes(self, pixels: TensorMap, place: tuple[int, int], channel: int) -> Array:
+    def _nchw_box(self, pixels: TensorMap, place: tuple[int, int], channel: int) -> Array:
         """Pixels of channels from one on: (channels, pixels)."""
         return copied_box(pixels, self.memory[pixels.pointer.buffer], place[1], channel, place[0])
 
@@ -280,161 +280,161 @@ class Launch:
         corner = (w * strides[1] + named["low_w"], h * strides[0] + named["low_h"])
         return copied_pixels(self.pixels, memory, (channel, *corner, n), (moved[1], moved[0]))
 
-    def _pixels_at(self, item: Item, step: int) -> Array:
+    def _pixels_at(self, work: WorkTile, step: int) -> Array:
         named, memory = self.named, self.memory[self.pixels.pointer.buffer]
-        chunk, (_, *moved) = step % named["tap_blocks"], self._tap(item, step)
+        chunk, (_, *moved) = step % named["tap_blocks"], self._tap(work, step)
         length = self.tile_n if self.pixel_columns else self.tile_m
-        first, depth = (item.tile_n if self.pixel_columns else item.tile_m) * length, chunk * self.tile_k
-        if self.planes_of_pixels:
-            numbers = range(first // self.wide, (first + length) // self.wide)
-            places = [self._in_planes(number, self.wide) for number in numbers]
-            channel = item.group * named["channels"] + depth
-            return np.concatenate([self._of_planes(self.pixels, place, channel).T for place in places])
+        first, first_k = (work.tile_n if self.pixel_columns else work.tile_m) * length, chunk * self.tile_k
+        if self.nchw_n:
+            numbers = range(first // self.block_n, (first + length) // self.block_n)
+            places = [self._in_nchw(number, self.block_n) for number in numbers]
+            channel = work.group * named["channels"] + first_k
+            return np.concatenate([self._nchw_box(self.pixels, place, channel).T for place in places])
         shares = []
         for share in range(self.cluster.n):
             number = first + share * (length // self.cluster.n)
             if self.pointwise:
-                shares.append(copied_box(self.pixels, memory, depth, item.group, number))
+                shares.append(copied_box(self.pixels, memory, first_k, work.group, number))
             else:
-                shares.append(self._walked(number, item.group * named["channels"] + depth, (moved[0], moved[1])))
+                shares.append(self._walked(number, work.group * named["channels"] + first_k, (moved[0], moved[1])))
         return np.concatenate(shares)
 
-    def _filters(self, item: Item, step: int) -> Array:
+    def _filters(self, work: WorkTile, step: int) -> Array:
         named, memory = self.named, self.memory[self.boxes.pointer.buffer]
-        chunk, (tap, *_) = step % named["tap_blocks"], self._tap(item, step)
-        length, tile = (self.tile_m, item.tile_m) if self.pixel_columns else (self.tile_n, item.tile_n)
-        of_group, depth, shares = (
+        chunk, (tap, *_) = step % named["tap_blocks"], self._tap(work, step)
+        length, tile = (self.tile_m, work.tile_m) if self.pixel_columns else (self.tile_n, work.tile_n)
+        of_group, first_k, shares = (
             named["size_m" if self.pixel_columns else "size_n"],
             chunk * self.tile_k,
             self.cluster.m,
         )
-        if self.deep_filter:
-            first = item.group * of_group + tile * length
+        if self.k_major_filter:
+            first = work.group * of_group + tile * length
             firsts = [first + share * (length // shares) for share in range(shares)]
             if self.kind == "DATA":  # the filter has been turned
-                lines = item.group * self.taps + tap
-                firsts = [first - item.group * of_group for first in firsts]
-                return np.concatenate([copied_box(self.boxes, memory, depth, first, lines) for first in firsts])
-            return np.concatenate([copied_box(self.boxes, memory, depth, tap, first) for first in firsts])
+                lines = work.group * self.taps + tap
+                firsts = [first - work.group * of_group for first in firsts]
+                return np.concatenate([copied_box(self.boxes, memory, first_k, first, lines) for first in firsts])
+            return np.concatenate([copied_box(self.boxes, memory, first_k, tap, first) for first in firsts])
         blocks = []
-        for block in range(0, length, 64 if self.pixel_columns else self.wide):
-            first = item.group * named["channels"] + depth
+        for block in range(0, length, 64 if self.pixel_columns else self.block_n):
+            first = work.group * named["channels"] + first_k
             firsts = [first + share * (self.tile_k // shares) for share in range(shares)]
             parts = [copied_box(self.boxes, memory, tile * length + block, tap, first) for first in firsts]
             blocks.append(np.concatenate(parts).T)
         return np.concatenate(blocks)
 
-    def _rows_of_weights(self, item: Item, step: int) -> Array:
-        if self.planes == "IN_ROWS":
+    def _rows_of_weights(self, work: WorkTile, step: int) -> Array:
+        if self.nchw == "NCHW_A":
             place = divmod(step * self.tile_k, self.named["height"] * self.named["width"])
-            return self._of_planes(self.boxes, place, item.group * self.named["size_m"] + item.tile_m * self.tile_m)
+            return self._nchw_box(self.boxes, place, work.group * self.named["size_m"] + work.tile_m * self.tile_m)
         memory, shares = self.memory[self.boxes.pointer.buffer], self.cluster.n
         numbers = [step * self.tile_k + share * (self.tile_k // shares) for share in range(shares)]
-        firsts = [item.tile_m * self.tile_m + 64 * block for block in range(self.blocks)]
+        firsts = [work.tile_m * self.tile_m + 64 * block for block in range(self.blocks)]
         return np.concatenate(
             [
-                np.concatenate([copied_box(self.boxes, memory, first, item.group, number) for number in numbers]).T
+                np.concatenate([copied_box(self.boxes, memory, first, work.group, number) for number in numbers]).T
                 for first in firsts
             ]
         )
 
-    def _columns_of_weights(self, item: Item, step: int) -> Array:
+    def _columns_of_weights(self, work: WorkTile, step: int) -> Array:
         named, memory, shares = self.named, self.memory[self.pixels.pointer.buffer], self.cluster.m
         copied = np.full((self.tile_n, self.tile_k), np.nan)
-        for block in range(self.tile_n // self.wide):
-            columns = self._columns(item, block)
+        for block in range(self.tile_n // self.block_n):
+            columns = self._columns(work, block)
             if columns is None:
                 break
             parts = []
             for share in range(shares):
                 number = step * self.tile_k + share * (self.tile_k // shares)
                 if self.pointwise:
-                    parts.append(copied_box(self.pixels, memory, columns.first, item.group, number))
+                    parts.append(copied_box(self.pixels, memory, columns.first, work.group, number))
                 else:
-                    channel = item.group * named["size_n"] + columns.first
+                    channel = work.group * named["size_n"] + columns.first
                     tap_y, tap_x = divmod(columns.tap, named["taps_x"])
                     moved = (tap_y * named["dilation_h"], tap_x * named["dilation_w"])
                     parts.append(self._walked(number, channel, moved))
-            copied[block * self.wide : (block + 1) * self.wide] = np.concatenate(parts).T
+            copied[block * self.block_n : (block + 1) * self.block_n] = np.concatenate(parts).T
         return copied
 
-    def _store(self, item: Item, sums: Array, out: Array) -> None:
+    def _store(self, work: WorkTile, sums: Array, out: Array) -> None:
         for first in range(0, self.tile_m, 64):
-            row = item.tile_m * self.tile_m + first
+            row = work.tile_m * self.tile_m + first
             if row >= self.named["size_m"]:
                 break
-            for block in range(self.tile_n // self.wide):
-                columns = self._columns(item, block)
+            for block in range(self.tile_n // self.block_n):
+                columns = self._columns(work, block)
                 if columns is None:
                     break
-                values = sums[first : first + 64, block * self.wide : (block + 1) * self.wide]
+                values = sums[first : first + 64, block * self.block_n : (block + 1) * self.block_n]
                 if self.weights:
-                    row_of_all = item.group * self.named["size_m"] + row
+                    row_of_all = work.group * self.named["size_m"] + row
                     store_box(self.target, out, values, columns.first, columns.tap, row_of_all)
-                elif self.planes_of_pixels:
-                    n, pixel = self._in_planes(columns.first // self.wide, self.wide)
-                    store_box(self.target, out, values, pixel, item.group * self.named["size_m"] + row, n)
+                elif self.nchw_n:
+                    n, pixel = self._in_nchw(columns.first // self.block_n, self.block_n)
+                    store_box(self.target, out, values, pixel, work.group * self.named["size_m"] + row, n)
                 else:
-                    store_box(self.target, out, values, columns.first, item.group, row)
+                    store_box(self.target, out, values, columns.first, work.group, row)
 
-    def _store_swapped(self, item: Item, sums: Array, out: Array) -> None:
+    def _store_swapped(self, work: WorkTile, sums: Array, out: Array) -> None:
         for row in range(0, self.tile_m, 64):
             for column in range(0, self.tile_n, 64):
-                filters, pixel = item.tile_m * self.tile_m + row, item.tile_n * self.tile_n + column
+                filters, pixel = work.tile_m * self.tile_m + row, work.tile_n * self.tile_n + column
                 if pixel < self.named["size_n"] and filters < self.named["size_m"]:
                     values = sums[row : row + 64, column : column + 64].T
-                    store_box(self.target, out, values, filters, item.group, pixel)
+                    store_box(self.target, out, values, filters, work.group, pixel)
 
-    def _write_rows(self, item: Item, sums: Array, out: Array) -> None:
+    def _write_rows(self, work: WorkTile, sums: Array, out: Array) -> None:
         """What is stored by rows, elements in the order of the tensor; beside the last phase's, zeros."""
         if self.pixel_columns:
-            self._write_planes(item, sums, out)
+            self._write_nchw(work, sums, out)
             return
         named = self.named
-        row_of_tile = item.tile_m * self.tile_m
+        row_of_tile = work.tile_m * self.tile_m
         count = max(0, min(self.tile_m, named["size_m"] - row_of_tile))
         rows = row_of_tile + np.arange(count)
-        self._write_lines(item, *self._rows_of_all(item.phase, rows), sums[:count], out)
-        if self.strided and item.phase == self.phases_with_taps - 1:
+        self._write_lines(work, *self._rows_of_all(work.phase, rows), sums[:count], out)
+        if self.strided and work.phase == self.phases_with_taps - 1:
             for phase in range(self.phases_with_taps, len(self.phases)):
-                self._write_lines(item, *self._rows_of_all(phase, rows), np.zeros((count, self.tile_n)), out)
+                self._write_lines(work, *self._rows_of_all(phase, rows), np.zeros((count, self.tile_n)), out)
 
     def _write_lines(
-        self, item: Item, stored: NDArray[np.bool_], rows: NDArray[np.int64], sums: Array, out: Array
+        self, work: WorkTile, stored: NDArray[np.bool_], rows: NDArray[np.int64], sums: Array, out: Array
     ) -> None:
         named = self.named
-        for block in range(self.tile_n // self.wide):
-            columns = self._columns(item, block)
+        for block in range(self.tile_n // self.block_n):
+            columns = self._columns(work, block)
             if columns is None:
                 break
-            width = max(0, min(self.wide, named["size_n"] - columns.first))
+            width = max(0, min(self.block_n, named["size_n"] - columns.first))
             if self.weights:
-                lines = (item.group * named["size_m"] + rows) * self.taps + columns.tap
+                lines = (work.group * named["size_m"] + rows) * self.taps + columns.tap
             else:
-                lines = rows * named["groups"] + item.group
+                lines = rows * named["groups"] + work.group
             places = lines[:, None] * named["size_n"] + columns.first + np.arange(width)
             assert np.isnan(out[places]).all()
-            out[places] = sums[stored, block * self.wide : block * self.wide + width]
+            out[places] = sums[stored, block * self.block_n : block * self.block_n + width]
 
-    def _write_planes(self, item: Item, sums: Array, out: Array) -> None:
+    def _write_nchw(self, work: WorkTile, sums: Array, out: Array) -> None:
         """Likewise where the columns are pixels of planes, run by run."""
         named, image = self.named, self.named["image_pixels"]
-        first_row, first = item.tile_m * self.tile_m, item.tile_n * self.tile_n
+        first_row, first = work.tile_m * self.tile_m, work.tile_n * self.tile_n
         rows = np.arange(first_row, min(first_row + self.tile_m, named["size_m"]))
-        for column in range(first, min(first + self.tile_n, named["size_n"]), self.run_length):
-            if self.planes_of_pixels:
-                n, pixel = self._in_planes(column // self.wide, self.wide)
-                pixel += column % self.wide
+        for column in range(first, min(first + self.tile_n, named["size_n"]), self.segment):
+            if self.nchw_n:
+                n, pixel = self._in_nchw(column // self.block_n, self.block_n)
+                pixel += column % self.block_n
             else:
                 n, pixel = divmod(column, image)
             if pixel >= image:
                 continue
-            assert pixel + self.run_length <= image
-            planes = (n * named["groups"] + item.group) * named["size_m"] + rows
-            places = planes[:, None] * image + pixel + np.arange(self.run_length)
-            assert (places[:, 0] % self.run_length == 0).all()
+            assert pixel + self.segment <= image
+            planes = (n * named["groups"] + work.group) * named["size_m"] + rows
+            places = planes[:, None] * image + pixel + np.arange(self.segment)
+            assert (places[:, 0] % self.segment == 0).all()
             assert np.isnan(out[places]).all()
-            out[places] = sums[: len(rows), column - first : column - first + self.run_length]
+            out[places] = sums[: len(rows), column - first : column - first + self.segment]
 
     def _rows_of_all(self, phase: int, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Which of a phase's rows are stored, and as which of the result."""

@@ -2,10 +2,10 @@
 // FORWARD:  y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c]; M: output pixels, N: filters, K: taps and channels.
 // DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]; M: input pixels; STRIDED, phase after phase.
 // WEIGHTS:  dw[k, tap c] = sum_m dy[m, k] * x[m at tap, c]; M: filters, N: taps and channels, K: output pixels.
-// Pixels are N instead, and A and B swapped, if SWAPPED, or where PLANES says that the output or all tensors are NCHW.
+// Pixels are N instead, and A and B swapped, if SWAPPED, or where NCHW says that the output or all tensors are NCHW.
 // TMA loads pixels in im2col mode, padding included, all else in boxes; so it does POINTWISE pixels: one tap, stride 1,
 // no padding. Warp-specialised: two producer warps load A and B into a pipeline of STAGES; CONSUMERS warpgroups
-// multiply ROWS blocks of 64 rows each, and write blocks of WIDE columns, for WEIGHTS each of one tap. Persistent
+// multiply ROWS blocks of 64 rows each, and write blocks of BLOCK_N columns, for WEIGHTS each of one tap. Persistent
 // blocks take work tiles: tiles, or splits of their K, whose float32 partials `reduce_partials` adds in order. The
 // CLUSTER_M x CLUSTER_N blocks of a cluster have neighbouring tiles and multicast what they share; or CLUSTER_K blocks
 // split K of a tile and add their partials in order. Design after the public description of CUTLASS's GEMMs for sm_90.

@@ -41,13 +41,13 @@ __device__ __forceinline__ void stage_block(unsigned out, int warp, int lane, co
   }
 }
 
-// RUN neighbouring pixels of a channel of an NCHW output, aligned to their size.
-using Segment = Vector<ELEMENT, RUN>;
+// SEGMENT neighbouring pixels of a channel of an NCHW output, aligned to their size.
+using Segment = Vector<ELEMENT, SEGMENT>;
 
 // Offset in an NCHW output of the pixel that a column is, in the plane of the group's first row; -1 beyond the image.
 __device__ __forceinline__ int64 nchw_offset(const Shape& shape, const WorkTile& tile, int column) {
   int n, at;
-  if constexpr (PLANES == EVERYWHERE) {
+  if constexpr (NCHW == NCHW_ALL) {
     const Pixel block = pixel_at(shape.walk, column / kBlockN);
     n = block.n;
     at = block.w * kBlockN + column % kBlockN;
@@ -63,8 +63,8 @@ __device__ __forceinline__ int64 nchw_offset(const Shape& shape, const WorkTile&
 // Writes a staged block to an NCHW output, segment by segment: its columns are pixels, and images end anywhere in it.
 __device__ __forceinline__ void write_nchw(const Shape& shape, const WorkTile& tile, unsigned from, int first_m,
                                            int first_column, ELEMENT* result) {
-  constexpr int kSegments = kBlockN / RUN;
-  const int at = threadIdx.x % 128 % kSegments * RUN, column = first_column + at;
+  constexpr int kSegments = kBlockN / SEGMENT;
+  const int at = threadIdx.x % 128 % kSegments * SEGMENT, column = first_column + at;
   if (column >= shape.size_n) return;
   ELEMENT* const plane = result + nchw_offset(shape, tile, column);
   for (int row = threadIdx.x % 128 / kSegments; row < 64 && first_m + row < shape.size_m; row += 128 / kSegments) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       fence_proxy_async();
       if (thread == 0) tma_store_wait_group_read();  // the other buffer, where the next block goes
       warpgroup_sync(1 + consumer);                  // the block is staged
-      if constexpr (PLANES == IN_RESULT)
+      if constexpr (NCHW == NCHW_OUTPUT)
         write_nchw(shape, tile, buffer, first_m, first_column, result);
       else if constexpr (STRIDED)
         write_rows(shape, tile, buffer, first_m, first_column, result);
@@ -148,7 +148,9 @@ __device__ __forceinline__ void write_partial_nchw(const Shape& shape, const Wor
     const int column = tile.tile_n * kTileN + 8 * j + 2 * (lane % 4);
     if (column >= shape.size_n) break;
     const int64 at = nchw_offset(shape, tile, column);
-    const int64 next = RUN % 2 == 0 ? at + 1 : column + 1 < shape.size_n ? nchw_offset(shape, tile, column + 1) : -1;
+    const int64 next = SEGMENT % 2 == 0            ? at + 1
+                       : column + 1 < shape.size_n ? nchw_offset(shape, tile, column + 1)
+                                                   : -1;
     if (at < 0) continue;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
@@ -158,7 +160,7 @@ __device__ __forceinline__ void write_partial_nchw(const Shape& shape, const Wor
         if (row >= shape.size_m) continue;
         const int64 line = static_cast<int64>(row) * shape.image_pixels;
         const float first = acc[r][4 * j + 2 * below], second = acc[r][4 * j + 2 * below + 1];
-        if constexpr (RUN % 2 == 0) {
+        if constexpr (SEGMENT % 2 == 0) {
           *reinterpret_cast<Vector<float, 2>*>(partial + at + line) = {first, second};
         } else {
           partial[at + line] = first;
@@ -204,7 +206,7 @@ __device__ __forceinline__ void write_partial(const Shape& shape, const WorkTile
       KIND == WEIGHTS ? static_cast<int64>(taps) * shape.size_n : static_cast<int64>(shape.groups) * shape.size_n;
   const int64 first = KIND == WEIGHTS ? tile.group * shape.size_m * pitch : tile.group * shape.size_n;
   float* const partial = partials + tile.split * static_cast<int64>(shape.out_size) + first;
-  if constexpr (kPixelsAreN && PLANES) {
+  if constexpr (kPixelsAreN && NCHW) {
     write_partial_nchw(shape, tile, partial - first, consumer, acc);
     return;
   }
@@ -256,7 +258,7 @@ __device__ __forceinline__ void write_cluster_partial(unsigned to, int consumer,
 // Cluster split-K: adds this block's rows of all blocks' partials, in order of ranks, and writes them.
 __device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, unsigned from, ELEMENT* out) {
   constexpr int kVector = 4, kRowVectors = kTileN / kVector;
-  constexpr int kPiece = RUN < kVector ? RUN : kVector;
+  constexpr int kPiece = SEGMENT < kVector ? SEGMENT : kVector;
   using Piece = Vector<ELEMENT, kPiece>;
   const ClusterCoord at = cluster_coord();
   const WorkTile tile = work_tile_at(shape, at, first_work_tile<kCluster>());
@@ -284,7 +286,7 @@ __device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, unsi
         if (!STRIDED || k >> power == 0) total += partials[k].at[i];
       rounded.at[i] = convert<ELEMENT>(total);
     }
-    if constexpr (kPixelsAreN && PLANES) {
+    if constexpr (kPixelsAreN && NCHW) {
       const int64 line = static_cast<int64>(row) * shape.image_pixels;
 #pragma unroll
       for (int run = 0; run < kVector && column + run < shape.size_n; run += kPiece)

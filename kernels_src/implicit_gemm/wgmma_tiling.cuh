@@ -5,14 +5,14 @@
 #if !defined(ELEMENT) || !defined(KIND) || !defined(TILE_N) || !defined(TILE_K) || !defined(STAGES)
 #error "define ELEMENT, KIND, TILE_N, TILE_K and STAGES"
 #endif
-#if !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS) || !defined(WIDE)
-#error "define CONSUMERS, ROWS, BLOCKS and WIDE"
+#if !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS) || !defined(BLOCK_N)
+#error "define CONSUMERS, ROWS, BLOCKS and BLOCK_N"
 #endif
 #if !defined(CLUSTER_M) || !defined(CLUSTER_N) || !defined(CLUSTER_K)
 #error "define CLUSTER_M, CLUSTER_N and CLUSTER_K"
 #endif
-#if !defined(POINTWISE) || !defined(SWAPPED) || !defined(PLANES) || !defined(RUN)
-#error "define POINTWISE, SWAPPED, PLANES and RUN"
+#if !defined(POINTWISE) || !defined(SWAPPED) || !defined(NCHW) || !defined(SEGMENT)
+#error "define POINTWISE, SWAPPED, NCHW and SEGMENT"
 #endif
 #if !defined(STRIDED) || !defined(PHASEAXIS_FIELDS) || !defined(PHASE_FIELDS) || !defined(SHAPE_FIELDS)
 #error "define STRIDED, PHASEAXIS_FIELDS, PHASE_FIELDS and SHAPE_FIELDS"
@@ -25,7 +25,7 @@
 
 enum Kind { FORWARD, DATA, WEIGHTS };
 // Tensors of pixels that are NCHW: none, the output, A (of backward weights), or all.
-enum Planes { NOWHERE, IN_RESULT, IN_ROWS, EVERYWHERE };
+enum NchwTensors { NCHW_NONE, NCHW_OUTPUT, NCHW_A, NCHW_ALL };
 
 constexpr int kMBlocks = CONSUMERS * ROWS, kTileM = 64 * kMBlocks, kTileN = TILE_N, kTileK = TILE_K;
 constexpr int kCluster = CLUSTER_M * CLUSTER_N * CLUSTER_K;
@@ -37,27 +37,27 @@ constexpr int kElementBytes = sizeof(ELEMENT);
 constexpr bool kTransposedFilter = KIND == DATA && kElementBytes == 4;
 constexpr bool kKMajorFilter = KIND == FORWARD || kTransposedFilter;
 // Pixels are N (A and B are swapped), or the operand of pixels is NCHW: as B's N, as B's K, or as A's K.
-constexpr bool kPixelsAreN = KIND != WEIGHTS && (SWAPPED || PLANES != NOWHERE);
-constexpr bool kNchwN = KIND != WEIGHTS && PLANES == EVERYWHERE;
-constexpr bool kNchwBothK = KIND == WEIGHTS && PLANES == EVERYWHERE, kNchwAK = PLANES == IN_ROWS;
-constexpr bool kKMajorA = kPixelsAreN ? kKMajorFilter : KIND != WEIGHTS || PLANES;
+constexpr bool kPixelsAreN = KIND != WEIGHTS && (SWAPPED || NCHW != NCHW_NONE);
+constexpr bool kNchwN = KIND != WEIGHTS && NCHW == NCHW_ALL;
+constexpr bool kNchwBothK = KIND == WEIGHTS && NCHW == NCHW_ALL, kNchwAK = NCHW == NCHW_A;
+constexpr bool kKMajorA = kPixelsAreN ? kKMajorFilter : KIND != WEIGHTS || NCHW;
 constexpr bool kKMajorB = kPixelsAreN ? !kNchwN : kKMajorFilter || kNchwBothK;
 static_assert(
     !SWAPPED || (KIND != WEIGHTS && kElementBytes == 2 && ROWS == 1 && kCluster == 1),
     "A and B are swapped for 16-bit forward and backward data alone, one 64-row block a consumer, no cluster");
-static_assert(PLANES == NOWHERE || (!SWAPPED && !STRIDED && CLUSTER_M * CLUSTER_N == 1),
+static_assert(NCHW == NCHW_NONE || (!SWAPPED && !STRIDED && CLUSTER_M * CLUSTER_N == 1),
               "NCHW tensors go with no swap of A and B, no strided backward data and no multicast");
-static_assert(PLANES != EVERYWHERE || POINTWISE, "NCHW inputs are loaded as boxes: one tap, stride 1, no padding");
-static_assert(KIND != WEIGHTS || PLANES != IN_RESULT, "the output of backward weights is no tensor of pixels");
-static_assert(KIND == WEIGHTS || PLANES != IN_ROWS, "only in backward weights is A a tensor of pixels besides B");
+static_assert(NCHW != NCHW_ALL || POINTWISE, "NCHW inputs are loaded as boxes: one tap, stride 1, no padding");
+static_assert(KIND != WEIGHTS || NCHW != NCHW_OUTPUT, "the output of backward weights is no tensor of pixels");
+static_assert(KIND == WEIGHTS || NCHW != NCHW_A, "only in backward weights is A a tensor of pixels besides B");
 static_assert(!STRIDED || (KIND == DATA && !SWAPPED && !POINTWISE && CLUSTER_M * CLUSTER_N == 1),
               "STRIDED is backward data without a swap of A and B and without multicast");
 
 // Swizzle widths: of a K-major operand the bytes of a k-tile, else those of an N block, or 64 rows.
 constexpr int kSwizzleK = kElementBytes * kTileK;
-constexpr int kBlockN = WIDE, kNBlocks = kTileN / kBlockN;
+constexpr int kBlockN = BLOCK_N, kNBlocks = kTileN / kBlockN;
 constexpr int kSwizzleN = kElementBytes * kBlockN;
-static_assert(kTileN % kBlockN == 0, "TILE_N is a multiple of WIDE");
+static_assert(kTileN % kBlockN == 0, "TILE_N is a multiple of BLOCK_N");
 static_assert(kSwizzleN == 128 || kSwizzleN == 64 || kSwizzleN == 32, "swizzles are 32, 64 or 128 bytes wide");
 static_assert(kSwizzleK == 128 || (KIND != WEIGHTS && (kSwizzleK == 64 || kSwizzleK == 32)),
               "swizzles are 32, 64 or 128 bytes wide, of backward weights 128");

@@ -45,7 +45,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class FftAxis:
     """Tiles along one axis, in coordinates of stride 1 that begin with the padding.
 
     Attributes:
@@ -61,16 +61,16 @@ class Axis:
     lead: int
 
     @staticmethod
-    def whole(problem: ProblemDescription, axis: int, length: int) -> Axis:
+    def whole(problem: ProblemDescription, axis: int, length: int) -> FftAxis:
         """One tile of a transform of `whole_length` or more, for problems without empty sums."""
-        return Axis(length=length, step=_outputs(problem, axis), tiles=1, lead=problem.conv.pad_before[axis])
+        return FftAxis(length=length, step=_outputs(problem, axis), tiles=1, lead=problem.conv.pad_before[axis])
 
     @staticmethod
-    def tiled(problem: ProblemDescription, axis: int, length: int) -> Axis:
+    def tiled(problem: ProblemDescription, axis: int, length: int) -> FftAxis:
         """Tiles of transforms of a length, which is at least the filter's."""
         taps = problem.filter[axis]
         step = length - taps + 1
-        return Axis(length=length, step=step, tiles=ceil_div(_outputs(problem, axis), step), lead=taps - 1)
+        return FftAxis(length=length, step=step, tiles=ceil_div(_outputs(problem, axis), step), lead=taps - 1)
 
     def placement(self, problem: ProblemDescription, axis: int, name: str) -> Placement:
         """Where the tensor "x", "w" or "y" lies in tiles of this axis."""

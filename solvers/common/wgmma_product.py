@@ -18,13 +18,13 @@ from miofind.solvers.common.correlation import ceil_div
 class NchwTensors(Enum):
     """Which tensors of pixels are NCHW: none, the output, A alone (y of backward weights), or all.
 
-    The values are those that the kernel's define PLANES takes.
+    The values are those that the kernel's define NCHW takes.
     """
 
-    NONE = "NOWHERE"
-    OUTPUT = "IN_RESULT"
-    A = "IN_ROWS"
-    ALL = "EVERYWHERE"
+    NONE = "NCHW_NONE"
+    OUTPUT = "NCHW_OUTPUT"
+    A = "NCHW_A"
+    ALL = "NCHW_ALL"
 
     @staticmethod
     def of(problem: ProblemDescription) -> NchwTensors | None:

@@ -18,7 +18,7 @@ from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
 from miofind.solvers.common.chunks import chunks
-from miofind.solvers.common.fourier import Axis, smooth, spectrum, whole_length
+from miofind.solvers.common.fourier import FftAxis, smooth, spectrum, whole_length
 from miofind.solvers.common.overlap import least_products
 
 # Of the BLAS ceiling in float64, for products of complex numbers; transforms of so many points a nanosecond. Two-core
@@ -46,7 +46,7 @@ class _Plan:
         at_once: tiles, of whichever images, that are transformed at once.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[FftAxis, ...]
     at_once: int
 
     @staticmethod
@@ -83,11 +83,11 @@ class _Plan:
         return region.view(np.complex128)[: math.prod(shape)].reshape(shape)
 
 
-def _axis(problem: ProblemDescription, axis: int, tile: int) -> Axis:
+def _axis(problem: ProblemDescription, axis: int, tile: int) -> FftAxis:
     whole = whole_length(problem, axis)
     if tile and tile < whole:
-        return Axis.tiled(problem, axis, tile)
-    return Axis.whole(problem, axis, smooth(whole))
+        return FftAxis.tiled(problem, axis, tile)
+    return FftAxis.whole(problem, axis, smooth(whole))
 
 
 def _filter_bytes(problem: ProblemDescription, plan: _Plan) -> int:

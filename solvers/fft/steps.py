@@ -32,7 +32,7 @@ from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.chunks import chunks
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.fourier import Axis, smooth, spectrum, whole_length
+from miofind.solvers.common.fourier import FftAxis, smooth, spectrum, whole_length
 from miofind.solvers.fft.edges import edges_step, strides
 from miofind.solvers.fft.error import product_error, summed_directly
 from miofind.solvers.fft.own_blocks import OwnBlock, own_height, own_line, own_width
@@ -82,7 +82,7 @@ class FftPlan:
 
     problem: ProblemDescription
     order: tuple[int, int]
-    axes: tuple[Axis, Axis]
+    axes: tuple[FftAxis, FftAxis]
     at_once: int
     product: ProductTile
     planes: int = 0
@@ -431,9 +431,9 @@ def _plan_of(problem: ProblemDescription, tile: int, chunk_mib: int, is_own: boo
     return replace(plan, at_once=ceil_div(plan.all_tiles, parts))
 
 
-def _axis(lifted: ProblemDescription, axis: int, tile: int, fit: Callable[[int], int]) -> Axis:
+def _axis(lifted: ProblemDescription, axis: int, tile: int, fit: Callable[[int], int]) -> FftAxis:
     """Tiles along an axis: of one point where filters have one tap, one where the axis is no longer than a tile."""
     if lifted.filter[axis] == 1:
-        return Axis.tiled(lifted, axis, 1)
+        return FftAxis.tiled(lifted, axis, 1)
     whole = whole_length(lifted, axis)
-    return Axis.tiled(lifted, axis, tile) if tile and tile < whole else Axis.whole(lifted, axis, fit(whole))
+    return FftAxis.tiled(lifted, axis, tile) if tile and tile < whole else FftAxis.whole(lifted, axis, fit(whole))

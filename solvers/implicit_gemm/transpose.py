@@ -73,7 +73,7 @@ class Transposition:
         return replace(self, source=self.target, target=self.source, rows=self.columns, columns=self.rows)
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> TransposeTile:
         """What a block moves.
 
         In shared memory it lies in lines along which vectors move whole; elements that move together across lines need
@@ -94,7 +94,7 @@ class Transposition:
             length = _share(all_of_line, _LENGTH, most // lines)
             along = math.gcd(widest, all_of_line)
         across = math.gcd(widest, all_lines)
-        return Tile(
+        return TransposeTile(
             rows=length if scatters else lines,
             columns=lines if scatters else length,
             loaded=across if scatters else along,
@@ -125,7 +125,7 @@ class Transposition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
+class TransposeTile:
     """Elements of a matrix that a block moves.
 
     Attributes:

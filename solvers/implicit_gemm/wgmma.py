@@ -36,8 +36,15 @@ from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, 
 from miofind.solvers.implicit_gemm.transpose import SOURCE as _TRANSPOSE
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
-from miofind.solvers.implicit_gemm.wgmma_shortlist import SHARES, SPLITS, STAGES, WIDTHS, shortlisted_tilings, varied
-from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, SPANS_BYTES, WgmmaTiling
+from miofind.solvers.implicit_gemm.wgmma_shortlist import (
+    CLUSTER_SPLITS,
+    SPLITS,
+    STAGES,
+    WIDTHS,
+    shortlisted_tilings,
+    varied,
+)
+from miofind.solvers.implicit_gemm.wgmma_tiling import SWIZZLES_BYTES, WGMMA_M, WgmmaTiling
 
 _SOURCE = "implicit_gemm/wgmma.cu"
 _FILTERS = "filters"
@@ -85,9 +92,9 @@ def _pixels(tiling: WgmmaTiling) -> TensorMap:
     product, (along_m, along_n, _) = tiling.product, tiling.cluster
     problem = product.problem
     if product.has_nchw_n:
-        return _planes(product, product.pixels, tiling.block_n, tiling.tile_k)
+        return _nchw_map(product, product.pixels, tiling.block_n, tiling.tile_k)
     if product.has_nchw_k:
-        return _planes(product, product.pixels, tiling.tile_k, tiling.tile_n)
+        return _nchw_map(product, product.pixels, tiling.tile_k, tiling.tile_n)
     if product.is_weights:
         wide, count = tiling.block_n, tiling.tile_k // along_m
     else:
@@ -106,7 +113,7 @@ def _pixels(tiling: WgmmaTiling) -> TensorMap:
     return _map(product, product.pixels, (channels, width, height, problem.n), walk)
 
 
-def _planes(product: WgmmaProduct, buffer: str, pixels: int, channels: int, *, loads: bool = True) -> TensorMap:
+def _nchw_map(product: WgmmaProduct, buffer: str, pixels: int, channels: int, *, loads: bool = True) -> TensorMap:
     """Tensor map of an NCHW tensor, in boxes of pixels of one image by channels."""
     tensor = product.problem.tensor(buffer)
     sizes = (math.prod(tensor.shape[2:]), tensor.shape[1], tensor.shape[0])
@@ -125,24 +132,24 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     c, k = problem.c // groups, problem.k // groups
     in_images = product.image * problem.n
     pixels, across = _pixels(tiling), tiling.has_pixels_as_n
-    out = Box(sizes=(ROW_BLOCK if tiling.swapped else tiling.block_n, 1, ROW_BLOCK))
+    out = Box(sizes=(WGMMA_M if tiling.swapped else tiling.block_n, 1, WGMMA_M))
     if product.is_weights:
         if product.nchw is NchwTensors.NONE:
-            rows = _map(product, "y", (k, groups, in_images), Box(sizes=(ROW_BLOCK, 1, tiling.tile_k // along_n)))
+            rows = _map(product, "y", (k, groups, in_images), Box(sizes=(WGMMA_M, 1, tiling.tile_k // along_n)))
         else:
-            rows = _planes(product, "y", tiling.tile_k, tiling.tile_m)
+            rows = _nchw_map(product, "y", tiling.tile_k, tiling.tile_m)
         return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
     if product.has_k_major_filters:
         box = Box(sizes=(tiling.tile_k, 1, tiling.tile_m if across else tiling.tile_n // along_m))
     else:
-        box = Box(sizes=(ROW_BLOCK if across else tiling.block_n, 1, tiling.tile_k // along_m))
+        box = Box(sizes=(WGMMA_M if across else tiling.block_n, 1, tiling.tile_k // along_m))
     if product.transposes_filters:
-        deep, _, wide = box.sizes
-        filters = _map(product, _FILTERS, (k, c, groups * taps), Box(sizes=(deep, wide, 1)))
+        tile_k, _, length = box.sizes
+        filters = _map(product, _FILTERS, (k, c, groups * taps), Box(sizes=(tile_k, length, 1)))
     else:
         filters = _map(product, "w", (c, taps, problem.k), box)
     if product.has_nchw_n:
-        target = _planes(product, problem.direction.output, tiling.block_n, ROW_BLOCK, loads=False)
+        target = _nchw_map(product, problem.direction.output, tiling.block_n, WGMMA_M, loads=False)
     elif product.nchw is NchwTensors.OUTPUT:
         target = filters  # threads store, not copies
     else:
@@ -203,10 +210,9 @@ def _shape(tiling: WgmmaTiling) -> Struct:
 
 
 def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
-    shares = tiling.cluster[2]
     blocks = math.prod(tiling.cluster)
     clusters = tiling.work_tiles  # cluster split-K takes one work tile a cluster
-    if shares == 1:
+    if tiling.cluster[2] == 1:
         clusters = min(clusters, max(1, device.sm_count * tiling.blocks // blocks))
     return KernelStep(
         source=_SOURCE,
@@ -264,7 +270,7 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         ("KIND", _KINDS[tiling.product.problem.direction]),
         ("TILE_N", tiling.tile_n),
         ("TILE_K", tiling.tile_k),
-        ("WIDE", tiling.block_n),
+        ("BLOCK_N", tiling.block_n),
         ("STAGES", tiling.stages),
         ("CONSUMERS", tiling.consumers),
         ("ROWS", tiling.row_blocks),
@@ -272,8 +278,8 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         *zip(("CLUSTER_M", "CLUSTER_N", "CLUSTER_K"), tiling.cluster, strict=True),
         ("SWAPPED", int(tiling.swapped)),
         ("POINTWISE", int(tiling.product.is_pointwise)),
-        ("PLANES", tiling.product.nchw.value),
-        ("RUN", tiling.segment),
+        ("NCHW", tiling.product.nchw.value),
+        ("SEGMENT", tiling.segment),
         ("STRIDED", int(tiling.product.is_strided)),
         *(struct.define for struct in (PIXEL_WALK, TILE_GRID, PHASE_AXIS, PHASE, SHAPE)),
     )
@@ -286,19 +292,19 @@ def _shared_bytes(device: Device) -> int:
 
 def _refuse_layouts(problem: ProblemDescription) -> Applicability:
     """Why tensors' layouts are not served, None if they are."""
-    planes = NchwTensors.of(problem)
-    if planes is None:
+    nchw = NchwTensors.of(problem)
+    if nchw is None:
         return Applicability("takes channels-last operands, or channels-first ones for a filter of one tap")
-    if planes is NchwTensors.NONE:
+    if nchw is NchwTensors.NONE:
         return APPLICABLE
-    if planes is NchwTensors.OUTPUT:
+    if nchw is NchwTensors.OUTPUT:
         is_strided = problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1
         return Applicability("writes channels-first results of backward data with stride 1" if is_strided else "")
     product, itemsize = WgmmaProduct.of(problem), problem.x.dtype.itemsize
-    if planes is NchwTensors.A:
-        depth, image = SPANS_BYTES[0] // itemsize, product.image
+    if nchw is NchwTensors.A:
+        tile_k, image = SWIZZLES_BYTES[0] // itemsize, product.image
         return Applicability(
-            f"takes y alone channels first in multiples of {depth} pixels, not {image}" if image % depth else ""
+            f"takes y alone channels first in multiples of {tile_k} pixels, not {image}" if image % tile_k else ""
         )
     if not product.is_pointwise:
         return Applicability("takes channels-first operands for a filter of one tap, stride 1 and no padding")
@@ -314,11 +320,11 @@ class ConvImplicitGemmWgmma(Solver):
     accumulators.
 
     Serves float16 and bfloat16, and float32 as TF32 but for backward weights. Channels and filters of a group take
-    multiples of 16 bytes, and in several groups mostly of a step's depth; backward data has stride 1 or 2. NCHW is
+    multiples of 16 bytes, and in several groups mostly of a k-tile's; backward data has stride 1 or 2. NCHW is
     served where outputs meet one pixel each, in order, and images take multiples of 16 bytes; the result alone may be
     NCHW where backward data has stride 1, and y alone for backward weights where its images take multiples of 128
-    bytes. Parts of a tile's depth are added in order, by a second pass or within a cluster, so equal inputs give equal
-    bits.
+    bytes. Split-K partials are added in order, by a reduction kernel or within a cluster, so equal inputs give
+    equal bits.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies of each direction; PTX ISA, wgmma.
     """
@@ -342,11 +348,11 @@ class ConvImplicitGemmWgmma(Solver):
         "consumers": (1, 2, 3),
         "rows": (1, 2),
         "tile_n": WIDTHS,
-        "depth_bytes": tuple(reversed(SPANS_BYTES)),
+        "depth_bytes": tuple(reversed(SWIZZLES_BYTES)),
         "stages": STAGES,
         "splits": (1, *SPLITS),
         "blocks": (1, 2),
-        "cluster": ("1x1x1", "2x1x1", "1x2x1", *(f"1x1x{shares}" for shares in SHARES)),
+        "cluster": ("1x1x1", "2x1x1", "1x2x1", *(f"1x1x{shares}" for shares in CLUSTER_SPLITS)),
         "swapped": (0, 1),
     }
 

@@ -10,7 +10,7 @@ from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.wgmma_product import NchwTensors
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE
-from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, WgmmaTiling
+from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
 
 # Where no other reason is given, a constant was fitted on an H200: to 293 float16 problems with 8 likely configurations
 # each, then to 38 problems with 20 each. The error is 11 % over the latter (root mean square); it was 13 % over
@@ -18,8 +18,8 @@ from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, WgmmaTiling
 _CLOCK_HZ = 1.98e9  # boost clock of an H200: all cycles below are cycles of it
 # Rates of one multiprocessor, in bytes a cycle.
 _SHARED_MEMORY_BYTES = 128  # shared memory: 32 banks of 4 bytes, by the hardware
-_PARTS_BYTES = 217  # split-K partials written to the workspace
-_SHARES_BYTES = 17  # split-K partials added through the shared memory of a cluster
+_PARTIALS_BYTES = 217  # split-K partials written to the workspace
+_CLUSTER_PARTIALS_BYTES = 17  # split-K partials added through the shared memory of a cluster
 _ZEROS_BYTES = 48  # zeros written where strided backward data has no taps
 # M times N times bytes of K that wgmma multiplies in a cycle: 4 tensor cores of 512 multiply-adds of 2 bytes, by the
 # hardware.
@@ -28,8 +28,8 @@ _OPERATIONS = 4096
 _COPY_ROW_CYCLES = 1.55  # TMA moves one row of a box
 _COPY_CYCLES = 120  # a producer warp issues one TMA load
 _LATENCY_CYCLES = 1350  # from issuing a TMA load to its data, spread over the pipeline's stages
-_STEP_CYCLES = 198  # barriers and issue of wgmma, however small the tile
-_CLUSTER_STEP_CYCLES = 115  # more, where B is multicast to the blocks of a cluster
+_K_TILE_CYCLES = 198  # barriers and issue of wgmma, however small the tile
+_CLUSTER_K_TILE_CYCLES = 115  # more, where B is multicast to the blocks of a cluster
 # Cycles of a work tile.
 _TILE_CYCLES = 1200  # prologue and epilogue of a block alone on its multiprocessor
 _SHARED_TILE_CYCLES = 340  # what remains of them where other blocks of the multiprocessor hide most
@@ -40,7 +40,7 @@ _SCATTERED_TILE_CYCLES = 200  # more, where threads store the rows of strided ba
 _CLUSTERED = 0.91
 _FIRST_MS = 0.00257  # from the first launch to its first wgmma
 _LAUNCH_MS = 0.00022  # a further launch, most of which programmatic dependent launch hides
-_PART_MS = 9.4e-05  # a thread of the reduction waits for one more split-K partial of its element
+_PARTIAL_MS = 9.4e-05  # a thread of the reduction waits for one more split-K partial of its element
 _EXPOSED = 0.59  # share of the time to move all tensors once through memory that computation does not hide
 
 
@@ -48,7 +48,7 @@ def _copied(tiling: WgmmaTiling) -> tuple[float, int]:
     """Rows of swizzle width that a block loads a k-tile, and TMA loads of the busier producer warp."""
     product, tile_m, tile_n, tile_k = tiling.product, tiling.tile_m, tiling.tile_n, tiling.tile_k
     along_m, along_n, _ = tiling.cluster
-    row_blocks, column_blocks = tile_m // ROW_BLOCK, tile_n // tiling.block_n
+    row_blocks, column_blocks = tile_m // WGMMA_M, tile_n // tiling.block_n
     if product.has_nchw_k:
         return tile_m + tile_n, 1
     if product.is_weights:
@@ -67,31 +67,33 @@ def _copied(tiling: WgmmaTiling) -> tuple[float, int]:
 
 def _busy_ms(tiling: WgmmaTiling, device: Device) -> float:
     """Time of the busiest multiprocessor: bound by each of its blocks alone, or by what its blocks share."""
-    product, (along_m, _, shares), blocks = tiling.product, tiling.cluster, math.prod(tiling.cluster)
-    tile_m, tile_n, splits, items = tiling.tile_m, tiling.tile_n, tiling.splits, tiling.work_tiles
-    depth_bytes = product.element_bytes * tiling.tile_k
+    product, (along_m, _, cluster_k), blocks = tiling.product, tiling.cluster, math.prod(tiling.cluster)
+    tile_m, tile_n, splits, work_tiles = tiling.tile_m, tiling.tile_n, tiling.splits, tiling.work_tiles
+    k_tile_bytes = product.element_bytes * tiling.tile_k
     processors = max(1, device.sm_count)
-    placed = int(_CLUSTERED * processors) if shares > 2 else processors
+    placed = int(_CLUSTERED * processors) if cluster_k > 2 else processors
     at_once = max(1, placed * tiling.blocks // blocks)
 
-    read_bytes = tile_m // ROW_BLOCK * (ROW_BLOCK + tile_n) * depth_bytes
-    moved_bytes = read_bytes + (tile_m + tile_n) * depth_bytes
-    multiply = max(tile_m * tile_n * depth_bytes / _OPERATIONS, moved_bytes / _SHARED_MEMORY_BYTES)
+    read_bytes = tile_m // WGMMA_M * (WGMMA_M + tile_n) * k_tile_bytes
+    moved_bytes = read_bytes + (tile_m + tile_n) * k_tile_bytes
+    multiply = max(tile_m * tile_n * k_tile_bytes / _OPERATIONS, moved_bytes / _SHARED_MEMORY_BYTES)
     rows, copies = _copied(tiling)
     copy = rows * _COPY_ROW_CYCLES
     arrive = (_LATENCY_CYCLES + copy + 2 * multiply) / tiling.stages
-    wait = _STEP_CYCLES + (_CLUSTER_STEP_CYCLES if along_m > 1 and not product.is_weights else 0)
-    write = 4 * splits * product.problem.output.size / (items * blocks) / _PARTS_BYTES if splits > 1 else 0
+    wait = _K_TILE_CYCLES + (_CLUSTER_K_TILE_CYCLES if along_m > 1 and not product.is_weights else 0)
+    write = 4 * splits * product.problem.output.size / (work_tiles * blocks) / _PARTIALS_BYTES if splits > 1 else 0
     end = _TILE_CYCLES + write + (_CLUSTER_TILE_CYCLES if blocks > 1 else 0)
     end += _SCATTERED_TILE_CYCLES if product.is_strided else 0
-    if shares > 1:
-        end += 4 * tile_m * tile_n / _SHARES_BYTES
-    steps = [count / (splits * each) for count, each in zip(tiling.phase_k_tiles, tiling.phase_cluster_k, strict=True)]
-    alone = [
-        max(count * max(copy, copies * _COPY_CYCLES, arrive), count * max(multiply, wait) + end) for count in steps
+    if cluster_k > 1:
+        end += 4 * tile_m * tile_n / _CLUSTER_PARTIALS_BYTES
+    k_tiles = [
+        count / (splits * each) for count, each in zip(tiling.phase_k_tiles, tiling.phase_cluster_k, strict=True)
     ]
-    shared = [count * max(copy, multiply) + _SHARED_TILE_CYCLES + write / 2 for count in steps]
-    zeros = (len(product.phases) - len(steps)) * product.element_bytes * tile_m * tile_n / _ZEROS_BYTES
+    alone = [
+        max(count * max(copy, copies * _COPY_CYCLES, arrive), count * max(multiply, wait) + end) for count in k_tiles
+    ]
+    shared = [count * max(copy, multiply) + _SHARED_TILE_CYCLES + write / 2 for count in k_tiles]
+    zeros = (len(product.phases) - len(k_tiles)) * product.element_bytes * tile_m * tile_n / _ZEROS_BYTES
     alone[-1] += zeros
     shared[-1] += zeros
     together = [count * blocks for count in tiling.phase_work_tiles]
@@ -129,5 +131,5 @@ def estimate_ms(tiling: WgmmaTiling, device: Device) -> float:
         ms += _LAUNCH_MS + 2 * problem.w.bytes * byte_ms / BANDWIDTH_SHARE
     if tiling.splits > 1:
         moved_bytes = problem.output.size * (8 * tiling.splits + tiling.product.element_bytes)
-        ms += _LAUNCH_MS + max(moved_bytes * byte_ms, tiling.splits * _PART_MS)
+        ms += _LAUNCH_MS + max(moved_bytes * byte_ms, tiling.splits * _PARTIAL_MS)
     return ms

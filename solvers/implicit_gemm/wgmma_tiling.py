@@ -9,10 +9,10 @@ from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 
-SPANS_BYTES = (128, 64, 32)
+SWIZZLES_BYTES = (128, 64, 32)
 """Widths of swizzles."""
 
-ROW_BLOCK = 64
+WGMMA_M = 64
 """M of one wgmma instruction."""
 
 _REGISTERS = 512  # that 128 threads could have each, if they were all of a multiprocessor
@@ -21,7 +21,7 @@ _ALIGNMENT_BYTES = 1024  # of operands in shared memory; a block besides costs a
 _STATIC_BYTES = 256  # at most, of the barriers
 _MAX_INT = 2**31 - 1
 _MAX_BOX = 256  # elements of a copy along an axis
-_MAX_PARTS_BYTES = 1 << 30
+_MAX_PARTIALS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class WgmmaTiling:
         row_blocks: blocks of 64 rows of each.
         tile_m, tile_n, tile_k: M and N of a block's tile, and K of a k-tile.
         stages: of the pipeline.
-        splits: split-K parts, which a second pass adds.
+        splits: of K, whose partials a second kernel adds.
         blocks: of a multiprocessor.
         cluster: blocks of a cluster along M, N (multicast) and K (cluster split-K).
         swapped: A and B are swapped: M is filters or channels, N is pixels.
@@ -61,7 +61,7 @@ class WgmmaTiling:
             product=product,
             consumers=consumers,
             row_blocks=row_blocks,
-            tile_m=ROW_BLOCK * consumers * row_blocks,
+            tile_m=WGMMA_M * consumers * row_blocks,
             tile_n=int(config["tile_n"]),
             tile_k=int(config["depth_bytes"]) // product.element_bytes,
             stages=int(config["stages"]),
@@ -103,9 +103,9 @@ class WgmmaTiling:
     @property
     def block_n(self) -> int:
         """Columns of an N block: of one swizzle width where N is contiguous, and for backward weights of one tap."""
-        spans = [span // self.product.element_bytes for span in SPANS_BYTES]
-        wide = [span for span in spans if self.tile_n % span == 0]
-        fitting = [span for span in wide if span >= self.product.size_n] if self.product.is_weights else []
+        widths = [swizzle // self.product.element_bytes for swizzle in SWIZZLES_BYTES]
+        wide = [width for width in widths if self.tile_n % width == 0]
+        fitting = [width for width in wide if width >= self.product.size_n] if self.product.is_weights else []
         return min(fitting, default=max(wide))
 
     @property
@@ -171,7 +171,7 @@ class WgmmaTiling:
     def phase_work_tiles(self) -> tuple[int, ...]:
         """Work tiles of each phase, which clusters compute one after another."""
         tiles = math.prod(self.tiles) * self.product.problem.groups * self.splits
-        return tuple(ceil_div(tiles, self.cluster[2] // shares) for shares in self.phase_cluster_k)
+        return tuple(ceil_div(tiles, self.cluster[2] // cluster_k) for cluster_k in self.phase_cluster_k)
 
     @property
     def work_tiles(self) -> int:
@@ -191,11 +191,11 @@ class WgmmaTiling:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the pipeline, and two output buffers of each consumer."""
-        ring = self.stages * self.stage_bytes
+        pipeline = self.stages * self.stage_bytes
         if self.cluster[2] > 1:  # partials take the place of the pipeline
-            return _ALIGNMENT_BYTES + max(ring, 4 * self.tile_m * (self.tile_n + 8))
-        columns = ROW_BLOCK if self.swapped else self.block_n
-        return _ALIGNMENT_BYTES + ring + 2 * self.consumers * self.product.element_bytes * ROW_BLOCK * columns
+            return _ALIGNMENT_BYTES + max(pipeline, 4 * self.tile_m * (self.tile_n + 8))
+        columns = WGMMA_M if self.swapped else self.block_n
+        return _ALIGNMENT_BYTES + pipeline + 2 * self.consumers * self.product.element_bytes * WGMMA_M * columns
 
     def is_valid(self, shared_bytes: int) -> bool:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
@@ -213,10 +213,14 @@ class WgmmaTiling:
     def may_be_valid(self) -> bool:
         """Whether the tile is valid, whatever stages and splits it has."""
         return (
-            self._has_sums() and self._has_width() and self._has_depth() and self._is_swappable() and self._is_filled()
+            self._has_registers()
+            and self._has_tile_n()
+            and self._has_tile_k()
+            and self._is_swappable()
+            and self._is_filled()
         )
 
-    def _has_sums(self) -> bool:
+    def _has_registers(self) -> bool:
         """Whether registers hold the accumulators, and a box a tile's rows."""
         if self.row_blocks > self.consumers or self.tile_m > _MAX_BOX:
             return False
@@ -232,21 +236,21 @@ class WgmmaTiling:
             return self.row_blocks > 1
         return product.nchw is NchwTensors.OUTPUT and (product.element_bytes > 2 or self.segment < 4)
 
-    def _has_width(self) -> bool:
+    def _has_tile_n(self) -> bool:
         """Whether tile_n is whole N blocks, or B is K-major, and operands begin where swizzles repeat."""
         product = self.product
         if self.tile_n * product.element_bytes * self.tile_k % _ALIGNMENT_BYTES:
             return False
-        is_deep = product.has_k_major_filters and product.nchw is NchwTensors.NONE and not self.swapped
-        return is_deep or self.tile_n % (ROW_BLOCK // 2) == 0
+        is_k_major = product.has_k_major_filters and product.nchw is NchwTensors.NONE and not self.swapped
+        return is_k_major or self.tile_n % (WGMMA_M // 2) == 0
 
-    def _has_depth(self) -> bool:
+    def _has_tile_k(self) -> bool:
         """Whether tile_k is a swizzle width, and mostly within a group."""
         product = self.product
-        depth_bytes = product.element_bytes * self.tile_k
+        k_tile_bytes = product.element_bytes * self.tile_k
         if product.is_weights:
-            return depth_bytes == max(SPANS_BYTES)
-        if depth_bytes > min(SPANS_BYTES) and self.tile_k >= 2 * product.size_k:
+            return k_tile_bytes == max(SWIZZLES_BYTES)
+        if k_tile_bytes > min(SWIZZLES_BYTES) and self.tile_k >= 2 * product.size_k:
             return False
         return product.keeps_to_groups or product.size_k % self.tile_k == 0
 
@@ -261,11 +265,11 @@ class WgmmaTiling:
 
     def _has_cluster(self) -> bool:
         """Whether a cluster can multicast, in whole repetitions of a swizzle, or split K."""
-        along_m, along_n, shares = self.cluster
+        along_m, along_n, along_k = self.cluster
         if math.prod(self.cluster) == 1:
             return True
-        if shares > 1:
-            return self.splits == 1 and self.k_tiles >= 2 * shares
+        if along_k > 1:
+            return self.splits == 1 and self.k_tiles >= 2 * along_k
         if self.product.nchw is not NchwTensors.NONE or self.product.is_strided:
             return False
         if along_m > 1 and self.size_m <= self.tile_m * (along_m - 1):
@@ -281,13 +285,13 @@ class WgmmaTiling:
         if self.splits == 1:
             # Stores are cut off at the tensor's end, not at a group's.
             has_rows_of_groups = self.product.is_weights or self.product.has_nchw_n
-            across = problem.groups > 1 and has_rows_of_groups and self.size_m % ROW_BLOCK
+            across = problem.groups > 1 and has_rows_of_groups and self.size_m % WGMMA_M
             return not across or self.cluster[2] > 1
         size = problem.output.size
         if min(self.phase_k_tiles) < self.splits:
             return False
-        return self.k_tiles >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTS_BYTES and size % 4 == 0
+        return self.k_tiles >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTIALS_BYTES and size % 4 == 0
 
     def _is_filled(self) -> bool:
         """Whether a tile is not mostly empty."""
-        return self.tile_n < 2 * max(32, self.padded_n) and self.tile_m < 2 * max(ROW_BLOCK, self.size_m)
+        return self.tile_n < 2 * max(32, self.padded_n) and self.tile_m < 2 * max(WGMMA_M, self.size_m)

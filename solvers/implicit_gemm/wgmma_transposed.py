@@ -34,10 +34,10 @@ from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
 from miofind.solvers.implicit_gemm.wgmma_transposed_tiling import (
-    SHARES,
+    BLOCK,
+    CLUSTER_SPLITS,
     SPLITS,
     TILE_K,
-    WIDE,
     WIDTHS,
     TransposedTiling,
     estimate_ms,
@@ -70,12 +70,12 @@ def _pixels(product: WgmmaProduct) -> TensorMap:
     _, channels, height, width = problem.x.shape
     if product.is_pointwise:
         sizes = (channels // problem.groups, problem.groups, height * width * problem.n)
-        return packed_map(problem, "x", sizes, Box(sizes=(WIDE, 1, TILE_K)))
+        return packed_map(problem, "x", sizes, Box(sizes=(BLOCK, 1, TILE_K)))
     walk = Im2col(
         lower=product.low[::-1],
         upper=product.high[::-1],
         strides=tuple(reversed(problem.conv.stride)),
-        channels=WIDE,
+        channels=BLOCK,
         pixels=TILE_K,
     )
     return packed_map(problem, "x", (channels, width, height, problem.n), walk)
@@ -85,7 +85,7 @@ def _filters(product: WgmmaProduct) -> TensorMap:
     """Map of dy: 32 filters of 32 pixels."""
     problem = product.problem
     sizes = (problem.k // problem.groups, problem.groups, product.image * problem.n)
-    return packed_map(problem, "y", sizes, Box(sizes=(WIDE, 1, TILE_K)))
+    return packed_map(problem, "y", sizes, Box(sizes=(BLOCK, 1, TILE_K)))
 
 
 def _defines(tiling: TransposedTiling, stages: int) -> tuple[tuple[str, str | int], ...]:
@@ -95,7 +95,7 @@ def _defines(tiling: TransposedTiling, stages: int) -> tuple[tuple[str, str | in
         ("CONSUMERS", tiling.consumers),
         ("ROWS", tiling.row_blocks),
         ("BLOCKS", tiling.blocks),
-        ("CLUSTER_K", tiling.shares),
+        ("CLUSTER_K", tiling.cluster_k),
         ("K_BATCH", tiling.together),
         ("POINTWISE", int(tiling.product.is_pointwise)),
         *(struct.define for struct in (PIXEL_WALK, TILE_GRID, SHAPE)),
@@ -127,7 +127,7 @@ def _multiply(tiling: TransposedTiling, device: Device) -> KernelStep:
     stages = tiling.stages(_shared_bytes(device))
     # Blocks that add what they have take one item each.
     persistent = min(tiling.work_tiles, max(1, device.sm_count) * tiling.blocks)
-    blocks = tiling.work_tiles * tiling.shares if tiling.shares > 1 else persistent
+    blocks = tiling.work_tiles * tiling.cluster_k if tiling.cluster_k > 1 else persistent
     return KernelStep(
         source=_SOURCE,
         entry="implicit_gemm_wgmma_transposed",
@@ -200,7 +200,7 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         "rows": (1, 2),
         "tile_n": WIDTHS,
         "splits": SPLITS,
-        "shares": SHARES,
+        "shares": CLUSTER_SPLITS,
         "blocks": (1, 2),
     }
 

@@ -13,16 +13,16 @@ from miofind.device.device import Device
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.wgmma_product import WgmmaProduct
-from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK
+from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M
 
-WIDE = 32
+BLOCK = 32
 """Channels, filters or pixels of a block that is copied at once."""
 
 TILE_K = 32
 """Pixels of a k-tile."""
 
 WIDTHS = (32, 64, 96, 128, 160, 192)
-SHARES = (1, 2, 4, 8)
+CLUSTER_SPLITS = (1, 2, 4, 8)
 SPLITS = (*range(1, 9), 10, 11, 12, 14, 16, 22, 24, 32, 44, 64, 128)
 _TOGETHER = (4, 2)
 _WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 2), (1, 1))
@@ -51,7 +51,7 @@ _TILE_CYCLES = 3450
 _SHARED_TILE_CYCLES = 1080
 # Bytes a cycle of results that a multiprocessor writes, and of a cluster's partials that it adds.
 _WRITTEN_BYTES = 60
-_SHARES_BYTES = 17.6
+_CLUSTER_PARTIALS_BYTES = 17.6
 # Milliseconds of: the first launch up to the first wgmma, a cluster, one of more than four blocks, a second launch,
 # adding one split-K partial after another; the share of the latter that several threads for an element spare (by
 # comparison with another kernel, not measured alone); times that partials' bytes are moved; share of the shorter of
@@ -77,7 +77,7 @@ class TransposedTiling:
         row_blocks: blocks of 64 rows of each.
         tile_n: filters of a tile.
         splits: of K, whose partials a second kernel adds.
-        shares: blocks of a cluster that split K again, and add their partials.
+        cluster_k: blocks of a cluster that split K again, and add their partials.
         blocks: of a multiprocessor.
     """
 
@@ -86,7 +86,7 @@ class TransposedTiling:
     row_blocks: int
     tile_n: int
     splits: int
-    shares: int
+    cluster_k: int
     blocks: int
 
     @staticmethod
@@ -98,7 +98,7 @@ class TransposedTiling:
             row_blocks=int(config["rows"]),
             tile_n=int(config["tile_n"]),
             splits=int(config["splits"]),
-            shares=int(config["shares"]),
+            cluster_k=int(config["shares"]),
             blocks=int(config["blocks"]),
         )
 
@@ -110,14 +110,14 @@ class TransposedTiling:
             rows=self.row_blocks,
             tile_n=self.tile_n,
             splits=self.splits,
-            shares=self.shares,
+            shares=self.cluster_k,
             blocks=self.blocks,
         )
 
     @property
     def tile_m(self) -> int:
         """Rows of a tile."""
-        return ROW_BLOCK * self.consumers * self.row_blocks
+        return WGMMA_M * self.consumers * self.row_blocks
 
     @property
     def filters(self) -> int:
@@ -127,12 +127,12 @@ class TransposedTiling:
     @property
     def tap_blocks(self) -> int:
         """Blocks of rows of a tap."""
-        return ceil_div(self.product.size_n, WIDE)
+        return ceil_div(self.product.size_n, BLOCK)
 
     @property
     def padded_m(self) -> int:
         """Rows of one group in whole blocks, all taps together."""
-        return WIDE * self.tap_blocks * math.prod(self.product.taps)
+        return BLOCK * self.tap_blocks * math.prod(self.product.taps)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -185,14 +185,14 @@ class TransposedTiling:
             and self.stages(shared_bytes) > 0
             and self._is_divisible()
             and self._has_cluster(shared_bytes)
-            and max(self.work_tiles, self.k_tiles * self.splits) * self.shares <= _MAX_INT
+            and max(self.work_tiles, self.k_tiles * self.splits) * self.cluster_k <= _MAX_INT
             and self.tiles[0] * self.tile_m <= _MAX_INT
         )
 
     @property
     def is_filled(self) -> bool:
         """Whether a tile is not mostly empty."""
-        return self.tile_n < 2 * max(WIDE, self.filters) and self.tile_m < 2 * max(ROW_BLOCK, self.padded_m)
+        return self.tile_n < 2 * max(BLOCK, self.filters) and self.tile_m < 2 * max(WGMMA_M, self.padded_m)
 
     @property
     def together(self) -> int:
@@ -213,26 +213,26 @@ class TransposedTiling:
 
     def _has_cluster(self, shared_bytes: int) -> bool:
         """Whether blocks of a cluster can split K: the pipeline's memory holds their partials."""
-        if self.shares == 1:
+        if self.cluster_k == 1:
             return True
         pipeline, partials = self.stages(shared_bytes) * self.stage_bytes, 4 * self.tile_n * (self.tile_m + 4)
-        return self.blocks == 1 and self.tile_n % self.shares == 0 and partials <= pipeline
+        return self.blocks == 1 and self.tile_n % self.cluster_k == 0 and partials <= pipeline
 
     def _is_divisible(self) -> bool:
         """Whether K has that many splits, and all partials can be kept."""
-        if self.splits * self.shares == 1:
+        if self.splits * self.cluster_k == 1:
             return True
-        if self.k_tiles < 2 * self.splits * self.shares:
+        if self.k_tiles < 2 * self.splits * self.cluster_k:
             return False
         return 4 * self.splits * self.product.problem.output.size <= _MAX_PARTIALS_BYTES
 
 
-def _step_cycles(tiling: TransposedTiling) -> float:
-    """Cycles of a step where copies are ahead: of moving both operands in shared memory, and of transposing one."""
+def _k_tile_cycles(tiling: TransposedTiling) -> float:
+    """Cycles of a k-tile where copies are ahead: of moving both operands in shared memory, and of transposing one."""
     tile_m, tile_n = tiling.tile_m, tiling.tile_n
     # Products read columns once for each block of rows; both operands come, rows are read, columns read and written.
-    moved = tile_m // ROW_BLOCK * tile_n * 128 + 256 * tile_m + 384 * tile_n
-    return moved / _SHARED_MEMORY_BYTES + ceil_div(tile_n, 2 * WIDE) * _ROUND_CYCLES
+    moved = tile_m // WGMMA_M * tile_n * 128 + 256 * tile_m + 384 * tile_n
+    return moved / _SHARED_MEMORY_BYTES + ceil_div(tile_n, 2 * BLOCK) * _ROUND_CYCLES
 
 
 def _moved_ms(product: WgmmaProduct, byte_ms: float) -> float:
@@ -247,19 +247,19 @@ def _moved_ms(product: WgmmaProduct, byte_ms: float) -> float:
 def estimate_ms(tiling: TransposedTiling, device: Device, shared_bytes: int) -> float:
     """Milliseconds of all launches of a tiling on a device with that much shared memory, with a cold L2 cache."""
     problem, byte_ms = tiling.product.problem, 1e3 / device.bandwidth_bytes_per_s
-    items, splits, shares = tiling.work_tiles * tiling.shares, tiling.splits, tiling.shares
-    processors = max(1, int((_CLUSTERED if shares > 2 else 1) * device.sm_count))
-    step = _step_cycles(tiling)
+    blocks, splits, cluster_k = tiling.work_tiles * tiling.cluster_k, tiling.splits, tiling.cluster_k
+    processors = max(1, int((_CLUSTERED if cluster_k > 2 else 1) * device.sm_count))
+    step = _k_tile_cycles(tiling)
     alone = max(step, (_LATENCY_CYCLES + step) / max(1, tiling.stages(shared_bytes)))
-    steps, tile_bytes = ceil_div(tiling.k_tiles, splits * shares), 4 * tiling.tile_m * tiling.tile_n
-    turns = ceil_div(items, processors)
-    one = ceil_div(items, processors * tiling.blocks) * (steps * alone + _TILE_CYCLES)
-    busy = max(one, turns * (steps * step + _SHARED_TILE_CYCLES)) + turns * tile_bytes / shares / _WRITTEN_BYTES
+    steps, tile_bytes = ceil_div(tiling.k_tiles, splits * cluster_k), 4 * tiling.tile_m * tiling.tile_n
+    turns = ceil_div(blocks, processors)
+    one = ceil_div(blocks, processors * tiling.blocks) * (steps * alone + _TILE_CYCLES)
+    busy = max(one, turns * (steps * step + _SHARED_TILE_CYCLES)) + turns * tile_bytes / cluster_k / _WRITTEN_BYTES
     busy_ms, moved_ms = 1e3 * busy / _CLOCK_HZ, _moved_ms(tiling.product, byte_ms)
     ms = _FIRST_MS + max(busy_ms, moved_ms) + _EXPOSED * min(busy_ms, moved_ms)
-    if shares > 1:
-        ms += _CLUSTER_MS + 1e3 * tile_bytes / _SHARES_BYTES / _CLOCK_HZ
-        ms += _LARGE_CLUSTER_MS if shares > 4 else 0
+    if cluster_k > 1:
+        ms += _CLUSTER_MS + 1e3 * tile_bytes / _CLUSTER_PARTIALS_BYTES / _CLOCK_HZ
+        ms += _LARGE_CLUSTER_MS if cluster_k > 4 else 0
     if splits > 1:
         lanes = tiling.lanes(device)
         spared = _SPARED * (splits - splits / lanes - (lanes > 1))
@@ -280,7 +280,7 @@ def shortlisted_tilings(product: WgmmaProduct, device: Device, shared_bytes: int
                     row_blocks=row_blocks,
                     tile_n=tile_n,
                     splits=1,
-                    shares=1,
+                    cluster_k=1,
                     blocks=blocks,
                 )
                 if tile.is_valid(shared_bytes):
@@ -290,12 +290,12 @@ def shortlisted_tilings(product: WgmmaProduct, device: Device, shared_bytes: int
 def _splits(tile: TransposedTiling, device: Device, shared_bytes: int) -> Iterator[TransposedTiling]:
     """All pixels at once, and in splits that fill the device in turns."""
     at_once = max(1, device.sm_count) * tile.blocks
-    for shares in SHARES:
+    for cluster_k in CLUSTER_SPLITS:
         found = {1}
-        for turns in range(1, (_FULL_DEVICES if shares == 1 else 1) + 1):
-            most = min(turns * at_once // (tile.work_tiles * shares), tile.k_tiles // (2 * shares))
+        for turns in range(1, (_FULL_DEVICES if cluster_k == 1 else 1) + 1):
+            most = min(turns * at_once // (tile.work_tiles * cluster_k), tile.k_tiles // (2 * cluster_k))
             found.add(max((count for count in SPLITS if count <= most), default=1))
         for splits in sorted(found):
-            tiling = replace(tile, splits=splits, shares=shares)
-            if (shares == 1 or tiling.work_tiles * shares <= at_once) and tiling.is_valid(shared_bytes):
+            tiling = replace(tile, splits=splits, cluster_k=cluster_k)
+            if (cluster_k == 1 or tiling.work_tiles * cluster_k <= at_once) and tiling.is_valid(shared_bytes):
                 yield tiling

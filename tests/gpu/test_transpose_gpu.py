@@ -1,4 +1,4 @@
-"""Tensors turned on a GPU, bit by bit, and chains of kernels with PDL: plainly, captured, over old results."""
+"""Tensors transposed on a GPU, bit by bit, and chains of kernels with PDL: plainly, captured, over old results."""
 
 from __future__ import annotations
 
@@ -37,38 +37,38 @@ def device() -> Device:
     return found
 
 
-def turn(name: str, rows: int, columns: int, dtype: DataType, batch: int = 3) -> Transposition:
+def transposition(name: str, rows: int, columns: int, dtype: DataType, batch: int = 3) -> Transposition:
     return Transposition(source=name, target=f"{name}_last", dtype=dtype, batch=batch, rows=rows, columns=columns)
 
 
-def check(turns: tuple[Transposition, ...], device: Device, compiler: Compiler) -> None:
-    """One launch turns them, every bit, and writes nothing else."""
+def check(transpositions: tuple[Transposition, ...], device: Device, compiler: Compiler) -> None:
+    """One launch transposes them, every bit, and writes nothing else."""
     generator, buffers, expected = np.random.default_rng(4), {}, {}
-    for one in turns:
+    for one in transpositions:
         bits = BITS[one.dtype]
         shape = (one.batch, one.rows, one.columns)
         values = generator.integers(0, np.iinfo(bits).max, shape, bits, endpoint=True)
         buffers[one.source], buffers[one.target] = Buffer(one.bytes), Buffer(one.bytes)
         buffers[one.source].write(values)
         expected[one.target] = values.transpose(0, 2, 1).ravel()
-    step = transpose_step(turns)
+    step = transpose_step(transpositions)
     launch = make_step_launcher(step, compiler.load(step, device))
     launch({name: buffer.address for name, buffer in buffers.items()}, cupy.cuda.get_current_stream().ptr)
-    for one in turns:
+    for one in transpositions:
         np.testing.assert_array_equal(buffers[one.target].read(np.dtype(BITS[one.dtype])), expected[one.target])
 
 
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize("rows", LENGTHS, ids="{} rows".format)
-def test_every_bit_is_turned(rows: int, dtype: DataType, device: Device, compiler: Compiler) -> None:
+def test_every_bit_is_transposed(rows: int, dtype: DataType, device: Device, compiler: Compiler) -> None:
     for columns in LENGTHS:
-        check((turn("x", rows, columns, dtype),), device, compiler)
+        check((transposition("x", rows, columns, dtype),), device, compiler)
 
 
 @pytest.mark.parametrize("dtype", BITS, ids=str)
-def test_two_tensors_are_turned_at_once(dtype: DataType, device: Device, compiler: Compiler) -> None:
+def test_two_tensors_are_transposed_at_once(dtype: DataType, device: Device, compiler: Compiler) -> None:
     for x, w in (((64, 49), (40, 9)), ((512, 784), (512, 9)), ((9, 24), (65, 65)), ((3, 7), (784, 64))):
-        check((turn("x", *x, dtype), turn("w", *w, dtype, batch=5)), device, compiler)
+        check((transposition("x", *x, dtype), transposition("w", *w, dtype, batch=5)), device, compiler)
 
 
 @pytest.fixture

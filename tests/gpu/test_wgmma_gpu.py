@@ -80,7 +80,7 @@ EVERY_TILING: dict[str, dict[str, Any]] = {
     "pointwise_groups": {"x": (2, 528, 24, 25), "w": (576, 264, 1, 1), "groups": 2},
 }
 """Problems with every kind of tiling; most tiles, steps and parts end beyond the tensor or the group."""
-PLANES: dict[str, dict[str, Any]] = {
+NCHW_SHAPES: dict[str, dict[str, Any]] = {
     "first": {"x": (6, 264, 16, 17), "w": (328, 264, 1, 1), "layout": "NCHW"},
     "first_whole_blocks": {"x": (4, 64, 56, 56), "w": (256, 64, 1, 1), "layout": "NCHW"},
     "first_groups": {"x": (6, 512, 12, 14), "w": (512, 256, 1, 1), "groups": 2, "layout": "NCHW"},
@@ -248,11 +248,11 @@ def test_wgmma_passes_both_gates(
 
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", PLANES)
+@pytest.mark.parametrize("shape", NCHW_SHAPES)
 def test_channels_first_passes_both_gates(
     shape: str, kind: str, direction: Direction, device: Device, compiler: Compiler
 ) -> None:
-    fields = {"layout": ONE_FIRST[direction], **PLANES[shape]}
+    fields = {"layout": ONE_FIRST[direction], **NCHW_SHAPES[shape]}
     problem = ProblemDescription.convolution(**fields, **KINDS[kind], direction=direction)
     answer = WGMMA.applicability(problem, device)
     if not answer:

@@ -203,7 +203,7 @@ def test_kernels_that_say_that_they_wait_do(solver: Solver) -> None:
 
 def test_how_a_kernel_is_launched_leaves_rows_and_saved_files_valid() -> None:
     """Sources say whether a kernel waits, and they are hashed."""
-    turn = Transposition(source="x", target="y", dtype=DataType.FLOAT16, batch=2, rows=8, columns=9)
-    step = transpose_step((turn,))
+    transposition = Transposition(source="x", target="y", dtype=DataType.FLOAT16, batch=2, rows=8, columns=9)
+    step = transpose_step((transposition,))
     assert step.pdl
     assert kernel_hash(ConvSolution(steps=(step,))) == kernel_hash(ConvSolution(steps=(replace(step, pdl=False),)))

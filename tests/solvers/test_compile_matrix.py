@@ -54,7 +54,7 @@ def test_extreme_configurations_compile(compiler: Compiler, solver: Solver, arch
 
 
 ONE_FIRST = {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW}
-PLANES = {"x": (32, 128, 56, 56), "w": (256, 128, 3, 3), "padding": 1, "dtype": "float16", "layout": ONE_FIRST}
+NCHW_OUTPUT = {"x": (32, 128, 56, 56), "w": (256, 128, 3, 3), "padding": 1, "dtype": "float16", "layout": ONE_FIRST}
 WEIGHTS = {
     "x": (32, 1024, 16, 16),
     "w": (512, 1024, 1, 1),
@@ -67,10 +67,10 @@ WEIGHTS = {
 @pytest.mark.parametrize(
     ("fields", "rows", "tile_n", "is_offered"),
     [
-        (PLANES, 2, 128, True),
-        (PLANES, 1, 256, True),
-        (PLANES | {"x": (32, 128, 7, 7)}, 2, 128, False),
-        (PLANES | {"dtype": "float32", "math": "tf32"}, 2, 128, False),
+        (NCHW_OUTPUT, 2, 128, True),
+        (NCHW_OUTPUT, 1, 256, True),
+        (NCHW_OUTPUT | {"x": (32, 128, 7, 7)}, 2, 128, False),
+        (NCHW_OUTPUT | {"dtype": "float32", "math": "tf32"}, 2, 128, False),
         (WEIGHTS, 1, 256, True),
         (WEIGHTS, 2, 128, False),
     ],

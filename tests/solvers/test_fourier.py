@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.solvers.common.fourier import Axis, smooth, spectrum, whole_length
+from miofind.solvers.common.fourier import FftAxis, smooth, spectrum, whole_length
 from miofind.solvers.common.overlap import least_products
 
 
@@ -27,7 +27,7 @@ def problems(draw: st.DrawFn) -> ProblemDescription:
     )
 
 
-def tile_of(problem: ProblemDescription, axis: Axis, name: str, values: NDArray[np.float64], tile: int) -> NDArray:
+def tile_of(problem: ProblemDescription, axis: FftAxis, name: str, values: NDArray[np.float64], tile: int) -> NDArray:
     """The transform of one tile of a tensor."""
     start = 0 if name == "w" else tile * axis.step
     elements, positions = axis.placement(problem, 0, name).elements(start, values.size)
@@ -40,9 +40,9 @@ def tile_of(problem: ProblemDescription, axis: Axis, name: str, values: NDArray[
 def test_circular_convolutions_of_tiles(problem: ProblemDescription, extra: int, tiled: bool) -> None:
     assume(least_products(problem) > 0)
     if tiled:
-        axis = Axis.tiled(problem, 0, problem.filter[0] + extra)
+        axis = FftAxis.tiled(problem, 0, problem.filter[0] + extra)
     else:
-        axis = Axis.whole(problem, 0, whole_length(problem, 0) + extra)
+        axis = FftAxis.whole(problem, 0, whole_length(problem, 0) + extra)
     direction, generator = problem.direction, np.random.default_rng(extra)
     values = {name: generator.integers(-3, 4, problem.tensor(name).shape) * 1.0 for name in direction.inputs}
     expected = reference_on_host(problem, **values).ravel()

@@ -1,4 +1,4 @@
-"""Launches that turn tensors, without a GPU: the kernel's arithmetic in NumPy, vectors as wide as lines allow."""
+"""Launches that transpose tensors, without a GPU: the kernel's arithmetic in NumPy, vectors as wide as lines allow."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def transposition(
     return Transposition(source=name, target=f"{name}_last", dtype=dtype, batch=batch, rows=rows, columns=columns)
 
 
-def memory(*turns: Transposition) -> dict[str, np.ndarray]:
-    return {one.source: np.arange(one.batch * one.rows * one.columns) + 1000 * i for i, one in enumerate(turns)}
+def memory(*transpositions: Transposition) -> dict[str, np.ndarray]:
+    return {
+        one.source: np.arange(one.batch * one.rows * one.columns) + 1000 * i for i, one in enumerate(transpositions)
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -385,13 +385,13 @@ def test_shared_memory_holds_what_the_kernel_lays_there(problem: ProblemDescript
         defines = {name: value for name, value in step.defines if isinstance(value, int)}
         tile_m, tile_n = 64 * defines["CONSUMERS"] * defines["ROWS"], defines["TILE_N"]
         ring = defines["STAGES"] * (tile_m + tile_n) * defines["TILE_K"] * itemsize
-        block = 64 * (64 if defines["SWAPPED"] else defines["WIDE"]) * itemsize
+        block = 64 * (64 if defines["SWAPPED"] else defines["BLOCK_N"]) * itemsize
         blocks = 2 * defines["CONSUMERS"] * block
         needed = max(ring, tile_m * (tile_n + 8) * 4) if shares(config) > 1 else ring + blocks
         assert step.shared_bytes >= 1023 + needed
         assert config["blocks"] * (step.shared_bytes + 1024 + 16 * defines["STAGES"]) <= DEVICE.shared_bytes + 1024
-        assert defines["WIDE"] * itemsize in (32, 64, 128)
-        assert tile_n % defines["WIDE"] == 0
+        assert defines["BLOCK_N"] * itemsize in (32, 64, 128)
+        assert tile_n % defines["BLOCK_N"] == 0
         assert step.block == (128 * defines["CONSUMERS"] + 64, 1, 1)
 
 
@@ -761,13 +761,13 @@ CUT_GROUPS: dict[str, dict[str, Any]] = {
     "cut groups": {"x": (4, 80, 17, 18), "w": (144, 40, 1, 3), "padding": ((0, 0), (0, 2)), "groups": 2},
     "pointwise cut groups": {"x": (4, 144, 17, 18), "w": (144, 72, 1, 1), "groups": 2},
 }
-IN_PLANES = {"planes": {"x": (6, 264, 16, 17), "w": (328, 264, 1, 1)}}
-IN_PLANES_OF_GROUPS = {"planes of groups": {"x": (6, 512, 12, 14), "w": (512, 256, 1, 1), "groups": 2}}
-IN_PLANES_OF_ROWS = {
+IN_NCHW = {"planes": {"x": (6, 264, 16, 17), "w": (328, 264, 1, 1)}}
+IN_NCHW_OF_GROUPS = {"planes of groups": {"x": (6, 512, 12, 14), "w": (512, 256, 1, 1), "groups": 2}}
+IN_NCHW_OF_ROWS = {
     "planes of rows": {"x": (8, 72, 18, 10), "w": (136, 72, 3, 3), "padding": ((0, 0), (0, 0))},
     "planes of strided rows": {"x": (8, 80, 31, 15), "w": (256, 40, 3, 2), "padding": 1, "stride": 2, "groups": 2},
 }
-IN_PLANES_OF_RESULTS = {
+IN_NCHW_OF_RESULTS = {
     "odd planes": {"x": (2, 136, 11, 13), "w": (136, 136, 3, 3), "padding": 1},
     "even planes": {"x": (2, 136, 11, 14), "w": (136, 136, 3, 3), "padding": 1},
     "whole planes": {"x": (2, 136, 12, 14), "w": (136, 136, 3, 3), "padding": 1},
@@ -780,12 +780,12 @@ TILED = {
     **tiled(WALKED_GROUPS | POINTWISE_GROUPS, ["tf32"], FORWARD),
     **tiled(WALKED_GROUPS | POINTWISE_GROUPS, ["tf32"], DATA),
     **tiled(OF_WEIGHTS | CUT_GROUPS, ["float16"], WEIGHTS),
-    **tiled(IN_PLANES | IN_PLANES_OF_GROUPS, ["float16"], FORWARD, layout="NCHW"),
-    **tiled(IN_PLANES | IN_PLANES_OF_GROUPS, ["float16"], DATA, layout="NCHW"),
-    **tiled(IN_PLANES | IN_PLANES_OF_GROUPS, ["float16", "tf32"], WEIGHTS, layout="NCHW"),
-    **tiled(IN_PLANES_OF_RESULTS, ["float16", "tf32"], FORWARD, layout=ONE_FIRST[FORWARD]),
-    **tiled(IN_PLANES_OF_RESULTS, ["float16", "tf32"], DATA, layout=ONE_FIRST[DATA]),
-    **tiled(IN_PLANES_OF_ROWS, ["float16"], WEIGHTS, layout=ONE_FIRST[WEIGHTS]),
+    **tiled(IN_NCHW | IN_NCHW_OF_GROUPS, ["float16"], FORWARD, layout="NCHW"),
+    **tiled(IN_NCHW | IN_NCHW_OF_GROUPS, ["float16"], DATA, layout="NCHW"),
+    **tiled(IN_NCHW | IN_NCHW_OF_GROUPS, ["float16", "tf32"], WEIGHTS, layout="NCHW"),
+    **tiled(IN_NCHW_OF_RESULTS, ["float16", "tf32"], FORWARD, layout=ONE_FIRST[FORWARD]),
+    **tiled(IN_NCHW_OF_RESULTS, ["float16", "tf32"], DATA, layout=ONE_FIRST[DATA]),
+    **tiled(IN_NCHW_OF_ROWS, ["float16"], WEIGHTS, layout=ONE_FIRST[WEIGHTS]),
 }
 each_tiled = pytest.mark.parametrize("problem", TILED.values(), ids=TILED)
 
