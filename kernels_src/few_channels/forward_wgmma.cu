@@ -34,7 +34,7 @@
 #include "common/wgmma.cuh"
 
 // An image has `image_tiles` tiles of COLUMNS windows by a strip of `strip_rows` rows, of which the first
-// `longer_strips` have one more; `strip_tiles` are of one strip.
+// `longer_strips` have one more; `row_tiles` are of one strip.
 struct Shape {
   SHAPE_FIELDS
 };
@@ -289,9 +289,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const auto begin = [&](int tile) {
     to.image = tile / shape.image_tiles;
     tile -= to.image * shape.image_tiles.by;
-    const int strip = tile / shape.strip_tiles;
+    const int strip = tile / shape.row_tiles;
     to.row = strip * shape.strip_rows + min(strip, shape.longer_strips);
-    to.column = (tile - strip * shape.strip_tiles.by) * kTileW;
+    to.column = (tile - strip * shape.row_tiles.by) * kTileW;
     first = to.row;
     last = first + shape.strip_rows + (strip < shape.longer_strips);
     origin.image = to.image;

@@ -33,7 +33,6 @@ def _defines(problem: ProblemDescription, config: Config, tiling: DataTiling) ->
         ("LAST_TAP", tiling.width.last_tap),
         ("S2D_BLOCKS", tiling.s2d_blocks),
         *((name.upper(), config[name]) for name in ("blocks", "warps", "stages")),
-        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         ("IN_VECTOR", tiling.in_vector),
         ("OUT_VECTOR", 2 if _has_pairs(problem, tiling) else 1),
         ("MIN_BLOCKS", tiling.resident),

@@ -39,7 +39,6 @@ def _defines(problem: ProblemDescription, config: Config, tiling: DataWgmmaTilin
         ("COLUMNS", tiling.columns),
         ("TEAMS", config["teams"]),
         ("STAGES", config["stages"]),
-        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         *_staging(tiling),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),

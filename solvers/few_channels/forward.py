@@ -15,9 +15,9 @@ from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divide_by
-from miofind.solvers.few_channels.shapes import TILED_SHAPE, outputs
-from miofind.solvers.few_channels.shared import FewChannelsSolver
+from miofind.solvers.few_channels.shapes import TILED_SHAPE
+from miofind.solvers.few_channels.shared import FewChannelsSolver, problem_defines
+from miofind.solvers.few_channels.tile_schedule import TileSchedule
 from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 
 _MAX_ACCUMULATORS = 128
@@ -35,25 +35,23 @@ class _Tiling:
 
     Attributes:
         tile: of outputs.
-        filter_tiles: blocks of filters.
         depth: elements of a laid out filter.
         out_vector: elements that are stored at once.
         threads: of a block.
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
-        tiles: of all images.
+        schedule: of tiles.
     """
 
     tile: WindowTile
-    filter_tiles: int
     depth: int
     out_vector: int
     threads: int
     registers: int
     shared_bytes: int
     resident: int
-    tiles: int
+    schedule: TileSchedule
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
@@ -66,26 +64,17 @@ class _Tiling:
         shared_bytes = filters + max(tile.input_tile_bytes, raw)
         out_vector = math.gcd(8, problem.k) if last else tile.channels_first_vector(problem)
         registers = _registers(problem, config, tile, 0 if last else 8 // out_vector)
-        resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
+        resident = min(_MAX_RESIDENT, resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         return _Tiling(
             tile=tile,
-            filter_tiles=ceil_div(problem.k, tile_k),
             depth=depth,
             out_vector=out_vector,
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
-            resident=min(resident, _MAX_RESIDENT),
-            tiles=tile.image_tiles * problem.n,
+            resident=resident,
+            schedule=TileSchedule.of(problem, tile_k, tile.image, device.sm_count * resident),
         )
-
-    def tile_step(self, device: Device) -> int:
-        """Blocks that share the tiles of a block of filters."""
-        return min(self.tiles, max(1, device.sm_count * self.resident // self.filter_tiles))
-
-    def blocks(self, device: Device) -> int:
-        """Blocks of the grid: as many for each block of filters."""
-        return self.filter_tiles * self.tile_step(device)
 
 
 def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, offsets: int) -> int:
@@ -116,20 +105,14 @@ def _spills(problem: ProblemDescription, config: Config, tiling: _Tiling) -> boo
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
-    tile, (stride_y, stride_x) = tiling.tile, problem.conv.stride
+    tile = tiling.tile
     return (
-        ("ELEMENT", problem.x.dtype.value),
-        ("CHANNELS", problem.c),
-        ("FILTER_Y", problem.filter[0]),
-        ("FILTER_X", problem.filter[1]),
-        ("STRIDE_Y", stride_y),
-        ("STRIDE_X", stride_x),
+        *problem_defines(problem),
         ("TILE_H", tile.tile_h),
         ("TILE_W", tile.tile_w),
         ("TILE_K", config["tile_k"]),
         ("WARPS", config["warps"]),
         ("BLOCKS", config["blocks"]),
-        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         ("OFFSET", tile.offset),
         ("IN_VECTOR", tile.vector),
         ("OUT_VECTOR", tiling.out_vector),
@@ -225,7 +208,7 @@ class ConvFirstLayer(FewChannelsSolver):
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config, device)
         moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
-        tile, blocks = tiling.tile, tiling.blocks(device)
+        tile, blocks = tiling.tile, tiling.schedule.blocks
         steps, columns = tiling.depth // 16, tile.outputs * config["tile_k"] // 8
         shares = ceil_div(ceil_div(tile.windows, 16), config["blocks"])
         fragments = shares * config["blocks"] * steps
@@ -235,7 +218,7 @@ class ConvFirstLayer(FewChannelsSolver):
         busy = max(_PRODUCT * products, _READ * reads) + _STAGED[tile.vector] * staged + _STORED * stored
         turn = ceil_div(shares, config["warps"]) * config["blocks"] * steps * columns
         alone = _TILE + _LATENCY * turn + _STAGED[tile.vector] * staged + _STORED * stored
-        turns = ceil_div(tiling.tiles * tiling.filter_tiles, blocks)
+        turns = ceil_div(tiling.schedule.tiles * tiling.schedule.filter_tiles, blocks)
         together = min(tiling.resident, ceil_div(blocks, device.sm_count))
         laid = tile.outputs * config["tile_k"] * tiling.depth / 8
         cycles = _LAID * together * laid + turns * max(together * busy, alone)
@@ -244,24 +227,16 @@ class ConvFirstLayer(FewChannelsSolver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)
-        tile = tiling.tile
         step = KernelStep(
             source="few_channels/forward.cu",
             entry="few_channels_forward",
-            grid=(tiling.blocks(device), 1, 1),
+            grid=(tiling.schedule.blocks, 1, 1),
             block=(tiling.threads, 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("x", "w", "y")),
-                TILED_SHAPE(
-                    **outputs(problem),
-                    tiles=tiling.tiles,
-                    tile_step=tiling.tile_step(device),
-                    filter_tiles=divide_by(tiling.filter_tiles),
-                    image_tiles=divide_by(tile.image_tiles),
-                    row_tiles=divide_by(tile.column_tiles),
-                ),
+                TILED_SHAPE(**tiling.schedule.fields(problem)),
             ),
         )
         return ConvSolution(steps=(step,))

@@ -18,10 +18,10 @@ from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import Applicability
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.limits import refuse_tensors
-from miofind.solvers.few_channels.shapes import STRIPS_SHAPE, outputs
-from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
+from miofind.solvers.few_channels.shapes import STRIPS_SHAPE
+from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver, problem_defines
+from miofind.solvers.few_channels.tile_schedule import TileSchedule
 from miofind.solvers.few_channels.window_rows import MAX_CHANNELS, is_same_load
 
 _ROWS = 64  # of a product
@@ -48,7 +48,6 @@ class _Tiling:
         vector: columns that are loaded at once.
         out_vector: elements that are stored at once.
         tile_k: filters of a block of threads.
-        filter_tiles: blocks of filters.
         threads: of a block.
         chunk_rows, chunk_pixels: of the part of x that a step moves on by.
         earlier: chunks that a step meets before its own.
@@ -57,7 +56,7 @@ class _Tiling:
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
         strips: of an image, as equal as may be.
-        strip_tiles, image_tiles, tiles: tiles of a strip of an image, of an image and of all.
+        schedule: of tiles, of which a row is a strip.
     """
 
     outputs: int
@@ -67,7 +66,6 @@ class _Tiling:
     vector: int
     out_vector: int
     tile_k: int
-    filter_tiles: int
     threads: int
     chunk_rows: int
     chunk_pixels: int
@@ -77,9 +75,7 @@ class _Tiling:
     shared_bytes: int
     resident: int
     strips: int
-    strip_tiles: int
-    image_tiles: int
-    tiles: int
+    schedule: TileSchedule
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
@@ -92,7 +88,6 @@ class _Tiling:
         columns = round_up(ceil_div(windows, strip_tiles), 16)
         strip_tiles = ceil_div(windows, columns)
         strips = ceil_div(out_h, config["strip"])
-        image_tiles = strips * strip_tiles
         row_steps = ceil_div(taps_x + (outputs - 1) * stride_x, 4)
         steps, threads = taps_y * row_steps, 128 * rows * blocks
         tile_k = blocks * _ROWS // outputs
@@ -117,7 +112,7 @@ class _Tiling:
         held = 4 * steps if config["held"] else 0
         others = _OTHERS + (0 if last else _CHANNELS_FIRST)
         registers = round_up(held + max(columns // 2 + moved, lead) + others, 8)
-        resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
+        resident = min(_MAX_RESIDENT, resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         return _Tiling(
             outputs=outputs,
             columns=columns,
@@ -126,7 +121,6 @@ class _Tiling:
             vector=vector,
             out_vector=math.gcd(8, problem.k if last else out_w),
             tile_k=tile_k,
-            filter_tiles=ceil_div(problem.k, tile_k),
             threads=threads,
             chunk_rows=chunk_rows,
             chunk_pixels=chunk_rows * pixels,
@@ -134,20 +128,10 @@ class _Tiling:
             moved=moved,
             registers=registers,
             shared_bytes=shared_bytes,
-            resident=min(resident, _MAX_RESIDENT),
+            resident=resident,
             strips=strips,
-            strip_tiles=strip_tiles,
-            image_tiles=image_tiles,
-            tiles=image_tiles * problem.n,
+            schedule=TileSchedule.of(problem, tile_k, (strips, strip_tiles), device.sm_count * resident),
         )
-
-    def tile_step(self, device: Device) -> int:
-        """Blocks that share the tiles of a block of filters."""
-        return min(self.tiles, max(1, device.sm_count * self.resident // self.filter_tiles))
-
-    def blocks(self, device: Device) -> int:
-        """Blocks of the grid: as many for each block of filters."""
-        return self.filter_tiles * self.tile_step(device)
 
 
 def _result_bytes(columns: int, outputs: int, last: bool) -> int:
@@ -160,20 +144,13 @@ def _result_bytes(columns: int, outputs: int, last: bool) -> int:
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
-    stride_y, stride_x = problem.conv.stride
     return (
-        ("ELEMENT", problem.x.dtype.value),
-        ("CHANNELS", problem.c),
-        ("FILTER_Y", problem.filter[0]),
-        ("FILTER_X", problem.filter[1]),
-        ("STRIDE_Y", stride_y),
-        ("STRIDE_X", stride_x),
+        *problem_defines(problem),
         ("DILATION_Y", problem.conv.dilation[0]),
         ("COLUMNS", tiling.columns),
         ("STEP_ROWS", config["rows"]),
         ("FILTER_BLOCKS", config["blocks"]),
         ("FILTERS_IN_REGISTERS", config["held"]),
-        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         ("DEFERRED_STORE", config["late"]),
         ("OFFSET", tiling.offset),
         ("IN_VECTOR", tiling.vector),
@@ -336,8 +313,8 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         products = groups * tiling.steps * columns * _PRODUCT
         busy = max(products, _SHARED * (groups * (read + 2.5 * columns) + staged))
         alone = products + staged + _ROW[config["late"]]
-        blocks = tiling.blocks(device)
-        turns = ceil_div(tiling.tiles * tiling.filter_tiles, blocks)
+        blocks = tiling.schedule.blocks
+        turns = ceil_div(tiling.schedule.tiles * tiling.schedule.filter_tiles, blocks)
         together = min(tiling.resident, ceil_div(blocks, device.sm_count))
         strip = ceil_div(ceil_div(problem.out_spatial[0], tiling.strips), config["rows"]) * max(together * busy, alone)
         begun = _STRIP + tiling.earlier * together * staged
@@ -351,22 +328,13 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         step = KernelStep(
             source="few_channels/forward_wgmma.cu",
             entry="few_channels_forward_wgmma",
-            grid=(tiling.blocks(device), 1, 1),
+            grid=(tiling.schedule.blocks, 1, 1),
             block=(tiling.threads, 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("x", "w", "y")),
-                STRIPS_SHAPE(
-                    **outputs(problem),
-                    strip_rows=strip_rows,
-                    longer_strips=longer_strips,
-                    tiles=tiling.tiles,
-                    tile_step=tiling.tile_step(device),
-                    filter_tiles=divide_by(tiling.filter_tiles),
-                    image_tiles=divide_by(tiling.image_tiles),
-                    strip_tiles=divide_by(tiling.strip_tiles),
-                ),
+                STRIPS_SHAPE(**tiling.schedule.fields(problem), strip_rows=strip_rows, longer_strips=longer_strips),
             ),
         )
         return ConvSolution(steps=(step,))

@@ -104,7 +104,6 @@ class StreamedRows:
                 ("COLUMNS", self.tiles.columns),
                 ("COLUMN_STEP", self.tiles.step),
                 *((name.upper(), config[name]) for name in ("blocks", "warps_m", "warps_n", "warps_k", "stages")),
-                ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
                 ("IN_VECTOR", self.in_vector),
                 ("MIN_BLOCKS", self.resident),
                 ("SHARED_BYTES", self.shared_bytes),

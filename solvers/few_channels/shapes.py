@@ -22,24 +22,17 @@ def outputs(problem: ProblemDescription) -> dict[str, int]:
     return {"out_channels": problem.k, **images(problem), "pad_top": pad_top, "pad_left": pad_left}
 
 
-TILED_SHAPE = StructType(
-    "Shape", **_OUTPUTS, tiles="int32", tile_step="int32", filter_tiles=DIVISOR, image_tiles=DIVISOR, row_tiles=DIVISOR
-)
+_TILES: dict[str, str | StructType] = {
+    **_OUTPUTS,
+    **dict.fromkeys(("tiles", "tile_step"), "int32"),
+    **dict.fromkeys(("filter_tiles", "image_tiles", "row_tiles"), DIVISOR),
+}
+TILED_SHAPE = StructType("Shape", **_TILES)
 """Of kernels that go through tiles of outputs (few_channels/output_tiles.cuh): how many tiles there are of all images,
 from one tile of a thread block to its next, blocks of filters, and tiles of an image and of a row of tiles."""
 
-STRIPS_SHAPE = StructType(
-    "Shape",
-    **_OUTPUTS,
-    strip_rows="int32",
-    longer_strips="int32",
-    tiles="int32",
-    tile_step="int32",
-    filter_tiles=DIVISOR,
-    image_tiles=DIVISOR,
-    strip_tiles=DIVISOR,
-)
-"""Of few_channels/forward_wgmma.cu, whose tiles are columns of strips: also rows of a strip, and how many of an image's
+STRIPS_SHAPE = StructType("Shape", **_TILES, strip_rows="int32", longer_strips="int32")
+"""Of few_channels/forward_wgmma.cu, whose rows of tiles are strips: also rows of a strip, and how many of an image's
 strips have one more."""
 
 _ROWS = dict.fromkeys(("first_row", "end_row"), "int32")

@@ -29,18 +29,23 @@ HOPPER_KEYS = (replace(_KEY, min_sm=90, archs=("90a",)),)
 """Of kernels that multiply by wgmma."""
 
 
-def gradient_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
-    """What each kernel of backward data has to know of a problem."""
+def problem_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
+    """What each kernel has to know of a problem when it is compiled."""
     stride_y, stride_x = problem.conv.stride
     return (
         ("ELEMENT", problem.x.dtype.value),
         ("CHANNELS", problem.c),
-        ("FILTERS", problem.k),
         ("FILTER_Y", problem.filter[0]),
         ("FILTER_X", problem.filter[1]),
         ("STRIDE_Y", stride_y),
         ("STRIDE_X", stride_x),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
     )
+
+
+def gradient_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
+    """The same of kernels of backward data, which have all filters."""
+    return *problem_defines(problem), ("FILTERS", problem.k)
 
 
 class FewChannelsSolver(Solver):

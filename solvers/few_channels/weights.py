@@ -23,10 +23,10 @@ from miofind.solver.steps import (
     int32s,
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.few_channels.shapes import TILED_SHAPE, outputs
-from miofind.solvers.few_channels.shared import FewChannelsSolver
+from miofind.solvers.few_channels.shapes import TILED_SHAPE
+from miofind.solvers.few_channels.shared import FewChannelsSolver, problem_defines
+from miofind.solvers.few_channels.tile_schedule import TileSchedule
 from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 
 _MAX_ACCUMULATORS = 128
@@ -47,7 +47,6 @@ class _Tiling:
 
     Attributes:
         tile: of outputs.
-        filter_tiles: blocks of filters.
         row_words: 16-byte words of a window's row.
         accumulators: of a thread.
         out_vector: elements of dy that are loaded at once.
@@ -55,11 +54,10 @@ class _Tiling:
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
-        tiles: of all images.
+        schedule: of tiles, whose step is the number of splits.
     """
 
     tile: WindowTile
-    filter_tiles: int
     row_words: int
     accumulators: int
     out_vector: int
@@ -67,7 +65,7 @@ class _Tiling:
     registers: int
     shared_bytes: int
     resident: int
-    tiles: int
+    schedule: TileSchedule
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
@@ -85,38 +83,32 @@ class _Tiling:
         words = 4 * ceil_div(row_words, 2) * min(2, rows) + (0 if last or tile.outputs == rows == 1 else 8)
         registers = accumulators + moved + 4 * filters * tile.outputs + words
         registers = max(_FEWEST_REGISTERS, round_up(registers + _OTHER_REGISTERS, 8))
-        resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
+        fitting = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
+        resident = min(fitting, config["resident"])
         return _Tiling(
             tile=tile,
-            filter_tiles=ceil_div(problem.k, tile_k),
             row_words=row_words,
             accumulators=accumulators,
             out_vector=math.gcd(8, problem.k) if last else tile.channels_first_vector(problem),
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
-            resident=min(resident, config["resident"]),
-            tiles=tile.image_tiles * problem.n,
+            resident=resident,
+            schedule=TileSchedule.of(problem, tile_k, tile.image, device.sm_count * resident),
         )
 
-    def splits(self, device: Device) -> int:
-        """Blocks that share the tiles of a block of filters."""
-        return min(self.tiles, max(1, device.sm_count * self.resident // self.filter_tiles))
+    def split_k(self, problem: ProblemDescription) -> SplitK:
+        """Partials of all filters."""
+        return SplitK(results=problem.w.size, splits=self.schedule.step)
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
-    tile, (stride_y, stride_x) = tiling.tile, problem.conv.stride
+    tile = tiling.tile
     return (
-        ("ELEMENT", problem.x.dtype.value),
-        ("CHANNELS", problem.c),
-        ("FILTER_Y", problem.filter[0]),
-        ("FILTER_X", problem.filter[1]),
-        ("STRIDE_Y", stride_y),
-        ("STRIDE_X", stride_x),
+        *problem_defines(problem),
         ("TILE_H", tile.tile_h),
         ("TILE_W", tile.tile_w),
         *((name.upper(), config[name]) for name in ("tile_k", "warps_y", "warps_k", "warps_p")),
-        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         ("OFFSET", tile.offset),
         ("IN_VECTOR", tile.vector),
         ("OUT_VECTOR", tiling.out_vector),
@@ -127,31 +119,19 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
     )
 
 
-def _partials_step(problem: ProblemDescription, device: Device, config: Config, tiling: _Tiling) -> KernelStep:
-    tile, splits = tiling.tile, tiling.splits(device)
+def _partials_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
     return KernelStep(
         source="few_channels/weights.cu",
         entry="few_channels_weights",
-        grid=(tiling.filter_tiles * splits, 1, 1),
+        grid=(tiling.schedule.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling),
         args=(
-            *(Pointer(buffer=name) for name in ("x", "y", _split_k(problem, device, tiling).region)),
-            TILED_SHAPE(
-                **outputs(problem),
-                tiles=tiling.tiles,
-                tile_step=splits,
-                filter_tiles=divide_by(tiling.filter_tiles),
-                image_tiles=divide_by(tile.image_tiles),
-                row_tiles=divide_by(tile.column_tiles),
-            ),
+            *(Pointer(buffer=name) for name in ("x", "y", tiling.split_k(problem).region)),
+            TILED_SHAPE(**tiling.schedule.fields(problem)),
         ),
     )
-
-
-def _split_k(problem: ProblemDescription, device: Device, tiling: _Tiling) -> SplitK:
-    return SplitK(results=problem.w.size, splits=tiling.splits(device))
 
 
 _TILES = (
@@ -258,7 +238,7 @@ class ConvFirstLayerWeights(FewChannelsSolver):
             return False
         if tiling.resident < config["resident"]:
             return False
-        if _split_k(problem, device, tiling).bytes > _MAX_WORKSPACE_BYTES:
+        if tiling.split_k(problem).bytes > _MAX_WORKSPACE_BYTES:
             return False
         return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
@@ -271,7 +251,7 @@ class ConvFirstLayerWeights(FewChannelsSolver):
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config, device)
         moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
-        tile, splits = tiling.tile, tiling.splits(device)
+        tile, splits = tiling.tile, tiling.schedule.step
         warps_y, warps_k, warps_p = config["warps_y"], config["warps_k"], config["warps_p"]
         filters, rows = config["tile_k"] // 16 * tile.outputs, ceil_div(problem.filter[0], warps_y) * warps_y
         turn = ceil_div(ceil_div(tile.windows, 16), warps_p)
@@ -282,8 +262,8 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         moved = _STAGED[tile.vector] * staged + _LOADED * loaded
         busy = max(_PRODUCT * products, _READ * reads) + moved
         alone = _TILE + turn * _BLOCK + _LATENCY * products / (warps_y * warps_k * warps_p) + moved
-        turns = ceil_div(tiling.tiles, splits)
-        together = min(tiling.resident, ceil_div(splits * tiling.filter_tiles, device.sm_count))
+        turns = ceil_div(tiling.schedule.tiles, splits)
+        together = min(tiling.resident, ceil_div(tiling.schedule.blocks, device.sm_count))
         cycles = _JOIN * warps_p * tiling.accumulators * together + turns * max(together * busy, alone)
         partials_ms = _PARTIALS * 1e3 * 4 * splits * problem.w.size / device.bandwidth_bytes_per_s
         busy_ms = 1e3 * cycles / device.clock_hz
@@ -291,7 +271,7 @@ class ConvFirstLayerWeights(FewChannelsSolver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)
-        first, split_k = _partials_step(problem, device, config, tiling), _split_k(problem, device, tiling)
+        first, split_k = _partials_step(problem, config, tiling), tiling.split_k(problem)
         numbers = int32s(split_k.results, split_k.splits)
         reduction = split_k.reduction(
             first, *numbers, blocks=ceil_div(split_k.results, 32), threads=32 * _REDUCTION_WARPS

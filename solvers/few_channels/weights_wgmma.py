@@ -23,10 +23,10 @@ from miofind.solver.steps import (
     int32s,
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.few_channels.shapes import TILED_SHAPE, outputs
-from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
+from miofind.solvers.few_channels.shapes import TILED_SHAPE
+from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver, problem_defines
+from miofind.solvers.few_channels.tile_schedule import TileSchedule
 
 _MAX_ACCUMULATORS = 128
 _MAX_THREADS = 768
@@ -52,7 +52,6 @@ class _Tiling:
     Attributes:
         tile_h, tile_w: outputs of a tile, no more rows than there are, columns in whole eights.
         tile_k: filters of a block, in whole eights.
-        row_tiles, column_tiles: of an image.
         warpgroups_k, warpgroups_s: warpgroups along filters and pairs of taps.
         tap_pairs: of a row of the filter.
         column_blocks: rows of the filter in one product.
@@ -66,15 +65,12 @@ class _Tiling:
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
-        tiles: of all images.
-        splits: blocks that share the tiles of a block of filters.
+        schedule: of tiles, whose step is the number of splits.
     """
 
     tile_h: int
     tile_w: int
     tile_k: int
-    row_tiles: int
-    column_tiles: int
     warpgroups_k: int
     warpgroups_s: int
     tap_pairs: int
@@ -91,8 +87,7 @@ class _Tiling:
     registers: int
     shared_bytes: int
     resident: int
-    tiles: int
-    splits: int
+    schedule: TileSchedule
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
@@ -132,15 +127,11 @@ class _Tiling:
         registers = max(_FEWEST_REGISTERS, round_up(max(accumulators, load_registers) + _OTHER_REGISTERS, 8))
         resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
         resident = min(resident, config["resident"])
-        row_tiles = ceil_div(out_h, tile_h)
-        tiles = problem.n * row_tiles * column_tiles
-        shared_by = max(1, device.sm_count * resident // ceil_div(problem.k, tile_k))
+        image = ceil_div(out_h, tile_h), column_tiles
         return _Tiling(
             tile_h=tile_h,
             tile_w=tile_w,
             tile_k=tile_k,
-            row_tiles=row_tiles,
-            column_tiles=column_tiles,
             warpgroups_k=warpgroups_k,
             warpgroups_s=warpgroups_s,
             tap_pairs=tap_pairs,
@@ -157,28 +148,18 @@ class _Tiling:
             registers=registers,
             shared_bytes=shared_bytes,
             resident=resident,
-            tiles=tiles,
-            splits=min(shared_by, ceil_div(tiles, config["least"])),
+            schedule=TileSchedule.of(problem, tile_k, image, device.sm_count * resident, config["least"]),
         )
-
-    def filter_tiles(self, problem: ProblemDescription) -> int:
-        return ceil_div(problem.k, self.tile_k)
 
     def split_k(self, problem: ProblemDescription) -> SplitK:
         """Partials of all filters, in fragments of 4."""
         fragments = 128 * self.warpgroups_k * self.tap_pairs * problem.filter[0]
-        return SplitK(results=4 * fragments * self.filter_tiles(problem), splits=self.splits)
+        return SplitK(results=4 * fragments * self.schedule.filter_tiles, splits=self.schedule.step)
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
-    stride_y, stride_x = problem.conv.stride
     return (
-        ("ELEMENT", problem.x.dtype.value),
-        ("CHANNELS", problem.c),
-        ("FILTER_Y", problem.filter[0]),
-        ("FILTER_X", problem.filter[1]),
-        ("STRIDE_Y", stride_y),
-        ("STRIDE_X", stride_x),
+        *problem_defines(problem),
         ("TILE_H", tiling.tile_h),
         ("TILE_W", tiling.tile_w),
         ("TILE_K", tiling.tile_k),
@@ -186,7 +167,6 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("WARPGROUPS_S", tiling.warpgroups_s),
         ("PRODUCERS", config["loaders"]),
         ("COLUMN_BLOCKS", tiling.column_blocks),
-        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         ("OFFSET", tiling.offset),
         ("IN_VECTOR", tiling.in_vector),
         ("OUT_VECTOR", tiling.out_vector),
@@ -197,24 +177,16 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
 
 
 def _partials_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
-    filter_tiles, splits = tiling.filter_tiles(problem), tiling.splits
     return KernelStep(
         source="few_channels/weights_wgmma.cu",
         entry="few_channels_weights_wgmma",
-        grid=(filter_tiles * splits, 1, 1),
+        grid=(tiling.schedule.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in ("x", "y", tiling.split_k(problem).region)),
-            TILED_SHAPE(
-                **outputs(problem),
-                tiles=tiling.tiles,
-                tile_step=splits,
-                filter_tiles=divide_by(filter_tiles),
-                image_tiles=divide_by(tiling.row_tiles * tiling.column_tiles),
-                row_tiles=divide_by(tiling.column_tiles),
-            ),
+            TILED_SHAPE(**tiling.schedule.fields(problem)),
         ),
     )
 
@@ -223,7 +195,7 @@ def _reduction(problem: ProblemDescription, tiling: _Tiling, first: KernelStep) 
     split_k = tiling.split_k(problem)
     return split_k.reduction(
         first,
-        *int32s(problem.k, tiling.filter_tiles(problem), tiling.splits),
+        *int32s(problem.k, tiling.schedule.filter_tiles, tiling.schedule.step),
         blocks=split_k.results // (4 * 32),
         threads=32 * _REDUCTION_WARPS,
     )
@@ -313,9 +285,9 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
             return False
         if tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
             return False
-        if config["loaders"] > max(1, ceil_div(tiling.tiles, tiling.splits)):
+        if config["loaders"] > max(1, ceil_div(tiling.schedule.tiles, tiling.schedule.step)):
             return False  # a block has fewer tiles
-        if config["least"] > 1 and tiling.tiles >= config["least"] * device.sm_count * tiling.resident:
+        if config["least"] > 1 and tiling.schedule.tiles >= config["least"] * device.sm_count * tiling.resident:
             return False  # blocks have as many anyway
         if tiling.split_k(problem).bytes > _MAX_WORKSPACE_BYTES:
             return False
@@ -349,13 +321,12 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
         alone = max(multiplied, (moved + _LATENCY) / config["loaders"]) + _TILE
         # What loads wait for their own instructions, four warpgroups need not.
         busy = max(multiplied, moved / 4)
-        turns = ceil_div(tiling.tiles, tiling.splits)
-        blocks = tiling.splits * tiling.filter_tiles(problem)
-        together = min(tiling.resident, ceil_div(blocks, device.sm_count))
+        turns = ceil_div(tiling.schedule.tiles, tiling.schedule.step)
+        together = min(tiling.resident, ceil_div(tiling.schedule.blocks, device.sm_count))
         busy_ms = 1e3 * turns * max(together * busy, alone) / device.clock_hz
         # Memory is busy if enough is on its way; edges of tiles are moved, too.
         slots = tiling.tile_h * tiling.tile_w
-        y_share = tiling.tiles * slots * tiling.filter_tiles(problem) * tiling.tile_k / problem.y.size
+        y_share = tiling.schedule.tiles * slots * tiling.schedule.filter_tiles * tiling.tile_k / problem.y.size
         under_way = together * config["loaders"] * 2 * slots * tiling.tile_k
         moved_bytes = problem.bytes * max(1.0, _BUSY_BYTES / under_way) * (1 + 0.25 * (y_share - 1))
         moved_ms = 1e3 * moved_bytes / device.bandwidth_bytes_per_s

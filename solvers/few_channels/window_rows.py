@@ -101,9 +101,9 @@ class WindowTile:
         )
 
     @property
-    def image_tiles(self) -> int:
-        """Tiles of an image."""
-        return self.row_tiles * self.column_tiles
+    def image(self) -> tuple[int, int]:
+        """Rows and columns of tiles of an image."""
+        return self.row_tiles, self.column_tiles
 
     @property
     def input_tile_bytes(self) -> int:

@@ -49,7 +49,7 @@ def strips_of_outputs(shape: Mapping[str, int], of: Mapping[str, Any], block: in
     first, filters = divmod(block, shape["filter_tiles"])
     for number in range(first, shape["tiles"], shape["tile_step"]):
         image, in_image = divmod(number, shape["image_tiles"])
-        strip, column = divmod(in_image, shape["strip_tiles"])
+        strip, column = divmod(in_image, shape["row_tiles"])
         begin = strip * shape["strip_rows"] + min(strip, shape["longer_strips"])
         yield Part(
             image=image,
