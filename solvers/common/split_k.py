@@ -31,7 +31,7 @@ class SplitK:
     results: int
     splits: int
     output: str = "w"
-    region: str = "parts"
+    region: str = "partials"
 
     @property
     def bytes(self) -> int:

@@ -138,7 +138,7 @@ class _Tiling:
         return ceil_div(self.items, self.slots * self.turns)
 
     def split_k(self, problem: ProblemDescription) -> SplitK:
-        return SplitK(results=problem.w.size, splits=self.splits, region="partial")
+        return SplitK(results=problem.w.size, splits=self.splits)
 
     @property
     def blocks(self) -> int:

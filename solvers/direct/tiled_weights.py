@@ -175,7 +175,7 @@ def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> K
         args=(
             Pointer(buffer="y"),
             Pointer(buffer="x"),
-            Pointer(buffer="partial"),
+            Pointer(buffer="partials"),
             _shape(problem, config, tiling),
         ),
     )
@@ -213,7 +213,7 @@ def _shape(problem: ProblemDescription, config: Config, tiling: _Tiling) -> Stru
 
 
 def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
-    return SplitK(results=problem.w.size, splits=config["splits"], region="partial")
+    return SplitK(results=problem.w.size, splits=config["splits"])
 
 
 def _reduction(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:

@@ -227,7 +227,7 @@ def _reduction_vector(problem: ProblemDescription) -> int:
 
 def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
     output = problem.direction.output
-    return SplitK(results=problem.output.size, splits=config["splits"], output=output, region="partial")
+    return SplitK(results=problem.output.size, splits=config["splits"], output=output)
 
 
 def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[str, str | int], ...]) -> KernelStep:

@@ -167,7 +167,7 @@ def test_implicit_gemm_is_exact_on_random_problems(seed: int, device: Device, co
 
 
 @pytest.mark.parametrize("problem", TURNED.examples(), ids=str)
-def test_turned_implicit_gemm_is_exact(problem: ProblemDescription, device: Device, compiler: Compiler) -> None:
+def test_transposed_implicit_gemm_is_exact(problem: ProblemDescription, device: Device, compiler: Compiler) -> None:
     assert TURNED.applicability(problem, device)
     for config in spread(TURNED, problem, device, 6):
         check_exact(problem, TURNED, config, device, compiler)

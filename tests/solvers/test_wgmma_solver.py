@@ -258,15 +258,15 @@ def test_parts_are_added_in_order_in_a_workspace_of_their_own(problem: ProblemDe
         regions = {region.name: region.bytes for region in solution.workspace.regions}
         written = [arg.buffer for arg in product_of(solution).args if isinstance(arg, Pointer)]
         if splits == 1:
-            assert "parts" not in regions
+            assert "partials" not in regions
             assert product_of(solution) == solution.kernels[-1]
-            assert "parts" not in written
+            assert "partials" not in written
             continue
-        assert regions["parts"] == 4 * splits * problem.output.size
-        assert SOLVER.workspace_bytes(problem, DEVICE, config) >= regions["parts"]
-        assert written == ["parts"]
+        assert regions["partials"] == 4 * splits * problem.output.size
+        assert SOLVER.workspace_bytes(problem, DEVICE, config) >= regions["partials"]
+        assert written == ["partials"]
         add = solution.kernels[-1]
-        assert [arg.buffer for arg in add.args if isinstance(arg, Pointer)] == ["parts", problem.direction.output]
+        assert [arg.buffer for arg in add.args if isinstance(arg, Pointer)] == ["partials", problem.direction.output]
         assert [arg.value for arg in add.args if isinstance(arg, Scalar)] == [problem.output.size, splits]
         assert 4 * add.grid[0] * add.block[0] >= problem.output.size
         assert problem.output.size % 4 == 0
@@ -702,8 +702,8 @@ def computed(problem: ProblemDescription, config: Config, inputs: dict[str, Arra
     step = product_of(solution)
     parts = Launch(step, named_args(step), memory).run(problem.output.size)
     [written] = [arg.buffer for arg in step.args if isinstance(arg, Pointer)]
-    if written == "parts":
-        [region] = [region for region in solution.workspace.regions if region.name == "parts"]
+    if written == "partials":
+        [region] = [region for region in solution.workspace.regions if region.name == "partials"]
         assert region.bytes == 4 * parts.size
     if WgmmaProduct.of(problem).nchw is not NchwTensors.OUTPUT:
         viewed(maps_of(step)[2], parts[: problem.output.size])  # covers the result
