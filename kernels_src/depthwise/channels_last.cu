@@ -1,10 +1,10 @@
 // y[n,t,k] = sum_{i} x[n, stride*t - pad + i*dilation, k/M] * w[k,i], in both spatial dimensions, NHWC; or with
 // BACKWARD its gradient dx[n,m,c] = sum of dy[n,t,k] * w[k,i] over what meets: m = stride*t - pad + i*dilation.
 //
-// A block streams rows of the input through STAGES times STEP rows of shared memory, CHANNELS channels of x of each,
-// for a row block of ROWS output rows. GROUPS thread groups have neighbouring columns. A thread holds the filters of
-// VECTOR channels in registers and computes COLUMNS output columns (with BACKWARD, STRIDE_H x STRIDE_W outputs each);
-// an input row is read once and added to all output rows that it meets. Accumulators are float32.
+// A block computes a row block of ROW_BLOCK_ROWS output rows for CHANNELS channels of x. It streams input rows through
+// STAGES stages of STEP rows in shared memory. Its THREAD_GROUPS thread groups have neighbouring columns. A thread
+// holds the filters of VECTOR channels in registers and computes TILE_COLUMNS output columns (with BACKWARD, STRIDE_H x
+// STRIDE_W outputs each). It reads an input row once, for all output rows that it meets. Accumulators are float32.
 // Grid: one dimension; blocks of channels innermost, then tiles of columns, row blocks, residue classes, images.
 // Defines: as checked below. MULTIPLIER is M; PHASE_H and PHASE_W are x's first row and column modulo the stride.
 #include "common/divisor.cuh"
@@ -16,9 +16,9 @@
 #if !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(PHASE_H) || !defined(PHASE_W) || !defined(DILATED)
 #error "define STRIDE_H, STRIDE_W, PHASE_H, PHASE_W and DILATED"
 #endif
-#if !defined(CHANNELS) || !defined(VECTOR) || !defined(COLUMNS) || !defined(ROWS) || !defined(GROUPS) || \
-    !defined(STAGES) || !defined(STEP)
-#error "define CHANNELS, VECTOR, COLUMNS, ROWS, GROUPS, STAGES and STEP"
+#if !defined(CHANNELS) || !defined(VECTOR) || !defined(TILE_COLUMNS) || !defined(ROW_BLOCK_ROWS) || \
+    !defined(THREAD_GROUPS) || !defined(STAGES) || !defined(STEP)
+#error "define CHANNELS, VECTOR, TILE_COLUMNS, ROW_BLOCK_ROWS, THREAD_GROUPS, STAGES and STEP"
 #endif
 #if !defined(COPY_VECTOR) || !defined(FILTER_VECTOR) || !defined(PIXEL_PITCH) || !defined(WHOLE_ROWS) || \
     !defined(WHOLE_GROUPS) || !defined(COLUMN_STEP)
@@ -36,7 +36,7 @@ struct Shape {
 };
 
 constexpr bool kBackward = BACKWARD;
-constexpr int kVector = VECTOR, kColumns = COLUMNS, kThreadGroups = GROUPS;
+constexpr int kVector = VECTOR, kColumns = TILE_COLUMNS, kThreadGroups = THREAD_GROUPS;
 constexpr int kStages = STAGES, kStep = STEP, kSlots = kStages * kStep;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
 constexpr int kInChannels = CHANNELS * (kBackward ? MULTIPLIER : 1);
@@ -56,8 +56,8 @@ constexpr int inputs_of(int outputs, int taps, int stride, int phase) {
                    : stride * (outputs - 1) + taps;
 }
 constexpr int kLeadRows = lead_of(kFilterY, STRIDE_H, PHASE_H), kLead = lead_of(kFilterX, STRIDE_W, PHASE_W);
-constexpr int kInRows = inputs_of(ROWS, kFilterY, STRIDE_H, PHASE_H);  // of a row block
-constexpr int kUnitRows = kBackward ? STRIDE_H : 1, kOutRows = ROWS * kUnitRows;
+constexpr int kInRows = inputs_of(ROW_BLOCK_ROWS, kFilterY, STRIDE_H, PHASE_H);  // of a row block
+constexpr int kUnitRows = kBackward ? STRIDE_H : 1, kOutRows = ROW_BLOCK_ROWS * kUnitRows;
 constexpr int kOutColumns = kColumns * (kBackward ? STRIDE_W : 1);
 constexpr int kWindow = inputs_of(kColumns, kFilterX, STRIDE_W, PHASE_W);  // input columns that a thread reads
 constexpr int kGroupStep = kColumns * (kBackward ? 1 : STRIDE_W);          // input columns from one group to the next
@@ -106,21 +106,20 @@ __device__ __forceinline__ void add_row(Accumulators& accumulators, const Filter
   for (int k = 0; k < kSummed; ++k) {
     float values[kWindow][kVector];
 #pragma unroll
-    for (int place = 0; place < kWindow; ++place)
-      widen<kVector>(values[place],
-                     *reinterpret_cast<const Vector<ELEMENT, kVector>*>(window + place * PIXEL_PITCH + k));
+    for (int at = 0; at < kWindow; ++at)
+      widen<kVector>(values[at], *reinterpret_cast<const Vector<ELEMENT, kVector>*>(window + at * PIXEL_PITCH + k));
 #pragma unroll
     for (int y = 0; y < kFilterY; ++y) {
       const int out = output_of(kRow, y, STRIDE_H, PHASE_H, kLeadRows);
       if (out < 0 || out >= kOutRows) continue;
 #pragma unroll
-      for (int place = 0; place < kWindow; ++place)
+      for (int at = 0; at < kWindow; ++at)
 #pragma unroll
         for (int x = 0; x < kFilterX; ++x) {
-          const int column = output_of(place, x, STRIDE_W, PHASE_W, kLead);
+          const int column = output_of(at, x, STRIDE_W, PHASE_W, kLead);
           if (column < 0 || column >= kOutColumns) continue;
 #pragma unroll
-          for (int v = 0; v < kVector; ++v) accumulators[out][column][v] += values[place][v] * taps[k][y][x][v];
+          for (int v = 0; v < kVector; ++v) accumulators[out][column][v] += values[at][v] * taps[k][y][x][v];
         }
     }
   }
@@ -181,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   const int origin_h = kBackward ? floor_div(out_rows.low, STRIDE_H) : 0;
   const int origin_w = kBackward ? floor_div(out_columns.low, STRIDE_W) : 0;
-  const int first_row = origin_h + row_block * ROWS;
+  const int first_row = origin_h + row_block * ROW_BLOCK_ROWS;
   const int first_in_row = first_row * (kBackward ? 1 : STRIDE_H) + kLeadRows;
   const int first_out_row = first_row * (kBackward ? STRIDE_H : 1) + PHASE_H * kBackward;
   const int first_column = tile * kThreadGroups * kColumns + origin_w;
@@ -223,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     constexpr int kRow = decltype(index)::value;
     if constexpr (kRow > 0 && kRow % kStep == 0) {
       wait_for_copies<kStages - 2>();
-      __syncthreads();  // this stage has arrived, and the one whose place is filled next has been read
+      __syncthreads();  // this stage has arrived, and the one that is filled next has been read
     }
     if constexpr (kRow % kStep == 0) copy_stage(kRow / kStep + kStages - 1);
     if (computes) {

@@ -1,11 +1,10 @@
 // dw[k,i] = sum_{n,t} dy[n,t,k] * x[n, stride*t - pad + i*dilation, k/M], in both spatial dimensions, NHWC.
 //
-// First pass: an item is COLUMNS columns of a row block of an image's dy. A thread holds the accumulators of VECTOR
-// filters in registers and takes item after item, row by row, from device memory to registers, AHEAD rows before they
-// are multiplied; nothing waits for other threads. Neighbouring lanes have neighbouring channels, CHANNELS of x in a
-// block, whose SLOTS thread groups have neighbouring items; their accumulators are added in order at the end, as
-// float32, to partials[split][tap][k] or, of a single split, dw.
-// Second pass (finish): split-K reduction.
+// First pass: an item is TILE_COLUMNS columns of a row block of an image's dy. A thread holds the accumulators of
+// VECTOR filters in registers. It takes item after item, row by row, and loads rows from device memory AHEAD rows
+// early; no thread waits for another. Neighbouring lanes have neighbouring channels, CHANNELS of x in a block. A
+// block's SLOTS thread groups have neighbouring items; their accumulators are added in order at the end, as float32.
+// The block writes partials[split][tap][k] or, with ONE_SPLIT, dw. Second pass (finish): split-K reduction.
 // Grid: one dimension, blocks of channels innermost; of the second pass filters by taps.
 #include "common/split_k.cuh"
 
@@ -41,12 +40,13 @@ extern "C" __global__ void __launch_bounds__(32 * LANES)
 #if !defined(FILTER_Y) || !defined(FILTER_X) || !defined(MULTIPLIER) || !defined(STRIDE_H) || !defined(STRIDE_W)
 #error "define FILTER_Y, FILTER_X, MULTIPLIER, STRIDE_H and STRIDE_W"
 #endif
-#if !defined(DILATED) || !defined(WHOLE) || !defined(WHOLE_COLUMNS) || !defined(FIRST_INSIDE) || !defined(END_INSIDE)
-#error "define DILATED, WHOLE, WHOLE_COLUMNS, FIRST_INSIDE and END_INSIDE"
+#if !defined(DILATED) || !defined(ONE_SPLIT) || !defined(WHOLE_COLUMNS) || !defined(FIRST_INSIDE) || \
+    !defined(END_INSIDE)
+#error "define DILATED, ONE_SPLIT, WHOLE_COLUMNS, FIRST_INSIDE and END_INSIDE"
 #endif
-#if !defined(CHANNELS) || !defined(VECTOR) || !defined(COLUMNS) || !defined(AHEAD) || !defined(SLOTS) || \
-    !defined(TOGETHER)
-#error "define CHANNELS, VECTOR, COLUMNS, AHEAD, SLOTS and TOGETHER"
+#if !defined(CHANNELS) || !defined(VECTOR) || !defined(TILE_COLUMNS) || !defined(AHEAD) || !defined(SLOTS) || \
+    !defined(STAGED_FILTER_ROWS)
+#error "define CHANNELS, VECTOR, TILE_COLUMNS, AHEAD, SLOTS and STAGED_FILTER_ROWS"
 #endif
 #if !defined(X_STEP) || !defined(Y_STEP) || !defined(THREADS) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define X_STEP, Y_STEP, THREADS, MIN_BLOCKS and SHARED_BYTES"
@@ -60,7 +60,7 @@ struct Shape {
   SHAPE_FIELDS
 };
 
-constexpr int kVector = VECTOR, kColumns = COLUMNS, kAhead = AHEAD, kSlots = SLOTS, kThreads = THREADS;
+constexpr int kVector = VECTOR, kColumns = TILE_COLUMNS, kAhead = AHEAD, kSlots = SLOTS, kThreads = THREADS;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X;
 constexpr int kXChannels = CHANNELS, kYChannels = CHANNELS * MULTIPLIER, kLanes = kYChannels / kVector;
 static_assert(TAPS == kFilterY * kFilterX, "TAPS must be FILTER_Y * FILTER_X");
@@ -71,8 +71,8 @@ constexpr int kWindow = STRIDE_W * (kColumns - 1) + kFilterX;  // columns of x t
 static_assert(kAhead >= 1 && kWindow <= 32, "a word tells which columns exist");
 // Rows of dy that one step meets: step t takes row t of dy, and rows STRIDE_H * t + 0, 1 ... of x.
 constexpr int kSpan = ceil_div(kFilterY, STRIDE_H);
-// TOGETHER filter rows of a block's accumulators are added at once.
-constexpr int kStaged = TOGETHER * kFilterX * kYChannels;
+// STAGED_FILTER_ROWS filter rows of a block's accumulators are added at once.
+constexpr int kStaged = STAGED_FILTER_ROWS * kFilterX * kYChannels;
 static_assert(SHARED_BYTES == 4 * kSlots * kStaged,
               "SHARED_BYTES differs from this layout: the solver computes another");
 
@@ -150,15 +150,15 @@ __device__ __forceinline__ void load_step(Step& step, const Item& item, int t, i
     if (WHOLE_COLUMNS || j < columns) step.y[j].load(from + j * static_cast<int64>(Y_STEP));
 }
 
-// Adds what a row of x contributes that meets filter row kFirst in the row of dy kPlace of the ring, and the filter
+// Adds what a row of x contributes that meets filter row kFirst in the row of dy kSlot of the ring, and the filter
 // rows a stride further in the rows before. What does not exist of dy is not multiplied: x may be infinite.
-template <int kFirst, int kPlace>
+template <int kFirst, int kSlot>
 __device__ __forceinline__ void add_row(Accumulators& accumulators, const Gradients& gradients,
                                         const float (&window)[kWindow][kVector], const Item& item, int t) {
   const int columns = opaque(item.columns);
 #pragma unroll
   for (int back = 0; back < kSpan; ++back) {
-    const int y = kFirst + back * STRIDE_H, place = (kPlace - back + kSpan) % kSpan;
+    const int y = kFirst + back * STRIDE_H, slot = (kSlot - back + kSpan) % kSpan;
     if (y >= kFilterY || !item.has(t - back)) continue;
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void add_row(Accumulators& accumulators, const Gradie
       for (int x = 0; x < kFilterX; ++x)
 #pragma unroll
         for (int v = 0; v < kVector; ++v)
-          accumulators[y][x][v] += gradients[place][column][v] * window[STRIDE_W * column + x][v];
+          accumulators[y][x][v] += gradients[slot][column][v] * window[STRIDE_W * column + x][v];
     }
   }
 }
@@ -181,7 +181,7 @@ __device__ __forceinline__ void add_item(Accumulators& accumulators, const Item&
 #pragma unroll 1
   for (int first = item.first; first < end; first += kSpan * kAhead) {
     unrolled<0, kSpan * kAhead>([&](auto index) __attribute__((always_inline)) {
-      constexpr int kStep = decltype(index)::value, kPlace = kStep % kSpan;
+      constexpr int kStep = decltype(index)::value, kSlot = kStep % kSpan;
       Step& step = steps[kStep % kAhead];
       const int t = first + kStep;
       float windows[STRIDE_H][kWindow][kVector];
@@ -190,12 +190,12 @@ __device__ __forceinline__ void add_item(Accumulators& accumulators, const Item&
 #pragma unroll
         for (int j = 0; j < kWindow; ++j) step.x[i][j].widen(windows[i][j]);
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) step.y[j].widen(gradients[kPlace][j]);
+      for (int j = 0; j < kColumns; ++j) step.y[j].widen(gradients[kSlot][j]);
       if (t + kAhead < end) load_step(step, item, t + kAhead, x_row_step, y_row_step);
       unrolled<0, STRIDE_H>([&](auto row) __attribute__((always_inline)) {
         constexpr int kRow = decltype(row)::value;
         if (kRow < kFilterY && item.height.x.holds(t * STRIDE_H + kRow))
-          add_row<kRow, kPlace>(accumulators, gradients, windows[kRow], item, t);
+          add_row<kRow, kSlot>(accumulators, gradients, windows[kRow], item, t);
       });
     });
   }
@@ -206,11 +206,11 @@ __device__ __forceinline__ void write_accumulators(const Accumulators& accumulat
                                                    int64 split, int first_filter, int filters) {
   const int slot = threadIdx.x / kLanes, channel = threadIdx.x % kLanes * kVector;
 #pragma unroll
-  for (int first = 0; first < kFilterY; first += TOGETHER) {
+  for (int first = 0; first < kFilterY; first += STAGED_FILTER_ROWS) {
     if (first > 0) __syncthreads();  // the accumulators of the filter rows before have been read
     if (slot < kSlots)
 #pragma unroll
-      for (int y = first; y < first + TOGETHER && y < kFilterY; ++y)
+      for (int y = first; y < first + STAGED_FILTER_ROWS && y < kFilterY; ++y)
 #pragma unroll
         for (int x = 0; x < kFilterX; ++x) {
           float* const to = staged + slot * kStaged + ((y - first) * kFilterX + x) * kYChannels + channel;
@@ -224,7 +224,7 @@ __device__ __forceinline__ void write_accumulators(const Accumulators& accumulat
       float sum = staged[i];
 #pragma unroll 8
       for (int other = 1; other < kSlots; ++other) sum += staged[other * kStaged + i];
-      if constexpr (WHOLE)
+      if constexpr (ONE_SPLIT)
         static_cast<ELEMENT*>(out)[filter * TAPS + tap] = convert<ELEMENT>(sum);
       else
         static_cast<float*>(out)[(split * TAPS + tap) * filters + filter] = sum;

@@ -1,10 +1,10 @@
 // Depthwise convolution, channels last, forward and backward data:
 //   y[n,oh,ow,c] = sum_{i,j} x[n, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation, c] * w[c,i,j],
 //   dx[n,h,v,c] = sum_{i,j} dy[n, (h + pad - i*dilation) / stride, likewise, c] * w[c,i,j], where whole.
-// Implicit GEMM on tensor cores, a product of depth 16 for two taps: 8 pairs of neighbouring pixels of a row, times
-// 8 x 8 diagonal matrices of the taps of 8 channels. A block stages the pixels that CHANNELS channels of ROWS rows and
-// 2 * PAIRS columns of IMAGES images meet. A warp keeps the filters of WARP_CHANNELS channels, 8 or 16, in registers
-// and walks down the rows of 8 pairs at a time; a row's pixels serve all taps of the rows that meet them. Backward data
+// Implicit GEMM on tensor cores. A product has K = 16 for two taps: 8 pairs of neighbouring pixels of a row, times 8 x
+// 8 diagonal matrices of the taps of 8 channels. A block stages the pixels that CHANNELS channels of TILE_ROWS rows and
+// 2 * PAIRS columns of IMAGES images meet. A warp keeps the filters of WARP_CHANNELS channels, 8 or 16, in registers.
+// It goes down the rows of 8 pairs at a time; a row's pixels serve all taps of the rows that meet them. Backward data
 // has stride_w phases, columns modulo the stride, one after the other.
 //
 // Defines: as checked below; ALL_CHANNELS, IN_H, IN_W, OUT_H, OUT_W of the tensors that are read and written.
@@ -14,9 +14,9 @@
     !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || !defined(PAD_H) || !defined(PAD_W)
 #error "define ELEMENT, FLIPPED (backward data), FILTER_Y and _X, STRIDE_H and _W, DILATION_H and _W, PAD_H and _W"
 #endif
-#if !defined(ROWS) || !defined(PAIRS) || !defined(IMAGES) || !defined(CHANNELS) || !defined(WARP_CHANNELS) || \
+#if !defined(TILE_ROWS) || !defined(PAIRS) || !defined(IMAGES) || !defined(CHANNELS) || !defined(WARP_CHANNELS) || \
     !defined(ROW_TILES) || !defined(COLUMN_TILES)
-#error "define ROWS, PAIRS, IMAGES, CHANNELS, WARP_CHANNELS, ROW_TILES and COLUMN_TILES"
+#error "define TILE_ROWS, PAIRS, IMAGES, CHANNELS, WARP_CHANNELS, ROW_TILES and COLUMN_TILES"
 #endif
 #if !defined(ALL_CHANNELS) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
     !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
@@ -27,7 +27,8 @@ constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilt
 using AxisH = UnitAxis<FLIPPED, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
 using AxisW = UnitAxis<FLIPPED, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
 
-constexpr int kRows = ROWS, kPairs = PAIRS, kImages = IMAGES, kChannels = CHANNELS, kAllChannels = ALL_CHANNELS;
+constexpr int kTileRows = TILE_ROWS, kPairs = PAIRS, kImages = IMAGES, kChannels = CHANNELS,
+              kAllChannels = ALL_CHANNELS;
 constexpr int kLanes = kImages * kPairs;
 constexpr int kWarpChannels = WARP_CHANNELS, kHalves = kWarpChannels / 8;
 constexpr int kWarps = kChannels / kWarpChannels, kThreads = 32 * kWarps;
@@ -40,8 +41,8 @@ static_assert(kChannels % 16 == 0 && kAllChannels % 8 == 0, "CHANNELS must be a 
 constexpr bool kFewTaps = kTaps <= 9;
 
 // Input rows that a walk meets. Those of a sole walk that do not exist are not staged.
-constexpr int kWalked = (kRows - 1) * AxisH::kStep + AxisH::kReach + 1;
-constexpr int kWalks = ROW_TILES, kWalkStep = kRows * AxisH::kStep;
+constexpr int kWalked = (kTileRows - 1) * AxisH::kStep + AxisH::kReach + 1;
+constexpr int kWalks = ROW_TILES, kWalkStep = kTileRows * AxisH::kStep;
 constexpr int kTop = kWalks == 1 ? maximum(0, -AxisH::kFirst) : 0;
 constexpr int kBottom = kWalks == 1 ? -maximum(-kWalked, AxisH::kFirst - IN_H) : kWalked;
 using Patch = PairedPixels<kImages, maximum(1, kBottom - kTop), kPairs, AxisW::kStep, AxisW::kReach, kChannels>;
@@ -57,7 +58,7 @@ constexpr bool is_inside(int walk, int row) {
 constexpr int unit_of(int row, int phase, int tap) {
   if (!AxisH::meets(phase, tap)) return -1;
   const int from = row - AxisH::pixel(0, phase, tap);
-  return from >= 0 && from % AxisH::kStep == 0 && from / AxisH::kStep < kRows ? from / AxisH::kStep : -1;
+  return from >= 0 && from % AxisH::kStep == 0 && from / AxisH::kStep < kTileRows ? from / AxisH::kStep : -1;
 }
 
 constexpr bool is_met(int row) {
@@ -158,14 +159,14 @@ struct Taps : Order<kPhase> {
 
   __device__ __forceinline__ explicit Taps(const unsigned short* filters) {
     const int lane = threadIdx.x % 32, g = lane / 4;
-    const unsigned place = g / 2 != lane % 4 ? 0 : g % 2 == 0 ? 1 : 1 << 16;
+    const unsigned unit = g / 2 != lane % 4 ? 0 : g % 2 == 0 ? 1 : 1 << 16;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
 #pragma unroll
       for (int y = 0; y < kFilterY; ++y)
 #pragma unroll
         for (int k = 0; k < kCount; ++k)
-          at[half][y][k] = place * filters[(8 * half + g) * kTaps + y * kFilterX + kTables<kPhase>.number[k]];
+          at[half][y][k] = unit * filters[(8 * half + g) * kTaps + y * kFilterX + kTables<kPhase>.number[k]];
 #pragma unroll
     for (int fragment = 0; fragment < kFragments; ++fragment) {
       offsets[fragment] = 0;
@@ -176,7 +177,7 @@ struct Taps : Order<kPhase> {
   }
 };
 
-using Accumulators = float[kRows][AxisH::kPhases][kHalves][4];
+using Accumulators = float[kTileRows][AxisH::kPhases][kHalves][4];
 
 // The fragments of a row, of 8 channels each.
 template <int kPhase>
@@ -283,25 +284,25 @@ __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& 
       add_row<kPhase>(accumulators, taps, rows[row], row);
     __syncwarp();  // keeps the compiler from loading many rows ahead, for which there are no registers
 #pragma unroll
-    for (int unit = 0; unit < kRows; ++unit)
+    for (int unit = 0; unit < kTileRows; ++unit)
 #pragma unroll
       for (int phase = 0; phase < AxisH::kPhases; ++phase) {
         if (last_met(unit, phase) != row) continue;
         const int result = unit * AxisH::kPhases + phase;
-        if (kWalks * kRows * AxisH::kPhases == OUT_H || result < walk.rows)
+        if (kWalks * kTileRows * AxisH::kPhases == OUT_H || result < walk.rows)
           store_pairs(walk.results + result * OUT_W * kAllChannels, accumulators[unit][phase], walk.stores);
       }
   }
 }
 
 // A block's first image, channel, unit of columns, and walk.
-struct Place {
+struct TileOrigin {
   int image, channel, column, walk;
 };
 
 template <int kPhase>
-__device__ __forceinline__ void compute(unsigned patch, const unsigned short* filters, ELEMENT* out, const Place& tile,
-                                        int n) {
+__device__ __forceinline__ void compute(unsigned patch, const unsigned short* filters, ELEMENT* out,
+                                        const TileOrigin& tile, int n) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int first = warp * kWarpChannels, quarter = lane % 4;
   const int second = kHalves == 2 ? quarter / 2 : quarter % 2;  // whether a lane stores the second pixel of a pair
@@ -318,7 +319,7 @@ __device__ __forceinline__ void compute(unsigned patch, const unsigned short* fi
     const int read = min(from + lane % 8, kLanes - 1), written = from + lane / 4;
     const int image = tile.image + written / kPairs;
     const int column = (tile.column + written % kPairs * 2 + second) * AxisW::kPhases + kPhase;
-    const int row = tile.walk * kRows * AxisH::kPhases;
+    const int row = tile.walk * kTileRows * AxisH::kPhases;
     const Walk walk = {patch + read / kPairs * Patch::kImageBytes + read % kPairs * Patch::kPixelBytes + 2 * first -
                            kTop * Patch::kRowBytes,
                        tile.walk * kWalkStep + AxisH::kFirst,
@@ -335,8 +336,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
   const int row_tile = blockIdx.y / COLUMN_TILES, column = (blockIdx.y - row_tile * COLUMN_TILES) * 2 * kPairs;
-  const Place tile = {static_cast<int>(blockIdx.z) * kImages, static_cast<int>(blockIdx.x) * kChannels, column,
-                      row_tile};
+  const TileOrigin tile = {static_cast<int>(blockIdx.z) * kImages, static_cast<int>(blockIdx.x) * kChannels, column,
+                           row_tile};
   const ELEMENT* const filters = filter + tile.channel * kTaps;
   for (int i = threadIdx.x; i < min(kChannels, kAllChannels - tile.channel) * kTaps / 8; i += kThreads)
     copy_bytes<16>(base + Patch::kBytes + 16 * i, filters + 8 * i, true);

@@ -1,11 +1,11 @@
 // Backward weights of depthwise convolution, channels last, on tensor cores:
 //   dw[c,i,j] = sum_{n,oh,ow} dy[n,oh,ow,c] * x[n, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation, c].
-// Products whose depth is 8 pairs of neighbouring pixels of a row: 8 channels of x at two taps of the filter, times 8
-// channels of dy; of their 16 x 8 accumulators the two diagonals count. A block adds up CHANNELS channels over tiles of
-// IMAGES x ROWS x (2 * PAIRS) outputs, every gridDim.y-th, which cp.async stages STAGES deep. A warp has 8 channels and
-// the pairs of one in WARPS warps; a row of x serves all taps, one of dy stays in registers until all rows of x have
-// met it. Warps' accumulators are added in shared memory, blocks' in a cluster of CLUSTER or by `.._finish`, in a fixed
-// order.
+// K of a product is 8 pairs of neighbouring pixels of a row: 8 channels of x at two taps of the filter, times 8
+// channels of dy. Of the 16 x 8 accumulators the two diagonals count. A block sums CHANNELS channels over every
+// gridDim.y-th tile of IMAGES x TILE_ROWS x (2 * PAIRS) outputs; cp.async copies tiles into STAGES stages. A warp has 8
+// channels and every WARPS-th group of pairs. A row of x serves all taps; a row of dy stays in registers until all rows
+// of x have met it. The accumulators of warps are added in shared memory, those of blocks in a cluster of CLUSTER or by
+// `depthwise_mma_weights_finish`, in a fixed order.
 //
 // Defines: as checked below; ALL_CHANNELS, IN_H and IN_W of x, OUT_H and OUT_W of dy.
 #include "common/split_k.cuh"
@@ -15,9 +15,9 @@
     !defined(DILATION_H) || !defined(DILATION_W) || !defined(PAD_H) || !defined(PAD_W)
 #error "define ELEMENT, FILTER_Y and _X, STRIDE_H and _W, DILATION_H and _W, PAD_H and _W"
 #endif
-#if !defined(ROWS) || !defined(PAIRS) || !defined(IMAGES) || !defined(CHANNELS) || !defined(WARPS) || \
+#if !defined(TILE_ROWS) || !defined(PAIRS) || !defined(IMAGES) || !defined(CHANNELS) || !defined(WARPS) || \
     !defined(STAGES) || !defined(ROW_TILES) || !defined(COLUMN_TILES)
-#error "define ROWS, PAIRS, IMAGES, CHANNELS, WARPS, STAGES, ROW_TILES and COLUMN_TILES"
+#error "define TILE_ROWS, PAIRS, IMAGES, CHANNELS, WARPS, STAGES, ROW_TILES and COLUMN_TILES"
 #endif
 #if !defined(ALL_CHANNELS) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
     !defined(CLUSTER) || !defined(LANES) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
@@ -35,7 +35,8 @@ constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilt
 using AxisH = UnitAxis<false, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
 using AxisW = UnitAxis<false, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
 
-constexpr int kRows = ROWS, kPairs = PAIRS, kImages = IMAGES, kChannels = CHANNELS, kAllChannels = ALL_CHANNELS;
+constexpr int kTileRows = TILE_ROWS, kPairs = PAIRS, kImages = IMAGES, kChannels = CHANNELS,
+              kAllChannels = ALL_CHANNELS;
 constexpr int kLanes = kImages * kPairs, kIterations = ceil_div(kLanes, 8), kStages = STAGES;
 constexpr int kChannelGroups = kChannels / 8, kThreads = 32 * kChannelGroups * WARPS;
 static_assert(kChannels % 8 == 0 && kAllChannels % 8 == 0,
@@ -43,11 +44,11 @@ static_assert(kChannels % 8 == 0 && kAllChannels % 8 == 0,
 static_assert(kThreads <= 1024 && WARPS <= kIterations, "a block must have up to 1024 threads, and every warp work");
 
 // Rows of x that a tile meets; of those that a sole tile of rows exist, others are not staged.
-constexpr int kMet = (kRows - 1) * AxisH::kStep + AxisH::kReach + 1, kTileStep = kRows * AxisH::kStep;
+constexpr int kMet = (kTileRows - 1) * AxisH::kStep + AxisH::kReach + 1, kTileStep = kTileRows * AxisH::kStep;
 constexpr int kTop = ROW_TILES == 1 ? maximum(0, -AxisH::kFirst) : 0;
 constexpr int kBottom = ROW_TILES == 1 ? -maximum(-kMet, AxisH::kFirst - IN_H) : kMet;
 using XPixels = PairedPixels<kImages, maximum(1, kBottom - kTop), kPairs, AxisW::kStep, AxisW::kReach, kChannels>;
-using YPixels = PairedPixels<kImages, kRows, kPairs, 1, 0, kChannels>;
+using YPixels = PairedPixels<kImages, kTileRows, kPairs, 1, 0, kChannels>;
 constexpr int kStageBytes = XPixels::kBytes + YPixels::kBytes;
 static_assert(SHARED_BYTES == maximum(kStages * kStageBytes, 4 * WARPS * kChannels * kTaps),
               "SHARED_BYTES differs from this layout: solvers/depthwise/mma_tiling.py computes another");
@@ -60,7 +61,7 @@ constexpr bool is_inside(int tile, int row) {
 // The row of dy that a row of x meets at a tap; negative if none.
 constexpr int row_of_dy(int row, int tap) {
   const int from = row - AxisH::pixel(0, 0, tap);
-  return from >= 0 && from % AxisH::kStep == 0 && from / AxisH::kStep < kRows ? from / AxisH::kStep : -1;
+  return from >= 0 && from % AxisH::kStep == 0 && from / AxisH::kStep < kTileRows ? from / AxisH::kStep : -1;
 }
 
 constexpr bool is_met(int row) {
@@ -81,26 +82,26 @@ constexpr int next_met(int row) {
 constexpr Lookahead<kMet> kAhead = Lookahead<kMet>::of(next_met, is_met);
 
 // A tile's first image, row and column of dy.
-struct Place {
+struct TileOrigin {
   int image, row, column;
 };
 
-__device__ __forceinline__ Place place_of(int tile) {
-  return {tile / (COLUMN_TILES * ROW_TILES) * kImages, tile / COLUMN_TILES % ROW_TILES * kRows,
+__device__ __forceinline__ TileOrigin origin_of(int tile) {
+  return {tile / (COLUMN_TILES * ROW_TILES) * kImages, tile / COLUMN_TILES % ROW_TILES * kTileRows,
           tile % COLUMN_TILES * 2 * kPairs};
 }
 
 // Starts to copy a tile.
 __device__ __forceinline__ void stage_tile(unsigned to, const ELEMENT* x, const ELEMENT* dy, int n, int tile) {
-  const Place place = place_of(tile);
+  const TileOrigin origin = origin_of(tile);
   const int channel = blockIdx.x * kChannels;
   constexpr int kFirst = AxisH::kFirst + kTop, kLast = (ROW_TILES - 1) * kTileStep + kFirst;
   stage_pairs<XPixels, kThreads, kAllChannels, false, -kFirst, IN_H - kLast>(
       to, x,
-      {n, kAllChannels, IN_H, IN_W, place.image, channel, place.row * AxisH::kStep + kFirst,
-       place.column * AxisW::kStep + AxisW::kFirst});
-  stage_pairs<YPixels, kThreads, kAllChannels, true, 0, OUT_H - (ROW_TILES - 1) * kRows>(
-      to + XPixels::kBytes, dy, {n, kAllChannels, OUT_H, OUT_W, place.image, channel, place.row, place.column});
+      {n, kAllChannels, IN_H, IN_W, origin.image, channel, origin.row * AxisH::kStep + kFirst,
+       origin.column * AxisW::kStep + AxisW::kFirst});
+  stage_pairs<YPixels, kThreads, kAllChannels, true, 0, OUT_H - (ROW_TILES - 1) * kTileRows>(
+      to + XPixels::kBytes, dy, {n, kAllChannels, OUT_H, OUT_W, origin.image, channel, origin.row, origin.column});
 }
 
 // Taps are taken by two, of a row, or the last ones of an odd filter's rows of two rows: accumulators [0] and [1] of a
@@ -174,7 +175,7 @@ __device__ __forceinline__ void load_row(Row& row, const Offsets& offsets, unsig
 // bits where a lane's pixels of dy are: what is beside them is another pair, met already.
 __device__ __forceinline__ void add_pairs(Accumulators& accumulators, const Offsets& offsets, unsigned x, unsigned dy,
                                           int first_row, unsigned exists) {
-  unsigned gradients[kRows][2], lasts[kMet][2];
+  unsigned gradients[kTileRows][2], lasts[kMet][2];
   Row rows[kMet];
 #pragma unroll
   for (int row = 0; row < kMet; ++row) {
@@ -182,7 +183,7 @@ __device__ __forceinline__ void add_pairs(Accumulators& accumulators, const Offs
     for (int loaded = 0; loaded < kMet; ++loaded) {
       if (!kAhead.is_loaded_before(loaded, row)) continue;
       if (kAhead.met[loaded]) load_row(rows[loaded], offsets, x + loaded * XPixels::kRowBytes);
-      if (loaded % AxisH::kStep != 0 || loaded / AxisH::kStep >= kRows) continue;
+      if (loaded % AxisH::kStep != 0 || loaded / AxisH::kStep >= kTileRows) continue;
       unsigned (&gradient)[2] = gradients[loaded / AxisH::kStep];
       load_matrix_pair<true>(gradient, dy + loaded / AxisH::kStep * YPixels::kRowBytes);
       if (kLanes % 8 != 0) gradient[0] &= exists, gradient[1] &= exists;
@@ -215,7 +216,7 @@ __device__ __forceinline__ void add_pairs(Accumulators& accumulators, const Offs
 }
 
 __device__ __forceinline__ void add_tile(Accumulators& accumulators, unsigned stage, int tile, int group, int warp) {
-  const int lane = threadIdx.x % 32, first_row = place_of(tile).row * AxisH::kStep + AxisH::kFirst;
+  const int lane = threadIdx.x % 32, first_row = origin_of(tile).row * AxisH::kStep + AxisH::kFirst;
   const Offsets offsets = lane_offsets();
 #pragma unroll 1
   for (int iteration = warp; iteration < kIterations; iteration += WARPS) {
@@ -278,9 +279,9 @@ __device__ __forceinline__ void add_cluster(ELEMENT* out, const float* staged) {
   for (int i = 4 * (cluster_rank() * kThreads + threadIdx.x); i < count; i += 4 * CLUSTER * kThreads) {
     float accumulators[4] = {};
 #pragma unroll
-    for (int part = 0; part < CLUSTER * WARPS; ++part) {
-      const unsigned at = shared_address(staged + part % WARPS * kChannels * kTaps + i);
-      const Vector<float, 4> more = load_cluster_floats(map_shared_rank(at, part / WARPS));
+    for (int set = 0; set < CLUSTER * WARPS; ++set) {
+      const unsigned at = shared_address(staged + set % WARPS * kChannels * kTaps + i);
+      const Vector<float, 4> more = load_cluster_floats(map_shared_rank(at, set / WARPS));
 #pragma unroll
       for (int e = 0; e < 4; ++e) accumulators[e] += more.at[e];
     }

@@ -7,9 +7,9 @@
 
 #include "common/tile.cuh"
 
-// Shape of staged planes. kVector neighbours in memory move at once: channels if kChannelsLast; else columns, in which
+// Shape of staged images. kVector neighbours in memory move at once: channels if kChannelsLast; else columns, in which
 // case kColumns, the tensor's width and every first column are multiples of it; or, if kFlat, elements of the block's
-// channels, which then hold whole planes of the tensor. kPitch elements lie between slots. kGap slots of zeros lie
+// channels, which then hold whole images of the tensor. kPitch elements lie between slots. kGap slots of zeros lie
 // around each channel's.
 template <int kChannelCount, int kImageCount, int kRowCount, int kColumnCount, int kSlotPitch, int kGapSlots,
           int kVectorLength, bool kChannelsAreLast, bool kIsFlat>
@@ -18,28 +18,28 @@ struct StagedImages {
   static constexpr int kPitch = kSlotPitch, kGap = kGapSlots, kVector = kVectorLength;
   static constexpr bool kChannelsLast = kChannelsAreLast, kFlat = kIsFlat;
   static constexpr int kSegment = kChannelsLast ? kChannels : kFlat ? kChannels * kRows * kColumns : kColumns;
-  static constexpr int kSlots = kRows * kImages, kPlane = (kSlots + kGap) * kPitch, kFirst = kGap * kPitch;
-  static constexpr int kElements = kFirst + kChannels * kPlane;
+  static constexpr int kSlots = kRows * kImages, kChannelPitch = (kSlots + kGap) * kPitch, kFirst = kGap * kPitch;
+  static constexpr int kElements = kFirst + kChannels * kChannelPitch;
   static constexpr int kVectors = kChannels * kSlots * kColumns / kVector;
   static_assert(kPitch % 8 == 0 && kPitch >= kColumns, "kPitch must be a multiple of 8 elements and hold a row");
   static_assert(kSegment % kVector == 0 && !(kChannelsLast && kFlat), "a contiguous segment must have whole vectors");
 };
 
-// A tensor of images, contiguous in its layout, and the element of it that a block's planes start from. The first row
+// A tensor of images, contiguous in its layout, and the element of it that a block starts from. The first row
 // and column may be negative; what lies outside reads as zero and is not written.
 struct Images {
   int n, channels, height, width;
   int first_n, first_channel, first_row, first_column;
 };
 
-// Where a vector of planes is: its first element's place in shared memory, in the planes, and in the tensor, negative
+// Where a vector of images is: its first element's offset in shared memory, in the images, and in the tensor, negative
 // if outside.
-struct VectorPlace {
+struct VectorOffsets {
   int staged, row, column, offset;
 };
 
 template <typename Shape>
-__device__ __forceinline__ VectorPlace vector_place(const Images& images, int rank) {
+__device__ __forceinline__ VectorOffsets vector_offsets(const Images& images, int rank) {
   int channel = 0, column = 0, row = 0, image = 0;
   if constexpr (Shape::kFlat) {
     const int at = rank % (Shape::kSegment / Shape::kVector) * Shape::kVector;
@@ -67,20 +67,20 @@ __device__ __forceinline__ VectorPlace vector_place(const Images& images, int ra
   const int offset = Shape::kChannelsLast ? ((n * images.height + h) * images.width + v) * images.channels + c
                                           : ((n * images.channels + c) * images.height + h) * images.width + v;
   const int slot = row * Shape::kImages + image;
-  const int staged = Shape::kFirst + channel * Shape::kPlane + slot * Shape::kPitch + column;
+  const int staged = Shape::kFirst + channel * Shape::kChannelPitch + slot * Shape::kPitch + column;
   return {staged, row, column, inside ? offset : -1};
 }
 
 // Goes on to the vector's next element in shared memory.
 template <typename Shape>
-__device__ __forceinline__ void advance(VectorPlace& place) {
-  place.staged += Shape::kChannelsLast ? Shape::kPlane : 1;
-  if (!Shape::kFlat || ++place.column < Shape::kColumns) return;
-  place.column = 0;
-  place.staged += Shape::kImages * Shape::kPitch - Shape::kColumns;
-  if (++place.row < Shape::kRows) return;
-  place.row = 0;
-  place.staged += Shape::kPlane - Shape::kSlots * Shape::kPitch;
+__device__ __forceinline__ void advance(VectorOffsets& vector) {
+  vector.staged += Shape::kChannelsLast ? Shape::kChannelPitch : 1;
+  if (!Shape::kFlat || ++vector.column < Shape::kColumns) return;
+  vector.column = 0;
+  vector.staged += Shape::kImages * Shape::kPitch - Shape::kColumns;
+  if (++vector.row < Shape::kRows) return;
+  vector.row = 0;
+  vector.staged += Shape::kChannelPitch - Shape::kSlots * Shape::kPitch;
 }
 
 constexpr int largest_power_dividing(int columns) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void clear_margins(T* staged) {
   constexpr int kGapSegments = Shape::kFirst / 8;
   for (int i = threadIdx.x; i < (Shape::kChannels + 1) * kGapSegments; i += kThreads) {
     const int at =
-        kGapSegments == 0 ? 0 : i / maximum(1, kGapSegments) * Shape::kPlane + i % maximum(1, kGapSegments) * 8;
+        kGapSegments == 0 ? 0 : i / maximum(1, kGapSegments) * Shape::kChannelPitch + i % maximum(1, kGapSegments) * 8;
     *reinterpret_cast<Vector<T, 8>*>(staged + at) = {};
   }
   constexpr int kVector = largest_power_dividing(Shape::kColumns), kSegments = (kWidth - Shape::kColumns) / kVector;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void clear_margins(T* staged) {
   }
 }
 
-// Starts to fill the planes, and zeroes what lies beside them up to column kWidth; all kThreads threads take part, with
+// Starts to fill the images, and zeroes what lies beside them up to column kWidth; all kThreads threads take part, with
 // kInFlight vectors of each under way where they pass through registers.
 // Complete after wait_for_copies<0>() and a barrier.
 template <typename Shape, int kThreads, int kWidth, int kInFlight, typename T>
@@ -115,9 +115,9 @@ __device__ __forceinline__ void load_images(T* staged, const T* tensor, const Im
   if constexpr (!Shape::kChannelsLast && !Shape::kFlat && kVector > 1) {
 #pragma unroll 2
     for (int rank = threadIdx.x; rank < Shape::kVectors; rank += kThreads) {
-      const VectorPlace place = vector_place<Shape>(images, rank);
-      copy_async<kVector / 2>(reinterpret_cast<float*>(staged + place.staged),
-                              reinterpret_cast<const float*>(tensor + max(place.offset, 0)), place.offset >= 0);
+      const VectorOffsets vector = vector_offsets<Shape>(images, rank);
+      copy_async<kVector / 2>(reinterpret_cast<float*>(staged + vector.staged),
+                              reinterpret_cast<const float*>(tensor + max(vector.offset, 0)), vector.offset >= 0);
     }
     commit_copies();
     clear_margins<Shape, kThreads, kWidth>(staged);
@@ -127,33 +127,33 @@ __device__ __forceinline__ void load_images(T* staged, const T* tensor, const Im
   for (int first = threadIdx.x; first < Shape::kVectors; first += kInFlight * kThreads) {
     // Loads know no condition, so that all are under way before the first is waited for.
     Vector<T, kVector> values[kInFlight];
-    VectorPlace places[kInFlight];
+    VectorOffsets vectors[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      places[i] = vector_place<Shape>(images, min(first + i * kThreads, Shape::kVectors - 1));
-      values[i] = *reinterpret_cast<const Vector<T, kVector>*>(tensor + max(places[i].offset, 0));
+      vectors[i] = vector_offsets<Shape>(images, min(first + i * kThreads, Shape::kVectors - 1));
+      values[i] = *reinterpret_cast<const Vector<T, kVector>*>(tensor + max(vectors[i].offset, 0));
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       if (first + i * kThreads >= Shape::kVectors) break;
 #pragma unroll
-      for (int k = 0; k < kVector; ++k, advance<Shape>(places[i]))
-        staged[places[i].staged] = places[i].offset >= 0 ? values[i].at[k] : convert<T>(0.0f);
+      for (int k = 0; k < kVector; ++k, advance<Shape>(vectors[i]))
+        staged[vectors[i].staged] = vectors[i].offset >= 0 ? values[i].at[k] : convert<T>(0.0f);
     }
   }
 }
 
-// Writes planes to the tensor; all kThreads threads take part.
+// Writes images to the tensor; all kThreads threads take part.
 template <typename Shape, int kThreads, typename T>
 __device__ __forceinline__ void store_images(T* tensor, const T* staged, const Images& images) {
   constexpr int kVector = Shape::kVector;
 #pragma unroll 2
   for (int rank = threadIdx.x; rank < Shape::kVectors; rank += kThreads) {
-    VectorPlace place = vector_place<Shape>(images, rank);
-    if (place.offset < 0) continue;
+    VectorOffsets vector = vector_offsets<Shape>(images, rank);
+    if (vector.offset < 0) continue;
     Vector<T, kVector> values;
 #pragma unroll
-    for (int k = 0; k < kVector; ++k, advance<Shape>(place)) values.at[k] = staged[place.staged];
-    *reinterpret_cast<Vector<T, kVector>*>(tensor + place.offset) = values;
+    for (int k = 0; k < kVector; ++k, advance<Shape>(vector)) values.at[k] = staged[vector.staged];
+    *reinterpret_cast<Vector<T, kVector>*>(tensor + vector.offset) = values;
   }
 }

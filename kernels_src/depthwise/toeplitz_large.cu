@@ -1,11 +1,11 @@
-// out[n,c,i,j] = sum_{y,x} in[n, c, i - pad_h + y, j - pad_w + x] * filter[c,y,x], stride 1, on tensor cores.
+// out[n,c,i,j] = sum_{y,x} in[n, c, i - pad_top + y, j - pad_left + x] * filter[c,y,x], stride 1, on tensor cores.
 //
-// For one filter row y that is a product: row i + y - pad_h of the input, times the Toeplitz matrix whose element
-// (k, j) is tap k - j + LEFT. Rows of the product are slots (output row, image), columns are output columns.
-// A block holds CHANNELS channels of IMAGES images: the input rows that TILE_H x TILE_W outputs meet and the filter,
-// whose rows are kept twice, one element apart, so that pairs of taps are aligned. WARPS warps share a channel's slots.
-// Toeplitz fragments depend on k - j alone; those that are zero all over are skipped, as are rows of padding.
-// Backward data: in is dy, and the filter is read backwards (FLIPPED). Accumulators are float32.
+// One filter row y is a product: row i + y - pad_top of the input, times the Toeplitz matrix whose element (k, j) is
+// tap k - j + LEFT. Rows of the product are slots (output row, image), columns are output columns.
+// A block stages CHANNELS channels of IMAGES images: the input rows that TILE_H x TILE_W outputs meet, and the filter.
+// Filter rows are kept twice, one element apart, so that pairs of taps are aligned. WARPS warps share a channel's
+// slots. Toeplitz fragments depend on k - j alone. A warp skips fragments that are zero all over, and rows of padding.
+// Backward data: `in` is dy, and the filter is read backwards (FLIPPED). Accumulators are float32.
 // Grid: one dimension, channels innermost, then column tiles, row tiles, images.
 #include "common/mma.cuh"
 #include "depthwise/toeplitz_large.cuh"
@@ -100,25 +100,25 @@ __device__ __forceinline__ void spread_filter(ELEMENT* rows, const ELEMENT* raw)
 // A warp's view of shared memory: the address of its first block of output slots among the staged ones, for its lane;
 // words of its channel's filter rows, from which its lane's pair of taps of the first diagonal starts; the number of
 // its first output slot.
-struct Share {
+struct WarpTile {
   unsigned slots;
   const unsigned* taps;
   int first_slot;
 };
 
-__device__ __forceinline__ Share share_of(const ELEMENT* staged) {
+__device__ __forceinline__ WarpTile warp_tile_of(const ELEMENT* staged) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int channel = warp / kWarps, first_slot = warp % kWarps * 16;
   const int at = 2 * (lane % 4) + 7 - lane / 4;  // of the pair of taps within the row
   const ELEMENT* slots =
-      staged + In::kFirst + channel * In::kPlane + (first_slot + lane % 16) * kInPitch + lane / 16 * 8;
+      staged + In::kFirst + channel * In::kChannelPitch + (first_slot + lane % 16) * kInPitch + lane / 16 * 8;
   const unsigned* rows = reinterpret_cast<const unsigned*>(staged + kFilterAt) + channel * kFilterY * kRowWords;
   return {static_cast<unsigned>(__cvta_generic_to_shared(slots)), rows + at % 2 * kCopyWords + at / 2, first_slot};
 }
 
-__device__ __forceinline__ void read_taps(unsigned (&taps)[kDiagonals], const Share& share, int y) {
+__device__ __forceinline__ void read_taps(unsigned (&taps)[kDiagonals], const WarpTile& tile, int y) {
 #pragma unroll
-  for (int d = 0; d < kDiagonals; ++d) taps[d] = share.taps[y * kRowWords + 4 * d];
+  for (int d = 0; d < kDiagonals; ++d) taps[d] = tile.taps[y * kRowWords + 4 * d];
 }
 
 constexpr bool is_zero(int diagonal) {
@@ -127,12 +127,12 @@ constexpr bool is_zero(int diagonal) {
 
 // Adds what one filter row contributes. Slot m of the outputs meets staged slot m + shift.
 __device__ __forceinline__ void add_row(float (&accumulators)[kWarpBlocks][kColumnBlocks][4],
-                                        const unsigned (&taps)[kDiagonals], const Share& share, int shift) {
-  const unsigned slots = share.slots + 2 * shift * kInPitch;
+                                        const unsigned (&taps)[kDiagonals], const WarpTile& tile, int shift) {
+  const unsigned slots = tile.slots + 2 * shift * kInPitch;
   bool meets[kWarpBlocks];
 #pragma unroll
   for (int m = 0; m < kWarpBlocks; ++m)
-    meets[m] = static_cast<unsigned>(share.first_slot + m * kWarps * 16 + shift + 15) < In::kSlots + 15u;
+    meets[m] = static_cast<unsigned>(tile.first_slot + m * kWarps * 16 + shift + 15) < In::kSlots + 15u;
 #pragma unroll
   for (int k = 0; k < kDepthBlocks; ++k) {
     unsigned rows[kWarpBlocks][4];
@@ -153,18 +153,18 @@ __device__ __forceinline__ void add_row(float (&accumulators)[kWarpBlocks][kColu
   }
 }
 
-// Rounds a warp's accumulators into the planes of outputs.
+// Rounds a warp's accumulators into the staged outputs.
 __device__ __forceinline__ void stage_accumulators(ELEMENT* staged,
                                                    const float (&accumulators)[kWarpBlocks][kColumnBlocks][4],
-                                                   const Share& share) {
+                                                   const WarpTile& tile) {
   const int lane = threadIdx.x % 32, channel = threadIdx.x / 32 / kWarps;
 #pragma unroll
   for (int m = 0; m < kWarpBlocks; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int slot = share.first_slot + m * kWarps * 16 + half * 8 + lane / 4;
+      const int slot = tile.first_slot + m * kWarps * 16 + half * 8 + lane / 4;
       if (slot >= Out::kSlots) continue;
-      ELEMENT* const to = staged + channel * Out::kPlane + slot * kOutPitch + 2 * (lane % 4);
+      ELEMENT* const to = staged + channel * Out::kChannelPitch + slot * kOutPitch + 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kColumnBlocks; ++j) {
         const float* sum = accumulators[m][j] + 2 * half;
@@ -191,25 +191,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   load_images<In, kThreads, 16 * kDepthBlocks, kInFlight>(staged, in,
                                                           input_images(shape, image, channel, in_row, column));
   wait_for_copies<0>();
-  __syncthreads();  // the planes and the filters have arrived
+  __syncthreads();  // the images and the filters have arrived
   spread_filter(staged + kFilterAt, staged + kRawAt + channel * kTaps % 8);
   __syncthreads();  // every row of the filters is in place
 
-  const Share share = share_of(staged);
+  const WarpTile tile = warp_tile_of(staged);
   const int first_y = max(0, shape.pad_top - row - (kTileH - 1)),
             end_y = min(kFilterY, shape.in_height + shape.pad_top - row);
   float accumulators[kWarpBlocks][kColumnBlocks][4] = {};
   unsigned taps[kDiagonals], next[kDiagonals];
-  read_taps(taps, share, min(first_y, kFilterY - 1));
+  read_taps(taps, tile, min(first_y, kFilterY - 1));
 #pragma unroll 2
   for (int y = first_y; y < end_y; ++y) {
-    read_taps(next, share, min(y + 1, kFilterY - 1));
-    add_row(accumulators, taps, share, (row - shape.pad_top + y - in_row) * kImages);
+    read_taps(next, tile, min(y + 1, kFilterY - 1));
+    add_row(accumulators, taps, tile, (row - shape.pad_top + y - in_row) * kImages);
 #pragma unroll
     for (int d = 0; d < kDiagonals; ++d) taps[d] = next[d];
   }
-  __syncthreads();  // every warp has read the planes before outputs overwrite them
-  stage_accumulators(staged, accumulators, share);
+  __syncthreads();  // every warp has read the images before outputs overwrite them
+  stage_accumulators(staged, accumulators, tile);
   __syncthreads();  // the outputs of every warp are staged
   store_images<Out, kThreads>(out, staged, output_images(shape, image, channel, row, column));
 }

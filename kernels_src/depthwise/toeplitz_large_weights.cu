@@ -1,13 +1,12 @@
-// dw[c,y,x] = sum_{n,i,j} dy[n,c,i,j] * in[n, c, i - pad_h + y, j - pad_w + x], stride 1, on tensor cores.
+// dw[c,y,x] = sum_{n,i,j} dy[n,c,i,j] * in[n, c, i - pad_top + y, j - pad_left + x], stride 1, on tensor cores.
 //
-// For one filter row y that is a product, input columns x slots times slots x output columns, where slots are (output
-// row, image) and inputs are shifted by y - pad_h rows. Its element (k, j) belongs to tap k - j + LEFT, so that blocks
-// on one diagonal share their accumulators; the diagonals of a block are added at the end.
-// A block goes through its share of the tiles (IMAGES images, TILE_H x TILE_W outputs) for CHANNELS channels and
-// WARPS x WARP_ROWS filter rows, WARP_ROWS a warp; or, where its share is one tile, PASSES times for as many rows each.
-// A second kernel adds the shares where there are more than one, in a fixed order; with FINAL there is
-// one, which rounds its own. Accumulators are float32.
-// Grid: one dimension, channels innermost, then filter rows, shares.
+// One filter row y is a product: input columns x slots times slots x output columns. Slots are (output row, image);
+// inputs are shifted by y - pad_top rows. Element (k, j) belongs to tap k - j + LEFT: blocks on one diagonal share
+// their accumulators, and the diagonals of a block are added at the end.
+// A block computes CHANNELS channels and WARPS x WARP_ROWS filter rows, for every splits-th tile of IMAGES images and
+// TILE_H x TILE_W outputs; or, if that is one tile, PASSES times as many filter rows. With ONE_SPLIT it writes dw, else
+// float32 partials, which a second kernel adds in a fixed order. Accumulators are float32.
+// Grid: one dimension, channels innermost, then filter rows, splits.
 #include "common/mma.cuh"
 #include "common/split_k.cuh"
 #include "depthwise/toeplitz_large.cuh"
@@ -25,8 +24,8 @@
 #error "define IN_ROWS, IN_COLUMNS, OUT_COLUMNS, LEFT and MIN_BLOCKS"
 #endif
 #if !defined(IN_VECTOR) || !defined(IN_FLAT) || !defined(OUT_FLAT) || !defined(OUT_VECTOR) || \
-    !defined(SHARED_BYTES) || !defined(FINAL)
-#error "define IN_VECTOR, IN_FLAT, OUT_FLAT, OUT_VECTOR, SHARED_BYTES and FINAL"
+    !defined(SHARED_BYTES) || !defined(ONE_SPLIT)
+#error "define IN_VECTOR, IN_FLAT, OUT_FLAT, OUT_VECTOR, SHARED_BYTES and ONE_SPLIT"
 #endif
 
 constexpr int kImages = IMAGES, kChannels = CHANNELS, kWarps = WARPS, kThreads = 32 * kChannels * kWarps;
@@ -57,7 +56,7 @@ constexpr int kLastDiagonal = -maximum(2 - 2 * kInBlocks, -floor_div(kFilterX + 
 constexpr int kDiagonals = kLastDiagonal - kFirstDiagonal + 1;
 static_assert(kDiagonals > 0, "no output meets an input: the solver refuses such problems");
 
-// A warp's blocks of accumulators of one filter row, in shared memory at the end, over planes that no pass needs any
+// A warp's blocks of accumulators of one filter row, in shared memory at the end, over images that no pass needs any
 // more: neighbours on a diagonal in different banks.
 constexpr int kAccumulatorPitch = 9, kAccumulatorBlock = 16 * kAccumulatorPitch,
               kAccumulatorFloats = kDiagonals * kAccumulatorBlock;
@@ -65,7 +64,7 @@ constexpr int kStagedBytes = 2 * (In::kElements + Out::kElements), kAccumulators
 static_assert(SHARED_BYTES == maximum(kStagedBytes, kAccumulatorsAt + 4 * kChannels * kWarps * kAccumulatorFloats),
               "SHARED_BYTES differs from this layout: the solver computes another");
 
-#if FINAL
+#if ONE_SPLIT
 using Result = ELEMENT;
 #else
 using Result = float;
@@ -142,9 +141,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int block_y = rest % row_blocks * kPassRows * kPasses + warp % kWarps;
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
   const int in_slot = lane / 16 * 8 + lane % 8, out_slot = lane % 16;
-  const unsigned in_slots = base + 2 * (In::kFirst + channel * In::kPlane + in_slot * kInPitch + lane / 8 % 2 * 8);
+  const unsigned in_slots =
+      base + 2 * (In::kFirst + channel * In::kChannelPitch + in_slot * kInPitch + lane / 8 % 2 * 8);
   const unsigned out_slots =
-      base + 2 * (In::kElements + Out::kFirst + channel * Out::kPlane + out_slot * kOutPitch + lane / 16 * 8);
+      base + 2 * (In::kElements + Out::kFirst + channel * Out::kChannelPitch + out_slot * kOutPitch + lane / 16 * 8);
 
   float* const mine = reinterpret_cast<float*>(staged) + kAccumulatorsAt / 4 + warp * kAccumulatorFloats;
   const int filter = split * shape.channels + first_channel + channel;
@@ -162,10 +162,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         load_images<Out, kThreads, kTileW, kInFlight>(staged + In::kElements, dy,
                                                       output_images(shape, image, first_channel, row, column));
         wait_for_copies<0>();
-        __syncthreads();  // the planes have arrived
+        __syncthreads();  // the images have arrived
       }
       add_tile(accumulators, in_slots, out_slots, (row - shape.pad_top + first_y - in_row) * kImages);
-      if (kPasses == 1) __syncthreads();  // every warp has read the planes before others overwrite them
+      if (kPasses == 1) __syncthreads();  // every warp has read the images before others overwrite them
     }
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {

@@ -99,7 +99,7 @@ class _Tiling:
         out_rows = height.stride if backward else 1
         in_rows = config["rows"] + height.span - 1 if backward else height.stride * (config["rows"] - 1) + height.taps
         pitch = pixel_pitch(in_channels, itemsize, vector, group_step, out_channels // vector)
-        row = (group_step * (blocks.groups - 1) + window) * pitch
+        row = (group_step * (blocks.thread_groups - 1) + window) * pitch
         taps, out_columns = height.taps * width.taps, columns * (width.stride if backward else 1)
         filters = blocks.channels * multiplier * taps
         slots = height.span * out_rows
@@ -158,8 +158,10 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("PHASE_W", phase_w),
         ("DILATED", int(is_dilated(problem))),
         ("CHANNELS", channels),
-        *((name.upper(), config[name]) for name in ("vector", "columns", "rows", "stages", "step")),
-        ("GROUPS", tiling.blocks.groups),
+        *((name.upper(), config[name]) for name in ("vector", "stages", "step")),
+        ("TILE_COLUMNS", config["columns"]),
+        ("ROW_BLOCK_ROWS", config["rows"]),
+        ("THREAD_GROUPS", tiling.blocks.thread_groups),
         ("COPY_VECTOR", copy_vector(problem, tiling.in_channels, problem.k if backward else problem.c)),
         ("FILTER_VECTOR", copy_vector(problem, channels * multiplier * taps, problem.k * taps)),
         ("PIXEL_PITCH", tiling.pitch),
@@ -185,11 +187,11 @@ def _work(problem: ProblemDescription, config: Config, tiling: _Tiling) -> RowWo
     multiplier = problem.k // problem.c if backward else 1
     in_rows, out_rows = tiling.in_rows, config["rows"] * (height.stride if backward else 1)
     units = height.units(backward=backward, aligned=is_dilated(problem))
-    filled = min(1.0, units / (tiling.blocks.strips * config["rows"]))
+    filled = min(1.0, units / (tiling.blocks.row_blocks * config["rows"]))
     sources = height.y_size if backward else height.x_size
-    met = min(in_rows * filled, 1.0 * in_rows, sources / tiling.blocks.strips + height.taps - 1)
+    met = min(in_rows * filled, 1.0 * in_rows, sources / tiling.blocks.row_blocks + height.taps - 1)
     copies = ceil_div(
-        (tiling.group_step * (tiling.blocks.groups - 1) + tiling.window)
+        (tiling.group_step * (tiling.blocks.thread_groups - 1) + tiling.window)
         * tiling.in_channels
         // copy_vector(problem, tiling.in_channels, problem.k if backward else problem.c),
         tiling.blocks.threads,
@@ -233,9 +235,9 @@ def _is_economical(problem: ProblemDescription, config: Config, tiling: _Tiling)
 class ConvDepthwiseChannelsLast(Solver):
     """Depthwise convolution of channels-last images with filters in registers, with float32 sums.
 
-    Configuration: a block streams rows of `channels` channels through shared memory, `step` of its input's rows at a
-    time through `stages` stages, for tiles of up to `tile` output columns and strips of up to `rows` output rows of an
-    image; a thread computes `columns` columns of `vector` channels. Backward data counts s x s outputs as one.
+    Configuration: a block streams rows of `channels` channels through shared memory, `step` input rows at a time
+    through `stages` stages, for tiles of up to `tile` output columns and row blocks of up to `rows` output rows of an
+    image. A thread computes `columns` columns of `vector` channels. Backward data counts s x s outputs as one.
     """
 
     id = "ConvDepthwiseChannelsLast"

@@ -31,7 +31,7 @@ DIMENSION = StructType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAxis:
-    """One axis, taken apart into classes in which output t, tap i and input m meet where m = stride * t + i.
+    """One axis, divided into residue classes in which output t, tap i and input m meet where m = stride * t + i.
 
     Attributes:
         x_size, y_size, taps, pad: of the problem.
@@ -79,7 +79,7 @@ class RowAxis:
 
     @property
     def span(self) -> int:
-        """Outputs of a class that one run of `stride` inputs meets."""
+        """Outputs of a class that `stride` neighbouring inputs meet."""
         return ceil_div(self.taps, self.stride)
 
     def units(self, *, backward: bool, aligned: bool = False) -> int:
@@ -131,7 +131,7 @@ def copy_vector(problem: ProblemDescription, channels: int, total: int) -> int:
     return math.gcd(_COPY_BYTES // problem.x.dtype.itemsize, channels, total)
 
 
-def even_share(total: int, most: int, unit: int = 1) -> int:
+def even_size(total: int, most: int, unit: int = 1) -> int:
     """The size of parts that `total` falls into evenly, multiples of `unit`, at most `most` if that is one."""
     parts = ceil_div(total, max(unit, most))
     return round_up(ceil_div(total, parts), unit)
@@ -156,17 +156,17 @@ def pixel_pitch(channels: int, itemsize: int, vector: int, step: int, runs: int)
 
 @functools.lru_cache(maxsize=4096)
 def bank_conflicts(pitch_bytes: int, bytes_read: int, step: int, runs: int) -> float:
-    """Turns of shared memory for a warp's read, over those that as many bytes take at least."""
+    """Cycles of shared memory for a warp's read, over those that as many bytes take at least."""
     lanes = min(32, max(1, _BANK_BYTES // bytes_read))
-    turns = 0
+    cycles = 0
     for first in range(0, 32, lanes):
         words: dict[int, set[int]] = {}
         for lane in range(first, first + lanes):
             at = lane // runs * step * pitch_bytes + lane % runs * bytes_read
             for word in range(at // 4, (at + bytes_read - 1) // 4 + 1):
                 words.setdefault(word % 32, set()).add(word)
-        turns += max(len(rows) for rows in words.values())
-    return turns / (32 // lanes)
+        cycles += max(len(rows) for rows in words.values())
+    return cycles / (32 // lanes)
 
 
 def refuse_rows(problem: ProblemDescription) -> Applicability:
@@ -205,7 +205,7 @@ def dimensions(problem: ProblemDescription) -> dict[str, Struct]:
 def channel_share(problem: ProblemDescription, config: Config) -> int:
     """Channels of x that a block takes, about `channels`: whole vectors, and whole copies where there are such."""
     unit = max(config["vector"], math.gcd(_COPY_BYTES // problem.x.dtype.itemsize, problem.c))
-    return even_share(problem.c, config["channels"], unit)
+    return even_size(problem.c, config["channels"], unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,19 +216,19 @@ class RowTiling:
 
     Attributes:
         channels: of x that a block takes.
-        groups: of lanes in a block, each at its own columns.
+        thread_groups: of a block, each at its own columns.
         rows: units of rows that a strip has: see RowAxis.units.
-        channel_blocks, column_tiles, strips, classes: their product is the grid of an image.
+        channel_blocks, column_tiles, row_blocks, classes: their product is the grid of an image.
         images: of the problem.
         threads: of a block.
     """
 
     channels: int
-    groups: int
+    thread_groups: int
     rows: int
     channel_blocks: int
     column_tiles: int
-    strips: int
+    row_blocks: int
     classes: int
     images: int
     threads: int
@@ -242,24 +242,24 @@ class RowTiling:
         channels = channel_share(problem, config)
         column_units = width.units(backward=backward, aligned=is_dilated(problem))
         row_units = height.units(backward=backward, aligned=is_dilated(problem))
-        groups = ceil_div(even_share(column_units, config["tile"]), columns)
+        thread_groups = ceil_div(even_size(column_units, config["tile"]), columns)
         rows = config["rows"]
         return RowTiling(
             channels=channels,
-            groups=groups,
+            thread_groups=thread_groups,
             rows=rows,
             channel_blocks=ceil_div(problem.c, channels),
-            column_tiles=ceil_div(column_units, groups * columns),
-            strips=ceil_div(row_units, rows),
+            column_tiles=ceil_div(column_units, thread_groups * columns),
+            row_blocks=ceil_div(row_units, rows),
             classes=height.y_step * width.y_step,
             images=problem.n,
-            threads=round_up(channels * lane_channels // vector * groups, 32),
+            threads=round_up(channels * lane_channels // vector * thread_groups, 32),
         )
 
     @property
     def blocks(self) -> int:
         """In the grid."""
-        return self.channel_blocks * self.column_tiles * self.strips * self.classes * self.images
+        return self.channel_blocks * self.column_tiles * self.row_blocks * self.classes * self.images
 
     @property
     def divisors(self) -> dict[str, Struct]:
@@ -267,7 +267,7 @@ class RowTiling:
         return {
             "channel_blocks": divide_by(self.channel_blocks),
             "column_tiles": divide_by(self.column_tiles),
-            "row_blocks": divide_by(self.strips),
+            "row_blocks": divide_by(self.row_blocks),
         }
 
 

@@ -71,25 +71,25 @@ class _Tiling:
         channel_blocks: of all channels.
         lanes: threads that share an item; each has a vector of filters.
         slots: items that a block has at once.
-        groups, strips: items across and down an image's dy.
+        column_groups, row_blocks: items across and down an image's dy.
         items: of all images.
-        turns: items that a thread takes.
+        iterations: items that a thread takes.
         window: columns of x that an item meets.
         steps: of an item: its rows, and those after it that meet the same rows of x.
-        together: filter rows of a block's sums that are added at once.
+        staged_filter_rows: filter rows of a block's sums that are added at once.
     """
 
     channels: int
     channel_blocks: int
     lanes: int
     slots: int
-    groups: int
-    strips: int
+    column_groups: int
+    row_blocks: int
     items: int
-    turns: int
+    iterations: int
     window: int
     steps: int
-    together: int
+    staged_filter_rows: int
     shared_bytes: int
     registers: int
     products: int
@@ -101,26 +101,27 @@ class _Tiling:
         vector, columns, rows = config["vector"], config["columns"], config["rows"]
         channels = channel_share(problem, config)
         lanes = channels * multiplier // vector
-        groups, strips = ceil_div(width.units(backward=False), columns), ceil_div(height.units(backward=False), rows)
-        items = groups * strips * height.y_step * width.y_step * problem.n
+        column_groups = ceil_div(width.units(backward=False), columns)
+        row_blocks = ceil_div(height.units(backward=False), rows)
+        items = column_groups * row_blocks * height.y_step * width.y_step * problem.n
         slots = max(1, min(config["threads"] // lanes, items))
         window, taps = width.stride * (columns - 1) + width.taps, height.taps * width.taps
         row_bytes = 4 * slots * width.taps * channels * multiplier
-        together = max(1, min(height.taps, _STAGED_BYTES // row_bytes))
+        staged_filter_rows = max(1, min(height.taps, _STAGED_BYTES // row_bytes))
         words = (height.stride * window + columns) * ceil_div(vector * itemsize, 4)
         return _Tiling(
             channels=channels,
             channel_blocks=ceil_div(problem.c, channels),
             lanes=lanes,
             slots=slots,
-            groups=groups,
-            strips=strips,
+            column_groups=column_groups,
+            row_blocks=row_blocks,
             items=items,
-            turns=min(config["turns"], ceil_div(items, slots)),
+            iterations=min(config["turns"], ceil_div(items, slots)),
             window=window,
             steps=rows + height.span - 1,
-            together=together,
-            shared_bytes=together * row_bytes,
+            staged_filter_rows=staged_filter_rows,
+            shared_bytes=staged_filter_rows * row_bytes,
             registers=round_up(
                 (taps + height.span * columns + height.stride * window) * vector + config["ahead"] * words + 52, 8
             ),
@@ -135,7 +136,7 @@ class _Tiling:
     @property
     def splits(self) -> int:
         """Blocks that share the same channels."""
-        return ceil_div(self.items, self.slots * self.turns)
+        return ceil_div(self.items, self.slots * self.iterations)
 
     def split_k(self, problem: ProblemDescription) -> SplitK:
         return SplitK(results=problem.w.size, splits=self.splits)
@@ -169,11 +170,11 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
                 channels=problem.c,
                 **dimensions(problem),
                 items=tiling.items,
-                iterations=tiling.turns,
+                iterations=tiling.iterations,
                 rows=config["rows"],
                 channel_blocks=divide_by(tiling.channel_blocks),
-                column_groups=divide_by(tiling.groups),
-                row_blocks=divide_by(tiling.strips),
+                column_groups=divide_by(tiling.column_groups),
+                row_blocks=divide_by(tiling.row_blocks),
             ),
         ),
     )
@@ -196,7 +197,7 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
     height, width = row_axes(problem)
     tiling = _Tiling.of(problem, config)
     # Columns of windows that exist in every item; residues differ where the filter is dilated.
-    last = width.stride * config["columns"] * (tiling.groups - 1)
+    last = width.stride * config["columns"] * (tiling.column_groups - 1)
     first_inside = min(width.pad, tiling.window)
     end_inside = 0 if is_dilated(problem) else max(0, min(tiling.window, width.x_size + width.pad - last))
     return (
@@ -209,14 +210,16 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
         ("STRIDE_H", height.stride),
         ("STRIDE_W", width.stride),
         ("DILATED", int(is_dilated(problem))),
-        ("WHOLE", int(tiling.splits == 1)),
+        ("ONE_SPLIT", int(tiling.splits == 1)),
         ("WHOLE_COLUMNS", int(is_whole(problem, 1, config["columns"]))),
         ("FIRST_INSIDE", first_inside),
         ("END_INSIDE", end_inside),
         ("CHANNELS", tiling.channels),
-        *((name.upper(), config[name]) for name in ("vector", "columns", "ahead")),
+        ("VECTOR", config["vector"]),
+        ("TILE_COLUMNS", config["columns"]),
+        ("AHEAD", config["ahead"]),
         ("SLOTS", tiling.slots),
-        ("TOGETHER", tiling.together),
+        ("STAGED_FILTER_ROWS", tiling.staged_filter_rows),
         ("X_STEP", width.dilation * problem.c),
         ("Y_STEP", width.y_step * problem.k),
         ("THREADS", tiling.threads),
@@ -243,15 +246,15 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     """Milliseconds of the multiprocessors, device memory aside."""
     tiling = _Tiling.of(problem, config)
     height, _ = row_axes(problem)
-    vector, columns, turns = config["vector"], config["columns"], tiling.turns
+    vector, columns, iterations = config["vector"], config["columns"], tiling.iterations
     taps, converts = math.prod(problem.filter), problem.x.dtype is not DataType.FLOAT32
-    rows = height.units(backward=False) / tiling.strips
+    rows = height.units(backward=False) / tiling.row_blocks
     steps = rows + height.span - 1
-    met = min(steps * height.stride, height.x_size / tiling.strips + height.taps - 1)
+    met = min(steps * height.stride, height.x_size / tiling.row_blocks + height.taps - 1)
     reads = met * tiling.window + steps * columns
     item = reads * (_READ + _CONVERT * converts * vector) + rows * taps * columns * vector * _PRODUCT
-    per_warp = turns * item + taps * vector * _SUM
-    alone = turns * (_ITEM_WAIT + met * _ROW_WAIT / config["ahead"])
+    per_warp = iterations * item + taps * vector * _SUM
+    alone = iterations * (_ITEM_WAIT + met * _ROW_WAIT / config["ahead"])
     blocks = ceil_div(tiling.blocks, device.sm_count)
     waves = max(1.0, blocks / tiling.resident(device))
     cycles = blocks * tiling.threads / 128 * per_warp + waves * alone
@@ -284,7 +287,7 @@ def _is_economical(problem: ProblemDescription, config: Config, tiling: _Tiling)
     height, width = row_axes(problem)
     if config["channels"] >= 2 * max(32, problem.c) or config["rows"] >= 2 * max(4, height.units(backward=False)):
         return False
-    if config["columns"] >= 2 * width.units(backward=False) or config["turns"] > tiling.turns:
+    if config["columns"] >= 2 * width.units(backward=False) or config["turns"] > tiling.iterations:
         return False
     if config["threads"] > _FEW_THREADS and tiling.lanes * tiling.slots <= _FEW_THREADS:
         return False

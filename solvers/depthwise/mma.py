@@ -53,7 +53,7 @@ def _defines(planar: ProblemDescription, tiling: DepthwiseTiling, resident: int)
         ("ELEMENT", planar.x.dtype.value),
         ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
         *axis_defines(planar, IN=read[2:], OUT=written[2:]),
-        ("ROWS", tiling.rows),
+        ("TILE_ROWS", tiling.rows),
         ("PAIRS", tiling.pairs),
         ("IMAGES", tiling.images),
         ("CHANNELS", tiling.channels),
@@ -95,13 +95,13 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTilin
     loads = met * walked * tiling.fragments * width.phases * halves
     stores = tiling.rows * height.phases * width.phases * _STORE * halves / 2
     copies = tiling.images * tiling.staged_rows * tiling.pixels.columns * tiling.channels / 8 / 32
-    walks = tiling.turns * tiling.channels / tiling.warp_channels
+    walks = tiling.iterations * tiling.channels / tiling.warp_channels
     taps = halves * height.taps * width.taps
     slots = walks * (products * _PRODUCT_SLOTS + loads + stores) + copies * _COPY + warps * (taps * _TAP + 100)
     shared = walks * (4 * loads + stores / 4) + 4 * copies
     busy = max(slots / _SLOTS, shared, walks * products * _PRODUCT)
     alone = _BLOCK_LATENCY + taps * _TAP + 32 * copies * _COPY / tiling.threads
-    alone += tiling.turns * (products * _PRODUCT_LATENCY + walked * _ROW_LATENCY * width.phases)
+    alone += tiling.iterations * (products * _PRODUCT_LATENCY + walked * _ROW_LATENCY * width.phases)
     cycles = cycles_of_waves(
         tiling.blocks, resident, device, lambda blocks: max(blocks * busy * unbalance(blocks * warps), alone)
     )

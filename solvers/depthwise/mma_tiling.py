@@ -72,12 +72,12 @@ class PairedPixels:
         step = width.stride
         matrices = width.reach + step + 1
         pixel = odd_words(2 * channels)
-        plane = rows * 2 * step * (pairs + (matrices - 1) // (2 * step)) * pixel
-        gap = (pairs * pixel - plane) % 128 if images > 1 else 0
+        image_bytes = rows * 2 * step * (pairs + (matrices - 1) // (2 * step)) * pixel
+        gap = (pairs * pixel - image_bytes) % 128 if images > 1 else 0
         return PairedPixels(
             columns=(2 * pairs - 1) * step + width.reach + 1,
             matrices=matrices,
-            shared_bytes=images * (plane + gap),
+            shared_bytes=images * (image_bytes + gap),
         )
 
 
@@ -102,7 +102,7 @@ class DepthwiseTiling:
         pairs: of outputs, across a tile.
         pixels: staged.
         staged_rows: of an image.
-        turns: walks of a warp's channels.
+        iterations: walks of a warp's channels.
         threads: of a block.
         registers: of a thread that spills nothing.
         fragments: of a row's pixels and 8 channels, at two taps each, in a phase of columns.
@@ -119,7 +119,7 @@ class DepthwiseTiling:
     pairs: int
     pixels: PairedPixels
     staged_rows: int
-    turns: int
+    iterations: int
     threads: int
     registers: int
     fragments: int
@@ -163,7 +163,7 @@ class DepthwiseTiling:
             pairs=pairs,
             pixels=pixels,
             staged_rows=met,
-            turns=ceil_div(images * pairs, 8),
+            iterations=ceil_div(images * pairs, 8),
             threads=4 * channels // halves,
             registers=round_up(_dilated(problem) * 2 // 3 + held + 24, 8),
             fragments=fragments,
@@ -187,7 +187,7 @@ class DepthwiseWeightsTiling:
         pairs: of outputs, across a tile.
         x, dy: pixels staged.
         staged_rows: of an image of x.
-        turns: groups of 8 pairs of a tile.
+        iterations: groups of 8 pairs of a tile.
         threads: of a block.
         registers: of a thread that spills nothing.
         products: of 8 pairs of a tile and 8 channels.
@@ -204,7 +204,7 @@ class DepthwiseWeightsTiling:
     x: PairedPixels
     dy: PairedPixels
     staged_rows: int
-    turns: int
+    iterations: int
     threads: int
     registers: int
     products: int
@@ -243,7 +243,7 @@ class DepthwiseWeightsTiling:
             x=x,
             dy=dy,
             staged_rows=met,
-            turns=ceil_div(images * pairs, 8),
+            iterations=ceil_div(images * pairs, 8),
             threads=4 * channels * config["warps"],
             registers=round_up(_dilated(problem) + 4 * products + 2 * kept + 6 * ceil_div(x.matrices, 4) + 48, 8),
             products=rows * products,

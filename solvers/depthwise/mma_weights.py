@@ -58,11 +58,11 @@ def _split_k(problem: ProblemDescription, device: Device, config: Config) -> Spl
     return SplitK(results=problem.w.size, splits=splits)
 
 
-def _is_dealt(problem: ProblemDescription, device: Device, config: Config) -> bool:
+def _uses_all_blocks(problem: ProblemDescription, device: Device, config: Config) -> bool:
     """Whether blocks use all their buffers, and a lesser number of blocks would not do the same."""
     splits = _splits(problem, device, config)
-    turns = ceil_div(DepthwiseWeightsTiling.of(problem, config).tile_count, splits)
-    if config["stages"] > turns or (config["stages"] == 1 and turns > 1):
+    tiles = ceil_div(DepthwiseWeightsTiling.of(problem, config).tile_count, splits)
+    if config["stages"] > tiles or (config["stages"] == 1 and tiles > 1):
         return False
     if config["cluster"] > 1:
         return device.sm >= _MIN_CLUSTER_SM and splits <= DepthwiseWeightsTiling.of(problem, config).tile_count
@@ -79,7 +79,7 @@ def _defines(
     return (
         ("ELEMENT", planar.x.dtype.value),
         *axis_defines(planar, IN=planar.spatial, OUT=planar.out_spatial),
-        ("ROWS", tiling.rows),
+        ("TILE_ROWS", tiling.rows),
         ("PAIRS", tiling.pairs),
         ("IMAGES", tiling.images),
         ("CHANNELS", tiling.channels),
@@ -135,21 +135,21 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     copies = pixels * tiling.channels / 8 / 32
     products = met * tiling.products
     loads = met * tiling.staged_rows * tiling.x.matrices + 2 * tiling.rows
-    walks = tiling.turns * groups
+    walks = tiling.iterations * groups
     slots = walks * (products * _PRODUCT_SLOTS + loads / 2 + _WALK_SLOTS) + copies * _COPY
     busy = max(slots / _SLOTS, walks * loads + 4 * copies, walks * products * _PRODUCT)
-    serial = ceil_div(tiling.turns, tiling.warps) * products
+    serial = ceil_div(tiling.iterations, tiling.warps) * products
     alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 32 * copies * _COPY / tiling.threads
     alone += serial * _PRODUCT_LATENCY
     resident = _resident(tiling, device)
     splits = _splits(problem, device, config)
-    turns, taps = ceil_div(tiling.tile_count, splits), problem.w.size // problem.c
+    tiles, taps = ceil_div(tiling.tile_count, splits), problem.w.size // problem.c
     blocks = tiling.channel_tiles * splits
     first = _BLOCK_LATENCY + _TAP_LATENCY * taps + warps * taps / 4
 
     def wave_cycles(held: int) -> float:
         """Cycles of as many blocks on one multiprocessor."""
-        return first + turns * max(held * busy * unbalance(held * warps), alone)
+        return first + tiles * max(held * busy * unbalance(held * warps), alone)
 
     cycles = cycles_of_waves(blocks, resident, device, wave_cycles)
     processing = 1e3 * cycles / device.clock_hz
@@ -257,11 +257,11 @@ class ConvDepthwiseMmaWeights(Solver):
         if config["cluster"] > 1 and config["blocks"] > 0:
             return False
         tiling = DepthwiseWeightsTiling.of(problem, config)
-        if config["warps"] > tiling.turns or tiling.threads > _MAX_THREADS:
+        if config["warps"] > tiling.iterations or tiling.threads > _MAX_THREADS:
             return False
         if tiling.products > _MAX_PRODUCTS and config["rows"] > min(_ROWS):
             return False
-        if config != _LAST_RESORT and not _is_dealt(problem, device, config):
+        if config != _LAST_RESORT and not _uses_all_blocks(problem, device, config):
             return False
         return tiling.registers <= _MAX_REGISTERS and _resident(tiling, device) > 0
 

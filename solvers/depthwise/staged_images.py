@@ -85,15 +85,17 @@ class StagedVector:
 
     @staticmethod
     def of(tensor: TensorDescriptor, channels: int, *, whole: bool) -> StagedVector:
-        """Those of blocks of `channels` channels; `whole` where a block holds whole planes of the tensor.
+        """Those of blocks of `channels` channels; `whole` where a block holds whole images of the tensor.
 
         Running on takes more arithmetic an element than moving rows: it pays where rows are of odd length.
         """
         if tensor.layout.channels_last:
             return StagedVector(length=math.gcd(_MOST, channels, tensor.shape[1]))
-        row, plane = math.gcd(_MOST, tensor.shape[-1]), math.prod(tensor.shape[2:])
-        run = math.gcd(_MOST, channels * plane, tensor.shape[1] * plane)
-        return StagedVector(length=run, flat=True) if whole and row == 1 and run >= 4 else StagedVector(length=row)
+        row, area = math.gcd(_MOST, tensor.shape[-1]), math.prod(tensor.shape[2:])
+        segment = math.gcd(_MOST, channels * area, tensor.shape[1] * area)
+        return (
+            StagedVector(length=segment, flat=True) if whole and row == 1 and segment >= 4 else StagedVector(length=row)
+        )
 
 
 def gap_slots(images: int) -> int:
@@ -107,7 +109,7 @@ def min_blocks(registers: int, threads: int, shared_bytes: int) -> int:
 
 
 def refuse_large(problem: ProblemDescription) -> Applicability:
-    """Why the kernels on planes cannot compute a problem, whatever its direction; APPLICABLE if they can."""
+    """Why the kernels on staged images cannot compute a problem, whatever its direction; APPLICABLE if they can."""
     if not problem.groups == problem.c == problem.k:
         return Applicability(f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}")
     if any(size != 1 for size in (*problem.conv.stride, *problem.conv.dilation)):

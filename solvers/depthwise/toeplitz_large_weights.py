@@ -173,7 +173,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("OUT_FLAT", int(tiling.out_vector.flat)),
         ("MIN_BLOCKS", min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)),
         ("SHARED_BYTES", tiling.shared_bytes),
-        ("FINAL", int(config["splits"] == 1)),
+        ("ONE_SPLIT", int(config["splits"] == 1)),
         SHAPE.define,
     )
 

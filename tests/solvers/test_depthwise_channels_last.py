@@ -19,7 +19,7 @@ from miofind.solvers.depthwise.channels_last_rows import (
     RowAxis,
     RowTiling,
     bank_conflicts,
-    even_share,
+    even_size,
     is_whole,
     phases,
     pixel_pitch,
@@ -104,12 +104,12 @@ def test_units_hold_the_outputs_of_every_class(size: int, taps: int, pad: int, s
 
 @pytest.mark.parametrize(("total", "most", "unit", "share"), [(144, 64, 8, 48), (240, 64, 8, 64), (56, 28, 1, 28)])
 def test_shares_are_even(total: int, most: int, unit: int, share: int) -> None:
-    assert even_share(total, most, unit) == share
+    assert even_size(total, most, unit) == share
 
 
 @given(total=st.integers(1, 2000), most=st.integers(1, 200), unit=st.sampled_from([1, 2, 4, 8]))
 def test_shares_are_whole_units_within_the_limit(total: int, most: int, unit: int) -> None:
-    share = even_share(total, most, unit)
+    share = even_size(total, most, unit)
     assert share % unit == 0
     assert share <= max(unit, math.ceil(most / unit) * unit)
     assert math.ceil(total / share) <= math.ceil(total / max(most, unit))
@@ -141,11 +141,11 @@ def test_tiles_cover_the_output(direction: Direction, stride: int, size: int) ->
         tiling = RowTiling.of(problem, config, 1)
         backward = direction is Direction.BACKWARD_DATA
         height, width = row_axes(problem)
-        assert tiling.strips * config["rows"] >= height.units(backward=backward)
-        assert tiling.column_tiles * tiling.groups * config["columns"] >= width.units(backward=backward)
-        assert (tiling.strips - 1) * config["rows"] < height.units(backward=backward)
+        assert tiling.row_blocks * config["rows"] >= height.units(backward=backward)
+        assert tiling.column_tiles * tiling.thread_groups * config["columns"] >= width.units(backward=backward)
+        assert (tiling.row_blocks - 1) * config["rows"] < height.units(backward=backward)
         assert tiling.channel_blocks * tiling.channels >= problem.c > (tiling.channel_blocks - 1) * tiling.channels
-        blocks = tiling.channel_blocks * tiling.column_tiles * tiling.strips * problem.n
+        blocks = tiling.channel_blocks * tiling.column_tiles * tiling.row_blocks * problem.n
         assert tiling.blocks == blocks * height.y_step * width.y_step
         (step,) = SOLVER.solution(problem, H200, config).kernels
         (shape,) = (argument for argument in step.args if isinstance(argument, Struct))
