@@ -8,6 +8,7 @@
 // Accumulators of FILTER_Y rows of dx are in registers and move up by STRIDE_Y from row to row of dy; complete rows are
 // written from there. Fragments of filters stay in registers, too. WARPS warps share the s2d blocks, BLOCKS times 16
 // each. Grid: strips, times tiles of s2d blocks, times images.
+#include "few_channels/filters.cuh"
 #include "few_channels/row_copies.cuh"
 #include "common/divisor.cuh"
 #include "common/mma.cuh"
@@ -60,13 +61,6 @@ constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kKStep
 constexpr int kRawAt = (STAGES - 1) * kRowBytes, kFragmentsAt = kRawAt + kRawBytes;
 static_assert(SHARED_BYTES == maximum(STAGES * kRowBytes, kFragmentsAt + 256 * kFragments),
               "SHARED_BYTES is what the tiling computed: host and kernel must agree");
-
-__device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
-  constexpr int kCount = FILTERS * kTaps;
-  for (int i = 8 * threadIdx.x; i < kCount; i += 8 * kThreads)
-    copy_some(raw + 2 * i, filters + i, min(16, 2 * (kCount - i)));
-  commit_copies();
-}
 
 // Lays out the filters as the fragments of the product, zeros beyond the filters and where a pixel does not meet a
 // column.
@@ -256,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       first_there, end_there};
   unsigned char *const raw = shared + kRawAt, *const fragments = shared + kFragmentsAt;
 
-  load_filters(static_cast<unsigned>(__cvta_generic_to_shared(raw)), w);
+  load_filters<kThreads>(static_cast<unsigned>(__cvta_generic_to_shared(raw)), w, FILTERS * kTaps);
   // Rows above the first of dy meet nothing.
   int row = max(begin - kMetY + 1, 0);
 #pragma unroll 1

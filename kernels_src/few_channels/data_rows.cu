@@ -8,6 +8,7 @@
 // registers. WARPS_M warps share the columns, in BLOCKS blocks of 16, WARPS_N the taps, WARPS_K the filters. A block
 // completes pixels of space-to-depth (s2d) blocks, STRIDE pixels each: block I of dx meets rows I, I - 1, ... of dy.
 // Grid: strips, times column tiles, times images.
+#include "few_channels/filters.cuh"
 #include "few_channels/row_streaming.cuh"
 #include "common/mma.cuh"
 
@@ -30,13 +31,6 @@ constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kKStep
 constexpr int kProductAt = STAGES * kRowBytes;
 static_assert(SHARED_BYTES == kProductAt + maximum(8 * kProductFloats, kRawBytes + 256 * kFragments),
               "SHARED_BYTES is what the tiling computed: host and kernel must agree");
-
-__device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
-  constexpr int kCount = FILTERS * kTaps;
-  for (int i = 8 * threadIdx.x; i < kCount; i += 8 * kThreads)
-    copy_some(raw + 2 * i, filters + i, min(16, 2 * (kCount - i)));
-  commit_copies();
-}
 
 // Lays out the filters as the fragments of the product, zeros beyond the filters and the taps.
 __device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* raw) {
@@ -144,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   float* const products = reinterpret_cast<float*>(shared + kProductAt);
   unsigned char* const raw = shared + kProductAt;
-  load_filters(static_cast<unsigned>(__cvta_generic_to_shared(raw)), w);
+  load_filters<kThreads>(static_cast<unsigned>(__cvta_generic_to_shared(raw)), w, FILTERS * kTaps);
   // Rows above the first of dy meet nothing.
   int row = max(strip.begin - kS2dY + 1, 0);
 #pragma unroll 1

@@ -8,18 +8,12 @@
 // and the filters rotate instead: they are laid out once for every entry that may come first. A team, a warpgroup for
 // each 64 rows of M, goes down a strip of blocks, whose rows of dy stream through STAGES buffers. A thread block's
 // TEAMS share the filters. Grid: strips, times tiles of COLUMNS s2d blocks, times images, dealt to teams.
+#include "few_channels/filters.cuh"
 #if CHANNELS_LAST
 #include "few_channels/data_wgmma_nhwc.cuh"
 #else
 #include "few_channels/data_wgmma_nchw.cuh"
 #endif
-
-__device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
-  constexpr int kCount = FILTERS * kTaps;
-  for (int i = 8 * threadIdx.x; i < kCount; i += 8 * kThreads)
-    copy_some(raw + 2 * i, filters + i, min(16, 2 * (kCount - i)));
-  commit_copies();
-}
 
 // Lays out the filters as words, zeros beyond filters and taps: of each shift and 8 filters, rows of all entries. A
 // thread has the same row of every kAtOnce-th 8 filters.
@@ -126,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int begin = shape.first_row + row_of_strips * shape.strip_rows;
   const int end = number < shape.strips ? min(begin + shape.strip_rows, shape.end_row) : 0;
 
-  load_filters(shared_address(shared + kLastAt), w);
+  load_filters<kThreads>(shared_address(shared + kLastAt), w, FILTERS * kTaps);
   int row = begin - kS2dY + 1;
   Rows staged(dy, shape, shared, team, image, strip.s2d * S2D_STRIDES - shape.columns_ahead - (kS2dX - 1), row, end);
   staged.begin();

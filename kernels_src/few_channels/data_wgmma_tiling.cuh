@@ -1,7 +1,6 @@
 // Of few_channels/data_wgmma.cu, which says what s2d blocks and entries are: their sizes, and those of the filters.
 #pragma once
 
-#include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
 #include "common/tile.cuh"
 

@@ -8,8 +8,8 @@
 // output of a window. Windows are rows of the product and filters its columns if CHANNELS_LAST, else the other way
 // round, and both are ordered so that a thread's results are 8 neighbours in memory. WARPS warps take BLOCKS * 16
 // windows at a time. Grid: persistent; a block keeps its filters and goes through tiles of images.
-#include "common/copy_bytes.cuh"
 #include "common/mma.cuh"
+#include "few_channels/filters.cuh"
 #include "few_channels/output_tiles.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
@@ -50,13 +50,6 @@ static_assert(SHARED_BYTES == kFilterBytes + maximum(Pixels::kBytes, kRawBytes),
 // Windows whose results are one thread's 8 neighbours are of this many blocks.
 constexpr int kGroupBlocks = CHANNELS_LAST ? 1 : 2 / kOutputs;
 static_assert(kBlocks % kGroupBlocks == 0, "BLOCKS is a multiple of the blocks whose results are 8 neighbours");
-
-// Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
-__device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
-  for (int i = 8 * threadIdx.x; i < count; i += 8 * kThreads)
-    copy_some(raw + 2 * i, filters + i, min(16, 2 * (count - i)));
-  commit_copies();
-}
 
 // Which filter of 32 a column of the product is: thread t holds columns 2t and 2t + 1 of each 8, for filters 8t ...
 // + 7.
@@ -233,9 +226,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   OutputTile tile = {0, first_k, 0, 0};
   Loader loader;
-  load_filters(base + kFilterBytes, w + first_k * kTaps, count * kTaps);
+  load_filters<kThreads>(base + kFilterBytes, w + first_k * kTaps, count * kTaps);
   go_to(tile, shape, first_tile);
-  if (Loader::kIsWhole) loader.take(x, input_tile_of(tile, shape));
+  if (Loader::kIsWhole) loader.load(x, input_tile_of(tile, shape));
   wait_for_copies<0>();
   __syncthreads();  // the filters have arrived
   stage_filters(shared, reinterpret_cast<const ELEMENT*>(input_tile), count);
@@ -249,14 +242,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   for (int number = first_tile; number < shape.tiles; number += shape.tile_step) {
     go_to(tile, shape, number);
     if (Loader::kIsWhole)
-      loader.put(input_tile);
+      loader.store(input_tile);
     else
-      loader.move(input_tile, x, input_tile_of(tile, shape));
+      loader.copy(input_tile, x, input_tile_of(tile, shape));
     __syncthreads();  // the input tile is in place
     const OutputTile stored = tile;
     if (Loader::kIsWhole && number + shape.tile_step < shape.tiles) {
       go_to(tile, shape, number + shape.tile_step);
-      loader.take(x, input_tile_of(tile, shape));
+      loader.load(x, input_tile_of(tile, shape));
     }
 #pragma unroll 1
     for (int block = warp * kBlocks; block < kWindowBlocks; block += WARPS * kBlocks) {

@@ -9,8 +9,8 @@
 // after next are loaded, and those of the next one written, while wgmma is under way. Results go through shared memory
 // to words of 16 bytes in the tensor's order, and on at once, or, if DEFERRED_STORE, while the next wgmma is under way.
 // Grid: persistent; a block keeps its filters and goes through every `tile_step`-th tile of images.
-#include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
+#include "few_channels/filters.cuh"
 #include "few_channels/window_rows.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
@@ -104,13 +104,6 @@ constexpr int kLineUnits = (CHANNELS_LAST ? kBlockFilters : kTileW) / OUT_VECTOR
 constexpr int kPowerUnits = power_of_two(kLineUnits), kSlots = kPowerUnits < 128 ? kPowerUnits : 128;
 constexpr int kSlotUnits = ceil_div(kLineUnits, kSlots), kRoundLines = 128 / kSlots,
               kRounds = ceil_div(kLines, kRoundLines);
-
-// Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
-__device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
-  for (int i = 8 * threadIdx.x; i < count; i += 8 * kThreads)
-    copy_some(raw + 2 * i, filters + i, min(16, 2 * (count - i)));
-  commit_copies();
-}
 
 // Lays out the filters for the products, zeros beyond the `count` of them. Row 16 * w + r of a block is filter 16 * w +
 // r, or, of two outputs, filter 8 * w + r % 8 for output r / 8. A thread takes a row of taps; neighbours take those of
@@ -272,11 +265,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   InputTileOrigin origin = {shape.height, shape.width, 0, 0, 0};
   int first, last;  // row of y that begins the strip, and the one that ends it
   const auto load = [&](Loader& loader) {
-    loader.take(x, origin);
+    loader.load(x, origin);
     origin.row += kChunkRows;
   };
   const auto write = [&](const Loader& loader, int chunk) {
-    loader.put(shared + kFilterBytes + chunk * Chunk::kBytes);
+    loader.store(shared + kFilterBytes + chunk * Chunk::kBytes);
   };
   // Stores what this warpgroup has laid out, of the step that began with a row.
   const auto store_step = [&](int row) {
@@ -311,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (to.row + STEP_ROWS < last) load(loader);
   };
 
-  load_filters(shared_address(raw), w + first_k * kTaps, count * kTaps);
+  load_filters<kThreads>(shared_address(raw), w + first_k * kTaps, count * kTaps);
   begin(first_tile);
   wait_for_copies<0>();
   __syncthreads();  // the filters have arrived

@@ -73,7 +73,7 @@ struct InputTileLoader {
   }
 
   // Starts to load, from vector `first` on.
-  __device__ __forceinline__ void take(const T* __restrict__ x, const InputTileOrigin& origin, int first = 0) {
+  __device__ __forceinline__ void load(const T* __restrict__ x, const InputTileOrigin& origin, int first = 0) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int rank = first + i * kThreads + threadIdx.x;
@@ -100,8 +100,8 @@ struct InputTileLoader {
     }
   }
 
-  // Writes what take() loaded from vector `first` on.
-  __device__ __forceinline__ void put(unsigned char* input_tile, int first = 0) const {
+  // Writes what load() loaded from vector `first` on.
+  __device__ __forceinline__ void store(unsigned char* input_tile, int first = 0) const {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int rank = first + i * kThreads + threadIdx.x;
@@ -128,12 +128,12 @@ struct InputTileLoader {
   }
 
   // Both, for input tiles of any size.
-  __device__ __forceinline__ void move(unsigned char* input_tile, const T* __restrict__ x,
+  __device__ __forceinline__ void copy(unsigned char* input_tile, const T* __restrict__ x,
                                        const InputTileOrigin& origin) {
 #pragma unroll 1
     for (int first = 0; first < TileShape::kVectors; first += kLoads * kThreads) {
-      take(x, origin, first);
-      put(input_tile, first);
+      load(x, origin, first);
+      store(input_tile, first);
     }
   }
 };

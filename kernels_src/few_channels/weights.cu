@@ -266,10 +266,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
   clear_rest(shared);
   go_to(tile, shape, split);
-  loader.move(shared + kInputTileAt, x, input_tile_of(tile, shape));
+  loader.copy(shared + kInputTileAt, x, input_tile_of(tile, shape));
   if (split + shape.tile_step < shape.tiles) {
     go_to(tile, shape, split + shape.tile_step);
-    if (Loader::kIsWhole) loader.take(x, input_tile_of(tile, shape));
+    if (Loader::kIsWhole) loader.load(x, input_tile_of(tile, shape));
   }
   Accumulators acc = {};
   int stage = 0, half = 0;
@@ -289,16 +289,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     // The next input tile was taken a round before, and now the one after it is.
     unsigned char* const input_tile = shared + kInputTileAt + (half ^ 1) * Pixels::kBytes;
     if (Loader::kIsWhole && number + shape.tile_step < shape.tiles) {
-      loader.put(input_tile);
+      loader.store(input_tile);
       go_to(tile, shape, number + 2 * shape.tile_step);
-      if (number + 2 * shape.tile_step < shape.tiles) loader.take(x, input_tile_of(tile, shape));
+      if (number + 2 * shape.tile_step < shape.tiles) loader.load(x, input_tile_of(tile, shape));
     }
     const unsigned now = base + stage * kOutBytes;
     if (first_y < FILTER_Y)
       add_tile(acc, now, base + kInputTileAt + half * Pixels::kBytes, first_y, first_filter, slice);
     if (!Loader::kIsWhole && number + shape.tile_step < shape.tiles) {
       go_to(tile, shape, number + shape.tile_step);
-      loader.move(input_tile, x, input_tile_of(tile, shape));
+      loader.copy(input_tile, x, input_tile_of(tile, shape));
     }
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     half ^= 1;

@@ -85,10 +85,10 @@ struct Pixels : Staged {
 };
 
 struct Loader : InputTileLoader<Pixels, kProducerThreads, ELEMENT> {
-  // Writes what take() loaded, a pixel into both words that hold it.
-  __device__ __forceinline__ void put_words(unsigned char* input_tile, int first) const {
+  // Writes what load() loaded, a pixel into both words that hold it.
+  __device__ __forceinline__ void store_words(unsigned char* input_tile, int first) const {
     if constexpr (kWordPixels == 2) {
-      put(input_tile, first);
+      store(input_tile, first);
     } else {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
@@ -144,7 +144,7 @@ struct OutLoader {
   }
 
   // Starts to load.
-  __device__ __forceinline__ void take(const ELEMENT* __restrict__ dy, const Shape& shape, const OutputTile& tile,
+  __device__ __forceinline__ void load(const ELEMENT* __restrict__ dy, const Shape& shape, const OutputTile& tile,
                                        int thread) {
     const int rows = shape.out_height - tile.row, columns = shape.out_width - tile.column;
     const int channels = shape.out_channels, filters = channels - tile.first_k;
@@ -171,8 +171,8 @@ struct OutLoader {
     }
   }
 
-  // Writes what take() loaded.
-  __device__ __forceinline__ void put(unsigned char* to, int thread) const {
+  // Writes what load() loaded.
+  __device__ __forceinline__ void store(unsigned char* to, int thread) const {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int position = thread + i * kProducerThreads, k = filter_of(position), column = column_of(position);
@@ -285,20 +285,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const auto load = [&](int number) {
       if (number >= shape.tiles) return;
       go_to(tile, shape, number);
-      pixels.take(x, input_tile_of(tile, shape), -kProducerThreads * producer);
-      outputs.take(dy, shape, tile, thread);
+      pixels.load(x, input_tile_of(tile, shape), -kProducerThreads * producer);
+      outputs.load(dy, shape, tile, thread);
     };
-    const auto put = [&](int number, int stage) {
+    const auto store = [&](int number, int stage) {
       if (number >= shape.tiles) return;
-      pixels.put_words(shared + kInputTileAt + stage * Pixels::kBytes, -kProducerThreads * producer);
-      outputs.put(shared + stage * kOutBytes, thread);
+      pixels.store_words(shared + kInputTileAt + stage * Pixels::kBytes, -kProducerThreads * producer);
+      outputs.store(shared + stage * kOutBytes, thread);
       fence_proxy_async();  // waits for loads, too: none of this thread may be on its way for a later tile
     };
     if constexpr (kIsProducer) {
       clear_rest(shared);
       fence_proxy_async();
       load(split + producer * shape.tile_step);
-      if (producer == 0) put(split, 0);
+      if (producer == 0) store(split, 0);
       if (kProducers == 1) load(split + shape.tile_step);
     }
     TileAccumulators acc = {};
@@ -314,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       if constexpr (kIsProducer) {
         // The producer that put this tile in place goes on to load, and another puts the next in place.
         const int next = round + 1 == kProducers ? 0 : round + 1;
-        if (producer == next) put(number + shape.tile_step, stage);
+        if (producer == next) store(number + shape.tile_step, stage);
         if (producer == round) load(number + maximum(2, kProducers) * shape.tile_step);
         round = next;
       }

@@ -18,7 +18,7 @@ from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.few_channels.data_tiling import DataTiling
 from miofind.solvers.few_channels.s2d_blocks import S2dBlocks
 from miofind.solvers.few_channels.shapes import DATA_SHAPE, images
-from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
+from miofind.solvers.few_channels.solver import FewChannelsSolver, gradient_defines
 from miofind.solvers.few_channels.window_rows import refuse_windows
 
 _MAX_HELD = 184

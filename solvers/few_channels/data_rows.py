@@ -13,7 +13,7 @@ from miofind.device.device import Device
 from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.few_channels.row_streaming import RowStreaming, StreamingCost, warps
-from miofind.solvers.few_channels.shared import FewChannelsSolver
+from miofind.solvers.few_channels.solver import FewChannelsSolver
 
 _MAX_HELD = 184
 _MAX_WARPS = 12

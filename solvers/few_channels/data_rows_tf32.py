@@ -18,7 +18,7 @@ from miofind.solvers.common.packed_groups import is_ample
 from miofind.solvers.common.product_tiles import products_of_tf32
 from miofind.solvers.few_channels.row_streaming import StreamingCost, warps
 from miofind.solvers.few_channels.row_streaming_tf32 import MAX_REGISTERS, RowStreamingTf32
-from miofind.solvers.few_channels.shared import FewChannelsSolver
+from miofind.solvers.few_channels.solver import FewChannelsSolver
 
 _LEAST_WARPS, _MAX_WARPS = 4, 12
 _WARPS_M = (1, 2, 4, 7, 8)

@@ -20,7 +20,7 @@ from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.few_channels.data_wgmma_tiling import DataWgmmaTiling
 from miofind.solvers.few_channels.shapes import DATA_WGMMA_SHAPE, images
-from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver, gradient_defines
+from miofind.solvers.few_channels.solver import HOPPER_KEYS, FewChannelsSolver, gradient_defines
 
 _MAX_THREADS = 512
 _MAX_WARPGROUPS = 4

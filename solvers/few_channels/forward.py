@@ -16,7 +16,7 @@ from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.few_channels.shapes import TILED_SHAPE
-from miofind.solvers.few_channels.shared import FewChannelsSolver, problem_defines
+from miofind.solvers.few_channels.solver import FewChannelsSolver, problem_defines
 from miofind.solvers.few_channels.tile_schedule import TileSchedule
 from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 

@@ -20,7 +20,7 @@ from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, 
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.few_channels.shapes import STRIPS_SHAPE
-from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver, problem_defines
+from miofind.solvers.few_channels.solver import HOPPER_KEYS, FewChannelsSolver, problem_defines
 from miofind.solvers.few_channels.tile_schedule import TileSchedule
 from miofind.solvers.few_channels.window_rows import MAX_CHANNELS, is_same_load
 

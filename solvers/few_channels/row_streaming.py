@@ -16,7 +16,7 @@ from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.few_channels.s2d_blocks import S2dRows, Strips
 from miofind.solvers.few_channels.shapes import ROWS_SHAPE, images
-from miofind.solvers.few_channels.shared import gradient_defines
+from miofind.solvers.few_channels.solver import gradient_defines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from miofind.solver.steps import (
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.few_channels.shapes import TILED_SHAPE
-from miofind.solvers.few_channels.shared import FewChannelsSolver, problem_defines
+from miofind.solvers.few_channels.solver import FewChannelsSolver, problem_defines
 from miofind.solvers.few_channels.tile_schedule import TileSchedule
 from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 
