@@ -20,6 +20,7 @@ from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.errors import MiofindError
 from miofind.find.lookup import records
+from miofind.find.lookup.scopes import Coverage
 from miofind.find.pipeline import measure
 from miofind.measure.backend import Runnable, TimedCandidate
 from miofind.measure.timer import Timer
@@ -132,7 +133,7 @@ def _find(
             if precompiler is not None and following is not None:
                 precompiler.prepare(following.problem, handle)
             try:
-                if records.look_up(entry.problem, options, handle, partial=False) is None:
+                if records.look_up(entry.problem, options, handle, coverage=Coverage.ALL) is None:
                     measure(entry.problem, options, handle, ahead=pool)
             except MiofindError as error:
                 failures[entry.problem] = str(error)

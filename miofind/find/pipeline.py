@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
@@ -16,6 +17,7 @@ from miofind.errors import LaunchError, NoPlaceError, NoSolutionError
 from miofind.evaluate.evaluate import Job
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import candidate_of, incumbent, known_times
+from miofind.find.lookup.scopes import Coverage
 from miofind.find.plan import Plan, make_plan, stored_plan
 from miofind.find.recording import Recording, row_of, storable
 from miofind.find.rounds import FindRequest, Measuring, searched
@@ -52,8 +54,9 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
         handle.forget_answers(problem.network_config)
     if mode is not FindMode.NORMAL and options.find_enforce not in _ALWAYS_MEASURES:
         dynamic_only = mode is FindMode.DYNAMIC_HYBRID
+        coverage = _coverage(dynamic_only)
         queue = mode is not FindMode.FAST or handle.database.is_recorded  # it only reads, so it makes no FindDB
-        hit = records.look_up(problem, options, handle, dynamic_only=dynamic_only, queue=queue)
+        hit = records.look_up(problem, options, handle, coverage=coverage, queue=queue)
         if hit is not None:
             logger.debug("the FindDB has %d solutions: %s", len(hit), problem)
             verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)
@@ -67,7 +70,7 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
             return _ordered(estimates(problem, options, handle, dynamic_only=dynamic_only), options)
         with handle.measuring:
             # another thread may have measured it meanwhile
-            answer = records.look_up(problem, options, handle, dynamic_only=dynamic_only)
+            answer = records.look_up(problem, options, handle, coverage=coverage)
             if answer is None:
                 answer = measure(problem, options, handle, dynamic_only=dynamic_only)
         return _ordered(answer, options)
@@ -124,38 +127,51 @@ def measure(
     plan = plan.without(left_out)
     plan.log()
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
-    gaps = Gaps()
-    with handle.measuring, Recording(problem, options, handle, plan) as recording:
-        request = FindRequest(
-            problem=problem, options=options, handle=handle, incumbent=incumbent(problem, handle), ahead=ahead
-        )
-        measuring = Measuring(request, recording)
-        if plan.spaces:
-            known = {} if afresh else known_times(problem, handle)
-            known |= {candidate_of(name, problem): None for name in left_out}
-            recording.know(known)
-            search = _search(problem, options, plan, known)
-            outcomes = searched(search, measuring, besides)
-            recording.search_ended = search.is_complete
-        else:
-            listed = {*(p.candidate for p in plan.candidates), *besides}
-            outcomes = measuring.run([*(p.candidate for p in plan.candidates), *besides], Effort.FIND)
-            left = listed - {outcome.candidate for outcome in outcomes}
-            gaps = Gaps(candidates=len(listed), unmeasured=len(left))
-        if not any(outcome.status.usable for outcome in outcomes):
-            effort = Effort.TUNE if options.searches else Effort.FIND
-            outcomes += measuring.run((p.candidate for p in plan.last_resort), effort)
+    request = FindRequest(problem=problem, options=options, handle=handle, ahead=ahead)
+    outcomes, gaps = _measured(request, plan, besides, left_out, afresh=afresh)
     if start:
         start.add(problem.network_config)
     handle.forget_answers(problem.network_config)
     measured = {outcome.candidate.id for outcome in outcomes if outcome.status.usable}
     answer = None
     if measured:
-        answer = records.look_up(problem, options, handle, measured=measured, dynamic_only=dynamic_only)
+        answer = records.look_up(problem, options, handle, measured=measured, coverage=_coverage(dynamic_only))
     if not answer:
         raise _nothing_found(problem, plan, outcomes)
     answer[0].solution_list.gaps = gaps
     return answer
+
+
+def _measured(
+    request: FindRequest, plan: Plan, besides: Sequence[Candidate], left_out: Iterable[str], *, afresh: bool
+) -> tuple[list[Outcome], Gaps]:
+    """Outcomes of a plan's candidates and of others besides, as they were recorded, and what the budget left out.
+
+    Where none of them is usable, those of the plan's last resort follow.
+    """
+    problem, options, handle = request.problem, request.options, request.handle
+    with handle.measuring, Recording(problem, options, handle, plan) as recording:
+        measuring = Measuring(replace(request, incumbent=incumbent(problem, handle)), recording)
+        if plan.spaces:
+            known = {} if afresh else known_times(problem, handle)
+            known |= {candidate_of(name, problem): None for name in left_out}
+            recording.know(known)
+            search = _search(problem, options, plan, known)
+            outcomes, gaps = searched(search, measuring, besides), Gaps()
+            recording.search_ended = search.is_complete
+        else:
+            listed = dict.fromkeys([*(planned.candidate for planned in plan.candidates), *besides])
+            outcomes = measuring.run(listed, Effort.FIND)
+            left = listed.keys() - {outcome.candidate for outcome in outcomes}
+            gaps = Gaps(candidates=len(listed), unmeasured=len(left))
+        if not any(outcome.status.usable for outcome in outcomes):
+            effort = Effort.TUNE if options.searches else Effort.FIND
+            outcomes += measuring.run((planned.candidate for planned in plan.last_resort), effort)
+    return outcomes, gaps
+
+
+def _coverage(dynamic_only: bool) -> Coverage:
+    return Coverage.DYNAMIC if dynamic_only else Coverage.PARTIAL
 
 
 def _left_out(problem: ProblemDescription, options: FindOptions, handle: Handle) -> dict[str, str]:

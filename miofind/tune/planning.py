@@ -5,6 +5,7 @@ from __future__ import annotations
 from miofind.core.problem import ProblemDescription
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import known_times
+from miofind.find.lookup.scopes import Coverage
 from miofind.find.plan import Plan, make_plan, stored_plan
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
@@ -32,7 +33,7 @@ def known_solutions(
         return None
     if options.stored:
         return _measured_again(problem, options, handle)
-    return records.look_up(problem, options.find, handle, partial=False, queue=queue)
+    return records.look_up(problem, options.find, handle, coverage=Coverage.ALL, queue=queue)
 
 
 def _measured_again(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> list[Solution] | None:

@@ -22,6 +22,7 @@ from miofind.evaluate.evaluate import Job
 from miofind.evaluate.executors import InProcess
 from miofind.find import rounds
 from miofind.find.lookup import records, validity
+from miofind.find.lookup.scopes import Coverage
 from miofind.find.pipeline import find, measure
 from miofind.find.rounds import FindRequest, Measuring
 from miofind.find.search import FINALISTS, ROUND
@@ -128,7 +129,7 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handle]:
 
 def known(options: FindOptions, handle: Handle) -> list[Solution] | None:
     """What a tuning would leave it at."""
-    return records.look_up(PROBLEM, options, handle, partial=False)
+    return records.look_up(PROBLEM, options, handle, coverage=Coverage.ALL)
 
 
 def rows(handle: Handle) -> int:

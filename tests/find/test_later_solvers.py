@@ -17,6 +17,7 @@ from miofind.device.device import Device, Library, Place
 from miofind.errors import NoSolutionError
 from miofind.find import row_check
 from miofind.find.lookup import records, scopes, validity
+from miofind.find.lookup.scopes import Coverage
 from miofind.finddb import ProblemKey, Scope, Store
 from miofind.options import FindMode
 from miofind.runtime.solution import Solution, Source
@@ -37,7 +38,7 @@ def test_an_answer_is_whole_until_a_later_solver_may_serve(tmp_path: Path, reque
     body = {"id": "vendor/Later", "is_applicable": lambda *_: Applicability("" if serves else "refused")}
     known = Registry.default().with_solvers(type("Later", (DIRECT,), body)())
     with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=known) as handle:
-        whole = records.look_up(PROBLEM, request_, handle, partial=False)
+        whole = records.look_up(PROBLEM, request_, handle, coverage=Coverage.ALL)
         assert (whole is None) is serves
         assert bool(records.look_up(PROBLEM, request_, handle)) is not (serves and bool(request_.only))
 
@@ -87,28 +88,28 @@ def solver_ids(solutions: Sequence[Solution] | None) -> set[str]:
     return {solution.solver_id for solution in solutions or ()}
 
 
-@pytest.mark.parametrize("partial", [True, False], ids=["find", "tune"])
+@pytest.mark.parametrize("coverage", [Coverage.PARTIAL, Coverage.ALL], ids=["find", "tune"])
 def test_an_answer_from_before_a_solver_came_does_not_hide_a_shipped_one_that_has_it(
-    layers: _Layers, partial: bool
+    layers: _Layers, coverage: Coverage
 ) -> None:
     layers.measured("user")
     layers.comes("vendor/Later")
     layers.measured("shipped")
     with layers.open() as handle:
-        assert "vendor/Later" in solver_ids(records.look_up(PROBLEM, FindOptions(), handle, partial=partial))
+        assert "vendor/Later" in solver_ids(records.look_up(PROBLEM, FindOptions(), handle, coverage=coverage))
         assert handle.database.rechecks() == (), "nothing is missing"
 
 
-@pytest.mark.parametrize("partial", [True, False], ids=["find", "tune"])
+@pytest.mark.parametrize("coverage", [Coverage.PARTIAL, Coverage.ALL], ids=["find", "tune"])
 @pytest.mark.parametrize("lost", ["best", "all"])
 def test_an_answer_whose_best_rows_are_void_does_not_hide_a_shipped_one_that_holds(
-    layers: _Layers, lost: str, partial: bool
+    layers: _Layers, lost: str, coverage: Coverage
 ) -> None:
     found = layers.measured("user")
     layers.measured("shipped")
     layers.make_void("user", *solver_ids(found if lost == "all" else found[:1]))
     with layers.open() as handle:
-        assert solver_ids(records.look_up(PROBLEM, FindOptions(), handle, partial=partial)) == solver_ids(found)
+        assert solver_ids(records.look_up(PROBLEM, FindOptions(), handle, coverage=coverage)) == solver_ids(found)
         assert handle.database.rechecks() == ()
 
 
@@ -118,7 +119,7 @@ def test_of_answers_that_all_lack_solvers_the_one_that_lacks_the_fewest_is_given
     layers.measured("shipped")
     layers.comes("vendor/Second")
     with layers.open() as handle:
-        assert records.look_up(PROBLEM, FindOptions(), handle, partial=False) is None
+        assert records.look_up(PROBLEM, FindOptions(), handle, coverage=Coverage.ALL) is None
         assert "vendor/First" in solver_ids(records.look_up(PROBLEM, FindOptions(), handle))
         assert [note.reason for note in handle.database.rechecks()] == ["not measured yet: vendor/Second"]
 
@@ -178,7 +179,7 @@ def test_finds_of_some_solvers_each_make_one_answer(tmp_path: Path) -> None:
             assert records.look_up(PROBLEM, whole, handle) is None, "a filter's answer is none to who asks for all"
             with contextlib.suppress(NoSolutionError):
                 miofind.find_solutions(PROBLEM, options=replace(whole, only=tuple(some)), handle=handle)
-        assert records.look_up(PROBLEM, whole, handle, partial=False)
+        assert records.look_up(PROBLEM, whole, handle, coverage=Coverage.ALL)
 
 
 def test_what_a_filter_left_out_did_not_come_later(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find import recording as recording_module
 from miofind.find.lookup import failures, known, records, scopes, validity
+from miofind.find.lookup.scopes import Coverage
 from miofind.find.pipeline import estimates
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
@@ -101,14 +102,14 @@ def test_a_solver_that_failed_with_other_sources_was_not_considered(
         outcome(each, Status.WRONG_RESULT if each.solver_id == broken else Status.OK) for each in candidates(handle)
     ]
     record(handle, *outcomes)
-    assert records.look_up(PROBLEM, OPTIONS, handle, partial=False), "it failed with the sources that it has"
+    assert records.look_up(PROBLEM, OPTIONS, handle, coverage=Coverage.ALL), "it failed with the sources that it has"
     sources = "cd"
     validity.is_current.cache_clear()
-    assert records.look_up(PROBLEM, OPTIONS, handle, partial=False) is None
+    assert records.look_up(PROBLEM, OPTIONS, handle, coverage=Coverage.ALL) is None
     assert records.look_up(PROBLEM, OPTIONS, handle)
     assert [note.reason for note in handle.database.rechecks()] == [f"not measured yet: {broken}"]
     record(handle, *map(outcome, candidates(handle)))
-    assert records.look_up(PROBLEM, OPTIONS, handle, partial=False)
+    assert records.look_up(PROBLEM, OPTIONS, handle, coverage=Coverage.ALL)
 
 
 def test_running_out_of_memory_lifts_no_quarantine(handle: Handle) -> None:
@@ -321,7 +322,7 @@ def test_a_void_row_of_a_solver_that_refuses_the_problem_asks_for_nothing(handle
     assert find_solutions(problem, handle=handle)
     void = Row(solver_id="ConvCpuGemm1x1", solver_version=99, config="{}", status="ok", time_ms=0.01)
     handle.database.record(handle.device.identity, problem.network_config, [void])
-    assert records.look_up(problem, OPTIONS, handle, partial=False)
+    assert records.look_up(problem, OPTIONS, handle, coverage=Coverage.ALL)
     assert handle.database.rechecks() == ()
 
 

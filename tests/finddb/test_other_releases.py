@@ -23,6 +23,7 @@ from miofind.device.device import Device
 from miofind.device.environment import versions
 from miofind.errors import LaunchError, NoSolutionError, SolutionFileError
 from miofind.find.lookup import failures, known, records
+from miofind.find.lookup.scopes import Coverage
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.row_check import RowCheck
 from miofind.finddb import History, Row, Scope, Store, Verdict
@@ -71,9 +72,9 @@ def ids(solutions: Sequence[Solution] | None) -> set[str]:
     return {solution.id for solution in solutions or ()}
 
 
-def looked_up(database: Path, *, partial: bool = True, **options: Any) -> set[str] | None:
+def looked_up(database: Path, *, coverage: Coverage = Coverage.PARTIAL, **options: Any) -> set[str] | None:
     with handle_of(database) as handle:
-        found = records.look_up(PROBLEM, FindOptions(**options), handle, partial=partial)
+        found = records.look_up(PROBLEM, FindOptions(**options), handle, coverage=coverage)
     return None if found is None else ids(found)
 
 
@@ -130,10 +131,10 @@ def both(a: Terms | None = None, b: Terms | None = None) -> tuple[Solver, Solver
 def test_a_narrowed_refusal_voids_the_rows_of_what_is_refused_now(installed: Any, database: Path) -> None:
     installed(*both())
     tuned(database)
-    assert looked_up(database, partial=False) == ALL
+    assert looked_up(database, coverage=Coverage.ALL) == ALL
     installed(*both(a=Terms(refuses=True)))
-    for partial in (True, False):
-        assert looked_up(database, partial=partial) == ALL - OF_A
+    for coverage in (Coverage.PARTIAL, Coverage.ALL):
+        assert looked_up(database, coverage=coverage) == ALL - OF_A
     with handle_of(database) as handle:
         assert ids(miofind.find_solutions(PROBLEM, handle=handle)) == ALL - OF_A
         assert handle.database.rechecks() == (), "nothing is missing: who refuses need not be measured"
@@ -169,12 +170,12 @@ def test_a_changed_result_voids_its_rows(installed: Any, database: Path, change:
     installed(*both())
     tuned(database)
     installed(*both(a=Terms(**change)))
-    assert looked_up(database, partial=False) is None, "ConvA has to be measured anew"
+    assert looked_up(database, coverage=Coverage.ALL) is None, "ConvA has to be measured anew"
     assert looked_up(database) == ALL - OF_A
     with handle_of(database) as handle:
         assert [note.reason for note in handle.database.rechecks()] == ["not measured yet: ConvA"]
     assert measured(database) == ALL
-    assert looked_up(database, partial=False) == ALL
+    assert looked_up(database, coverage=Coverage.ALL) == ALL
 
 
 def test_a_solver_that_fails_over_the_question_has_no_answer_and_others_have(installed: Any, database: Path) -> None:
@@ -182,13 +183,13 @@ def test_a_solver_that_fails_over_the_question_has_no_answer_and_others_have(ins
     installed(*both())
     tuned(database)
     installed(*both(a=Terms(fails=True)))
-    for partial in (True, False):
-        assert looked_up(database, partial=partial) == ALL - OF_A
+    for coverage in (Coverage.PARTIAL, Coverage.ALL):
+        assert looked_up(database, coverage=coverage) == ALL - OF_A
     with handle_of(database) as handle:
         assert ids(miofind.find_solutions(PROBLEM, handle=handle)) == ALL - OF_A
         assert handle.database.rechecks() == ()
     installed(*both())
-    assert looked_up(database, partial=False) == ALL
+    assert looked_up(database, coverage=Coverage.ALL) == ALL
 
 
 def test_other_kernels_void_their_rows(installed: Any, database: Path) -> None:
@@ -214,7 +215,8 @@ def test_rows_that_are_refused_hide_no_slower_ones_that_stand(installed: Any, da
     record(database, *(row_of("ConvA", tile, time_ms=1e-6 * tile) for tile in tiles))
     for left in ((5,), (3, 5)):
         installed(*both(a=Terms(tiles=left)))
-        assert looked_up(database, partial=False) == {f'ConvA:{{"tile":{tile}}}' for tile in left} | (ALL - OF_A)
+        kept = {f'ConvA:{{"tile":{tile}}}' for tile in left}
+        assert looked_up(database, coverage=Coverage.ALL) == kept | (ALL - OF_A)
 
 
 def test_limits_are_kept_by_what_a_solver_needs_today(installed: Any, database: Path) -> None:
@@ -234,14 +236,14 @@ def test_what_became_of_another_releases_candidates_removes_none(
     installed(*both())
     tuned(database)
     record(database, *(row_of("ConvA", tile, status=status, created_at=created_at, **change) for tile in TILES))
-    for partial in (True, False):
-        assert looked_up(database, partial=partial) == ALL
+    for coverage in (Coverage.PARTIAL, Coverage.ALL):
+        assert looked_up(database, coverage=coverage) == ALL
     with handle_of(database) as handle:
         assert failures.failures(PROBLEM, handle) == {}
         assert failures.quarantined(PROBLEM, handle) == frozenset()
         assert handle.database.rechecks() == ()
     assert measured(database) == ALL
-    assert looked_up(database, partial=False) == ALL
+    assert looked_up(database, coverage=Coverage.ALL) == ALL
 
 
 @pytest.mark.parametrize("status", ["wrong_result", "ok"])
@@ -252,7 +254,7 @@ def test_what_failed_in_this_release_is_not_measured_again_for_what_another_says
     tuned(database, "ConvB")
     record(database, *(row_of("ConvA", tile, status="wrong_result") for tile in TILES))
     record(database, row_of("ConvA", status=status, source_hash="another", created_at=LATER))
-    assert looked_up(database, partial=False) == ALL - OF_A
+    assert looked_up(database, coverage=Coverage.ALL) == ALL - OF_A
     with handle_of(database) as handle:
         assert failures.quarantined(PROBLEM, handle) == OF_A
 
@@ -270,7 +272,7 @@ def test_a_row_of_a_solver_that_is_gone_is_no_answer(installed: Any, database: P
     installed(*both())
     tuned(database)
     installed(made("ConvB", Terms()))
-    assert looked_up(database, partial=False) == ALL - OF_A
+    assert looked_up(database, coverage=Coverage.ALL) == ALL - OF_A
 
 
 def test_a_pickled_solution_runs_only_where_its_solver_serves_the_problem(installed: Any, database: Path) -> None:
@@ -497,11 +499,11 @@ def test_what_another_release_knows_takes_nothing_from_what_this_one_measured(
     with released(*both(a, b)):
         tuned(brought.database)
         with brought.opened() as handle:
-            before = records.look_up(PROBLEM, FindOptions(), handle, partial=False)
+            before = records.look_up(PROBLEM, FindOptions(), handle, coverage=Coverage.ALL)
         brought.bring(data.draw(foreign_histories(of_this_code=False)))
         with brought.opened() as handle:
-            for partial in (True, False):
-                after = records.look_up(PROBLEM, FindOptions(), handle, partial=partial)
+            for coverage in (Coverage.PARTIAL, Coverage.ALL):
+                after = records.look_up(PROBLEM, FindOptions(), handle, coverage=coverage)
                 assert ids(after) == ids(before)
                 assert records.is_answered(PROBLEM, FindOptions(), handle) is bool(after)
                 assert {s.id: s.time_ms for s in after or ()} == {s.id: s.time_ms for s in before or ()}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
 from miofind.find.lookup.failures import newest_rows, newest_statuses
-from miofind.find.lookup.scopes import WIDE_BOUNDS, asked, considered, overwritten, requested_scope
+from miofind.find.lookup.scopes import WIDE_BOUNDS, Coverage, asked, considered, overwritten, requested_scope
 from miofind.find.lookup.stored import Selection, Stored, admits, answers_no_more, of_answer, of_rows, selected
 from miofind.find.lookup.validity import is_valid
 from miofind.finddb import Answer, Scope
@@ -43,8 +43,7 @@ def look_up(
     handle: Handle,
     *,
     measured: Iterable[str] = (),
-    partial: bool = True,
-    dynamic_only: bool = False,
+    coverage: Coverage = Coverage.PARTIAL,
     queue: bool = True,
 ) -> list[Solution] | None:
     """Solutions that FindDBs have for a request, fastest first; None where no FindDB has any or has looked far enough.
@@ -54,12 +53,11 @@ def look_up(
 
     Args:
         measured: ids of solutions measured just now.
-        partial: whether an answer counts that lacks solvers which came or changed since it was measured, or whose find
-            ran out of time.
-        dynamic_only: an answer counts that lacks others than shape-generic solvers; what it has of these is given, too.
+        coverage: what an answer must have measured to count.
         queue: note for a re-check what is stale or incomplete.
     """
-    request = requested_scope(options, handle.device, handle.registry, dynamic_only)
+    partial = coverage is not Coverage.ALL
+    request = requested_scope(options, handle.device, handle.registry, coverage is Coverage.DYNAMIC)
     if not partial and _wants_all(problem, options, handle):
         request = replace(request, complete=True)
     asked = _Request(problem, options, handle, request, frozenset(measured), partial)

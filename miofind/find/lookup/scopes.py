@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 
 from miofind.device.device import Device
 from miofind.find.lookup.validity import solver_hash
@@ -12,6 +13,20 @@ from miofind.finddb import Scope, failed_code
 from miofind.options import FindOptions
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
+
+
+class Coverage(Enum):
+    """What earlier finds must have measured for their stored answer to count.
+
+    ALL: every solver that the request would ask, in finds that no budget ended. PARTIAL: the same but for solvers that
+    were added or changed since, and for what a budget left out. DYNAMIC: as PARTIAL, of shape-generic solvers alone;
+    what other solvers have is given, too.
+    """
+
+    ALL = auto()
+    PARTIAL = auto()
+    DYNAMIC = auto()
+
 
 WIDE_BOUNDS = "any error bound"
 """A pseudo solver id in a scope: `max_error` was set, and so algorithms with wider error bounds took part."""
