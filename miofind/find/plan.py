@@ -256,7 +256,8 @@ class _Draft:
 
     def ask(self, request: _Request, winners: Iterable[Config]) -> None:
         """Take in what one solver has for a problem."""
-        with self._applicable(request) as applies:
+        with self._blaming(request):
+            applies = self._applies(request)
             if applies and request.options.searches and not request.solver.is_last_resort:
                 space = request.space(winners, self.refusals)
                 first = itertools.islice(dict.fromkeys((*space.seeds, *space.listed)), SEARCH_LIMIT)
@@ -267,23 +268,28 @@ class _Draft:
 
     def ask_again(self, request: _Request) -> None:
         """Take in a solver's earlier configurations, and nothing besides."""
-        with self._applicable(request) as applies:
-            if applies:
+        with self._blaming(request):
+            if self._applies(request):
                 self.planned += request.within_limits(filter(request.admits, request.earlier), self.refusals)
 
-    @contextlib.contextmanager
-    def _applicable(self, request: _Request) -> Iterator[bool]:
-        """Whether a solver serves the problem; what is wrong with it must not end the find for the others."""
+    def _applies(self, request: _Request) -> bool:
+        """Whether a solver serves the problem; notes why not."""
         solver = request.solver
         if request.is_possible_here:
             self.considered[solver.id] = solver.version
         else:
             self.absent.add(solver.id)
+        answer = solver.applicability(request.problem, request.device)
+        if not answer:
+            self.refusals[solver.id] = answer.reason
+        return bool(answer)
+
+    @contextlib.contextmanager
+    def _blaming(self, request: _Request) -> Iterator[None]:
+        """Take what a solver raises for its refusal: it must not end the find for the others."""
+        solver = request.solver
         try:
-            answer = solver.applicability(request.problem, request.device)
-            if not answer:
-                self.refusals[solver.id] = answer.reason
-            yield bool(answer)
+            yield
         except BaseException as error:  # a solver's own code may raise anything
             raise_if_interrupted(error)
             self.refusals[solver.id] = f"{type(error).__name__}: {described(error, str)}"
