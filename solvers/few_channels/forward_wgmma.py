@@ -22,11 +22,10 @@ from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.few_channels.shapes import STRIPS_SHAPE
 from miofind.solvers.few_channels.solver import HOPPER_KEYS, FewChannelsSolver, problem_defines
 from miofind.solvers.few_channels.tile_schedule import TileSchedule
-from miofind.solvers.few_channels.window_rows import MAX_CHANNELS, is_same_load
+from miofind.solvers.few_channels.window_rows import is_same_load, refuse_pixels
 
 _ROWS = 64  # of a product
 _MAX_STEPS = 64  # of 16 elements, that a window takes
-_MAX_STRIDE = 64
 _MAX_WARPGROUPS = 4
 _MAX_REGISTERS = 232
 _MAX_RESIDENT = 8
@@ -232,16 +231,12 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
 
     def refuse_problem(self, problem: ProblemDescription) -> Applicability:
         stride_x = problem.conv.stride[1]
-        if problem.groups != 1 or problem.c > MAX_CHANNELS:
-            return Applicability(
-                f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
-            )
+        if (answer := refuse_pixels(problem)).refused:
+            return answer
         if problem.conv.dilation[1] != 1:
             return Applicability(
                 f"reads neighbouring columns: needs dilation 1 along them, not {problem.conv.dilation}"
             )
-        if max(problem.conv.stride) > _MAX_STRIDE:
-            return Applicability(f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}")
         if stride_x > 2 and stride_x % 4:
             return Applicability(
                 f"reads windows in place at strides of 1, 2 and multiples of 4 columns, not {stride_x}"

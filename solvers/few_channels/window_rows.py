@@ -10,13 +10,11 @@ import math
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
-from miofind.solver.solver import Applicability
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import refuse_tensors
 
-MAX_CHANNELS = 4
-"""Channels of a pixel."""
-
+_MAX_CHANNELS = 4  # of a pixel
 _MOST = 8  # elements of 16 bytes
 _HELD_WORDS, _HELD_LOADS = 32, 8  # that a thread has on their way at most
 _MAX_STRIDE = 64
@@ -79,7 +77,7 @@ class WindowTile:
         tile_w = out_w if column_tiles == 1 else round_up(ceil_div(out_w, column_tiles), 8)
         outputs = 1 + stride_x % 2
         row_windows = ceil_div(tile_w, outputs)
-        row_steps = ceil_div(MAX_CHANNELS * (taps_x + (outputs - 1) * stride_x), 16)
+        row_steps = ceil_div(_MAX_CHANNELS * (taps_x + (outputs - 1) * stride_x), 16)
         vector = math.gcd(most, problem.spatial[1])
         offset = -problem.conv.pad_before[1] % vector
         met = offset + (row_windows - 1) * outputs * stride_x + 4 * row_steps
@@ -116,7 +114,7 @@ class WindowTile:
         words = channels * max(1, self.vector // 2)
         most = min(_HELD_WORDS // words, _HELD_LOADS)
         at_once = min(loads, most)
-        addresses = (8 + at_once) * self.outputs if self.outputs > 1 or channels == MAX_CHANNELS else at_once
+        addresses = (8 + at_once) * self.outputs if self.outputs > 1 or channels == _MAX_CHANNELS else at_once
         if self.vector == _MOST:
             addresses = 0  # few loads, whose addresses are not kept
         return InputTileLoad(registers=at_once * words + addresses, is_whole=loads <= most)
@@ -136,12 +134,19 @@ def is_same_load(problem: ProblemDescription, most: int) -> bool:
 
 def refuse_windows(problem: ProblemDescription) -> Applicability:
     """Why the kernels of few channels cannot compute a problem, whatever its direction; APPLICABLE if they can."""
-    if problem.groups != 1 or problem.c > MAX_CHANNELS:
-        return Applicability(
-            f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
-        )
+    if (answer := refuse_pixels(problem)).refused:
+        return answer
     if any(size != 1 for size in problem.conv.dilation):
         return Applicability(f"needs dilation 1, not {problem.conv.dilation}")
+    return refuse_tensors(problem)
+
+
+def refuse_pixels(problem: ProblemDescription) -> Applicability:
+    """Why pixels of few channels cannot be staged: more channels than one has, groups, or strides too large."""
+    if problem.groups != 1 or problem.c > _MAX_CHANNELS:
+        return Applicability(
+            f"serves one group of up to {_MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
+        )
     if max(problem.conv.stride) > _MAX_STRIDE:
         return Applicability(f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}")
-    return refuse_tensors(problem)
+    return APPLICABLE
