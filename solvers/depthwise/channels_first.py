@@ -1,6 +1,6 @@
-"""ConvDepthwiseChannelsFirst: depthwise convolution with small filters, channels first: forward and backward data.
+"""ConvDepthwiseChannelsFirst: depthwise convolution of NCHW tensors with small filters, forward and backward data.
 
-Kernel: kernels_src/depthwise/channels_first.cu. Backward weights: ConvDepthwiseChannelsFirstWeights.
+Kernel: kernels_src/depthwise/channels_first.cu. ConvDepthwiseChannelsFirstWeights serves backward weights.
 """
 
 from __future__ import annotations
@@ -167,10 +167,10 @@ _LEVEL, _LIKELY = 1.02, 1.3  # estimates that do not tell configurations apart, 
 
 
 class ConvDepthwiseChannelsFirst(Solver):
-    """Depthwise convolution of channels-first tensors with filters of up to 64 taps, sums in float32.
+    """Depthwise convolution of NCHW tensors with filters of up to 64 taps, in registers, with float32 accumulators.
 
-    Taps that meet padding beside an image whose rows take several tiles multiply zeros; all others that meet no
-    element are left out.
+    Where a row takes several register tiles, taps that meet padding beside the image multiply zeros. All other taps
+    that meet no element are left out.
 
     Configuration: a block computes `planes` channels of an image or, where `band` is not 0, a row block of about `band`
     rows of one channel. A thread computes register tiles of `rows` x `columns`. Filter rows are a loop if `rolled`.

@@ -1,6 +1,6 @@
-"""ConvDepthwiseChannelsFirstWeights: backward weights of depthwise convolution with small filters, channels first.
+"""ConvDepthwiseChannelsFirstWeights: backward weights of depthwise convolution of NCHW tensors, small filters.
 
-Images are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
+Splits share the images; a cluster or a split-K reduction adds their float32 partials in a fixed order. Kernels:
 kernels_src/depthwise/channels_first_weights.cu.
 """
 
@@ -182,14 +182,15 @@ _CLUSTERED_DEFAULTS = 4
 
 
 class ConvDepthwiseChannelsFirstWeights(Solver):
-    """Backward weights of depthwise convolutions of channels-first tensors, filters of up to 64 taps; float32 sums.
+    """Backward weights of depthwise convolution of NCHW tensors, filters of up to 64 taps, float32 accumulators.
 
-    Padding beside an image whose rows take several tiles is multiplied as zeros; nothing else that does not exist is.
+    Where a row takes several register tiles, padding beside the image is multiplied as zeros. Nothing else outside the
+    tensors is multiplied.
 
     Configuration: a block computes `planes` filters from `units` units at a time in `buffers` buffers. A unit is an
     image or, where `band` is not 0, a row block of about `band` rows. A thread takes register tiles of `rows` x
-    `columns` of dy. The units are divided among `splits` blocks, which add their sums as a cluster if `clustered`, else
-    by a second kernel.
+    `columns` of dy. `splits` blocks share the units. They add their accumulators as a cluster if `clustered`, else by a
+    second kernel.
     """
 
     id = "ConvDepthwiseChannelsFirstWeights"

@@ -1,6 +1,6 @@
-"""ConvDepthwiseChannelsLast: depthwise convolution with small filters, channels-last, forward and backward data.
+"""ConvDepthwiseChannelsLast: depthwise convolution of NHWC tensors with small filters, forward and backward data.
 
-Kernel: kernels_src/depthwise/channels_last.cu.
+Kernel: kernels_src/depthwise/channels_last.cu. ConvDepthwiseChannelsLastWeights serves backward weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Tiling:
     """A configuration applied to a problem: what the kernel's constants come to.
 
     Attributes:
-        blocks: how the work is shared out.
+        blocks: the grid, and the work of a block.
         in_channels: of a block.
         window: input columns that a thread reads.
         group_step: input columns between neighbouring groups' first.
@@ -233,11 +233,11 @@ def _is_economical(problem: ProblemDescription, config: Config, tiling: _Tiling)
 
 
 class ConvDepthwiseChannelsLast(Solver):
-    """Depthwise convolution of channels-last images with filters in registers, with float32 sums.
+    """Depthwise convolution of NHWC tensors with filters in registers and float32 accumulators.
 
-    Configuration: a block streams rows of `channels` channels through shared memory, `step` input rows at a time
-    through `stages` stages, for tiles of up to `tile` output columns and row blocks of up to `rows` output rows of an
-    image. A thread computes `columns` columns of `vector` channels. Backward data counts s x s outputs as one.
+    Configuration: a block streams rows of `channels` channels through shared memory, `step` input rows at a time, in
+    `stages` stages. It computes a tile of up to `tile` output columns of a row block of up to `rows` output rows. A
+    thread computes `columns` columns of `vector` channels. Backward data counts s x s outputs as one.
     """
 
     id = "ConvDepthwiseChannelsLast"

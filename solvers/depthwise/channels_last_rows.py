@@ -1,4 +1,4 @@
-"""Rows of channels-last images streamed through shared memory: the arithmetic of depthwise/channels_last_rows.cuh.
+"""Rows of NHWC images that blocks stream through shared memory: the arithmetic of depthwise/channels_last_rows.cuh.
 
 Pure arithmetic on shapes.
 """
@@ -217,7 +217,7 @@ class RowTiling:
     Attributes:
         channels: of x that a block takes.
         thread_groups: of a block, each at its own columns.
-        rows: units of rows that a strip has: see RowAxis.units.
+        rows: units of rows of a row block: see RowAxis.units.
         channel_blocks, column_tiles, row_blocks, classes: their product is the grid of an image.
         images: of the problem.
         threads: of a block.

@@ -1,6 +1,7 @@
-"""ConvDepthwiseChannelsLastWeights: backward weights of depthwise convolutions with small filters, channels-last.
+"""ConvDepthwiseChannelsLastWeights: backward weights of depthwise convolution of NHWC tensors, small filters.
 
-Kernel: kernels_src/depthwise/channels_last_weights.cu.
+A split-K reduction adds the float32 partials of the splits in a fixed order. Kernels:
+kernels_src/depthwise/channels_last_weights.cu.
 """
 
 from __future__ import annotations
@@ -297,11 +298,11 @@ def _is_economical(problem: ProblemDescription, config: Config, tiling: _Tiling)
 
 
 class ConvDepthwiseChannelsLastWeights(Solver):
-    """Backward weights of depthwise convolutions of channels-last images, with float32 sums in registers.
+    """Backward weights of depthwise convolution of NHWC tensors, with float32 accumulators in registers.
 
-    Configuration: a block of up to `threads` threads takes `channels` channels; each of its threads multiplies `vector`
-    of them in `turns` items of `columns` columns by `rows` rows of the gradient, one after the other, and reads the
-    input `ahead` rows before it is needed.
+    Configuration: a block of up to `threads` threads takes `channels` channels. A thread multiplies `vector` channels
+    of `turns` items, one after the other; an item is `columns` columns x `rows` rows of dy. The thread loads rows of x
+    `ahead` rows early.
     """
 
     id = "ConvDepthwiseChannelsLastWeights"

@@ -1,6 +1,6 @@
-"""ConvDepthwiseMma: depthwise convolution, channels last, on tensor cores, forward and backward data.
+"""ConvDepthwiseMma: depthwise convolution of NHWC tensors on tensor cores, forward and backward data.
 
-Kernel: kernels_src/depthwise/mma.cu. Backward weights have a kernel of their own: ConvDepthwiseMmaWeights.
+Kernel: kernels_src/depthwise/mma.cu. ConvDepthwiseMmaWeights serves backward weights.
 """
 
 from __future__ import annotations
@@ -130,14 +130,14 @@ _SHORT_LIST = (
 
 
 class ConvDepthwiseMma(Solver):
-    """Depthwise convolution as products of pixels with diagonal matrices of taps, with float32 sums.
+    """Depthwise convolution as products of pixels with diagonal matrices of taps, with float32 accumulators.
 
-    The zeros of those matrices are multiplied: an infinity or NaN of the input spreads to the results of the 8
-    channels with which it shares a matrix, as NaN. Columns of padding are multiplied as zeros: an infinity or NaN of
-    the filter spreads to outputs at the border.
+    The zeros of those matrices are multiplied: an infinity or NaN of the input becomes NaN in the results of all 8
+    channels of its matrix. Columns of padding are multiplied as zeros: an infinity or NaN of the filter spreads to
+    outputs at the border.
 
-    Configuration: a warp computes `rows` rows of 8 pairs of neighbouring pixels of `warp_channels` channels at a time;
-    a block has about `columns` columns of these, `images` images and `channels` channels.
+    Configuration: a warp computes `rows` rows of 8 pairs of neighbouring pixels, of `warp_channels` channels, at a
+    time. A block computes about `columns` columns, `images` images and `channels` channels.
     """
 
     id = "ConvDepthwiseMma"

@@ -1,4 +1,4 @@
-"""How depthwise convolutions are cut for tensor cores, channels last, and which of them the kernels serve.
+"""Tilings of depthwise convolutions of NHWC tensors for tensor cores, and which problems the kernels serve.
 
 The same arithmetic as kernels_src/depthwise/depthwise_mma.cuh and depthwise/mma.cu.
 """
@@ -193,7 +193,7 @@ class DepthwiseWeightsTiling:
         products: of 8 pairs of a tile and 8 channels.
         shared_bytes: of a block.
         channel_tiles: of the grid.
-        tiles: across rows, columns and images, to be dealt to blocks.
+        tiles: across rows, columns and images, which blocks share.
     """
 
     rows: int

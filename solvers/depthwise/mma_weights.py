@@ -1,7 +1,7 @@
-"""ConvDepthwiseMmaWeights: backward weights of depthwise convolution, channels last, on tensor cores.
+"""ConvDepthwiseMmaWeights: backward weights of depthwise convolution of NHWC tensors on tensor cores.
 
-Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
-kernels_src/depthwise/mma_weights.cu.
+Blocks share the tiles of outputs; a cluster or a split-K reduction adds their float32 partials in a fixed order.
+Kernels: kernels_src/depthwise/mma_weights.cu.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _resident(tiling: DepthwiseWeightsTiling, device: Device) -> int:
 
 
 def _splits(problem: ProblemDescription, device: Device, config: Config) -> int:
-    """Blocks that the tiles of a block's channels are dealt to, as evenly as can be."""
+    """Blocks that share the tiles of a block's channels, as evenly as can be."""
     tiling = DepthwiseWeightsTiling.of(problem, config)
     if config["cluster"] > 1:
         return int(config["cluster"])
@@ -190,15 +190,15 @@ def _varied(ranked: Sequence[Config]) -> list[Config]:
 
 
 class ConvDepthwiseMmaWeights(Solver):
-    """Backward weights of depthwise convolution: products of pixels on tensor cores, with float32 sums.
+    """Backward weights of depthwise convolution: products of pixels on tensor cores, with float32 accumulators.
 
-    Of the products of 8 channels with 8 only those of equal channels are kept, so that an infinity or NaN stays in its
-    channel. Pixels beyond the images are multiplied as zeros: it spreads over taps that do not meet it.
+    A product joins 8 channels with 8; only results of equal channels are kept, so that an infinity or NaN stays in its
+    channel. Pixels beyond the images are multiplied as zeros: an infinity or NaN spreads over taps that do not meet it.
 
-    Configuration: a warp adds 8 channels over `rows` rows of 8 pairs of neighbouring outputs; a block has `channels`
-    channels and, at a time, about `columns` columns of `images` images, which `warps` warps share, and `stages`
-    buffers; the tiles of outputs are dealt to about `blocks` blocks a multiprocessor, or of each channel to one, or to
-    the blocks of a `cluster`, which add their sums themselves.
+    Configuration: a warp adds 8 channels over `rows` rows of 8 pairs of neighbouring outputs. A block has `channels`
+    channels and `stages` stages of about `columns` columns of `images` images, which `warps` warps share. About
+    `blocks` blocks a multiprocessor share the tiles; or one block has all tiles of a channel; or the blocks of a
+    `cluster` share them and add their accumulators themselves.
     """
 
     id = "ConvDepthwiseMmaWeights"

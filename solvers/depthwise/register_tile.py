@@ -1,6 +1,6 @@
-"""Register tiles of depthwise kernels: a thread's outputs, and what they meet. Kernels: depthwise/register_tile.cuh.
+"""Register tiles of depthwise kernels: a thread's outputs, and the inputs that they meet.
 
-Pure arithmetic on shapes.
+Pure arithmetic on shapes, the same as kernels_src/depthwise/register_tile.cuh.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The time of depthwise kernels with register tiles: moving, computing, and what of both does not overlap.
+"""Cost model of depthwise kernels with register tiles: moving, computing, and what of both does not overlap.
 
-Knows nothing of configurations: solvers say what a launch asks for.
+The model knows no configurations: solvers say what a launch asks for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images in shared memory as kernels_src/depthwise/staged_images.cuh has them, and what its solvers share.
+"""Images in shared memory: the arithmetic of kernels_src/depthwise/staged_images.cuh, and what its solvers share.
 
 Pure arithmetic on shapes.
 """

@@ -1,6 +1,6 @@
-"""ConvDepthwiseBands: depthwise convolution with filters of up to 8 columns on tensor cores, channels first.
+"""ConvDepthwiseBands: depthwise convolution of NCHW tensors on tensor cores, with filters of up to 8 columns.
 
-Forward and backward data. Kernel: kernels_src/depthwise/toeplitz.cu.
+Forward and backward data. Kernel: kernels_src/depthwise/toeplitz.cu. ConvDepthwiseBandsWeights serves backward weights.
 """
 
 from __future__ import annotations
@@ -200,13 +200,13 @@ _FALLBACKS = tuple(
 
 
 class ConvDepthwiseBands(Solver):
-    """Depthwise convolution as products with Toeplitz matrices of the filter's rows, with float32 sums.
+    """Depthwise convolution as products with Toeplitz matrices of the filter's rows, with float32 accumulators.
 
-    Structural zeros of those matrices and rows of padding are multiplied: an infinity or NaN of the input spreads over
-    its row's outputs, and one of the filter over its channel.
+    The zeros of those matrices and rows of padding are multiplied: an infinity or NaN of the input spreads over its
+    row's outputs, and one of the filter over its channel.
 
-    Configuration: a block computes `channels` channels of `images` whole images; `bands` warps share a
-    channel's rows, `rows` of them at a time; outputs are staged, or go to memory at once if `direct`.
+    Configuration: a block computes `channels` channels of `images` whole images. `bands` warps share a channel's rows,
+    `rows` of them at a time. Outputs are staged, or go to memory at once if `direct`.
     """
 
     id = "ConvDepthwiseBands"

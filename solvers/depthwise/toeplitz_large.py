@@ -1,6 +1,6 @@
 """ConvDepthwiseLarge: depthwise convolution with large filters on tensor cores, forward and backward data.
 
-Kernel: kernels_src/depthwise/toeplitz_large.cu. Backward weights have a kernel of their own: ConvDepthwiseLargeWeights.
+Kernel: kernels_src/depthwise/toeplitz_large.cu. ConvDepthwiseLargeWeights serves backward weights.
 """
 
 from __future__ import annotations
@@ -241,12 +241,12 @@ _SHORT_LIST = (
 
 
 class ConvDepthwiseLarge(Solver):
-    """Depthwise convolution as products with Toeplitz matrices of the filter's rows, with float32 sums.
+    """Depthwise convolution as products with Toeplitz matrices of the filter's rows, with float32 accumulators.
 
-    Structural zeros of those matrices are multiplied: an infinity or NaN of the input spreads over its row's outputs.
+    The zeros of those matrices are multiplied: an infinity or NaN of the input spreads over its row's outputs.
 
-    Configuration: a block computes `tile_h` x `tile_w` outputs of `channels` channels of `images` images; `warps`
-    warps share the rows of a channel.
+    Configuration: a block computes `tile_h` x `tile_w` outputs of `channels` channels of `images` images. `warps` warps
+    share the rows of a channel.
     """
 
     id = "ConvDepthwiseLarge"

@@ -1,6 +1,6 @@
 """ConvDepthwiseLargeWeights: backward weights of depthwise convolutions with large filters on tensor cores.
 
-Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
+Splits share the tiles of outputs; a split-K reduction adds their float32 partials in a fixed order. Kernels:
 kernels_src/depthwise/toeplitz_large_weights.cu.
 """
 
@@ -63,7 +63,7 @@ class _Tiling:
         products: pairs of a block of input and one of output columns that have a tap in common.
         threads: of a block.
         shared_bytes: of a block.
-        blocks, tiles: in the grid, and tiles to deal to a split.
+        blocks, tiles: of the grid, and of all images, which splits share.
     """
 
     axes: tuple[Axis, Axis]
@@ -266,13 +266,13 @@ _SHORT_LIST = (
 
 
 class ConvDepthwiseLargeWeights(Solver):
-    """Backward weights of depthwise convolutions: products of input and gradient rows, added along diagonals.
+    """Backward weights of depthwise convolutions: products of input and dy rows, added along diagonals.
 
     Zeros around the images are multiplied: an infinity or NaN spreads over taps of its channel that do not meet it.
 
-    Configuration: a block computes `channels` filters from `tile` x `tile` outputs (16 columns at least) of `images`
-    images at a time; `warps` warps share a filter, each up to `warp_rows` rows of it, and other blocks do the rest, or
-    with `whole_filter` the same block again; the tiles are dealt to `splits` blocks.
+    Configuration: a block computes `channels` filters from tiles of `tile` x `tile` outputs, at least 16 columns, of
+    `images` images. `warps` warps share a filter, up to `warp_rows` rows each. Other blocks compute the other rows or,
+    with `whole_filter`, the same block does in further passes. `splits` blocks share the tiles.
     """
 
     id = "ConvDepthwiseLargeWeights"

@@ -1,6 +1,7 @@
-"""ConvDepthwiseBandsWeights: backward weights of depthwise convolution with filters of up to 8 columns, channels first.
+"""ConvDepthwiseBandsWeights: backward weights of depthwise convolution of NCHW tensors on tensor cores.
 
-On tensor cores. Kernels: kernels_src/depthwise/toeplitz_weights.cu.
+Filters have up to 8 columns. A split-K reduction adds the float32 partials of row blocks and images. Kernels:
+kernels_src/depthwise/toeplitz_weights.cu.
 """
 
 from __future__ import annotations
@@ -218,12 +219,13 @@ _FALLBACKS = Config.product({"channels": (1,), "images": (8,), "bands": _ROW_BLO
 
 
 class ConvDepthwiseBandsWeights(Solver):
-    """Backward weights of depthwise convolution, rows of eight images at a time, with float32 sums.
+    """Backward weights of depthwise convolution, rows of eight images at a time, with float32 accumulators.
 
-    Padding, and what pads blocks of columns and of images, is multiplied as zeros; nothing else that does not exist is.
+    Padding, and what pads blocks of columns and of images, is multiplied as zeros. Nothing else outside the tensors is
+    multiplied.
 
-    Configuration: a block takes one of `bands` row blocks of the gradient, of `channels` channels of `images` images;
-    `warps` warps share the images.
+    Configuration: a block takes one of `bands` row blocks of dy, of `channels` channels of `images` images. `warps`
+    warps share the images.
     """
 
     id = "ConvDepthwiseBandsWeights"

@@ -1,7 +1,7 @@
-"""ConvGroupedPlanes: grouped convolution of channels-first images on tensor cores, forward and backward data.
+"""ConvGroupedPlanes: grouped convolution of NCHW tensors on tensor cores, forward and backward data.
 
-Rows of images are multiplied as they lie in memory. Kernel: kernels_src/grouped/nchw.cu. Backward weights have a
-kernel of their own: ConvGroupedPlanesWeights.
+Rows of pixels are multiplied as they lie in memory. Kernel: kernels_src/grouped/nchw.cu. ConvGroupedPlanesWeights
+serves backward weights.
 """
 
 from __future__ import annotations
@@ -161,15 +161,15 @@ def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
 
 
 class ConvGroupedPlanes(Solver):
-    """Grouped channels-first convolution: block-diagonal matrices of filters times rows of pixels, float32 sums.
+    """Grouped convolution of NCHW tensors: block-diagonal matrices of filters times rows of pixels, float32 sums.
 
-    Groups of less than 16 channels share products whose structural zeros are multiplied: an infinity or NaN of the
-    input spreads to the results of groups whose channels are among the same 16. Padding is multiplied as zeros: an
-    infinity or NaN of the filter spreads to outputs at the border.
+    Groups of less than 16 channels share products, whose zeros are multiplied: an infinity or NaN of the input spreads
+    to the results of groups whose channels are among the same 16. Padding is multiplied as zeros: an infinity or NaN of
+    the filter spreads to outputs at the border.
 
-    Configuration: a warp computes 16 results of a unit, the fewest groups that fill them, for `rows` whole rows; a
-    block has `row_groups` times as many rows, `images` images and `units` units, computes `turns` tiles one after
-    another, or with 0 as many as let all blocks be resident at once, and has `stages` buffers for them.
+    Configuration: a warp computes 16 results of a unit, the fewest groups that fill them, for `rows` whole rows. A
+    block has `row_groups` times as many rows, `images` images, `units` units and `stages` stages. It computes `turns`
+    tiles one after another; with 0, as many as let all blocks be resident at once.
     """
 
     id = "ConvGroupedPlanes"
@@ -251,10 +251,10 @@ class ConvGroupedPlanes(Solver):
             return False
         if _registers(problem, tiling) > _MAX_REGISTERS or _resident(problem, tiling, device) == 0:
             return False
-        return self._is_dealt(problem, tiling, device, config)
+        return self._uses_all_blocks(problem, tiling, device, config)
 
     @staticmethod
-    def _is_dealt(problem: ProblemDescription, tiling: NchwTiling, device: Device, config: Config) -> bool:
+    def _uses_all_blocks(problem: ProblemDescription, tiling: NchwTiling, device: Device, config: Config) -> bool:
         """Whether blocks use all their buffers, and have more than two tiles where `turns` is 0.
 
         For one or two tiles, a number of tiles gives each block the same, which measured faster.
@@ -264,8 +264,8 @@ class ConvGroupedPlanes(Solver):
             return False
         if config["turns"]:
             return True
-        dealt = {ceil_div(tiling.tile_count, turns) for turns in _TURNS if turns}
-        return tiling.tile_count > 2 * splits and splits not in dealt
+        even = {ceil_div(tiling.tile_count, turns) for turns in _TURNS if turns}
+        return tiling.tile_count > 2 * splits and splits not in even
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return any(channels // problem.groups % 16 for channels in (problem.c, problem.k))

@@ -1,6 +1,6 @@
-"""How grouped convolutions of channels-first images are cut into whole rows in shared memory.
+"""Tilings of grouped convolutions of NCHW tensors: whole rows in shared memory.
 
-The same arithmetic as kernels_src/grouped/nchw_rows.cuh, kernels_src/grouped/nchw.cu and grouped/nchw_weights.cu.
+The same arithmetic as kernels_src/grouped/nchw_rows.cuh, grouped/nchw.cu and grouped/nchw_weights.cu.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class NchwWeightsTiling:
 
     @property
     def tile_count(self) -> int:
-        """Tiles to deal to splits."""
+        """Tiles that splits share."""
         return self.row_tiles * self.image_tiles
 
     @property

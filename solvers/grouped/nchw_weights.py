@@ -1,7 +1,7 @@
-"""ConvGroupedPlanesWeights: backward weights of grouped convolutions of channels-first images on tensor cores.
+"""ConvGroupedPlanesWeights: backward weights of grouped convolutions of NCHW tensors on tensor cores.
 
-Rows of images are multiplied as they lie in memory, with pixels as the depth of the products. A second kernel adds the
-blocks' float32 sums in a fixed order. Kernels: kernels_src/grouped/nchw_weights.cu.
+Rows of pixels are multiplied as they lie in memory, with pixels as K. Splits share the tiles of outputs; a split-K
+reduction adds their float32 partials in a fixed order. Kernels: kernels_src/grouped/nchw_weights.cu.
 """
 
 from __future__ import annotations
@@ -199,14 +199,14 @@ def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
 
 
 class ConvGroupedPlanesWeights(Solver):
-    """Backward weights of grouped channels-first convolutions: products of rows of pixels, with float32 sums.
+    """Backward weights of grouped convolution of NCHW tensors: products of rows of pixels, float32 accumulators.
 
     Pixels beyond the images are multiplied as zeros: an infinity or NaN spreads over taps that do not meet it.
 
     Configuration: a warp adds 8 or 16 channels x some filters of a pack, the fewest groups that fill 8 of each, over
     segments of 8 outputs in `rows` rows. A tile has `row_groups` times as many rows of `images` images; `warps` warps
-    share its segments. A block has `units` packs, or one in `shares` shares of a pack's channels, and `stages` buffers.
-    The outputs are divided among `splits` blocks.
+    share its segments. A block has `units` packs, or one in `shares` shares of a pack's channels, and `stages` stages.
+    `splits` blocks share the tiles.
     """
 
     id = "ConvGroupedPlanesWeights"

@@ -1,7 +1,7 @@
 """ConvGrouped: grouped convolution with few channels a group on tensor cores, forward and backward data.
 
-Kernel: kernels_src/grouped/nhwc.cu; pixels are NHWC in shared memory, whatever the tensors' layout. Backward weights
-have a kernel of their own: ConvGroupedWeights.
+Pixels are NHWC in shared memory, whatever the tensors' layout. Kernel: kernels_src/grouped/nhwc.cu. ConvGroupedWeights
+serves backward weights.
 """
 
 from __future__ import annotations
@@ -186,16 +186,16 @@ def _varied(ranked: Sequence[Config]) -> list[Config]:
 
 
 class ConvGrouped(Solver):
-    """Grouped convolution as products with block-diagonal matrices of filters on tensor cores, with float32 sums.
+    """Grouped convolution as products with block-diagonal matrices of filters on tensor cores, float32 accumulators.
 
-    Groups of less than 8 channels share products whose structural zeros are multiplied: an infinity or NaN of the
-    input spreads to the results of groups whose channels are among the same 16 (less than 8 groups either side).
-    Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border.
+    Groups of less than 8 channels share products, whose zeros are multiplied: an infinity or NaN of the input spreads
+    to the results of groups whose channels are among the same 16 (less than 8 groups either side). Padding is
+    multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border.
 
     Configuration: a warp computes `rows` rows of 16 pixels for one of `shares` shares of the results of a unit, the
-    fewest groups whose channels fill a product; a block has `row_groups` times as many rows, `columns` columns,
-    `images` images and `units` units. With several `stages`, as many buffers, blocks that are resident at once share
-    the tiles, channels last.
+    fewest groups whose channels fill a product. A block has `row_groups` times as many rows, `columns` columns,
+    `images` images and `units` units. With several `stages`, blocks that are resident at once share the tiles (NHWC
+    only).
     """
 
     id = "ConvGrouped"

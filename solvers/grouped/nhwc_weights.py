@@ -1,6 +1,6 @@
 """ConvGroupedWeights: backward weights of grouped convolutions with few channels a group on tensor cores.
 
-Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
+Splits share the tiles of outputs; a split-K reduction adds their float32 partials in a fixed order. Kernels:
 kernels_src/grouped/nhwc_weights.cu.
 """
 
@@ -179,14 +179,14 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
 
 
 class ConvGroupedWeights(Solver):
-    """Backward weights of grouped convolutions: products of pixels on tensor cores, with float32 sums.
+    """Backward weights of grouped convolutions: products of pixels on tensor cores, with float32 accumulators.
 
     Pixels beyond the images are multiplied as zeros: an infinity or NaN spreads over taps that do not meet it.
 
-    Configuration: a warp adds 16 filters x 16 channels of a unit, the fewest groups that fill them, for some
-    rows of the filter, over `rows` x `columns` outputs of `images` images at a time; `warps` warps share the columns;
-    a block has `units` units, or one in `shares` shares of a unit's items, and `stages` buffers; the outputs are dealt
-    to `splits` blocks.
+    Configuration: a warp adds 16 filters x 16 channels of a unit, the fewest groups that fill them, for some rows of
+    the filter, over `rows` x `columns` outputs of `images` images at a time. `warps` warps share the columns. A block
+    has `units` units, or one in `shares` shares of a unit's items, and `stages` stages. `splits` blocks share the
+    tiles.
     """
 
     id = "ConvGroupedWeights"

@@ -1,4 +1,4 @@
-"""How backward weights of grouped convolutions are cut for tensor cores.
+"""Tilings of backward weights of grouped convolutions for tensor cores.
 
 The same arithmetic as kernels_src/grouped/nhwc_weights.cu.
 """
@@ -60,7 +60,7 @@ class GroupedWeightsTiling:
 
     @property
     def tile_count(self) -> int:
-        """Tiles to deal to a split."""
+        """Tiles that splits share."""
         return math.prod(self.tiles)
 
     @property
