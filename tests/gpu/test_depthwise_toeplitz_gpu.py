@@ -1,4 +1,4 @@
-"""Depthwise convolution by band matrices on a GPU: the host's reference, within guard bands."""
+"""Depthwise convolution by Toeplitz matrices on a GPU: the host's reference, within guard bands."""
 
 from __future__ import annotations
 
