@@ -350,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(32 * kSplitLanes)
   if (warp >= 4) return;
   float total = 0;
 #pragma unroll
-  for (int lane_sums = 0; lane_sums < kSplitLanes; ++lane_sums) total += acc[lane_sums][lane].at[warp];
+  for (int split_lane = 0; split_lane < kSplitLanes; ++split_lane) total += acc[split_lane][lane].at[warp];
   const int in_tile = fragment.k + warp / 2 * 8, c = fragment.c + warp % 2;
   if (!fragment.any(filters) || in_tile >= filters || c >= CHANNELS) return;
   const int64 first = static_cast<int64>(filter_tile * kTileK + in_tile) * CHANNELS;
