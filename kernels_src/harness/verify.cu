@@ -1,11 +1,11 @@
 // What is checked after a run: the output against float64 sums, unwritten elements, guard bands, changed inputs.
 //
 // All kernels are grid-stride with any grid and a block that is a multiple of 32, 1024 at most, and add to slots of 64
-// bits that the host has cleared. Define: T (dtype name of the output).
+// bits that the host has cleared. Defines: T (dtype name of the output), GUARDBANDS_FIELDS, COMPARISON_FIELDS.
 #include "common/types.cuh"
 
-#ifndef T
-#error "define T"
+#if !defined(T) || !defined(GUARDBANDS_FIELDS) || !defined(COMPARISON_FIELDS)
+#error "define T, GUARDBANDS_FIELDS and COMPARISON_FIELDS"
 #endif
 
 using Slot = unsigned long long;
@@ -70,39 +70,43 @@ extern "C" __global__ void verify_written(const T* __restrict__ out, int64 size,
   raise_to(slots + 1, first);
 }
 
-// Four buffers and the bands of `band_bytes` bytes before and after each.
+// Of four buffers: their sizes in `bytes`, bands of band_bytes before and after each, and the byte that fills these.
+struct GuardBands {
+  GUARDBANDS_FIELDS
+};
+
 struct Guarded {
   unsigned char* start[4];
-  int64 bytes[4];
-  int64 band_bytes;
+  const GuardBands& bands;
+
+  __device__ __forceinline__ int64 size() const { return 8 * bands.band_bytes; }
 
   // Byte i of all bands together: that of band i / band_bytes, which is 2 * buffer or, behind it, 2 * buffer + 1.
   __device__ __forceinline__ unsigned char* at(int64 i) const {
-    const int64 band = i / band_bytes;
+    const int64 band = i / bands.band_bytes;
     unsigned char* byte = nullptr;
 #pragma unroll
     for (int buffer = 0; buffer < 4; ++buffer)
-      if (band / 2 == buffer) byte = start[buffer] + (band % 2 ? bytes[buffer] : -band_bytes) + i % band_bytes;
+      if (band / 2 == buffer)
+        byte = start[buffer] + (band % 2 ? bands.bytes[buffer] : -bands.band_bytes) + i % bands.band_bytes;
     return byte;
   }
 };
 
-#define GUARDED_PARAMETERS                                                                                       \
-  unsigned char *start0, int64 bytes0, unsigned char *start1, int64 bytes1, unsigned char *start2, int64 bytes2, \
-      unsigned char *start3, int64 bytes3, int64 band_bytes, int poison
-#define GUARDED {{start0, start1, start2, start3}, {bytes0, bytes1, bytes2, bytes3}, band_bytes}
-
 // All bands filled with `poison`.
-extern "C" __global__ void verify_poison(GUARDED_PARAMETERS) {
-  const Guarded guarded = GUARDED;
-  for (int64 i = first_item(); i < 8 * band_bytes; i += item_step()) *guarded.at(i) = poison;
+extern "C" __global__ void verify_poison(unsigned char* buffer0, unsigned char* buffer1, unsigned char* buffer2,
+                                         unsigned char* buffer3, const __grid_constant__ GuardBands bands) {
+  const Guarded guarded = {{buffer0, buffer1, buffer2, buffer3}, bands};
+  for (int64 i = first_item(); i < guarded.size(); i += item_step()) *guarded.at(i) = bands.poison;
 }
 
 // slots[band] += bytes of a band that are not `poison`.
-extern "C" __global__ void verify_guards(GUARDED_PARAMETERS, Slot* slots) {
-  const Guarded guarded = GUARDED;
-  for (int64 i = first_item(); i < 8 * band_bytes; i += item_step())
-    if (*guarded.at(i) != poison) atomicAdd(slots + i / band_bytes, 1ull);
+extern "C" __global__ void verify_guards(unsigned char* buffer0, unsigned char* buffer1, unsigned char* buffer2,
+                                         unsigned char* buffer3, const __grid_constant__ GuardBands bands,
+                                         Slot* slots) {
+  const Guarded guarded = {{buffer0, buffer1, buffer2, buffer3}, bands};
+  for (int64 i = first_item(); i < guarded.size(); i += item_step())
+    if (*guarded.at(i) != bands.poison) atomicAdd(slots + i / bands.band_bytes, 1ull);
 }
 
 __device__ __forceinline__ Slot mixed(int64 place, Slot word) {
@@ -125,37 +129,41 @@ extern "C" __global__ void verify_checksum(const unsigned short* __restrict__ wo
   add_to(slots, sum);
 }
 
-// Half the spacing of numbers with `mantissa` explicit bits and `least` as least normal exponent around `value` >= 0.
-__device__ __forceinline__ double half_ulp(double value, int mantissa, int least) {
-  const int exponent = value > 0 ? ilogb(value) : least;
-  return scalbn(1.0, (exponent > least ? exponent : least) - mantissa - 1);
+// `count` elements of an output whose first two dimensions are images and channels, whatever they are called, with
+// `plane` places in each of those; of its type, explicit bits of the mantissa, least normal exponent and what rounds to
+// infinity.
+struct Comparison {
+  COMPARISON_FIELDS
+};
+
+// Half the spacing of the output's numbers around `value` >= 0.
+__device__ __forceinline__ double half_ulp(double value, const Comparison& of) {
+  const int exponent = value > 0 ? ilogb(value) : of.least_exponent;
+  return scalbn(1.0, (exponent > of.least_exponent ? exponent : of.least_exponent) - of.mantissa_bits - 1);
 }
 
 // Compares listed elements, all where indices is null, with sums[i] = x*w, scales[2*i] = |x|*|w| and
 // scales[2*i + 1] = sqrt(x^2 * w^2), each multiplied by what the inputs were multiplied by: first_even or first_odd by
 // the parity of the first coordinate, and second_even or second_odd by that of the second, counted anew after
 // `second_size`. scales may be null where factor < 0, and |x*w| stands for |x|*|w| then. A sum that is not finite must
-// come out as it is, NaN or an infinity of its sign, and one that may round to `overflow` may be infinite. The output's
-// first two dimensions are images and channels, whatever they are called, and `plane` places lie in each of those.
+// come out as it is, NaN or an infinity of its sign, and one that may round to `overflow` may be infinite.
 // factor < 0: the output must equal the rounded reference. Otherwise |error| <= factor * sqrt(x^2 * w^2) + rounding.
 // slots: [0] += elements that are wrong, [1] raised to (ratio, position) of the worst of them, as 32 + 32 bits,
 // [2] to the largest |error| / (|x|*|w|), [3] to the largest ratio (|error| - rounding) / (factor * sqrt(x^2 * w^2));
 // ratios are bits of a float.
 extern "C" __global__ void verify_compare(const T* __restrict__ out, const int64* __restrict__ indices,
                                           const double* __restrict__ sums, const float* __restrict__ scales,
-                                          int64 count, double first_even, double first_odd, double second_even,
-                                          double second_odd, int64 second_size, double overflow, double factor,
-                                          int mantissa, int least, int64 channels, int64 plane, int64 image_stride,
-                                          int64 channel_stride, int64 place_stride, Slot* slots) {
+                                          const __grid_constant__ Comparison of, Slot* slots) {
   const double infinity = __longlong_as_double(0x7FF0000000000000ll);
   Slot wrong = 0, worst = 0, relative = 0, ratio = 0;
-  for (int64 i = first_item(); i < count; i += item_step()) {
+  for (int64 i = first_item(); i < of.count; i += item_step()) {
     const int64 index = indices == nullptr ? i : indices[i];
-    const int64 image = index / plane / channels, channel = index / plane - image * channels;
-    const int64 place = index - (image * channels + channel) * plane;
-    const double got = convert<double>(out[image * image_stride + channel * channel_stride + place * place_stride]);
-    const double first = image & 1 ? first_odd : first_even;
-    const double second = channel % second_size & 1 ? second_odd : second_even;
+    const int64 image = index / of.plane / of.channels, channel = index / of.plane - image * of.channels;
+    const int64 place = index - (image * of.channels + channel) * of.plane;
+    const double got =
+        convert<double>(out[image * of.image_stride + channel * of.channel_stride + place * of.place_stride]);
+    const double first = image & 1 ? of.first_odd : of.first_even;
+    const double second = channel % of.second_size & 1 ? of.second_odd : of.second_even;
     const double sum = sums[i] * first * second;
     if (!(fabs(sum) < infinity)) {
       if (got == sum || (got != got && sum != sum)) continue;
@@ -164,11 +172,11 @@ extern "C" __global__ void verify_compare(const T* __restrict__ out, const int64
       continue;
     }
     const double magnitude = scales == nullptr ? fabs(sum) : scales[2 * i] * first * second;
-    const bool exact = factor < 0;
+    const bool exact = of.factor < 0;
     const double wanted = exact ? convert<double>(convert<T>(sum)) : sum;
-    const double arithmetic = exact ? 0 : factor * scales[2 * i + 1] * first * second;
-    const double rounding = exact ? 0 : half_ulp(fabs(sum) + arithmetic, mantissa, least);
-    const bool overflows = fabs(got) == infinity && got * sum > 0 && fabs(sum) + arithmetic >= overflow;
+    const double arithmetic = exact ? 0 : of.factor * scales[2 * i + 1] * first * second;
+    const double rounding = exact ? 0 : half_ulp(fabs(sum) + arithmetic, of);
+    const bool overflows = fabs(got) == infinity && got * sum > 0 && fabs(sum) + arithmetic >= of.overflow;
     double error = got == wanted || (overflows && !exact) ? 0 : fabs(got - wanted);
     if (!(error == error)) error = infinity;
     const Slot share = ordered(error <= rounding ? 0 : (error - rounding) / arithmetic);

@@ -15,6 +15,7 @@ from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.launch.bound_steps import make_step_launcher
 from miofind.solver.steps import KernelStep, Pointer, Scalar
+from miofind.solver.structs import Struct, StructType
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler, Kernel
@@ -22,7 +23,22 @@ if TYPE_CHECKING:
 _THREADS = 256
 _BLOCKS_PER_SM = 16
 
-Argument = str | Pointer | Scalar
+Argument = str | Pointer | Scalar | Struct
+
+GUARDED_BUFFERS = 4
+"""Buffers whose guard bands harness/verify.cu fills or checks in one launch."""
+GUARD_BANDS = StructType("GuardBands", bytes=("int64", GUARDED_BUFFERS), band_bytes="int64", poison="int32")
+COMPARISON = StructType(
+    "Comparison",
+    count="int64",
+    **dict.fromkeys(("first_even", "first_odd", "second_even", "second_odd"), "float64"),
+    second_size="int64",
+    overflow="float64",
+    factor="float64",
+    mantissa_bits="int32",
+    least_exponent="int32",
+    **dict.fromkeys(("channels", "plane", "image_stride", "channel_stride", "place_stride"), "int64"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +66,7 @@ class DeviceKernels:
             grid=(max(1, min(-(-kernel.items // _THREADS), _BLOCKS_PER_SM * self.device.sm_count)), 1, 1),
             block=(_THREADS, 1, 1),
             args=tuple(Pointer(buffer=item) if isinstance(item, str) else item for item in arguments),
-            defines=(("T", kernel.dtype),),
+            defines=(("T", kernel.dtype), *kernel.defines),
         )
         return self.bind_step(step, addresses, stream)
 
@@ -69,12 +85,23 @@ class DeviceKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridStride:
-    """A kernel by its source and entry, the items it walks over, and the dtype it is compiled for."""
+    """A kernel by its source and entry, the items it walks over, and the dtype it is compiled for.
+
+    Attributes:
+        defines: what its source asks for besides "T", that dtype.
+    """
 
     source: str
     entry: str
     items: int
     dtype: str
+    defines: tuple[tuple[str, str], ...] = ()
+
+
+def check_kernel(name: str, items: int, dtype: str) -> GridStride:
+    """A kernel of harness/verify.cu, "verify_" and its name, for outputs of a dtype."""
+    defines = (GUARD_BANDS.define, COMPARISON.define)
+    return GridStride(source="harness/verify.cu", entry=f"verify_{name}", items=items, dtype=dtype, defines=defines)
 
 
 def int32(value: int) -> Scalar:
@@ -85,11 +112,6 @@ def int32(value: int) -> Scalar:
 def int64(value: int) -> Scalar:
     """A 64-bit integer argument."""
     return Scalar(ctype="int64", value=int(value))
-
-
-def float64(value: float) -> Scalar:
-    """A double argument."""
-    return Scalar(ctype="float64", value=float(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

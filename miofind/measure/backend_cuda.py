@@ -18,7 +18,7 @@ from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory
 from miofind.errors import WrongResultError, raise_if_interrupted
-from miofind.launch.device_kernels import DeviceKernels, GridStride, int64
+from miofind.launch.device_kernels import DeviceKernels, GridStride, check_kernel, int64
 from miofind.measure.backend import Repeatability, Runnable, TimedCandidate, TimingBackend
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class CudaTimingBackend(TimingBackend):
         if count not in self._checksums:
             output = self._problem.output
             words = count * _aligned(output.bytes) // 2
-            kernel = GridStride(source="harness/verify.cu", entry="verify_checksum", items=words, dtype=output.dtype)
+            kernel = check_kernel("checksum", words, output.dtype)
             addresses = {"words": self._outputs, "sum": self._checksum}
             stream = self.memory.stream_address
             self._checksums[count] = self._kernels.bind(kernel, ("words", int64(words), "sum"), addresses, stream)

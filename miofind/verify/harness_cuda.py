@@ -17,10 +17,22 @@ from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory, HostInt
-from miofind.launch.device_kernels import Argument, DeviceKernels, GridStride, Scaling, filling, float64, int32, int64
+from miofind.launch.device_kernels import (
+    COMPARISON,
+    GUARD_BANDS,
+    GUARDED_BUFFERS,
+    Argument,
+    DeviceKernels,
+    GridStride,
+    Scaling,
+    check_kernel,
+    filling,
+    int64,
+)
 from miofind.launch.invoker import bases_of
 from miofind.reference import numpy_dtype, reference_step, round_once
 from miofind.solver.steps import Pointer
+from miofind.solver.structs import Struct
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow
 from miofind.verify.harness import (
     GUARD_BYTES,
@@ -48,8 +60,6 @@ _COMPARED = 2
 _OUTPUT = 6
 _ONE = 7
 _INPUTS = 8
-# Behind one slot an input: two a buffer for its guard bands, of so many buffers a launch.
-_GUARDED = 4
 # Of an element: a float64 sum, and two float32 scales where results are not exact. What is kept at most: sums of small
 # integers, of normal numbers, and of normal numbers with infinities.
 _SUM_BYTES = 8
@@ -121,9 +131,9 @@ class CudaHarness(CheckHarness):
         self._rooms: dict[str, _Buffer] = {}
         self._bound: dict[Hashable, Callable[[], None]] = {}
         self._released: HostInt | None = None
-        self._guards = _INPUTS + len(self.inputs)
-        launches = math.ceil((len(problem.operands) + 1) / _GUARDED)  # packed weights take the place of w
-        self._slots = self._guards + 2 * _GUARDED * launches
+        self._guards = _INPUTS + len(self.inputs)  # two slots a buffer
+        launches = math.ceil((len(problem.operands) + 1) / GUARDED_BUFFERS)  # packed weights take the place of w
+        self._slots = self._guards + 2 * GUARDED_BUFFERS * launches
         try:
             with self._memory:
                 self._buffers = {operand.name: self._guarded(operand.tensor.bytes) for operand in problem.operands}
@@ -188,8 +198,7 @@ class CudaHarness(CheckHarness):
             self._released = self._memory.host_int()
         released = self._released
         released.value = 0
-        kernel = GridStride(source="harness/verify.cu", entry="verify_hold", items=1, dtype=self.problem.output.dtype)
-        launch = _Launch(kernel, ("released", int64(_HELD_NS)), {"released": released.address})
+        launch = _Launch(self._check("hold", 1), ("released", int64(_HELD_NS)), {"released": released.address})
         self._start("hold", lambda: launch)
         try:
             yield
@@ -396,26 +405,32 @@ class CudaHarness(CheckHarness):
         where = self._buffers[self.output].address
 
         def launch() -> _Launch:
-            output = self.problem.output
-            plane, place_stride = math.prod(output.shape[2:]), output.strides[-1]
-            arguments: tuple[Argument, ...] = (
-                "out",
-                "indices",
-                "sums",
-                "scales",
-                int64(sample.count),
-                *(float64(2.0**power) for pair in setting.powers.pairs for power in pair),
-                int64(axes(self.problem)[1].size),
-                float64(overflow(output.dtype)),
-                float64(-1.0 if factor is None else factor),
-                int32(output.dtype.mantissa_bits),
-                int32(least_exponent(output.dtype)),
-                *map(int64, (output.shape[1], plane, *output.strides[:2], place_stride)),
-                _slot(_COMPARED),
-            )
+            comparison = self._comparison(setting, factor, sample)
+            arguments = ("out", "indices", "sums", "scales", comparison, _slot(_COMPARED))
             return _Launch(self._check("compare", sample.count), arguments, {"out": where, **sample.addresses})
 
         self._start(("compare", where, setting.powers, sample.addresses["sums"], factor), launch)
+
+    def _comparison(self, setting: Setting, factor: float | None, sample: _Sample) -> Struct:
+        output = self.problem.output
+        (first_even, first_odd), (second_even, second_odd) = setting.powers.pairs
+        return COMPARISON(
+            count=sample.count,
+            first_even=2.0**first_even,
+            first_odd=2.0**first_odd,
+            second_even=2.0**second_even,
+            second_odd=2.0**second_odd,
+            second_size=axes(self.problem)[1].size,
+            overflow=float(overflow(output.dtype)),
+            factor=-1.0 if factor is None else float(factor),
+            mantissa_bits=output.dtype.mantissa_bits,
+            least_exponent=int(least_exponent(output.dtype)),
+            channels=output.shape[1],
+            plane=math.prod(output.shape[2:]),
+            image_stride=output.strides[0],
+            channel_stride=output.strides[1],
+            place_stride=output.strides[-1],
+        )
 
     def _checksum(self, buffer: _Buffer, slot: int) -> None:
         words = buffer.bytes // 2
@@ -441,24 +456,20 @@ class CudaHarness(CheckHarness):
     def _guard(self, action: str, poison: Poison, buffers: Mapping[str, _Buffer]) -> None:
         """Poison or check the guard bands of some buffers, four a launch; the first one fills up the last four."""
         every = [*buffers.values()]
-        for first in range(0, len(every), _GUARDED):
-            four = (every[first:] + every[:1] * _GUARDED)[:_GUARDED]
+        for first in range(0, len(every), GUARDED_BUFFERS):
+            four = (every[first:] + every[:1] * GUARDED_BUFFERS)[:GUARDED_BUFFERS]
             slot = self._guards + 2 * first
             key = (action, poison, slot, *((buffer.address, buffer.bytes) for buffer in four))
             self._start(key, functools.partial(self._guarding, action, poison, slot, four))
 
     def _guarding(self, action: str, poison: Poison, slot: int, four: Sequence[_Buffer]) -> _Launch:
         addresses = {f"buffer {i}": buffer.address for i, buffer in enumerate(four)}
-        arguments: list[Argument] = []
-        for name, buffer in zip(addresses, four, strict=True):
-            arguments += [name, int64(buffer.bytes)]
-        arguments += [int64(GUARD_BYTES), int32(poison), *([_slot(slot)] if action == "guards" else [])]
-        return _Launch(self._check(action, 2 * _GUARDED * GUARD_BYTES), tuple(arguments), addresses)
+        bands = GUARD_BANDS(bytes=[int(buffer.bytes) for buffer in four], band_bytes=GUARD_BYTES, poison=int(poison))
+        arguments: tuple[Argument, ...] = (*addresses, bands, *([_slot(slot)] if action == "guards" else []))
+        return _Launch(self._check(action, 2 * GUARDED_BUFFERS * GUARD_BYTES), arguments, addresses)
 
     def _check(self, name: str, items: int) -> GridStride:
-        return GridStride(
-            source="harness/verify.cu", entry=f"verify_{name}", items=items, dtype=self.problem.output.dtype
-        )
+        return check_kernel(name, items, self.problem.output.dtype)
 
     def _start(self, key: Hashable, launch: Callable[[], _Launch]) -> None:
         """Start what a key names; it is bound once, which takes longer than a launch."""

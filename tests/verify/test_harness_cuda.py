@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_invokers import FakeInvoker
+from struct_fields import fields_of
 
 from miofind.core.problem import Operand, ProblemDescription, Role, TensorDescriptor
 from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.launch.device_kernels import GridStride
 from miofind.solver.steps import KernelStep, Pointer
+from miofind.solver.structs import Struct
 from miofind.verify import harness_cuda
 from miofind.verify.harness import GUARD_BYTES, WORKSPACE, PackedForm, Poison, Setting
 from miofind.verify.harness_cuda import CudaHarness
@@ -102,7 +104,8 @@ class Kernels:
         for each in arguments:
             pointer = Pointer(buffer=each) if isinstance(each, str) else each
             is_address = isinstance(pointer, Pointer)
-            values.append(addresses[pointer.buffer] + pointer.offset_bytes if is_address else pointer.value)
+            number = pointer if isinstance(pointer, Struct) else getattr(pointer, "value", None)
+            values.append(addresses[pointer.buffer] + pointer.offset_bytes if is_address else number)
         return lambda: getattr(self, kernel.entry, self.nothing)(*values)
 
     def bind_step(self, step: KernelStep, addresses: dict[str, int], stream: int) -> Callable[[], None]:
@@ -114,19 +117,22 @@ class Kernels:
     def random_inputs(self, out: int, size: int, seed: int, *_: int) -> None:
         bytes_at(out, 4 * size)[:] = np.random.default_rng(seed).integers(0, 256, 4 * size, np.uint8)
 
-    def bands(self, values: tuple[int, ...]) -> Iterator[np.ndarray]:
-        for start, size in zip(values[0:8:2], values[1:8:2], strict=True):
+    def bands(self, starts: tuple[int, ...], bands: dict[str, Any]) -> Iterator[np.ndarray]:
+        assert bands["band_bytes"] == GUARD_BYTES
+        for start, size in zip(starts, bands["bytes"], strict=True):
             yield bytes_at(start - GUARD_BYTES, GUARD_BYTES)
             yield bytes_at(start + size, GUARD_BYTES)
 
-    def verify_poison(self, *values: int) -> None:
-        for band in self.bands(values):
-            band[:] = values[9]
+    def verify_poison(self, *values: Any) -> None:
+        *starts, given = values
+        for band in self.bands(tuple(starts), fields := fields_of(given)):
+            band[:] = fields["poison"]
 
-    def verify_guards(self, *values: int) -> None:
-        slots = bytes_at(values[10], 64).view(np.uint64)
-        for i, band in enumerate(self.bands(values)):
-            slots[i] += np.count_nonzero(band != values[9])
+    def verify_guards(self, *values: Any) -> None:
+        *starts, given, report = values
+        slots = bytes_at(report, 64).view(np.uint64)
+        for i, band in enumerate(self.bands(tuple(starts), fields := fields_of(given))):
+            slots[i] += np.count_nonzero(band != fields["poison"])
 
     def verify_checksum(self, words: int, count: int, slot: int) -> None:
         given = bytes_at(words, 2 * count).view(np.uint16).astype(np.uint64)
