@@ -11,16 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.register_tile import (
     COPY_BYTES,
+    KEYS,
     MAX_DEFAULTS,
     MAX_WINDOW,
     RegisterTileAxis,
@@ -195,15 +196,7 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
 
     id = "ConvDepthwiseChannelsFirstWeights"
     algorithm = Algorithm.DIRECT
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
-            layouts=frozenset({Layout.NCW, Layout.NCHW}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "planes": (1, 2, 4, 8),

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.device.device import Device
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solver.structs import StructType
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -21,6 +21,7 @@ from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.depthwise.channels_last_rows import (
     DIMENSION,
+    KEYS,
     RowRates,
     RowTiling,
     RowWork,
@@ -242,15 +243,7 @@ class ConvDepthwiseChannelsLast(Solver):
 
     id = "ConvDepthwiseChannelsLast"
     algorithm = Algorithm.DIRECT
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "vector": (1, 2, 4),

@@ -9,15 +9,26 @@ import functools
 import math
 from dataclasses import dataclass
 
-from miofind.core.problem import Direction, ProblemDescription
-from miofind.device.device import Device
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Applicability
+from miofind.solver.solver import APPLICABLE, Applicability, KernelKey
 from miofind.solver.steps import Config
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.limits import MAX_ELEMENTS, refuse_tensors
+
+KEYS = (
+    KernelKey(
+        place=Place.CUDA,
+        library=Library.PLAIN,
+        dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
+        layouts=frozenset({Layout.NWC, Layout.NHWC}),
+        min_sm=80,
+    ),
+)
+"""What the kernels are made for, in all directions."""
 
 _COPY_BYTES = 16
 _BANK_BYTES = 128

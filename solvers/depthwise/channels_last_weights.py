@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -32,6 +32,7 @@ from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.channels_last_rows import (
     DIMENSION,
+    KEYS,
     channel_share,
     dimensions,
     is_dilated,
@@ -307,15 +308,7 @@ class ConvDepthwiseChannelsLastWeights(Solver):
 
     id = "ConvDepthwiseChannelsLastWeights"
     algorithm = Algorithm.DIRECT
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "vector": (1, 2, 4),

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.packed_groups import SOURCE, is_ample
-from miofind.solvers.depthwise.mma_tiling import DepthwiseTiling, refuse_mma, unbalance, unit_axes
+from miofind.solvers.depthwise.mma_tiling import KEYS, DepthwiseTiling, refuse_mma, unbalance, unit_axes
 
 _DEFAULTS = 8
 _ROWS, _COLUMNS, _CHANNELS = (2, 4, 7, 8, 14), (8, 16), (16, 32, 64)
@@ -142,15 +142,7 @@ class ConvDepthwiseMma(Solver):
 
     id = "ConvDepthwiseMma"
     algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": _ROWS,

@@ -9,12 +9,24 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-from miofind.core.problem import Direction, ProblemDescription
-from miofind.solver.solver import APPLICABLE, Applicability
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Library, Place
+from miofind.solver.solver import APPLICABLE, Applicability, KernelKey
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.common.packed_groups import GroupedAxis, odd_words
+
+KEYS = (
+    KernelKey(
+        place=Place.CUDA,
+        library=Library.PLAIN,
+        dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+        layouts=frozenset({Layout.NWC, Layout.NHWC}),
+        min_sm=80,
+    ),
+)
+"""What the kernels are made for, in all directions."""
 
 _MOST_TAPS = 64
 _MOST_REACH = 16

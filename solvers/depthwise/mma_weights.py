@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -27,7 +27,7 @@ from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.packed_groups import is_ample
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.depthwise.mma_tiling import DepthwiseWeightsTiling, refuse_mma, unbalance, unit_axes
+from miofind.solvers.depthwise.mma_tiling import KEYS, DepthwiseWeightsTiling, refuse_mma, unbalance, unit_axes
 
 _DEFAULTS, _FIRST = 8, 3
 _ROWS, _COLUMNS, _CHANNELS, _BLOCKS = (2, 4, 7, 8, 14), (8, 16, 32), (16, 32, 64), (0, 1, 2)
@@ -203,15 +203,7 @@ class ConvDepthwiseMmaWeights(Solver):
 
     id = "ConvDepthwiseMmaWeights"
     algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": _ROWS,

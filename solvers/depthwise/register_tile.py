@@ -10,10 +10,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miofind.core.problem import ProblemDescription
-from miofind.solver.solver import APPLICABLE, Applicability, first_refusal
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import Library, Place
+from miofind.solver.solver import APPLICABLE, Applicability, KernelKey, first_refusal
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import refuse_overpadded, refuse_oversized
+
+KEYS = (
+    KernelKey(
+        place=Place.CUDA,
+        library=Library.PLAIN,
+        dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
+        layouts=frozenset({Layout.NCW, Layout.NCHW}),
+        min_sm=80,
+    ),
+)
+"""What the kernels are made for, in all directions."""
 
 COPY_BYTES = 16
 MAX_TAPS = 64

@@ -8,12 +8,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.core.problem import ProblemDescription, TensorDescriptor
+from miofind.core.problem import DataType, Layout, ProblemDescription, TensorDescriptor
+from miofind.device.device import Library, Place
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import Applicability
+from miofind.solver.solver import Applicability, KernelKey
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Axis
 from miofind.solvers.common.limits import refuse_tensors
+
+KEYS = (
+    KernelKey(
+        place=Place.CUDA,
+        library=Library.PLAIN,
+        dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+        layouts=frozenset({Layout.NCW, Layout.NWC, Layout.NCHW, Layout.NHWC}),
+        min_sm=80,
+    ),
+)
+"""What the kernels are made for, in all directions."""
 
 _MOST = 8  # elements of 16 bytes
 _LEAST_FILTER = 5

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Device
 from miofind.solver.occupancy import cycles_of_waves
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import Axis, Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.depthwise.staged_images import (
+    KEYS,
     SHAPE,
     StagedColumns,
     StagedVector,
@@ -251,15 +252,7 @@ class ConvDepthwiseLarge(Solver):
 
     id = "ConvDepthwiseLarge"
     algorithm = Algorithm.DIRECT
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCW, Layout.NWC, Layout.NCHW, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (8, 16, 32, 64),

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Device
 from miofind.solver.occupancy import cycles_of_waves, register_limit
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -28,6 +28,7 @@ from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.staged_images import (
+    KEYS,
     SHAPE,
     StagedColumns,
     StagedVector,
@@ -277,15 +278,7 @@ class ConvDepthwiseLargeWeights(Solver):
 
     id = "ConvDepthwiseLargeWeights"
     algorithm = Algorithm.DIRECT
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCW, Layout.NWC, Layout.NCHW, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile": (8, 16, 32, 64),

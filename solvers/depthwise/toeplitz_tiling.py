@@ -8,11 +8,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.core.problem import ProblemDescription
-from miofind.solver.solver import Applicability
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import Library, Place
+from miofind.solver.solver import Applicability, KernelKey
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.depthwise.register_tile import padded_size
+
+KEYS = (
+    KernelKey(
+        place=Place.CUDA,
+        library=Library.PLAIN,
+        dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+        layouts=frozenset({Layout.NCW, Layout.NCHW}),
+        min_sm=80,
+    ),
+)
+"""What the kernels are made for, in all directions."""
 
 _OUTPUTS, _DEPTH = 16, 24  # columns of a block of outputs, and of inputs that it meets at most
 _WORD = 8

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -28,7 +28,13 @@ from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.depthwise.toeplitz_tiling import ToeplitzAxis, images_begin_alike, refuse_toeplitz, toeplitz_pitch
+from miofind.solvers.depthwise.toeplitz_tiling import (
+    KEYS,
+    ToeplitzAxis,
+    images_begin_alike,
+    refuse_toeplitz,
+    toeplitz_pitch,
+)
 
 _SOURCE = "depthwise/toeplitz_weights.cu"
 _SHARED_BYTES = 48 << 10
@@ -230,15 +236,7 @@ class ConvDepthwiseBandsWeights(Solver):
 
     id = "ConvDepthwiseBandsWeights"
     algorithm = Algorithm.DIRECT
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCW, Layout.NCHW}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "channels": (1, 2),

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import SOURCE, GroupedAxis, PackedGroups, is_ample, refuse_groups
-from miofind.solvers.grouped.nchw_tiling import NchwTiling, nchw_unit_channels, nchw_units
+from miofind.solvers.grouped.nchw_tiling import KEYS, NchwTiling, nchw_unit_channels, nchw_units
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
 _ROWS = (1, 2, 3, 4, 7)  # 3 serves odd images that nothing else does
@@ -174,15 +174,7 @@ class ConvGroupedPlanes(Solver):
 
     id = "ConvGroupedPlanes"
     algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCW, Layout.NCHW}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": _ROWS,

@@ -9,10 +9,23 @@ import functools
 import math
 from dataclasses import dataclass
 
-from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Library, Place
+from miofind.solver.solver import KernelKey
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.packed_groups import SOURCE, GroupedAxis, PackedGroups, odd_words
+
+KEYS = (
+    KernelKey(
+        place=Place.CUDA,
+        library=Library.PLAIN,
+        dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+        layouts=frozenset({Layout.NCW, Layout.NCHW}),
+        min_sm=80,
+    ),
+)
+"""What the kernels are made for, in all directions."""
 
 _WORD = 16  # bytes that shared memory moves at once
 _LINE = 128  # bytes of all of its banks

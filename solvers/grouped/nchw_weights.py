@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import PackedGroups, is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.grouped.nchw_tiling import NchwWeightsTiling, shifts
+from miofind.solvers.grouped.nchw_tiling import KEYS, NchwWeightsTiling, shifts
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
 _MOST_BLOCKS = 4  # of a multiprocessor, so that split-K partials are few
@@ -211,15 +211,7 @@ class ConvGroupedPlanesWeights(Solver):
 
     id = "ConvGroupedPlanesWeights"
     algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCW, Layout.NCHW}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": _ROWS,

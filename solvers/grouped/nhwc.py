@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import SOURCE, GroupedTiling, is_ample, refuse_groups, units_of
-from miofind.solvers.grouped.nhwc_shape import SHAPE, shape_of
+from miofind.solvers.grouped.nhwc_shape import KEYS, SHAPE, shape_of
 
 _DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
 _ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
@@ -200,15 +200,7 @@ class ConvGrouped(Solver):
 
     id = "ConvGrouped"
     algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": _ROWS,

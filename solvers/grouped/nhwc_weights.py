@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -28,7 +28,7 @@ from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.grouped.nhwc_shape import SHAPE, shape_of
+from miofind.solvers.grouped.nhwc_shape import KEYS, SHAPE, shape_of
 from miofind.solvers.grouped.nhwc_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
 
 _DEFAULTS = 8
@@ -191,15 +191,7 @@ class ConvGroupedWeights(Solver):
 
     id = "ConvGroupedWeights"
     algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
-            min_sm=80,
-        ),
-    )
+    keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": _ROWS,
