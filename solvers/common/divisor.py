@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from miofind.solver.steps import Scalar
 from miofind.solver.structs import Struct, StructType
 
 DIVISOR = StructType("Divisor", by="int32", multiplier="uint32", shift="int32")
@@ -20,14 +19,3 @@ def divide_by(number: int) -> Struct:
     shift = (number - 1).bit_length()
     multiplier = ((1 << 32) * ((1 << shift) - number)) // number + 1
     return DIVISOR(by=number, multiplier=multiplier, shift=shift)
-
-
-def divisor(by: int) -> tuple[Scalar, Scalar, Scalar]:
-    """The same number as three arguments: `by`, `multiplier` and `shift`."""
-    kept, multiplier, shift = (Scalar(ctype=kind, value=value) for kind, value in divide_by(by).numbers)
-    return kept, multiplier, shift
-
-
-def divisors(*numbers: int) -> tuple[Scalar, ...]:
-    """The arguments of several divisors, one after the other."""
-    return tuple(scalar for number in numbers for scalar in divisor(number))

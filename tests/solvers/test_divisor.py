@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miofind.compiler.sources import read_source
-from miofind.solvers.common.divisor import DIVISOR, divisor
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 
 MOST = 2**31 - 1
 
 
 def divided(number: int, by: int) -> int:
     """The kernel's arithmetic, where nothing may exceed 32 bits."""
-    scalars = divisor(by)
-    assert [scalar.ctype for scalar in scalars] == ["int32", "uint32", "int32"]
-    kept, multiplier, shift = (int(scalar.value) for scalar in scalars)
+    kinds, numbers = zip(*divide_by(by).numbers, strict=True)
+    assert kinds == ("int32", "uint32", "int32")
+    kept, multiplier, shift = map(int, numbers)
     assert kept == by
     assert 0 <= multiplier < 2**32
     assert 0 <= shift < 32
