@@ -36,6 +36,8 @@ struct Word<16> {
 };
 
 constexpr int kThreads = 256;
+// As many blocks as have a multiprocessor's 2048 threads, where it has so many; left alone, ptxas takes more registers.
+constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200) ? 8 : 4;
 constexpr unsigned kPiece = 16 / sizeof(ELEMENT);  // elements of the widest vector
 
 template <int Rows, int Columns, int In, int Out, bool Scatters, bool Whole>
@@ -153,7 +155,7 @@ __device__ __forceinline__ void transpose_tile(ELEMENT* tile, const ELEMENT* fro
 using First = Tile<FIRST>;
 
 #ifndef SECOND
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     transpose(const ELEMENT* from, ELEMENT* to, const __grid_constant__ Matrices matrices) {
   __shared__ alignas(16) ELEMENT tile[First::kElements];
   griddepcontrol_launch_dependents();
@@ -164,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 using Second = Tile<SECOND>;
 constexpr unsigned kMost = First::kElements > Second::kElements ? First::kElements : Second::kElements;
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     transpose_two(const ELEMENT* from, ELEMENT* to, const __grid_constant__ Matrices matrices,
                   const ELEMENT* other_from, ELEMENT* other_to, const __grid_constant__ Matrices other_matrices,
                   int blocks) {
