@@ -36,8 +36,8 @@ struct Word<16> {
 };
 
 constexpr int kThreads = 256;
-// As many blocks as have a multiprocessor's 2048 threads, where it has so many; left alone, ptxas takes more registers.
-constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200) ? 8 : 4;
+// As many blocks as fill a multiprocessor of 2048 threads, or of 1536: left alone, ptxas takes more registers.
+constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200) ? 8 : 6;
 constexpr unsigned kPiece = 16 / sizeof(ELEMENT);  // elements of the widest vector
 
 template <int Rows, int Columns, int In, int Out, bool Scatters, bool Whole>
