@@ -1,4 +1,4 @@
-"""Imported by the processes of a CompilePool in tests: makes NVRTC fail as a step's define FAULT says."""
+"""Imported by the processes of a CompilePool that faulty_services.py starts: NVRTC fails as a define FAULT says."""
 
 from __future__ import annotations
 

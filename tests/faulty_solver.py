@@ -1,4 +1,4 @@
-"""Imported by measuring processes: makes ConvCpuGemm1x1 misbehave as FAULT_FOLDER/fault says, one word in a file.
+"""Imported by children that faulty_services.py starts: ConvCpuGemm1x1 misbehaves as FAULT_FOLDER/fault says, a word.
 
 No candidate is left behind in the race, nor cut off but where the fault is "cut off", and each final has a verdict, so
 that what happens does not depend on times.

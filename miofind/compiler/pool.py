@@ -53,11 +53,12 @@ class CompilePool:
         workers: processes; by default one less than this process may use processors, and at least one.
         timeout_s: seconds after which a compilation is given up and its process replaced.
         max_waiting: steps that wait at most; `submit` takes no more.
-        modules: imported first by each process.
 
     Raises:
         InvalidOptionError: the message names the argument and the value.
     """
+
+    _serve = staticmethod(serve)  # what a process does; tests put a faulty service in its place
 
     def __init__(
         self,
@@ -66,14 +67,12 @@ class CompilePool:
         workers: int | None = None,
         timeout_s: float = TIMEOUT_S,
         max_waiting: int = MAX_WAITING,
-        modules: tuple[str, ...] = (),
     ) -> None:
-        _check(workers=1 if workers is None else workers, max_waiting=max_waiting, timeout_s=timeout_s, modules=modules)
+        _check(workers=1 if workers is None else workers, max_waiting=max_waiting, timeout_s=timeout_s)
         self._compiler = Compiler(cache)
         self._workers = max(1, processors() - 1) if workers is None else workers
         self._timeout_s = timeout_s
         self._max_waiting = max_waiting
-        self._modules = modules
         self._changed = threading.Condition()
         self._waiting: collections.deque[_Task] = collections.deque()
         self._tasks: collections.OrderedDict[object, _Task] = collections.OrderedDict()
@@ -222,7 +221,7 @@ class CompilePool:
         directory = self._compiler.cache.directory
         assert directory is not None, "without a folder no step is taken"
         try:
-            child = Service(serve, directory, modules=self._modules)
+            child = Service(self._serve, directory)
         except OSError as error:
             logger.warning("nothing is compiled ahead: no process can be started (%s)", error)
             self._stop()
@@ -255,15 +254,13 @@ class CompilePool:
         return _Result(_failure(CompileTimeoutError, request, what), ended=True)
 
 
-def _check(*, workers: object, max_waiting: object, timeout_s: object, modules: object) -> None:
+def _check(*, workers: object, max_waiting: object, timeout_s: object) -> None:
     """Refuse what would fail in a thread, where those who wait for an answer never learn of it."""
     for name, value in (("workers", workers), ("max_waiting", max_waiting)):
         if type(value) is not int or value < 1:
             raise InvalidOptionError(f"{name}={value!r} must be a whole number of at least 1")
     if not isinstance(timeout_s, Real) or math.isnan(timeout_s) or timeout_s <= 0:
         raise InvalidOptionError(f"timeout_s={timeout_s!r} must be a number above 0")
-    if not isinstance(modules, tuple) or not all(isinstance(name, str) for name in modules):
-        raise InvalidOptionError(f"modules={modules!r} must be a tuple of names")
 
 
 @dataclass(frozen=True, slots=True)

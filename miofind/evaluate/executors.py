@@ -89,7 +89,6 @@ class Isolated:
     Args:
         device: what the child measures on; a GPU is found there by its UUID.
         registry: has the candidates' solvers, which the child gets; None for the default one.
-        modules: modules the child imports first.
         candidate_timeout_s: seconds after which a candidate that is silent while it runs is given up.
         compile_timeout_s: seconds after which a candidate that compiles is given up.
 
@@ -97,19 +96,19 @@ class Isolated:
         InvalidOptionError: a solver of the registry cannot go to a child.
     """
 
+    _serve = staticmethod(serve)  # what the child does; tests put a faulty service in its place
+
     def __init__(
         self,
         device: Device,
         registry: Registry | None = None,
         *,
-        modules: tuple[str, ...] = (),
         candidate_timeout_s: float = CANDIDATE_TIMEOUT_S,
         compile_timeout_s: float = COMPILE_TIMEOUT_S,
     ) -> None:
         self._device = device
         self._registry = Registry.default() if registry is None else registry
         self._registry.check_travels()
-        self._modules = modules
         self._limits = _Limits(compile_s=compile_timeout_s, run_s=candidate_timeout_s)
         self._child: Service | None = None
         self._prepared: Service | None = None
@@ -231,13 +230,13 @@ class Isolated:
 
     def _new_child(self) -> Service:
         setup = MeasuringSetup(index=self._index, registry=self._registry)
-        return Service(serve, setup, gpu=self._device.uuid, modules=self._modules)
+        return Service(self._serve, setup, gpu=self._device.uuid)
 
     def _complaint(self, child: Service) -> str:
         """Why a new child is of no use, "" once it is ready.
 
         Raises:
-            InvalidOptionError: a module cannot be imported.
+            InvalidOptionError: the registry cannot be made in the child.
             MissingLibraryError: a library that measuring needs is missing.
         """
         try:
@@ -258,7 +257,7 @@ class Isolated:
 
         Raises:
             DeviceLostError, MeasurementError: no child starts, or the device of none works.
-            InvalidOptionError: a module cannot be imported.
+            InvalidOptionError: the registry cannot be made in the child.
             MissingLibraryError: a library that measuring needs is missing.
         """
         reason = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from miofind.errors import InvalidOptionError, MiofindError, described
+from miofind.errors import MiofindError, described
 from miofind.process import child_logs
 from miofind.process.protocol import Alive, Failed, Finished, Ready, Start
 
@@ -130,7 +129,6 @@ def _served(parent: Parent, start: Start) -> Finished | Failed:
         ParentGoneError: nobody wants it any more.
     """
     try:
-        _import(start.modules)
         serve, setup = ForkingPickler.loads(start.service)
         serve(parent, setup)
     except ParentGoneError:
@@ -152,11 +150,3 @@ def _travels(error: MiofindError) -> bool:
         logger.debug("the parent is told what %s says alone: %r", type(error).__name__, refused)
         return False
     return True
-
-
-def _import(modules: tuple[str, ...]) -> None:
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # whatever a module raises, other children would meet it, too
-            raise InvalidOptionError(f"modules: {name!r} cannot be imported: {error!r}") from error

@@ -20,14 +20,12 @@ class Start:
     """What a child is there for; the first message to it.
 
     Attributes:
-        modules: imported first.
         service: a pickled pair of a module's function and its setup; the function is called with the child's parent and
             the setup.
         log_level: of what is logged there and handled here.
         beat_s: seconds from one `Alive` to the next; None for none.
     """
 
-    modules: tuple[str, ...]
     service: bytes
     log_level: int
     beat_s: float | None

@@ -55,7 +55,6 @@ class Service:
         serve: a module's function, called in the child with a `Parent` and `setup`; the child ends with it.
         setup: what it needs to know; anything that can be pickled.
         gpu: UUID of the one GPU or MIG instance that the child sees; "" for all that this process sees.
-        modules: imported first by the child.
         silence_s: seconds for which the child may give no sign of life; where this is finite it gives one several times
             in as many.
 
@@ -69,7 +68,6 @@ class Service:
         setup: Setup,
         *,
         gpu: str = "",
-        modules: tuple[str, ...] = (),
         silence_s: float = math.inf,
     ) -> None:
         self._silence_s = silence_s
@@ -77,7 +75,6 @@ class Service:
         try:
             self.send(
                 Start(
-                    modules=modules,
                     service=bytes(ForkingPickler.dumps((serve, setup))),
                     log_level=child_logs.level(),
                     beat_s=silence_s / _BEATS if math.isfinite(silence_s) else None,

@@ -31,7 +31,6 @@ class DeviceProcessSetup:
         cache_directory: of the binary cache; None for the user's.
         compile_workers: processes that compile ahead; 0 for none.
         registry: the parent's solvers.
-        modules: imported first by those.
     """
 
     number: int
@@ -41,7 +40,6 @@ class DeviceProcessSetup:
     options: TuneOptions
     compile_workers: int
     registry: Registry
-    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ def _work(parent: Parent, setup: DeviceProcessSetup) -> None:
         )
         precompiler = None
         if setup.compile_workers:
-            pool = stack.enter_context(CompilePool(cache, workers=setup.compile_workers, modules=setup.modules))
+            pool = stack.enter_context(CompilePool(cache, workers=setup.compile_workers))
             precompiler = Precompiler(pool, setup.options)
             stack.callback(precompiler.close)
         parent.ready()

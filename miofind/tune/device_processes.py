@@ -46,7 +46,6 @@ class DeviceProcesses:
     Args:
         handles: one a device; their FindDBs are opened anew by the processes.
         compiles: let each process compile ahead.
-        modules: imported first by each process.
 
     Raises:
         InvalidOptionError: a solver of a handle's registry cannot go to another process.
@@ -59,16 +58,13 @@ class DeviceProcesses:
         queue: TaskQueue,
         *,
         compiles: bool = False,
-        modules: tuple[str, ...] = (),
     ) -> None:
         self._queue = queue
         self._events: SimpleQueue[WorkerEvent | _Left] = SimpleQueue()
         self._stopping = threading.Event()
         workers = max(1, processors() // len(handles)) if compiles else 0
         self._threads = [
-            _DeviceThread(
-                _setup(number, handle, options, workers, modules), handle, queue, self._events.put, self._stopping
-            )
+            _DeviceThread(_setup(number, handle, options, workers), handle, queue, self._events.put, self._stopping)
             for number, handle in enumerate(handles)
         ]
         self._handles = tuple(handles)
@@ -113,9 +109,7 @@ class DeviceProcesses:
         return event
 
 
-def _setup(
-    number: int, handle: Handle, options: TuneOptions, workers: int, modules: tuple[str, ...]
-) -> DeviceProcessSetup:
+def _setup(number: int, handle: Handle, options: TuneOptions, workers: int) -> DeviceProcessSetup:
     device = handle.device
     handle.registry.check_travels()
     return DeviceProcessSetup(
@@ -126,12 +120,13 @@ def _setup(
         options=options,
         compile_workers=workers,
         registry=handle.registry,
-        modules=modules,
     )
 
 
 class _DeviceThread(threading.Thread):
     """Serves one device's process, and replaces it where it ended by itself."""
+
+    _serve = staticmethod(serve)  # what the process does; tests put a faulty service in its place
 
     def __init__(
         self,
@@ -183,7 +178,7 @@ class _DeviceThread(threading.Thread):
             MiofindError: what would fail every problem.
         """
         setup, uuid = self._setup, self._handle.device.uuid
-        self._process = process = Service(serve, setup, gpu=uuid, modules=setup.modules, silence_s=SILENCE_S)
+        self._process = process = Service(self._serve, setup, gpu=uuid, silence_s=SILENCE_S)
         if self._stopping.is_set():  # those who stop may not have seen it
             process.kill()
             return True

@@ -64,7 +64,6 @@ def tune(
     on_event: OnEvent = lambda event: None,
     *,
     pool: CompilePool | None = None,
-    modules: tuple[str, ...] = (),
 ) -> TuneSummary:
     """Find solutions of every problem on every kind of device, and record them in the handles' FindDB.
 
@@ -79,7 +78,6 @@ def tune(
         on_event: called in this thread with what happens.
         pool: compiles each problem's kernels while the one before is measured; each of several processes then makes
             one of its own instead.
-        modules: imported first by each of several processes.
 
     Raises:
         DatabaseError: the FindDB cannot be written, or several handles have theirs in memory.
@@ -101,7 +99,7 @@ def tune(
         if len(handles) == 1:
             _run_alone(handles[0], options, queue, pool, log)
         else:
-            processes = DeviceProcesses(handles, options, queue, compiles=pool is not None, modules=modules)
+            processes = DeviceProcesses(handles, options, queue, compiles=pool is not None)
             _run_processes(processes, log)
     except KeyboardInterrupt:
         interrupted = True

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import faulty_services
 import pytest
 from cuda_package import CudaPackage, make_package
 from waiting import wait_until
@@ -38,9 +39,21 @@ def cache(tmp_path: Path) -> BinaryCache:
     return BinaryCache(tmp_path / "cache")
 
 
+class FaultyPool(CompilePool):
+    """Its processes import faulty_compiler."""
+
+    _serve = staticmethod(faulty_services.compile_kernels)
+
+
+class RefusedPool(CompilePool):
+    """Its processes never get ready."""
+
+    _serve = staticmethod(faulty_services.refuse)
+
+
 @pytest.fixture
 def pool(cache: BinaryCache) -> Iterator[CompilePool]:
-    with CompilePool(cache, workers=1, modules=("faulty_compiler",)) as made:
+    with FaultyPool(cache, workers=1) as made:
         yield made
 
 
@@ -213,7 +226,7 @@ def test_the_oldest_answers_are_forgotten_and_no_others_looked_at(
 def test_a_closed_pool_ends_at_once_and_knows_of_no_errors(
     cache: BinaryCache, package: CudaPackage, folder: Path
 ) -> None:
-    pool = CompilePool(cache, workers=2, modules=("faulty_compiler",))
+    pool = FaultyPool(cache, workers=2)
     hanging = [package.step(defines=(("FAULT", "hang"), ("FACTOR", factor))) for factor in (1, 2)]
     pool.submit([*hanging, *steps(package, *range(50))], ARCH)
     wait_until(lambda: len(list(folder.glob("hangs*"))) == 2, "two compilations that hang")
@@ -227,10 +240,10 @@ def test_a_closed_pool_ends_at_once_and_knows_of_no_errors(
 def test_where_no_process_can_start_nothing_is_blamed(
     cache: BinaryCache, package: CudaPackage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CompilePool(cache, workers=2, modules=("no_such_module",)) as pool:
+    with RefusedPool(cache, workers=2) as pool:
         assert pool.errors(steps(package, 3, 4), ARCH) == {}
         assert pool.submit(steps(package, 5), ARCH) == 0
-    assert "nothing is compiled ahead: modules: 'no_such_module' cannot be imported" in caplog.text
+    assert "nothing is compiled ahead: the service is refused" in caplog.text
 
 
 def test_where_the_cache_has_no_folder_nothing_is_compiled(tmp_path: Path, package: CudaPackage) -> None:
@@ -251,9 +264,11 @@ import sys, time
 from pathlib import Path
 from miofind.compiler import BinaryCache, CompilePool
 from miofind.solver.steps import KernelStep
+import faulty_services
 step = KernelStep(source="scale.cu", entry="scale", package=sys.argv[1], grid=(1, 1, 1), block=(1, 1, 1), args=(),
                   defines=(("FAULT", sys.argv[3]),))
-pool = CompilePool(BinaryCache(Path(sys.argv[2])), workers=1, modules=("faulty_compiler", "says_its_process"))
+CompilePool._serve = staticmethod(faulty_services.say_process_and_compile)
+pool = CompilePool(BinaryCache(Path(sys.argv[2])), workers=1)
 pool.submit([step], "80")
 time.sleep(3600)
 """
@@ -297,9 +312,6 @@ def is_running(number: int) -> bool:
         ("timeout_s", 0),
         ("timeout_s", float("nan")),
         ("timeout_s", "soon"),
-        ("modules", "os"),
-        ("modules", None),
-        ("modules", (1,)),
     ],
 )
 def test_a_pool_that_could_never_answer_is_refused(cache: BinaryCache, name: str, value: Any) -> None:

@@ -80,6 +80,7 @@ BUSY = {
         miofind.find_solutions(one_by_one)
         """,
     "in a child's step": """
+        import faulty_services
         from miofind.evaluate.executors import Isolated
         def tell():
             while not os.path.exists(os.environ["FAULT_FOLDER"] + "/once"):
@@ -87,7 +88,8 @@ BUSY = {
             print("busy", flush=True)
         threading.Thread(target=tell, daemon=True).start()
         handle = miofind.default_handle(miofind.Device.cpu())
-        handle._executors[True] = Isolated(handle.device, modules=("faulty_solver",))
+        Isolated._serve = staticmethod(faulty_services.measure)
+        handle._executors[True] = Isolated(handle.device)
         miofind.find_solutions(one_by_one, options=miofind.FindOptions(isolate=True), handle=handle)
         """,
     "while a kernel is compiled": """

@@ -20,7 +20,7 @@ import child_services
 import pytest
 from waiting import wait_until
 
-from miofind.errors import DatabaseError, InvalidOptionError
+from miofind.errors import DatabaseError
 from miofind.process import restarts
 from miofind.process import service as service_module
 from miofind.process.child import ChildExit
@@ -74,13 +74,6 @@ def test_what_a_service_raises_is_told(start: Start) -> None:
     service = start(child_services.raise_error, "not made of its message")
     assert service.await_ready() is None
     assert service.receive() == Failed("the disk is full")
-
-
-def test_a_module_that_cannot_be_imported_is_named(start: Start) -> None:
-    refused = start(child_services.echo, None, modules=("no_such_module",)).await_ready()
-    assert isinstance(refused, Failed)
-    assert isinstance(refused.error, InvalidOptionError)
-    assert "'no_such_module' cannot be imported" in refused.message
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import faulty_services
 import numpy as np
 import pytest
 from waiting import LIMIT_S, wait_until
@@ -71,6 +72,7 @@ def handles_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hand
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Sets what goes wrong in the devices' processes."""
+    monkeypatch.setattr(device_processes._DeviceThread, "_serve", staticmethod(faulty_services.tune))
 
     def set_fault(fault: str) -> None:
         monkeypatch.setenv("DEVICE_FAULT", fault)
@@ -85,7 +87,7 @@ def tuned(
     handles: list[Handle], options: TuneOptions = OPTIONS, on_event: OnEvent | None = None
 ) -> tuple[TuneSummary, list[TuneEvent]]:
     events: list[TuneEvent] = []
-    summary = tune(REQUESTS, handles, options, on_event or events.append, modules=("faulty_device_process",))
+    summary = tune(REQUESTS, handles, options, on_event or events.append)
     return summary, events
 
 
@@ -245,9 +247,10 @@ def test_a_findb_in_memory_is_not_shared(faulty: Fault, monkeypatch: pytest.Monk
         tuned([one, two])
 
 
-def test_a_module_that_cannot_be_imported_is_named(handles_of: HandlesOf) -> None:
-    with pytest.raises(InvalidOptionError, match="'no_such_module' cannot be imported"):
-        tune(REQUESTS, handles_of(KIND_A, KIND_A), OPTIONS, modules=("no_such_module",))
+def test_what_processes_refuse_is_raised(handles_of: HandlesOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_processes._DeviceThread, "_serve", staticmethod(faulty_services.refuse))
+    with pytest.raises(InvalidOptionError, match="the service is refused"):
+        tune(REQUESTS, handles_of(KIND_A, KIND_A), OPTIONS)
 
 
 def test_ctrl_c_before_a_process_was_begun(
