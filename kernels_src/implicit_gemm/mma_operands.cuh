@@ -70,6 +70,7 @@ struct OperandLayout {
   OPERANDLAYOUT_FIELDS
 };
 
+// The same of the output; split-K partials are `size` elements apart.
 struct OutputLayout {
   OUTPUTLAYOUT_FIELDS
 };
@@ -79,7 +80,7 @@ struct Window {
   WINDOW_FIELDS
 };
 
-// How blocks are dealt to groups and tiles: tiles of a group, of a band, and rows of tiles in the last band.
+// How a block's rank is divided: by groups, by the tiles of a group and of a band, and by the rows of the last band.
 struct TileOrder {
   TILEORDER_FIELDS
 };

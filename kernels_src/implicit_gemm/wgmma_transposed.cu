@@ -3,10 +3,10 @@
 // M is channels, in blocks of 32 of one tap; N is filters. TF32 wgmma takes operands in shared memory K-major only, but
 // pixels lie outermost in both tensors. So x is an operand in registers, and two warps transpose dy where it lies. Two
 // producer threads load (TMA, x in im2col mode with its padding) into a pipeline of STAGES; CONSUMERS warpgroups
-// multiply ROWS blocks of 64 rows each, K_BATCH instructions along K at once. Persistent blocks take work tiles:
-// splits of their K, whose partials `reduce_partials` adds in order; or the CLUSTER_K blocks of a cluster split
-// K, and add their partials in order. POINTWISE: one tap, stride 1, no padding: x comes in boxes. Pixel 8 j + 2
-// t is term t of instruction j of a k-tile, the next one term t + 4: lanes of a fragment read every bank once. Design
+// multiply ROWS blocks of 64 rows each, K_BATCH instructions along K at once. Persistent blocks take work tiles: tiles,
+// or splits of their K, whose partials `reduce_partials` adds in order; or the CLUSTER_K blocks of a cluster split K of
+// a work tile, and add their partials in order. POINTWISE: one tap, stride 1, no padding: x comes in boxes. Pixel 8 j +
+// 2 t is term t of instruction j of a k-tile, the next one term t + 4: lanes of a fragment read every bank once. Design
 // after the public description of CUTLASS's GEMMs for sm_90.
 #include "common/opaque.cuh"
 #include "common/split_k.cuh"
