@@ -54,13 +54,13 @@ def _block(block: int, flat: list[Array], shape: Mapping[str, Any], defines: Map
     source, target = shape["x"], shape["y"]
     (channels, height, width), from_strides = _sizes(source), [source[name] for name in strides]
     (results, out_height, out_width), to_strides = _sizes(target), [target[name] for name in strides]
-    rows, cols, images = defines["TILE_ROWS"], defines["TILE_COLS"], defines["IMAGES"]
-    assert images * rows * cols == 16 * defines["MT"] * defines["WARPS_T"]
+    rows, cols, images = defines["TILE_ROWS"], defines["TILE_COLUMNS"], defines["IMAGES"]
+    assert images * rows * cols == 16 * defines["MMA_TILES_M"] * defines["WARPS_T"]
     number, of_filter = divmod(block, shape["filter_blocks"])
     tile, group = divmod(number, shape["groups"])
     line, column = divmod(tile, shape["column_blocks"])
     image, row = divmod(line, shape["row_blocks"])
-    own = 8 * defines["NT"] * defines["WARPS_K"]
+    own = 8 * defines["MMA_TILES_N"] * defines["WARPS_K"]
     first, last = of_filter * own, min(results, (of_filter + 1) * own)
     factors = _unpacked(filters, group, channels, results)[:, :, :, first:last]
     for i, r, c in itertools.product(range(images), range(rows), range(cols)):

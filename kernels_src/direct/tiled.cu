@@ -16,8 +16,8 @@
 #if !defined(THREAD_W) || !defined(THREAD_K) || !defined(CHANNELS) || !defined(STAGES) || !defined(MIN_BLOCKS)
 #error "define THREAD_W, THREAD_K, CHANNELS, STAGES and MIN_BLOCKS"
 #endif
-#if !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STAGE_ROWS) || !defined(CHUNK) || !defined(FILTER_ORDER)
-#error "define FILTER_Y, FILTER_X, STAGE_ROWS, CHUNK and FILTER_ORDER"
+#if !defined(FILTER_H) || !defined(FILTER_W) || !defined(STAGE_ROWS) || !defined(CHUNK) || !defined(FILTER_ORDER)
+#error "define FILTER_H, FILTER_W, STAGE_ROWS, CHUNK and FILTER_ORDER"
 #endif
 #if !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W)
 #error "define STRIDE_H, STRIDE_W, DILATION_H and DILATION_W"
@@ -31,7 +31,7 @@
 
 constexpr int kTileH = TILE_H, kTileW = TILE_W, kGroupK = TILE_K, kGroups = GROUPS, kTileK = kGroups * kGroupK;
 constexpr int kThreadW = THREAD_W, kThreadK = THREAD_K, kChannels = CHANNELS, kStages = STAGES;
-constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kStageRows = STAGE_ROWS, kChunk = CHUNK;
+constexpr int kFilterH = FILTER_H, kFilterW = FILTER_W, kStageRows = STAGE_ROWS, kChunk = CHUNK;
 constexpr bool kChannelsLast = CHANNELS_LAST;
 constexpr int kOutVector = OUT_VECTOR;
 
@@ -40,16 +40,16 @@ constexpr int kStrips = kTileH * kStripsW;
 constexpr int kThreads = kStrips * (kTileK / kThreadK);
 static_assert(kTileW % kThreadW == 0 && kGroupK % kThreadK == 0, "threads must tile the block without rest");
 static_assert(kThreads <= 1024, "a block has at most 1024 threads");
-static_assert(kStageRows == 1 || kStageRows == kFilterY, "STAGE_ROWS must be 1 or FILTER_Y");
+static_assert(kStageRows == 1 || kStageRows == kFilterH, "STAGE_ROWS must be 1 or FILTER_H");
 static_assert(kThreadK == 1 || kThreadK == 2 || kThreadK % 4 == 0, "filter values must make loads of 4, 8 or 16 bytes");
 static_assert((kChannelsLast ? kThreadK : kThreadW) % kOutVector == 0, "a thread must store whole vectors");
 
 // With one filter row (column) a stage needs only the input rows (columns) that outputs start from.
-constexpr int kRowStep = kStageRows == 1 ? STRIDE_H : 1, kColumnStep = kFilterX == 1 ? STRIDE_W : 1;
+constexpr int kRowStep = kStageRows == 1 ? STRIDE_H : 1, kColumnStep = kFilterW == 1 ? STRIDE_W : 1;
 constexpr int kStripRow = STRIDE_H / kRowStep, kStripColumn = STRIDE_W / kColumnStep;
 constexpr int kPatchRows = (kTileH - 1) * kStripRow + (kStageRows - 1) * DILATION_H + 1;
-constexpr int kPatchColumns = (kTileW - 1) * kStripColumn + (kFilterX - 1) * DILATION_W + 1;
-constexpr int kChunks = ceil_div(kFilterX, kChunk);
+constexpr int kPatchColumns = (kTileW - 1) * kStripColumn + (kFilterW - 1) * DILATION_W + 1;
+constexpr int kChunks = ceil_div(kFilterW, kChunk);
 constexpr int kWindow = (kThreadW - 1) * kStripColumn + (kChunk - 1) * DILATION_W + 1;
 constexpr bool kAlignedWindow =
     kWindow <= 32 && kThreadW * kStripColumn % 4 == 0 && (kChunks == 1 || kChunk * DILATION_W % 4 == 0);
@@ -60,7 +60,7 @@ using Patch = Tile<kGroups * kChannels, kPatchRows, round_up(kPatchColumns, kPat
                    kChannelsLast>;
 
 // The staged filter is [channel][row][column][output channel]; lanes on neighbouring taps are 4 banks apart.
-constexpr int kStageTaps = kStageRows * kFilterX;
+constexpr int kStageTaps = kStageRows * kFilterW;
 constexpr int kFilterPitch = plane_pitch(kTileK);
 constexpr int kFilterFloats = kChannels * kStageTaps * kFilterPitch;
 constexpr int kStageFloats = Patch::kFloats + kFilterFloats;
@@ -126,8 +126,8 @@ __device__ __forceinline__ void load_filter(float* staged, const ELEMENT* filter
     const int group = origin.group + out / kGroupK, k = origin.k + out % kGroupK;
     const bool inside = c + in < shape.in_channels && k < shape.out_channels && group < shape.groups;
     const int offset = group * shape.filter_group_stride + k * shape.filter_out_channel_stride +
-                       (c + in) * shape.filter_in_channel_stride + (y + tap / kFilterX) * shape.filter_row_stride +
-                       tap % kFilterX * shape.filter_column_stride;
+                       (c + in) * shape.filter_in_channel_stride + (y + tap / kFilterW) * shape.filter_row_stride +
+                       tap % kFilterW * shape.filter_column_stride;
     copy_element(staged + (in * kStageTaps + tap) * kFilterPitch + out, inside ? filter + offset : filter, inside);
   }
 }
@@ -151,12 +151,12 @@ __device__ __forceinline__ void load_stage(float* stage, const ELEMENT* in, cons
 __device__ __forceinline__ void add_row(float (&accumulators)[kThreadK][kThreadW], const float* row,
                                         const float* taps) {
 #pragma unroll(kChunks <= 2 ? kChunks : 1)
-  for (int first = 0; first < kFilterX; first += kChunk) {
+  for (int first = 0; first < kFilterW; first += kChunk) {
     float window[round_up(kWindow, 4)];
     read_floats<kWindow, kAlignedWindow>(window, row + first * DILATION_W);
 #pragma unroll
     for (int j = 0; j < kChunk; ++j) {
-      if (kFilterX % kChunk != 0 && first + j >= kFilterX) break;
+      if (kFilterW % kChunk != 0 && first + j >= kFilterW) break;
       float values[round_up(kThreadK, 4)];
       read_floats<kThreadK, kThreadK % 4 == 0>(values, taps + (first + j) * kFilterPitch);
 #pragma unroll
@@ -177,7 +177,7 @@ __device__ __forceinline__ void add_stage(float (&accumulators)[kThreadK][kThrea
 #pragma unroll(kStageTaps <= 25 ? kStageRows : 1)
     for (int y = 0; y < kStageRows; ++y)
       add_row(accumulators, patch + c * Patch::kPlane + y * DILATION_H * Patch::kPitch,
-              taps + (c * kStageTaps + y * kFilterX) * kFilterPitch);
+              taps + (c * kStageTaps + y * kFilterW) * kFilterPitch);
   }
 }
 
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
                  const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) float shared[];
   const BlockOrigin origin = block_origin(shape, blockIdx.x);
-  constexpr int kSteps = kFilterY / kStageRows;
+  constexpr int kSteps = kFilterH / kStageRows;
   const int steps = ceil_div(shape.in_channels, kChannels) * kSteps;
   const auto load = [&](int step) {
     load_stage(shared + step % kStages * kStageFloats, in, filter, shape, origin, step / kSteps * kChannels,

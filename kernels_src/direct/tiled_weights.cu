@@ -17,8 +17,8 @@
 #if !defined(GROUPS) || !defined(THREAD_K) || !defined(THREAD_C) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define GROUPS, THREAD_K, THREAD_C, MIN_BLOCKS and SHARED_BYTES"
 #endif
-#if !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STAGE_ROWS) || !defined(CHUNK)
-#error "define FILTER_Y, FILTER_X, STAGE_ROWS and CHUNK"
+#if !defined(FILTER_H) || !defined(FILTER_W) || !defined(STAGE_ROWS) || !defined(CHUNK)
+#error "define FILTER_H, FILTER_W, STAGE_ROWS and CHUNK"
 #endif
 #if !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W)
 #error "define STRIDE_H, STRIDE_W, DILATION_H and DILATION_W"
@@ -32,23 +32,23 @@
 
 constexpr int kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K, kTileC = TILE_C, kGroups = GROUPS;
 constexpr int kThreadK = THREAD_K, kThreadC = THREAD_C, kStrip = 4;
-constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kStageRows = STAGE_ROWS, kChunk = CHUNK;
+constexpr int kFilterH = FILTER_H, kFilterW = FILTER_W, kStageRows = STAGE_ROWS, kChunk = CHUNK;
 constexpr bool kChannelsLast = CHANNELS_LAST;
 
 constexpr int kThreadsC = kTileC / kThreadC, kThreadsK = kTileK / kThreadK;
-constexpr int kChunks = ceil_div(kFilterX, kChunk);
+constexpr int kChunks = ceil_div(kFilterW, kChunk);
 constexpr int kThreads = kThreadsC * kThreadsK * kGroups * kStageRows * kChunks;
 static_assert(kTileC % kThreadC == 0 && kTileK % kThreadK == 0 && kTileW % kStrip == 0,
               "threads must tile the block without rest");
 static_assert(kThreads <= 1024, "a block has at most 1024 threads");
-static_assert(kStageRows == 1 || kStageRows == kFilterY, "STAGE_ROWS must be 1 or FILTER_Y");
+static_assert(kStageRows == 1 || kStageRows == kFilterH, "STAGE_ROWS must be 1 or FILTER_H");
 
 // With one filter row (column) a block needs only the input rows (columns) that outputs start from.
-constexpr int kRowStep = kStageRows == 1 ? STRIDE_H : 1, kColumnStep = kFilterX == 1 ? STRIDE_W : 1;
+constexpr int kRowStep = kStageRows == 1 ? STRIDE_H : 1, kColumnStep = kFilterW == 1 ? STRIDE_W : 1;
 constexpr int kStripRow = STRIDE_H / kRowStep, kStripColumn = STRIDE_W / kColumnStep;
 constexpr int kPatchRows = (kTileH - 1) * kStripRow + (kStageRows - 1) * DILATION_H + 1;
 constexpr int kPatchColumns =
-    round_up((kTileW - 1) * kStripColumn + (kFilterX - 1) * DILATION_W + 1, kChannelsLast ? 1 : X_VECTOR);
+    round_up((kTileW - 1) * kStripColumn + (kFilterW - 1) * DILATION_W + 1, kChannelsLast ? 1 : X_VECTOR);
 constexpr int kWindow = (kStrip - 1) * kStripColumn + (kChunk - 1) * DILATION_W + 1;
 constexpr bool kAlignedWindow = kChunks == 1 || kChunk * DILATION_W % 4 == 0;
 constexpr int kReach = (kTileW - kStrip) * kStripColumn + (kChunks - 1) * kChunk * DILATION_W + round_up(kWindow, 4);
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int first_k = take(rest, ceil_div(shape.out_channels, kTileK)) * kTileK;
   const int first_c = take(rest, ceil_div(shape.channels, kTileC)) * kTileC;
   const int first_group = take(rest, ceil_div(shape.groups, kGroups)) * kGroups;
-  const int first_y = take(rest, kFilterY / kStageRows) * kStageRows;
+  const int first_y = take(rest, kFilterH / kStageRows) * kStageRows;
   const int split = rest;
 
   const Plane x_plane = {shape.height, shape.width, shape.x_row_stride, shape.x_column_stride};
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
 
   float* const mine =
-      partials + static_cast<int64>(split) * shape.groups * shape.out_channels * shape.channels * kFilterY * kFilterX;
+      partials + static_cast<int64>(split) * shape.groups * shape.out_channels * shape.channels * kFilterH * kFilterW;
   const int group = first_group + filters.group;
   if (group >= shape.groups) return;
 #pragma unroll
@@ -171,10 +171,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       if (out_k >= shape.out_channels || out_c >= shape.channels) continue;
       float* const to =
           mine +
-          (((group * shape.out_channels + out_k) * shape.channels + out_c) * kFilterY + first_y + filters.y) * kFilterX;
+          (((group * shape.out_channels + out_k) * shape.channels + out_c) * kFilterH + first_y + filters.y) * kFilterW;
 #pragma unroll
       for (int t = 0; t < kChunk; ++t)
-        if (filters.x + t < kFilterX) to[filters.x + t] = accumulators[i][j][t];
+        if (filters.x + t < kFilterW) to[filters.x + t] = accumulators[i][j][t];
     }
 }
 
@@ -182,11 +182,11 @@ extern "C" __global__ void __launch_bounds__(256)
     direct_tiled_weights_finish(const float* __restrict__ partials, ELEMENT* __restrict__ dw,
                                 const __grid_constant__ Shape shape) {
   const int element = blockIdx.x * 256 + threadIdx.x;
-  const int size = shape.groups * shape.out_channels * shape.channels * kFilterY * kFilterX;
+  const int size = shape.groups * shape.out_channels * shape.channels * kFilterH * kFilterW;
   if (element >= size) return;
   const float sum = sum_splits<0, int64>(partials, element, size, {0, shape.splits, 1});
   int rest = element;
-  const int x = take(rest, kFilterX), y = take(rest, kFilterY), c = take(rest, shape.channels);
+  const int x = take(rest, kFilterW), y = take(rest, kFilterH), c = take(rest, shape.channels);
   dw[rest * shape.w_out_channel_stride + c * shape.w_channel_stride + y * shape.w_row_stride +
      x * shape.w_column_stride] = convert<ELEMENT>(sum);
 }

@@ -32,13 +32,13 @@ struct Shape {
 };
 
 // The taps that a result meets: `first`, first + step, ... below `end`; the first one's source, from one to the next.
-struct Met {
+struct TapRange {
   int first, end, step, source, source_step;
 
   __device__ __forceinline__ int count() const { return max(0, end - first + step - 1) / step; }
 };
 
-__device__ __forceinline__ Met met_by(const Axis& axis, int result) {
+__device__ __forceinline__ TapRange taps_of(const Axis& axis, int result) {
   if constexpr (BACKWARD) {
     const int at = result + axis.pad, last = axis.source_size - 1;
     // Taps t with t = at modulo the stride and 0 <= (at - t) / stride <= last.
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int line = item / columns.edges, plane = line / rows.edges, image = plane / shape.channels;
   const int channel = plane - image * shape.channels.by, group = channel / shape.group_channels;
   const int i = rows.result(line - plane * rows.edges.by), j = columns.result(item - line * columns.edges.by);
-  const Met down = met_by(rows, i), across = met_by(columns, j);
+  const TapRange down = taps_of(rows, i), across = taps_of(columns, j);
   if (down.count() * across.count() * shape.terms >= shape.limit) return;
   const T_SOURCE* from = source + image * shape.source_image_stride + group * shape.terms * shape.source_channel_stride;
   const T_W* filter =

@@ -1,22 +1,24 @@
 // F(2x2, 3x3) in one kernel: y = A ((G g G^T) * (B d B^T)) A^T, the 16 places multiplied on tensor cores.
 //
 // Filters come transformed, as kernels_src/winograd/fused_filters.cu lays them out. A block computes IMAGES x TILE_ROWS
-// x TILE_COLS tiles of 8 * NT * WARPS_K filters of a group. Patches of images, and filters, arrive 8 * WARPS_C channels
-// at a time in STAGES buffers. A warp multiplies one row of places for 16 * MT tiles and 8 * NT filters of every
-// WARPS_C-th 8 channels; it transforms the patches on the way from shared memory. Accumulators are float32, in
-// registers, of places; float32 factors are cut to tf32 if PRODUCTS is 1, else split in two, of which three products
-// are added. Warps' shares are added in one order. Offsets fit 30 bits. Grid: filters, groups and tiles, in this order,
-// in one dimension. Defines: those above, WARPS_T and WARPS_K (of tiles, of filters), CHANNELS_LAST, VECTOR (channels
-// copied at once, or 1), OUT_VECTOR (neighbouring elements stored at once), MIN_BLOCKS, SHARED_BYTES. Source: Lavin and
-// Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
+// x TILE_COLUMNS tiles of 8 * MMA_TILES_N * WARPS_K filters of a group. Patches of images, and filters, arrive
+// 8 * WARPS_C channels at a time in STAGES buffers. A warp multiplies one row of places for 16 * MMA_TILES_M tiles and
+// 8 * MMA_TILES_N filters of every WARPS_C-th 8 channels; it transforms the patches on the way from shared memory.
+// Accumulators are float32, in registers, of places; float32 factors are cut to tf32 if PRODUCTS is 1, else split in
+// two, of which three products are added. Warps along channels are added in one order. Offsets fit 30 bits. Grid:
+// filters, groups and tiles, in this order, in one dimension. Defines: those above, WARPS_T and WARPS_K (of tiles, of
+// filters), CHANNELS_LAST, VECTOR (channels copied at once, or 1), OUT_VECTOR (neighbouring elements stored at once),
+// MIN_BLOCKS, SHARED_BYTES, IMAGES_FIELDS, SHAPE_FIELDS.
+// Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
 #include "common/pdl.cuh"
 #include "common/mma_tf32.cuh"
 #include "common/tile.cuh"
 
-#if !defined(IMAGES) || !defined(TILE_ROWS) || !defined(TILE_COLS) || !defined(MT) || !defined(NT) || !defined(STAGES)
-#error "define IMAGES, TILE_ROWS, TILE_COLS, MT, NT and STAGES"
+#if !defined(IMAGES) || !defined(TILE_ROWS) || !defined(TILE_COLUMNS) || !defined(MMA_TILES_M) || \
+    !defined(MMA_TILES_N) || !defined(STAGES)
+#error "define IMAGES, TILE_ROWS, TILE_COLUMNS, MMA_TILES_M, MMA_TILES_N and STAGES"
 #endif
 #if !defined(WARPS_T) || !defined(WARPS_K) || !defined(WARPS_C) || !defined(PRODUCTS) || !defined(CHANNELS_LAST)
 #error "define WARPS_T, WARPS_K, WARPS_C, PRODUCTS and CHANNELS_LAST"
@@ -28,18 +30,19 @@
 #error "define IMAGES_FIELDS and SHAPE_FIELDS"
 #endif
 
-constexpr int kRows = TILE_ROWS, kCols = TILE_COLS, kImages = IMAGES, kStages = STAGES;
+constexpr int kRows = TILE_ROWS, kColumns = TILE_COLUMNS, kImages = IMAGES, kStages = STAGES;
 constexpr int kWarpsT = WARPS_T, kWarpsK = WARPS_K, kWarpsC = WARPS_C, kProducts = PRODUCTS;
 constexpr int kThreads = 128 * kWarpsT * kWarpsK * kWarpsC;
-constexpr int kTiles = 16 * MT * kWarpsT, kFilters = 8 * NT * kWarpsK, kChannels = 8 * kWarpsC;
-static_assert(kImages * kRows * kCols == kTiles && kCols % 4 == 0, "tiles of a block, at least four side by side");
+constexpr int kTiles = 16 * MMA_TILES_M * kWarpsT, kFilters = 8 * MMA_TILES_N * kWarpsK, kChannels = 8 * kWarpsC;
+static_assert(kImages * kRows * kColumns == kTiles && kColumns % 4 == 0,
+              "tiles of a block, at least four side by side");
 static_assert(kProducts == 1 || kProducts == 3, "factors are whole, or split in two");
 static_assert(kStages >= 2, "copies overlap with arithmetic");
 
 // Patches: pixels of all images one after another, [pixel][channel] or [channel][pixel]. With pitches that are 4 modulo
 // 8 and 4 modulo 16, 8 bytes of four tiles side by side and of four pairs of channels meet every bank once.
 constexpr bool kLast = CHANNELS_LAST;
-constexpr int kPatchRows = 2 * kRows + 2, kPatchCols = 2 * kCols + 2, kPatch = kPatchRows * kPatchCols;
+constexpr int kPatchRows = 2 * kRows + 2, kPatchColumns = 2 * kColumns + 2, kPatch = kPatchRows * kPatchColumns;
 constexpr int kPixels = kImages * kPatch, kPixelPitch = kChannels + 4, kChannelPitch = round_up(kPixels - 4, 16) + 4;
 constexpr int kPixelStep = kLast ? kPixelPitch : 1, kChannelStep = kLast ? 1 : kChannelPitch;
 constexpr int kPatchFloats = kLast ? kPixels * kPixelPitch : kChannels * kChannelPitch;
@@ -47,15 +50,15 @@ constexpr int kUnit = 1024;  // floats of 8 channels of 8 filters
 constexpr int kStageFloats = kPatchFloats + kWarpsC * kFilters / 8 * kUnit;
 static_assert(kStageFloats % 4 == 0 && kPatchFloats % 4 == 0, "buffers begin at 16 bytes");
 
-// What warps exchange: [share of channels][row of places][column of outputs] of [tile][filter] or [filter][tile], with
-// pitches that let a warp's fragments meet no bank twice.
+// What warps exchange: [warp along channels][row of places][column of outputs] of [tile][filter] or [filter][tile],
+// with pitches that let a warp's fragments meet no bank twice.
 constexpr int kTileStep = kLast ? kFilters + 8 : 1, kFilterStep = kLast ? 1 : kTiles + 4;
 constexpr int kPlane = kLast ? kTiles * kTileStep : kFilters * kFilterStep;
 constexpr int kTableBytes = round_up(4 * kPixels, 16);
 static_assert(SHARED_BYTES == kTableBytes + 4 * maximum(kStages * kStageFloats, 8 * kWarpsC * kPlane),
               "host and kernel agree on shared memory");
 
-using Accumulators = float[4][MT][NT][4];  // of a row of places
+using Accumulators = float[4][MMA_TILES_M][MMA_TILES_N][4];  // of a row of places
 
 // Sizes and element strides of what filters slide over, and of the results.
 struct Images {
@@ -79,9 +82,9 @@ struct BlockOrigin {
 __device__ __forceinline__ void make_table(int* table, const Shape& shape, const BlockOrigin& origin) {
   const Images& from = shape.x;
   for (int pixel = threadIdx.x; pixel < kPixels; pixel += kThreads) {
-    const int image = pixel / kPatch, rest = pixel - image * kPatch, row = rest / kPatchCols;
+    const int image = pixel / kPatch, rest = pixel - image * kPatch, row = rest / kPatchColumns;
     const int n = origin.image + image, h = 2 * origin.row - shape.pad_top + row;
-    const int w = 2 * origin.column - shape.pad_left + rest - row * kPatchCols;
+    const int w = 2 * origin.column - shape.pad_left + rest - row * kPatchColumns;
     const bool inside = n < shape.batch && static_cast<unsigned>(h) < static_cast<unsigned>(from.height) &&
                         static_cast<unsigned>(w) < static_cast<unsigned>(from.width);
     table[pixel] = inside ? n * from.image_stride + h * from.row_stride + w * from.column_stride : -4;
@@ -133,13 +136,13 @@ __device__ __forceinline__ void copy_filters(float* stage, const float* __restri
                                              int step, int steps, int units) {
   constexpr int kFloats = kFilters / 8 * kUnit, kAtOnce = 4 * kThreads;  // of 8 channels, and of all threads
   static_assert(kFloats % kAtOnce == 0 || kAtOnce % kFloats == 0, "threads stay in their place of 8 channels");
-  const int share = 4 * threadIdx.x / kFloats, at = 4 * threadIdx.x % kFloats, unit = origin.filter / 8;
+  const int channel_block = 4 * threadIdx.x / kFloats, at = 4 * threadIdx.x % kFloats, unit = origin.filter / 8;
   const int end = (units - unit) * kUnit - at;
-  const float* from = filters + ((origin.group * steps + step + share) * units + unit) * kUnit + at;
+  const float* from = filters + ((origin.group * steps + step + channel_block) * units + unit) * kUnit + at;
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(stage + kPatchFloats)) + 16 * threadIdx.x;
 #pragma unroll
   for (int i = 0; i < kWarpsC * kFloats; i += kAtOnce) {
-    copy_bytes<16>(to + 4 * i, from + i % kFloats, step + share + i / kFloats < steps && i % kFloats < end);
+    copy_bytes<16>(to + 4 * i, from + i % kFloats, step + channel_block + i / kFloats < steps && i % kFloats < end);
     if ((i + kAtOnce) % kFloats == 0 || kAtOnce > kFloats) from += maximum(1, kAtOnce / kFloats) * units * kUnit;
   }
 }
@@ -159,7 +162,7 @@ __device__ __forceinline__ Pair combined(const float* patch, const Lane& lane, i
 }
 
 // One row of places of a tile, of the lane's two channels: fragments' elements `row` and `row` + 2 of each place.
-__device__ __forceinline__ void transform_tile(float (&places)[4][MT][4], int m, int row, const float* patch,
+__device__ __forceinline__ void transform_tile(float (&places)[4][MMA_TILES_M][4], int m, int row, const float* patch,
                                                const Lane& lane) {
   float columns[4][2];
 #pragma unroll
@@ -189,24 +192,24 @@ __device__ __forceinline__ void split(float value, unsigned& whole, unsigned& re
     whole = __float_as_uint(value);
 }
 
-__device__ __forceinline__ void multiply_all(float (&accumulators)[MT][NT][4], const unsigned (&a)[MT][4],
-                                             const unsigned (&b)[NT][2]) {
+__device__ __forceinline__ void multiply_all(float (&accumulators)[MMA_TILES_M][MMA_TILES_N][4],
+                                             const unsigned (&a)[MMA_TILES_M][4], const unsigned (&b)[MMA_TILES_N][2]) {
 #pragma unroll
-  for (int n = 0; n < NT; ++n)
+  for (int n = 0; n < MMA_TILES_N; ++n)
 #pragma unroll
-    for (int m = 0; m < MT; ++m) multiply_add<float32>(accumulators[m][n], a[m], b[n][0], b[n][1]);
+    for (int m = 0; m < MMA_TILES_M; ++m) multiply_add<float32>(accumulators[m][n], a[m], b[n][0], b[n][1]);
 }
 
 // Adds the products of one place.
-__device__ __forceinline__ void multiply_place(float (&accumulators)[MT][NT][4], const float (&a)[MT][4],
-                                               const float (&b)[NT][2]) {
-  unsigned a_whole[MT][4], b_whole[NT][2], a_rest[MT][4], b_rest[NT][2];
+__device__ __forceinline__ void multiply_place(float (&accumulators)[MMA_TILES_M][MMA_TILES_N][4],
+                                               const float (&a)[MMA_TILES_M][4], const float (&b)[MMA_TILES_N][2]) {
+  unsigned a_whole[MMA_TILES_M][4], b_whole[MMA_TILES_N][2], a_rest[MMA_TILES_M][4], b_rest[MMA_TILES_N][2];
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
+  for (int m = 0; m < MMA_TILES_M; ++m)
 #pragma unroll
     for (int i = 0; i < 4; ++i) split(a[m][i], a_whole[m][i], a_rest[m][i]);
 #pragma unroll
-  for (int n = 0; n < NT; ++n)
+  for (int n = 0; n < MMA_TILES_N; ++n)
 #pragma unroll
     for (int i = 0; i < 2; ++i) split(b[n][i], b_whole[n][i], b_rest[n][i]);
   if constexpr (kProducts == 3) {
@@ -216,19 +219,19 @@ __device__ __forceinline__ void multiply_place(float (&accumulators)[MT][NT][4],
   multiply_all(accumulators, a_whole, b_whole);
 }
 
-// Adds 8 channels: `tiles` are the floats from a patch's first to the lane's tiles, two for each of MT.
+// Adds 8 channels: `tiles` are the floats from a patch's first to the lane's tiles, two for each of MMA_TILES_M.
 __device__ __forceinline__ void add_step(Accumulators& accumulators, const float* patches, const float* filters,
-                                         const int (&tiles)[MT][2], const Lane& lane) {
-  float places[4][MT][4];
+                                         const int (&tiles)[MMA_TILES_M][2], const Lane& lane) {
+  float places[4][MMA_TILES_M][4];
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
+  for (int m = 0; m < MMA_TILES_M; ++m)
 #pragma unroll
     for (int row = 0; row < 2; ++row) transform_tile(places, m, row, patches + tiles[m][row], lane);
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
-    float b[2][NT][2];
+    float b[2][MMA_TILES_N][2];
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
+    for (int n = 0; n < MMA_TILES_N; ++n) {
       const Vector<float, 4> both = *reinterpret_cast<const Vector<float, 4>*>(filters + n * kUnit + pair * 128);
 #pragma unroll
       for (int i = 0; i < 4; ++i) b[i / 2][n][i % 2] = both.at[i];
@@ -244,9 +247,9 @@ __device__ __forceinline__ void exchange(float* shared, const Accumulators& accu
                                          int first_filter) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
+  for (int m = 0; m < MMA_TILES_M; ++m)
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+    for (int n = 0; n < MMA_TILES_N; ++n)
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const int tile = first_tile + 16 * m + 4 * i + lane / 4, filter = first_filter + 8 * n + lane % 4 * 2;
@@ -268,17 +271,17 @@ __device__ __forceinline__ void exchange(float* shared, const Accumulators& accu
       }
 }
 
-// Adds the shares of kCount neighbours' two rows of one column of outputs.
+// Adds the partial sums of kCount neighbours' two rows of one column of outputs.
 template <int kCount>
 __device__ __forceinline__ void gather(float (&rows)[2][kCount], const float* shared) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) rows[0][i] = rows[1][i] = 0.0f;
 #pragma unroll
-  for (int share = 0; share < kWarpsC; ++share) {
+  for (int warp_c = 0; warp_c < kWarpsC; ++warp_c) {
     Vector<float, kCount> places[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      places[i] = *reinterpret_cast<const Vector<float, kCount>*>(shared + (share * 4 + i) * 2 * kPlane);
+      places[i] = *reinterpret_cast<const Vector<float, kCount>*>(shared + (warp_c * 4 + i) * 2 * kPlane);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       rows[0][i] += places[0].at[i] + places[1].at[i] + places[2].at[i];
@@ -298,8 +301,9 @@ __device__ __forceinline__ void store_results(float* __restrict__ y, const float
   for (int i = threadIdx.x; i < kItems; i += kThreads) {
     const int tile = kLast ? i / (kFilters / kLanes) : i % kTiles;
     const int filter = kLast ? i % (kFilters / kLanes) * kLanes : i / kTiles;
-    const int image = tile / (kRows * kCols), rest = tile - image * (kRows * kCols);
-    const int n = origin.image + image, h = 2 * (origin.row + rest / kCols), w = 2 * (origin.column + rest % kCols);
+    const int image = tile / (kRows * kColumns), rest = tile - image * (kRows * kColumns);
+    const int n = origin.image + image, h = 2 * (origin.row + rest / kColumns),
+              w = 2 * (origin.column + rest % kColumns);
     if (n >= shape.batch || h >= to.height || w >= to.width || origin.filter + filter >= filters) continue;
     float columns[2][2][kLanes];
 #pragma unroll
@@ -335,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int number = blockIdx.x / shape.filter_blocks, tile = number / shape.groups;
   const int line = tile / shape.column_blocks, image = line / shape.row_blocks;
   const BlockOrigin origin = {
-      image * kImages, (line - image * shape.row_blocks.by) * kRows, (tile - line * shape.column_blocks.by) * kCols,
+      image * kImages, (line - image * shape.row_blocks.by) * kRows, (tile - line * shape.column_blocks.by) * kColumns,
       (static_cast<int>(blockIdx.x) - number * shape.filter_blocks.by) * kFilters, number - tile * shape.groups.by};
   const int channels = shape.x.channels, channel_stride = shape.x.channel_stride;
   const int units = ceil_div(shape.y.channels, 8), steps = ceil_div(channels, 8), iterations = ceil_div(steps, kWarpsC);
@@ -354,22 +358,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int row = warp % 4, share = warp / 4 % kWarpsC;
+  const int row = warp % 4, warp_c = warp / 4 % kWarpsC;
   const int warp_t = warp / (4 * kWarpsC) % kWarpsT, warp_k = warp / (4 * kWarpsC * kWarpsT);
   // Rows of B: d0 - d2, d1 + d2, d2 - d1, d1 - d3.
   const int first = row == 0 ? 0 : row == 2 ? 2 : 1, second = row == 2 ? 1 : row == 3 ? 3 : 2;
-  const Lane rows = {first * kPatchCols * kPixelStep, second * kPatchCols * kPixelStep, row == 1 ? 1.0f : -1.0f};
-  int tiles[MT][2];
+  const Lane rows = {first * kPatchColumns * kPixelStep, second * kPatchColumns * kPixelStep, row == 1 ? 1.0f : -1.0f};
+  int tiles[MMA_TILES_M][2];
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
+  for (int m = 0; m < MMA_TILES_M; ++m)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int number_of_tile = (warp_t * MT + m) * 16 + 8 * i + lane / 4;
-      const int of_image = number_of_tile / (kRows * kCols), rest = number_of_tile - of_image * (kRows * kCols);
-      const int pixel = of_image * kPatch + rest / kCols * 2 * kPatchCols + rest % kCols * 2;
-      tiles[m][i] = pixel * kPixelStep + (8 * share + lane % 4 * 2) * kChannelStep;
+      const int number_of_tile = (warp_t * MMA_TILES_M + m) * 16 + 8 * i + lane / 4;
+      const int of_image = number_of_tile / (kRows * kColumns), rest = number_of_tile - of_image * (kRows * kColumns);
+      const int pixel = of_image * kPatch + rest / kColumns * 2 * kPatchColumns + rest % kColumns * 2;
+      tiles[m][i] = pixel * kPixelStep + (8 * warp_c + lane % 4 * 2) * kChannelStep;
     }
-  const int own_filters = kPatchFloats + (share * (kFilters / 8) + warp_k * NT) * kUnit + row * 256 + lane * 4;
+  const int own_filters =
+      kPatchFloats + (warp_c * (kFilters / 8) + warp_k * MMA_TILES_N) * kUnit + row * 256 + lane * 4;
 
   Accumulators accumulators = {};
   int read_at = 0, write_at = kStages - 1;
@@ -391,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   wait_for_copies<0>();
   __syncthreads();  // every warp has read the last stage, which the results overwrite
-  exchange(stages + (share * 4 + row) * 2 * kPlane, accumulators, warp_t * MT * 16, warp_k * NT * 8);
+  exchange(stages + (warp_c * 4 + row) * 2 * kPlane, accumulators, warp_t * MMA_TILES_M * 16, warp_k * MMA_TILES_N * 8);
   __syncthreads();  // all rows of places are there
   store_results(y, stages, shape, origin);
 }

@@ -164,9 +164,9 @@ class ConvWinogradFused(Solver):
             return False
         if config["warps_c"] > 1 and 8 * (config["warps_c"] // 2) >= tiling.channels:
             return False
-        if config["stages"] > max(2, tiling.turns):
+        if config["stages"] > max(2, tiling.k_iterations):
             return False
-        if tiling.products == 3 and 8 * tiling.turns > _CHAIN * math.sqrt(tiling.channels):
+        if tiling.products == 3 and 8 * tiling.k_iterations > _CHAIN * math.sqrt(tiling.channels):
             return False
         if math.prod(tiling.tile_grid) > _MOST_WASTE * _fewest(tiling):
             return False
@@ -248,7 +248,7 @@ def _images(tensor: TensorDescriptor, group_channels: int) -> Struct:
 def _shape(tiling: FusedTiling) -> Struct:
     p = tiling.problem
     _, row_blocks, column_blocks = tiling.tile_grid
-    pad_top, pad_left = tiling.before
+    pad_top, pad_left = tiling.pads
     return _SHAPE(
         batch=p.n,
         x=_images(tiling.source, tiling.channels),
@@ -275,9 +275,9 @@ def _step(tiling: FusedTiling, device: Device) -> KernelStep:
         defines=(
             ("IMAGES", tiling.images),
             ("TILE_ROWS", tiling.rows),
-            ("TILE_COLS", tiling.cols),
-            ("MT", tiling.tiles // 16),
-            ("NT", tiling.filters // 8),
+            ("TILE_COLUMNS", tiling.cols),
+            ("MMA_TILES_M", tiling.tiles // 16),
+            ("MMA_TILES_N", tiling.filters // 8),
             *((name.upper(), getattr(tiling, name)) for name in names),
             ("PRODUCTS", tiling.products),
             ("CHANNELS_LAST", int(tiling.is_last)),

@@ -65,12 +65,12 @@ class FusedTiling:
         return self.problem.y if self.problem.direction is Direction.BACKWARD_DATA else self.problem.x
 
     @property
-    def before(self) -> tuple[int, int]:
+    def pads(self) -> tuple[int, int]:
         """Rows and columns before the image that the first tile begins."""
-        before_h, before_w = self.problem.conv.pad_before
+        pad_top, pad_left = self.problem.conv.pad_before
         if self.problem.direction is Direction.BACKWARD_DATA:
-            return 2 - before_h, 2 - before_w
-        return before_h, before_w
+            return 2 - pad_top, 2 - pad_left
+        return pad_top, pad_left
 
     @property
     def channels(self) -> int:
@@ -136,7 +136,7 @@ class FusedTiling:
         return math.prod(self.tile_grid) * self.filter_blocks * self.problem.groups
 
     @property
-    def turns(self) -> int:
+    def k_iterations(self) -> int:
         """Stages that a block goes through."""
         return ceil_div(self.channels, 8 * self.warps_c)
 
@@ -214,4 +214,4 @@ class FusedTiling:
         scheduler = 4 * tiles * filters * self.products * _PRODUCT_CYCLES + (tiles + filters) * _FACTORS_CYCLES
         copies = self.pixels * 8 * self.warps_c / self.vector + self.stage_filters / 16
         busy = warps / 4 * scheduler + _COPY_CYCLES * copies / 32
-        return self.turns * (_STAGE_CYCLES / blocks + blocks * busy) + _BLOCK_CYCLES
+        return self.k_iterations * (_STAGE_CYCLES / blocks + blocks * busy) + _BLOCK_CYCLES
