@@ -11,8 +11,9 @@ import base64
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from miofind.compiler import Compiler, kernel_hash
 from miofind.core.problem import ProblemDescription
@@ -30,7 +31,8 @@ from miofind.files import read_bounded, replacing
 from miofind.finddb import is_of_database
 from miofind.runtime.handle import Handle, check_kernels, check_serves, default_handle
 from miofind.runtime.solution import Solution, SolutionList, Source, alone
-from miofind.solver.steps import Config, KernelStep
+from miofind.solver.solver import Solver
+from miofind.solver.steps import Config, ConvSolution, KernelStep
 
 FORMAT = "miofind-solution"
 VERSION = 1
@@ -108,23 +110,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         raise SolutionFileError(
             f"{path} was saved for {wanted} ({device_text(payload['device'])}), this device is {here}: find here"
         )
-    try:
-        problem = ProblemDescription.from_network_config(payload["network_config"])
-        solver = handle.registry.named(payload["solver_id"])
-        config = Config(payload["config"])
-        applicability = solver.applicability(problem, device)
-        if not applicability:
-            raise SolutionFileError(f"{path}: {solver.id} does not serve its problem here: {applicability.reason}")
-        solver.check_config(problem, device, config)
-        steps = solver.solution(problem, device, config)
-    except SolutionFileError:
-        raise
-    except (InvalidProblemError, InvalidConfigError, UnknownSolverError) as error:
-        raise SolutionFileError(f"{path} cannot be used by this release: {error}") from error
-    except BaseException as error:  # a solver's own code may raise anything
-        raise_if_interrupted(error)
-        told = f"{path} cannot be used by this release: its solver fails with {described(error)}"
-        raise SolutionFileError(told) from error
+    solver, problem, config, steps = _planned_here(path, payload, handle)
     if solver.version != payload["solver_version"] or kernel_hash(steps) != payload["kernel_hash"]:
         raise SolutionFileError(f"{path} was saved with other sources of {solver.id} than this release has: find again")
     if device.place is Place.CUDA:
@@ -147,6 +133,42 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         solution_list=SolutionList(handle),
     )
     return alone(solution)
+
+
+class _PlannedHere(NamedTuple):
+    """What this release makes of a file's problem, solver and configuration."""
+
+    solver: Solver
+    problem: ProblemDescription
+    config: Config
+    steps: ConvSolution
+
+
+def _planned_here(path: Path, payload: Mapping[str, Any], handle: Handle) -> _PlannedHere:
+    """The steps that this release takes for what a file names, on a handle's device.
+
+    Raises:
+        SolutionFileError: it has no such problem, solver or configuration, or the solver does not serve it here.
+    """
+    device = handle.device
+    try:
+        problem = ProblemDescription.from_network_config(payload["network_config"])
+        solver = handle.registry.named(payload["solver_id"])
+        config = Config(payload["config"])
+        applicability = solver.applicability(problem, device)
+        if not applicability:
+            raise SolutionFileError(f"{path}: {solver.id} does not serve its problem here: {applicability.reason}")
+        solver.check_config(problem, device, config)
+        steps = solver.solution(problem, device, config)
+    except SolutionFileError:
+        raise
+    except (InvalidProblemError, InvalidConfigError, UnknownSolverError) as error:
+        raise SolutionFileError(f"{path} cannot be used by this release: {error}") from error
+    except BaseException as error:  # a solver's own code may raise anything
+        raise_if_interrupted(error)
+        told = f"{path} cannot be used by this release: its solver fails with {described(error)}"
+        raise SolutionFileError(told) from error
+    return _PlannedHere(solver, problem, config, steps)
 
 
 def _own_handle(handle: Handle) -> Handle:
