@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from miofind.finddb import is_of_database
 from miofind.options import FindOptions
 from miofind.printable import printable_name
 from miofind.runtime.handle import Handle
+from miofind.suites.suite import SuiteProblem
 
 _COLUMNS = ("layer", "problem", "dir", "class", "solver", "ms", "torch ms", "ratio", "of floor")
 _MEANS = ("class", "problems", "ratio", "least", "of floor")
@@ -106,32 +107,9 @@ def bench_(
         strict_nonfinite=strict_nonfinite,
         max_error=max_error,
     )
-    rows: list[BenchRow] = []
-    with (
-        Handle(device, database=database) as handle,
-        CompilePool() as pool,
-        counted("found, then timed", 2 * len(requests)) as advance,
-    ):
-
-        def take(row: BenchRow) -> None:
-            rows.append(row)
-            advance()
-
+    with Handle(device, database=database) as handle:
         ceilings = measure_ceilings(handle.device)
-        try:
-            bench(
-                requests,
-                handle,
-                options,
-                against_torch=against == "torch",
-                ceilings=ceilings,
-                pool=pool,
-                on_found=advance,
-                on_row=take,
-            )
-        except KeyboardInterrupt:
-            if not rows:
-                raise
+        rows = _timed(requests, handle, options, ceilings, against_torch=against == "torch")
     means = class_means(rows)
     if json_file is not None:
         _write_json(json_file, _report(rows, means, device, ceilings))
@@ -141,6 +119,38 @@ def bench_(
         raise KeyboardInterrupt
     if any(row.time_ms is None for row in rows):
         raise click.exceptions.Exit(1)
+
+
+def _timed(
+    requests: Sequence[SuiteProblem], handle: Handle, options: FindOptions, ceilings: Ceilings, *, against_torch: bool
+) -> list[BenchRow]:
+    """The rows of the problems, those measured so far where Ctrl-C ends it.
+
+    Raises:
+        KeyboardInterrupt: there is none yet.
+    """
+    rows: list[BenchRow] = []
+    with CompilePool() as pool, counted("found, then timed", 2 * len(requests)) as advance:
+
+        def take(row: BenchRow) -> None:
+            rows.append(row)
+            advance()
+
+        try:
+            bench(
+                requests,
+                handle,
+                options,
+                against_torch=against_torch,
+                ceilings=ceilings,
+                pool=pool,
+                on_found=advance,
+                on_row=take,
+            )
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+    return rows
 
 
 def _print(rows: list[BenchRow], means: list[ClassMeans], device: Device) -> None:

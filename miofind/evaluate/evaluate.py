@@ -135,14 +135,7 @@ def evaluate(
         return
     context.journal(JournalEntry(phase=JournalPhase.PREPARE))
     with contextlib.ExitStack() as stack:
-        try:
-            verifier = stack.enter_context(Verifier(problem, device, compiler))
-            timer = stack.enter_context(Timer(problem, device, compiler))
-        except MemoryError as error:
-            raise MeasurementError(
-                f"{problem} cannot be measured on {device.name}: twice its tensors' {problem.bytes} bytes do not fit "
-                f"the memory that is free ({error})"
-            ) from error
+        verifier, timer = _harnesses(stack, problem, device, compiler)
         entered: list[_Entered] = []
         observer = _JournalingObserver({candidate.id: candidate for candidate in ready}, device, journal)
         race = Race(timer, job.effort, deadline=deadline, best_ms=job.best_ms, observer=observer)
@@ -164,6 +157,25 @@ def evaluate(
             if result.status is Status.OUT_OF_MEMORY and _holds_memory(device, used):
                 yield Poisoned(reason=_held(candidate.id))
         yield from _raced(race, entered, observer, job.incumbent)
+
+
+def _harnesses(
+    stack: contextlib.ExitStack, problem: ProblemDescription, device: Device, compiler: Compiler
+) -> tuple[Verifier, Timer]:
+    """A problem's verifier and timer, which a stack closes.
+
+    Raises:
+        MeasurementError: the problem's tensors do not fit the device.
+    """
+    try:
+        verifier = stack.enter_context(Verifier(problem, device, compiler))
+        timer = stack.enter_context(Timer(problem, device, compiler))
+    except MemoryError as error:
+        raise MeasurementError(
+            f"{problem} cannot be measured on {device.name}: twice its tensors' {problem.bytes} bytes do not fit "
+            f"the memory that is free ({error})"
+        ) from error
+    return verifier, timer
 
 
 def _unheard(entry: JournalEntry) -> None:
