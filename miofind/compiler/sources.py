@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.resources
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from types import MappingProxyType
 from miofind.errors import CompileError
 
 DEFAULT_PACKAGE = "miofind.kernels_src"
-EARLIER_DIGESTS = "earlier_digests.json"
-"""A package's file of sources' hashes under this rule, and under that of FindDBs from before it."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]*)"', re.MULTILINE)
 
@@ -76,9 +73,7 @@ def read_source(name: str, package: str = DEFAULT_PACKAGE) -> KernelSource:
             headers[included] = _read(included, package, f'#include "{included}" in {includer}')
             pending.append((included, headers[included]))
     digest = _digest(name, {name: text, **headers}, ())
-    return KernelSource(
-        name=name, text=text, headers=MappingProxyType(headers), digest=_earlier(package).get(digest, digest)
-    )
+    return KernelSource(name=name, text=text, headers=MappingProxyType(headers), digest=digest)
 
 
 def _digest(name: str, texts: Mapping[str, str], includers: tuple[str, ...]) -> str:
@@ -91,16 +86,6 @@ def _digest(name: str, texts: Mapping[str, str], includers: tuple[str, ...]) -> 
         part = f"include {_digest(included[1], texts, (*includers, name))}" if included else f"text {line}"
         digest.update(f"{len(part.encode())}:{part}".encode())
     return digest.hexdigest()
-
-
-@functools.cache
-def _earlier(package: str) -> Mapping[str, str]:
-    """By its hash, what an earlier rule made of a source as it is still: what FindDBs hold of it stays valid."""
-    try:
-        text = (importlib.resources.files(package) / EARLIER_DIGESTS).read_text(encoding="utf-8")
-    except (OSError, ImportError, TypeError):
-        return {}
-    return MappingProxyType(json.loads(text))
 
 
 def source_hash(sources: Sequence[str], package: str = DEFAULT_PACKAGE) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from cuda_package import SCALE, SCALE_HEADER, CudaPackage, make_package
 
-from miofind.compiler import source_hash, sources
+from miofind.compiler import source_hash
 from miofind.compiler.sources import normalised, read_source
 from miofind.errors import CompileError
-from miofind.solver.registry import Registry
 
 
 @pytest.fixture
@@ -96,22 +94,6 @@ def test_a_hash_outlives_a_move(package: CudaPackage) -> None:
     assert source_hash(["family/scaling.cu"], package.name) == before
     package.write(family__factor_cuh="#define A 4")
     assert source_hash(["family/scaling.cu"], package.name) != before
-
-
-def test_what_an_earlier_rule_made_of_a_source_is_kept_while_it_is_as_it_was(package: CudaPackage) -> None:
-    plain = read_source("scale.cu", package.name).digest
-    (package.root / sources.EARLIER_DIGESTS).write_text(json.dumps({plain: "ab" * 32}), encoding="utf-8")
-    package.write()
-    sources._earlier.cache_clear()
-    assert read_source("scale.cu", package.name).digest == "ab" * 32
-    package.write(scale_cu=SCALE.replace("i < n", "i <= n"))
-    assert read_source("scale.cu", package.name).digest not in (plain, "ab" * 32)
-
-
-def test_every_earlier_hash_is_one_of_a_source_as_it_is() -> None:
-    """A source that changes takes its line along: what FindDBs hold of it is void."""
-    known = {name for solver in Registry.default().values() for name in solver.sources}
-    assert set(sources._earlier(sources.DEFAULT_PACKAGE).values()) <= {read_source(name).digest for name in known}
 
 
 def test_sources_are_read_once(package: CudaPackage) -> None:
