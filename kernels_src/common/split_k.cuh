@@ -47,39 +47,6 @@ __device__ __forceinline__ Vector<float, kCount> sum_splits(const Unit* partials
   return accumulators;
 }
 
-// The same, read by a load each: other code than one load, kept where kernels were measured with it.
-template <int kCount, int kUnroll, typename Offset>
-__device__ __forceinline__ Vector<float, kCount> sum_splits_one_by_one(const float* partials, int at, int size,
-                                                                       const Splits& splits, bool inside) {
-  Vector<float, kCount> accumulators = {};
-  if (inside)
-#pragma unroll kUnroll
-    for (int split = splits.first; split < splits.end; split += splits.step) {
-      const float* const more = partials + static_cast<Offset>(split) * size + at;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) accumulators.at[i] += more[i];
-    }
-  return accumulators;
-}
-
-// The same for offsets of 64 bits, where the sum begins with the first of the splits, of which there is at least one.
-template <int kCount, int kUnroll>
-__device__ __forceinline__ Vector<float, kCount> sum_from_first_split(const float* partials, int64 at, int64 size,
-                                                                      const Splits& splits, bool inside = true) {
-  using Results = Vector<float, kCount>;
-  Results accumulators = {};
-  if (!inside) return accumulators;
-  accumulators = *reinterpret_cast<const Results*>(partials + splits.first * size + at);
-  const auto add = [&](int split) __attribute__((always_inline)) {
-    const Results more = *reinterpret_cast<const Results*>(partials + split * size + at);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) accumulators.at[i] += more.at[i];
-  };
-#pragma unroll kUnroll
-  for (int split = splits.first + 1; split < splits.end; split += splits.step) add(split);
-  return accumulators;
-}
-
 // Adds the sums of the `lanes` - 1 threads that are 1, 2, ... times `apart` behind this one, in order.
 template <int kCount>
 __device__ __forceinline__ void add_lanes(Vector<float, kCount>& accumulators, const Vector<float, kCount>* lane_sums,
@@ -89,26 +56,26 @@ __device__ __forceinline__ void add_lanes(Vector<float, kCount>& accumulators, c
     for (int i = 0; i < kCount; ++i) accumulators.at[i] += lane_sums[threadIdx.x + lane * apart].at[i];
 }
 
-// The reduction of a block of kThreads threads under programmatic dependent launch. `size` results are a multiple of 4.
-// kLanes threads, a power of two, share 4 neighbouring results: each sums every kLanes-th split.
-template <int kThreads, int kLanes, typename T>
-__device__ __forceinline__ void reduce_split_k(T* out, const float* partials, int size, int splits) {
-  constexpr int kVectors = kThreads / kLanes;
-  static_assert(kThreads % kLanes == 0 && (kLanes & (kLanes - 1)) == 0, "kLanes must be a power of two up to kThreads");
-  __shared__ Vector<float, 4> lane_sums[kThreads];
-  const int lane = threadIdx.x / kVectors, at = (blockIdx.x * kVectors + threadIdx.x % kVectors) * 4;
+// The reduction of a block of kThreads threads, for a launch with PDL or without. `size` results are a multiple of
+// kCount. `lanes` threads, a power of two up to kThreads, share kCount neighbouring results: each sums every `lanes`-th
+// split.
+template <int kThreads, int kCount, typename T>
+__device__ __forceinline__ void reduce_split_k(const float* partials, T* out, int size, int splits, int lanes) {
+  __shared__ Vector<float, kCount> lane_sums[kThreads];
+  const int apart = kThreads / lanes, lane = threadIdx.x / apart;
+  const int at = (blockIdx.x * apart + threadIdx.x % apart) * kCount;
+  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const auto accumulators = sum_splits<4, 8, int64>(partials, at, size, {lane, splits, kLanes}, at < size);
-  lane_sums[threadIdx.x] = accumulators;
-  __syncthreads();  // the sums of every lane are there
-  if (lane > 0 || at >= size) return;
-  Vector<T, 4> rounded;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float total = accumulators.at[i];
-#pragma unroll
-    for (int other = 1; other < kLanes; ++other) total += lane_sums[other * kVectors + threadIdx.x].at[i];
-    rounded.at[i] = convert<T>(total);
+  auto accumulators = sum_splits<kCount, 8, int64>(partials, at, size, {lane, splits, lanes}, at < size);
+  if (lanes > 1) {
+    lane_sums[threadIdx.x] = accumulators;
+    __syncthreads();  // the sums of every lane are there
+    if (lane > 0) return;
+    add_lanes(accumulators, lane_sums, lanes, apart);
   }
-  *reinterpret_cast<Vector<T, 4>*>(out + at) = rounded;
+  if (at >= size) return;
+  Vector<T, kCount> rounded;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) rounded.at[i] = convert<T>(accumulators.at[i]);
+  *reinterpret_cast<Vector<T, kCount>*>(out + at) = rounded;
 }

@@ -20,8 +20,8 @@
 #error "define TILE_ROWS, PAIRS, IMAGES, CHANNELS, WARPS, STAGES, ROW_TILES and COLUMN_TILES"
 #endif
 #if !defined(ALL_CHANNELS) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
-    !defined(CLUSTER) || !defined(LANES) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define ALL_CHANNELS, IN_H, IN_W, OUT_H, OUT_W, CLUSTER, LANES, MIN_BLOCKS and SHARED_BYTES"
+    !defined(CLUSTER) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define ALL_CHANNELS, IN_H, IN_W, OUT_H, OUT_W, CLUSTER, MIN_BLOCKS and SHARED_BYTES"
 #endif
 #if CLUSTER > 1
 #include "common/hopper.cuh"
@@ -345,6 +345,6 @@ constexpr int kFinishThreads = 256;
 
 // Adds the blocks' accumulators.
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    depthwise_mma_weights_finish(const float* partials, ELEMENT* dw, int splits) {
-  reduce_split_k<kFinishThreads, LANES>(dw, partials, kAllChannels * kTaps, splits);
+    depthwise_mma_weights_finish(const float* partials, ELEMENT* dw, int size, int splits, int lanes) {
+  reduce_split_k<kFinishThreads, 4>(partials, dw, size, splits, lanes);
 }

@@ -17,11 +17,11 @@
     !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W)
 #error "define the problem: ELEMENT, GROUP_*, FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_* and OUT_*"
 #endif
-#if !defined(UNITS) || !defined(SHARES) || !defined(ITEM_BLOCKS) || !defined(IMAGES) || !defined(ROW_GROUPS) ||     \
-    !defined(WARP_ROWS) || !defined(ROW_TILES) || !defined(WARPS) || !defined(STAGES) || !defined(X_PITCH) ||       \
-    !defined(DY_PITCH) || !defined(X_CHANNEL) || !defined(DY_CHANNEL) || !defined(LANES) || !defined(MIN_BLOCKS) || \
+#if !defined(UNITS) || !defined(SHARES) || !defined(ITEM_BLOCKS) || !defined(IMAGES) || !defined(ROW_GROUPS) || \
+    !defined(WARP_ROWS) || !defined(ROW_TILES) || !defined(WARPS) || !defined(STAGES) || !defined(X_PITCH) ||   \
+    !defined(DY_PITCH) || !defined(X_CHANNEL) || !defined(DY_CHANNEL) || !defined(MIN_BLOCKS) ||                \
     !defined(SHARED_BYTES)
-#error "define the tiling: UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW*, WARPS, STAGES, *_PITCH, *_CHANNEL, LANES, ..."
+#error "define the tiling: UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW*, WARPS, STAGES, *_PITCH, *_CHANNEL, ..."
 #endif
 
 using Group = PackedGroups<GROUP_C, GROUP_K>;
@@ -350,6 +350,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    grouped_nchw_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
-  reduce_split_k<kFinishThreads, LANES>(dw, partials, size, splits);
+    grouped_nchw_weights_finish(const float* partials, ELEMENT* dw, int size, int splits, int lanes) {
+  reduce_split_k<kFinishThreads, 4>(partials, dw, size, splits, lanes);
 }

@@ -16,11 +16,11 @@
     !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W)
 #error "define the problem: ELEMENT, GROUP*, FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_* and OUT_*"
 #endif
-#if !defined(UNITS) || !defined(SHARES_C) || !defined(SHARES_K) || !defined(TILE_ROWS) || !defined(COLUMNS) ||         \
-    !defined(SPAN) || !defined(IMAGES) || !defined(WARP_TAPS) || !defined(TAP_BLOCKS) || !defined(WARPS) ||            \
-    !defined(STAGES) || !defined(ROW_TILES) || !defined(COLUMN_TILES) || !defined(CHANNELS_LAST) || !defined(LANES) || \
+#if !defined(UNITS) || !defined(SHARES_C) || !defined(SHARES_K) || !defined(TILE_ROWS) || !defined(COLUMNS) || \
+    !defined(SPAN) || !defined(IMAGES) || !defined(WARP_TAPS) || !defined(TAP_BLOCKS) || !defined(WARPS) ||    \
+    !defined(STAGES) || !defined(ROW_TILES) || !defined(COLUMN_TILES) || !defined(CHANNELS_LAST) ||            \
     !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define the tiling: UNITS, ROW*, COLUMN*, SPAN, IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, LANES, ..."
+#error "define the tiling: UNITS, ROW*, COLUMN*, SPAN, IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ..."
 #endif
 #if !defined(SHAPE_FIELDS)
 #error "define SHAPE_FIELDS"
@@ -326,6 +326,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    grouped_nhwc_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
-  reduce_split_k<kFinishThreads, LANES>(dw, partials, size, splits);
+    grouped_nhwc_weights_finish(const float* partials, ELEMENT* dw, int size, int splits, int lanes) {
+  reduce_split_k<kFinishThreads, 4>(partials, dw, size, splits, lanes);
 }

@@ -266,30 +266,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Split-K reduction. `lanes` warps (a power of two up to 8) share 32 vectors of REDUCTION_VECTOR results: each
-// adds every lanes-th split.
-constexpr int kReductionWarps = 8;
-using ReductionVector = Vector<float, REDUCTION_VECTOR>;
+constexpr int kReductionThreads = 256;
 
-__device__ __forceinline__ void add(ReductionVector& acc, const ReductionVector& more) {
-#pragma unroll
-  for (int i = 0; i < REDUCTION_VECTOR; ++i) acc.at[i] += more.at[i];
-}
-
-extern "C" __global__ void __launch_bounds__(32 * kReductionWarps)
-    implicit_gemm_mma_finish(const float* __restrict__ partials, ELEMENT* __restrict__ out, int size, int splits,
-                             int lanes) {
-  __shared__ ReductionVector lane_sums[kReductionWarps][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp % lanes;
-  const int at = ((blockIdx.x * kReductionWarps + warp) / lanes * 32 + lane) * REDUCTION_VECTOR;
-  ReductionVector acc =
-      sum_splits_one_by_one<REDUCTION_VECTOR, 4, int64>(partials, at, size, {first, splits, lanes}, at < size);
-  lane_sums[warp][lane] = acc;
-  __syncthreads();  // every warp's sums are there
-  if (first > 0 || at >= size) return;
-  for (int i = 1; i < lanes; ++i) add(acc, lane_sums[warp + i][lane]);
-  Vector<ELEMENT, REDUCTION_VECTOR> rounded;
-#pragma unroll
-  for (int i = 0; i < REDUCTION_VECTOR; ++i) rounded.at[i] = convert<ELEMENT>(acc.at[i]);
-  *reinterpret_cast<Vector<ELEMENT, REDUCTION_VECTOR>*>(out + at) = rounded;
+extern "C" __global__ void __launch_bounds__(kReductionThreads)
+    implicit_gemm_mma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes) {
+  reduce_split_k<kReductionThreads, REDUCTION_VECTOR>(partials, out, size, splits, lanes);
 }

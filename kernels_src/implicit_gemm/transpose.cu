@@ -36,8 +36,6 @@ struct Word<16> {
 };
 
 constexpr int kThreads = 256;
-// As many blocks as fill a multiprocessor of 2048 threads, or of 1536: left alone, ptxas takes more registers.
-constexpr int kMinBlocks = __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200) ? 8 : 6;
 constexpr unsigned kPiece = 16 / sizeof(ELEMENT);  // elements of the widest vector
 
 template <int Rows, int Columns, int In, int Out, bool Scatters, bool Whole>
@@ -155,8 +153,8 @@ __device__ __forceinline__ void transpose_tile(ELEMENT* tile, const ELEMENT* fro
 using First = Tile<FIRST>;
 
 #ifndef SECOND
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    transpose(const ELEMENT* from, ELEMENT* to, const __grid_constant__ Matrices matrices) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    transpose(const ELEMENT* from, ELEMENT* to, const Matrices matrices) {
   __shared__ alignas(16) ELEMENT tile[First::kElements];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
@@ -166,9 +164,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 using Second = Tile<SECOND>;
 constexpr unsigned kMost = First::kElements > Second::kElements ? First::kElements : Second::kElements;
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    transpose_two(const ELEMENT* from, ELEMENT* to, const __grid_constant__ Matrices matrices,
-                  const ELEMENT* other_from, ELEMENT* other_to, const __grid_constant__ Matrices other_matrices,
+extern "C" __global__ void __launch_bounds__(kThreads)
+    transpose_two(const ELEMENT* from, ELEMENT* to, const Matrices matrices,
+                  const ELEMENT* other_from, ELEMENT* other_to, const Matrices other_matrices,
                   int blocks) {
   __shared__ alignas(16) ELEMENT tile[kMost];
   griddepcontrol_launch_dependents();

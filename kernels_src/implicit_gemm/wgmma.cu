@@ -6,10 +6,11 @@
 // TMA loads pixels in im2col mode, padding included, all else in boxes; so it does POINTWISE pixels: one tap, stride 1,
 // no padding. Warp-specialised: two producer warps load A and B into a pipeline of STAGES; CONSUMERS warpgroups
 // multiply ROWS blocks of 64 rows each, and write blocks of BLOCK_N columns, for WEIGHTS each of one tap. Persistent
-// blocks take work tiles: tiles, or splits of their K, whose float32 partials `reduce_partials` adds in order. The
+// blocks take work tiles: tiles, or splits of their K, whose float32 partials a second pass adds in order. The
 // CLUSTER_M x CLUSTER_N blocks of a cluster have neighbouring tiles and multicast what they share; or CLUSTER_K blocks
 // split K of a tile and add their partials in order. Design after the public description of CUTLASS's GEMMs for sm_90.
 #include "common/opaque.cuh"
+#include "common/split_k.cuh"
 #include "implicit_gemm/wgmma_epilogue.cuh"
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map_out, float* out, int consumer,
@@ -103,22 +104,9 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   if constexpr (kCluster > 1) cluster_sync<(CLUSTER_M * CLUSTER_N > 1)>();
 }
 
-// out[i] = sum of partials[split][i] over the splits, in order. Not by common/split_k.cuh, which compiles to other code
-// for float32 than rows were measured with.
-extern "C" __global__ void __launch_bounds__(256)
-    reduce_partials(const float* partials, ELEMENT* out, int64 count, int splits) {
-  const int64 at = 4 * (blockIdx.x * 256ll + threadIdx.x);
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  if (at >= count) return;
-  Vector<float, 4> acc = *reinterpret_cast<const Vector<float, 4>*>(partials + at);
-  for (int split = 1; split < splits; split++) {
-    const Vector<float, 4> partial = *reinterpret_cast<const Vector<float, 4>*>(partials + split * count + at);
-#pragma unroll
-    for (int i = 0; i < 4; i++) acc.at[i] += partial.at[i];
-  }
-  Vector<ELEMENT, 4> rounded;
-#pragma unroll
-  for (int i = 0; i < 4; i++) rounded.at[i] = convert<ELEMENT>(acc.at[i]);
-  *reinterpret_cast<Vector<ELEMENT, 4>*>(out + at) = rounded;
+constexpr int kReductionThreads = 256;
+
+extern "C" __global__ void __launch_bounds__(kReductionThreads)
+    implicit_gemm_wgmma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes) {
+  reduce_split_k<kReductionThreads, 4>(partials, out, size, splits, lanes);
 }

@@ -4,7 +4,7 @@
 // pixels lie outermost in both tensors. So x is an operand in registers, and two warps transpose dy where it lies. Two
 // producer threads load (TMA, x in im2col mode with its padding) into a pipeline of STAGES; CONSUMERS warpgroups
 // multiply ROWS blocks of 64 rows each, K_BATCH instructions along K at once. Persistent blocks take work tiles: tiles,
-// or splits of their K, whose partials `reduce_partials` adds in order; or the CLUSTER_K blocks of a cluster split K of
+// or splits of their K, whose partials a second pass adds in order; or the CLUSTER_K blocks of a cluster split K of
 // a work tile, and add their partials in order. POINTWISE: one tap, stride 1, no padding: x comes in boxes. Pixel 8 j +
 // 2 t is term t of instruction j of a k-tile, the next one term t + 4: lanes of a fragment read every bank once. Design
 // after the public description of CUTLASS's GEMMs for sm_90.
@@ -266,21 +266,9 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   }
 }
 
-// out[i] = sum of partials[split][i] over the splits, by `lanes` threads, a power of two: each has neighbouring splits.
-extern "C" __global__ void __launch_bounds__(256)
-    reduce_partials(const float* partials, float* out, int64 count, int splits, int lanes) {
-  __shared__ Vector<float, 4> lane_sums[256];
-  const int quads = blockDim.x / lanes, lane = threadIdx.x / quads;
-  const int first = splits * lane / lanes, last = splits * (lane + 1) / lanes;
-  const int64 at = 4 * (static_cast<int64>(blockIdx.x) * quads + threadIdx.x % quads);
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  Vector<float, 4> total = sum_from_first_split<4, 4>(partials, at, count, {first, last, 1}, at < count);
-  if (lanes > 1) {
-    lane_sums[threadIdx.x] = total;
-    __syncthreads();  // the sums of every lane are there
-    if (lane > 0) return;
-    add_lanes(total, lane_sums, lanes, quads);
-  }
-  if (at < count) *reinterpret_cast<Vector<float, 4>*>(out + at) = total;
+constexpr int kReductionThreads = 256;
+
+extern "C" __global__ void __launch_bounds__(kReductionThreads)
+    implicit_gemm_wgmma_transposed_finish(const float* partials, float* out, int size, int splits, int lanes) {
+  reduce_split_k<kReductionThreads, 4>(partials, out, size, splits, lanes);
 }

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miofind.solver.steps import ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver.steps import ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan, int32s
 from miofind.solver.structs import Struct
 from miofind.solvers.common.correlation import ceil_div
 
 _MAX_LANES = 32
 _SPLITS_OF_LANE = 4
 _THREADS = 256
-_VECTOR = 4  # results of a thread, as `reduce_split_k` has them
+_VECTOR = 4  # results of a thread, unless the kernel says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +78,16 @@ class SplitK:
             pdl=pdl,
         )
 
-    def vector_reduction(self, first: KernelStep, *numbers: Scalar | Struct) -> KernelStep:
-        """The same by a kernel that calls `reduce_split_k` with `lanes` and 256 threads."""
-        blocks = ceil_div(self.results, _VECTOR * _THREADS // self.lanes)
+    def vector_reduction(self, first: KernelStep, *, lanes: int | None = None, vector: int = _VECTOR) -> KernelStep:
+        """The same, with 256 threads, by a kernel that calls `reduce_split_k`: its numbers are results, splits, lanes.
+
+        Args:
+            lanes: if not `self.lanes`.
+            vector: results of a thread, of which there is a whole number.
+        """
+        lanes = self.lanes if lanes is None else lanes
+        blocks = ceil_div(self.results, vector * _THREADS // lanes)
+        numbers = int32s(self.results, self.splits, lanes)
         return self.reduction(first, *numbers, blocks=blocks, threads=_THREADS)
 
     def solution(self, first: KernelStep, reduction: KernelStep) -> ConvSolution:

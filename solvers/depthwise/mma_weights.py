@@ -89,7 +89,6 @@ def _defines(
         ("COLUMN_TILES", tiling.tiles[1]),
         ("ALL_CHANNELS", planar.c),
         ("CLUSTER", config["cluster"]),
-        ("LANES", SplitK(results=problem.w.size, splits=splits).lanes),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -272,7 +271,7 @@ class ConvDepthwiseMmaWeights(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         step, split_k = _sum_step(problem, device, config), _split_k(problem, device, config)
-        return split_k.solution(step, split_k.vector_reduction(step, *int32s(split_k.splits)))
+        return split_k.solution(step, split_k.vector_reduction(step))
 
 
 SOLVERS = (ConvDepthwiseMmaWeights(),)

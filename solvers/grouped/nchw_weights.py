@@ -71,7 +71,6 @@ def _defines(
         ("DY_PITCH", tiling.y.pitch),
         ("X_CHANNEL", tiling.x.channel_bytes),
         ("DY_CHANNEL", tiling.y.channel_bytes),
-        ("LANES", _split_k(problem, config).lanes),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -298,7 +297,7 @@ class ConvGroupedPlanesWeights(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         step, split_k = _sum_step(problem, config, device), _split_k(problem, config)
-        return split_k.solution(step, split_k.vector_reduction(step, *int32s(split_k.results, split_k.splits)))
+        return split_k.solution(step, split_k.vector_reduction(step))
 
 
 SOLVERS = (ConvGroupedPlanesWeights(),)

@@ -21,7 +21,6 @@ from miofind.solver.steps import (
     ConvSolution,
     KernelStep,
     Pointer,
-    int32s,
 )
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
@@ -79,7 +78,6 @@ def _defines(
         ("COLUMN_TILES", tiling.tiles[1]),
         *zip(("IN_H", "IN_W", "OUT_H", "OUT_W"), (*planar.spatial, *planar.out_spatial), strict=True),
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
-        ("LANES", _split_k(problem, config).lanes),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
         SHAPE.define,
@@ -276,7 +274,7 @@ class ConvGroupedWeights(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         step, split_k = _sum_step(problem, config, device), _split_k(problem, config)
-        return split_k.solution(step, split_k.vector_reduction(step, *int32s(split_k.results, split_k.splits)))
+        return split_k.solution(step, split_k.vector_reduction(step))
 
 
 SOLVERS = (ConvGroupedWeights(),)

@@ -14,7 +14,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, WorkspacePlan, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, WorkspacePlan
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
@@ -32,7 +32,6 @@ _MAX_LOADS = 16  # of a thread, in vectors
 _SHARED_BYTES = 99 << 10
 _K_BYTES = (64, 128)  # of a tile's row along k
 _DIGITS, _AXES = 4, 3  # at most, of an index and of an image
-_REDUCTION_WARPS = 8  # of a block
 
 RADIX = StructType("Radix", count="int32", size=(DIVISOR, _DIGITS - 1))
 """An index: how many values, and the sizes of its digits but the last, the least first."""
@@ -230,18 +229,6 @@ def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
     return SplitK(results=problem.output.size, splits=config["splits"], output=output)
 
 
-def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[str, str | int], ...]) -> KernelStep:
-    size, lanes = problem.output.size, min(_REDUCTION_WARPS, config["splits"])
-    return KernelStep(
-        source="implicit_gemm/mma.cu",
-        entry="implicit_gemm_mma_finish",
-        grid=(ceil_div(size * lanes, 32 * _REDUCTION_WARPS * _reduction_vector(problem)), 1, 1),
-        block=(32 * _REDUCTION_WARPS, 1, 1),
-        defines=defines,
-        args=_split_k(problem, config).arguments(*int32s(size, config["splits"], lanes)),
-    )
-
-
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 # What default_configs ranks by estimate; the last two are valid for every applicable problem of 2 and 4-byte elements.
@@ -389,8 +376,9 @@ class ConvImplicitGemmMma(Solver):
         steps = tuple(_launch(problem, product, config) for product in products(problem))
         if config["splits"] == 1:
             return ConvSolution(steps=steps)
-        steps = (*steps, _finish(problem, config, steps[0].defines))
-        return ConvSolution(steps=steps, workspace=WorkspacePlan((_split_k(problem, config).partials,)))
+        split_k = _split_k(problem, config)
+        reduction = split_k.vector_reduction(steps[0], vector=_reduction_vector(problem))
+        return ConvSolution(steps=(*steps, reduction), workspace=WorkspacePlan((split_k.partials,)))
 
 
 def _varied(ranked: Sequence[Config]) -> list[Config]:

@@ -22,13 +22,11 @@ from miofind.solver.steps import (
     KernelStep,
     Pointer,
     Region,
-    Scalar,
     TensorMap,
     WorkspacePlan,
 )
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, refuse_copies
-from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
@@ -235,21 +233,6 @@ def _split_k(tiling: WgmmaTiling) -> SplitK:
     return SplitK(results=problem.output.size, splits=tiling.splits, output=problem.direction.output)
 
 
-def _reduction(tiling: WgmmaTiling) -> KernelStep:
-    problem = tiling.product.problem
-    return KernelStep(
-        source=_SOURCE,
-        entry="reduce_partials",
-        grid=(ceil_div(problem.output.size, 4 * 256), 1, 1),
-        block=(256, 1, 1),
-        defines=_defines(tiling),
-        args=_split_k(tiling).arguments(
-            Scalar(ctype="int64", value=problem.output.size), Scalar(ctype="int32", value=tiling.splits)
-        ),
-        pdl=True,
-    )
-
-
 def _transposition(tiling: WgmmaTiling) -> Transposition:
     """The filter made K-major: for each group (k, taps c) to (taps c, k)."""
     product = tiling.product
@@ -423,7 +406,7 @@ class ConvImplicitGemmWgmma(Solver):
             steps.insert(0, transpose_step((_transposition(tiling),)))
             regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
         if tiling.splits > 1:
-            steps.append(_reduction(tiling))
+            steps.append(_split_k(tiling).vector_reduction(steps[-1]))
             regions.append(_split_k(tiling).partials)
         return ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
 

@@ -229,12 +229,9 @@ class WgmmaTiling:
 
     def _spills(self) -> bool:
         """Whether a thread with 128 accumulators spills, as compilers have shown: its epilogue needs more registers."""
-        product = self.product
         if self.row_blocks * self.tile_n < 2 * 128 or math.prod(self.cluster) > 1:
             return False
-        if product.is_weights:
-            return self.row_blocks > 1
-        return product.nchw is NchwTensors.OUTPUT and (product.element_bytes > 2 or self.segment < 4)
+        return self.product.is_weights and self.row_blocks > 1
 
     def _has_tile_n(self) -> bool:
         """Whether tile_n is whole N blocks, or B is K-major, and operands begin where swizzles repeat."""

@@ -21,13 +21,10 @@ from miofind.solver.steps import (
     Im2col,
     KernelStep,
     Pointer,
-    Scalar,
     TensorMap,
-    int32s,
 )
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, refuse_copies
-from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.limits import refuse_mixed, refuse_oversized
 from miofind.solvers.common.split_k import SplitK
@@ -48,7 +45,6 @@ _SOURCE = "implicit_gemm/wgmma_transposed.cu"
 _SHARED_BYTES = 227 << 10
 _DEFAULTS, _ALIKE = 8, 2
 _VECTOR = 4  # elements of 16 bytes, which copies move
-_REDUCTION_THREADS = 256
 
 SHAPE = StructType(
     "Shape",
@@ -149,19 +145,6 @@ def _split_k(tiling: TransposedTiling) -> SplitK:
     return SplitK(results=tiling.product.problem.output.size, splits=tiling.splits)
 
 
-def _reduction(tiling: TransposedTiling, device: Device) -> KernelStep:
-    size, lanes = tiling.product.problem.output.size, tiling.lanes(device)
-    return KernelStep(
-        source=_SOURCE,
-        entry="reduce_partials",
-        grid=(ceil_div(size * lanes, _VECTOR * _REDUCTION_THREADS), 1, 1),
-        block=(_REDUCTION_THREADS, 1, 1),
-        defines=_defines(tiling, tiling.stages(_shared_bytes(device))),
-        args=_split_k(tiling).arguments(Scalar(ctype="int64", value=size), *int32s(tiling.splits, lanes)),
-        pdl=True,
-    )
-
-
 def _shared_bytes(device: Device) -> int:
     """Of a multiprocessor, for one block."""
     return device.shared_bytes or _SHARED_BYTES
@@ -260,7 +243,8 @@ class ConvImplicitGemmWgmmaTurned(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = TransposedTiling.of(WgmmaProduct.of(problem), config)
         step = _multiply(tiling, device)
-        return _split_k(tiling).solution(step, _reduction(tiling, device))
+        split_k = _split_k(tiling)
+        return split_k.solution(step, split_k.vector_reduction(step, lanes=tiling.lanes(device)))
 
 
 SOLVERS = (ConvImplicitGemmWgmmaTurned(),)

@@ -69,17 +69,17 @@ WEIGHTS = {
     [
         (NCHW_OUTPUT, 2, 128, True),
         (NCHW_OUTPUT, 1, 256, True),
-        (NCHW_OUTPUT | {"x": (32, 128, 7, 7)}, 2, 128, False),
-        (NCHW_OUTPUT | {"dtype": "float32", "math": "tf32"}, 2, 128, False),
+        (NCHW_OUTPUT | {"x": (32, 128, 7, 7)}, 2, 128, True),
+        (NCHW_OUTPUT | {"dtype": "float32", "math": "tf32"}, 2, 128, True),
         (WEIGHTS, 1, 256, True),
         (WEIGHTS, 2, 128, False),
     ],
-    ids=["planes", "planes, wide", "odd planes", "TF32 to planes", "weights, wide", "weights"],
+    ids=["NCHW output", "NCHW output, wide", "odd NCHW output", "TF32 to NCHW", "weights, wide", "weights"],
 )
 def test_wgmmas_full_tiles_do_not_spill(
     compiler: Compiler, fields: dict[str, Any], rows: int, tile_n: int, is_offered: bool
 ) -> None:
-    """128 sums a thread leave few registers: what would spill is not offered. No example has so large a tile."""
+    """128 accumulators leave few registers: what would spill is not offered. No example has so large a tile."""
     problem = ProblemDescription.convolution(**fields)
     solver, device = Registry.default()["ConvImplicitGemmWgmma"], Device.virtual("90a")
     tile = {"consumers": 2, "rows": rows, "tile_n": tile_n, "depth_bytes": 128, "stages": 3}

@@ -37,6 +37,7 @@ from miofind.solver.steps import (
     TensorMap,
 )
 from miofind.solver.structs import Struct
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
 
@@ -249,7 +250,7 @@ def test_configurations_that_cannot_run_are_refused() -> None:
 
 
 @each_large
-def test_parts_are_added_in_order_in_a_workspace_of_their_own(problem: ProblemDescription) -> None:
+def test_partials_are_added_in_a_workspace_of_their_own(problem: ProblemDescription) -> None:
     found = set()
     for config in sampled(problem):
         solution, splits = SOLVER.solution(problem, DEVICE, config), config["splits"]
@@ -265,10 +266,10 @@ def test_parts_are_added_in_order_in_a_workspace_of_their_own(problem: ProblemDe
         assert regions["partials"] == 4 * splits * problem.output.size
         assert SOLVER.workspace_bytes(problem, DEVICE, config) >= regions["partials"]
         assert written == ["partials"]
-        add = solution.kernels[-1]
+        add, lanes = solution.kernels[-1], SplitK(results=problem.output.size, splits=splits).lanes
         assert [arg.buffer for arg in add.args if isinstance(arg, Pointer)] == ["partials", problem.direction.output]
-        assert [arg.value for arg in add.args if isinstance(arg, Scalar)] == [problem.output.size, splits]
-        assert 4 * add.grid[0] * add.block[0] >= problem.output.size
+        assert [arg.value for arg in add.args if isinstance(arg, Scalar)] == [problem.output.size, splits, lanes]
+        assert 4 * add.grid[0] * add.block[0] >= problem.output.size * lanes
         assert problem.output.size % 4 == 0
     assert True in found
 
@@ -409,7 +410,7 @@ def test_only_tf32_backward_data_lays_the_filter_out_anew(direction: Direction) 
             assert solution.kernels[0].entry == ("transpose" if anew else PRODUCT)
 
 
-@pytest.mark.parametrize("entry", [PRODUCT, "reduce_partials"])
+@pytest.mark.parametrize("entry", [PRODUCT, f"{PRODUCT}_finish"])
 def test_steps_give_what_their_kernels_take(entry: str) -> None:
     source = importlib.resources.files("miofind.kernels_src").joinpath(SOLVER.sources[0]).read_text(encoding="utf-8")
     found = re.search(rf"\b{entry}\((.*?)\)\s*{{", source, re.DOTALL)
