@@ -165,9 +165,8 @@ using Second = Tile<SECOND>;
 constexpr unsigned kMost = First::kElements > Second::kElements ? First::kElements : Second::kElements;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    transpose_two(const ELEMENT* from, ELEMENT* to, const Matrices matrices,
-                  const ELEMENT* other_from, ELEMENT* other_to, const Matrices other_matrices,
-                  int blocks) {
+    transpose_two(const ELEMENT* from, ELEMENT* to, const Matrices matrices, const ELEMENT* other_from,
+                  ELEMENT* other_to, const Matrices other_matrices, int blocks) {
   __shared__ alignas(16) ELEMENT tile[kMost];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
