@@ -6,13 +6,14 @@ Rows of another solver version or other sources are void, not wrong: they are co
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import IDENTITY, Device
 from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError, described, raise_if_interrupted
-from miofind.find.lookup.scopes import joined
+from miofind.find.lookup.scopes import WIDE_BOUNDS, joined
 from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
 from miofind.runtime.refusals import Measured, applicability_of, refuse_difference
@@ -64,9 +65,17 @@ class Shipping:
         self.void = 0
         self.findings: list[str] = []
         self._check = RowCheck(registry)
+        self._wide: defaultdict[ProblemKey, set[str]] = defaultdict(set)
+        self._lost_wide: defaultdict[ProblemKey, set[str]] = defaultdict(set)
 
     def __call__(self, key: ProblemKey, row: Row) -> bool:
         """Whether a row may ship: current, sound, and not measured under contention."""
+        ships = self._may_ship(key, row)
+        if ships and self._is_wide(key, row):
+            self._wide[key].add(row.solver_id)
+        return ships
+
+    def _may_ship(self, key: ProblemKey, row: Row) -> bool:
         finding = self._check(key, row)
         if finding is not None:
             self.findings.append(f"{key.network_config}: {row.candidate}: {finding}")
@@ -80,16 +89,30 @@ class Shipping:
         return True
 
     def is_lost(self, key: ProblemKey, row: Row) -> bool:
-        """Whether a row tells of a solver that still serves the problem, as an earlier release had it."""
+        """Whether a row tells of a solver that still serves the problem, as an earlier release had it.
+
+        Those that only requests with `max_error` take hold no problem back: its scopes say nothing of such requests.
+        """
         problem, device = _problem(key.network_config), device_of(key.device)
         solver = self._registry.get(row.solver_id)
         if solver is None or device is None or isinstance(problem, str) or _is_current(row, solver):
             return False
-        return _may_serve(solver, problem, device)
+        if not _may_serve(solver, problem, device):
+            return False
+        if self._is_wide(key, row):
+            self._lost_wide[key].add(row.solver_id)
+            return False
+        return True
+
+    def _is_wide(self, key: ProblemKey, row: Row) -> bool:
+        kind = self.kind_of(key, row)
+        return kind is not None and kind[0]
 
     def with_refusals(self, key: ProblemKey, scopes: Sequence[Scope]) -> list[Scope]:
         """Scopes joined where they may be, with the solvers, too, that came later and refuse the problem."""
         problem, device = _problem(key.network_config), device_of(key.device)
+        if self._lost_wide[key] - self._wide[key]:
+            scopes = [_of_default_bounds(scope) for scope in scopes]
         whole = joined(scopes)
         if isinstance(problem, str) or device is None:
             return whole
@@ -120,6 +143,12 @@ class Shipping:
         except BaseException as error:  # a solver's own code may raise anything: its rows are all alike then
             raise_if_interrupted(error)
             return None
+
+
+def _of_default_bounds(scope: Scope) -> Scope:
+    """What a scope says of requests without `max_error`."""
+    solvers = {name: version for name, version in scope.solvers.items() if name != WIDE_BOUNDS}
+    return scope if solvers == scope.solvers else replace(scope, solvers=solvers, id="")
 
 
 def _is_current(row: Row, solver: Solver | None) -> bool:

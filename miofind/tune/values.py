@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from miofind.device.device import Device
@@ -40,7 +40,8 @@ class TuneOptions:
         force: measure what the FindDB knows already, too.
         recheck: measure only what the FindDB has queued for it, the solutions in its answers included.
         stored: measure the configurations in the FindDBs' answers, and no others: those of changed solvers, or under
-            other versions of libraries and driver, that were not measured again yet.
+            other versions of libraries and driver, that were not measured again yet. Where `find` sets no `max_error`,
+            it becomes infinite: also what only requests with `max_error` take is measured.
         stop_after_s: seconds after which no further problem is begun.
 
     Raises:
@@ -59,6 +60,8 @@ class TuneOptions:
         if self.stored and (self.recheck or self.find.searches):
             other = "recheck" if self.recheck else "a search"
             raise InvalidOptionError(f"stored measures no other configurations, {other} does: ask for one of them")
+        if self.stored and self.find.max_error is None:
+            object.__setattr__(self, "find", replace(self.find, max_error=math.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from miofind.errors import NoSolutionError
 from miofind.find import row_check
 from miofind.find.lookup import records, scopes, validity
 from miofind.find.lookup.scopes import Coverage
-from miofind.finddb import ProblemKey, Scope, Store
+from miofind.finddb import ProblemKey, ReleaseRules, Scope, Store, write_release
 from miofind.options import FindMode
 from miofind.runtime.solution import Solution, Source
 from miofind.solver.registry import Registry
@@ -244,6 +244,37 @@ def test_a_release_joins_finds_of_some_solvers_to_one_of_all() -> None:
     assert Scope(solvers={"A": 1, "B": 2, "C": 1}, created_at="2") in made
     assert sorted(made, key=repr) == sorted([*apart, Scope(solvers={"A": 1, "B": 2, "C": 1}, created_at="2")], key=repr)
     assert scopes.joined([some]) == [some], "without a find of all a filter stays"
+
+
+@pytest.mark.parametrize("measured_again", [False, True])
+def test_a_problem_ships_without_void_rows_that_default_requests_do_not_take(
+    tmp_path: Path, measured_again: bool
+) -> None:
+    """What asks for a wide error bound finds no answer then, unless it was measured again."""
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        options = FindOptions(find_mode=FindMode.NORMAL, max_error=1.0)
+        wide = {s.solver_id for s in miofind.find_solutions(PROBLEM, options=options, handle=handle)}
+        wide -= {s.solver_id for s in miofind.find_solutions(PROBLEM, handle=handle)}
+        assert wide, "the CPU place has solvers of a wider bound for the problem"
+        (history,) = handle.database.user.histories()
+    void = [
+        replace(row, source_hash="ab", time_ms=1e-6, created_at="2020-01-01T00:00:00.000000Z", id="")
+        if row.solver_id in wide
+        else row
+        for row in history.rows
+    ]
+    rows = (*void, *history.rows) if measured_again else tuple(void)
+    shipping = row_check.Shipping(Registry.default())
+    rules = ReleaseRules(keep=shipping, void=shipping.is_lost, widen=shipping.with_refusals, kind=shipping.kind_of)
+    with Store(tmp_path / "source.db") as source:
+        source.add([replace(history, rows=rows, verdicts=())])
+        write_release([source], tmp_path / "out.db", rules)
+    with Store(tmp_path / "out.db", read_only=True) as shipped:
+        (made,) = shipped.histories()
+    assert {row.solver_id for row in made.rows} >= {row.solver_id for row in history.rows} - wide
+    assert ({row.solver_id for row in made.rows} >= wide) is measured_again
+    assert any(scopes.WIDE_BOUNDS in scope.solvers for scope in made.scopes) is measured_again
+    assert made.scopes, "default requests are answered"
 
 
 def test_a_release_counts_no_solver_as_refusing_for_a_library_that_is_missing_here(

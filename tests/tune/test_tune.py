@@ -293,6 +293,12 @@ def test_stored_configurations_are_measured_again_and_no_others(handle: Handle, 
         assert statuses(tune(REQUESTS[:1], [upgraded], options)) == [TuneStatus.KNOWN]
 
 
+def test_what_is_stored_for_requests_with_a_wide_error_bound_is_measured_again_too() -> None:
+    assert TuneOptions(stored=True).find.max_error == math.inf
+    assert TuneOptions(stored=True, find=FindOptions(max_error=1e-5)).find.max_error == 1e-5
+    assert TuneOptions().find.max_error is None
+
+
 def test_what_is_not_stored_is_not_measured(handle: Handle) -> None:
     (result,) = tune(REQUESTS[:1], [handle], TuneOptions(stored=True)).results
     assert result.status is TuneStatus.FAILED
