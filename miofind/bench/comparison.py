@@ -127,11 +127,13 @@ def _find(
 ) -> dict[ProblemDescription, str]:
     """Measure what the FindDB's answers lack; the messages of problems that have no solution."""
     failures: dict[ProblemDescription, str] = {}
-    ahead = None if pool is None else Precompiler(pool, TuneOptions(find=options))
-    with contextlib.nullcontext() if ahead is None else contextlib.closing(ahead) as precompiler:
-        for entry, following in itertools.zip_longest(entries, entries[1:]):
-            if precompiler is not None and following is not None:
-                precompiler.prepare(following.problem, handle)
+    made = None if pool is None else Precompiler(pool, TuneOptions(find=options))
+    with contextlib.nullcontext() if made is None else contextlib.closing(made) as precompiler:
+        following = iter(entries[1:])
+        for number, entry in enumerate(entries):
+            if precompiler is not None:
+                ahead = itertools.islice(following, 1 if number else precompiler.depth)
+                precompiler.prepare((each.problem for each in ahead), handle)
             try:
                 if records.look_up(entry.problem, options, handle, coverage=Coverage.ALL) is None:
                     measure(entry.problem, options, handle, ahead=pool)

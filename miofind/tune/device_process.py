@@ -50,7 +50,7 @@ class QueueCall:
         """The queue's methods that may be called."""
 
         TAKE = "take"
-        NEXT = "next"
+        AHEAD = "ahead"
         GIVE_BACK = "give_back"
 
     method: Method
@@ -68,10 +68,10 @@ class _RemoteQueue:
         task: Task | None = self._asked(QueueCall.Method.TAKE, kind)
         return task
 
-    def next(self, kind: str) -> Task | None:
-        """See `TaskQueue.next`."""
-        task: Task | None = self._asked(QueueCall.Method.NEXT, kind)
-        return task
+    def ahead(self, kind: str, count: int) -> tuple[Task, ...]:
+        """See `TaskQueue.ahead`."""
+        tasks: tuple[Task, ...] = self._asked(QueueCall.Method.AHEAD, kind, count)
+        return tasks
 
     def done(self, task: Task) -> None:
         """See `TaskQueue.done`: the parent notes it with the event, so that no end of this process parts the two."""

@@ -1,4 +1,4 @@
-"""Compiles the next problem's kernels while the present one is measured. Needs no GPU; a failure is harmless."""
+"""Compiles the next problems' kernels while the present one is measured. Needs no GPU; a failure is harmless."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
@@ -26,24 +26,35 @@ _SWITCH_S = 5e-4
 """Python's default of 5 ms is what each query of a FindDB beside a planning thread would wait for the interpreter."""
 
 
+DEPTH = 8
+"""Problems to prepare ahead: small ones are measured in less time than NVRTC takes for one of their kernels, and the
+kernels of one problem do not keep a pool of processes busy."""
+
+
 class Precompiler:
     """Plans problems in a thread of its own and hands their kernels to a pool of compiling processes.
 
     Args:
         pool: fills the binary cache, for any number of devices; not closed here.
+
+    Attributes:
+        depth: problems that are worth preparing ahead; one of a search, whose configurations take long to plan and to
+            measure.
     """
 
     def __init__(self, pool: CompilePool, options: TuneOptions) -> None:
         self.pool = pool
+        self.depth = 1 if options.find.searches else DEPTH
         self._options = options
         self._helper = Helper("miofind-precompiler")
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
 
-    def prepare(self, problem: ProblemDescription, handle: Handle) -> None:
-        """Begin to compile what measuring the problem will launch first, unless it is known."""
+    def prepare(self, problems: Iterable[ProblemDescription], handle: Handle) -> None:
+        """Begin to compile what measuring the problems will launch first, unless they are known."""
         if handle.device.place is Place.CUDA:
-            self._helper.submit(functools.partial(self._prepare, problem, handle))
+            for problem in problems:
+                self._helper.submit(functools.partial(self._prepare, problem, handle))
 
     def close(self) -> None:
         """Plan nothing more."""

@@ -5,6 +5,7 @@ Knows nothing of devices beyond their kind and nothing of measuring, so that a q
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -29,6 +30,7 @@ class TaskQueue:
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[Task]] = {}
         self._in_work: dict[str, int] = {}
+        self._prepared: set[Task] = set()
         self._closed = False
         self._deadline = time.monotonic() + seconds
         self.out_of_time = False
@@ -53,11 +55,18 @@ class TaskQueue:
                 self._changed.wait()
             return None
 
-    def next(self, kind: str) -> Task | None:
-        """What `take` would give next, left where it is."""
+    def ahead(self, kind: str, count: int) -> tuple[Task, ...]:
+        """Of the next tasks, `count` a device at work, those that nobody prepares yet; they stay where they are.
+
+        Each is given once, so that devices do not prepare the same ones.
+        """
         with self._changed:
-            waiting = self._waiting.get(kind)
-            return waiting[0] if waiting and not self._closed else None
+            if self._closed:
+                return ()
+            next_ones = itertools.islice(self._waiting.get(kind, ()), count * max(1, self._in_work.get(kind, 0)))
+            found = tuple(task for task in next_ones if task not in self._prepared)
+            self._prepared.update(found)
+            return found
 
     def done(self, task: Task) -> None:
         """Note that a task that was taken is done with."""

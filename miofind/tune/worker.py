@@ -44,8 +44,8 @@ class Tasks(Protocol):
     def take(self, kind: str) -> Task | None:
         """The next task for a kind of device, None where there is no more."""
 
-    def next(self, kind: str) -> Task | None:
-        """What `take` would give next, left where it is."""
+    def ahead(self, kind: str, count: int) -> tuple[Task, ...]:
+        """Of the next tasks those to prepare, left where they are."""
 
     def done(self, task: Task) -> None:
         """Note that a task that was taken is done with."""
@@ -90,8 +90,9 @@ class Worker:
         kind = self._handle.device.identity
         while (task := self._queue.take(kind)) is not None:
             self._tell(TuneStarted(device=self.number, task=task))
-            if self._precompiler is not None and (following := self._queue.next(kind)) is not None:
-                self._precompiler.prepare(following.request.problem, self._handle)
+            if self._precompiler is not None:
+                following = self._queue.ahead(kind, self._precompiler.depth)
+                self._precompiler.prepare((task.request.problem for task in following), self._handle)
             began = time.monotonic()
             try:
                 pool = self._precompiler.pool if self._precompiler else None

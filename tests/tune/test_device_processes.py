@@ -309,12 +309,24 @@ def task(k: int, kind: str = "a", estimate_s: float = 1.0, count: int = 1) -> Ta
 def test_a_queue_gives_the_heaviest_of_a_kind() -> None:
     light, heavy, frequent, other = task(2), task(3, estimate_s=5.0), task(4, count=9), task(5, kind="b")
     queue = TaskQueue([light, heavy, frequent, other], seconds=math.inf)
-    assert queue.next("a") == frequent
+    assert queue.ahead("a", 1) == (frequent,)
     taken = [queue.take("a") for _ in range(3)]
     assert taken == [frequent, heavy, light]
     assert queue.take("b") == other
-    assert queue.next("a") is None
+    assert queue.ahead("a", 1) == ()
     assert queue.take("c") is None
+
+
+def test_a_queue_gives_each_task_once_to_be_prepared_as_many_as_devices_at_work_need() -> None:
+    tasks = [task(k, estimate_s=20.0 - k) for k in range(1, 9)]
+    queue = TaskQueue(tasks, seconds=math.inf)
+    assert queue.take("a") == tasks[0]
+    assert queue.ahead("a", 2) == (tasks[1], tasks[2])
+    assert queue.ahead("a", 2) == ()
+    assert queue.take("a") == tasks[1]
+    assert queue.ahead("a", 2) == (tasks[3], tasks[4], tasks[5])
+    queue.close()
+    assert queue.ahead("a", 8) == ()
 
 
 def test_a_worker_waits_for_what_another_may_give_back() -> None:

@@ -47,7 +47,7 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handle]:
 
 def prepared(precompiler: Precompiler, handle: Handle) -> None:
     """Prepare the problem and wait until that is done."""
-    precompiler.prepare(PROBLEM, handle)
+    precompiler.prepare([PROBLEM], handle)
     precompiler._helper.finish()
 
 
@@ -58,6 +58,11 @@ def test_the_pool_gets_what_a_find_begins_with(handle: Handle) -> None:
     steps = [s for p in planned for s in p.solver.solution(PROBLEM, handle.device, p.candidate.config).kernels]
     assert steps
     assert pool.given == [(steps, "90a")]
+
+
+def test_small_problems_are_prepared_further_ahead_than_those_of_a_search() -> None:
+    searching = TuneOptions(find=FindOptions(tuning=True))
+    assert Precompiler(Pool(), OPTIONS).depth > Precompiler(Pool(), searching).depth == 1  # type: ignore[arg-type]
 
 
 def test_a_search_does_not_fill_the_pool(handle: Handle) -> None:
