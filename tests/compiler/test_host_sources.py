@@ -6,6 +6,7 @@ import importlib
 import itertools
 import shutil
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +169,8 @@ def test_modules_that_import_each_other_have_a_hash(package: Package) -> None:
 
 
 @pytest.mark.parametrize("name", ["no_such_module", "no.such.module", "__main__", "builtins", ""])
-def test_who_has_no_source_has_no_hash(name: str) -> None:
+def test_who_has_no_source_has_no_hash(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # as in an interactive session
     assert host_hash(name) == ""
 
 
