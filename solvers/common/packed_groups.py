@@ -245,6 +245,17 @@ def units_of(problem: ProblemDescription) -> int:
     return ceil_div(problem.groups, PackedGroups.of(problem).groups * packed_groups_of_unit(problem))
 
 
+def packed_groups_of_aligned_unit(problem: ProblemDescription) -> int:
+    """PackedGroups that are taken together so that their channels and their filters are multiples of 16."""
+    packs = PackedGroups.of(problem)
+    return 2 if packs.c % 16 or packs.k % 16 else 1
+
+
+def aligned_units_of(problem: ProblemDescription) -> int:
+    """Aligned units that a problem's groups make, the last perhaps not full."""
+    return ceil_div(problem.groups, PackedGroups.of(problem).groups * packed_groups_of_aligned_unit(problem))
+
+
 def raw_bytes(tensor: TensorDescriptor, patch: tuple[int, int], first_column: int, *, whole: bool) -> int:
     """Bytes of one channel of an image on its way to a patch of so many rows and columns, as `Planes` has them."""
     if whole:

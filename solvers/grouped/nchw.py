@@ -20,8 +20,15 @@ from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, 
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
-from miofind.solvers.common.packed_groups import SOURCE, GroupedAxis, PackedGroups, is_ample, refuse_groups
-from miofind.solvers.grouped.nchw_tiling import KEYS, NchwTiling, nchw_unit_channels, nchw_units
+from miofind.solvers.common.packed_groups import (
+    SOURCE,
+    GroupedAxis,
+    PackedGroups,
+    aligned_units_of,
+    is_ample,
+    refuse_groups,
+)
+from miofind.solvers.grouped.nchw_tiling import KEYS, NchwTiling, nchw_unit_channels
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
 _ROWS = (1, 2, 3, 4, 7)  # 3 serves odd images that nothing else does
@@ -232,7 +239,7 @@ class ConvGroupedPlanes(Solver):
             return False
         if config["row_groups"] > 1 and config["row_groups"] // 2 * config["rows"] >= height.outputs:
             return False
-        if config["images"] >= 2 * problem.n or config["units"] >= 2 * nchw_units(problem):
+        if config["images"] >= 2 * problem.n or config["units"] >= 2 * aligned_units_of(problem):
             return False
         tiling = NchwTiling.of(problem, config)
         if tiling.row_tiles > 1 and (config["images"] > 1 or tiling.source.is_flat):

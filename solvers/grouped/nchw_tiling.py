@@ -14,7 +14,14 @@ from miofind.device.device import Library, Place
 from miofind.solver.solver import KernelKey
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.packed_groups import SOURCE, GroupedAxis, PackedGroups, odd_words
+from miofind.solvers.common.packed_groups import (
+    SOURCE,
+    GroupedAxis,
+    PackedGroups,
+    aligned_units_of,
+    odd_words,
+    packed_groups_of_aligned_unit,
+)
 
 KEYS = (
     KernelKey(
@@ -312,25 +319,15 @@ class NchwTiling:
             in_tiles=in_tiles,
             row_tiles=row_tiles,
             image_tiles=ceil_div(problem.n, images),
-            channel_tiles=ceil_div(nchw_units(problem), units),
+            channel_tiles=ceil_div(aligned_units_of(problem), units),
             written=images * units * unit_out * min(area, tile_rows * height.phases * out_w) // 8,
             threads=32 * units * shares * config["row_groups"] * images,
             shared_bytes=staged + max(2 * images * units * unit_out * channel_pitch, filters),
         )
 
 
-def _unit_packs(problem: ProblemDescription) -> int:
-    packs = PackedGroups.of(problem)
-    return 2 if packs.c % 16 or packs.k % 16 else 1
-
-
 def nchw_unit_channels(problem: ProblemDescription) -> tuple[int, int]:
-    """Channels of a unit that are summed and that result: packs that have multiples of 16 of both."""
-    packs, count = PackedGroups.of(problem), _unit_packs(problem)
+    """Channels of a unit that are summed and that result: multiples of 16, both."""
+    packs, count = PackedGroups.of(problem), packed_groups_of_aligned_unit(problem)
     c, k = count * packs.c, count * packs.k
     return (k, c) if problem.direction is Direction.BACKWARD_DATA else (c, k)
-
-
-def nchw_units(problem: ProblemDescription) -> int:
-    """Units that a problem's groups make, the last perhaps not full."""
-    return ceil_div(problem.groups, PackedGroups.of(problem).groups * _unit_packs(problem))

@@ -25,10 +25,10 @@ from miofind.solver.steps import (
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
-from miofind.solvers.common.packed_groups import is_ample, refuse_groups
+from miofind.solvers.common.packed_groups import aligned_units_of, is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.nhwc_shape import KEYS, SHAPE, shape_of
-from miofind.solvers.grouped.nhwc_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
+from miofind.solvers.grouped.nhwc_weights_tiling import SHARES, GroupedWeightsTiling, may_share
 
 _DEFAULTS = 8
 _MOST_BLOCKS = 3  # of a multiprocessor, so that split-K partials are few
@@ -158,7 +158,7 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
     """What default_configs ranks by estimate: as many blocks as there are multiprocessors, or about twice as many."""
     shared = [(1, shares) for shares in SHARES if may_share(problem, shares)]
     for units, shares in (*shared, (2, 1), (4, 1)):
-        tiles = ceil_div(units_in_all(problem), units) * shares
+        tiles = ceil_div(aligned_units_of(problem), units) * shares
         for splits in _SPLITS:
             if splits > 1 and not 0.6 <= tiles * splits / device.sm_count <= 2.4:
                 continue
@@ -242,7 +242,7 @@ class ConvGroupedWeights(Solver):
             return False  # serves what no other number of rows does
         if config["images"] * config["columns"] > _MOST_COLUMNS:
             return False
-        if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_in_all(problem):
+        if config["images"] >= 2 * problem.n or config["units"] >= 2 * aligned_units_of(problem):
             return False
         if tiling.segment_pairs % config["warps"]:
             return False

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from miofind.core.problem import ProblemDescription
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.packed_groups import PackedGroups, odd_words, raw_bytes
+from miofind.solvers.common.packed_groups import (
+    PackedGroups,
+    aligned_units_of,
+    odd_words,
+    packed_groups_of_aligned_unit,
+    raw_bytes,
+)
 
 _MANY_WARPS = 12
 _MOST_SUMS = 80
@@ -72,7 +78,7 @@ class GroupedWeightsTiling:
     def of(problem: ProblemDescription, config: Config) -> GroupedWeightsTiling:
         planar = problem.lifted(2)
         (filter_y, filter_x), (out_h, out_w), conv = planar.filter, planar.out_spatial, planar.conv
-        packs, unit_packs = PackedGroups.of(problem), packed_groups_of_unit(problem)
+        packs, unit_packs = PackedGroups.of(problem), packed_groups_of_aligned_unit(problem)
         unit_c, unit_k, units = unit_packs * packs.c, unit_packs * packs.k, config["units"]
         shares_c, shares_k = SHARES[config["shares"]]
         unit_c, unit_k = unit_c // shares_c, unit_k // shares_k
@@ -112,20 +118,9 @@ class GroupedWeightsTiling:
             tap_blocks=tap_blocks,
             threads=32 * units * items * (shares // tap_blocks) * config["warps"],
             shared_bytes=max(staged, sums),
-            channel_tiles=ceil_div(units_in_all(problem), units) * config["shares"],
+            channel_tiles=ceil_div(aligned_units_of(problem), units) * config["shares"],
             tiles=tiles,
         )
-
-
-def packed_groups_of_unit(problem: ProblemDescription) -> int:
-    """PackedGroups that are taken together so that their channels and filters are multiples of 16."""
-    packs = PackedGroups.of(problem)
-    return 2 if packs.c % 16 or packs.k % 16 else 1
-
-
-def units_in_all(problem: ProblemDescription) -> int:
-    """Units that a problem's groups make, the last perhaps not full."""
-    return ceil_div(problem.groups, PackedGroups.of(problem).groups * packed_groups_of_unit(problem))
 
 
 def may_share(problem: ProblemDescription, shares: int) -> bool:
