@@ -106,6 +106,18 @@ def products_of_tf32(problem: ProblemDescription) -> int:
     return 3 if problem.x.dtype is DataType.FLOAT32 and problem.math is MathMode.IEEE else 1
 
 
+def tf32_error_growth(problem: ProblemDescription) -> float:
+    """Over direct summation's bound: 1, but in 3xTF32 for sums of three products and fewer.
+
+    In 3xTF32 a product is off by up to 16 units of 2**-24 of its size: 4 where each factor's second part is truncated,
+    4 of the parts left out, 4 of truncated sums; direct summation's bound for one product is 8. Longer sums of a tile
+    are truncated at every step, but tiles are short and added rounding to nearest.
+    """
+    if products_of_tf32(problem) == 1:
+        return 1.0
+    return max(1.0, 2.0 / math.sqrt(problem.reduction_length))
+
+
 def threads_of(config: Config) -> int:
     return 32 * int(config["warps_m"] * config["warps_n"])
 

@@ -119,7 +119,7 @@ _COPY = 11
 _BLOCK_LATENCY, _TAP_LATENCY, _TILE_LATENCY, _PRODUCT_LATENCY = 500, 13, 830, 8.4
 _SLOTS = 2.0  # instructions that a multiprocessor issues a cycle
 _AGAIN = 0.22  # share of bytes read once more that device memory sees
-_PARTS_SHARE = 0.33  # of the bytes of parts, which the cache holds
+_PARTIALS_SHARE = 0.33  # of the bytes of split-K partials, which the cache holds
 _ALONE = 0.75  # share of the shorter of memory and multiprocessors that does not overlap, with one buffer at a time
 _BANDWIDTH_SHARE = 0.777  # of the nominal one that copies reach
 _LAUNCH_MS, _FINISH_MS, _CLUSTER_MS = 0.00374, 0.00102, 0.00008
@@ -153,9 +153,9 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     cycles = cycles_of_waves(blocks, resident, device, wave_cycles)
     processing = 1e3 * cycles / device.clock_hz
     split_k = _split_k(problem, device, config)
-    parts = 2 * split_k.bytes if split_k.splits > 1 else 0
+    partials = 2 * split_k.bytes if split_k.splits > 1 else 0
     again = max(0.0, 512 * copies * tiling.tile_count * tiling.channel_tiles - problem.bytes)
-    through = problem.bytes * (1 + 4 / tiling.channels) + _AGAIN * again + _PARTS_SHARE * parts
+    through = problem.bytes * (1 + 4 / tiling.channels) + _AGAIN * again + _PARTIALS_SHARE * partials
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     together = config["stages"] * min(resident, ceil_div(blocks, device.sm_count))
     return float(max(memory, processing) + min(memory, processing) * _ALONE / together)

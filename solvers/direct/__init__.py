@@ -1,1 +1,1 @@
-"""Sums of products as they stand."""
+"""Direct summation."""

@@ -5,7 +5,6 @@ Kernel: kernels_src/few_channels/data_rows_tf32.cu. Strips and tiles: solvers/fe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -15,7 +14,7 @@ from miofind.device.device import Device
 from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.packed_groups import is_ample
-from miofind.solvers.common.product_tiles import products_of_tf32
+from miofind.solvers.common.product_tiles import products_of_tf32, tf32_error_growth
 from miofind.solvers.few_channels.row_streaming import StreamingCost, warps
 from miofind.solvers.few_channels.row_streaming_tf32 import MAX_REGISTERS, RowStreamingTf32
 from miofind.solvers.few_channels.solver import FewChannelsSolver
@@ -130,10 +129,7 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         return _SHORT_LIST
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        """Direct summation's bound, but for sums of three products and fewer, as in ConvImplicitGemmMma."""
-        if products_of_tf32(problem) == 1:
-            return 1.0
-        return max(1.0, 2.0 / math.sqrt(problem.reduction_length))
+        return tf32_error_growth(problem)
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return products_of_tf32(problem) == 3

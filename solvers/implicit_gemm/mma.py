@@ -20,7 +20,14 @@ from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.limits import MAX_ELEMENTS, MAX_PADDING, refuse_tensors
 from miofind.solvers.common.product import Index, Operand, Product, Strides, Window, largest, linear_stride, products
-from miofind.solvers.common.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings
+from miofind.solvers.common.product_tiles import (
+    ProductTiling,
+    alike,
+    products_of_tf32,
+    tf32_error_growth,
+    threads_of,
+    tilings,
+)
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.implicit_gemm.mma_cost import estimate_ms
 
@@ -351,15 +358,7 @@ class ConvImplicitGemmMma(Solver):
         return bool(splits == 1 or _split_k(problem, config).bytes <= _MAX_WORKSPACE_BYTES)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        """Direct summation's bound, but for sums of three products and fewer.
-
-        In 3xTF32 a product is off by up to 16 units of 2**-24 of its size: 4 where each factor's second part is
-        truncated, 4 of the parts left out, 4 of truncated sums; direct summation's bound for one product is 8. Longer
-        sums of a tile are truncated at every step, but tiles are short and added rounding to nearest.
-        """
-        if products_of_tf32(problem) == 1:
-            return 1.0
-        return max(1.0, 2.0 / math.sqrt(problem.reduction_length))
+        return tf32_error_growth(problem)
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return products_of_tf32(problem) == 3

@@ -103,12 +103,12 @@ def test_sums_of_several_blocks_meet_in_a_cluster_or_a_second_kernel() -> None:
     problem = make("28x28", Direction.BACKWARD_WEIGHTS)
     for config in list(WEIGHTS.configs(problem, H200))[::3]:
         launches = steps(problem, config)
-        has_parts = config["splits"] > 1 and not config["clustered"]
-        assert len(launches) == 1 + has_parts
-        parts = WEIGHTS.workspace_bytes(problem, H200, config)
-        assert parts == (4 * config["splits"] * problem.w.size if has_parts else 0)
+        has_partials = config["splits"] > 1 and not config["clustered"]
+        assert len(launches) == 1 + has_partials
+        partials = WEIGHTS.workspace_bytes(problem, H200, config)
+        assert partials == (4 * config["splits"] * problem.w.size if has_partials else 0)
         assert launches[0].grid[0] % (config["splits"] if config["clustered"] else 1) == 0
-        if has_parts:
+        if has_partials:
             assert launches[1].pdl
     older = dataclasses.replace(Device.virtual("80"), clock_hz=1.4e9, bandwidth_bytes_per_s=2e12)
     assert not any(config["clustered"] for config in WEIGHTS.configs(problem, older))

@@ -176,9 +176,9 @@ def test_every_tile_is_dealt_and_every_buffer_is_used() -> None:
         assert config["stages"] <= math.ceil(tiling.tile_count / splits)
         if config["cluster"] > 1:
             assert splits == config["cluster"]
-        has_parts = splits > 1 and config["cluster"] == 1
-        assert solution.workspace.bytes == (-(-4 * splits * problem.w.size // 256) * 256 if has_parts else 0)
-        assert [step.pdl for step in solution.kernels] == ([False, True] if has_parts else [False])
+        has_partials = splits > 1 and config["cluster"] == 1
+        assert solution.workspace.bytes == (-(-4 * splits * problem.w.size // 256) * 256 if has_partials else 0)
+        assert [step.pdl for step in solution.kernels] == ([False, True] if has_partials else [False])
 
 
 def test_clusters_are_for_devices_that_have_them() -> None:

@@ -70,14 +70,15 @@ def test_row_blocks_cover_the_rows_and_none_is_empty(rows: int) -> None:
         assert defines["ROW_BLOCKS"] == 1 or defines["ROW_BLOCK_ROWS"] % 2 == 0
 
 
-def test_parts_are_in_the_workspace() -> None:
+def test_partials_are_in_the_workspace() -> None:
     problem = depthwise(x=(40, 32, 28, 28))
     for config in SOLVER.configs(problem, H200):
         solution = SOLVER.solution(problem, H200, config)
-        parts = defines_of(problem, config)["SPLITS"]
-        assert parts == math.ceil(40 / config["images"]) * config["bands"]
-        assert len(solution.steps) == (2 if parts > 1 else 1)
-        assert solution.workspace.bytes >= (4 * parts * problem.w.size if parts > 1 else 0)
+        splits = defines_of(problem, config)["SPLITS"]
+        assert splits == math.ceil(40 / config["images"]) * config["bands"]
+        assert len(solution.steps) == (2 if splits > 1 else 1)
+        partials = [4 * splits * problem.w.size] if splits > 1 else []
+        assert [region.bytes for region in solution.workspace.regions] == partials
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_shares_split_the_channels_of_one_group() -> None:
     assert {config["shares"] for config in WEIGHTS.configs(narrow, H200)} == {1}
 
 
-def test_parts_are_planned() -> None:
+def test_partials_are_planned() -> None:
     problem = resnext(8, 28, 1, Direction.BACKWARD_WEIGHTS)
     for config in WEIGHTS.default_configs(problem, H200):
         solution = WEIGHTS.solution(problem, H200, config)

@@ -176,7 +176,7 @@ def test_blocks_of_several_stages_share_the_tiles(direction: Direction) -> None:
     assert {config["stages"] for config in FORWARD.configs(nchw, H200)} == {1}
 
 
-def test_parts_are_planned() -> None:
+def test_partials_are_planned() -> None:
     problem = resnext(4, 56, 1, Direction.BACKWARD_WEIGHTS, Layout.NHWC)
     for config in WEIGHTS.default_configs(problem, H200):
         solution = WEIGHTS.solution(problem, H200, config)
