@@ -19,7 +19,7 @@ struct Pixels {
 };
 
 // Channels-first pixels on their way to `Shape`: [image][channel][row][column] as in the tensor, of height kHeight and
-// width kWidth: whole planes without gaps if kWhole, else the shape's rows from kShift columns before its first column
+// width kWidth: whole images without gaps if kWhole, else the shape's rows from kShift columns before its first column
 // on, which is then a multiple of 8, and an odd number of 16-byte words a channel, so that 8 channels meet all banks.
 template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole>
 struct StagedNchw {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void stage_vector(unsigned char* to, const T* from, b
     *reinterpret_cast<T*>(to) = inside ? *from : convert<T>(0.0f);
 }
 
-// Starts to copy planes; complete after wait_for_copies and a barrier.
+// Starts to copy channels-first pixels; complete after wait_for_copies and a barrier.
 template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole, int kThreads, typename T>
 __device__ __forceinline__ void stage_nchw(unsigned char* to, const T* tensor, const Images& images) {
   using Raw = StagedNchw<Shape, kHeight, kWidth, kShift, kWhole>;
@@ -104,8 +104,8 @@ __device__ __forceinline__ void stage_nchw(unsigned char* to, const T* tensor, c
   }
 }
 
-// Lays planes that have arrived out as pixels: whole planes element by element, others by transposing matrices of 8
-// channels x 8 columns, four at a time.
+// Lays channels-first pixels that have arrived out as `Shape`: whole images element by element, others by transposing
+// matrices of 8 channels x 8 columns, four at a time.
 template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole, int kThreads, typename T>
 __device__ __forceinline__ void transpose_nchw(unsigned char* to, const T* planes, const Images& images) {
   using Raw = StagedNchw<Shape, kHeight, kWidth, kShift, kWhole>;

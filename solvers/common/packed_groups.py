@@ -257,7 +257,7 @@ def aligned_units_of(problem: ProblemDescription) -> int:
 
 
 def raw_bytes(tensor: TensorDescriptor, patch: tuple[int, int], first_column: int, *, whole: bool) -> int:
-    """Bytes of one channel of an image on its way to a patch of so many rows and columns, as `Planes` has them."""
+    """Bytes of one channel of an image on its way to a patch of so many rows and columns, as `StagedNchw` has them."""
     if whole:
         return 2 * math.prod(tensor.shape[2:])
     return odd_words(2 * patch[0] * round_up(first_column % 8 + patch[1], 8))
