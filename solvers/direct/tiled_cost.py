@@ -1,4 +1,4 @@
-"""Analytic time of kernels that stage tiles in shared memory: orders configurations before anything is measured.
+"""Kernels that stage tiles in shared memory: what they are made for, and their analytic time, which orders candidates.
 
 A block alternates between copying a stage and computing on it. Blocks that share a multiprocessor hide each other's
 latency until its issue slots or its shared memory are busy all the time; a last wave that is partly full has fewer.
@@ -8,9 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miofind.device.device import Device
+from miofind.core.problem import DataType, Layout
+from miofind.device.device import Device, Library, Place
 from miofind.solver.occupancy import SmLimits, cycles_of_waves
+from miofind.solver.solver import KernelKey
 from miofind.solvers.common.correlation import round_up
+
+KEYS = (
+    KernelKey(
+        place=Place.CUDA,
+        library=Library.PLAIN,
+        dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
+        layouts=frozenset({Layout.NCW, Layout.NWC, Layout.NCHW, Layout.NHWC}),
+        min_sm=75,
+    ),
+)
+"""What the tiled kernels are made for, in all directions."""
 
 LIMITS = SmLimits(threads=1024, blocks=8, shared_bytes=96 << 10, schedulers=1)
 """What the kernels are compiled for, whatever the device: less than any has."""

@@ -9,15 +9,27 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from miofind.core.problem import Direction, MathMode, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.device.device import Library, Place
 from miofind.solver.geometry import index_bits
-from miofind.solver.solver import APPLICABLE, Applicability
+from miofind.solver.solver import APPLICABLE, Applicability, KernelKey
 from miofind.solver.steps import WorkspacePlan
 from miofind.solvers.common.fourier import whole_length
 from miofind.solvers.common.overlap import least_products
 from miofind.solvers.fft.error import DIRECT_ERROR, LEAST_PRODUCTS
 from miofind.solvers.fft.own_blocks import own_height, own_line, own_width
 from miofind.solvers.fft.steps import FftPlan
+
+OWN_KEYS = (
+    KernelKey(
+        place=Place.CUDA,
+        library=Library.PLAIN,
+        dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
+        layouts=frozenset(Layout),
+        min_sm=80,
+    ),
+)
+"""What transforms of our own are made for, in all directions."""
 
 CHUNKS_MIB = (16, 64, 256, 1024, 4096)  # the first stays in an L2 cache
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Layout, ProblemDescription
-from miofind.device.device import Device, Library, Place
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver, first_refusal
+from miofind.device.device import Device
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver, first_refusal
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
-from miofind.solvers.fft.choice import error_growth, refuse_fft
+from miofind.solvers.fft.choice import OWN_KEYS, error_growth, refuse_fft
 from miofind.solvers.fft.depthwise_steps import POINTS, SOURCE, DepthwisePlan, as_tiles, is_valid, refuse_depthwise
 from miofind.solvers.fft.edges import EDGES_SOURCE
 
@@ -33,15 +33,7 @@ class ConvFftDepthwise(Solver):
 
     id = "ConvFftDepthwise"
     algorithm = Algorithm.FFT
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset(Layout),
-            min_sm=80,
-        ),
-    )
+    keys = OWN_KEYS
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile": (0, 256, 512, 1024, 2048, 4096, 8192, 16384),
         "points": POINTS,

@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
-from miofind.solvers.fft.choice import CHUNKS_MIB, error_growth, is_valid, refuse_fft, tile_serves
+from miofind.solvers.fft.choice import CHUNKS_MIB, OWN_KEYS, error_growth, is_valid, refuse_fft, tile_serves
 from miofind.solvers.fft.cost import estimate_ms
 from miofind.solvers.fft.edges import EDGES_SOURCE
 from miofind.solvers.fft.own_blocks import LINES_SOURCE, TILES_SOURCE, OwnBlock
@@ -133,15 +133,7 @@ class ConvFftTiles(ConvFft):
     """
 
     id = "ConvFftTiles"
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset(Layout),
-            min_sm=80,
-        ),
-    )
+    keys = OWN_KEYS
     is_dynamic = False
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile": _OWN_TILES,
