@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from miofind.core.problem import ProblemDescription
 from miofind.solver.steps import ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan, int32s
 from miofind.solver.structs import Struct
 from miofind.solvers.common.correlation import ceil_div
@@ -32,6 +33,11 @@ class SplitK:
     splits: int
     output: str = "w"
     region: str = "partials"
+
+    @classmethod
+    def of(cls, problem: ProblemDescription, splits: int) -> SplitK:
+        """All elements of the problem's output, each a sum that is split."""
+        return cls(results=problem.output.size, splits=splits, output=problem.direction.output)
 
     @property
     def bytes(self) -> int:

@@ -90,7 +90,7 @@ class _Tiling(RegisterTiling):
     @property
     def split_k(self) -> SplitK:
         """What a second kernel adds; a cluster adds the sums of its blocks itself."""
-        return SplitK(results=self.problem.w.size, splits=1 if self.clustered else self.splits)
+        return SplitK.of(self.problem, 1 if self.clustered else self.splits)
 
     @property
     def blocks(self) -> int:

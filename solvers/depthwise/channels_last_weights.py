@@ -141,7 +141,7 @@ class _Tiling:
         return ceil_div(self.items, self.slots * self.iterations)
 
     def split_k(self, problem: ProblemDescription) -> SplitK:
-        return SplitK(results=problem.w.size, splits=self.splits)
+        return SplitK.of(problem, self.splits)
 
     @property
     def blocks(self) -> int:

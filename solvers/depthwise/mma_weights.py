@@ -55,7 +55,7 @@ def _splits(problem: ProblemDescription, device: Device, config: Config) -> int:
 def _split_k(problem: ProblemDescription, device: Device, config: Config) -> SplitK:
     """What a second kernel adds; a cluster adds the sums of its blocks itself."""
     splits = _splits(problem, device, config) if config["cluster"] == 1 else 1
-    return SplitK(results=problem.w.size, splits=splits)
+    return SplitK.of(problem, splits)
 
 
 def _uses_all_blocks(problem: ProblemDescription, device: Device, config: Config) -> bool:

@@ -197,7 +197,7 @@ def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> K
 
 
 def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
-    return SplitK(results=problem.w.size, splits=config["splits"])
+    return SplitK.of(problem, config["splits"])
 
 
 def _reduction(split_k: SplitK, first: KernelStep) -> KernelStep:

@@ -126,7 +126,7 @@ class _Tiling:
         )
 
     def split_k(self, problem: ProblemDescription) -> SplitK:
-        return SplitK(results=problem.w.size, splits=self.splits)
+        return SplitK.of(problem, self.splits)
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""

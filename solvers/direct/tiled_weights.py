@@ -213,7 +213,7 @@ def _shape(problem: ProblemDescription, config: Config, tiling: _Tiling) -> Stru
 
 
 def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
-    return SplitK(results=problem.w.size, splits=config["splits"])
+    return SplitK.of(problem, config["splits"])
 
 
 def _reduction(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:

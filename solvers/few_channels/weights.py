@@ -99,7 +99,7 @@ class _Tiling:
 
     def split_k(self, problem: ProblemDescription) -> SplitK:
         """Partials of all filters."""
-        return SplitK(results=problem.w.size, splits=self.schedule.step)
+        return SplitK.of(problem, self.schedule.step)
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:

@@ -49,7 +49,7 @@ def _resident(problem: ProblemDescription, tiling: NchwWeightsTiling, device: De
 
 
 def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
-    return SplitK(results=problem.w.size, splits=config["splits"])
+    return SplitK.of(problem, config["splits"])
 
 
 def _defines(

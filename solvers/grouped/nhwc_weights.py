@@ -51,7 +51,7 @@ def _resident(tiling: GroupedWeightsTiling, device: Device) -> int:
 
 
 def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
-    return SplitK(results=problem.w.size, splits=config["splits"])
+    return SplitK.of(problem, config["splits"])
 
 
 def _defines(

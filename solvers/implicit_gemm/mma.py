@@ -232,8 +232,7 @@ def _reduction_vector(problem: ProblemDescription) -> int:
 
 
 def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
-    output = problem.direction.output
-    return SplitK(results=problem.output.size, splits=config["splits"], output=output)
+    return SplitK.of(problem, config["splits"])
 
 
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

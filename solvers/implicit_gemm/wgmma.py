@@ -229,8 +229,7 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
 
 
 def _split_k(tiling: WgmmaTiling) -> SplitK:
-    problem = tiling.product.problem
-    return SplitK(results=problem.output.size, splits=tiling.splits, output=problem.direction.output)
+    return SplitK.of(tiling.product.problem, tiling.splits)
 
 
 def _transposition(tiling: WgmmaTiling) -> Transposition:

@@ -142,7 +142,7 @@ def _multiply(tiling: TransposedTiling, device: Device) -> KernelStep:
 
 
 def _split_k(tiling: TransposedTiling) -> SplitK:
-    return SplitK(results=tiling.product.problem.output.size, splits=tiling.splits)
+    return SplitK.of(tiling.product.problem, tiling.splits)
 
 
 def _shared_bytes(device: Device) -> int:

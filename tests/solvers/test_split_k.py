@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from miofind.core.problem import ProblemDescription
 from miofind.solver.steps import KernelStep, Pointer, Region, int32s
 from miofind.solvers.common.split_k import SplitK
 
@@ -55,6 +56,13 @@ def test_solution_reads_in_its_second_step_what_the_first_leaves() -> None:
     assert (second.grid, second.block, second.pdl) == ((2, 1, 1), (32, 1, 1), True)
     assert second.args == (Pointer(buffer=split_k.target), Pointer(buffer="w"), *int32s(64))
     assert solution.workspace.regions == (split_k.partials,)
+
+
+@pytest.mark.parametrize(("direction", "output", "results"), [("forward", "y", 288), ("backward_weights", "w", 108)])
+def test_all_elements_of_the_output_are_split(direction: str, output: str, results: int) -> None:
+    problem = ProblemDescription.convolution(x=(2, 3, 6, 5), w=(6, 3, 3, 2), padding=(1, 0), direction=direction)
+    split_k = SplitK.of(problem, 4)
+    assert (split_k.results, split_k.splits, split_k.output) == (results, 4, output)
 
 
 @pytest.mark.parametrize(("splits", "region", "kernels"), [(1, False, 1), (1, True, 2), (2, True, 2)])
