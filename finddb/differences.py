@@ -75,7 +75,7 @@ def differences(before: Store, after: Store) -> list[Change]:
 
 def _changes(keys: list[ProblemKey], before: Store, after: Store) -> Iterator[Change]:
     for key in keys:
-        old, new = _best(before, key), _best(after, key)
+        old, new = before.best(key), after.best(key)
         if old is None and new is None:
             continue
         change = Change(key=key, kind=_kind(old, new), before=old, after=new)
@@ -90,11 +90,6 @@ def _changes(keys: list[ProblemKey], before: Store, after: Store) -> Iterator[Ch
             old_winner_after=_comparison(after, key, old, new),
             new_winner_before=_comparison(before, key, new, old),
         )
-
-
-def _best(store: Store, key: ProblemKey) -> Row | None:
-    answer = store.answer(key.device, key.network_config)
-    return answer.rows[0] if answer is not None and len(answer.rows) else None
 
 
 def _kind(before: Row | None, after: Row | None) -> ChangeKind:

@@ -90,6 +90,11 @@ class Store:
         with self._database.read():
             return self
 
+    def best(self, key: ProblemKey) -> Row | None:
+        """The first row of a problem's answer, None if it has none."""
+        answer = self.answer(key.device, key.network_config)
+        return answer.rows[0] if answer is not None and len(answer.rows) else None
+
     def answer(self, device: str, network_config: str) -> Answer | None:
         """What is known of a problem on a device, None if nothing is."""
         with self._database.read() as connection:

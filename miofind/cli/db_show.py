@@ -118,7 +118,7 @@ def _show_verdict(verdict: Verdict) -> None:
 
 def list_problems(store: Store, as_json: bool) -> None:
     """Print every problem with its best row."""
-    found = [(key, _best(store, key)) for key in store.problems()]
+    found = [(key, store.best(key)) for key in store.problems()]
     if as_json:
         print_json({"database": str(store.path), "problems": [_listed_json(key, row) for key, row in found]})
         return
@@ -141,11 +141,6 @@ def _best_cells(key: ProblemKey, row: Row | None) -> tuple[str, ...]:
         tflops_text(flops, row.time_ms) if flops else "-",
         bytes_text(row.workspace_bytes),
     )
-
-
-def _best(store: Store, key: ProblemKey) -> Row | None:
-    answer = store.answer(key.device, key.network_config)
-    return answer.rows[0] if answer is not None and len(answer.rows) else None
 
 
 def _listed_json(key: ProblemKey, row: Row | None) -> dict[str, object]:

@@ -89,7 +89,7 @@ class _Tiling(RegisterTiling):
 
     @property
     def split_k(self) -> SplitK:
-        """What a second kernel adds; a cluster adds the sums of its blocks itself."""
+        """What the reduction adds; a cluster adds the partials of its blocks itself."""
         return SplitK.of(self.problem, 1 if self.clustered else self.splits)
 
     @property

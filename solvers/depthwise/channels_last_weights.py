@@ -153,7 +153,7 @@ class _Tiling:
 
     @property
     def reduction_lanes(self) -> int:
-        """Threads of the second pass that share an element."""
+        """Threads of the reduction that share an element."""
         return min(_MAX_LANES, 1 << (self.splits - 1).bit_length())
 
 

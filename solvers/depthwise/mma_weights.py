@@ -53,7 +53,7 @@ def _splits(problem: ProblemDescription, device: Device, config: Config) -> int:
 
 
 def _split_k(problem: ProblemDescription, device: Device, config: Config) -> SplitK:
-    """What a second kernel adds; a cluster adds the sums of its blocks itself."""
+    """What the reduction adds; a cluster adds the partials of its blocks itself."""
     splits = _splits(problem, device, config) if config["cluster"] == 1 else 1
     return SplitK.of(problem, splits)
 

@@ -126,7 +126,7 @@ def _out_vector(conv: Correlation, config: Config) -> int:
 
 
 def _registers(config: Config, tiling: _Tiling) -> int:
-    """Registers of a thread that spills nothing: sums, window, filter values, and addresses."""
+    """Registers of a thread that spills nothing: accumulators, window, filter values, and addresses."""
     return round_up(config["thread_k"] * (config["thread_w"] + 1) + min(tiling.window, _MAX_WINDOW) + 40, 8)
 
 
@@ -321,7 +321,7 @@ _SHORT_LIST = (
 
 
 class ConvDirectTiled(Solver):
-    """Direct convolution of tiles in shared memory with float32 sums in registers.
+    """Direct convolution of tiles in shared memory with float32 accumulators in registers.
 
     Configuration: a block computes `tile_h` x `tile_w` pixels of `tile_k` output channels in each of `groups` groups
     from `channels` input channels at a time, with the whole filter or one row of it; a thread holds `thread_k` channels

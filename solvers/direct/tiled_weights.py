@@ -1,6 +1,6 @@
 """ConvDirectTiledWeights: backward weights by direct convolution from shared-memory tiles.
 
-Images and tiles of outputs are split over blocks; a second kernel adds the splits' float32 sums in a fixed order.
+Images and tiles of outputs are split over blocks; a split-K reduction adds their float32 partials in a fixed order.
 Kernels: kernels_src/direct/tiled_weights.cu.
 """
 
@@ -297,7 +297,7 @@ _SHORT_LIST = (
 
 
 class ConvDirectTiledWeights(Solver):
-    """Backward weights of tiles in shared memory, with float32 sums in registers and a deterministic second pass.
+    """Backward weights of tiles in shared memory, float32 accumulators in registers, deterministic split-K reduction.
 
     Configuration: a block computes `tile_k` x `tile_c` filters in each of `groups` groups, whole or one row of them,
     from `tile_h` x `tile_w` outputs at a time; a thread holds `thread_k` x `thread_c` filters; the outputs are dealt
