@@ -38,8 +38,11 @@ def known_solutions(
 
 def _measured_again(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> list[Solution] | None:
     """What answers hold, if all of it was measured, or has failed, with the present code and versions."""
-    stored = {planned.candidate.id for planned in stored_plan(problem, options.find, handle).candidates}
+    plan = stored_plan(problem, options.find, handle)
+    stored = {planned.candidate.id for planned in plan.candidates}
     timed = {candidate.id for candidate in known_times(problem, handle)}
+    if not stored & timed:
+        stored |= {planned.candidate.id for planned in plan.last_resort}
     if stored - timed - failures.failures(problem, handle).keys():
         return None
     return records.look_up(problem, options.find, handle, measured=stored & timed, queue=False)

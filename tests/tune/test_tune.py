@@ -293,6 +293,21 @@ def test_stored_configurations_are_measured_again_and_no_others(handle: Handle, 
         assert statuses(tune(REQUESTS[:1], [upgraded], options)) == [TuneStatus.KNOWN]
 
 
+def test_stored_last_resorts_are_measured_again_once(
+    handle: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A problem that only a last resort solves is known after one tuning, like any other."""
+    tune(REQUESTS[:1], [handle], OPTIONS)
+    device, config = handle.device.identity, REQUESTS[0].problem.network_config
+    rows = [row for row in _answer(handle, config).rows if row.solver_id == "ConvCpuDirect"]
+    monkeypatch.setattr(type(handle.registry["ConvCpuDirect"]), "is_last_resort", True)
+    with Handle("cpu", database=tmp_path / "earlier.db", strict=True) as upgraded:
+        earlier = [replace(row, source_hash="ab", created_at="", id="") for row in rows]
+        upgraded.database.record(device, config, earlier, environment=versions(handle.device))
+        told = [statuses(tune(REQUESTS[:1], [upgraded], TuneOptions(stored=True))) for _ in range(2)]
+    assert told == [[TuneStatus.TUNED], [TuneStatus.KNOWN]]
+
+
 def test_what_is_stored_for_requests_with_a_wide_error_bound_is_measured_again_too() -> None:
     assert TuneOptions(stored=True).find.max_error == math.inf
     assert TuneOptions(stored=True, find=FindOptions(max_error=1e-5)).find.max_error == 1e-5
