@@ -54,7 +54,7 @@ class StructType:
         fields: what each is, by name: a key of `NUMBERS` or another structure, or an array as (one of these, length).
 
     Raises:
-        ValueError: no fields, one of no such type, or an array of no elements.
+        ValueError: no fields, one of no such type or of no name in C++, or an array of no whole number of elements.
     """
 
     __slots__ = ("fields", "name")
@@ -68,8 +68,12 @@ class StructType:
         if wrong or not fields:
             said = f"{', '.join(wrong)} has no known type" if wrong else "it has no fields"
             raise ValueError(f"struct {name}: {said}; a field is {', '.join(NUMBERS)} or a StructType")
-        if empty := [field for field, _, length in self.fields if length is not None and length < 1]:
-            raise ValueError(f"struct {name}: {', '.join(empty)} has no elements; an array has one or more")
+        if odd := [field for field in (name, *fields) if not (field.isascii() and field.isidentifier())]:
+            raise ValueError(f"struct {name}: {', '.join(map(repr, odd))} is no name in C++")
+        if empty := [
+            f for f, _, length in self.fields if length is not None and (type(length) is not int or length < 1)
+        ]:
+            raise ValueError(f"struct {name}: {', '.join(empty)} has no elements; an array has a whole number of them")
 
     @property
     def define(self) -> tuple[str, str]:

@@ -112,6 +112,10 @@ def test_a_field_of_no_type_is_refused() -> None:
         StructType("Shape")
     with pytest.raises(ValueError, match="pad has no elements"):
         StructType("Shape", pad=("int32", 0))
+    with pytest.raises(ValueError, match="pad has no elements"):
+        StructType("Shape", pad=("int32", 2.5))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'a b' is no name in C"):
+        StructType("Shape", **{"a b": "int32"})
 
 
 @pytest.mark.parametrize(
