@@ -70,6 +70,16 @@ def drawn(
     return list(found)
 
 
+def spread(
+    solver: Solver, problem: ProblemDescription, device: Device, count: int, *, defaults: int | None = None
+) -> list[Config]:
+    """The first default configurations, all where `defaults` does not limit them, and `count` others of all there are,
+    the same in every run."""
+    every = list(solver.configs(problem, device))
+    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
+    return list(dict.fromkeys([*solver.default_configs(problem, device)[:defaults], *chosen]))
+
+
 def drawn_wgmma(
     solver: Solver, problem: ProblemDescription, device: Device, count: int, each: int
 ) -> dict[Config, None]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 from device_runs import DeviceRun
+from drawn_configs import spread
 from exact_results import check_exact
 
 from miofind.compiler import Compiler
@@ -17,7 +17,6 @@ from miofind.launch.invoker import make_invoker
 from miofind.reference import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
@@ -52,14 +51,6 @@ def solver_of(problem: ProblemDescription) -> Solver:
     return Registry.default().named(f"ConvDepthwiseChannelsFirst{'Weights' if is_weights else ''}")
 
 
-def spread(problem: ProblemDescription, device: Device, count: int) -> list[Config]:
-    """The default configurations and `count` more."""
-    solver = solver_of(problem)
-    every = list(solver.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
-    return list(dict.fromkeys([*solver.default_configs(problem, device)[:3], *chosen]))
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -68,7 +59,7 @@ def test_small_integers_are_exact(
 ) -> None:
     problem = make(shape, dtype=dtype, direction=direction)
     assert solver_of(problem).applicability(problem, device)
-    for config in spread(problem, device, 3):
+    for config in spread(solver_of(problem), problem, device, 3, defaults=3):
         check_exact(problem, solver_of(problem), config, device, compiler)
 
 
@@ -80,7 +71,7 @@ def test_sums_of_normal_numbers_keep_their_bound(
     problem = make(shape, dtype=DataType.FLOAT16, direction=direction)
     solver = solver_of(problem)
     with Verifier(problem, device, compiler, seed=7) as verifier:
-        for config in spread(problem, device, 2):
+        for config in spread(solver_of(problem), problem, device, 2, defaults=3):
             invoker = make_invoker(problem, device, solver, config, compiler)
             verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
             assert verdict.ok, f"{config.json}: {verdict.message}"
@@ -101,7 +92,7 @@ def test_an_infinity_stays_with_what_meets_it(
         marked[(0, 1, *place)] = 1
         met = reference_on_host(problem, **(ones | {name: marked})) != 0
         infinite = ones | {name: np.where(marked == 1, np.inf, 1.0)}
-        for config in spread(problem, device, 3):
+        for config in spread(solver_of(problem), problem, device, 3, defaults=3):
             result = DeviceRun.of(problem, solver_of(problem), config, device, compiler).output(infinite)
             np.testing.assert_array_equal(np.isinf(result), met, err_msg=config.json)
             assert not np.isnan(result).any()
@@ -112,7 +103,7 @@ def test_backward_weights_give_equal_bits_each_time(shape: str, device: Device, 
     problem = make(shape, dtype=DataType.FLOAT32, direction=Direction.BACKWARD_WEIGHTS)
     generator = np.random.default_rng(1)
     inputs = {name: generator.standard_normal(problem.tensor(name).shape) for name in problem.direction.inputs}
-    for config in spread(problem, device, 3):
+    for config in spread(solver_of(problem), problem, device, 3, defaults=3):
         run = DeviceRun.of(problem, solver_of(problem), config, device, compiler)
         first = run.output(inputs)
         for _ in range(3):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 from device_buffers import integers
 from device_runs import DeviceRun
+from drawn_configs import spread
 from exact_results import check_exact
 
 from miofind.compiler import Compiler
@@ -17,7 +17,6 @@ from miofind.device.device import Device
 from miofind.reference import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solver.steps import Config
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -48,14 +47,6 @@ def solver_of(problem: ProblemDescription) -> Solver:
     return Registry.default().named("ConvDepthwiseChannelsLastWeights" if weights else "ConvDepthwiseChannelsLast")
 
 
-def spread(problem: ProblemDescription, device: Device, count: int) -> list[Config]:
-    """The first default configurations and `count` more."""
-    solver = solver_of(problem)
-    every = list(solver.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
-    return list(dict.fromkeys([*solver.default_configs(problem, device)[:2], *chosen]))
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -64,7 +55,7 @@ def test_small_integers_are_exact(
 ) -> None:
     problem = make(shape, direction=direction, dtype=dtype)
     assert solver_of(problem).applicability(problem, device)
-    for config in spread(problem, device, 3):
+    for config in spread(solver_of(problem), problem, device, 3, defaults=2):
         check_exact(problem, solver_of(problem), config, device, compiler)
 
 
@@ -79,7 +70,7 @@ def test_infinities_stay_where_they_are_met(direction: Direction, device: Device
     inputs[image][1, 5, 12, 10] = inputs[image][0, 7, 0, 4] = np.inf
     with np.errstate(invalid="ignore", over="ignore"):
         expected = reference_on_host(problem, **inputs)
-    for config in spread(problem, device, 4):
+    for config in spread(solver_of(problem), problem, device, 4, defaults=2):
         result = DeviceRun.of(problem, solver_of(problem), config, device, compiler).output(inputs)
         np.testing.assert_array_equal(np.isinf(result), np.isinf(expected), err_msg=config.json)
         assert not np.isnan(result).any(), config.json

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 from device_buffers import download, integers, upload
+from drawn_configs import spread
 from exact_results import check_exact
 
 from miofind.compiler import Compiler
@@ -54,9 +54,7 @@ def test_small_integers_are_exact(
     problem = ProblemDescription.convolution(**SHAPES[shape], layout=layout, direction=direction, dtype=dtype)
     solver = solver_of(direction)
     assert solver.applicability(problem, device)
-    every = list(solver.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(4, len(every)))
-    for config in dict.fromkeys([*solver.default_configs(problem, device)[:3], *chosen]):
+    for config in spread(solver, problem, device, 4, defaults=3):
         check_exact(problem, solver, config, device, compiler)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 from device_buffers import Buffer, download, integers, upload
+from drawn_configs import spread
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
@@ -15,7 +15,6 @@ from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
-from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
@@ -41,13 +40,6 @@ def make(shape: str, **fields: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**SHAPES[shape], layout=layout, direction=direction, **fields)
 
 
-def spread(problem: ProblemDescription, device: Device, count: int) -> list[Config]:
-    """The default configurations and `count` more."""
-    every = list(SOLVER.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
-    return list(dict.fromkeys([*SOLVER.default_configs(problem, device)[:3], *chosen]))
-
-
 @pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_small_integers_are_exact(shape: str, dtype: DataType, device: Device, compiler: Compiler) -> None:
@@ -55,7 +47,7 @@ def test_small_integers_are_exact(shape: str, dtype: DataType, device: Device, c
     assert SOLVER.applicability(problem, device)
     inputs = integers(problem, seed=3)
     expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
-    for config in spread(problem, device, 6):
+    for config in spread(SOLVER, problem, device, 6, defaults=3):
         invoker = make_invoker(problem, device, SOLVER, config, compiler)
         buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
         tensors = [buffer.address for buffer in buffers.values()]
@@ -68,7 +60,7 @@ def test_small_integers_are_exact(shape: str, dtype: DataType, device: Device, c
 def test_sums_of_normal_numbers_keep_their_bound(shape: str, device: Device, compiler: Compiler) -> None:
     problem = make(shape, dtype=DataType.FLOAT16)
     with Verifier(problem, device, compiler, seed=7) as verifier:
-        for config in spread(problem, device, 2):
+        for config in spread(SOLVER, problem, device, 2, defaults=3):
             invoker = make_invoker(problem, device, SOLVER, config, compiler)
             verdict = verifier.verify(invoker, claims_of(SOLVER, problem, device, config, compiler))
             assert verdict.ok, f"{config.json}: {verdict.message}"

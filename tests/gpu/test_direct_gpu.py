@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_buffers import upload
+from drawn_configs import spread
 from exact_results import check_exact
 
 from miofind import reference
@@ -18,8 +19,6 @@ from miofind.launch.bound_steps import make_step_launcher
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host, reference_step
 from miofind.solver.registry import Registry
-from miofind.solver.solver import Solver
-from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
@@ -56,13 +55,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make(shape: str, channels_last: bool, **fields: Any) -> ProblemDescription:
     layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=channels_last)
     return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
-
-
-def spread(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
-    """The default configurations and `count` more."""
-    every = list(solver.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
-    return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
+from drawn_configs import spread
 from exact_results import check_exact
 
 from miofind.compiler import Compiler
@@ -74,7 +74,5 @@ def test_first_layers_are_exact(
     if solver_id == "ConvFirstLayerWgmma" and "multiples of 4" in answer.reason:
         pytest.skip(answer.reason)
     assert answer, answer.reason
-    every = list(solver.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(4, len(every)))
-    for config in dict.fromkeys([*solver.default_configs(problem, device)[:3], *chosen]):
+    for config in spread(solver, problem, device, 4, defaults=3):
         check_exact(problem, solver, config, device, compiler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_buffers import Buffer, download, upload
+from drawn_configs import spread
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription
@@ -52,13 +52,6 @@ LINES: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=["ConvFft", "ConvFftTiles"])
 def solver(request: pytest.FixtureRequest) -> Solver:
     return Registry.default().named(request.param)
-
-
-def spread(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
-    """The default configurations and `count` more."""
-    every = list(solver.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
-    return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
 
 
 def check(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
+from drawn_configs import spread
 from exact_results import check_exact
 
 from miofind.compiler import Compiler
@@ -52,9 +52,7 @@ def test_small_integers_are_exact(
     answer = solver.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    every = list(solver.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(4, len(every)))
-    for config in dict.fromkeys([*solver.default_configs(problem, device)[:3], *chosen]):
+    for config in spread(solver, problem, device, 4, defaults=3):
         check_exact(problem, solver, config, device, compiler)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
+from drawn_configs import spread
 from exact_results import check_exact
 
 from miofind.compiler import Compiler
@@ -46,9 +46,7 @@ def test_small_integers_are_exact(shape: str, device: Device, compiler: Compiler
     answer = SOLVER.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    every = list(SOLVER.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(12, len(every)))
-    for config in dict.fromkeys([*SOLVER.default_configs(problem, device)[:4], *chosen]):
+    for config in spread(SOLVER, problem, device, 12, defaults=4):
         check_exact(problem, SOLVER, config, device, compiler)
 
 

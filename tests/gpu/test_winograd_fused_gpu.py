@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 from device_buffers import Buffer, download, integers, upload
+from drawn_configs import spread
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, ProblemDescription
@@ -35,13 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def spread(problem: ProblemDescription, device: Device, count: int) -> list[Config]:
-    """The default configurations and `count` more."""
-    every = list(SOLVER.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
-    return list(dict.fromkeys([*SOLVER.default_configs(problem, device), *chosen]))
-
-
 def check(problem: ProblemDescription, configs: list[Config], device: Device, compiler: Compiler) -> None:
     failures = []
     with Verifier(problem, device, compiler, seed=3) as verifier:
@@ -61,7 +54,7 @@ def test_configurations_pass_both_gates(
     shape: str, math: str, direction: Direction, layout: str, device: Device, compiler: Compiler
 ) -> None:
     problem = ProblemDescription.convolution(**SHAPES[shape], math=math, direction=direction, layout=layout)
-    check(problem, spread(problem, device, 8), device, compiler)
+    check(problem, spread(SOLVER, problem, device, 8), device, compiler)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
@@ -70,7 +63,7 @@ def test_long_sums_keep_their_bound(channels: int, layout: str, device: Device, 
     """Each of the warps that share a sum truncates no more than the bound allows."""
     problem = ProblemDescription.convolution(x=(4, channels, 28, 28), w=(128, channels, 3, 3), padding=1, layout=layout)
     longest = sorted(SOLVER.configs(problem, device), key=lambda config: int(config["warps_c"]))[:3]
-    check(problem, [*longest, *spread(problem, device, 4)], device, compiler)
+    check(problem, [*longest, *spread(SOLVER, problem, device, 4)], device, compiler)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
@@ -81,7 +74,7 @@ def test_guard_bands_stay_and_small_integers_are_exact(
     problem = ProblemDescription.convolution(**SHAPES["odd"], direction=direction, layout=layout)
     inputs = integers(problem, seed=7)
     expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
-    for config in spread(problem, device, 6):
+    for config in spread(SOLVER, problem, device, 6):
         invoker = make_invoker(problem, device, SOLVER, config, compiler)
         buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
         addresses = [buffer.address for buffer in buffers.values()]

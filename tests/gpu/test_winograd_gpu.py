@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 from device_buffers import Buffer, download, integers, upload
+from drawn_configs import spread
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription
@@ -39,13 +39,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=["ConvWinograd", "ConvWinogradMma"])
 def solver(request: pytest.FixtureRequest) -> Solver:
     return Registry.default().named(request.param)
-
-
-def spread(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
-    """The default configurations and `count` more, some of which name algorithms of the library."""
-    every = list(solver.configs(problem, device))
-    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
-    return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
 
 
 def check(
