@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from both_gates import check_both_gates
 from feature_problems import derived_problems
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
-from miofind.launch.invoker import make_invoker
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 pytestmark = pytest.mark.gpu
 
@@ -34,10 +32,4 @@ def test_problems_that_examples_lack_are_right(
     answer = solver.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    config = solver.default_configs(problem, device)[0]
-    with Verifier(problem, device, compiler) as verifier:
-        invoker = make_invoker(problem, device, solver, config, compiler)
-        claims = claims_of(solver, problem, device, config, compiler)
-        verdict = verifier.verify(invoker, claims)
-        assert verdict.ok, verdict.message
-        assert verifier.repeat(invoker, claims, verdict.fingerprint) == ""
+    check_both_gates(problem, solver, solver.default_configs(problem, device)[0], device, compiler)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from both_gates import check_both_gates
 from feature_problems import FEATURES, derived_problems
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import InvalidConfigError
-from miofind.launch.invoker import make_invoker
 from miofind.solver.registry import Registry
 from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver
 from miofind.solver.steps import (
@@ -37,8 +37,6 @@ from miofind.solver.steps import (
     TensorMap,
 )
 from miofind.solvers.cpu import direct
-from miofind.verify.claims import claims_of
-from miofind.verify.verifier import Verifier
 
 SOLVERS = list(Registry.default().values())
 VALUES_UNCHECKED = "values unchecked"
@@ -350,14 +348,7 @@ def check_that_what_the_cpu_place_computes_is_right(offer: Offer) -> None:
     case = offer.case
     if case.device.place is not Place.CPU or case.problem.flops > MAX_FLOPS:
         return
-    solver, problem, device, compiler = case.solver, case.problem, case.device, Compiler()
-    config = offer.defaults[0]
-    with Verifier(problem, device, compiler) as verifier:
-        invoker = make_invoker(problem, device, solver, config, compiler)
-        claims = claims_of(solver, problem, device, config, compiler)
-        verdict = verifier.verify(invoker, claims)
-        assert verdict.ok, verdict.message
-        assert verifier.repeat(invoker, claims, verdict.fingerprint) == ""
+    check_both_gates(case.problem, case.solver, offer.defaults[0], case.device, Compiler())
 
 
 CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_that_")]
