@@ -92,7 +92,7 @@ class Worker:
             self._tell(TuneStarted(device=self.number, task=task))
             if self._precompiler is not None:
                 following = self._queue.ahead(kind, self._precompiler.depth)
-                self._precompiler.prepare((task.request.problem for task in following), self._handle)
+                self._precompiler.prepare((each.request.problem for each in following), self._handle)
             began = time.monotonic()
             try:
                 pool = self._precompiler.pool if self._precompiler else None
