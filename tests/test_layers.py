@@ -29,7 +29,7 @@ LAYERS = (
     ("launch",),
     ("compiler",),
     ("solvers",),
-    ("reference", "libraries"),
+    ("reference", "epilogue_reference", "libraries"),
     ("solver", "options"),
     ("suites", "driver"),
     ("device", "core", "arrays"),

@@ -26,7 +26,7 @@ from miofind.device.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
 from miofind.process.forks import follow_forks
 from miofind.process.threads import Results, in_threads
-from miofind.solver.steps import Argument, ConvSolution, HostStep, KernelStep, Scalar, TensorMap
+from miofind.solver.steps import Argument, ConvSolution, EpilogueArgument, HostStep, KernelStep, Scalar, TensorMap
 from miofind.solver.structs import Struct
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def kernel_hash(solution: ConvSolution) -> str:
     parts: list[object] = []
     for step in solution.steps:
         if isinstance(step, KernelStep):
-            digest = read_source(step.source, step.package).digest
+            digest = _source(step).digest
             parts.append([digest, step.entry, step.defines, step.options])
         elif isinstance(step, HostStep):
             parts.append([host_hash(step.module), step.module, step.function])
@@ -214,7 +214,7 @@ class Compiler:
 
 
 def _source(step: KernelStep) -> KernelSource:
-    return read_source(step.source, step.package)
+    return read_source(step.source, step.package, fused=step.is_fused)
 
 
 def _key(source: KernelSource, step: KernelStep, arch: str) -> str:
@@ -251,7 +251,7 @@ def _with_entry(binary: Binary, step: KernelStep, arch: str) -> Binary:
 
 
 def _argument_bytes(argument: Argument) -> int:
-    if isinstance(argument, Struct):
+    if isinstance(argument, Struct | EpilogueArgument):
         return argument.bytes
     if isinstance(argument, Scalar):
         return int(argument.ctype[-2:]) // 8

@@ -3,6 +3,9 @@
 `#include "common/tile.cuh"` names a file from the package's root, whichever file it stands in; `#include <...>` belongs
 to the CUDA toolkit. The text that is hashed is the text that is compiled: both come from one `KernelSource`. The hash
 leaves out files' names: what was measured outlives a move.
+
+A bare convolution's source has no lines between `#ifdef EPILOGUE` and its `#else` or `#endif`, nor these lines: a
+kernel may learn to fuse, and what was measured of it without stays what it was.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from miofind.errors import CompileError
 DEFAULT_PACKAGE = "miofind.kernels_src"
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]*)"', re.MULTILINE)
+_CONDITIONAL = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b")
+_IF_FUSED = re.compile(r"\s*#\s*ifdef\s+EPILOGUE\b")
 
 # Words come first among the short tokens, so that the apostrophe of 1'000 opens no literal and `FOOR"(` no raw string.
 _TOKEN = re.compile(
@@ -56,13 +61,21 @@ class KernelSource:
 
 
 @functools.cache
-def read_source(name: str, package: str = DEFAULT_PACKAGE) -> KernelSource:
+def read_source(name: str, package: str = DEFAULT_PACKAGE, *, fused: bool = False) -> KernelSource:
     """A source file with all it includes; read once in a process.
+
+    Args:
+        fused: with the lines for kernels that apply an epilogue.
 
     Raises:
         CompileError: the package or a file is missing or unreadable, or a name leaves the package.
     """
-    text = _read(name, package, f"source {name!r} of a kernel")
+
+    def read(file: str, what: str) -> str:
+        whole = _read(file, package, what)
+        return whole if fused else _without_epilogue(whole)
+
+    text = read(name, f"source {name!r} of a kernel")
     headers: dict[str, str] = {}
     pending = [(name, text)]
     while pending:
@@ -70,7 +83,7 @@ def read_source(name: str, package: str = DEFAULT_PACKAGE) -> KernelSource:
         for included in _INCLUDE.findall(normalised(body)):
             if included in headers or included == name:
                 continue
-            headers[included] = _read(included, package, f'#include "{included}" in {includer}')
+            headers[included] = read(included, f'#include "{included}" in {includer}')
             pending.append((included, headers[included]))
     digest = _digest(name, {name: text, **headers}, ())
     return KernelSource(name=name, text=text, headers=MappingProxyType(headers), digest=digest)
@@ -88,14 +101,38 @@ def _digest(name: str, texts: Mapping[str, str], includers: tuple[str, ...]) -> 
     return digest.hexdigest()
 
 
-def source_hash(sources: Sequence[str], package: str = DEFAULT_PACKAGE) -> str:
+def source_hash(sources: Sequence[str], package: str = DEFAULT_PACKAGE, *, fused: bool = False) -> str:
     """Hash of source files with all they include, comments and white space left out; 64 hexadecimal digits.
+
+    Args:
+        fused: with the lines for kernels that apply an epilogue.
 
     Raises:
         CompileError: a file is missing or unreadable, or a name leaves the package.
     """
-    digests = [read_source(name, package).digest for name in sources]
+    digests = [read_source(name, package, fused=fused).digest for name in sources]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _without_epilogue(text: str) -> str:
+    """A text as the preprocessor reads it where EPILOGUE is not defined, `#ifdef EPILOGUE` itself left out, too.
+
+    Lines are left empty, so that those of a compiler's messages keep their numbers.
+    """
+    kept: list[str] = []
+    open_ones: list[bool | None] = []  # for #ifdef EPILOGUE whether its lines are left out, None for all others
+    for line in text.split("\n"):
+        directive = _CONDITIONAL.match(line)
+        kind, is_own = directive[1] if directive else "", False
+        if kind.startswith("if"):
+            is_own = _IF_FUSED.match(line) is not None
+            open_ones.append(True if is_own else None)
+        elif kind and open_ones and open_ones[-1] is not None:
+            is_own, open_ones[-1] = True, False
+        if kind == "endif" and open_ones:
+            open_ones.pop()
+        kept.append("" if is_own or any(open_ones) else line)
+    return "\n".join(kept)
 
 
 @functools.lru_cache(maxsize=256)

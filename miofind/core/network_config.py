@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from miofind.core.epilogue import Epilogue
 from miofind.core.tensor import ConvolutionDescriptor, TensorDescriptor
 from miofind.errors import InvalidProblemError, brief
 
@@ -18,7 +19,7 @@ _SIZES = r"\d{1,10}(?:x\d{1,10}){0,2}"
 _NETWORK_CONFIG = re.compile(
     rf"conv[123]d-(?P<direction>[a-z_]+)-n(?P<n>\d{{1,10}})-c(?P<c>\d{{1,10}})-i(?P<i>{_SIZES})-k(?P<k>\d{{1,10}})-f(?P<f>{_SIZES})"
     rf"(?:-p(?P<before>{_SIZES})(?:_(?P<after>{_SIZES}))?)?(?:-s(?P<s>{_SIZES}))?(?:-d(?P<d>{_SIZES}))?(?:-g(?P<g>\d{{1,10}}))?"
-    r"-(?P<dtype>[a-z0-9.]+)-(?P<layout>[A-Z.]+)(?:-(?P<math>[a-z0-9]+))?",
+    r"-(?P<dtype>[a-z0-9.]+)-(?P<layout>[A-Z.]+)(?:-(?P<math>[a-z0-9]+))?(?:-e\.(?P<epilogue>[a-z0-9_.]+))?",
     re.ASCII,
 )
 
@@ -36,10 +37,11 @@ class ConvolutionArguments(TypedDict):
     dtype: dict[str, str]
     layout: dict[str, str]
     math: str
+    epilogue: str
 
 
 def write_network_config(
-    direction: str, tensors: Mapping[str, TensorDescriptor], conv: ConvolutionDescriptor, math: str
+    direction: str, tensors: Mapping[str, TensorDescriptor], conv: ConvolutionDescriptor, math: str, epilogue: Epilogue
 ) -> str:
     """The canonical text of a problem.
 
@@ -48,6 +50,7 @@ def write_network_config(
         tensors: the descriptors of "x", "w" and "y", in this order.
         conv: padding, strides, dilations and groups.
         math: "ieee" or "tf32".
+        epilogue: what is done to the sums.
     """
     x, w, rank = tensors["x"].shape, tensors["w"].shape, len(conv.stride)
     parts = [f"conv{rank}d", direction, f"n{x[0]}", f"c{x[1]}", f"i{_cross(x[2:])}", f"k{w[0]}", f"f{_cross(w[2:])}"]
@@ -64,6 +67,8 @@ def write_network_config(
         parts.append(values[0] if len(set(values)) == 1 else ".".join(values))
     if math != _DEFAULT_MATH:
         parts.append(math)
+    if epilogue:
+        parts.append(f"e.{epilogue.text}")
     return "-".join(parts)
 
 
@@ -97,6 +102,7 @@ def parse_network_config(text: str) -> ConvolutionArguments:
         dtype=_tensors(match["dtype"], "dtype", text),
         layout=_tensors(match["layout"], "layout", text),
         math=match["math"] or _DEFAULT_MATH,
+        epilogue=match["epilogue"] or "",
     )
 
 

@@ -21,13 +21,18 @@ class Operand:
 
     Attributes:
         name: what steps call its buffer; unique in its problem.
-        tensor: shape, element type and memory order.
+        tensor: shape, element type and memory order, in as many dimensions as the output has: (1, k, 1, 1) for a bias.
         role: whether a run reads it or writes it.
+        shape: that arrays of it have: (k,) for a bias; the tensor's own if left out.
     """
 
     name: str
     tensor: TensorDescriptor
     role: Role
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", self.shape or self.tensor.shape)
 
     @property
     def is_input(self) -> bool:

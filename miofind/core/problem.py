@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import math as _math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from miofind.core.epilogue import NO_EPILOGUE, Epilogue
 from miofind.core.network_config import parse_network_config, write_network_config
 from miofind.core.operand import Operand, Role
 from miofind.core.tensor import (
@@ -38,6 +39,7 @@ __all__ = [
     "ConvolutionDescriptor",
     "DataType",
     "Direction",
+    "Epilogue",
     "Layout",
     "MathMode",
     "Operand",
@@ -50,14 +52,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemDescription:
-    """One convolution to solve: three tensors, a convolution, a direction and the arithmetic allowed.
+    """One convolution to solve: three tensors, a convolution, a direction, the arithmetic allowed and an epilogue.
 
     Shapes describe the forward convolution whatever the direction. Build one with `ProblemDescription.convolution`,
     `from_arrays`, a MIOpenDriver line or a suite. Equal problems have equal `network_config`, the key of
     every cache and database; it is computed once.
 
     Attributes:
-        operands: the tensors that a run is given, in the order of their addresses: x, w, y, whatever the direction.
+        epilogue: what is done to the sums before they are written; forward only.
+        operands: the tensors that a run is given, in the order of their addresses: x, w, y, whatever the direction,
+            then the epilogue's.
 
     Raises:
         InvalidProblemError: the message names the field and the value.
@@ -69,6 +73,7 @@ class ProblemDescription:
     conv: ConvolutionDescriptor
     direction: Direction = Direction.FORWARD
     math: MathMode = MathMode.IEEE
+    epilogue: Epilogue = NO_EPILOGUE
     network_config: str = field(init=False, repr=False, compare=False, default="")
     operands: tuple[Operand, ...] = field(init=False, repr=False, compare=False, default=())
 
@@ -77,9 +82,10 @@ class ProblemDescription:
         object.__setattr__(self, "math", enum_value(MathMode, self.math, "math"))
         _check_shapes(self)
         _check_types(self)
-        object.__setattr__(self, "operands", _operands(self))
-        tensors = {operand.name: operand.tensor for operand in self.operands}
-        text = write_network_config(self.direction, tensors, self.conv, self.math)
+        object.__setattr__(self, "epilogue", _checked_epilogue(self))
+        object.__setattr__(self, "operands", (*_operands(self), *_epilogue_operands(self)))
+        tensors = {"x": self.x, "w": self.w, "y": self.y}
+        text = write_network_config(self.direction, tensors, self.conv, self.math, self.epilogue)
         object.__setattr__(self, "network_config", text)
 
     def __hash__(self) -> int:
@@ -107,6 +113,7 @@ class ProblemDescription:
         dtype: DataType | str | Mapping[str, DataType | str] = DataType.FLOAT32,
         layout: Layout | str | Mapping[str, Layout | str] | None = None,
         math: MathMode | str = MathMode.IEEE,
+        epilogue: Epilogue | str | None = None,
     ) -> ProblemDescription:
         """A convolution problem from its shapes.
 
@@ -120,6 +127,7 @@ class ProblemDescription:
             dtype: one for all tensors, or a mapping with keys "x", "w", "y".
             layout: memory order, one for all tensors or a mapping with keys "x", "w", "y"; channels first if left out.
             math: float32 only: "ieee" or "tf32".
+            epilogue: what is done to the sums, forward only: an `Epilogue` or its text, such as "bias.residual.relu".
 
         Raises:
             InvalidProblemError: the message names the field and the value.
@@ -149,7 +157,13 @@ class ProblemDescription:
             conv=conv,
             direction=enum_value(Direction, direction, "direction"),
             math=enum_value(MathMode, math, "math"),
+            epilogue=Epilogue.of(epilogue),
         )
+
+    @property
+    def bare(self) -> ProblemDescription:
+        """The same convolution without its epilogue."""
+        return _bare(self) if self.epilogue else self
 
     @property
     def spatial_dims(self) -> int:
@@ -311,7 +325,12 @@ def _lifted(problem: ProblemDescription, spatial_dims: int) -> ProblemDescriptio
         groups=problem.groups,
     )
     x, w, y = map(lift, (problem.x, problem.w, problem.y))
-    return ProblemDescription(x=x, w=w, y=y, conv=conv, direction=problem.direction, math=problem.math)
+    return replace(problem, x=x, w=w, y=y, conv=conv)
+
+
+@functools.lru_cache(maxsize=256)
+def _bare(problem: ProblemDescription) -> ProblemDescription:
+    return replace(problem, epilogue=NO_EPILOGUE)
 
 
 def _operands(problem: ProblemDescription) -> tuple[Operand, ...]:
@@ -321,6 +340,42 @@ def _operands(problem: ProblemDescription) -> tuple[Operand, ...]:
         Operand(name=name, tensor=tensor, role=Role.OUTPUT if name == output else Role.INPUT)
         for name, tensor in (("x", problem.x), ("w", problem.w), ("y", problem.y))
     )
+
+
+def _epilogue_operands(problem: ProblemDescription) -> Iterator[Operand]:
+    """The operands that the epilogue reads."""
+    y, epilogue = problem.y, problem.epilogue
+    batch, channels = y.shape[:2]
+    ones = (1,) * problem.spatial_dims
+    for name in epilogue.operands:
+        if name == "residual":
+            yield Operand(name=name, tensor=y, role=Role.INPUT)
+        elif name == "channel_bias":
+            tensor = TensorDescriptor(shape=(batch, channels, *ones), dtype=y.dtype, layout=y.layout)
+            yield Operand(name=name, tensor=tensor, role=Role.INPUT, shape=(batch, channels))
+        else:
+            dtype = epilogue.parameter_dtype or y.dtype
+            tensor = TensorDescriptor(shape=(1, channels, *ones), dtype=dtype, layout=y.layout)
+            yield Operand(name=name, tensor=tensor, role=Role.INPUT, shape=(channels,))
+
+
+def _checked_epilogue(problem: ProblemDescription) -> Epilogue:
+    """The problem's epilogue as its key has it: the output's own dtype is the default one."""
+    epilogue = Epilogue.of(problem.epilogue)
+    if epilogue and problem.direction is not Direction.FORWARD:
+        raise InvalidProblemError(
+            f"epilogue={epilogue.text}: {problem.direction} takes none: only a forward convolution is fused with one"
+        )
+    dtype = epilogue.parameter_dtype
+    if dtype is None:
+        return epilogue
+    if dtype is problem.y.dtype:
+        return replace(epilogue, parameter_dtype=None)
+    if dtype is not problem.accumulator:
+        raise InvalidProblemError(
+            f"epilogue={epilogue.text}: scale and bias are {problem.y.dtype} as y or {problem.accumulator}, not {dtype}"
+        )
+    return epilogue
 
 
 def _named_tensor(name: str, shape: tuple[int, ...], dtype: DataType, layout: Layout) -> TensorDescriptor:

@@ -18,7 +18,19 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch import tensor_maps
 from miofind.launch.pdl import pdl_launcher
-from miofind.solver.steps import CudnnStep, FftStep, KernelStep, MatmulStep, Pointer, Scalar, TensorMap, WorkspacePlan
+from miofind.solver.steps import (
+    RUN_PARAMETERS,
+    Argument,
+    CudnnStep,
+    EpilogueArgument,
+    FftStep,
+    KernelStep,
+    MatmulStep,
+    Pointer,
+    Scalar,
+    TensorMap,
+    WorkspacePlan,
+)
 from miofind.solver.structs import Struct, number_in_memory
 
 if TYPE_CHECKING:
@@ -29,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class BoundStep(Protocol):
-    """One step ready to run on a stream and the bases: addresses of the operands in order, then the workspace's."""
+    """One step ready to run on a stream and the bases (see `miofind.launch.invoker.Bases`)."""
 
-    def __call__(self, bases: tuple[int, ...], stream: int) -> None: ...
+    def __call__(self, bases: tuple[Any, ...], stream: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +82,38 @@ class _BoundMap:
             self._at = at
 
 
+class _BoundEpilogue:
+    """An `Epilogue` in memory that a launch reads, of the operands and the numbers of the last run.
+
+    Attributes:
+        address: of the structure.
+    """
+
+    __slots__ = ("_activation", "_at", "_memory", "_pack", "_parameters", "_places", "_where", "address")
+
+    def __init__(self, argument: EpilogueArgument, place: Callable[[Pointer], BasedAddress]) -> None:
+        self._activation = argument.activation
+        self._places = [None if pointer is None else place(pointer) for pointer in argument.pointers]
+        self._where = place(Pointer(buffer=RUN_PARAMETERS)).base
+        self._memory = ctypes.create_string_buffer(argument.bytes)
+        self.address = ctypes.addressof(self._memory)
+        self._pack = struct.Struct("=4Q4d" if argument.number == "float64" else "=4Q4f").pack_into
+        self._at: list[int] = []
+        self._parameters: Any = None
+
+    def follow(self, bases: Sequence[Any]) -> None:
+        """Write the structure anew where operands or numbers are others now."""
+        at = [0 if where is None else bases[where.base] + where.offset for where in self._places]
+        parameters = bases[self._where]
+        if at != self._at or parameters is not self._parameters:
+            self._pack(self._memory, 0, *at, *parameters.numbers(self._activation))
+            self._at, self._parameters = at, parameters
+
+
 class BoundKernel:
     """A kernel and its packed arguments; not shared between threads, since a launch writes the addresses into them."""
 
-    __slots__ = ("_addresses", "_keep", "_launch", "_maps", "_offsets", "_pack", "_pick")
+    __slots__ = ("_addresses", "_following", "_keep", "_launch", "_offsets", "_pack", "_pick")
 
     def __init__(
         self, step: KernelStep, kernel: Kernel, place: Callable[[Pointer], BasedAddress], *, pdl: bool = False
@@ -82,7 +122,7 @@ class BoundKernel:
         self._addresses = (ctypes.c_uint64 * max(2, len(pointers)))()
         parameters = (ctypes.c_void_p * max(1, len(step.args)))()
         numbers: list[Any] = []
-        self._maps: list[_BoundMap] = []
+        self._following: list[_BoundMap | _BoundEpilogue] = []
         for i, arg in enumerate(step.args):
             if isinstance(arg, Scalar):
                 numbers.append(number_in_memory(arg.ctype, arg.value))
@@ -91,8 +131,11 @@ class BoundKernel:
                 numbers.append(arg.in_memory())
                 parameters[i] = ctypes.addressof(numbers[-1])
             elif isinstance(arg, TensorMap):
-                self._maps.append(_BoundMap(arg, place(arg.pointer)))
-                parameters[i] = self._maps[-1].address
+                self._following.append(_BoundMap(arg, place(arg.pointer)))
+                parameters[i] = self._following[-1].address
+            elif isinstance(arg, EpilogueArgument):
+                self._following.append(_BoundEpilogue(arg, place))
+                parameters[i] = self._following[-1].address
             else:
                 before = sum(isinstance(earlier, Pointer) for earlier in step.args[:i])
                 parameters[i] = ctypes.addressof(self._addresses) + 8 * before
@@ -110,7 +153,7 @@ class BoundKernel:
         if self._offsets is not None:
             addresses = map(operator.add, addresses, self._offsets)
         self._pack(self._addresses, 0, *addresses)
-        for bound in self._maps:
+        for bound in self._following:
             bound.follow(bases)
         self._launch(stream, self._keep[3], 0)
 
@@ -125,18 +168,25 @@ def _plain_launcher(step: KernelStep, kernel: Kernel) -> Callable[[int, int, int
 def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[str, int], int], None]:
     """A launcher of one kernel outside any solution, called with addresses by buffer name and a stream.
 
+    A fused kernel's numbers are among the addresses, as `EpilogueParameters` under the name RUN_PARAMETERS.
     Not to be shared between threads.
     """
-    pointers = [
-        arg.pointer if isinstance(arg, TensorMap) else arg for arg in step.args if not isinstance(arg, (Scalar, Struct))
-    ]
-    names = tuple(dict.fromkeys(pointer.buffer for pointer in pointers))
+    names = tuple(dict.fromkeys(pointer.buffer for arg in step.args for pointer in _pointers(arg)))
     bound = BoundKernel(step, kernel, lambda pointer: BasedAddress(names.index(pointer.buffer), pointer.offset_bytes))
 
-    def launch(addresses: Mapping[str, int], stream: int) -> None:
+    def launch(addresses: Mapping[str, Any], stream: int) -> None:
         bound([addresses[name] for name in names] or [0], stream)
 
     return launch
+
+
+def _pointers(argument: Argument) -> Sequence[Pointer]:
+    """The addresses in an argument, the numbers of a run among them."""
+    if isinstance(argument, TensorMap):
+        return (argument.pointer,)
+    if isinstance(argument, EpilogueArgument):
+        return (*(p for p in argument.pointers if p is not None), Pointer(buffer=RUN_PARAMETERS))
+    return (argument,) if isinstance(argument, Pointer) else ()
 
 
 def library_plan(
@@ -160,7 +210,7 @@ def library_plan(
         return fft_plan(step, device)
     from miofind.libraries.cudnn import conv_plan
 
-    return conv_plan(problem, step, device)
+    return conv_plan(problem if step.fused else problem.bare, step, device)
 
 
 class BoundMatmul:
@@ -183,18 +233,23 @@ class BoundMatmul:
 
 
 class BoundCudnn:
-    """A cuDNN convolution on the bases; the library's workspace may lie anywhere in that of the solution."""
+    """A cuDNN convolution on the bases; the library's workspace may lie anywhere in that of the solution.
 
-    __slots__ = ("_launch", "_offset")
+    A step that leaves out the problem's epilogue takes the first of the operands alone.
+    """
 
-    def __init__(self, step: CudnnStep, conv: ConvPlan, plan: WorkspacePlan) -> None:
+    __slots__ = ("_count", "_launch", "_offset")
+
+    def __init__(self, step: CudnnStep, conv: ConvPlan, plan: WorkspacePlan, problem: ProblemDescription) -> None:
         conv.prepare()
         self._offset = 0 if step.workspace is None else plan.offsets[step.workspace]
+        self._count = len(problem.bare.operands) if problem.epilogue and not step.fused else 0
         self._launch = conv.launch
 
-    def __call__(self, bases: tuple[int, ...], stream: int) -> None:
-        if self._offset:
-            bases = (*bases[:-1], bases[-1] + self._offset)
+    def __call__(self, bases: tuple[Any, ...], stream: int) -> None:
+        if self._count or self._offset:
+            operands = bases[: self._count] if self._count else bases[:-1]
+            bases = (*operands, bases[-1] + self._offset)
         self._launch(bases, stream)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place, cuda_device_count
 from miofind.errors import LaunchError, MiofindError, described, raise_if_interrupted
@@ -30,6 +31,7 @@ from miofind.launch.bound_steps import (
 from miofind.launch.pdl import dependent_launches, supports_pdl
 from miofind.solver.solver import Solver
 from miofind.solver.steps import (
+    RUN_PARAMETERS,
     Config,
     ConvSolution,
     CudnnStep,
@@ -45,12 +47,18 @@ if TYPE_CHECKING:
     from miofind.compiler import Compiler
 
 Bases = tuple[Any, ...]
-"""What a run is given: the problem's operands in order, then the workspace."""
+"""What a run is given: the problem's operands in order, its epilogue's `EpilogueParameters`, then the workspace."""
 
 
-def bases_of(problem: ProblemDescription, operands: Mapping[str, Any], workspace: Any) -> Bases:
+def bases_of(
+    problem: ProblemDescription,
+    operands: Mapping[str, Any],
+    workspace: Any,
+    parameters: EpilogueParameters = DEFAULT_PARAMETERS,
+) -> Bases:
     """The bases of a run that has these operands by name, and 0 in place of all others."""
-    return (*(operands.get(operand.name, 0) for operand in problem.operands), workspace)
+    given = (operands.get(operand.name, 0) for operand in problem.operands)
+    return (*given, parameters, workspace) if problem.epilogue else (*given, workspace)
 
 
 class Invoker(ABC):
@@ -79,9 +87,8 @@ class Invoker(ABC):
         """Run once.
 
         Args:
-            bases: the problem's operands in order, then the workspace. On CUDA device addresses, 0 for no workspace; on
-                the CPU place NumPy arrays of logical shape with the problem's memory order in their strides, and a
-                uint8 array, or None for no workspace.
+            bases: see `Bases`. On CUDA device addresses, 0 for no workspace; on the CPU place NumPy arrays of logical
+                shape with the problem's memory order in their strides, and a uint8 array, or None for no workspace.
             stream: a stream's address; the run is asynchronous. 0 on the CPU place.
 
         Raises:
@@ -123,6 +130,8 @@ class _CudaInvoker(Invoker):
     def _bound(self, step: Step, pdl: bool) -> BoundStep:
         plan = self.solution.workspace
         places = {operand.name: BasedAddress(i, 0) for i, operand in enumerate(self.problem.operands)}
+        if self.problem.epilogue:
+            places[RUN_PARAMETERS] = BasedAddress(len(places), 0)
         workspace = len(places)
         for region, offset in plan.offsets.items():
             places.setdefault(region, BasedAddress(workspace, offset))
@@ -138,7 +147,7 @@ class _CudaInvoker(Invoker):
         if isinstance(step, FftStep):
             return BoundFft(step, self._plan_of(step), place)
         if isinstance(step, CudnnStep):
-            return BoundCudnn(step, self._plan_of(step), plan)
+            return BoundCudnn(step, self._plan_of(step), plan, self.problem)
         raise LaunchError(f"{self.solver_id}: a {type(step).__name__} does not run on {self.device.place}")
 
     def _plan_of(self, step: MatmulStep | FftStep | CudnnStep) -> Any:
@@ -181,7 +190,8 @@ class _HostInvoker(Invoker):
         if len(steps) != len(solution.steps):
             raise LaunchError(f"{self.solver_id}: only host steps run on the CPU place")
         self._functions = [getattr(importlib.import_module(step.module), step.function) for step in steps]
-        self._operands = tuple(operand.name for operand in origin.problem.operands)
+        names = tuple(operand.name for operand in origin.problem.operands)
+        self._operands = (*names, RUN_PARAMETERS) if origin.problem.epilogue else names
         offsets = solution.workspace.offsets
         self._regions = tuple(
             (region.name, slice(offsets[region.name], offsets[region.name] + region.bytes))

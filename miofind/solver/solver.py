@@ -86,8 +86,8 @@ class KernelKey:
     Attributes:
         place: CUDA or CPU.
         library: who supplies the code.
-        dtypes: element types of the operands; each operand of a problem must have one of them.
-        layouts: memory orders; each operand of a problem must have one of them.
+        dtypes: element types of the operands; x, w and y must each have one of them.
+        layouts: memory orders; x, w and y must each have one of them.
         min_sm: least compute capability, as an int; 0 on the CPU place.
         archs: exact architectures such as ("90a",), or empty for any from `min_sm` on.
         operand_dtypes: by name, element types of operands that have others than `dtypes`: {"y": frozenset({...})}.
@@ -118,7 +118,7 @@ class KernelKey:
             )
         if self.archs and device.arch not in self.archs:
             return Applicability(f"runs on {', '.join(self.archs)} only, {device.name} is {device.arch}")
-        for operand in problem.operands:
+        for operand in problem.bare.operands:
             name, tensor, dtypes = operand.name, operand.tensor, self.operand_dtypes.get(operand.name, self.dtypes)
             if tensor.dtype not in dtypes:
                 return Applicability(f"{name} is {tensor.dtype}, served are {', '.join(sorted(dtypes))}")
@@ -187,7 +187,9 @@ class Solver(ABC):
         """The steps that compute an applicable problem with a valid configuration."""
 
     def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
-        """Whether it serves a problem here: its keys, its library's presence, then `is_applicable`."""
+        """Whether it serves a problem here: its keys, its epilogue, its library's presence, then `is_applicable`."""
+        if problem.epilogue and (answer := self.fuses(problem)).refused:
+            return answer
         answers = [key.applicability(problem, device) for key in self.keys]
         if APPLICABLE not in answers:
             return answers[0]
@@ -195,6 +197,10 @@ class Solver(ABC):
         if device.library_version(key.library) is None:
             return Applicability(f"{key.library} is not installed: {INSTALL_CUDA}")
         return self.is_applicable(problem, device)
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        """Whether its kernels apply the epilogue of a problem; asked of no other problem, and no unless it says so."""
+        return Applicability(f"fuses no epilogue; {self.id} with a pass after it does")
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         """Whether a point of the parameters' product can run."""

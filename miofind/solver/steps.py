@@ -3,8 +3,8 @@
 A `ConvSolution` is an ordered tuple of steps over named buffers and a workspace plan. Nothing here holds a pointer, a
 handle or a compiled kernel, so a solution can be hashed, compared, stored and sent to another process.
 
-Buffer names: those of the problem's operands ("x", "w" and "y", whichever of them the direction writes); any other name
-is a region of the workspace.
+Buffer names: those of the problem's operands ("x", "w" and "y", whichever of them the direction writes, then the
+epilogue's); any other name is a region of the workspace.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miofind.arrays.operands import WORKSPACE_ALIGNMENT
+from miofind.core.epilogue import Activation
 from miofind.core.problem import DataType, MathMode
 from miofind.device.device import Library
 from miofind.errors import InvalidConfigError
@@ -110,6 +111,10 @@ def config_text(config: Mapping[str, object], limit: int | None = None) -> str:
     return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+RUN_PARAMETERS = "run parameters"
+"""What the numbers of a run's epilogue are called among the buffers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointer:
     """An address a step is given: a buffer by name and an offset into it."""
@@ -195,7 +200,43 @@ class TensorMap:
     swizzle_bytes: int = 0
 
 
-Argument = Pointer | Scalar | Struct | TensorMap
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpilogueArgument:
+    """What a fused kernel takes as `Epilogue` of kernels_src/common/epilogue.cuh, by value.
+
+    Four addresses, null for operands that the epilogue has not, then four numbers of each run: alpha, beta and the
+    activation's two.
+
+    Attributes:
+        scale, bias, channel_bias, residual: where the operands are.
+        activation: whose parameters are taken.
+        number: type of the numbers, "float32" or "float64".
+    """
+
+    scale: Pointer | None = None
+    bias: Pointer | None = None
+    channel_bias: Pointer | None = None
+    residual: Pointer | None = None
+    activation: Activation = Activation.NONE
+    number: str = "float32"
+
+    @property
+    def pointers(self) -> tuple[Pointer | None, ...]:
+        """The four addresses in order."""
+        return self.scale, self.bias, self.channel_bias, self.residual
+
+    @property
+    def bytes(self) -> int:
+        """Size of the structure."""
+        return 32 + 4 * (8 if self.number == "float64" else 4)
+
+    def on_buffers(self, names: Mapping[str, str]) -> EpilogueArgument:
+        """The same with buffers of some names under others."""
+        scale, bias, channel_bias, residual = (p if p is None else p.on_buffers(names) for p in self.pointers)
+        return replace(self, scale=scale, bias=bias, channel_bias=channel_bias, residual=residual)
+
+
+Argument = Pointer | Scalar | Struct | TensorMap | EpilogueArgument
 """What a kernel may be given."""
 
 
@@ -264,6 +305,11 @@ class KernelStep:
     package: str = "miofind.kernels_src"
     pdl: bool = False
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether its kernel applies an epilogue, so that its source has the lines for that."""
+        return any(name == "EPILOGUE" for name, _ in self.defines)
+
     def on_buffers(self, names: Mapping[str, str]) -> KernelStep:
         """The step with buffers of some names under others."""
         args: list[Argument] = []
@@ -271,7 +317,7 @@ class KernelStep:
             if isinstance(arg, TensorMap):
                 args.append(replace(arg, pointer=arg.pointer.on_buffers(names)))
             else:
-                args.append(arg.on_buffers(names) if isinstance(arg, Pointer) else arg)
+                args.append(arg.on_buffers(names) if isinstance(arg, Pointer | EpilogueArgument) else arg)
         return replace(self, args=tuple(args))
 
 
@@ -337,11 +383,13 @@ class CudnnStep:
         notes: names of the numerical notes that the engine may carry; an engine with others is refused.
         workspace: region given to the library, or None.
         workspace_bytes: bytes of it; a plan that wants more is refused.
+        fused: the engine carries out the problem's epilogue, too; otherwise it computes the bare problem.
     """
 
     engine: int
     knobs: tuple[tuple[int, int], ...]
     notes: tuple[str, ...] = ()
+    fused: bool = False
     workspace: str | None = None
     workspace_bytes: int = 0
 
@@ -389,7 +437,8 @@ class HostStep:
     The function lives in the solver's own module and is called as `function(problem, config, buffers)`, with
     `buffers` a mapping from buffer names to NumPy arrays (regions of the workspace as uint8). x, w and y have their
     logical shapes, x (n, c, *spatial) and w (k, c/groups, *filter), whatever their memory order; the function writes
-    the output in place.
+    the output in place. A problem with an epilogue has its operands there, too, and the run's `EpilogueParameters`
+    under the name RUN_PARAMETERS.
     """
 
     module: str

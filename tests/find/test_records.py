@@ -96,7 +96,7 @@ def test_a_solver_that_failed_with_other_sources_was_not_considered(
     sources = "ab"
     broken = candidates(handle)[-1].solver_id
     for module in (recording_module, scopes, validity):
-        monkeypatch.setattr(module, "solver_hash", lambda solver: sources if solver.id == broken else "")
+        monkeypatch.setattr(module, "solver_hash", lambda solver, fused=False: sources if solver.id == broken else "")
     validity.is_current.cache_clear()
     outcomes = [
         outcome(each, Status.WRONG_RESULT if each.solver_id == broken else Status.OK) for each in candidates(handle)

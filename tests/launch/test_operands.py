@@ -16,6 +16,7 @@ import pytest
 from fake_invokers import FakeInvoker, compute, right, then
 
 from miofind.arrays import operands
+from miofind.core.epilogue import DEFAULT_PARAMETERS
 from miofind.core.problem import Direction, Operand, ProblemDescription, Role, TensorDescriptor
 from miofind.device.device import Device
 from miofind.errors import InvalidArrayError
@@ -150,11 +151,15 @@ def test_a_kernel_step_finds_its_operand_by_name(launches: Launches) -> None:
 
 def test_cudnn_is_given_all_operands_and_its_part_of_the_workspace() -> None:
     seen: list[tuple[Bases, int]] = []
+    problem = ProblemDescription.convolution(x=(1, 8, 4, 4), w=(8, 8, 1, 1))
+    fused = ProblemDescription.convolution(x=(1, 8, 4, 4), w=(8, 8, 1, 1), epilogue="bias")
     plan = types.SimpleNamespace(prepare=lambda: None, launch=lambda bases, stream: seen.append((bases, stream)))
     for workspace in (None, "head", "parts"):
-        BoundCudnn(CudnnStep(engine=0, knobs=(), workspace=workspace), plan, PLAN)((1, 2, 3, 4, 5000), 7)  # type: ignore[arg-type]
+        step = CudnnStep(engine=0, knobs=(), workspace=workspace)
+        BoundCudnn(step, plan, PLAN, problem)((1, 2, 3, 5000), 7)  # type: ignore[arg-type]
+        BoundCudnn(step, plan, PLAN, fused)((1, 2, 3, 4, DEFAULT_PARAMETERS, 5000), 7)  # type: ignore[arg-type]
     offset = PLAN.offsets["parts"]
-    assert seen == [((1, 2, 3, 4, 5000), 7)] * 2 + [((1, 2, 3, 4, 5000 + offset), 7)]
+    assert seen == [((1, 2, 3, 5000), 7)] * 4 + [((1, 2, 3, 5000 + offset), 7)] * 2
 
 
 class Tensor:

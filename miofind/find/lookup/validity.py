@@ -30,20 +30,25 @@ def is_valid(row: Row, handle: Handle) -> bool:
 @functools.lru_cache(maxsize=1024)
 def is_current(solver: Solver | None, version: int, sources: str, device: Device) -> bool:
     """Whether a solver is the one of that version and sources, and its library is here."""
-    if solver is None or version != solver.version or sources != solver_hash(solver):
+    if solver is None or version != solver.version:
+        return False
+    if sources not in (solver_hash(solver), solver_hash(solver, fused=True)):  # no problem has rows of both
         return False
     return all(device.library_version(key.library) is not None for key in solver.keys)
 
 
 @functools.cache
-def solver_hash(solver: Solver) -> str:
+def solver_hash(solver: Solver, *, fused: bool = False) -> str:
     """Hash of the sources of a solver's kernels, or of its own where it computes on the CPU place; "" for neither.
 
     It is "" too where they cannot be read, with which whatever is measured of the solver fails.
+
+    Args:
+        fused: of its kernels for problems with an epilogue.
     """
     try:
         if solver.sources:
-            return source_hash(solver.sources, solver.source_package)
+            return source_hash(solver.sources, solver.source_package, fused=fused)
     except CompileError as error:
         logger.debug("%s has no hash of its sources: %s", solver.id, error)
         return ""

@@ -1,0 +1,236 @@
+"""What a kernel does to sums before it writes them as results: the epilogue of a fused convolution.
+
+The order is fixed, the arithmetic is that of the accumulator (float32, float64 for float64), and results are rounded
+once:
+
+    v = alpha * sum
+    v = v * scale[k]
+    v = v + bias[k]
+    v = v + channel_bias[n, k]
+    v = v + beta * residual        where the residual comes before the activation
+    v = activation(v)
+    v = v + beta * residual        where it comes after
+
+What is there decides which kernel is fast, and is part of a problem. Numbers (alpha, beta, bounds, slope) are given to
+each run. Sources of the form: CUTLASS, include/cutlass/epilogue/fusion/operations.hpp; the texts follow oneDNN's
+post-ops.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from miofind.core.tensor import DataType, enum_value
+from miofind.errors import InvalidOptionError, InvalidProblemError, brief, suggestion
+
+
+class Activation(StrEnum):
+    """The function that a result goes through.
+
+    relu max(v, 0); clamp min(max(v, low), high); leaky_relu v or slope * v below 0; silu v * sigmoid(v); gelu
+    v * (1 + erf(v / sqrt(2))) / 2; gelu_tanh its approximation by tanh; hardswish v * clamp(v + 3, 0, 6) / 6; sigmoid;
+    tanh; elu v or slope * (exp(v) - 1) below 0; mish v * tanh(log(1 + exp(v))). NaN stays NaN in each.
+    """
+
+    NONE = "none"
+    RELU = "relu"
+    CLAMP = "clamp"
+    LEAKY_RELU = "leaky_relu"
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    HARDSWISH = "hardswish"
+    SIGMOID = "sigmoid"
+    TANH = "tanh"
+    ELU = "elu"
+    MISH = "mish"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it gives exact results of exact small numbers: comparisons and products alone."""
+        return self in _EXACT
+
+
+_EXACT = (Activation.NONE, Activation.RELU, Activation.CLAMP, Activation.LEAKY_RELU)
+
+
+class ResidualPosition(StrEnum):
+    """Where the residual is added."""
+
+    NONE = "none"
+    BEFORE = "before"
+    AFTER = "after"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epilogue:
+    """What is done to sums before they are written, in the fixed order of this module. False without anything.
+
+    Equal functions are equal: a residual after no activation is one before it.
+
+    Attributes:
+        scale, bias: an operand of that name, (k,): a factor and a summand of each output channel.
+        channel_bias: an operand of that name, (n, k), in the output's dtype: a summand of each image's output channel,
+            such as a diffusion model's time embedding.
+        residual: whether an operand of that name, of the output's shape, dtype and layout, is added, and where.
+        activation: the function that results go through.
+        parameter_dtype: element type of scale and bias; None for the output's.
+
+    Raises:
+        InvalidProblemError: an unknown position, activation or dtype.
+    """
+
+    scale: bool = False
+    bias: bool = False
+    channel_bias: bool = False
+    residual: ResidualPosition = ResidualPosition.NONE
+    activation: Activation = Activation.NONE
+    parameter_dtype: DataType | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "bias", "channel_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidProblemError(f"{name}={brief(getattr(self, name))} of an epilogue must be True or False")
+        residual = enum_value(ResidualPosition, self.residual, "residual")
+        activation = enum_value(Activation, self.activation, "activation")
+        if activation is Activation.NONE and residual is ResidualPosition.AFTER:
+            residual = ResidualPosition.BEFORE
+        dtype = self.parameter_dtype
+        if dtype is not None:
+            dtype = enum_value(DataType, dtype, "parameter_dtype") if self.scale or self.bias else None
+        object.__setattr__(self, "residual", residual)
+        object.__setattr__(self, "activation", activation)
+        object.__setattr__(self, "parameter_dtype", dtype)
+
+    def __bool__(self) -> bool:
+        return self != NO_EPILOGUE
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether a residual is added."""
+        return self.residual is not ResidualPosition.NONE
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands that it reads, in order."""
+        present = {
+            "scale": self.scale,
+            "bias": self.bias,
+            "channel_bias": self.channel_bias,
+            "residual": self.has_residual,
+        }
+        return tuple(name for name, is_there in present.items() if is_there)
+
+    @property
+    def text(self) -> str:
+        """Its words in the order of computation, joined by dots, such as "bias.residual.relu"; "" without anything."""
+        words = [] if self.parameter_dtype is None else [self.parameter_dtype.value]
+        words += [name for name in self.operands if name != "residual"]
+        words += ["residual"] * (self.residual is ResidualPosition.BEFORE)
+        words += [self.activation.value] * (self.activation is not Activation.NONE)
+        words += ["residual"] * (self.residual is ResidualPosition.AFTER)
+        return ".".join(words)
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def of(cls, value: Epilogue | str | None) -> Self | Epilogue:
+        """An epilogue from one, from its text, or from None for nothing.
+
+        Raises:
+            InvalidProblemError: the text has an unknown word, a word twice, or words in another order.
+        """
+        if value is None:
+            return NO_EPILOGUE
+        if isinstance(value, Epilogue):
+            return value
+        if not isinstance(value, str):
+            raise InvalidProblemError(f"epilogue={brief(value)} must be an Epilogue or its text, such as 'bias.relu'")
+        return _read(value)
+
+
+NO_EPILOGUE = Epilogue()
+"""What a bare convolution has."""
+
+_OPERANDS = ("scale", "bias", "channel_bias", "residual")
+
+
+def _read(text: str) -> Epilogue:
+    """The epilogue that a text names."""
+    words = text.split(".") if text else []
+    activations = [a.value for a in Activation if a is not Activation.NONE]
+    dtypes = [dtype.value for dtype in DataType]
+    known = (*_OPERANDS, *activations, *dtypes)
+    for word in words:
+        if word not in known:
+            near = suggestion(word, known) or f": known are {', '.join(known)}"
+            raise InvalidProblemError(f"epilogue={brief(text)} has the unknown word {word!r:.40}{near}")
+    activation = next((word for word in words if word in activations), Activation.NONE.value)
+    after = activation in words and "residual" in words[words.index(activation) :]
+    residual = ResidualPosition.AFTER if after else ResidualPosition.BEFORE
+    epilogue = Epilogue(
+        scale="scale" in words,
+        bias="bias" in words,
+        channel_bias="channel_bias" in words,
+        residual=residual if "residual" in words else ResidualPosition.NONE,
+        activation=Activation(activation),
+        parameter_dtype=next((DataType(word) for word in words if word in dtypes), None),
+    )
+    if epilogue.text != text:
+        raise InvalidProblemError(
+            f"epilogue={brief(text)} must have each word once and in the order of computation: {epilogue.text!r}"
+        )
+    return epilogue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpilogueParameters:
+    """The numbers of an epilogue, given to each run; kernels take them as float32, as float64 for float64 problems.
+
+    Attributes:
+        alpha: factor of the convolution's sums.
+        beta: factor of the residual.
+        low, high: bounds of clamp; infinite for none.
+        slope: factor below 0: leaky_relu's slope, elu's alpha; None for PyTorch's defaults, 0.01 and 1.
+
+    Raises:
+        InvalidOptionError: a number that is none, not finite (low and high may be infinite), or low above high.
+    """
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    low: float = 0.0
+    high: float = 6.0
+    slope: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "low", "high", "slope"):
+            value = getattr(self, name)
+            if name == "slope" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InvalidOptionError(f"{name}={brief(value)} must be a number")
+            if math.isnan(value) or (math.isinf(value) and name not in ("low", "high")):
+                raise InvalidOptionError(f"{name}={value} must be finite")
+            object.__setattr__(self, name, float(value))
+        if self.low > self.high:
+            raise InvalidOptionError(f"low={self.low} must not be above high={self.high}")
+
+    def numbers(self, activation: Activation) -> tuple[float, float, float, float]:
+        """Alpha, beta and the two parameters of an activation, as kernels take them; 0 for those that it has not."""
+        if activation is Activation.CLAMP:
+            return self.alpha, self.beta, self.low, self.high
+        if activation in _SLOPES:
+            slope = _SLOPES[activation] if self.slope is None else self.slope
+            return self.alpha, self.beta, slope, 0.0
+        return self.alpha, self.beta, 0.0, 0.0
+
+
+_SLOPES = {Activation.LEAKY_RELU: 0.01, Activation.ELU: 1.0}
+
+DEFAULT_PARAMETERS = EpilogueParameters()
+"""What a run has that is given no numbers."""

@@ -1,0 +1,119 @@
+"""Epilogues: their texts, what they add to a problem and its key, their numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from miofind.core.epilogue import NO_EPILOGUE, Activation, Epilogue, EpilogueParameters, ResidualPosition
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, Role
+from miofind.errors import InvalidOptionError, InvalidProblemError
+
+SHAPES = {"x": (2, 8, 5, 6), "w": (12, 4, 3, 3), "groups": 2, "padding": 1}
+
+
+def fused(epilogue: str | Epilogue, **arguments: object) -> ProblemDescription:
+    return ProblemDescription.convolution(**SHAPES, epilogue=epilogue, **arguments)  # type: ignore[arg-type]
+
+
+def every() -> list[Epilogue]:
+    flags = (False, True)
+    return [
+        Epilogue(scale=s, bias=b, channel_bias=c, residual=r, activation=a, parameter_dtype=d)
+        for s, b, c, r, a, d in itertools.product(
+            flags, flags, flags, ResidualPosition, Activation, (None, DataType.FLOAT32)
+        )
+    ]
+
+
+def test_every_text_names_one_epilogue() -> None:
+    by_text: dict[str, Epilogue] = {}
+    for epilogue in every():
+        assert Epilogue.of(epilogue.text) == epilogue
+        assert by_text.setdefault(epilogue.text, epilogue) == epilogue
+    assert by_text[""] == NO_EPILOGUE
+    assert not NO_EPILOGUE
+    assert all(epilogue for text, epilogue in by_text.items() if text)
+
+
+def test_words_stand_in_the_order_of_computation() -> None:
+    after = Epilogue(bias=True, activation=Activation.SILU, residual=ResidualPosition.AFTER)
+    assert after.text == "bias.silu.residual"
+    assert Epilogue(scale=True, bias=True, residual=ResidualPosition.BEFORE).text == "scale.bias.residual"
+    linear = Epilogue(residual=ResidualPosition.AFTER)
+    assert linear == Epilogue(residual=ResidualPosition.BEFORE), "the same without an activation"
+    for wrong in ("relu.bias", "bias.bias", "bias.none", "bias..relu", "relu.silu", "bias.relU", "float32.relu"):
+        with pytest.raises(InvalidProblemError, match="epilogue="):
+            Epilogue.of(wrong)
+    with pytest.raises(InvalidProblemError, match=r"did you mean|leaky_relu"):
+        Epilogue.of("leakyrelu")
+
+
+def test_a_bare_problem_has_no_epilogue_in_its_key() -> None:
+    bare = ProblemDescription.convolution(**SHAPES)  # type: ignore[arg-type]
+    assert "-e." not in bare.network_config
+    assert bare.bare is bare
+    problem = fused("bias.residual.relu")
+    assert problem.network_config == f"{bare.network_config}-e.bias.residual.relu"
+    assert problem.bare == bare
+    assert problem != bare
+
+
+@pytest.mark.parametrize("text", ["bias", "float32.scale.bias.channel_bias.gelu_tanh.residual", "leaky_relu"])
+def test_a_key_is_read_back(text: str) -> None:
+    problem = fused(text, dtype=DataType.FLOAT16, layout=Layout.NHWC)
+    again = ProblemDescription.from_network_config(problem.network_config)
+    assert again == problem
+    assert again.epilogue == Epilogue.of(text)
+    assert again.operands == problem.operands
+
+
+def test_operands_follow_those_of_the_convolution() -> None:
+    problem = fused("float32.scale.bias.channel_bias.silu.residual", dtype=DataType.BFLOAT16, layout=Layout.NHWC)
+    shapes = {operand.name: (operand.shape, operand.tensor.dtype) for operand in problem.operands}
+    assert list(shapes) == ["x", "w", "y", "scale", "bias", "channel_bias", "residual"]
+    assert shapes["scale"] == shapes["bias"] == ((12,), DataType.FLOAT32)
+    assert shapes["channel_bias"] == ((2, 12), DataType.BFLOAT16)
+    assert shapes["residual"] == (problem.y.shape, DataType.BFLOAT16)
+    assert [operand.name for operand in problem.operands if operand.role is Role.OUTPUT] == ["y"]
+    assert [operand.name for operand in problem.inputs] == ["x", "w", "scale", "bias", "channel_bias", "residual"]
+    assert problem.bytes == problem.bare.bytes + 12 * 8 + 2 * 12 * 2 + problem.y.bytes
+
+
+def test_the_outputs_dtype_is_the_default_of_parameters() -> None:
+    assert fused("float32.bias") == fused("bias")
+    assert fused("float16.bias", dtype=DataType.FLOAT16) == fused("bias", dtype=DataType.FLOAT16)
+    with pytest.raises(InvalidProblemError, match="scale and bias are float16 as y or float32, not bfloat16"):
+        fused("bfloat16.bias", dtype=DataType.FLOAT16)
+
+
+@pytest.mark.parametrize("direction", [Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS])
+def test_gradients_take_no_epilogue(direction: Direction) -> None:
+    with pytest.raises(InvalidProblemError, match="only a forward convolution"):
+        fused("bias", direction=direction)
+
+
+def test_lifting_keeps_the_epilogue() -> None:
+    lifted = fused("bias.relu.residual").lifted(3)
+    assert lifted.epilogue.text == "bias.relu.residual"
+    assert {operand.name: operand.shape for operand in lifted.operands}["bias"] == (12,)
+
+
+def test_numbers_are_those_of_the_activation() -> None:
+    given = EpilogueParameters(alpha=2, beta=-1, low=-3, high=math.inf, slope=0.25)
+    assert given.numbers(Activation.RELU) == (2, -1, 0, 0)
+    assert given.numbers(Activation.CLAMP) == (2, -1, -3, math.inf)
+    assert given.numbers(Activation.ELU) == given.numbers(Activation.LEAKY_RELU) == (2, -1, 0.25, 0)
+    defaults = EpilogueParameters()
+    assert defaults.numbers(Activation.LEAKY_RELU) == (1, 1, 0.01, 0)
+    assert defaults.numbers(Activation.ELU) == (1, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"alpha": math.nan}, {"beta": math.inf}, {"slope": "1"}, {"low": 2, "high": 1}, {"alpha": True}]
+)
+def test_numbers_that_are_none_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidOptionError, match="|".join(wrong)):
+        EpilogueParameters(**wrong)  # type: ignore[arg-type]
