@@ -292,6 +292,13 @@ class Solver(ABC):
         """Whether small integers give exact results; false for F(4,3) and wider Winograd and for FFT."""
         return True
 
+    def rounds_twice(self, problem: ProblemDescription, config: Config) -> bool:
+        """Whether the sums are rounded to the output's dtype before the epilogue, whose results are rounded again.
+
+        So where a pass over the written output applies the epilogue. Asked of problems with an epilogue alone.
+        """
+        return False
+
     def __repr__(self) -> str:
         return f"<{self.id} v{self.version}>"
 

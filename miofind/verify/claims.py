@@ -24,12 +24,14 @@ class Claims:
         growth: how much wider its error bound is than direct summation's.
         exact: small integers give exact results, at any power of two that the types hold.
         spreads_nonfinite: an infinity or NaN may reach results that do not sum it.
+        rounds_twice: sums are rounded to the output's dtype before the epilogue; false where there is no epilogue.
         packed: the candidate in two parts, for weights that stay the same; None where it has none.
     """
 
     growth: float = 1.0
     exact: bool = True
     spreads_nonfinite: bool = False
+    rounds_twice: bool = False
     packed: PackedForm | None = None
 
 
@@ -53,5 +55,6 @@ def claims_of(
         growth=growth,
         exact=solver.is_exact(config) and growth <= 1,  # wider bounds come with transforms in the tensors' own type
         spreads_nonfinite=solver.spreads_nonfinite(problem, config),
+        rounds_twice=bool(problem.epilogue) and solver.rounds_twice(problem, config),
         packed=packed,
     )
