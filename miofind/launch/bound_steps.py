@@ -36,7 +36,7 @@ from miofind.solver.structs import Struct, number_in_memory
 if TYPE_CHECKING:
     from miofind.compiler import Kernel
     from miofind.libraries.cublaslt import MatmulPlan
-    from miofind.libraries.cudnn import ConvPlan
+    from miofind.libraries.cudnn import ConvPlan, FusedConvPlan
     from miofind.libraries.cufft import CufftPlan
 
 
@@ -191,7 +191,7 @@ def _pointers(argument: Argument) -> Sequence[Pointer]:
 
 def library_plan(
     step: MatmulStep | FftStep | CudnnStep, problem: ProblemDescription, device: Device
-) -> MatmulPlan | CufftPlan | ConvPlan:
+) -> MatmulPlan | CufftPlan | ConvPlan | FusedConvPlan:
     """What a library carries a step of a problem out with; any thread may bind it.
 
     A CUDA graph may hold what it has loaded on the device, which goes with it.
@@ -240,7 +240,9 @@ class BoundCudnn:
 
     __slots__ = ("_count", "_launch", "_offset")
 
-    def __init__(self, step: CudnnStep, conv: ConvPlan, plan: WorkspacePlan, problem: ProblemDescription) -> None:
+    def __init__(
+        self, step: CudnnStep, conv: ConvPlan | FusedConvPlan, plan: WorkspacePlan, problem: ProblemDescription
+    ) -> None:
         conv.prepare()
         self._offset = 0 if step.workspace is None else plan.offsets[step.workspace]
         self._count = len(problem.bare.operands) if problem.epilogue and not step.fused else 0

@@ -6,13 +6,15 @@ another release.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, require_cupy
 from miofind.errors import LaunchError
@@ -25,7 +27,6 @@ from miofind.libraries.cudnn_graph import (
     config_knobs,
     engine_config,
     engine_index,
-    operand_ids,
 )
 from miofind.libraries.cudnn_notes import (
     Note,
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 HEURISTIC = -1
 _PACKS = 64
+_MOST_NUMBERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +150,17 @@ class ConvPlan:
         workspace_bytes: bytes of workspace that a launch may use.
     """
 
-    __slots__ = ("_device", "_idle", "_local", "_problem", "_step", "workspace_bytes")
+    __slots__ = ("_device", "_idle", "_local", "_parameters", "_problem", "_step", "workspace_bytes")
 
-    def __init__(self, problem: ProblemDescription, step: CudnnStep, device: Device) -> None:
+    def __init__(
+        self,
+        problem: ProblemDescription,
+        step: CudnnStep,
+        device: Device,
+        parameters: EpilogueParameters = DEFAULT_PARAMETERS,
+    ) -> None:
         self._problem = problem
+        self._parameters = parameters
         self._step = step
         self._device = device
         self._idle: list[_BoundPlan] = []
@@ -173,8 +182,8 @@ class ConvPlan:
             try:
                 bound = self._idle.pop()
             except IndexError:
-                plan = _build(ConvGraph(self._problem, handle), self._step)
-                bound = _BoundPlan(plan, operand_ids(self._problem))
+                graph = ConvGraph(self._problem, handle, self._parameters)
+                bound = _BoundPlan(_build(graph, self._step), graph.ids, graph.numbers)
             bound.handle = handle
         self._local.lease = _Lease(bound, self._idle)
         self._local.bound = bound
@@ -198,6 +207,55 @@ class ConvPlan:
         bound.launch(addresses, stream)
 
 
+class FusedConvPlan:
+    """One recorded plan of a problem with an epilogue: a `ConvPlan` for each set of numbers that it is launched with.
+
+    cuDNN makes a run's numbers part of a plan: the first launch with new ones builds it, which takes up to a second.
+    """
+
+    __slots__ = ("_activation", "_device", "_lock", "_plans", "_problem", "_step", "workspace_bytes")
+
+    def __init__(self, problem: ProblemDescription, step: CudnnStep, device: Device) -> None:
+        self._problem = problem
+        self._step = step
+        self._device = device
+        self._activation = problem.epilogue.activation
+        self._plans: dict[tuple[float, ...], ConvPlan] = {}
+        self._lock = threading.Lock()
+        self.workspace_bytes = step.workspace_bytes
+
+    def prepare(self) -> None:
+        """Build the plan of the default numbers for this thread.
+
+        Raises:
+            LaunchError: as of `ConvPlan.prepare`.
+        """
+        self._plan(DEFAULT_PARAMETERS).prepare()
+
+    def launch(self, bases: tuple[Any, ...], stream: int) -> None:
+        """Compute the problem, as `ConvPlan.launch`; the `EpilogueParameters` are last but one of the bases.
+
+        Raises:
+            LaunchError: the launch failed, or it has been launched with too many other numbers.
+        """
+        *operands, parameters, workspace = bases
+        self._plan(parameters).launch((*operands, workspace), stream)
+
+    def _plan(self, parameters: EpilogueParameters) -> ConvPlan:
+        numbers = parameters.numbers(self._activation)
+        plan = self._plans.get(numbers)
+        if plan is None:
+            with self._lock:
+                if len(self._plans) == _MOST_NUMBERS:
+                    raise LaunchError(
+                        f"cuDNN makes numbers part of a plan, and {_MOST_NUMBERS} sets of them are in use: numbers "
+                        "that change with each run are for solvers of miofind's own"
+                    )
+                made = ConvPlan(self._problem, self._step, self._device, parameters)
+                plan = self._plans.setdefault(numbers, made)
+        return plan
+
+
 class _Lease:
     """A thread's hold on a plan, which is idle again when the thread ends."""
 
@@ -217,18 +275,20 @@ class _BoundPlan:
     Args:
         plan: of the library.
         ids: of the operands in order, by which the plan's graph knows them.
+        numbers: by what it knows them by, numbers that it reads from host memory.
 
     Attributes:
         handle: the thread's.
     """
 
-    __slots__ = ("_execute", "_ids", "_packs", "_plan", "handle")
+    __slots__ = ("_execute", "_ids", "_numbers", "_packs", "_plan", "handle")
 
     handle: CudnnHandle
 
-    def __init__(self, plan: Descriptor, ids: Mapping[str, int]) -> None:
+    def __init__(self, plan: Descriptor, ids: Mapping[str, int], numbers: Mapping[int, float]) -> None:
         self._plan = plan
-        self._ids = tuple(ids.values())
+        self._ids = (*ids.values(), *numbers)
+        self._numbers = (ctypes.c_float * len(numbers))(*numbers.values())
         self._execute = backend.library().execute
         self._packs: dict[tuple[int, ...], Descriptor] = {}
 
@@ -249,14 +309,16 @@ class _BoundPlan:
         pack = Descriptor(Kind.VARIANT_PACK)
         *operands, workspace = addresses
         pack.set(Attribute.PACK_UNIQUE_IDS, Type.INT64, *self._ids)
-        pack.set(Attribute.PACK_DATA_POINTERS, Type.VOID_PTR, *operands)
+        start = ctypes.addressof(self._numbers)
+        numbers = (start + 4 * place for place in range(len(self._numbers)))
+        pack.set(Attribute.PACK_DATA_POINTERS, Type.VOID_PTR, *operands, *numbers)
         pack.set(Attribute.PACK_WORKSPACE, Type.VOID_PTR, workspace).finalize()
         self._packs[addresses] = pack
         return pack
 
 
-def conv_plan(problem: ProblemDescription, step: CudnnStep, device: Device) -> ConvPlan:
-    """The plan that a step records, built for this thread.
+def conv_plan(problem: ProblemDescription, step: CudnnStep, device: Device) -> ConvPlan | FusedConvPlan:
+    """The plan that a step records, built for this thread; of a problem with an epilogue, with its default numbers.
 
     Raises:
         MissingLibraryError: cuDNN cannot be loaded.
@@ -264,7 +326,7 @@ def conv_plan(problem: ProblemDescription, step: CudnnStep, device: Device) -> C
             numerical notes that the step does not; its cause is a MemoryError where memory ran out.
     """
     require_cupy()
-    plan = ConvPlan(problem, step, device)
+    plan = (FusedConvPlan if problem.epilogue else ConvPlan)(problem, step, device)
     plan.prepare()
     return plan
 

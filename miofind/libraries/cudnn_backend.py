@@ -31,6 +31,7 @@ _OUT_OF_MEMORY = frozenset({4003, 4004})  # CUDNN_STATUS_INTERNAL_ERROR_HOST/DEV
 class Kind(IntEnum):
     """cudnnBackendDescriptorType_t: what a descriptor describes."""
 
+    POINTWISE = 0
     CONVOLUTION = 1
     ENGINE = 2
     ENGINE_CONFIG = 3
@@ -40,6 +41,7 @@ class Kind(IntEnum):
     CONVOLUTION_FORWARD = 10
     CONVOLUTION_BACKWARD_FILTER = 11
     CONVOLUTION_BACKWARD_DATA = 12
+    OPERATION_POINTWISE = 13
     OPERATION_GRAPH = 15
     VARIANT_PACK = 16
     TENSOR = 17
@@ -50,18 +52,24 @@ class Type(IntEnum):
 
     HANDLE = 0
     DATA_TYPE = 1
+    BOOLEAN = 2
     INT64 = 3
     FLOAT = 4
+    DOUBLE = 5
     VOID_PTR = 6
     CONVOLUTION_MODE = 7
     HEURISTIC_MODE = 8
     KNOB_TYPE = 9
+    NAN_PROPAGATION = 10
     NUMERICAL_NOTE = 11
+    POINTWISE_MODE = 14
     DESCRIPTOR = 15
 
 
 _CTYPES: dict[Type, Any] = {
     Type.HANDLE: ctypes.c_void_p,
+    Type.BOOLEAN: ctypes.c_bool,
+    Type.DOUBLE: ctypes.c_double,
     Type.INT64: ctypes.c_int64,
     Type.FLOAT: ctypes.c_float,
     Type.VOID_PTR: ctypes.c_void_p,
@@ -72,6 +80,13 @@ _CTYPES: dict[Type, Any] = {
 class Attribute(IntEnum):
     """cudnnBackendAttributeName_t: attributes of the descriptors in `Kind`."""
 
+    POINTWISE_MODE = 0
+    POINTWISE_COMPUTE_TYPE = 1
+    POINTWISE_NAN_PROPAGATION = 2
+    POINTWISE_RELU_LOWER_CLIP = 3
+    POINTWISE_RELU_UPPER_CLIP = 4
+    POINTWISE_RELU_LOWER_CLIP_SLOPE = 5
+    POINTWISE_ELU_ALPHA = 6
     CONVOLUTION_COMPUTE_TYPE = 100
     CONVOLUTION_MODE = 101
     CONVOLUTION_DILATIONS = 102
@@ -107,6 +122,10 @@ class Attribute(IntEnum):
     BACKWARD_FILTER_DW = 715
     BACKWARD_FILTER_X = 716
     BACKWARD_FILTER_DY = 717
+    OPERATION_POINTWISE_POINTWISE = 750
+    OPERATION_POINTWISE_X = 751
+    OPERATION_POINTWISE_B = 752
+    OPERATION_POINTWISE_Y = 753
     GRAPH_HANDLE = 800
     GRAPH_OPERATIONS = 801
     TENSOR_ALIGNMENT = 900
@@ -114,6 +133,8 @@ class Attribute(IntEnum):
     TENSOR_DIMENSIONS = 902
     TENSOR_STRIDES = 903
     TENSOR_UNIQUE_ID = 906
+    TENSOR_IS_VIRTUAL = 907
+    TENSOR_IS_BY_VALUE = 908
     PACK_UNIQUE_IDS = 1000
     PACK_DATA_POINTERS = 1001
     PACK_WORKSPACE = 1003

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
 from miofind.errors import LaunchError
 from miofind.libraries.cudnn_backend import Attribute, CudnnHandle, Descriptor, Kind, Type
+from miofind.libraries.cudnn_epilogue import fused_operations
 from miofind.libraries.cudnn_notes import Note, overdeclared_notes, undeclared_notes
 
 TENSOR_ALIGNMENT = 16
@@ -90,14 +92,26 @@ _heuristics_lock = threading.Lock()
 class ConvGraph:
     """The operation graph of one problem on a handle's device; for one thread.
 
+    Args:
+        parameters: the numbers of the problem's epilogue, which are part of the graph.
+
+    Attributes:
+        ids: by name and in order, what the graph calls the operands.
+        numbers: what it calls numbers that a launch is given in host memory, and these numbers.
+
     Raises:
         LaunchError: cuDNN refuses the problem.
     """
 
-    def __init__(self, problem: ProblemDescription, handle: CudnnHandle) -> None:
+    def __init__(
+        self, problem: ProblemDescription, handle: CudnnHandle, parameters: EpilogueParameters = DEFAULT_PARAMETERS
+    ) -> None:
         self.problem = problem
+        self.ids = operand_ids(problem)
+        made = _operations(problem.lifted(max(2, problem.spatial_dims)), parameters)
+        self.numbers = made.numbers
         self._graph = Descriptor(Kind.OPERATION_GRAPH)
-        self._graph.link(Attribute.GRAPH_OPERATIONS, _operation(problem.lifted(max(2, problem.spatial_dims))))
+        self._graph.link(Attribute.GRAPH_OPERATIONS, *made.operations)
         self._graph.set(Attribute.GRAPH_HANDLE, Type.HANDLE, handle.pointer)
         self._graph.finalize()
 
@@ -167,12 +181,24 @@ def _convolution(problem: ProblemDescription) -> Descriptor:
     return descriptor.set(Attribute.CONVOLUTION_STRIDES, Type.INT64, *conv.stride).finalize()
 
 
-def _operation(problem: ProblemDescription) -> Descriptor:
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The operations of a graph, and the numbers that its launches are given."""
+
+    operations: tuple[Descriptor, ...]
+    numbers: Mapping[int, float]
+
+
+def _operations(problem: ProblemDescription, parameters: EpilogueParameters) -> _Made:
     made, ids = _OPERATIONS[problem.direction], operand_ids(problem)
+    tensors = {operand.name: _tensor(operand.tensor, ids[operand.name]) for operand in problem.operands}
+    behind = fused_operations(problem, parameters, ids, tensors) if problem.epilogue else None
     operation = Descriptor(made.kind).link(made.convolution, _convolution(problem))
     for name, attribute in made.operands.items():
-        operation.link(attribute, _tensor(problem.tensor(name), ids[name]))
-    return operation.set(made.alpha, Type.FLOAT, 1.0).set(made.beta, Type.FLOAT, 0.0).finalize()
+        is_output = name == problem.direction.output
+        operation.link(attribute, behind.first if behind and is_output else tensors[name])
+    operation.set(made.alpha, Type.FLOAT, 1.0).set(made.beta, Type.FLOAT, 0.0).finalize()
+    return _Made((operation, *behind.operations), behind.numbers) if behind else _Made((operation,), {})
 
 
 def engine_index(engine: Descriptor) -> int:

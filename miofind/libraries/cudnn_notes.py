@@ -71,6 +71,8 @@ def undeclared_notes(problem: ProblemDescription, engine: int) -> frozenset[Note
     bound for 5x5 filters. Engine 2 of backward data and engines 47 and 61 of backward weights add in the type of 16-bit
     tensors: 28 to 190, 210 to 850 (bfloat16) and 22 to 45 times the bound.
     """
+    if problem.epilogue:  # engines count by the operations of a graph
+        return frozenset()
     if problem.direction is Direction.BACKWARD_WEIGHTS and engine == 17:
         return frozenset({Note.WINOGRAD})
     if problem.output.dtype.itemsize == 2 and (problem.direction, engine) in _ADDS_IN_16_BITS:
@@ -85,6 +87,8 @@ def overdeclared_notes(problem: ProblemDescription, engine: int) -> frozenset[No
     26 problems its errors were at most 0.21 of direct summation's bound, and products of 4096 that cancel left sums of
     eighths exact.
     """
+    if problem.epilogue:
+        return frozenset()
     if problem.x.dtype is DataType.FLOAT16 and (problem.direction, engine) in _ADDS_IN_32_BITS:
         return frozenset({Note.REDUCED_PRECISION_REDUCTION})
     return frozenset()
@@ -96,6 +100,8 @@ def is_wrong(problem: ProblemDescription, engine: int) -> bool:
     Engines 1 and 20 of backward weights ignore the padding after the tensor. Engine 47 of float16 forward writes 0 for
     sums beyond float16, where infinity is right: -192903 came out as 0.
     """
+    if problem.epilogue:
+        return False
     asymmetric = problem.conv.pad_before != problem.conv.pad_after
     if asymmetric and (problem.direction, engine) in _IGNORES_PADDING_AFTER:
         return True

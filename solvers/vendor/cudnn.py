@@ -13,6 +13,7 @@ from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemD
 from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError, LaunchError
 from miofind.libraries.cudnn import HEURISTIC, EnginePlan, engine_plans
+from miofind.libraries.cudnn_epilogue import refused
 from miofind.libraries.cudnn_graph import TENSOR_ALIGNMENT, Knob
 from miofind.libraries.cudnn_notes import (
     Note,
@@ -40,6 +41,8 @@ _PARAMETERS = frozenset({"engine", "knobs", "notes", "workspace_bytes"})
 # On an H200 the heuristics' first eight direct plans held the fastest or came within 0.7 % of it (geometric mean of 27
 # problems, cuDNN 9.19), but were 18 % off at worst, where PyTorch's benchmark mode has the best: hence twice as many.
 _DEFAULTS = MAX_DEFAULT_CONFIGS
+# Engines that fuse are compiled for each plan, for a tenth of a second to a second.
+_FUSED_DEFAULTS = 4
 _HEURISTIC_WORKSPACE_BYTES = 32 << 20
 _FIRST_LAYERS = 63
 _MAX_ENGINE = 9999
@@ -121,6 +124,10 @@ class ConvCudnn(Solver):
             base(x=(2, 16, 6, 8, 8), w=(16, 16, 3, 3, 3), padding=1, dtype="float16", layout="NDHWC"),
         )
 
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        """Where an engine may fuse it; which ones do says cuDNN when it is asked for plans."""
+        return Applicability(refused(problem.epilogue))
+
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         tensors = (problem.x, problem.w, problem.y)
         dtypes = {tensor.dtype for tensor in tensors}
@@ -140,16 +147,19 @@ class ConvCudnn(Solver):
         """Winograd's and FFT's plans do; others multiply by zeros of other groups, between strided gradients, or of
         channels that are not there (engine 63 of forward problems, made for first layers).
         """
+        is_for_first_layers = problem.direction is Direction.FORWARD and config["engine"] == _FIRST_LAYERS
         multiplies_zeros = (
             problem.groups > 1
             or (problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1)
-            or (problem.direction is Direction.FORWARD and config["engine"] == _FIRST_LAYERS)
+            or (is_for_first_layers and not problem.epilogue)
         )
         return multiplies_zeros or self.error_growth(problem, config) > 1
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The heuristics' best plans, direct ones first; the heuristics' choice on a device that is not there."""
         plans = sorted(self._plans(problem, device), key=lambda plan: plan.growth > 1)
+        if problem.epilogue:
+            plans = plans[:_FUSED_DEFAULTS]
         return tuple(map(_recorded, plans[:_DEFAULTS])) or (_heuristic(problem),)
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
@@ -184,6 +194,7 @@ class ConvCudnn(Solver):
             notes=tuple(name for name in config["notes"].split("+") if name),
             workspace="workspace" if size else None,
             workspace_bytes=size,
+            fused=bool(problem.epilogue),
         )
         regions = (Region(name="workspace", bytes=size),) if size else ()
         return ConvSolution(
@@ -207,13 +218,20 @@ class ConvCudnn(Solver):
         return max(arithmetic_ms, traffic_ms) + _LAUNCH_MS
 
     def _plans(self, problem: ProblemDescription, device: Device) -> tuple[EnginePlan, ...]:
-        """What cuDNN offers; nothing on a device that is not there or for a problem that it refuses."""
+        """What cuDNN offers; nothing on a device that is not there or for a bare problem that it refuses.
+
+        Raises:
+            LaunchError: it fuses the problem's epilogue in no engine.
+        """
         if device.index < 0:
             return ()
         try:
-            return engine_plans(problem, device)
+            plans = engine_plans(problem, device)
+            if problem.epilogue and not plans:
+                raise LaunchError(f"cuDNN has no engine that fuses {problem}")
+            return plans
         except LaunchError as error:
-            if isinstance(error.__cause__, MemoryError):
+            if isinstance(error.__cause__, MemoryError) or problem.epilogue:
                 raise
             return ()
 

@@ -1,0 +1,147 @@
+"""cuDNN's operation graph of an epilogue, carried out by NumPy from what its descriptors were given."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from miofind.core.epilogue import DEFAULT_PARAMETERS, Activation, Epilogue, EpilogueParameters
+from miofind.core.problem import ProblemDescription
+from miofind.epilogue_reference import activated, apply_epilogue
+from miofind.errors import LaunchError
+from miofind.libraries import cudnn, cudnn_epilogue
+from miofind.libraries.cudnn import FusedConvPlan
+from miofind.libraries.cudnn_backend import Attribute, Kind, Type
+from miofind.libraries.cudnn_epilogue import fused_operations, refused
+from miofind.solver.steps import CudnnStep
+
+SOME = EpilogueParameters(alpha=0.5, beta=-2.0, low=-0.75, high=1.5, slope=0.125)
+
+
+class Recorded:
+    """Stands in for a descriptor: keeps what it is given."""
+
+    def __init__(self, kind: Kind, name: str = "") -> None:
+        self.kind = kind
+        self.name = name
+        self.values: dict[Attribute, Any] = {}
+
+    def set(self, attribute: Attribute, kind: Type, *values: float) -> Self:
+        self.values[attribute] = values[0] if len(values) == 1 else values
+        return self
+
+    def link(self, attribute: Attribute, child: Recorded) -> Self:
+        self.values[attribute] = child
+        return self
+
+    def finalize(self) -> Self:
+        return self
+
+    def __getitem__(self, attribute: Attribute) -> Any:
+        return self.values[attribute]
+
+
+def pointwise(recorded: Recorded, first: np.ndarray, second: np.ndarray | None) -> np.ndarray:
+    """One operation as cuDNN's documentation defines it."""
+    mode = recorded[Attribute.POINTWISE_MODE]
+    if second is not None:
+        return first + second if mode == 0 else first * second
+    if mode == 100:
+        assert recorded[Attribute.POINTWISE_NAN_PROPAGATION] == 1
+        low = recorded.values.get(Attribute.POINTWISE_RELU_LOWER_CLIP, 0.0)
+        high = recorded.values.get(Attribute.POINTWISE_RELU_UPPER_CLIP, np.inf)
+        slope = recorded.values.get(Attribute.POINTWISE_RELU_LOWER_CLIP_SLOPE, 0.0)
+        return np.where(first < low, low + slope * (first - low), np.minimum(first, high))
+    smooth = {101: "tanh", 102: "sigmoid", 103: "elu", 104: "gelu", 106: "silu", 107: "gelu_tanh"}
+    slope = recorded.values.get(Attribute.POINTWISE_ELU_ALPHA)
+    return activated(first, Activation(smooth[mode]), EpilogueParameters(slope=slope))
+
+
+def carried_out(
+    problem: ProblemDescription, sums: np.ndarray, operands: Mapping[str, np.ndarray], parameters: EpilogueParameters
+) -> np.ndarray:
+    ids = {operand.name: number for number, operand in enumerate(problem.operands, 1)}
+    tensors: Any = {name: Recorded(Kind.TENSOR, name) for name in ids}
+    made: Any = fused_operations(problem, parameters, ids, tensors)
+    values = {made.first: sums} | {
+        tensors[name]: array.reshape(problem.tensor(name).shape) for name, array in operands.items()
+    }
+    for operation in made.operations:
+        other = operation.values.get(Attribute.OPERATION_POINTWISE_B)
+        if other is not None and other not in values:
+            values[other] = np.array(made.numbers[other[Attribute.TENSOR_UNIQUE_ID]])
+        first = values[operation[Attribute.OPERATION_POINTWISE_X]]
+        second = None if other is None else values[other]
+        result = operation[Attribute.OPERATION_POINTWISE_Y]
+        assert result not in values, "written twice"
+        values[result] = pointwise(operation[Attribute.OPERATION_POINTWISE_POINTWISE], first, second)
+    numbers = [tensor.values.get(Attribute.TENSOR_UNIQUE_ID) for tensor in values if not tensor.name]
+    assert len(set(numbers)) == len(numbers), "one id a tensor"
+    return values[tensors["y"]]
+
+
+TEXTS = [
+    "bias",
+    "relu",
+    "residual",
+    "scale.bias.residual.relu",
+    "bias.silu.residual",
+    "bias.clamp",
+    "bias.leaky_relu.residual",
+    "gelu",
+    "gelu_tanh",
+    "sigmoid",
+    "tanh",
+    "scale.elu",
+]
+
+
+@pytest.mark.parametrize("parameters", [DEFAULT_PARAMETERS, SOME], ids=["defaults", "numbers"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_graph_computes_the_epilogue(
+    text: str, parameters: EpilogueParameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn_epilogue, "Descriptor", Recorded)
+    problem = ProblemDescription.convolution(x=(2, 3, 4, 5), w=(6, 3, 1, 1), epilogue=text)
+    random = np.random.default_rng(0)
+    sums = 3 * random.standard_normal(problem.y.shape)
+    operands = {
+        o.name: random.standard_normal(o.shape) for o in problem.operands if o.name in problem.epilogue.operands
+    }
+    wanted = apply_epilogue(problem, sums, operands, parameters)
+    assert carried_out(problem, sums, operands, parameters) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_what_cudnn_has_no_operation_for_is_refused() -> None:
+    answers = {activation: refused(Epilogue(bias=True, activation=activation)) for activation in Activation}
+    assert {activation for activation, reason in answers.items() if reason} == {Activation.HARDSWISH, Activation.MISH}
+    assert "one number an image and channel" in refused(Epilogue(channel_bias=True))
+
+
+def test_each_set_of_numbers_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Any, ...]] = []
+
+    def plan(problem: object, step: object, device: object, parameters: EpilogueParameters) -> types.SimpleNamespace:
+        def launch(addresses: tuple[int, ...], stream: int) -> None:
+            launched.append((parameters, addresses, stream))
+
+        return types.SimpleNamespace(launch=launch, prepare=lambda: launched.append((parameters,)))
+
+    monkeypatch.setattr(cudnn, "ConvPlan", plan)
+    problem = ProblemDescription.convolution(x=(2, 3, 4, 5), w=(6, 3, 1, 1), epilogue="bias.relu")
+    fused = FusedConvPlan(problem, CudnnStep(engine=0, knobs=(), fused=True), None)  # type: ignore[arg-type]
+    fused.prepare()
+    halved, same = EpilogueParameters(alpha=0.5), EpilogueParameters(low=1.0)
+    for parameters in (DEFAULT_PARAMETERS, halved, same, halved):
+        fused.launch((1, 2, 3, 4, parameters, 5000), 7)
+    bases = (1, 2, 3, 4, 5000)
+    expected = [DEFAULT_PARAMETERS, halved, DEFAULT_PARAMETERS, halved]  # relu has no bounds
+    assert launched == [(DEFAULT_PARAMETERS,), *((parameters, bases, 7) for parameters in expected)]
+    for number in range(cudnn._MOST_NUMBERS - 2):
+        fused.launch((1, 2, 3, 4, EpilogueParameters(alpha=2.0 + number), 5000), 7)
+    with pytest.raises(LaunchError, match="numbers part of a plan"):
+        fused.launch((1, 2, 3, 4, EpilogueParameters(alpha=0.25), 5000), 7)
