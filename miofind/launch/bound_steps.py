@@ -35,7 +35,7 @@ from miofind.solver.structs import Struct, number_in_memory
 
 if TYPE_CHECKING:
     from miofind.compiler import Kernel
-    from miofind.libraries.cublaslt import MatmulPlan
+    from miofind.libraries.cublaslt import FusedProduct, MatmulPlan
     from miofind.libraries.cudnn import ConvPlan, FusedConvPlan
     from miofind.libraries.cufft import CufftPlan
 
@@ -230,6 +230,26 @@ class BoundMatmul:
         addresses = [bases[base] + offset for base, offset in self._places]
         workspace = addresses[3] if len(addresses) == 4 else 0
         self._launch(addresses[0], addresses[1], addresses[2], workspace, stream)
+
+
+class BoundFusedMatmul:
+    """A cuBLASLt product with an epilogue on the bases."""
+
+    __slots__ = ("_parameters", "_places", "_product", "_workspace")
+
+    def __init__(self, step: MatmulStep, product: FusedProduct, place: Callable[[Pointer], BasedAddress]) -> None:
+        assert step.epilogue is not None
+        pointers = (step.a, step.b, step.c, step.epilogue.bias, step.epilogue.residual)
+        self._places = tuple(None if pointer is None else place(pointer) for pointer in pointers)
+        self._parameters = place(Pointer(buffer=RUN_PARAMETERS)).base
+        self._workspace = None if step.workspace is None else place(Pointer(buffer=step.workspace))
+        self._product = product
+
+    def __call__(self, bases: Sequence[Any], stream: int) -> None:
+        a, b, c, bias, residual = (0 if at is None else bases[at.base] + at.offset for at in self._places)
+        given = self._workspace
+        workspace = 0 if given is None else bases[given.base] + given.offset
+        self._product.launch((a, b, c, bias, residual), bases[self._parameters], workspace, stream)
 
 
 class BoundCudnn:

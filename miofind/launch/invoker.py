@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from miofind.launch.bound_steps import (
     BasedAddress,
     BoundCudnn,
     BoundFft,
+    BoundFusedMatmul,
     BoundKernel,
     BoundMatmul,
     BoundStep,
@@ -143,12 +144,20 @@ class _CudaInvoker(Invoker):
         if isinstance(step, KernelStep):
             return BoundKernel(step, self._kernels[step], place, pdl=pdl and self._supports_pdl)
         if isinstance(step, MatmulStep):
-            return BoundMatmul(step, self._plan_of(step), place)
+            return self._bound_product(step, place)
         if isinstance(step, FftStep):
             return BoundFft(step, self._plan_of(step), place)
         if isinstance(step, CudnnStep):
             return BoundCudnn(step, self._plan_of(step), plan, self.problem)
         raise LaunchError(f"{self.solver_id}: a {type(step).__name__} does not run on {self.device.place}")
+
+    def _bound_product(self, step: MatmulStep, place: Callable[[Pointer], BasedAddress]) -> BoundStep:
+        plan = self._plan_of(step)
+        if step.epilogue is None:
+            return BoundMatmul(step, plan, place)
+        from miofind.libraries.cublaslt import FusedProduct
+
+        return BoundFusedMatmul(step, FusedProduct(step, plan, self.device), place)
 
     def _plan_of(self, step: MatmulStep | FftStep | CudnnStep) -> Any:
         """The plan of a library's step, one for all threads."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from miofind.core.epilogue import Activation, EpilogueParameters
 from miofind.core.problem import DataType, MathMode
 from miofind.device.device import INSTALL_CUDA, Device
 from miofind.errors import LaunchError, MissingLibraryError
@@ -25,11 +26,18 @@ from miofind.solver.steps import MatmulStep
 
 # Values of cudaDataType_t and cublasComputeType_t. Source: library_types.h and cublas_api.h of the CUDA toolkit.
 _CUDA_TYPE = {DataType.FLOAT32: 0, DataType.FLOAT64: 1, DataType.FLOAT16: 2, DataType.BFLOAT16: 14}
+# cublasLtEpilogue_t: what an activation and a bias add up to; _DEFAULT for neither.
+_EPILOGUES = {Activation.NONE: 0, Activation.RELU: 2, Activation.GELU_TANH: 32}
+_BIAS = 4
+_DEFAULT = 1
 _COMPUTE_32F = 68
 _COMPUTE_64F = 70
 _COMPUTE_32F_FAST_TF32 = 77
 _MAX_RESULTS = 64
 _PLANS = 4096
+
+FusedOperands = tuple[int, int, int, int, int]
+"""Addresses of A, B, C, the bias and the residual; 0 for what there is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +60,17 @@ class MatmulPlan:
 
     Attributes:
         workspace_bytes: bytes of the workspace that a launch uses.
+        result: the library's structure that holds the algorithm.
         launch: `launch(a, b, c, workspace, stream)` with device addresses and a stream's address as ints. Starts the
             product asynchronously; raises LaunchError where the library refuses.
     """
 
-    __slots__ = ("__weakref__", "launch", "workspace_bytes")
+    __slots__ = ("__weakref__", "launch", "result", "workspace_bytes")
 
     launch: Callable[[int, int, int, int, int], None]
 
     def __init__(self, operation: _Operation, result: npt.NDArray[Any]) -> None:
+        self.result = result
         self.workspace_bytes = int(result["workspace_size"][0])
         self.launch = _launcher(operation, result, self.workspace_bytes)
 
@@ -101,6 +111,55 @@ def matmul_algorithms(step: MatmulStep, device: Device, limit: int = 8) -> tuple
     return tuple(found.values())
 
 
+class FusedProduct:
+    """A product with an epilogue, of one thread: its bias and numbers are written where the library reads them.
+
+    Args:
+        step: the product.
+        plan: its plan, whose algorithm is taken.
+
+    Raises:
+        LaunchError: the library refuses its descriptors.
+    """
+
+    __slots__ = ("_activation", "_bias", "_operation", "_parameters", "_plan")
+
+    def __init__(self, step: MatmulStep, plan: MatmulPlan, device: Device) -> None:
+        assert step.epilogue is not None
+        self._activation = step.epilogue.activation
+        self._operation = _operation(MatmulShape.of(step), device.index)
+        self._plan = plan
+        self._bias = 0
+        self._parameters: EpilogueParameters | None = None
+
+    def launch(self, operands: FusedOperands, parameters: EpilogueParameters, workspace: int, stream: int) -> None:
+        """Start the product asynchronously.
+
+        Raises:
+            LaunchError: the library refuses.
+        """
+        operation, result = self._operation, self._plan.result
+        library = operation.library
+        a, b, c, bias, residual = operands
+        try:
+            if bias != self._bias:
+                flags = library.MatmulDescAttribute
+                _set(library.matmul_desc_set_attribute, operation.operation, flags.BIAS_POINTER, np.uint64(bias))
+                self._bias = bias
+            if parameters is not self._parameters:
+                alpha, beta, _, _ = parameters.numbers(self._activation)
+                operation.scalars[:] = alpha, beta if residual else 0.0
+                self._parameters = parameters
+            scalars = operation.scalars.ctypes.data
+            library.matmul(
+                operation.handle, operation.operation, scalars, a, operation.a, b, operation.b,
+                scalars + operation.scalars.itemsize, residual or c, operation.c, c, operation.c,
+                result.ctypes.data, workspace, self._plan.workspace_bytes, stream,
+            )  # fmt: skip
+        except library.cuBLASLtError as error:
+            raise LaunchError(f"cuBLASLt did not start {operation.description}: {error}") from error
+
+
 class _Operation:
     """Descriptors of one product; destroyed with the object."""
 
@@ -123,6 +182,9 @@ class _Operation:
             flags = library.MatmulDescAttribute
             for name, transposed in ((flags.TRANSA, step.transpose_a), (flags.TRANSB, step.transpose_b)):
                 _set(library.matmul_desc_set_attribute, self.operation, name, np.int32(transposed))
+            if step.epilogue is not None:
+                fused = np.int32(_EPILOGUES[step.epilogue.activation] + (_BIAS if step.epilogue.bias else 0))
+                _set(library.matmul_desc_set_attribute, self.operation, flags.EPILOGUE, fused or np.int32(_DEFAULT))
             rows_a, columns_a = (step.k, step.m) if step.transpose_a else (step.m, step.k)
             rows_b, columns_b = (step.n, step.k) if step.transpose_b else (step.k, step.n)
             self.a = self._layout(ab, (rows_a, columns_a, step.lda), step.batch, step.stride_a)
@@ -284,9 +346,10 @@ def _compute_type(step: MatmulStep) -> int:
 
 def _describe(step: MatmulStep) -> str:
     a, b = ("T" if step.transpose_a else "N"), ("T" if step.transpose_b else "N")
+    fused = f" with {step.epilogue.activation}" if step.epilogue else ""
     return (
         f"a product m={step.m} n={step.n} k={step.k} {a}{b} batch={step.batch} ld={step.lda},{step.ldb},{step.ldc} "
-        f"strides={step.stride_a},{step.stride_b},{step.stride_c} {step.dtype_ab} to {step.dtype_c} {step.math}"
+        f"strides={step.stride_a},{step.stride_b},{step.stride_c} {step.dtype_ab} to {step.dtype_c} {step.math}{fused}"
     )
 
 

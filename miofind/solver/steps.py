@@ -325,6 +325,8 @@ class KernelStep:
 class MatmulStep:
     """One (batched) cuBLASLt product, column-major as cuBLAS has it: C[m, n] = alpha * op(A) op(B) + beta * C.
 
+    With an epilogue: C[m, n] = activation(alpha * op(A) op(B) + bias[m] + beta * residual[m, n]), with a run's numbers.
+
     Attributes:
         m, n, k: sizes of the product.
         transpose_a, transpose_b: whether op is a transposition.
@@ -336,6 +338,7 @@ class MatmulStep:
         algorithm: the library's algorithm as recorded (attribute, value) pairs; empty for the heuristics' first.
         workspace: region given to the library, or None.
         workspace_bytes: bytes of it; the library takes no algorithm that wants more.
+        epilogue: bias, residual (laid out as C) and activation: relu, gelu_tanh or none.
     """
 
     m: int
@@ -361,11 +364,12 @@ class MatmulStep:
     algorithm: tuple[tuple[str, int], ...] = ()
     workspace: str | None = None
     workspace_bytes: int = 0
+    epilogue: EpilogueArgument | None = None
 
     def on_buffers(self, names: Mapping[str, str]) -> MatmulStep:
         """The step with operands of some names under others."""
         a, b, c = (pointer.on_buffers(names) for pointer in (self.a, self.b, self.c))
-        return replace(self, a=a, b=b, c=c)
+        return replace(self, a=a, b=b, c=c, epilogue=self.epilogue and self.epilogue.on_buffers(names))
 
     @property
     def library(self) -> Library:

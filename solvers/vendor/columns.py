@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from miofind.core.epilogue import Activation, ResidualPosition
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.libraries.gemm import MAX_BATCH, STEP_MS, BatchedGemm, ColumnProducts, ImageRange, product_ms
+from miofind.solver.epilogue import epilogue_arguments
 from miofind.solver.solver import APPLICABLE, Applicability
-from miofind.solver.steps import KernelStep, Pointer, Region, Scalar, Step
+from miofind.solver.steps import KernelStep, MatmulStep, Pointer, Region, Scalar, Step
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.split_k import SplitK
 
@@ -24,6 +26,7 @@ PARTIALS = "partials"
 FILTERS = "filters"
 MAX_SIZE = 2**31 - 1
 # The kernels round sizes up to whole blocks of vectors in int32.
+_ACTIVATIONS = (Activation.NONE, Activation.RELU, Activation.GELU_TANH)
 _MAX_KERNEL_SIZE = MAX_SIZE - 8192
 _THREADS = 256
 _CHANNELS_A_THREAD = 4
@@ -171,13 +174,37 @@ class ColumnPlan:
             if not self.in_place and not self._folds:
                 yield self._kernel(first, count)
             for product in self._chunk(first, count):
-                yield from product.steps()
+                yield from map(self._fused, product.steps())
             if not self.in_place and self._folds:
                 yield self._kernel(first, count)
         if self.writes_partials:
             yield self._filters_step(
                 "sum", Pointer(buffer=PARTIALS), Pointer(buffer="w"), Scalar(ctype="int32", value=self.slots)
             )
+
+    def _fused(self, product: MatmulStep) -> MatmulStep:
+        """A product with the problem's epilogue, if it has one."""
+        if not self.problem.epilogue:
+            return product
+        (epilogue,) = epilogue_arguments(self.problem)
+        residual = replace(product.c, buffer="residual") if epilogue.residual else None
+        return replace(product, epilogue=replace(epilogue, residual=residual))
+
+    def refuse_epilogue(self) -> Applicability:
+        """Why the products do not take the problem's epilogue; APPLICABLE if they do.
+
+        cuBLASLt adds a bias to each row of what it sees, an output channel where channels are last.
+        """
+        epilogue = self.problem.epilogue
+        if epilogue.scale or epilogue.channel_bias or epilogue.parameter_dtype:
+            return Applicability("cuBLASLt fuses a bias in the output's dtype, no scale and no bias of each image")
+        if epilogue.residual is ResidualPosition.AFTER:
+            return Applicability("cuBLASLt adds before the activation")
+        if epilogue.activation not in _ACTIVATIONS:
+            return Applicability(f"cuBLASLt fuses {', '.join(_ACTIVATIONS)}, not {epilogue.activation}")
+        if self.problem.groups > 1 or not self.products.merges_images:
+            return Applicability("cuBLASLt adds a bias to rows: channels must be last, in one group")
+        return APPLICABLE
 
     def estimate_ms(self, device: Device, workspace_bytes: int) -> float:
         """Analytic milliseconds: the products, and the traffic of columns and partial sums."""
@@ -191,6 +218,8 @@ class ColumnPlan:
             total += chunks * STEP_MS
         if self._pads_filters:
             total += STEP_MS
+        if self.problem.epilogue.has_residual:
+            moved += self.problem.y.bytes
         if self.writes_partials:
             moved += float(self.split_k.bytes)
             total += STEP_MS

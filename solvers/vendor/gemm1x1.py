@@ -59,11 +59,15 @@ class ConvGemm1x1(Solver):
         x, w = (2, 16, 7, 9), (24, 16, 1, 1)
         return (
             conv(x=x, w=w, dtype="float16", layout="NHWC"),
+            conv(x=x, w=w, stride=2, dtype="float16", layout="NHWC", epilogue="bias.residual.relu"),
             conv(x=x, w=w, dtype="float16", layout={"x": "NHWC", "w": "NCHW", "y": "NCHW"}),
             conv(x=x, w=w, stride=2, dtype="bfloat16", direction="backward_data"),
             conv(x=(5, 16, 6, 6), w=(24, 4, 1, 1), groups=4, dtype="float16", direction="backward_weights"),
             conv(x=(2, 8, 30), w=(6, 8, 1), stride=3, math="tf32", layout="NWC"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return _plan(problem, 1).refuse_epilogue()
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if not problem.is_1x1:

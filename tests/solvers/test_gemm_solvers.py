@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from struct_fields import fields_of
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.epilogue_reference import activated, apply_epilogue
 from miofind.errors import InvalidConfigError
 from miofind.libraries.gemm import MAX_BATCH, BatchedGemm, GemmOperand
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES, TENSOR_ALIGNMENT, MatmulShape
@@ -61,7 +63,16 @@ def run_matmul(step: MatmulStep, memory: Memory) -> None:
     a = (a.transpose(0, 2, 1) if step.transpose_a else a).astype(np.float64)
     b = (b.transpose(0, 2, 1) if step.transpose_b else b).astype(np.float64)
     product = step.alpha * (a @ b)
-    out[...] = product + (step.beta * out if step.beta else 0)
+    if step.epilogue is None:
+        out[...] = product + (step.beta * out if step.beta else 0)
+        return
+    if step.epilogue.bias:
+        product += memory.view(step.epilogue.bias, c)[: step.m, np.newaxis]  # one of each row
+    if step.epilogue.residual:
+        product += matrices(
+            memory.view(step.epilogue.residual, c), (step.m, step.n), step.ldc, step.batch, step.stride_c
+        )
+    out[...] = activated(product, step.epilogue.activation)
 
 
 SIZES = ("depth", "height", "width")
@@ -190,6 +201,10 @@ def execute(problem: ProblemDescription, solution: ConvSolution, inputs: dict[st
         tensor = problem.tensor(name)
         values = inputs.get(name, np.full(tensor.shape, np.nan))
         buffers[name] = to_memory(values, tensor.layout.channels_last, tensor.dtype)
+    for operand in problem.operands[3:]:
+        buffers[operand.name] = to_memory(
+            inputs[operand.name], operand.tensor.layout.channels_last, operand.tensor.dtype
+        )
     for region in solution.workspace.regions:
         buffers[region.name] = np.full(region.bytes, 0xFF, np.uint8)
     memory = Memory(buffers)
@@ -237,16 +252,16 @@ def direct(problem: ProblemDescription, inputs: dict[str, np.ndarray]) -> np.nda
 
 def draw(problem: ProblemDescription) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {
-        name: rng.integers(-1, 2, problem.tensor(name).shape).astype(np.float64) for name in problem.direction.inputs
-    }
+    return {operand.name: rng.integers(-1, 2, operand.tensor.shape).astype(np.float64) for operand in problem.inputs}
 
 
 def check(solver: Solver, problem: ProblemDescription, config: Config) -> ConvSolution:
     solver.check_config(problem, DEVICE, config)
     solution = solver.solution(problem, DEVICE, config)
     inputs = draw(problem)
-    np.testing.assert_array_equal(execute(problem, solution, inputs), direct(problem, inputs))
+    shaped = {operand.name: inputs[operand.name].reshape(operand.shape) for operand in problem.operands[3:]}
+    wanted = apply_epilogue(problem, direct(problem, inputs), shaped)
+    np.testing.assert_array_equal(execute(problem, solution, inputs), wanted.astype(NUMPY[problem.output.dtype]))
     for step in solution.steps:
         if isinstance(step, MatmulStep):
             shape = MatmulShape.of(step)
@@ -521,3 +536,31 @@ def test_kernel_signatures_match_the_arguments():
             assert [kind_of(arg) for arg in step.args] == entries[step.entry]
             seen.add(step.entry)
     assert seen == set(entries)
+
+
+@pytest.mark.parametrize("text", ["bias", "bias.relu", "residual.relu", "bias.residual", "bias.gelu_tanh", "relu"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_products_take_epilogues(text: str, batch: int) -> None:
+    """Chunks of images take their own part of the residual."""
+    conv, half = ProblemDescription.convolution, {"dtype": "float32", "layout": "NHWC", "epilogue": text}
+    check_all(ConvGemm1x1(), conv(x=(batch, 8, 3, 4), w=(6, 8, 1, 1), **half))
+    check_all(ConvGemm1x1(), conv(x=(batch, 8, 5, 4), w=(6, 8, 1, 1), stride=2, **half))
+    check_all(ConvIm2colGemm(), conv(x=(batch, 3, 6, 5), w=(6, 3, 3, 3), padding=1, **half))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"epilogue": "scale"}, "no scale"),
+        ({"epilogue": "channel_bias"}, "no scale and no bias of each image"),
+        ({"epilogue": "float32.bias"}, "in the output's dtype"),
+        ({"epilogue": "relu.residual"}, "before the activation"),
+        ({"epilogue": "bias.silu"}, "not silu"),
+        ({"epilogue": "bias", "layout": "NCHW"}, "channels must be last"),
+        ({"epilogue": "bias", "w": (6, 4, 1, 1), "groups": 2}, "in one group"),
+    ],
+)
+def test_epilogues_that_products_do_not_take_are_refused(fields: dict[str, Any], reason: str) -> None:
+    given = {"x": (2, 8, 3, 4), "w": (6, 8, 1, 1), "dtype": "float16", "layout": "NHWC"} | fields
+    answer = ConvGemm1x1().applicability(ProblemDescription.convolution(**given), DEVICE)
+    assert reason in answer.reason

@@ -28,6 +28,7 @@ from miofind.solver.steps import (
     Config,
     ConvSolution,
     CudnnStep,
+    EpilogueArgument,
     FftStep,
     HostStep,
     KernelStep,
@@ -267,12 +268,17 @@ def check_that_steps_name_known_buffers_and_write_the_output(offer: Offer) -> No
 def pointers(step: KernelStep | MatmulStep | CudnnStep | FftStep | HostStep) -> list[Pointer]:
     if isinstance(step, KernelStep):
         buffers = [arg.pointer if isinstance(arg, TensorMap) else arg for arg in step.args]
-        return [arg for arg in buffers if isinstance(arg, Pointer)]
+        epilogues = [arg for arg in step.args if isinstance(arg, EpilogueArgument)]
+        return [*(arg for arg in buffers if isinstance(arg, Pointer)), *epilogue_pointers(*epilogues)]
     if isinstance(step, MatmulStep):
-        return [step.a, step.b, step.c]
+        return [step.a, step.b, step.c, *epilogue_pointers(step.epilogue)]
     if isinstance(step, FftStep):
         return [step.data]
     return []
+
+
+def epilogue_pointers(*epilogues: EpilogueArgument | None) -> list[Pointer]:
+    return [pointer for epilogue in epilogues if epilogue for pointer in epilogue.pointers if pointer]
 
 
 def workspaces(steps: tuple[object, ...]) -> set[str]:
