@@ -31,28 +31,48 @@ def apply_epilogue(
         parameters: its numbers.
         indices: flat logical indices of the output elements that the sums are of; all if left out.
     """
-    epilogue, shape = problem.epilogue, problem.output.shape
+    v = before_activation(problem, sums, operands, parameters, indices)
+    v = activated(v, problem.epilogue.activation, parameters)
+    if problem.epilogue.residual is not ResidualPosition.AFTER:
+        return v
+    with np.errstate(all="ignore"):  # whatever the caller has NumPy do
+        return v + parameters.beta * along_output(problem, "residual", operands, indices)
 
-    def along(name: str) -> NDArray[np.float64]:
-        operand = np.asarray(operands[name], dtype=np.float64)
-        ones = (1,) * (len(shape) - 2)
-        whole = operand if name == "residual" else operand.reshape((1,) * (operand.ndim == 1) + operand.shape + ones)
-        wide = np.broadcast_to(whole, shape)
-        return wide if indices is None else wide[np.unravel_index(indices, shape)]
 
+def before_activation(
+    problem: ProblemDescription,
+    sums: NDArray[np.float64],
+    operands: Mapping[str, NDArray[Any]],
+    parameters: EpilogueParameters,
+    indices: NDArray[np.int64] | None = None,
+) -> NDArray[np.float64]:
+    """What a problem's activation is given of its convolution's sums, in float64; arguments as in `apply_epilogue`."""
+    epilogue = problem.epilogue
     with np.errstate(all="ignore"):  # whatever the caller has NumPy do
         v = parameters.alpha * sums
         if epilogue.scale:
-            v = v * along("scale")
+            v = v * along_output(problem, "scale", operands, indices)
         for name in ("bias", "channel_bias"):
             if getattr(epilogue, name):
-                v = v + along(name)
+                v = v + along_output(problem, name, operands, indices)
         if epilogue.residual is ResidualPosition.BEFORE:
-            v = v + parameters.beta * along("residual")
-        v = activated(v, epilogue.activation, parameters)
-        if epilogue.residual is ResidualPosition.AFTER:
-            v = v + parameters.beta * along("residual")
+            v = v + parameters.beta * along_output(problem, "residual", operands, indices)
     return v
+
+
+def along_output(
+    problem: ProblemDescription,
+    name: str,
+    operands: Mapping[str, NDArray[Any]],
+    indices: NDArray[np.int64] | None = None,
+) -> NDArray[np.float64]:
+    """An epilogue's operand as each element of the output meets it, or as the listed ones do, in float64."""
+    shape = problem.output.shape
+    operand = np.asarray(operands[name], dtype=np.float64)
+    ones = (1,) * (len(shape) - 2)
+    whole = operand if name == "residual" else operand.reshape((1,) * (operand.ndim == 1) + operand.shape + ones)
+    wide = np.broadcast_to(whole, shape)
+    return wide if indices is None else wide[np.unravel_index(indices, shape)]
 
 
 def activated(

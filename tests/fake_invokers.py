@@ -9,9 +9,10 @@ import numpy as np
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.epilogue_reference import apply_epilogue
 from miofind.launch.invoker import Invoker
 from miofind.reference import reference_on_host, round_once
-from miofind.solver.steps import Config
+from miofind.solver.steps import RUN_PARAMETERS, Config
 
 Run = Callable[[dict[str, Any], Any], None]
 
@@ -33,7 +34,9 @@ class FakeInvoker(Invoker):
     def run(self, bases: tuple[Any, ...], stream: int) -> None:
         self.runs += 1
         *tensors, workspace = bases
-        self._run({operand.name: each for operand, each in zip(self.problem.operands, tensors, strict=True)}, workspace)
+        names = [operand.name for operand in self.problem.operands]
+        names += [RUN_PARAMETERS] if self.problem.epilogue else []
+        self._run(dict(zip(names, tensors, strict=True)), workspace)
 
 
 def inputs_of(problem: ProblemDescription, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +46,8 @@ def inputs_of(problem: ProblemDescription, tensors: dict[str, Any]) -> dict[str,
 
 def compute(problem: ProblemDescription, tensors: dict[str, Any]) -> np.ndarray:
     """The right result in float64."""
-    return reference_on_host(problem, **inputs_of(problem, tensors))
+    sums = reference_on_host(problem, **inputs_of(problem, tensors))
+    return apply_epilogue(problem, sums, tensors, tensors[RUN_PARAMETERS]) if problem.epilogue else sums
 
 
 def right(problem: ProblemDescription) -> Run:

@@ -12,8 +12,11 @@ class Values(IntEnum):
     """Distribution of an input's elements; the numbers are those of harness/random_inputs.cu.
 
     NORMAL has mean 0 and standard deviation 1. TERNARY is -1, 0 or 1, equally likely: its products and their sums are
-    exact in any order, so that a result can be compared bit for bit.
+    exact in any order, so that a result can be compared bit for bit. For an epilogue's operands beside it: DYADIC is
+    one of 1/64 ... 128/64 or its negative, POSITIVE one of 1/64 ... 128/64, all equally likely.
     """
 
     NORMAL = 0
     TERNARY = 1
+    DYADIC = 2
+    POSITIVE = 3

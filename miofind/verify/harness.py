@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
+from miofind.verify.epilogue_trials import operand_values, trial_parameters
 from miofind.verify.nonfinite import Injected, injected_values
 from miofind.verify.ranges import UNSCALED, Powers, ScaledAxis, axes, exponents_along
 
@@ -52,9 +54,11 @@ class Setting:
     """Inputs and memory of one run.
 
     Attributes:
-        values: distribution of both inputs.
+        values: distribution of the convolution's inputs; an epilogue's operands follow it (`operand_values`).
         powers: powers of two that the inputs are multiplied by.
         nonfinite: a few infinities and NaN are injected into the inputs, and zeros that they are multiplied with.
+        shifted: an epilogue's operands are positive, and its other numbers are those of `trial_parameters` for that.
+        rounds_twice: results are held to an epilogue of sums that were rounded to the output's dtype.
         poison: what fills the output and the guard bands before the run.
         keeps_workspace: the workspace still holds what the previous run wrote; otherwise it is filled with NaN.
         is_aligned: tensors lie at multiples of PLACEMENT_BYTES; otherwise their addresses have the alignment that the
@@ -66,6 +70,8 @@ class Setting:
     values: Values
     powers: Powers = UNSCALED
     nonfinite: bool = False
+    shifted: bool = False
+    rounds_twice: bool = False
     poison: Poison = Poison.NAN
     keeps_workspace: bool = False
     is_aligned: bool = False
@@ -74,11 +80,11 @@ class Setting:
     @property
     def contents(self) -> Setting:
         """The fields that decide the values of the inputs."""
-        return Setting(values=self.values, powers=self.powers, nonfinite=self.nonfinite)
+        return Setting(values=self.values, powers=self.powers, nonfinite=self.nonfinite, shifted=self.shifted)
 
     @property
     def unscaled(self) -> Setting:
-        """The same inputs without powers of two; their reference times the powers is that of the scaled inputs."""
+        """The same convolution's inputs without powers of two; their sums times the powers are those of the scaled."""
         return Setting(values=self.values, nonfinite=self.nonfinite)
 
 
@@ -117,7 +123,8 @@ class CheckResult:
         unwritten: number of NaN in the whole output; a correct run leaves none. 0 where NaN were injected.
         first_unwritten: logical index of the first of them in memory.
         damaged: buffers overwritten that a run must not touch, such as "the guard band after y" or "input x".
-        max_error: largest |error| / (|x| * |w|) of the checked elements.
+        max_error: largest |error| / (|x| * |w|) of the checked elements; with an epilogue over the sum of the
+            magnitudes of all that it makes them of.
         bound_ratio: largest error, less the output's rounding, over the bound of the arithmetic; at most 1 if correct.
         fingerprint: checksum of all bits of the output.
     """
@@ -178,8 +185,8 @@ class CheckHarness(ABC):
         Args:
             invoker: the candidate.
             setting: inputs and memory of the run.
-            factor: bound of |error| in units of sqrt(x^2 * w^2), before rounding; None where the output must equal
-                the rounded reference.
+            factor: bound of the sums' |error| in units of sqrt(x^2 * w^2), before rounding; None where the sums are
+                exact, and the output must equal the rounded reference unless its activation is inexact.
         """
 
     @abstractmethod
@@ -203,6 +210,18 @@ class CheckHarness(ABC):
         """The generator that draws the elements to check; each set of inputs and each seed has its own."""
         return np.random.default_rng([self.seed, int(setting.values), int(setting.nonfinite)])
 
+    def values_of(self, name: str, setting: Setting) -> Values:
+        """The distribution of an input."""
+        if name in self.problem.direction.inputs:
+            return setting.values
+        return operand_values(setting.values, shifted=setting.shifted)
+
+    def parameters_of(self, setting: Setting) -> EpilogueParameters:
+        """The numbers that the epilogue of a run is given; they mean nothing without one."""
+        if not self.problem.epilogue:
+            return DEFAULT_PARAMETERS
+        return trial_parameters(self.problem, setting.values, shifted=setting.shifted)
+
     def powers_of(self, name: str, setting: Setting) -> tuple[tuple[int, int], ScaledAxis]:
         """The powers of two (even, odd) of an input and the axis they go along; (0, 0) for an operand without any."""
         factors = self.problem.direction.inputs
@@ -212,7 +231,9 @@ class CheckHarness(ABC):
         return setting.powers.pairs[at], axes(self.problem)[at]
 
     def exponent_at(self, index: tuple[int, ...], setting: Setting) -> int:
-        """Exponent of the power of two that a setting's scaling multiplies an output element by."""
+        """Exponent of the power of two that a setting's scaling multiplies an output element by; 0 where none does."""
+        if self.problem.epilogue:
+            return 0
         along = zip(setting.powers.pairs, axes(self.problem), index, strict=False)
         return sum(int(exponents_along(pair, axis, np.array([at]))[0]) for pair, axis, at in along)
 

@@ -34,6 +34,8 @@ from miofind.reference import numpy_dtype, reference_step, round_once
 from miofind.solver.steps import Pointer
 from miofind.solver.structs import Struct
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow
+from miofind.verify.epilogue_bounds import EpilogueStandard
+from miofind.verify.epilogue_cuda import BOUND_BYTES, RESULT_BYTES, EpilogueTrial, epilogue_kernel
 from miofind.verify.harness import (
     GUARD_BYTES,
     PACKED_WEIGHTS,
@@ -46,7 +48,7 @@ from miofind.verify.harness import (
     Setting,
     WrongElement,
 )
-from miofind.verify.ranges import axes
+from miofind.verify.ranges import UNSCALED, Powers, axes
 from miofind.verify.sampling import SampleBudget, sample_indices
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ _INPUTS = 8
 _SUM_BYTES = 8
 _SCALE_BYTES = 8
 _ELEMENT_BYTES = 3 * _SUM_BYTES + 2 * _SCALE_BYTES
+_FUSED_ELEMENT_BYTES = _ELEMENT_BYTES + 3 * (RESULT_BYTES + BOUND_BYTES)
 _MEMORY_SHARE = 4
 # Infinities spoil whole tiles where they go astray: a sample sees that, where the whole output would take long.
 _PLANTED_SHARE = 16
@@ -97,13 +100,28 @@ class _Sample:
     Attributes:
         count: how many.
         indices: their flat logical indices; None for the whole output.
-        addresses: of "indices", 0 for the whole output, "sums" and "scales", 0 where results must be exact; as
-            `reference_step` has them.
+        addresses: of "indices", 0 for the whole output, "sums" and "scales", 0 where sums are exact; as
+            `reference_step` has them. With an epilogue also of "results" and "bounds", as `epilogue_kernel` has them.
     """
 
     count: int
     indices: NDArray[np.int64] | None
     addresses: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judgement:
+    """What outputs are compared with.
+
+    Attributes:
+        sample: the elements; its "sums" and "scales" are those of the results.
+        factor: of the second scale, in the bound; None where the output must equal the rounded sums.
+        powers: of two that the sums are multiplied by.
+    """
+
+    sample: _Sample
+    factor: float | None
+    powers: Powers
 
 
 _NOTHING = _Buffer(base=0, address=0, bytes=-1)
@@ -140,8 +158,9 @@ class CudaHarness(CheckHarness):
                 self._buffers[WORKSPACE] = self._room(WORKSPACE, 0, WORKSPACE_ALIGNMENT)
                 self._report = self._memory.allocate(self._slots * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
+                size = _FUSED_ELEMENT_BYTES if problem.epilogue else _ELEMENT_BYTES
                 self._whole = {
-                    nonfinite: budget.share(_PLANTED_SHARE if nonfinite else 1).covers(problem, _ELEMENT_BYTES)
+                    nonfinite: budget.share(_PLANTED_SHARE if nonfinite else 1).covers(problem, size)
                     for nonfinite in (False, True)
                 }
         except BaseException:
@@ -156,15 +175,15 @@ class CudaHarness(CheckHarness):
             sample = self._sample(setting)
             other = self._other_buffers(invoker) if self.runs_beside(invoker, setting) else {}
             if setting.beside is None or not other:
-                self._run(invoker, self._addresses())
+                self._run(invoker, self._addresses(), setting)
                 return self._result(setting, factor, sample, inputs)
             with self._with(other):
                 self._begin(setting.beside, invoker)
                 self._sample(setting.beside)
             with self._held(), self._memory.beside() as stream:
-                self._run(invoker, self._addresses())
+                self._run(invoker, self._addresses(), setting)
                 with self._with(other):
-                    self._run(invoker, self._addresses(), stream)
+                    self._run(invoker, self._addresses(), setting.beside, stream)
             result = self._result(setting, factor, sample, inputs)
             if not result.is_right:
                 return result
@@ -222,7 +241,7 @@ class CudaHarness(CheckHarness):
             self._begin(replace(setting, is_aligned=False), packed.pack)
             self._fill("w", setting)
             self._guard("poison", setting.poison, {PACKED_WEIGHTS: into})
-            self._run(packed.pack, {"w": self._buffers["w"].address, "y": into.address})
+            self._run(packed.pack, {"w": self._buffers["w"].address, "y": into.address}, setting)
             return self._packing_damage(setting, into)
 
     def _packing_damage(self, setting: Setting, into: _Buffer) -> tuple[str, ...]:
@@ -242,7 +261,7 @@ class CudaHarness(CheckHarness):
             before = self._checksum_now(weights)
             self._guard("poison", setting.poison, {PACKED_WEIGHTS: weights})
             self._clear_report()
-            self._run(packed.run, self._addresses() | {"w": weights.address})
+            self._run(packed.run, self._addresses() | {"w": weights.address}, setting)
             others = tuple(name for name in self.inputs if name != "w")
             result = self._result(setting, factor, sample, others, weights)
             changed = [] if self._checksum_now(weights) == before else [PACKED_WEIGHTS]
@@ -306,16 +325,15 @@ class CudaHarness(CheckHarness):
 
     def _fill(self, name: str, setting: Setting) -> None:
         """Fill an input; the first time, take the checksum of what it holds."""
-        tensor, buffer = self.problem.tensor(name), self._buffers[name]
+        tensor, buffer, values = self.problem.tensor(name), self._buffers[name], self.values_of(name, setting)
         pair, axis = self.powers_of(name, setting)
 
         def launch() -> _Launch:
             scaling = Scaling(even=pair[0], odd=pair[1], stride=tensor.strides[axis.dimension], size=axis.size)
-            seed = self.tensor_seed(name, setting.values)
-            kernel, arguments = filling(tensor, setting.values, seed, scaling)
+            kernel, arguments = filling(tensor, values, self.tensor_seed(name, values), scaling)
             return _Launch(kernel, arguments, {"out": buffer.address})
 
-        self._start(("fill", buffer.address, setting.values, pair), launch)
+        self._start(("fill", buffer.address, values, pair), launch)
         if setting.nonfinite and name in self.injected:
             self._inject(name)
         if (name, setting.contents) not in self._checksums:
@@ -333,10 +351,10 @@ class CudaHarness(CheckHarness):
         arguments = ("out", "places", "values", int64(count))
         self._start(("plant", addresses["out"]), lambda: _Launch(kernel, arguments, addresses))
 
-    def _run(self, invoker: Invoker, addresses: Mapping[str, int], stream: int | None = None) -> None:
+    def _run(self, invoker: Invoker, addresses: Mapping[str, int], setting: Setting, stream: int | None = None) -> None:
         workspace = self._buffers[WORKSPACE].address if invoker.workspace_bytes else 0
         stream = self._memory.stream_address if stream is None else stream
-        invoker.run(bases_of(self.problem, addresses, workspace), stream)
+        invoker.run(bases_of(self.problem, addresses, workspace, self.parameters_of(setting)), stream)
 
     def _sample(self, setting: Setting) -> _Sample:
         """What is checked with a setting, and the references of its unscaled inputs; leaves scaled ones in place."""
@@ -346,7 +364,7 @@ class CudaHarness(CheckHarness):
             for name in self.inputs:
                 self._fill(name, setting.unscaled)
             addresses = {name: self._buffers[name].address for name in self.inputs}
-            step = reference_step(self.problem, None if known.indices is None else known.count)
+            step = reference_step(self.problem.bare, None if known.indices is None else known.count)
             self._kernels.bind_step(step, addresses | known.addresses, self._memory.stream_address)()
             self._samples[setting.unscaled] = known  # not before: its sums are there
         for name in self.inputs:
@@ -362,6 +380,9 @@ class CudaHarness(CheckHarness):
         exact = setting.values is Values.TERNARY
         scales = 0 if exact else self._memory.allocate(_SCALE_BYTES * count)
         addresses = {"indices": listed, "sums": self._memory.allocate(_SUM_BYTES * count), "scales": scales}
+        if self.problem.epilogue:
+            sizes = {"results": RESULT_BYTES * count, "bounds": BOUND_BYTES * count}
+            addresses |= {name: self._memory.allocate(size) for name, size in sizes.items()}
         return _Sample(count=count, indices=indices, addresses=addresses)
 
     def _result(
@@ -379,7 +400,8 @@ class CudaHarness(CheckHarness):
             arguments = ("out", int64(output.size), _slot(_WRITTEN))
             written = _Launch(self._check("written", output.size), arguments, {"out": buffer.address})
             self._start(("written", buffer.address), lambda: written)
-        self._compare(setting, factor, sample)
+        judgement = self._judgement(setting, factor, sample)
+        self._compare(judgement)
         self._checksum(buffer, _OUTPUT)
         for i, name in enumerate(inputs):
             self._checksum(self._buffers[name], _INPUTS + i)
@@ -392,7 +414,7 @@ class CudaHarness(CheckHarness):
         return CheckResult(
             checked=sample.count,
             wrong=wrong,
-            worst=self._worst(at, setting, factor, sample) if wrong else None,
+            worst=self._worst(at, judgement, setting) if wrong else None,
             unwritten=unwritten,
             first_unwritten=self.index_in_memory(first) if unwritten else None,
             damaged=self._damaged(report, guarded, setting, inputs),
@@ -401,28 +423,50 @@ class CudaHarness(CheckHarness):
             fingerprint=int(report[_OUTPUT]),
         )
 
-    def _compare(self, setting: Setting, factor: float | None, sample: _Sample) -> None:
-        where = self._buffers[self.output].address
+    def _judgement(self, setting: Setting, factor: float | None, sample: _Sample) -> _Judgement:
+        """What a run's output is compared with; with an epilogue its results, which are made now."""
+        if not self.problem.epilogue:
+            return _Judgement(sample=sample, factor=factor, powers=setting.powers)
+        standard = EpilogueStandard.of(self.problem, factor, rounds_twice=setting.rounds_twice)
+        nothing = dict.fromkeys(("scale", "bias", "channel_bias", "residual"), 0)
+        operands = {name: self._buffers[name].address for name in self.problem.epilogue.operands}
+        addresses = nothing | operands | sample.addresses
 
         def launch() -> _Launch:
-            comparison = self._comparison(setting, factor, sample)
-            arguments = ("out", "indices", "sums", "scales", comparison, _slot(_COMPARED))
+            trial = EpilogueTrial(
+                count=sample.count,
+                powers=setting.powers,
+                parameters=self.parameters_of(setting),
+                standard=standard,
+            )
+            return _Launch(*epilogue_kernel(self.problem, trial), addresses)
+
+        self._start(("epilogue", setting.contents, standard, *addresses.values()), launch)
+        results = {"sums": sample.addresses["results"], "scales": sample.addresses["bounds"]}
+        made = replace(sample, addresses=sample.addresses | results)
+        return _Judgement(sample=made, factor=None if standard.bitwise else 1.0, powers=UNSCALED)
+
+    def _compare(self, judgement: _Judgement) -> None:
+        where, sample = self._buffers[self.output].address, judgement.sample
+
+        def launch() -> _Launch:
+            arguments = ("out", "indices", "sums", "scales", self._comparison(judgement), _slot(_COMPARED))
             return _Launch(self._check("compare", sample.count), arguments, {"out": where, **sample.addresses})
 
-        self._start(("compare", where, setting.powers, sample.addresses["sums"], factor), launch)
+        self._start(("compare", where, judgement.powers, sample.addresses["sums"], judgement.factor), launch)
 
-    def _comparison(self, setting: Setting, factor: float | None, sample: _Sample) -> Struct:
+    def _comparison(self, judgement: _Judgement) -> Struct:
         output = self.problem.output
-        (first_even, first_odd), (second_even, second_odd) = setting.powers.pairs
+        (first_even, first_odd), (second_even, second_odd) = judgement.powers.pairs
         return COMPARISON(
-            count=sample.count,
+            count=judgement.sample.count,
             first_even=2.0**first_even,
             first_odd=2.0**first_odd,
             second_even=2.0**second_even,
             second_odd=2.0**second_odd,
             second_size=axes(self.problem)[1].size,
             overflow=float(overflow(output.dtype)),
-            factor=-1.0 if factor is None else float(factor),
+            factor=-1.0 if judgement.factor is None else float(judgement.factor),
             mantissa_bits=output.dtype.mantissa_bits,
             least_exponent=int(least_exponent(output.dtype)),
             channels=output.shape[1],
@@ -492,8 +536,8 @@ class CudaHarness(CheckHarness):
                 damaged.append(f"input {name}")
         return tuple(damaged)
 
-    def _worst(self, position: int, setting: Setting, factor: float | None, sample: _Sample) -> WrongElement:
-        output = self.problem.output
+    def _worst(self, position: int, judgement: _Judgement, setting: Setting) -> WrongElement:
+        output, sample, factor = self.problem.output, judgement.sample, judgement.factor
         index = self.output_index(position if sample.indices is None else int(sample.indices[position]))
         place = sum(i * stride for i, stride in zip(index, output.strides, strict=True))
         address = self._buffers[self.output].address + place * output.dtype.itemsize

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.arrays.operands import HOST_WORKSPACE_ALIGNMENT
-from miofind.core.problem import DataType, ProblemDescription
+from miofind.core.problem import DataType, Operand, ProblemDescription
 from miofind.core.tensor import TensorDescriptor
 from miofind.core.values import FLOAT16_GRID, Values
 from miofind.launch.invoker import bases_of
 from miofind.process.threads import in_threads
 from miofind.reference import numpy_dtype, reference_on_host, round_once
-from miofind.verify.accuracy import ErrorBounds, error_bounds, overflow
+from miofind.verify.accuracy import ErrorBounds, error_bounds, half_ulp, overflow
+from miofind.verify.epilogue_bounds import BareSums, EpilogueStandard, fused_results
 from miofind.verify.harness import (
     GUARD_BYTES,
     PACKED_WEIGHTS,
@@ -116,6 +117,12 @@ def random_values(descriptor: TensorDescriptor, values: Values, seed: int) -> ND
         small: NDArray[Any] = random.integers(-1, 2, descriptor.shape, np.int8).astype(wide)
         small *= random.integers(0, 2, descriptor.shape, np.int8) * 2 - 1  # some zeros are negative
         return small
+    if values is not Values.NORMAL:
+        numerators = random.integers(1, 129, descriptor.shape)
+        if values is Values.DYADIC:
+            numerators *= random.integers(0, 2, descriptor.shape) * 2 - 1
+        dyadic: NDArray[Any] = np.ldexp(numerators.astype(wide), -6)
+        return dyadic
     normal: NDArray[Any] = random.standard_normal(descriptor.shape, wide)
     if descriptor.dtype is DataType.FLOAT16:
         normal = np.rint(normal / np.float32(FLOAT16_GRID)) * np.float32(FLOAT16_GRID)
@@ -234,7 +241,7 @@ class HostHarness(CheckHarness):
         descriptor, buffer = self.problem.tensor(name), self._buffers[name]
         buffer.poison(setting.poison)
         tensor, exponents = buffer.tensor(descriptor), self._exponents(name, setting)
-        values = self._values(name, setting.values)
+        values = self._values(name, self.values_of(name, setting))
         tensor[...] = values if exponents is None else np.ldexp(values, exponents)
         self._inject(tensor, name, setting)
         return buffer.checksum
@@ -284,12 +291,17 @@ class HostHarness(CheckHarness):
             written: the tensor that is no input; the problem's output by default.
             others: what stands for a tensor.
         """
-        given = {name: self._tensor(name) for name in self._buffers} | others
+        given = {operand.name: self._given(operand) for operand in self.problem.operands} | others
         if setting.poison is Poison.FINITE:
             kept = written or self.output
             given |= {name: _read_only(array) for name, array in given.items() if name != kept}
         workspace = self._workspace.bytes if invoker.workspace_bytes else None
-        return functools.partial(invoker.run, bases_of(self.problem, given, workspace), 0)
+        bases = bases_of(self.problem, given, workspace, self.parameters_of(setting))
+        return functools.partial(invoker.run, bases, 0)
+
+    def _given(self, operand: Operand) -> NDArray[Any]:
+        """What a run is given of an operand: an array of the shape that users' have."""
+        return self._tensor(operand.name).reshape(operand.shape)
 
     @contextlib.contextmanager
     def _others(self) -> Iterator[None]:
@@ -306,12 +318,32 @@ class HostHarness(CheckHarness):
     def _allowed(self, setting: Setting, factor: float | None) -> _Allowance:
         """What a check may find; computed once for all candidates of one growth."""
         pairs = setting.powers.pairs
-        key = (setting.unscaled, tuple(a + b for a in pairs[0] for b in pairs[1]), factor)
+        scaled = tuple(a + b for a in pairs[0] for b in pairs[1])
+        key = (setting.unscaled, scaled, factor, setting.shifted, setting.rounds_twice)
         if key not in self._allowances:
             unscaled = self._reference(setting)
             reference = unscaled.scaled(self._output_exponents(setting)) if setting.powers else unscaled
-            self._allowances[key] = _allowance(reference, factor, self.problem.output.dtype)
+            if self.problem.epilogue:
+                self._allowances[key] = self._fused_allowance(reference, factor, setting)
+            else:
+                self._allowances[key] = _allowance(reference, factor, self.problem.output.dtype)
         return self._allowances[key]
+
+    def _fused_allowance(self, reference: _Reference, factor: float | None, setting: Setting) -> _Allowance:
+        """What a check may find of a fused problem: the epilogue of a reference's sums."""
+        problem = self.problem
+        standard = EpilogueStandard.of(problem, factor, rounds_twice=setting.rounds_twice)
+        bare = BareSums(sums=reference.sums, magnitudes=reference.magnitudes, squares=reference.squares)
+        operands = {
+            operand.name: self._unscaled(operand.name, setting).reshape(operand.shape)
+            for operand in problem.operands
+            if operand.name in problem.epilogue.operands
+        }
+        fused = fused_results(problem, bare, operands, self.parameters_of(setting), standard, reference.indices)
+        made = replace(reference, sums=fused.wanted, magnitudes=fused.magnitudes)
+        if standard.bitwise:
+            return _allowance(made, None, problem.output.dtype)
+        return _Allowance.within(made, fused.arithmetic, problem.output.dtype)
 
     def _reference(self, setting: Setting) -> _Reference:
         """The reference of a setting's unscaled inputs, computed once."""
@@ -337,7 +369,7 @@ class HostHarness(CheckHarness):
 
     def _unscaled(self, name: str, setting: Setting) -> NDArray[Any]:
         """An input without powers of two."""
-        tensor = self._values(name, setting.values).astype(numpy_dtype(self.problem.tensor(name).dtype))
+        tensor = self._values(name, self.values_of(name, setting)).astype(numpy_dtype(self.problem.tensor(name).dtype))
         self._inject(tensor, name, setting)
         return tensor
 
@@ -500,6 +532,15 @@ class _Allowance:
     wanted: Wide
     bounds: ErrorBounds
     total: Wide
+
+    @staticmethod
+    def within(reference: _Reference, arithmetic: Wide, dtype: DataType) -> _Allowance:
+        """Results that are the reference's sums, each within a bound before it is rounded."""
+        finite = np.isfinite(reference.sums)
+        arithmetic = np.where(finite, arithmetic, 0.0)
+        rounding = half_ulp(np.where(finite, np.abs(reference.sums), 0.0) + arithmetic, dtype)
+        bounds = ErrorBounds(arithmetic=arithmetic, rounding=rounding)
+        return _Allowance(reference=reference, wanted=reference.sums, bounds=bounds, total=bounds.total)
 
 
 def _allowance(reference: _Reference, factor: float | None, dtype: DataType) -> _Allowance:

@@ -3,6 +3,9 @@
 Scaling by powers of two is exact: the reference of scaled inputs is the scaled reference. Each input is scaled along
 the axis that it shares with the output (forward: n of x, k of w), by one power at even coordinates and another at odd
 ones. One tensor then holds large and small numbers, and no sum mixes them: no sum runs along that axis.
+
+An epilogue adds to the sums what is not scaled: its exact sums are not scaled either, and the reference of others is
+the epilogue of the scaled sums.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.verify.epilogue_trials import sum_exponent
 
 # Sums of K products of normal values stay below 2**3 * sqrt(K): eight standard deviations, exceeded with probability
 # 1e-15.
@@ -35,6 +39,11 @@ _WIDE = {
     DataType.BFLOAT16: ((-80, 16), (-16, 80)),
     DataType.FLOAT64: ((-300, 20), (-20, 300)),
 }
+# Scaling of normal values before an epilogue, but for the length of sums: the first input of sums of size 1, then the
+# inputs of sums of several sizes, a single image's of size 1 and of the largest.
+_BEFORE_EPILOGUE = 40
+_FUSED = ((16, -80), (-16, 80))
+_FUSED_FLOAT16 = ((-2, -12), (2, 12))
 # Scaling of small integers in other types. _SUBNORMAL: some inputs are large and some subnormal, and the product of the
 # two is a normal number. _NORMAL: neither inputs nor products are subnormal.
 _SUBNORMAL = {
@@ -108,11 +117,14 @@ def exact_powers(problem: ProblemDescription, *, subnormal: bool = True) -> Powe
 
     Each input holds large numbers beside the smallest of its type, subnormal ones included. Float16 results overflow to
     infinity, lie at the upper end of the range, and among and below the subnormal numbers. Results of other types are
-    large, small, or far below the smallest number: there a solver may flush subnormal results to zero.
+    large, small, or far below the smallest number: there a solver may flush subnormal results to zero. None before an
+    epilogue, whose operands could not be added exactly.
 
     Args:
         subnormal: whether inputs of types other than float16 hold subnormal numbers.
     """
+    if problem.epilogue:
+        return UNSCALED
     first, second = (problem.tensor(name).dtype for name in problem.direction.inputs)
     if not _has_float16(problem):
         powers = _SUBNORMAL if subnormal else _NORMAL
@@ -127,7 +139,12 @@ def numeric_powers(problem: ProblemDescription) -> Powers:
     Float16: the first input is small and the second large, so that results are of ordinary size; they are scaled down
     only where unscaled ones could overflow. Other types: results go up to 2**96 and down to 2**-96 (2**320 in float64).
     They are small where `exact_powers` makes them large, so that a small absolute error shows in one of the two gates.
+    Before an epilogue all sums are of size 1, where activations are curved, of one small input and a large one.
     """
+    if problem.epilogue:
+        first = _FLOAT16_GRID if _has_float16(problem) else -_BEFORE_EPILOGUE
+        second = -first - sum_exponent(problem)
+        return Powers(first=(first, first), second=(second, second))
     if not _has_float16(problem):
         return _wide(problem)
     first, second = _FLOAT16_GRID, min(0, _room(problem)) - _FLOAT16_GRID  # never below the grid: inputs stay exact
@@ -137,15 +154,24 @@ def numeric_powers(problem: ProblemDescription) -> Powers:
 def range_powers(problem: ProblemDescription) -> Powers:
     """Scaling of the range gate's inputs, normally distributed: the magnitudes that `numeric_powers` leaves out.
 
-    It is for candidates that skip the exact gate. Float16: the first input is large at even coordinates and small at
-    odd ones, the second is small; results go up to 2**15 and down to subnormal numbers. Other types: as in
-    `numeric_powers`, with even and odd coordinates exchanged.
+    It is for candidates that skip the exact gate, and for fused ones. Float16: the first input is large at even
+    coordinates and small at odd ones, the second is small; results go up to 2**15 and down to subnormal numbers. Other
+    types: as in `numeric_powers`, with even and odd coordinates exchanged. Before an epilogue sums are as in
+    `numeric_powers` and far above and below that: by 2**10 and 2**-10 in float16, by 2**96 and 2**-96 in other types.
     """
+    if problem.epilogue:
+        return _before_epilogue(problem)
     if not _has_float16(problem):
         wide = _wide(problem)
         return Powers(first=wide.first[::-1], second=wide.second[::-1])
     large, room = -_FLOAT16_GRID, _room(problem)
     return Powers(first=(large + min(0, room), _FLOAT16_GRID), second=(max(0, room) - large, _FLOAT16_GRID))
+
+
+def _before_epilogue(problem: ProblemDescription) -> Powers:
+    first, (even, odd) = _FUSED_FLOAT16 if _has_float16(problem) else _FUSED
+    least = sum_exponent(problem)
+    return Powers(first=first, second=(even - least, odd - least))
 
 
 def _wide(problem: ProblemDescription) -> Powers:

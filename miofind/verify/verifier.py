@@ -38,8 +38,10 @@ _Result = TypeVar("_Result")
 class Gate(StrEnum):
     """What a candidate is tried with, always with large and small numbers among the inputs.
 
-    EXACT: inputs from {-1, 0, 1} times powers of two, bit for bit. NUMERIC: normal inputs, errors within their bound.
-    RANGE: the same at other magnitudes, for those that are not exact. NONFINITE: infinities and NaN at a few places of
+    EXACT: inputs from {-1, 0, 1} times powers of two, bit for bit but for inexact activations; with an epilogue again
+    with its summands shifted and alpha negative, so that saturating activations hide no error twice. NUMERIC: normal
+    inputs, errors within their bound. RANGE: the same at other magnitudes, for those that are not exact and for those
+    with an epilogue, whose summands are shifted there. NONFINITE: infinities and NaN at a few places of
     normal inputs reach the results that sum them and no others, where that is claimed. PACKED: the packed form, with
     three sets of weights. REPEAT: NUMERIC after the race, equal to its first run bit for bit where that is claimed,
     then with one input changed and with the other one, too.
@@ -167,28 +169,41 @@ class Verifier:
 
     def _checks(self, claims: Claims) -> Iterator[_Check]:
         """The runs of a candidate: the first on memory of NaN, later ones on numbers and what the first left behind."""
-        factor = self._factor(claims)
+        factor, is_fused = self._factor(claims), bool(self.problem.epilogue)
         if claims.exact:
-            yield _Check(gate=Gate.EXACT, setting=self._exact(), factor=None)
+            exact = self._exact(claims)
+            yield _Check(gate=Gate.EXACT, setting=exact, factor=None)
+            if is_fused:
+                yield _Check(gate=Gate.EXACT, setting=_later(replace(exact, shifted=True)), factor=None)
             yield _Check(gate=Gate.NUMERIC, setting=_later(self._normal(claims)), factor=factor)
         else:
             yield _Check(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
-            yield _Check(gate=Gate.RANGE, setting=_later(self._ranging()), factor=factor)
+        if is_fused or not claims.exact:
+            yield _Check(gate=Gate.RANGE, setting=_later(self._ranging(claims)), factor=factor)
         if not claims.spreads_nonfinite:
             nonfinite = replace(_later(self._normal(claims)), nonfinite=True)
             yield _Check(gate=Gate.NONFINITE, setting=nonfinite, factor=factor)
 
-    def _exact(self) -> Setting:
-        return Setting(
-            values=Values.TERNARY, powers=exact_powers(self.problem, subnormal=self._harness.takes_subnormals)
-        )
+    def _exact(self, claims: Claims) -> Setting:
+        powers = exact_powers(self.problem, subnormal=self._harness.takes_subnormals)
+        return Setting(values=Values.TERNARY, powers=powers, rounds_twice=claims.rounds_twice)
 
     def _normal(self, claims: Claims) -> Setting:
         """Normal inputs; of an exact candidate they lie at other addresses than its small integers."""
-        return Setting(values=Values.NORMAL, powers=numeric_powers(self.problem), is_aligned=claims.exact)
+        return Setting(
+            values=Values.NORMAL,
+            powers=numeric_powers(self.problem),
+            rounds_twice=claims.rounds_twice,
+            is_aligned=claims.exact,
+        )
 
-    def _ranging(self) -> Setting:
-        return Setting(values=Values.NORMAL, powers=range_powers(self.problem))
+    def _ranging(self, claims: Claims) -> Setting:
+        return Setting(
+            values=Values.NORMAL,
+            powers=range_powers(self.problem),
+            shifted=bool(self.problem.epilogue),
+            rounds_twice=claims.rounds_twice,
+        )
 
     def _one_by_one(self, setting: Setting) -> tuple[Setting, ...]:
         """A setting, the same with half the second input, and that with twice the first one, beside another run.
@@ -220,7 +235,7 @@ class Verifier:
         """
         factor = self._factor(claims)
         first = _Check(gate=Gate.PACKED, setting=self._normal(claims), factor=factor)
-        other = replace(self._exact() if claims.exact else self._ranging(), poison=Poison.FINITE)
+        other = replace(self._exact(claims) if claims.exact else self._ranging(claims), poison=Poison.FINITE)
         second = _Check(gate=Gate.PACKED, setting=other, factor=None if claims.exact else factor)
         nonfinite = replace(first.setting, nonfinite=True, poison=Poison.FINITE)
         third = first if claims.spreads_nonfinite else replace(first, setting=nonfinite)
@@ -301,6 +316,8 @@ class Verifier:
             for name, (even, odd) in zip(self.problem.direction.inputs, setting.powers.pairs, strict=True)
             if even or odd
         ]
+        if setting.shifted:
+            scales.append("the epilogue's operands positive")
         if setting.nonfinite:
             scales.append(f"infinities, NaN or zeros in {' and '.join(self._harness.injected)}")
         return f" ({', '.join(scales)})" if scales else ""
