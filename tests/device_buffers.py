@@ -60,7 +60,9 @@ def upload(problem: ProblemDescription, inputs: Mapping[str, np.ndarray]) -> dic
     """Buffers of the operands; what is no input stays poisoned."""
     buffers = {operand.name: Buffer(operand.tensor.bytes) for operand in problem.operands}
     for name, values in inputs.items():
-        packed = values.transpose(memory_order(problem, name)).astype(numpy_dtype(problem.tensor(name).dtype))
+        tensor = problem.tensor(name)
+        logical = values.reshape(tensor.shape)  # bias and scale are given as (k,)
+        packed = logical.transpose(memory_order(problem, name)).astype(numpy_dtype(tensor.dtype))
         buffers[name].write(np.ascontiguousarray(packed))
     return buffers
 

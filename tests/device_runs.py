@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, download, upload
+from device_buffers import Buffer, addresses, download, upload
 
 from miofind.compiler import Compiler
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.invoker import Invoker, make_invoker
+from miofind.launch.invoker import Invoker, bases_of, make_invoker
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
@@ -31,13 +32,15 @@ class DeviceRun:
     ) -> DeviceRun:
         return cls(problem=problem, config=config, invoker=make_invoker(problem, device, solver, config, compiler))
 
-    def output(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    def output(
+        self, inputs: Mapping[str, np.ndarray], parameters: EpilogueParameters = DEFAULT_PARAMETERS
+    ) -> np.ndarray:
         """The output in logical order, float64, into poisoned memory; guard bands are intact."""
         import cupy
 
         buffers, workspace = upload(self.problem, inputs), Buffer(self.invoker.workspace_bytes)
-        tensors = [buffer.address for buffer in buffers.values()]
-        self.invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
+        bases = bases_of(self.problem, addresses(buffers), workspace.address, parameters)
+        self.invoker.run(bases, cupy.cuda.get_current_stream().ptr)
         result = download(self.problem, buffers)
         workspace.read(np.dtype(np.uint8))
         return result

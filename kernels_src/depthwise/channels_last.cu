@@ -9,6 +9,9 @@
 // Defines: as checked below. MULTIPLIER is M; PHASE_H and PHASE_W are x's first row and column modulo the stride.
 #include "common/divisor.cuh"
 #include "depthwise/channels_last_rows.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue_vectors.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(BACKWARD) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(MULTIPLIER)
 #error "define ELEMENT, BACKWARD, FILTER_Y, FILTER_X and MULTIPLIER"
@@ -45,6 +48,9 @@ constexpr int kSummed = kBackward ? MULTIPLIER : 1;  // channels of the input th
 constexpr int kSegments = kOutChannels / kVector, kThreads = round_up(kSegments * kThreadGroups, 32);
 static_assert(kOutChannels % kVector == 0 && (MULTIPLIER == 1 || kVector == 1), "a thread must have whole vectors");
 static_assert(kThreads == THREADS && kThreads <= 1024, "THREADS differs from this layout: the solver computes another");
+#ifdef EPILOGUE
+static_assert(!kBackward, "only a forward convolution has an epilogue");
+#endif
 static_assert(kStages >= 2 && kStep >= 1, "STAGES must be at least 2: one is computed while others are copied");
 
 // Input indices that `outputs` neighbouring units of output meet: how many, and the first less the first unit's own.
@@ -152,7 +158,12 @@ __device__ __forceinline__ void start_rows(Accumulators& accumulators, float val
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     depthwise_channels_last(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter,
+#ifdef EPILOGUE
+                            ELEMENT* __restrict__ out, const __grid_constant__ Shape shape,
+                            const __grid_constant__ Epilogue epilogue) {
+#else
                             ELEMENT* __restrict__ out, const __grid_constant__ Shape shape) {
+#endif
   extern __shared__ __align__(16) ELEMENT staged[];
   ELEMENT* const filters = staged + kSlots * kRowElements;
   const int channels = shape.channels;
@@ -212,6 +223,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   ELEMENT* stored = out + rest * out_image_step + out_rows.at(first_out_row) * out_row_step +
                     out_columns.at(column) * out_channels + channel_block * kOutChannels + channel;
 
+#ifdef EPILOGUE
+  ChannelTerms terms[kVector] = {};
+  if (computes) read_terms(terms, epilogue, rest, channel_block * kOutChannels + channel, out_channels);
+  const EpilogueElement* residual_row = epilogue.residual + (stored - out);
+#endif
+
   Filters taps;
   wait_for_copies<kStages - 2>();
   __syncthreads();  // the filters have arrived
@@ -220,6 +237,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Accumulators accumulators;
   unrolled<0, kInRows>([&](auto index) __attribute__((always_inline)) {
     constexpr int kRow = decltype(index)::value;
+#ifdef EPILOGUE
+    // The residual of the row that this input row completes is under way while that arrives and is multiplied.
+    constexpr int kResult = first_complete(kRow);
+    Vector<ELEMENT, kVector> residual[kOutColumns] = {};
+    if constexpr (kHasResidual && kResult >= 0 && kResult < kOutRows) {
+      const bool exists = computes && (WHOLE_ROWS || out_rows.holds(first_out_row + kResult));
+#pragma unroll
+      for (int j = 0; j < kOutColumns; ++j)
+        residual[j] =
+            read_residual<kVector>(residual_row + j * COLUMN_STEP,
+                                   exists && (!DILATED || j >= first_stored) && (WHOLE_GROUPS || j < end_stored));
+      residual_row += row_step;
+    }
+#endif
     if constexpr (kRow > 0 && kRow % kStep == 0) {
       wait_for_copies<kStages - 2>();
       __syncthreads();  // this stage has arrived, and the one that is filled next has been read
@@ -241,7 +272,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           for (int j = 0; j < kOutColumns; ++j)
             if ((!DILATED || j >= first_stored) && (WHOLE_GROUPS || j < end_stored))
               *reinterpret_cast<Vector<ELEMENT, kVector>*>(stored + j * COLUMN_STEP) =
+#ifdef EPILOGUE
+                  finished(accumulators[kFirst + i][j], terms, residual[j], epilogue);
+#else
                   rounded<ELEMENT>(accumulators[kFirst + i][j]);
+#endif
         stored += row_step;
       }
     }

@@ -12,11 +12,13 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solver.structs import StructType
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import DIVISOR
+from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.depthwise.channels_last_rows import (
@@ -120,7 +122,11 @@ class _Tiling:
             whole_groups=is_whole(problem, 1, columns),
             column_units=width.units(backward=backward, aligned=is_dilated(problem)),
             row_units=height.units(backward=backward, aligned=is_dilated(problem)),
-            registers=taps * vector * (multiplier if backward else 1) + sums + window * vector + 40,
+            registers=taps * vector * (multiplier if backward else 1)
+            + sums
+            + window * vector
+            + epilogue_registers(problem, vector, columns * vector)
+            + 40,
         )
 
 
@@ -137,6 +143,7 @@ def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
             SHAPE(channels=problem.c, **dimensions(problem), **tiling.blocks.divisors),
+            *epilogue_arguments(problem),
         ),
     )
 
@@ -173,6 +180,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("SHARED_BYTES", tiling.shared_bytes),
         DIMENSION.define,
         SHAPE.define,
+        *epilogue_defines(problem),
     )
 
 
@@ -271,7 +279,14 @@ class ConvDepthwiseChannelsLast(Solver):
             depthwise(8, k=16, x=(2, 8, 9, 10), w=(3, 3), padding=1, dilation=2, direction=back),
             depthwise(5, x=(1, 5, 7, 6), w=(3, 2), padding=1, dtype=half, direction=back),
             depthwise(32, x=(3, 32, 100), w=(7,), padding=((6, 0),), layout=Layout.NWC),
+            depthwise(40, x=(2, 40, 15, 17), w=(3, 3), padding=1, stride=2, dtype=half, epilogue="bias.clamp"),
+            depthwise(24, x=(3, 24, 14, 13), w=(7, 7), padding=3, dtype=brain, epilogue="float32.bias.silu.residual"),
+            depthwise(16, x=(1, 16, 20, 19), w=(3, 3), padding=6, dilation=(6, 2), epilogue="scale.bias.residual.relu"),
+            depthwise(4, k=12, x=(2, 4, 9, 10), w=(3, 3), padding=1, dtype=half, epilogue="channel_bias.residual.relu"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
