@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
@@ -211,6 +211,8 @@ class FusedConvPlan:
     """One recorded plan of a problem with an epilogue: a `ConvPlan` for each set of numbers that it is launched with.
 
     cuDNN makes a run's numbers part of a plan: the first launch with new ones builds it, which takes up to a second.
+    Factors are operations of their own, and engines differ in which they take: where the record's does not, the first
+    of the heuristics within its limits computes.
     """
 
     __slots__ = ("_activation", "_device", "_lock", "_plans", "_problem", "_step", "workspace_bytes")
@@ -251,8 +253,22 @@ class FusedConvPlan:
                         f"cuDNN makes numbers part of a plan, and {_MOST_NUMBERS} sets of them are in use: numbers "
                         "that change with each run are for solvers of miofind's own"
                     )
-                made = ConvPlan(self._problem, self._step, self._device, parameters)
-                plan = self._plans.setdefault(numbers, made)
+                plan = self._plans.setdefault(numbers, self._made(parameters))
+        return plan
+
+    def _made(self, parameters: EpilogueParameters) -> ConvPlan:
+        plan = ConvPlan(self._problem, self._step, self._device, parameters)
+        try:
+            plan.prepare()
+        except LaunchError as error:
+            if parameters == DEFAULT_PARAMETERS or isinstance(error.__cause__, MemoryError):
+                raise
+            logger.debug("cuDNN's recorded engine does not take %s: %s", parameters, error)
+            allowed = {note.name.lower() for note in {Note.TENSOR_CORE} - refused_notes(self._problem)}
+            notes = tuple({*self._step.notes, *allowed})
+            step = replace(self._step, engine=HEURISTIC, knobs=(), notes=notes)
+            plan = ConvPlan(self._problem, step, self._device, parameters)
+            plan.prepare()
         return plan
 
 

@@ -6,6 +6,7 @@ the solver, asked today, would do what was measured; a request takes those withi
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections import Counter
@@ -153,11 +154,16 @@ def _is_of_kind(row: Stored, solver: Solver, problem: ProblemDescription, option
     try:
         if options.strict_nonfinite and solver.spreads_nonfinite(problem, stored_config(row.config)):
             return False
-        return options.max_error is not None or solver.keeps_bound(problem, stored_config(row.config))
+        return options.max_error is not None or _keeps_bound(solver, problem, row.config)
     except BaseException as error:  # its own code may raise anything: its rows are no answer, those of others are
         raise_if_interrupted(error)
         logger.debug("%s cannot say what becomes of errors with %s: %s", solver.id, row.config, described(error))
         return False
+
+
+@functools.lru_cache(maxsize=1 << 14)  # every look-up asks it of every row
+def _keeps_bound(solver: Solver, problem: ProblemDescription, config: str) -> bool:
+    return solver.keeps_bound(problem, stored_config(config))
 
 
 def _as_solution(problem: ProblemDescription, row: Stored, found: SolutionList, source: Source) -> Solution:
