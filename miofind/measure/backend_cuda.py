@@ -19,6 +19,7 @@ from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory
 from miofind.errors import WrongResultError, raise_if_interrupted
 from miofind.launch.device_kernels import DeviceKernels, GridStride, check_kernel, int64
+from miofind.launch.invoker import Bases, bases_of
 from miofind.measure.backend import Repeatability, Runnable, TimedCandidate, TimingBackend
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class CudaTimingBackend(TimingBackend):
 
     Attributes:
         memory: allocations and the stream that everything runs on.
-        sets: addresses of the operands in order, as many sets as the shortest imaginable run needs for a sample.
+        sets: what runs are given but for the workspace, addresses and default numbers; as many sets as the shortest
+            imaginable run needs for a sample.
         workspace: address of the workspace, 0 for none.
         flush: evicts everything from the L2 cache, asynchronously.
     """
@@ -107,7 +109,7 @@ class CudaTimingBackend(TimingBackend):
         kernel = GridStride(source="harness/measure.cu", entry="flush_l2", items=words, dtype="float32")
         return self._kernels.bind(kernel, ("buffer", int64(words), "sink"), addresses, self.memory.stream_address)
 
-    def _make_sets(self, limit: int | None) -> list[tuple[int, ...]]:
+    def _make_sets(self, limit: int | None) -> list[Bases]:
         """Sets of tensors; their outputs lie one after another, so that one kernel sees them all."""
         operands, output_bytes = self._problem.operands, _aligned(self._problem.output.bytes)
         set_bytes = sum(_aligned(operand.tensor.bytes) for operand in operands)
@@ -130,7 +132,8 @@ class CudaTimingBackend(TimingBackend):
             for i, (operand, address) in enumerate(zip(operands, addresses, strict=True)):
                 seed, stream = len(operands) * number + i, self.memory.stream_address
                 self._kernels.fill(operand.tensor, address, Values.NORMAL, seed, stream)
-            sets.append(addresses)
+            named = {operand.name: address for operand, address in zip(operands, addresses, strict=True)}
+            sets.append(bases_of(self._problem, named, 0)[:-1])
         return sets
 
     def begin_checksum(self, count: int) -> None:

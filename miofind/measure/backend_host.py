@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
+from miofind.launch.invoker import Bases, bases_of
 from miofind.measure.backend import Repeatability, Runnable, TimedCandidate, TimingBackend
 from miofind.verify.harness_host import GuardedArray, random_values
 
 _SETS = 2
 _SAMPLE_MS = 1.0
 _MOST_RUNS = 32
-
-Tensors = tuple[NDArray[Any], ...]
 
 
 class HostTimingBackend(TimingBackend):
@@ -52,17 +50,17 @@ class HostTimingBackend(TimingBackend):
         self.sets.clear()
         self._outputs.clear()
 
-    def _buffers(self, seed: int) -> Tensors:
-        """The operands in order, between guard bands."""
-        operands, tensors = self._problem.operands, []
+    def _buffers(self, seed: int) -> Bases:
+        """The bases of a run but for the workspace: operands between guard bands, and an epilogue's default numbers."""
+        operands, tensors = self._problem.operands, {}
         for i, operand in enumerate(operands):
             buffer = GuardedArray(operand.tensor.bytes)
             tensor = buffer.tensor(operand.tensor)
             tensor[...] = random_values(operand.tensor, Values.NORMAL, len(operands) * seed + i)
-            tensors.append(tensor)
+            tensors[operand.name] = tensor.reshape(operand.shape)
             if not operand.is_input:
                 self._outputs.append(buffer)
-        return tuple(tensors)
+        return bases_of(self._problem, tensors, None)[:-1]
 
 
 class _HostTimedCandidate(TimedCandidate):

@@ -38,6 +38,7 @@ class Declared:
         exact: small integers give exact results.
         deterministic: equal inputs give equal bits.
         spreads_nonfinite: an infinity or NaN may reach results that do not sum it.
+        rounds_twice: sums are rounded to the output's dtype before the epilogue.
         error_growth: how much wider its error bound is than direct summation's.
         alignment_bytes: of the tensors' addresses.
         workspace_bytes: of one region, "scratch".
@@ -47,6 +48,7 @@ class Declared:
     exact: bool = True
     deterministic: bool = True
     spreads_nonfinite: bool = False
+    rounds_twice: bool = False
     error_growth: float = 1.0
     alignment_bytes: int = 1
     workspace_bytes: int = 0
@@ -102,6 +104,12 @@ class MutantSolver(Solver):
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         return APPLICABLE
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def rounds_twice(self, problem: ProblemDescription, config: Config) -> bool:
+        return self.mutant.declared.rounds_twice
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return (Config.of(mutant=self.mutant.name),)

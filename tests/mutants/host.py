@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
+from miofind.epilogue_reference import apply_epilogue
 from miofind.reference import reference_on_host, round_once
-from miofind.solver.steps import Config, ConvSolution, HostStep, Packing, Region, WorkspacePlan
+from miofind.solver.steps import RUN_PARAMETERS, Config, ConvSolution, HostStep, Packing, Region, WorkspacePlan
 from mutants.base import Declared, Mutant, MutantSolver
 
 Array = NDArray[Any]
@@ -34,13 +36,13 @@ class Call:
     """One run: the tensors with logical shapes, and what this mutant left behind in earlier runs.
 
     Attributes:
-        tensors: "x", "w" and "y", the inputs and the output among them.
+        tensors: "x", "w" and "y", the inputs and the output among them; an epilogue's operands and RUN_PARAMETERS.
         scratch: the workspace that the solver declares, None for none.
         state: kept from run to run, empty when a find begins.
     """
 
     problem: ProblemDescription
-    tensors: Mapping[str, Array]
+    tensors: Mapping[str, Any]
     scratch: NDArray[np.uint8] | None
     state: dict[str, Any]
 
@@ -59,6 +61,17 @@ class Call:
         if self.problem.flops < _LARGE_FLOPS or changed:
             return reference_on_host(self.problem, **(self.inputs | changed))
         return _kept_sums(self.problem, {name: self.tensors[name] for name in self.problem.direction.inputs})
+
+    @property
+    def parameters(self) -> EpilogueParameters:
+        """The numbers of the run's epilogue."""
+        found = self.tensors[RUN_PARAMETERS]
+        assert isinstance(found, EpilogueParameters)
+        return found
+
+    def finished(self, sums: Wide, **changed: Array) -> Wide:
+        """What the epilogue makes of sums, with its operands or others in their place."""
+        return apply_epilogue(self.problem, sums, {**self.tensors, **changed}, self.parameters)
 
     def write(self, values: Wide) -> None:
         """Write an output, rounded once."""
@@ -198,7 +211,8 @@ class HostMutantSolver(MutantSolver):
 def _right(call: Call) -> None:
     """Nothing is wrong; slower than a mutant, which would win."""
     time.sleep(0.002)
-    call.write(call.sums())
+    sums = call.sums()
+    call.write(call.finished(sums) if call.problem.epilogue else sums)
 
 
 _ANY = ProblemDescription.convolution(x=(1, 1, 1), w=(1, 1, 1))
@@ -206,7 +220,7 @@ _RIGHT = _Entry(Mutant(name="right", fault="nothing", problem=_ANY, declared=Dec
 RIGHT = HostMutantSolver(_RIGHT)
 
 
-for _theme in ("places", "memory", "state", "numbers", "nonfinite", "packed", "controls"):
+for _theme in ("places", "memory", "state", "numbers", "nonfinite", "packed", "epilogue", "controls"):
     importlib.import_module(f"mutants.host_{_theme}")
 
 SOLVERS = {name: HostMutantSolver(entry) for name, entry in (MUTANTS | CONTROLS).items()}
