@@ -14,6 +14,7 @@ from miofind.api import (
     find_solutions,
     run_solution,
 )
+from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
 from miofind.core.problem import (
     ConvolutionDescriptor,
     DataType,
@@ -33,10 +34,12 @@ from miofind.runtime.solution import Solution
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activation",
     "ConvolutionDescriptor",
     "DataType",
     "Device",
     "Direction",
+    "Epilogue",
     "FindEnforce",
     "FindMode",
     "FindOptions",
@@ -48,6 +51,7 @@ __all__ = [
     "Order",
     "PackedSolution",
     "ProblemDescription",
+    "ResidualPosition",
     "Solution",
     "TensorDescriptor",
     "convolution",

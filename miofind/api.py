@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from miofind.arrays import arrays, operands
-from miofind.arrays.array_problem import problem_from_views
+from miofind.arrays.array_problem import EPILOGUE_ARGUMENTS, epilogue_arrays, problem_from_views, refuse_epilogue
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidArrayError, InvalidOptionError, brief
 from miofind.find.pipeline import find, find_mode
 from miofind.options import FindEnforce, FindMode, FindOptions
 from miofind.runtime.handle import Handle, default_handle
+from miofind.runtime.runner import EPILOGUE_NAMES, NUMBERS, EpilogueArguments
 from miofind.runtime.solution import Solution
 
 _DEFAULT_OPTIONS = FindOptions()
 _KEYWORDS = frozenset({"options", "handle", "out", "workspace", "stream"})
 """Of `convolution` and its gradients, beside the problem's own."""
+
+_FORWARD_KEYWORDS = _KEYWORDS.union(EPILOGUE_NAMES)
+
+_OF_EPILOGUE = EPILOGUE_ARGUMENTS.union(EPILOGUE_NAMES)
+"""Keywords of `convolution` that say what epilogue it has, and what that is given."""
 
 _NEVER_CACHED = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE, FindEnforce.DB_CLEAN)
 
@@ -79,6 +85,7 @@ def run_solution(
     out: Any = None,
     workspace: Any = None,
     stream: Any = None,
+    **epilogue: Unpack[EpilogueArguments],
 ) -> Any:
     """The problem's output: y forward, dx for backward data, dw for backward weights.
 
@@ -94,9 +101,15 @@ def run_solution(
         workspace: at least `solution.workspace_bytes` bytes that are no other array's, on a GPU at a multiple of 256;
             allocated if left out, not looked at where they are 0.
         stream: a CuPy or PyTorch stream or its address; the current stream of the first input's library if left out.
+        epilogue: what the problem's epilogue reads, and no more (see `miofind.Epilogue`): scale and bias, (k,), of its
+            `parameter_dtype`; channel_bias, (n, k), and residual, (n, k, *out_spatial), of y's dtype, the residual in
+            y's layout. Its numbers: alpha, the factor of the convolution, 1 if left out; beta, that of the residual, 1
+            if left out; low and high, clamp's bounds, 0 and 6 if left out; slope, leaky_relu's (0.01 if left out) or
+            elu's alpha (1). A CUDA graph keeps the numbers that it was captured with.
 
     Raises:
         InvalidArrayError: what was given and what the problem wants.
+        InvalidOptionError: a number that is none, or of which the epilogue has no use.
         WorkspaceError: the workspace is too small, not aligned, or shares memory with another array.
         LaunchError: the launch failed and no other solution of the same find could take over.
     """
@@ -105,17 +118,26 @@ def run_solution(
             f"solution={brief(solution)} must be a Solution: one of those that find_solutions returns"
         )
     runner = solution.solution_list.runners.get(solution.position) or solution.runner
+    if epilogue:
+        return runner.run_fused(epilogue, x, w, dy, out, workspace, stream)
     return runner.run(x, w, dy, out, workspace, stream)
 
 
 def convolution(x: Any, w: Any, **arguments: Any) -> Any:
-    """y = x * w: the fastest solution, found once for each shape, dtype and layout.
+    """y = x * w, with an epilogue where one is asked for: the fastest solution, found once for each problem.
+
+    An epilogue computes activation(alpha * (x * w) * scale + bias + channel_bias + beta * residual) in the type that
+    products are summed in; with residual_position="after" the residual is added to what the activation gives. What is
+    left out is not computed.
 
     Args:
         x: (n, c, *spatial), 1 to 3 spatial dimensions; packed channels first or last.
         w: (k, c/groups, *filter).
         arguments: padding, stride, dilation, groups, math as in `ProblemDescription.convolution`; options, handle as in
-            `find_solutions`; out, workspace, stream as in `run_solution`.
+            `find_solutions`; out, workspace, stream as in `run_solution`. Of the epilogue: scale, bias, channel_bias,
+            residual, alpha, beta, low, high and slope as in `run_solution`, with scale and bias both of y's dtype or
+            both float32; residual_position, "before" (if left out) or "after" the activation; activation, a name of
+            `miofind.Activation`, or "relu6", which is clamp with its bounds of 0 and 6.
 
     Returns:
         (n, k, *out_spatial), of the kind of x; its layout follows `out` if given, else x.
@@ -163,17 +185,26 @@ def _call(
     out: Any = None,
     workspace: Any = None,
     stream: Any = None,
-    **convolution_arguments: Any,
+    **arguments: Any,
 ) -> Any:
+    given, numbers = dict(given), {}
     views = {name: arrays.view(array, _user_name(name, direction)) for name, array in given.items()}
     if out is not None:
         views[direction.output] = arrays.view(out, "out")
-    problem = problem_from_views(direction, views, missing_shape, convolution_arguments, _KEYWORDS)
+    if not _OF_EPILOGUE.isdisjoint(arguments):
+        refuse_epilogue(direction, _OF_EPILOGUE & arguments.keys())
+        numbers = _taken_numbers(arguments)
+        read = epilogue_arrays(arguments)
+        given |= read
+        views |= {name: arrays.view(array, name) for name, array in read.items()}
+    keywords = _FORWARD_KEYWORDS if direction is Direction.FORWARD else _KEYWORDS
+    problem = problem_from_views(direction, views, missing_shape, arguments, keywords)
+    if numbers:
+        problem.epilogue.parameters(numbers)
     if handle is None:
         handle = default_handle(_device_of(views))
     solutions = find_solutions(problem, options=options, handle=handle)
     solution = solutions[0]
-    names = dict(given)
     addresses = [v.address for v in views.values()]
     # A generator: runners behind the first that fits are not made on every call.
     fitting = (s for s in solutions if not any(a % s.runner.alignment_bytes for a in addresses))
@@ -182,11 +213,25 @@ def _call(
         solution = aligned
     else:
         index, alignment = handle.device.index, solution.runner.alignment_bytes
+        wanted = {operand.name: operand.array for operand in problem.operands}
         with operands.allocating_on(next(iter(given.values())), stream, index):
-            names = {n: arrays.aligned_copy(array, problem.tensor(n), index, alignment) for n, array in given.items()}
-    return run_solution(
-        solution, names.get("x"), names.get("w"), dy=names.get("y"), out=out, workspace=workspace, stream=stream
-    )
+            given = {n: arrays.aligned_copy(array, wanted[n], index, alignment) for n, array in given.items()}
+    x, w, dy = given.pop("x", None), given.pop("w", None), given.pop("y", None)
+    return run_solution(solution, x, w, dy=dy, out=out, workspace=workspace, stream=stream, **given, **numbers)
+
+
+def _taken_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of an epilogue that are there, taken out of the arguments.
+
+    Raises:
+        InvalidOptionError: bounds of an activation whose name has them.
+    """
+    taken = {name: arguments.pop(name) for name in NUMBERS if name in arguments}
+    numbers = {name: value for name, value in taken.items() if value is not None}
+    bounds = [f"{name}={brief(numbers[name])}" for name in ("low", "high") if name in numbers]
+    if bounds and str(arguments.get("activation")).lower() == "relu6":
+        raise InvalidOptionError(f"{', '.join(bounds)}: relu6 has the bounds 0 and 6, clamp has others")
+    return numbers
 
 
 def _user_name(tensor: str, direction: Direction) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from miofind.core.operand import FlatTensor
 from miofind.core.tensor import DataType, Layout, TensorDescriptor
 from miofind.errors import InvalidArrayError, MissingLibraryError
 
@@ -211,12 +212,17 @@ def layouts_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Layout
     return tuple(fits)
 
 
-def strides_fit(descriptor: TensorDescriptor, strides: tuple[int, ...]) -> bool:
+def strides_fit(descriptor: TensorDescriptor | FlatTensor, strides: tuple[int, ...]) -> bool:
     """Whether strides (in elements) are the descriptor's, dimensions of size 1 ignored."""
     return all(
         size == 1 or given == wanted
         for size, given, wanted in zip(descriptor.shape, strides, descriptor.strides, strict=True)
     )
+
+
+def is_reshaped(given: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a shape has other dimensions of size 1 than a flat one that is wanted, and no other difference."""
+    return len(wanted) < 3 and [size for size in given if size > 1] == [size for size in wanted if size > 1]
 
 
 def infer_layouts(arrays: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Layout]:
@@ -241,7 +247,7 @@ def infer_layouts(arrays: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]])
     return {name: fits[0] if len(fits) == 1 or not settled else settled[0] for name, fits in found.items()}
 
 
-def allocate(like: Any, tensor: TensorDescriptor, device_index: int, alignment: int = 1) -> Any:
+def allocate(like: Any, tensor: TensorDescriptor | FlatTensor, device_index: int, alignment: int = 1) -> Any:
     """A new uninitialised array of the tensor's shape, dtype and layout, of the kind of `like`.
 
     Its address is a multiple of `alignment`, which device memory is of up to 256 bytes by itself.
@@ -255,7 +261,8 @@ def allocate(like: Any, tensor: TensorDescriptor, device_index: int, alignment: 
             return made
         memory = torch.from_numpy(_aligned_bytes(tensor.bytes, alignment))
         return memory.view(dtype).as_strided(tensor.shape, tensor.strides)
-    order = (0, *range(2, len(tensor.shape)), 1) if tensor.layout.channels_last else tuple(range(len(tensor.shape)))
+    channels_last = isinstance(tensor, TensorDescriptor) and tensor.layout.channels_last
+    order = (0, *range(2, len(tensor.shape)), 1) if channels_last else tuple(range(len(tensor.shape)))
     shape = tuple(tensor.shape[i] for i in order)
     inverse = tuple(order.index(i) for i in range(len(order)))
     dtype = NUMPY_DTYPES[tensor.dtype]
@@ -286,7 +293,7 @@ def _back(like: Any, result: Any) -> Any:
     return namespace().from_dlpack(result)
 
 
-def aligned_copy(array: Any, tensor: TensorDescriptor, device_index: int, alignment: int) -> Any:
+def aligned_copy(array: Any, tensor: TensorDescriptor | FlatTensor, device_index: int, alignment: int) -> Any:
     """The array itself where its address is a multiple of `alignment`, else a copy of it in the tensor's layout."""
     if view(array, "array").address % alignment == 0:
         return array

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from miofind.arrays.arrays import NUMPY_DTYPES, Framework, as_cupy, framework_of, strides_fit, view
+from miofind.arrays.arrays import NUMPY_DTYPES, Framework, as_cupy, framework_of, is_reshaped, strides_fit, view
+from miofind.core.operand import FlatTensor
 from miofind.core.tensor import TensorDescriptor
 from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError, brief
 
@@ -59,7 +60,7 @@ class OperandMemory:
 
 
 def strict_check(
-    name: str, tensor: TensorDescriptor, device_index: int, alignment: int, *, is_written: bool = False
+    name: str, tensor: TensorDescriptor | FlatTensor, device_index: int, alignment: int, *, is_written: bool = False
 ) -> Check:
     """A check of one tensor of a problem, made once and used on every run.
 
@@ -184,7 +185,7 @@ def _torch_guard(*tensors: Any) -> Callable[..., bool] | None:
     return is_like if is_like(*tensors) is True else None
 
 
-def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int, alignment: int) -> Any:
+def _checked(array: Any, name: str, tensor: TensorDescriptor | FlatTensor, device_index: int, alignment: int) -> Any:
     """The same checks, slower: with messages, size-1 dimensions ignored and every kind of array."""
     if array is None:
         raise InvalidArrayError(f"{name} is missing: pass an array of shape {tensor.shape}, which the problem wants")
@@ -200,10 +201,7 @@ def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int,
         given, wanted = _device_name(v.device_index), _device_name(device_index)
         raise InvalidArrayError(f"{name} is on {given}, the solution runs on {wanted}: move the array there")
     if not strides_fit(tensor, v.strides):
-        raise InvalidArrayError(
-            f"{name} has strides {v.strides} (elements), the problem's layout {tensor.layout} wants "
-            f"{tensor.strides}: pass a contiguous copy in that layout, or describe the problem by from_arrays"
-        )
+        raise InvalidArrayError(f"{name} has strides {v.strides} (elements), {_stride_advice(tensor)}")
     if v.address == 0:
         raise InvalidArrayError(
             f"{name} holds no memory (address 0): a {type(array).__name__} of real memory is needed"
@@ -218,12 +216,22 @@ def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int,
 
 def _shape_advice(name: str, given: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     """What to do about a shape: one that is in the order of memory where channels are last is seen wrongly."""
+    if is_reshaped(given, wanted):
+        return f"pass {name}.reshape{wanted}"
     axes = (0, len(wanted) - 1, *range(1, len(wanted) - 1))
     if len(given) == len(wanted) and tuple(given[axis] for axis in axes) == wanted:
         return (
             f"shapes have channels second in every layout: pass {name}.transpose{axes}, in PyTorch {name}.permute{axes}"
         )
     return f"pass such an array, or {_DESCRIBED}"
+
+
+def _stride_advice(tensor: TensorDescriptor | FlatTensor) -> str:
+    """What strides a problem wants, and what to do about others."""
+    if isinstance(tensor, FlatTensor):
+        return f"the problem wants {tensor.strides}: pass a contiguous copy"
+    wanted = f"the problem's layout {tensor.layout} wants {tensor.strides}"
+    return f"{wanted}: pass a contiguous copy in that layout, or describe the problem by from_arrays"
 
 
 def _device_name(index: int) -> str:

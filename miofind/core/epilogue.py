@@ -19,9 +19,11 @@ post-ops.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from numbers import Real
+from typing import Any, Self
 
 from miofind.core.tensor import DataType, enum_value
 from miofind.errors import InvalidOptionError, InvalidProblemError, brief, suggestion
@@ -125,6 +127,34 @@ class Epilogue:
         return tuple(name for name, is_there in present.items() if is_there)
 
     @property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of the numbers that a run of it may be given, of those of `EpilogueParameters`; none without it."""
+        of_residual = ("beta",) * self.has_residual
+        return ("alpha", *of_residual, *_NUMBERS_OF.get(self.activation, ())) if self else ()
+
+    def parameters(self, given: Mapping[str, Any]) -> EpilogueParameters:
+        """The numbers of a run, from those given by name; None is none given.
+
+        Raises:
+            InvalidOptionError: a number that it has no use for, or that `EpilogueParameters` refuses.
+        """
+        taken = {name: value for name, value in given.items() if value is not None}
+        made = EpilogueParameters(**taken)
+        for name in taken.keys() - set(self.numbers):
+            if name not in ("alpha", "beta") or getattr(made, name) != 1:
+                raise InvalidOptionError(f"{name}={brief(taken[name])}: {self._no_use_for(name)}")
+        return made
+
+    def _no_use_for(self, name: str) -> str:
+        """Why a number changes nothing, and what to do."""
+        if name == "alpha":
+            return "a convolution without an epilogue has no factor: multiply w by it"
+        if name == "beta":
+            return f"{self.text or 'a convolution without an epilogue'} adds no residual, whose factor it is"
+        takers = " and ".join(kind.value for kind, names in _NUMBERS_OF.items() if name in names)
+        return f"the activation {self.activation} has no {name}: leave it out (of {takers} it is a parameter)"
+
+    @property
     def text(self) -> str:
         """Its words in the order of computation, joined by dots, such as "bias.residual.relu"; "" without anything."""
         words = [] if self.parameter_dtype is None else [self.parameter_dtype.value]
@@ -152,6 +182,13 @@ class Epilogue:
             raise InvalidProblemError(f"epilogue={brief(value)} must be an Epilogue or its text, such as 'bias.relu'")
         return _read(value)
 
+
+_NUMBERS_OF = {
+    Activation.CLAMP: ("low", "high"),
+    Activation.LEAKY_RELU: ("slope",),
+    Activation.ELU: ("slope",),
+}
+"""Names of the parameters of activations that have any."""
 
 NO_EPILOGUE = Epilogue()
 """What a bare convolution has."""
@@ -212,7 +249,7 @@ class EpilogueParameters:
             value = getattr(self, name)
             if name == "slope" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise InvalidOptionError(f"{name}={brief(value)} must be a number")
             if math.isnan(value) or (math.isinf(value) and name not in ("low", "high")):
                 raise InvalidOptionError(f"{name}={value} must be finite")

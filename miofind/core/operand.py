@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from miofind.core.tensor import TensorDescriptor
+from miofind.core.tensor import DataType, TensorDescriptor
 
 
 class Role(StrEnum):
@@ -13,6 +14,24 @@ class Role(StrEnum):
 
     INPUT = "input"
     OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatTensor:
+    """A packed tensor without spatial dimensions: (k,) or (n, k), the last dimension innermost."""
+
+    shape: tuple[int, ...]
+    dtype: DataType
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the packed tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements between neighbours along each dimension."""
+        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +52,13 @@ class Operand:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", self.shape or self.tensor.shape)
+
+    @property
+    def array(self) -> TensorDescriptor | FlatTensor:
+        """What a user's array of it has: its tensor, without dimensions of size 1 where `shape` has none."""
+        if self.shape == self.tensor.shape:
+            return self.tensor
+        return FlatTensor(shape=self.shape, dtype=self.tensor.dtype)
 
     @property
     def is_input(self) -> bool:

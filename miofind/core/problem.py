@@ -285,7 +285,9 @@ class ProblemDescription:
             x, w, dy, out: arrays of any kind that `run_solution` takes; layouts come from their strides.
             x_shape: (n, c, *spatial), for backward data.
             w_shape: (k, c/groups, *filter), for backward weights.
-            arguments: padding, stride, dilation, groups and math, as in `convolution`.
+            arguments: padding, stride, dilation, groups and math, as in `convolution`; forward, of the epilogue, the
+                arrays scale, bias, channel_bias and residual, residual_position and activation, as in
+                `miofind.convolution`.
 
         Raises:
             InvalidArrayError, InvalidProblemError: the message names the array or field.

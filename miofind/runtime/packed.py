@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from miofind.arrays import arrays, operands
 from miofind.core.problem import Direction, Operand
@@ -10,7 +11,7 @@ from miofind.device.device import Place, check_fork
 from miofind.errors import InvalidArrayError, InvalidOptionError
 from miofind.launch.invoker import Invoker, bases_of, make_invoker, stay
 from miofind.runtime.handle import check_kernels, check_serves
-from miofind.runtime.runner import Runner
+from miofind.runtime.runner import EpilogueArguments, FusedRunner, Runner
 from miofind.solver.steps import ConvSolution, Packing
 
 if TYPE_CHECKING:
@@ -20,15 +21,17 @@ if TYPE_CHECKING:
 class PackedSolution:
     """A solution and weights, packed as its kernels take them; a solution that has no use for that keeps them as given.
 
+    The scale and bias of its problem's epilogue stay as they were given.
+
     Attributes:
         solution: what was packed.
         packed_bytes: bytes of the packed weights; 0 where they are kept as given.
         workspace_bytes: bytes of workspace that a run needs.
     """
 
-    __slots__ = ("_runner", "_w", "packed_bytes", "solution", "workspace_bytes")
+    __slots__ = ("_constants", "_runner", "_w", "packed_bytes", "solution", "workspace_bytes")
 
-    def __init__(self, solution: Solution, w: Any, stream: Any = None) -> None:
+    def __init__(self, solution: Solution, w: Any, stream: Any, constants: Mapping[str, Any]) -> None:
         """See `Solution.pack`."""
         problem, handle = solution.problem, solution.solution_list.handle
         if problem.direction is Direction.BACKWARD_WEIGHTS:
@@ -45,15 +48,25 @@ class PackedSolution:
                 check_fork()
             whole = solver.solution(problem, handle.device, solution.config)
             check_kernels(whole, solution.kernel_hash, solution.id)
-            self._runner = runner = _PackedRunner(solution, packing)
+            kind = _PackedFusedRunner if problem.epilogue else _PackedRunner
+            self._runner = runner = kind(solution, packing)
             self._w = runner.pack(w, queue)
             self.packed_bytes = packing.bytes
         else:
             self._runner = solution.runner
-            operands.strict_check("w", problem.w, handle.device.index, self._runner.alignment_bytes)(w)
-            self._w = w.detach() if arrays.framework_of(w) is arrays.Framework.TORCH else w
+            self._w = self._kept("w", w)
             self.packed_bytes = 0
+        self._constants = {name: self._kept(name, array) for name, array in constants.items() if array is not None}
         self.workspace_bytes = self._runner.prepare().workspace_bytes
+
+    def _kept(self, name: str, array: Any) -> Any:
+        """An array that later runs are given, checked now."""
+        problem, index = self.solution.problem, self.solution.solution_list.handle.device.index
+        operand = next((operand for operand in problem.operands if operand.name == name), None)
+        if operand is None:
+            raise InvalidArrayError(f"{name} is not packed: {problem} has none")
+        operands.strict_check(name, operand.array, index, self._runner.alignment_bytes)(array)
+        return array.detach() if arrays.framework_of(array) is arrays.Framework.TORCH else array
 
     def __repr__(self) -> str:
         return f"<PackedSolution of {self.solution!r}, {self.packed_bytes} bytes packed>"
@@ -67,7 +80,16 @@ class PackedSolution:
     def __reduce__(self) -> NoReturn:
         raise TypeError("packed weights are not pickled: pickle solution and weights, and pack where they arrive")
 
-    def run(self, x: Any = None, *, dy: Any = None, out: Any = None, workspace: Any = None, stream: Any = None) -> Any:
+    def run(
+        self,
+        x: Any = None,
+        *,
+        dy: Any = None,
+        out: Any = None,
+        workspace: Any = None,
+        stream: Any = None,
+        **epilogue: Unpack[EpilogueArguments],
+    ) -> Any:
         """The problem's output: y forward, dx for backward data; as `run_solution` does it, with the weights packed.
 
         Args:
@@ -77,6 +99,7 @@ class PackedSolution:
             workspace: at least `workspace_bytes` bytes that are no other array's, on a GPU at a multiple of 256;
                 allocated if left out, not looked at where they are 0.
             stream: a CuPy or PyTorch stream or its address; the current stream of the input's library if left out.
+            epilogue: as in `run_solution`, without the scale and bias that are packed.
 
         Raises:
             InvalidArrayError: what was given and what the problem wants.
@@ -89,17 +112,19 @@ class PackedSolution:
             wanted = "x" if direction is Direction.FORWARD else "dy"
             names = ", ".join(name for name, array in given.items() if array is not None) or "nothing"
             raise InvalidArrayError(f"a packed {direction} solution takes {wanted}; given: {names}")
-        return self._runner.run(x, self._w, dy, out, workspace, stream)
+        if not epilogue and not self._constants:
+            return self._runner.run(x, self._w, dy, out, workspace, stream)
+        twice = [name for name in self._constants if epilogue.get(name) is not None]
+        if twice:
+            raise InvalidArrayError(f"{' and '.join(twice)} of this solution are packed: leave them out")
+        return self._runner.run_fused({**epilogue, **self._constants}, x, self._w, dy, out, workspace, stream)
 
 
-class _PackedRunner(Runner):
+class _PackedWeights(Runner):
     """Runs the part of a solution that is left when its weights are packed."""
 
-    __slots__ = ("_packing",)
-
-    def __init__(self, solution: Solution, packing: Packing) -> None:
-        super().__init__(solution.problem, solution.solver_id, solution.config, solution.solution_list.handle)
-        self._packing = packing
+    __slots__ = ()
+    _packing: Packing
 
     def pack(self, w: Any, queue: int | None) -> Any:
         """The packed weights: bytes from the allocator of w's library."""
@@ -135,3 +160,23 @@ class _PackedRunner(Runner):
 
     def _check_of(self, operand: Operand, alignment_bytes: int) -> operands.Check:
         return self._packed_address if operand.name == "w" else super()._check_of(operand, alignment_bytes)
+
+
+class _PackedRunner(_PackedWeights):
+    """Without an epilogue."""
+
+    __slots__ = ("_packing",)
+
+    def __init__(self, solution: Solution, packing: Packing) -> None:
+        super().__init__(solution.problem, solution.solver_id, solution.config, solution.solution_list.handle)
+        self._packing = packing
+
+
+class _PackedFusedRunner(_PackedWeights, FusedRunner):
+    """With an epilogue."""
+
+    __slots__ = ("_packing",)
+
+    def __init__(self, solution: Solution, packing: Packing) -> None:
+        super().__init__(solution.problem, solution.solver_id, solution.config, solution.solution_list.handle)
+        self._packing = packing

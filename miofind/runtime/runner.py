@@ -6,13 +6,23 @@ A runner builds its invoker on first use, and goes on with the next solution of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from miofind.arrays import arrays, operands
+from miofind.arrays.array_problem import EPILOGUE_ARRAYS
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.problem import Direction, Operand, ProblemDescription
 from miofind.device.device import Place, check_fork
-from miofind.errors import CompileError, InvalidArrayError, InvalidConfigError, LaunchError, MissingLibraryError
+from miofind.errors import (
+    CompileError,
+    InvalidArrayError,
+    InvalidConfigError,
+    LaunchError,
+    MissingLibraryError,
+    suggestion,
+)
 from miofind.launch.invoker import Invoker
 from miofind.solver.steps import Config
 
@@ -28,8 +38,48 @@ _FORWARD = Direction.FORWARD
 _BACKWARD_DATA = Direction.BACKWARD_DATA
 
 
+class EpilogueArguments(TypedDict, total=False):
+    """What a run of a problem with an epilogue is given besides x and w: arrays and numbers by name."""
+
+    scale: Any
+    bias: Any
+    channel_bias: Any
+    residual: Any
+    alpha: float | None
+    beta: float | None
+    low: float | None
+    high: float | None
+    slope: float | None
+
+
+NUMBERS = ("alpha", "beta", "low", "high", "slope")
+"""Those of EpilogueArguments that are numbers."""
+
+EPILOGUE_NAMES = (*EPILOGUE_ARRAYS, *NUMBERS)
+"""All of EpilogueArguments."""
+
+
+def refuse_unknown(given: Mapping[str, Any]) -> None:
+    """Do nothing where all are names of EpilogueArguments.
+
+    Raises:
+        TypeError: one is not.
+    """
+    if unknown := given.keys() - set(EPILOGUE_NAMES):
+        known = ("x", "w", "dy", *EPILOGUE_NAMES, "out", "workspace", "stream")
+        near = suggestion(min(unknown), known) or "."
+        raise TypeError(f"unknown arguments {sorted(unknown)}{near} Known are {', '.join(known)}")
+
+
+class _Made(NamedTuple):
+    """What a run writes."""
+
+    out: Any
+    workspace: Any
+
+
 class Runner:
-    """Runs one solution.
+    """Runs one solution of a problem without an epilogue.
 
     Attributes:
         problem: what is run.
@@ -98,7 +148,7 @@ class Runner:
 
     def _check_of(self, operand: Operand, alignment_bytes: int) -> operands.Check:
         return operands.strict_check(
-            self._name_of(operand), operand.tensor, self._index, alignment_bytes, is_written=not operand.is_input
+            self._name_of(operand), operand.array, self._index, alignment_bytes, is_written=not operand.is_input
         )
 
     def _name_of(self, operand: Operand) -> str:
@@ -132,24 +182,60 @@ class Runner:
             return self._fall_back(error).run(x, w, dy, out, workspace, stream)
         return out
 
+    def run_fused(
+        self, given: Mapping[str, Any], x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any
+    ) -> Any:
+        """The same with what `EpilogueArguments` names."""
+        refuse_unknown(given)
+        self.problem.epilogue.parameters({name: given.get(name) for name in NUMBERS})
+        read = {name: given[name] for name in EPILOGUE_ARRAYS if given.get(name) is not None}
+        if read:
+            self._check_given({"x": x, "w": w, "dy": dy, **read})
+        return self.run(x, w, dy, out, workspace, stream)
+
     def _run_completed(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
         """Run after what a run needs was made: the invoker, the output, the workspace."""
-        given = {name: array for name, array in (("x", x), ("w", w), ("dy", dy)) if array is not None}
-        wanted = [self._name_of(operand) for operand in self.problem.inputs]
-        if given.keys() != set(wanted):
-            needed, listed = " and ".join(wanted), ", ".join(given) or "none"
-            raise InvalidArrayError(f"a {self.problem.direction} solution takes {needed}; given: {listed}")
-        invoker = self.prepare()
+        first = self._check_given({"x": x, "w": w, "dy": dy})
+        self.prepare()
         if self._active is not self:
             return self._active.run(x, w, dy, out, workspace, stream)
+        made = self._allocated(first, out, workspace, stream)
+        return self.run(x, w, dy, made.out, made.workspace, stream)
+
+    def _check_given(self, arrays_by_name: Mapping[str, Any]) -> Any:
+        """The first input, where just those are given that the problem reads.
+
+        Raises:
+            InvalidArrayError: one is missing, or the problem has no use for one.
+        """
+        given = {name: array for name, array in arrays_by_name.items() if array is not None}
+        wanted = [self._name_of(operand) for operand in self.problem.inputs]
+        if given.keys() != set(wanted):
+            raise InvalidArrayError(self._told_of(wanted, given))
         first = given[wanted[0]]
         arrays.view(first, wanted[0])
+        return first
+
+    def _told_of(self, wanted: list[str], given: Mapping[str, Any]) -> str:
+        """What a solution takes, what was given and, for a bare problem that is given more, what to do."""
+        epilogue = self.problem.epilogue
+        fused = f" with the epilogue {epilogue.text}" if epilogue else ""
+        needed = f"{', '.join(wanted[:-1])} and {wanted[-1]}"
+        told = f"a {self.problem.direction} solution{fused} takes {needed}; given: {', '.join(given) or 'none'}"
+        surplus = [name for name in EPILOGUE_ARRAYS if name in given and name not in wanted]
+        if not surplus or self._direction is not _FORWARD:
+            return told
+        return f"{told}. Find solutions of a problem whose epilogue has {' and '.join(surplus)}"
+
+    def _allocated(self, first: Any, out: Any, workspace: Any, stream: Any) -> _Made:
+        """The output and the workspace, made where they are not given."""
+        invoker = self.prepare()
         with operands.allocating_on(first, stream, self._index):
             if out is None:
                 out = arrays.allocate(first, self.problem.output, self._index, invoker.alignment_bytes)
             if workspace is None and invoker.workspace_bytes:
                 workspace = arrays.allocate_bytes(first, invoker.workspace_bytes, self._index)
-        return self.run(x, w, dy, out, workspace, stream)
+        return _Made(out, workspace)
 
     def _fall_back(self, error: Exception) -> Runner:
         """The next runner that needs no more workspace than this one; taken from now on, with one warning."""
@@ -171,3 +257,91 @@ class Runner:
                     return runner
                 following = runner.following
             raise error
+
+
+class FusedRunner(Runner):
+    """Runs one solution of a problem with an epilogue."""
+
+    __slots__ = ("_last_numbers", "_read", "_unread")
+
+    def __init__(
+        self, problem: ProblemDescription, solver_id: str, config: Config, handle: Handle, kernel_hash: str = ""
+    ) -> None:
+        super().__init__(problem, solver_id, config, handle, kernel_hash)
+        self._read = problem.epilogue.operands
+        self._unread = tuple(name for name in EPILOGUE_ARRAYS if name not in self._read)
+        self._last_numbers = _Numbers((None,) * len(NUMBERS), DEFAULT_PARAMETERS)
+
+    def run(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
+        return self.run_fused({}, x, w, dy, out, workspace, stream)
+
+    def run_fused(
+        self, given: Mapping[str, Any], x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any
+    ) -> Any:
+        """See `miofind.run_solution`."""
+        parameters, surplus = DEFAULT_PARAMETERS, dy is not None
+        if len(given) != len(self._read) or not all(map(given.__contains__, self._read)):
+            parameters = self._parameters(given)
+            surplus = surplus or any(given.get(name) is not None for name in self._unread)
+        invoker = self._invoker
+        if invoker is None or out is None or surplus or (workspace is None and self._workspace_bytes):
+            return self._run_fused_completed(given, x, w, dy, out, workspace, stream)
+        addresses = self._check((x, w, out, *map(given.get, self._read)))
+        scratch: Any = 0
+        if self._workspace_bytes:
+            scratch = self._check_workspace(workspace, addresses)
+        queue = self._queue(x) if stream is None else operands.stream_address(stream)
+        try:
+            invoker.run((*addresses, parameters, scratch), queue)
+        except LaunchError as error:
+            if self._index >= 0:
+                check_fork()
+            return self._fall_back(error).run_fused(given, x, w, dy, out, workspace, stream)
+        return out
+
+    def _parameters(self, given: Mapping[str, Any]) -> EpilogueParameters:
+        """The numbers of a run; the very object of the last run where they are the same, which launches tell by that.
+
+        Raises:
+            TypeError: an unknown name. InvalidOptionError: a number that is none or not the epilogue's.
+        """
+        numbers = tuple(map(given.get, NUMBERS))
+        last = self._last_numbers
+        if given.keys() <= _KNOWN and all(map(operator.is_, numbers, last.given)):
+            return last.parameters
+        refuse_unknown(given)
+        made = self.problem.epilogue.parameters(dict(zip(NUMBERS, numbers, strict=True)))
+        if made == last.parameters:
+            made = last.parameters
+        self._last_numbers = _Numbers(numbers, made)
+        return made
+
+    def _run_fused_completed(
+        self, given: Mapping[str, Any], x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any
+    ) -> Any:
+        """Run after what a run needs was made: the invoker, the output, the workspace."""
+        read = {name: given.get(name) for name in EPILOGUE_ARRAYS}
+        first = self._check_given({"x": x, "w": w, "dy": dy, **read})
+        self.prepare()
+        if self._active is not self:
+            return self._active.run_fused(given, x, w, dy, out, workspace, stream)
+        made = self._allocated(first, out, workspace, stream)
+        return self.run_fused(given, x, w, dy, made.out, made.workspace, stream)
+
+
+class _Numbers(NamedTuple):
+    """The numbers that a run was given, None for each that it was not, and what was made of them."""
+
+    given: tuple[Any, ...]
+    parameters: EpilogueParameters
+
+
+_KNOWN = frozenset(EPILOGUE_NAMES)
+
+
+def make_runner(
+    problem: ProblemDescription, solver_id: str, config: Config, handle: Handle, kernel_hash: str
+) -> Runner:
+    """What runs one solution."""
+    kind = FusedRunner if problem.epilogue else Runner
+    return kind(problem, solver_id, config, handle, kernel_hash)

@@ -12,7 +12,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Library
 from miofind.errors import DatabaseError
 from miofind.finddb import ties_of_best
-from miofind.runtime.runner import Runner
+from miofind.runtime.runner import Runner, make_runner
 from miofind.solver.solver import Algorithm
 from miofind.solver.steps import Config, config_text
 
@@ -105,21 +105,22 @@ class Solution:
         self.runner.prepare()
         return self
 
-    def pack(self, w: Any, stream: Any = None) -> PackedSolution:
+    def pack(self, w: Any, stream: Any = None, *, scale: Any = None, bias: Any = None) -> PackedSolution:
         """The solution for weights that stay the same: what depends on them alone is computed here, once.
 
         Args:
             w: (k, c/groups, *filter); it must stay as it is as long as the packed solution is used.
             stream: to compute on, as in `run_solution`; runs on other streams must wait for it.
+            scale, bias: (k,), of the problem's epilogue, kept with the weights; left out, each run is given them.
 
         Raises:
             InvalidOptionError: the weights are the problem's result.
-            InvalidArrayError: w is not what the problem wants.
+            InvalidArrayError: w, scale or bias is not what the problem wants.
             CompileError, LaunchError, MissingLibraryError: it cannot be made ready.
         """
         from miofind.runtime.packed import PackedSolution
 
-        return PackedSolution(self, w, stream)
+        return PackedSolution(self, w, stream, {"scale": scale, "bias": bias})
 
     def save(self, path: str | Path) -> None:
         """Write the solution and its binaries to a JSON file that `Solution.load` reads: such a file is code.
@@ -233,7 +234,9 @@ class SolutionList:
         runner = self.runners.get(position)
         if runner is None:
             solution = self.solutions[position]
-            runner = Runner(solution.problem, solution.solver_id, solution.config, self.handle, solution.kernel_hash)
+            runner = make_runner(
+                solution.problem, solution.solver_id, solution.config, self.handle, solution.kernel_hash
+            )
             behind = position + 1
             if behind < len(self.solutions):
                 runner.following = lambda: self.runner(behind)
