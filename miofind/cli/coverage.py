@@ -96,7 +96,7 @@ class SuiteLayers:
 
     def _layer(self, problem: ConvolutionArguments) -> object:
         x = problem["x"] if self._samples is None else problem["x"][1:]
-        return (x, *(problem[name] for name in ("w", "padding", "stride", "dilation", "groups")))
+        return (x, *(problem[name] for name in ("w", "padding", "stride", "dilation", "groups", "epilogue")))
 
 
 def suite_layers() -> list[SuiteLayers]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from miofind.core.problem import (
     DataType,
     Direction,
+    Epilogue,
     Layout,
     MathMode,
     ProblemDescription,
@@ -68,7 +69,7 @@ class Suite:
             dtype: element type of every tensor.
             math: arithmetic of the float32 problems.
             layout: memory order of every tensor, of any rank: NHWC stands for NDHWC in three dimensions.
-            directions: one problem a row and direction.
+            directions: one problem a row and direction; a row with an epilogue has a forward one alone.
 
         Raises:
             InvalidOptionError: a batch below 1, or for a suite whose rows have batches of their own.
@@ -85,6 +86,8 @@ class Suite:
         found: dict[ProblemDescription, SuiteProblem] = {}
         for row in self.rows:
             for direction in row.directions if wanted is None else wanted:
+                if row.problem.epilogue and direction is not Direction.FORWARD:
+                    continue
                 problem = variant.of(row.problem, direction)
                 known = found.get(problem)
                 found[problem] = (
@@ -117,7 +120,7 @@ class _Variant:
     def of(self, base: ProblemDescription, direction: Direction) -> ProblemDescription:
         if self == _AS_WRITTEN:
             return base.in_direction(direction)
-        tensors = {operand.name: operand.tensor for operand in base.operands}
+        tensors = {name: base.tensor(name) for name in ("x", "w", "y")}
         dtypes = {name: t.dtype if self.dtype is None else self.dtype for name, t in tensors.items()}
         layouts = {
             name: t.layout
@@ -137,7 +140,15 @@ class _Variant:
             dtype=dtypes,
             layout=layouts,
             math=self._math(base, set(dtypes.values())),
+            epilogue=self._epilogue(base, dtypes["y"]),
         )
+
+    def _epilogue(self, base: ProblemDescription, dtype: DataType) -> Epilogue:
+        """The row's epilogue; a dtype that was asked for is its scale's and bias's, too, unless they are float32."""
+        epilogue, fits_all = base.epilogue, (DataType.FLOAT32,) if dtype is not DataType.FLOAT64 else ()
+        if self.dtype is None or epilogue.parameter_dtype in fits_all:
+            return epilogue
+        return replace(epilogue, parameter_dtype=None)
 
     def _math(self, base: ProblemDescription, dtypes: set[DataType]) -> MathMode:
         """Rows of another type in a mixed table keep plain arithmetic; a dtype that was asked for must fit."""

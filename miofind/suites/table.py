@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, enum_value
+from miofind.core.problem import DataType, Direction, Epilogue, Layout, ProblemDescription, enum_value
 from miofind.errors import InvalidProblemError
 
 _SIZES = ("n", "c", "d", "h", "w", "k", "fz", "fy", "fx")
@@ -19,7 +19,7 @@ _OPTIONAL_SIZES = {
     "groups": 1,
     "count": 1,
 }
-_TEXTS = ("suite", "layer", "spatial_dims", "layout", "dtype", "direction")
+_TEXTS = ("suite", "layer", "spatial_dims", "layout", "dtype", "direction", "epilogue")
 _MOST_SHOWN = 40
 _FILTER = {"d": "fz", "h": "fy", "w": "fx"}
 _DEPTH = {"d", "fz", "pad_d", "stride_d", "dil_d"}
@@ -135,6 +135,7 @@ def _row(cells: _Cells, suite: str) -> SuiteRow:
     padding = cells.each((f"pad_{d}" for d in dims), 0)
     stride, dilation = cells.each(f"stride_{d}" for d in dims), cells.each(f"dil_{d}" for d in dims)
     direction, dtype, layout = _direction(cells), _dtype(cells), _layout(cells)
+    epilogue = _epilogue(cells)
     try:
         problem = ProblemDescription.convolution(
             x=x,
@@ -146,6 +147,7 @@ def _row(cells: _Cells, suite: str) -> SuiteRow:
             direction=direction,
             dtype=dtype,
             layout=layout,
+            epilogue=epilogue,
         )
     except InvalidProblemError as error:
         raise InvalidProblemError(f"{cells.where}: {error}") from error
@@ -171,3 +173,10 @@ def _direction(cells: _Cells) -> Direction:
 def _layout(cells: _Cells) -> Layout | None:
     text = cells.values.get("layout")
     return enum_value(Layout, text, f"{cells.where}, column layout") if text else None
+
+
+def _epilogue(cells: _Cells) -> Epilogue:
+    try:
+        return Epilogue.of(cells.values.get("epilogue"))
+    except InvalidProblemError as error:
+        raise InvalidProblemError(f"{cells.where}, column epilogue: {error}") from error

@@ -79,6 +79,12 @@ def test_coverage_tells_variants_apart() -> None:
     assert {v.batch for v in found["yardstick"].answered} == {None}
 
 
+def test_coverage_tells_fused_layers_from_bare_ones() -> None:
+    (held,) = coverage(keys("resnet50_fused"), [SuiteLayers("resnet50"), SuiteLayers("resnet50_fused")])
+    (suite,) = held.suites
+    assert (suite.suite, suite.layers, set(suite.answered.values())) == ("resnet50_fused", 24, {24})
+
+
 def test_the_table_of_suites(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answered = [
         key

@@ -24,22 +24,32 @@ _HEADER = "suite,layer,n,c,h,w,k,fy,fx,pad_h,pad_w,stride_h,stride_w,dil_h,dil_w
 _ROW = "mine,conv1,1,3,8,8,16,3,3,1,1,1,1,1,1,1,2"
 _DISTINCT = {
     "convnext_tiny": 16,
+    "convnext_tiny_fused": 16,
     "deepbench_infer_server": 103,
     "deepbench_train": 90,
     "deeplabv3_resnet50": 30,
     "efficientnet_b0": 46,
+    "efficientnet_b0_fused": 46,
     "mobilenet_v2": 30,
+    "mobilenet_v2_fused": 30,
     "replknet31b": 26,
     "resnet50": 23,
+    "resnet50_fused": 24,
     "resnext50_32x4d": 24,
+    "resnext50_32x4d_fused": 24,
     "sd15_unet": 35,
+    "sd15_unet_fused": 44,
+    "sd_vae_decoder_fused": 17,
     "unet_segmentation": 19,
+    "unet_segmentation_fused": 19,
     "vgg16": 9,
+    "vgg16_fused": 9,
     "video_r3d_18": 11,
     "wild": 888,
     "wild_3d": 120,
     "yardstick": 191,
     "yolov8s": 41,
+    "yolov8s_fused": 45,
 }
 
 
