@@ -14,6 +14,7 @@ from miofind.api import (
     find_solutions,
     run_solution,
 )
+from miofind.arrays.batch_norm import batch_norm_as_scale_and_bias, fold_batch_norm
 from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
 from miofind.core.problem import (
     ConvolutionDescriptor,
@@ -54,10 +55,12 @@ __all__ = [
     "ResidualPosition",
     "Solution",
     "TensorDescriptor",
+    "batch_norm_as_scale_and_bias",
     "convolution",
     "convolution_backward_data",
     "convolution_backward_weights",
     "default_handle",
     "find_solutions",
+    "fold_batch_norm",
     "run_solution",
 ]

@@ -117,7 +117,10 @@ def run_solution(
         raise InvalidOptionError(
             f"solution={brief(solution)} must be a Solution: one of those that find_solutions returns"
         )
-    runner = solution.solution_list.runners.get(solution.position) or solution.runner
+    try:
+        runner = solution.solution_list.runners[solution.position]
+    except KeyError:
+        runner = solution.runner
     if epilogue:
         return runner.run_fused(epilogue, x, w, dy, out, workspace, stream)
     return runner.run(x, w, dy, out, workspace, stream)
