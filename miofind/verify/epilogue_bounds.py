@@ -50,7 +50,7 @@ _ACTIVATION_ERRORS = {
 _SLOPES = {
     Activation.SILU: 1.09985,
     Activation.GELU: 1.12891,
-    Activation.GELU_TANH: 1.12897,
+    Activation.GELU_TANH: 1.12900,
     Activation.HARDSWISH: 1.5,
     Activation.SIGMOID: 0.25,
     Activation.MISH: 1.08850,

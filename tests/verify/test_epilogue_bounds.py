@@ -1,0 +1,133 @@
+"""Bounds of fused results: the slopes and errors of activations, and epilogues carried out in float32."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from miofind.core.epilogue import Activation, EpilogueParameters
+from miofind.core.problem import ProblemDescription
+from miofind.epilogue_reference import activated
+from miofind.reference import round_once
+from miofind.verify.epilogue_bounds import BareSums, EpilogueStandard, FusedResults, fused_results, largest_slope
+
+NUMBERS = EpilogueParameters(alpha=-0.75, beta=1.5, low=-0.5, high=1.25, slope=0.125)
+INEXACT = [activation for activation in Activation if not activation.is_exact]
+Single = np.float32
+
+
+def single_exp(v: np.ndarray) -> np.ndarray:
+    """As expf, within 2 units in the last place."""
+    right = np.exp(v.astype(np.float64)).astype(Single)
+    return np.nextafter(np.nextafter(right, Single(np.inf)), Single(np.inf))
+
+
+def in_single(activation: Activation, v: np.ndarray) -> np.ndarray:
+    """The formulas of kernels_src/common/epilogue.cuh in float32, with functions as inexact as CUDA's may be."""
+    one, half = Single(1), Single(0.5)
+    small = single_exp(-np.abs(v))
+    if activation in (Activation.SILU, Activation.SIGMOID):
+        sigmoid = np.where(v < 0, small, one) / (one + small)
+        return sigmoid if activation is Activation.SIGMOID else v * sigmoid
+    if activation is Activation.GELU:
+        erfc = np.vectorize(math.erfc)((v * Single(-0.7071067811865476)).astype(np.float64)).astype(Single)
+        return v * (half * (erfc * Single(1 + 3 * 2.0**-23)))
+    if activation is Activation.GELU_TANH:
+        doubled = Single(1.5957691216057308) * (v + Single(0.044715) * v * v * v)
+        small = single_exp(-np.abs(doubled))
+        return v * (np.where(doubled < 0, small, one) / (one + small))
+    if activation is Activation.HARDSWISH:
+        return v * (np.clip(v + Single(3), Single(0), Single(6)) * Single(1 / 6))
+    if activation is Activation.TANH:
+        return np.tanh(v.astype(np.float64)).astype(Single) * Single(1 + 2.0**-23)
+    if activation is Activation.ELU:
+        below = np.expm1(np.minimum(v, 0).astype(np.float64)).astype(Single) * Single(1 + 2.0**-23)
+        return np.where(v < 0, Single(0.125) * below, v)
+    assert activation is Activation.MISH
+    top = np.where(v < 0, small * (small + 2), one + 2 * small)
+    bottom = np.where(v < 0, top + 2, top + 2 * small * small)
+    return v * (top / bottom)
+
+
+def results_of(
+    problem: ProblemDescription, sums: np.ndarray, factor: float | None, **operands: np.ndarray
+) -> FusedResults:
+    standard = EpilogueStandard.of(problem, factor, rounds_twice=False)
+    bare = BareSums(sums=sums, magnitudes=np.abs(sums), squares=np.zeros_like(sums))
+    return fused_results(problem, bare, operands, NUMBERS, standard)
+
+
+@pytest.mark.parametrize("activation", INEXACT)
+def test_formulas_in_float32_keep_the_declared_error(activation: Activation) -> None:
+    random = np.random.default_rng(1)
+    v = (8 * random.standard_normal(200_000)).astype(Single)
+    problem = ProblemDescription.convolution(x=(1, 1, v.size), w=(1, 1, 1), epilogue=activation.value)
+    wanted = results_of(problem, v.astype(np.float64) / NUMBERS.alpha, None)
+    errors = np.abs(in_single(activation, v).astype(np.float64) - wanted.wanted)
+    assert (errors <= wanted.arithmetic).all()
+    middle = np.abs(v) < 2.9  # hardswish is 0 from 3 on
+    relative = wanted.arithmetic[middle] / np.abs(wanted.wanted[middle])
+    assert relative.max() < 2.0**-15, "nor is it so wide that a coarse function would pass"
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_slopes_are_the_largest_and_tight(activation: Activation) -> None:
+    v = np.linspace(-8, 8, 1_600_001)
+    results = activated(v, activation, NUMBERS)
+    steepest = (np.abs(np.diff(results)) / np.diff(v)).max()
+    declared = largest_slope(activation, NUMBERS)
+    assert 0.999 * declared < steepest <= declared * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("activation", [Activation.LEAKY_RELU, Activation.ELU])
+def test_a_steep_slope_counts(activation: Activation) -> None:
+    assert largest_slope(activation, EpilogueParameters(slope=-3.0)) == 3.0
+
+
+@pytest.mark.parametrize("text", ["scale.bias.channel_bias.residual.leaky_relu", "scale.bias.relu.residual"])
+def test_an_epilogue_in_float32_keeps_its_bound(text: str) -> None:
+    random = np.random.default_rng(2)
+    problem = ProblemDescription.convolution(x=(4, 1, 500), w=(30, 1, 1), epilogue=text)
+    shapes = {operand.name: operand.shape for operand in problem.operands}
+    operands = {name: random.standard_normal(shapes[name]).astype(Single) for name in problem.epilogue.operands}
+    sums = random.standard_normal(problem.y.shape).astype(Single)
+    wanted = results_of(problem, sums.reshape(-1).astype(np.float64), 1e-30, **operands)
+    v = Single(NUMBERS.alpha) * sums * operands["scale"][:, None] + operands["bias"][:, None]
+    after = Single(NUMBERS.beta) * operands["residual"]
+    if text.endswith("residual"):
+        got = np.where(v < 0, Single(0), v) + after
+    else:
+        v = v + operands["channel_bias"][:, :, None] + after
+        got = np.where(v < 0, Single(NUMBERS.numbers(Activation.LEAKY_RELU)[2]) * v, v)
+    errors = np.abs(got.reshape(-1).astype(np.float64) - wanted.wanted)
+    assert (errors <= wanted.arithmetic).all()
+    assert errors.max() > 0.1 * wanted.arithmetic.max()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_exact_trials_are_exact_in_float32(dtype: str) -> None:
+    """As long as their sums are short enough, whatever the operands."""
+    long = ProblemDescription.convolution(x=(1, 1 << 18, 1), w=(1, 1 << 18, 1), dtype=dtype, epilogue="bias.relu")
+    longer = ProblemDescription.convolution(x=(1, 1 << 19, 1), w=(1, 1 << 19, 1), dtype=dtype, epilogue="bias.relu")
+    assert EpilogueStandard.of(long, None, rounds_twice=False).bitwise
+    assert not EpilogueStandard.of(longer, None, rounds_twice=False).bitwise
+    assert EpilogueStandard.of(longer, None, rounds_twice=False).roundings
+
+
+def test_sums_are_rounded_or_doubted_where_a_candidate_rounds_twice() -> None:
+    problem = ProblemDescription.convolution(x=(1, 1, 3), w=(1, 1, 1), dtype="bfloat16", epilogue="relu")
+    sums = np.array([1000.0, 1001.0, 1003.0])
+    bare = BareSums(sums=sums, magnitudes=sums, squares=np.zeros(3))
+    numbers = EpilogueParameters(alpha=2.0)
+    for factor in (None, 1e-30):
+        once, twice = (
+            fused_results(problem, bare, {}, numbers, EpilogueStandard.of(problem, factor, rounds_twice=rounds))
+            for rounds in (False, True)
+        )
+        if factor is None:
+            assert twice.wanted.tolist() == (2 * round_once(sums, problem.y.dtype).astype(np.float64)).tolist()
+        else:
+            assert twice.wanted.tolist() == once.wanted.tolist() == (2 * sums).tolist()
+            assert (twice.arithmetic - once.arithmetic).tolist() == pytest.approx([4.0] * 3)  # half of 4, twice
