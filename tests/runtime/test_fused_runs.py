@@ -23,7 +23,8 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import RUN_PARAMETERS, Config, ConvSolution, HostStep, Region, WorkspacePlan
 
-FAST = FindOptions(find_mode="fast", only=("vendor/Fused", "vendor/FusedWithWorkspace"))
+SOLVERS = ("vendor/Fused", "vendor/FusedWithWorkspace")
+FAST = FindOptions(find_mode="fast", only=SOLVERS)
 DIRECT: Any = type(Registry.default()["ConvCpuDirect"])
 
 BASE = {"x": (2, 4, 6, 5), "w": (6, 2, 3, 3), "padding": 1, "groups": 2}
@@ -94,8 +95,13 @@ def wanted_of(problem: miofind.ProblemDescription, given: Mapping[str, Any], **n
     return round_once(apply_epilogue(problem, sums, given, EpilogueParameters(**numbers)), problem.output.dtype)
 
 
+def solutions_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> list[miofind.Solution]:
+    found = miofind.find_solutions(problem, options=FAST, handle=handle)
+    return [solution for solution in found if solution.solver_id in SOLVERS]
+
+
 def solution_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> miofind.Solution:
-    return miofind.find_solutions(problem, options=FAST, handle=handle)[0]
+    return solutions_of(problem, handle)[0]
 
 
 EPILOGUES = [
@@ -117,7 +123,7 @@ def test_run_solution_takes_what_the_epilogue_reads(
     given = arrays_of(problem)
     wanted = wanted_of(problem, given, **numbers)
     out = in_order(np.full_like(wanted, np.nan, order="C"), channels_last=problem.y.layout.channels_last)
-    for solution in miofind.find_solutions(problem, options=FAST, handle=handle):
+    for solution in solutions_of(problem, handle):
         workspace = np.empty(solution.workspace_bytes, np.uint8)
         for made in ({}, {"out": out, "workspace": workspace}):
             for _ in range(2):
@@ -127,7 +133,7 @@ def test_run_solution_takes_what_the_epilogue_reads(
 
 
 def test_both_test_solvers_are_found(handle: miofind.Handle) -> None:
-    found = miofind.find_solutions(described("bias"), options=FAST, handle=handle)
+    found = solutions_of(described("bias"), handle)
     assert {s.workspace_bytes for s in found} == {0, 256}
 
 
@@ -209,7 +215,7 @@ def test_an_output_over_an_operand_is_refused(handle: miofind.Handle, name: str)
 
 def test_a_workspace_over_an_operand_is_refused(handle: miofind.Handle) -> None:
     problem = described("bias")
-    solution = next(s for s in miofind.find_solutions(problem, options=FAST, handle=handle) if s.workspace_bytes)
+    solution = next(s for s in solutions_of(problem, handle) if s.workspace_bytes)
     given = arrays_of(problem)
     memory = np.zeros(64, np.float32)  # at a multiple of 16
     given["bias"] = memory[4:10]
@@ -266,7 +272,7 @@ def test_an_unknown_keyword_of_a_run_is_told_the_known_ones(handle: miofind.Hand
 
 def test_a_fused_solution_that_fails_falls_back(handle: miofind.Handle, caplog: pytest.LogCaptureFixture) -> None:
     problem = described("bias.residual.clamp")
-    found = miofind.find_solutions(problem, options=FAST, handle=handle)
+    found = solutions_of(problem, handle)
     solutions = reordered(sorted(found, key=lambda s: -s.workspace_bytes), handle)
     given, invoker = arrays_of(problem), solutions[0].runner.prepare()
 
