@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from miofind.core.epilogue import Activation, EpilogueParameters
 from miofind.core.problem import ProblemDescription
+from miofind.core.values import Values
 from miofind.epilogue_reference import activated
 from miofind.reference import round_once
 from miofind.verify.epilogue_bounds import BareSums, EpilogueStandard, FusedResults, fused_results, largest_slope
+from miofind.verify.epilogue_trials import operand_values, trial_parameters
+from miofind.verify.harness_host import random_values
 
 NUMBERS = EpilogueParameters(alpha=-0.75, beta=1.5, low=-0.5, high=1.25, slope=0.125)
 INEXACT = [activation for activation in Activation if not activation.is_exact]
@@ -106,9 +110,32 @@ def test_an_epilogue_in_float32_keeps_its_bound(text: str) -> None:
     assert errors.max() > 0.1 * wanted.arithmetic.max()
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("products", [1, 9, 1152, 1 << 18])
+def test_exact_trials_are_exact_in_float32(products: int, shifted: bool) -> None:
+    """Sums of up to eight standard deviations, in the epilogue that takes the most bits."""
+    problem = ProblemDescription.convolution(
+        x=(1, products, 20_000),
+        w=(1, products, 1),
+        epilogue="scale.bias.channel_bias.leaky_relu.residual",
+    )
+    numbers = trial_parameters(problem, Values.TERNARY, shifted=shifted)
+    values = operand_values(Values.TERNARY, shifted=shifted)
+    most = 8 * math.sqrt(4 / 9 * products)
+    sums = np.random.default_rng(4).integers(-math.ceil(most), math.ceil(most) + 1, 20_000).astype(np.float64)
+    scale, bias, added, residual = (random_values(problem.y, values, seed).reshape(-1) for seed in range(4))
+
+    def finished(number: type[np.floating[Any]]) -> np.ndarray:
+        v = number(numbers.alpha) * sums.astype(number) * scale.astype(number)
+        v = v + bias.astype(number) + added.astype(number)
+        v = np.where(v < 0, number(numbers.numbers(Activation.LEAKY_RELU)[2]) * v, v)
+        return v + number(numbers.beta) * residual.astype(number)
+
+    assert (finished(np.float32) == finished(np.float64)).all()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_exact_trials_are_exact_in_float32(dtype: str) -> None:
-    """As long as their sums are short enough, whatever the operands."""
+def test_long_sums_leave_an_epilogue_no_bits(dtype: str) -> None:
     long = ProblemDescription.convolution(x=(1, 1 << 18, 1), w=(1, 1 << 18, 1), dtype=dtype, epilogue="bias.relu")
     longer = ProblemDescription.convolution(x=(1, 1 << 19, 1), w=(1, 1 << 19, 1), dtype=dtype, epilogue="bias.relu")
     assert EpilogueStandard.of(long, None, rounds_twice=False).bitwise

@@ -17,7 +17,7 @@ from miofind.core.problem import Operand, ProblemDescription, Role, TensorDescri
 from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.launch.device_kernels import GridStride
-from miofind.solver.steps import KernelStep, Pointer
+from miofind.solver.steps import RUN_PARAMETERS, KernelStep, Pointer
 from miofind.solver.structs import Struct
 from miofind.verify import harness_cuda
 from miofind.verify.harness import GUARD_BYTES, WORKSPACE, PackedForm, Poison, Setting
@@ -190,3 +190,34 @@ def test_an_operand_that_packed_weights_run_over_is_named(harness: CudaHarness, 
     assert harness.pack(packed, SETTINGS[0], 0) == ()
     assert [key for key, address in given[0].items() if address] == ["w", "y"]
     assert harness.check_packed(packed, SETTINGS[0], 1.0, 0).damaged == told(name, where)
+
+
+def test_an_epilogues_reference_reads_the_operands_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made after each run, and is what the output is compared with."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Recording(Kernels):
+        def epilogue_results(self, *values: Any) -> None:
+            seen.append(values)
+
+        def verify_compare(self, *values: Any) -> None:
+            seen.append(values)
+
+    monkeypatch.setattr(harness_cuda, "DeviceMemory", Memory)
+    monkeypatch.setattr(harness_cuda, "DeviceKernels", Recording)
+    problem = ProblemDescription.convolution(x=(2, 4, 5, 3), w=(6, 4, 3, 3), epilogue="bias.residual.silu")
+    device, given = Device.virtual("90a"), []
+    made = CudaHarness(problem, device, None, 5, SampleBudget.of(device))  # type: ignore[arg-type]
+    invoker = FakeInvoker(problem, lambda tensors, _: given.append(tensors))
+    for setting in SETTINGS:
+        assert made.check(invoker, setting, 1.0).is_right
+    for run, (_, _, _, scale, bias, channel_bias, residual, results, bounds, terms), (_, _, sums, scales, of, _) in zip(
+        given, seen[::2], seen[1::2], strict=True
+    ):
+        assert (bias, residual) == (run["bias"], run["residual"])
+        assert (scale, channel_bias) == (0, 0)
+        assert (results, bounds) == (sums, scales)
+        numbers = fields_of(terms)
+        assert (numbers["alpha"], numbers["beta"]) == (run[RUN_PARAMETERS].alpha, run[RUN_PARAMETERS].beta)
+        assert {fields_of(of)[name] for name in ("first_even", "second_odd", "factor")} == {1.0}
+    made.close()
