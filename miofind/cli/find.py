@@ -111,6 +111,25 @@ def find(
                                  padding before:after a dimension as in 0:1,0:1
       --groups 1 --dtype float32 --layout NCHW --math ieee
       --direction forward        backward_data, backward_weights, all
+
+    \b
+    An epilogue of a forward problem, in either form:
+      --epilogue bias.residual.relu
+                                 what is done to the sums, in this order
+      --scale --bias             a factor, a summand of each output channel
+      --channel-bias             a summand of each image's output channel
+      --residual before          a tensor of the output's shape is added;
+                                 after: behind the activation
+      --activation relu          clamp (relu6), leaky_relu, silu, gelu,
+                                 gelu_tanh, hardswish, sigmoid, tanh, elu, mish
+      --parameter-dtype float32  of scale and bias; else the output's
+
+    \b
+    MIOpenDriver's CBAInfer, CBAInferfp16 and CBAInferbfp16 have other flags:
+      -F 4 -m 3                  4 convolution, bias, activation; 5 without
+                                 bias, 6 without activation; -m 3 is relu
+      -F 0 -M 1                  with a batch norm of each channel; 1 without
+                                 bias, 3 without bias and activation
     """
     problems = problems_of(line)
     options = find_options_of(**find_values)

@@ -13,8 +13,9 @@ import click
 
 from miofind.cli.options import Choice, choice
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.driver.epilogue import FLAG_NAMES
 from miofind.driver.flags import FLAGS
-from miofind.driver.line import driver_line, parse_driver_line
+from miofind.driver.line import OPERATIONS, driver_line, parse_driver_line
 from miofind.driver.shapes import NAMES as SHAPE_FLAGS
 from miofind.driver.shapes import is_shape_line, parse_shapes
 from miofind.errors import InvalidOptionError, suggestion
@@ -44,14 +45,14 @@ def problems_of(line: Sequence[str]) -> tuple[ProblemDescription, ...]:
     """
     if not line:
         raise click.UsageError(
-            "give a problem: conv, convfp16 or convbfp16 and MIOpenDriver's flags, or --x n,c,h,w and --w k,c,y,x"
+            f"give a problem: {', '.join(OPERATIONS)} and MIOpenDriver's flags, or --x n,c,h,w and --w k,c,y,x"
         )
     _check_options(line)
     if is_shape_line(line):
         return parse_shapes(line)
     if line[0].startswith("-"):
         raise click.UsageError(
-            f"{line[0]} is no option here, and a problem begins with conv, convfp16 or convbfp16, or with --x or --w"
+            f"{line[0]} is no option here, and a problem begins with {', '.join(OPERATIONS)}, or with --x or --w"
         )
     text = line[0] if len(line) == 1 else shlex.join(line)
     if re.match(r"conv\dd-", text):
@@ -210,6 +211,7 @@ def named_requests(
             "name what to work on: --suite NAME, --csv FILE, --lines FILE, --fdb FILE, a driver line, or --x and --w"
         )
     asked = SuiteOverrides(**variant)
+    _check_epilogue_flags(line)
     if line:
         problems = problems_of((*line, *asked.words(line)))
         named = [SuiteProblem(problem=p, suite="", layer=problem_class(p), count=1) for p in problems]
@@ -224,6 +226,20 @@ def named_requests(
         here = ", ".join(dict.fromkeys(problem_class(request.problem) for request in requests))
         raise InvalidOptionError(f"no problem is of --class {', '.join(classes)}; there are: {here}")
     return kept[:limit]
+
+
+def _check_epilogue_flags(line: Sequence[str]) -> None:
+    """Do nothing where the flags of an epilogue stand beside those of a problem.
+
+    Raises:
+        UsageError: they stand alone.
+    """
+    flags = [word.partition("=")[0] for word in line if word.startswith("-")]
+    alone = bool(flags) and line[0].startswith("-") and {*flags} <= {f"--{name}" for name in FLAG_NAMES}
+    if alone:
+        raise click.UsageError(
+            f"{flags[0]} is of a driver line or of --x and --w: suites and tables have a column epilogue"
+        )
 
 
 def _find_db(path: str) -> Suite:
@@ -244,7 +260,7 @@ def _distinct(requests: Iterable[SuiteProblem]) -> list[SuiteProblem]:
 
 
 def short_problem(problem: ProblemDescription) -> str:
-    """Sizes in one short text, such as "64x56x56 > 64, 3x3 s2 p1 d2 g32"; batch, direction and types are left out."""
+    """Sizes and epilogue in one short text, such as "64x56x56 > 64, 3x3 s2 p1 d2 g32 bias.relu"."""
     conv = problem.conv
     parts = [f"{_cross((problem.c, *problem.spatial))} > {problem.k}, {_cross(problem.filter)}"]
     if any(s != 1 for s in conv.stride):
@@ -256,6 +272,8 @@ def short_problem(problem: ProblemDescription) -> str:
         parts.append(f"d{_short_sizes(conv.dilation)}")
     if problem.groups > 1:
         parts.append(f"g{problem.groups}")
+    if problem.epilogue:
+        parts.append(problem.epilogue.text)
     return " ".join(parts)
 
 

@@ -1,8 +1,10 @@
 """The flags of a MIOpenDriver convolution line: names, defaults and ranges, and how words are read into them.
 
-Flags that MIOpenDriver lacks are long only and marked as miofind's own.
+Flags that MIOpenDriver lacks are long only and marked as miofind's own. Lines of fused convolutions (CBAInfer) have
+flags of their own, and some letters mean something else there.
 
-Source: ROCm/MIOpen, driver/conv_driver.hpp, AddCmdLineArgs; driver/InputFlags.cpp, Parse.
+Source: ROCm/MIOpen, driver/conv_driver.hpp and driver/CBAInferFusion_driver.hpp, AddCmdLineArgs; driver/InputFlags.cpp,
+Parse.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class Flag:
         only: the texts it takes; empty for any.
         ignored: it says how MIOpenDriver runs, not what; accepted and dropped.
         is_file: it names a file, so that a number was meant for another flag.
+        is_switch: it takes 0 or 1, and means 1 without a value.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Flag:
     only: tuple[str, ...] = ()
     ignored: bool = False
     is_file: bool = False
+    is_switch: bool = False
 
     def __str__(self) -> str:
         return f"--{self.name} (-{self.short})" if self.short else f"--{self.name}"
@@ -87,10 +91,19 @@ _OWN = (
     Flag(name="math", default="ieee"),
 )
 
+_EPILOGUE = (
+    Flag(name="epilogue"),
+    Flag(name="scale", default=0, is_switch=True),
+    Flag(name="bias", short="b", default=0, is_switch=True),
+    Flag(name="channel-bias", default=0, is_switch=True),
+    Flag(name="residual"),
+    Flag(name="activation"),
+    Flag(name="parameter-dtype"),
+)
+
 # Values other than these ask for something that miofind does not compute.
 _DEFAULT_ONLY = (
     Flag(name="pad_val", short="r", only=("0",)),
-    Flag(name="bias", short="b", only=("0", "")),
     Flag(name="tensor_vect", short="Z", only=("0",)),
     Flag(name="vector_length", short="L", only=("1",)),
     Flag(name="in_cast_type", short="U", only=("-1",)),
@@ -99,6 +112,7 @@ _DEFAULT_ONLY = (
 )
 
 _SWITCH = ("0", "1")
+_SWITCHED = {"": 0, "0": 0, "1": 1}
 _IGNORED = (
     Flag(name="iter", short="i", ignored=True),
     Flag(name="verify", short="V", ignored=True, only=_SWITCH),
@@ -125,8 +139,33 @@ _MEANT = {
 }
 """What may have been meant by a flag whose value it does not take."""
 
-FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (*_PROBLEM, *_OWN, *_DEFAULT_ONLY, *_IGNORED)}
-_WRITTEN = {f"--{name}": flag for name, flag in FLAGS.items()} | {f"-{f.short}": f for f in FLAGS.values() if f.short}
+FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (*_PROBLEM, *_OWN, *_EPILOGUE, *_DEFAULT_ONLY, *_IGNORED)}
+
+_FUSION = (
+    Flag(name="fusion_mode", short="F", default=0, least=0),
+    Flag(name="activMode", short="m", default=3, least=0),
+    Flag(name="bnMode", short="M", default=0, least=0),
+    Flag(name="batchsize", short="n", default=32),
+    Flag(name="pad_mode", short="z", default="default", only=("default", "same", "valid", "conv")),
+    Flag(name="alpha", short="A", ignored=True),
+    Flag(name="beta", short="B", ignored=True),
+    Flag(name="gamma", short="G", ignored=True),
+    Flag(name="dot_graph", short="D", only=("",)),
+)
+_NOT_OF_FUSION = ("forw", "mode", "gpualloc", "dout_data", *(flag.name for flag in _EPILOGUE))
+
+FUSION_FLAGS: Mapping[str, Flag] = {name: flag for name, flag in FLAGS.items() if name not in _NOT_OF_FUSION} | {
+    flag.name: flag for flag in _FUSION
+}
+"""Those of CBAInfer lines; what is not theirs alone is as in other lines."""
+
+
+def _written(flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
+    """The flags by what a line writes."""
+    return {f"--{name}": flag for name, flag in flags.items()} | {f"-{f.short}": f for f in flags.values() if f.short}
+
+
+_WRITTEN, _WRITTEN_OF_FUSION = _written(FLAGS), _written(FUSION_FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,50 +173,58 @@ class FlagValues:
     """The flags that a line gives, by long name, as checked values: integers where the flag takes these."""
 
     given: Mapping[str, int | str]
+    flags: Mapping[str, Flag]
 
     def __contains__(self, name: str) -> bool:
         return name in self.given
 
     def text(self, name: str) -> str:
         """The value of a flag, its default where it is left out."""
-        return str(self.given.get(name, FLAGS[name].default))
+        return str(self.given.get(name, self.flags[name].default))
 
     def integer(self, name: str) -> int:
         """The value of a flag that takes integers, its default where it is left out."""
-        value = self.given.get(name, FLAGS[name].default)
+        value = self.given.get(name, self.flags[name].default)
         assert isinstance(value, int), f"{name} takes no integers"
         return value
 
 
-def read_flags(arguments: Sequence[str]) -> FlagValues:
-    """The flags in `arguments`, each followed by its value or written as --name=value.
+def read_flags(arguments: Sequence[str], *, of_fusion: bool = False) -> FlagValues:
+    """The flags in `arguments`, each followed by its value or written as --name=value; a switch may have none.
+
+    Args:
+        of_fusion: whether they are those of a CBAInfer line.
 
     Raises:
         InvalidProblemError: an unknown flag, one given twice, a missing value, or a value outside the flag's range.
     """
     given: dict[str, int | str] = {}
-    remaining = iter(arguments)
-    for written in remaining:
+    known = _WRITTEN_OF_FUSION if of_fusion else _WRITTEN
+    remaining = list(reversed(arguments))
+    while remaining:
+        written = remaining.pop()
         name, separator, text = written.partition("=") if written.startswith("--") else (written, "", "")
-        flag = _known(name)
-        value = text if separator else next(remaining, None)
+        flag = _known(name, known)
+        if not separator and flag.is_switch and (not remaining or remaining[-1].startswith("-")):
+            separator, text = "=", "1"
+        value = text if separator else remaining.pop() if remaining else None
         if value is None:
             raise InvalidProblemError(f"{flag} needs a value")
         if flag.name in given:
             raise InvalidProblemError(f"{flag} is given twice: {given[flag.name]} and {value}")
         given[flag.name] = _checked(flag, value)
-    return FlagValues(given)
+    return FlagValues(given, FUSION_FLAGS if of_fusion else FLAGS)
 
 
-def _known(written: str) -> Flag:
-    if written in _WRITTEN:
-        return _WRITTEN[written]
+def _known(written: str, known: Mapping[str, Flag]) -> Flag:
+    if written in known:
+        return known[written]
     if not written.startswith("-"):
         raise InvalidProblemError(f"{written!r} is not a flag: each value follows its flag, as in -n 32")
-    if written[:2] in _WRITTEN and _INTEGER.fullmatch(written[2:]):
+    if written[:2] in known and _INTEGER.fullmatch(written[2:]):
         raise InvalidProblemError(f"flag {written} is unknown: write {written[:2]} {written[2:]}")
-    other_case = f". Did you mean {written.swapcase()}?" if written.swapcase() in _WRITTEN else ""
-    near = other_case or suggestion(f"--{written.lstrip('-')}", (name for name in _WRITTEN if name.startswith("--")))
+    other_case = f". Did you mean {written.swapcase()}?" if written.swapcase() in known else ""
+    near = other_case or suggestion(f"--{written.lstrip('-')}", (name for name in known if name.startswith("--")))
     raise InvalidProblemError(
         f"flag {written} is unknown{near or ': `miofind find --help` has those of MIOpenDriver that are taken'}"
     )
@@ -187,8 +234,12 @@ def _checked(flag: Flag, value: str) -> int | str:
     """`value` if the flag takes it."""
     if flag.is_file and _INTEGER.fullmatch(value):
         raise InvalidProblemError(f"{flag} {value} names a file of MIOpenDriver's: {_told(flag)}")
+    if flag.is_switch and value in _SWITCHED:
+        return _SWITCHED[value]
     if flag.ignored and (not flag.only or value in flag.only):
         return value
+    if flag.is_switch:
+        raise InvalidProblemError(f"{flag} {value!r} is not supported: it must be '0' or '1', or stand alone")
     if isinstance(flag.default, int):
         return _integer(flag, value)
     if flag.only and value not in flag.only:

@@ -1,10 +1,11 @@
 """MIOpenDriver convolution lines: the shell's grammar for a problem, read and written.
 
 What MIOpenDriver cannot say (padding that differs before and after, one spatial dimension, float64, mixed element
-types, TF32) has long flags of miofind's own, so that every problem can be written as a line and read back.
-A transposed convolution is read as the mirrored direction of the convolution whose gradient it is.
+types, TF32, most epilogues) has long flags of miofind's own, so that every problem can be written as a line and read
+back. A transposed convolution is read as the mirrored direction of the convolution whose gradient it is, a line of a
+fused one (CBAInfer) as its convolution with an epilogue.
 
-Source: ROCm/MIOpen, driver/conv_driver.hpp and src/convolution.cpp (output sizes).
+Source: ROCm/MIOpen, driver/conv_driver.hpp, driver/CBAInferFusion_driver.hpp and src/convolution.cpp (output sizes).
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription, enum_value
+from miofind.core.problem import DataType, Direction, Epilogue, Layout, MathMode, ProblemDescription, enum_value
+from miofind.driver.epilogue import FLAG_NAMES, check_forward, epilogue_of, fusion_epilogue
 from miofind.driver.flags import FLAGS, FlagValues, read_flags
 from miofind.errors import InvalidProblemError
 
 _DTYPES = {"conv": DataType.FLOAT32, "convfp16": DataType.FLOAT16, "convbfp16": DataType.BFLOAT16}
+_FUSED = {"CBAInfer": "conv", "CBAInferfp16": "convfp16", "CBAInferbfp16": "convbfp16"}
+OPERATIONS = (*_DTYPES, *_FUSED)
+"""What a line begins with."""
+
 _BITS = {Direction.FORWARD: 1, Direction.BACKWARD_DATA: 2, Direction.BACKWARD_WEIGHTS: 4}
 _MIRRORED = {
     Direction.FORWARD: Direction.BACKWARD_DATA,
@@ -31,6 +37,7 @@ _PREFIX = {"x": "in", "w": "fil", "y": "out"}
 _UNUSED = {"in": 1, "fil": 1, "pad": 0, "pad_after": 0, "conv_stride": 1, "dilation": 1, "trans_output_pad": 0}
 
 
+_PADDING_GIVEN = ("default", "conv")  # CBAInfer lines call their default "conv"
 _QUOTED = re.compile(r"""["'\\]""")
 _WORDS = re.compile(r"[^ \t\r\n]+")
 
@@ -76,19 +83,35 @@ def read_driver_line(text: str) -> DriverLine:
     """
     arguments = _without_program(_words(text))
     base = arguments[0] if arguments else ""
-    if base not in _DTYPES:
-        raise InvalidProblemError(f"{base!r} is not an operation: a line begins with {', '.join(_DTYPES)}")
+    if base not in OPERATIONS:
+        raise InvalidProblemError(f"{base!r} is not an operation: a line begins with {', '.join(OPERATIONS)}")
+    if base in _FUSED:
+        return _fused(_FUSED[base], read_flags(arguments[1:], of_fusion=True))
     flags = read_flags(arguments[1:])
     rank = flags.integer("spatial_dim")
     if rank > 3:
         raise InvalidProblemError(f"{FLAGS['spatial_dim']} {rank} must be 1, 2 or 3")
     _check_unused(flags, rank)
     dtypes, layouts = _dtypes(base, flags), _layouts(flags, rank)
-    directions = _directions(flags)
+    epilogue = epilogue_of({name: flags.text(name) for name in FLAG_NAMES if name in flags and flags.given[name] != 0})
+    directions = _directions(flags, epilogue)
     if flags.text("mode") == "trans":
+        check_forward(epilogue, [Direction.BACKWARD_DATA], "-m trans")
         mirrored = tuple(_MIRRORED[direction] for direction in directions)
         return DriverLine(problem=_transposed(flags, rank, mirrored[0], dtypes, layouts), directions=mirrored)
-    return DriverLine(problem=_ordinary(flags, rank, directions[0], dtypes, layouts), directions=directions)
+    problem = _ordinary(flags, rank, directions[0], dtypes, layouts)
+    return DriverLine(problem=replace(problem, epilogue=epilogue) if epilogue else problem, directions=directions)
+
+
+def _fused(base: str, flags: FlagValues) -> DriverLine:
+    """The problem of a CBAInfer line: a convolution of two spatial dimensions and what its mode says."""
+    rank = flags.integer("spatial_dim")
+    if rank != 2:
+        raise InvalidProblemError(f"{FLAGS['spatial_dim']} {rank}: a CBAInfer line has 2")
+    _check_unused(flags, rank)
+    epilogue = fusion_epilogue(flags.integer("fusion_mode"), flags.integer("activMode"), flags.integer("bnMode"))
+    problem = _ordinary(flags, rank, Direction.FORWARD, _dtypes(base, flags), _layouts(flags, rank))
+    return DriverLine(problem=replace(problem, epilogue=epilogue), directions=(Direction.FORWARD,))
 
 
 def _words(text: str) -> Sequence[str]:
@@ -132,6 +155,7 @@ def driver_line(problem: ProblemDescription) -> str:
         words += [f"--{prefix}_layout", layout] if layout.channels_last else []
     words += own
     words += ["--math", problem.math] if problem.math is not MathMode.IEEE else []
+    words += ["--epilogue", problem.epilogue.text] if problem.epilogue else []
     words += ["-m", "conv", "-g", problem.groups, "-F", _BITS[problem.direction]]
     return " ".join(map(str, words))
 
@@ -159,7 +183,7 @@ def _without_program(words: Sequence[str]) -> Sequence[str]:
         if "MIOpenDriver" in word and PurePath(word).name == "MIOpenDriver":
             return words[i + 1 :]
     if words and PurePath(words[0]).name == "miofind":
-        return words[1:] if len(words) > 1 and words[1] in _DTYPES else words[2:]
+        return words[1:] if len(words) > 1 and words[1] in OPERATIONS else words[2:]
     return words
 
 
@@ -175,11 +199,14 @@ def _check_unused(flags: FlagValues, rank: int) -> None:
                 )
 
 
-def _directions(flags: FlagValues) -> tuple[Direction, ...]:
-    bits = flags.integer("forw")
+def _directions(flags: FlagValues, epilogue: Epilogue) -> tuple[Direction, ...]:
+    """Those of -F; without it all, and forward alone with an epilogue."""
+    bits = 1 if epilogue and "forw" not in flags else flags.integer("forw")
     if bits > 7:
         raise InvalidProblemError(f"{FLAGS['forw']} {bits} must be a sum of 1 (forward), 2 (data) and 4 (weights)")
-    return tuple(direction for direction, bit in _BITS.items() if bits == 0 or bits & bit)
+    directions = tuple(direction for direction, bit in _BITS.items() if bits == 0 or bits & bit)
+    check_forward(epilogue, directions, f"{FLAGS['forw']} {bits}")
+    return directions
 
 
 def _dtypes(base: str, flags: FlagValues) -> dict[str, DataType]:
@@ -221,10 +248,11 @@ def _groups(flags: FlagValues) -> int:
 def _padding(flags: FlagValues, rank: int) -> tuple[tuple[int, int], ...]:
     """(before, after) a spatial dimension."""
     pairs = []
-    before = _sizes(flags, "pad", rank) if flags.text("pad_mode") == "default" else _padding_of_mode(flags, rank)
+    is_given = flags.text("pad_mode") in _PADDING_GIVEN
+    before = _sizes(flags, "pad", rank) if is_given else _padding_of_mode(flags, rank)
     for d, size in zip("dhw"[3 - rank :], before, strict=True):
         name = f"pad_after_{d}"
-        if name in flags and flags.text("pad_mode") != "default":
+        if name in flags and not is_given:
             raise InvalidProblemError(f"--{name} {flags.text(name)} contradicts --pad_mode {flags.text('pad_mode')}")
         pairs.append((size, flags.integer(name) if name in flags else size))
     return tuple(pairs)
@@ -237,7 +265,7 @@ def _padding_of_mode(flags: FlagValues, rank: int) -> tuple[int, ...]:
     """
     spatial, taps, stride = (_sizes(flags, stem, rank) for stem in ("in", "fil", "conv_stride"))
     undilated = set(_sizes(flags, "dilation", rank)) == {1} or set(taps) == {1}
-    if flags.text("mode") == "trans" or not undilated:
+    if ("mode" in flags and flags.text("mode") == "trans") or not undilated:
         return _sizes(flags, "pad", rank)
     if flags.text("pad_mode") == "valid":
         return (0,) * rank

@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription, enum_value
+from miofind.driver.epilogue import FLAG_NAMES, SWITCHES, check_forward, epilogue_of
 from miofind.errors import InvalidProblemError, suggestion
 
-NAMES = ("x", "w", "padding", "stride", "dilation", "groups", "dtype", "layout", "math", "direction")
-"""Of the flags, each of which takes a value."""
+NAMES = ("x", "w", "padding", "stride", "dilation", "groups", "dtype", "layout", "math", "direction", *FLAG_NAMES)
+"""Of the flags, each of which takes a value but for the switches of an epilogue."""
 
 _ALL = "all"
 
@@ -41,6 +42,8 @@ def parse_shapes(words: Sequence[str]) -> tuple[ProblemDescription, ...]:
     if rank not in (1, 2, 3):
         raise InvalidProblemError(f"--x {given['x']} has {len(x)} sizes: write n,c,h,w (n,c,w or n,c,d,h,w)")
     first, *others = _directions(given.get("direction", Direction.FORWARD.value))
+    epilogue = epilogue_of({name: given[name] for name in FLAG_NAMES if name in given})
+    check_forward(epilogue, (first, *others), f"--direction {given.get('direction')}")
     problem = ProblemDescription.convolution(
         x=x,
         w=w,
@@ -52,6 +55,7 @@ def parse_shapes(words: Sequence[str]) -> tuple[ProblemDescription, ...]:
         dtype=enum_value(DataType, given.get("dtype", DataType.FLOAT32), "--dtype"),
         layout=Layout.of(rank, channels_last=layout.channels_last),
         math=enum_value(MathMode, given.get("math", MathMode.IEEE), "--math"),
+        epilogue=epilogue,
     )
     return (problem, *(problem.in_direction(direction) for direction in others))
 
@@ -66,7 +70,9 @@ def _given(words: Sequence[str]) -> Mapping[str, str]:
             known = [f"--{name}" for name in NAMES]
             near = suggestion(word, known) or f": there are {', '.join(known)}"
             raise InvalidProblemError(f"{word} is no flag beside --x and --w{near}")
-        value = text if separator else next(remaining, None)
+        if name in SWITCHES and separator:
+            raise InvalidProblemError(f"--{name} takes no value: leave ={text} out")
+        value = "1" if name in SWITCHES else text if separator else next(remaining, None)
         if value is None:
             raise InvalidProblemError(f"--{name} needs a value")
         if name in given:

@@ -15,7 +15,8 @@ from cli_runner import FORWARD, run, run_json, use_own_folders
 from waiting import LIMIT_S
 
 from miofind.cli import main
-from miofind.core.problem import Direction
+from miofind.cli.problems import short_problem
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.driver.flags import FLAGS
 from miofind.driver.shapes import NAMES as SHAPE_FLAGS
@@ -114,7 +115,7 @@ def test_the_help_of_a_problem_explains_the_flags() -> None:
     for flag in explained:
         name = f"-{flag.short} {flag.default}" if flag.short.isalpha() else f"--{flag.name}"
         assert name in text
-    assert all(f"--{name} " in text for name in SHAPE_FLAGS)
+    assert [name for name in SHAPE_FLAGS if f"--{name} " not in text] == []
     assert max(map(len, text.partition("Example")[0].splitlines())) <= 80
 
 
@@ -130,7 +131,10 @@ def test_unknown_command_is_a_usage_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("find",), 2, "give a problem: conv, convfp16 or convbfp16"),
+        (("find",), 2, "give a problem: conv, convfp16, convbfp16, CBAInfer"),
+        (("find", "conv", "--bias", "-F", "3"), 2, "3 asks for a backward direction, and epilogue bias is of forward"),
+        (("find", "conv", "--bais"), 2, "No such option or flag: --bais. Did you mean --bias"),
+        (("tune", "--suite", "vgg16", "--epilogue", "relu"), 2, "--epilogue is of a driver line or of --x and --w"),
         (("find", "conv", "-D", "5"), 2, "--dout_data (-D) 5 names a file of MIOpenDriver's: depth is --in_d with"),
         (("find", "conv", "-d", "2"), 2, "--in_data (-d) 2 names a file of MIOpenDriver's: dilations are -l and -j"),
         (
@@ -354,7 +358,7 @@ def test_a_solvers_examples_have_all_its_directions() -> None:
             direction.value
             for example in own.examples()
             for direction in Direction
-            if own.is_applicable(example.in_direction(direction), device)
+            if own.is_applicable(example.bare.in_direction(direction), device)
         }
         assert served <= set(solver["directions"]) != set()
 
@@ -416,3 +420,21 @@ def test_ctrl_c_is_taken_over_in_our_own_program_alone(
     # Python has -m in the module's place until that is imported.
     monkeypatch.setattr(sys, "argv", words[words.index("-m") :] if "-m" in words else words[words[0] == "python" :])
     assert interrupts.is_program() is ours
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--x", "2,4,6,6", "--w", "8,4,3,3", "--bias", "--residual", "before", "--activation", "relu"),
+        ("--x", "2,4,6,6", "--w", "8,4,3,3", "--epilogue", "bias.residual.relu"),
+        ("conv", "-n", "2", "-c", "4", "-H", "6", "-W", "6", "-k", "8", "--epilogue=bias.residual.relu"),
+        ("conv2d-forward-n2-c4-i6x6-k8-f3x3-float32-NCHW-e.bias.residual.relu",),
+    ],
+    ids=lambda words: " ".join(words[:1] + words[-1:]),
+)
+def test_commands_take_fused_problems(words: tuple[str, ...]) -> None:
+    (shown,) = run_json("solvers", *words, "--device", "cpu")["problems"]
+    assert shown["network_config"] == "conv2d-forward-n2-c4-i6x6-k8-f3x3-float32-NCHW-e.bias.residual.relu"
+    assert shown["driver_line"].endswith("--epilogue bias.residual.relu -m conv -g 1 -F 1")
+    problem = ProblemDescription.from_network_config(shown["network_config"])
+    assert short_problem(problem) == "4x6x6 > 8, 3x3 bias.residual.relu"

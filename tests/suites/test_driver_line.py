@@ -187,7 +187,7 @@ def test_transposed_output_size_is_pytorchs() -> None:
         ("conv --in_d 8", ["--in_d (-!)", "8", "--spatial_dim 2"]),
         ("conv --spatial_dim 1 -u 2", ["--conv_stride_h (-u)", "2", "--spatial_dim 1"]),
         ("conv -r 1", ["--pad_val (-r)", "'1'"]),
-        ("conv -b 1", ["--bias (-b)", "'1'"]),
+        ("conv -b 2", ["--bias (-b)", "'2'"]),
         ("conv -Z 1", ["--tensor_vect (-Z)", "'1'"]),
         ("conv -U fp8", ["--in_cast_type (-U)", "'fp8'"]),
         ("conv -Y 1", ["--trans_output_pad_h (-Y)", "1", "-m trans"]),
