@@ -9,6 +9,9 @@
 //
 // Defines: as checked below; ALL_CHANNELS, IN_H, IN_W, OUT_H, OUT_W of the tensors that are read and written.
 #include "depthwise/depthwise_mma.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue_vectors.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(FLIPPED) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STRIDE_H) || \
     !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || !defined(PAD_H) || !defined(PAD_W)
@@ -259,6 +262,49 @@ __device__ __forceinline__ void store_pairs(ELEMENT* to, const float (&accumulat
   *reinterpret_cast<Vector<unsigned, 2 * kHalves>*>(to) = reinterpret_cast<Vector<unsigned, 2 * kHalves>&>(words);
 }
 
+#ifdef EPILOGUE
+static_assert(!FLIPPED && AxisW::kPhases == 1 && AxisH::kPhases == 1, "only a forward convolution has an epilogue");
+
+// What a lane reads of the residual: as much as it stores.
+using Residual = Vector<unsigned, 2 * kHalves>;
+
+// The epilogue of a walk: terms of the channels of a lane's sums, and the residual from where a lane stores row 0 on.
+struct WalkEpilogue {
+  const Epilogue& all;
+  const EpilogueElement* residual;
+  ChannelTerms terms[kHalves][2] = {};
+
+  // Of an image, and of a warp's channels from `channel` on.
+  __device__ __forceinline__ WalkEpilogue(const Epilogue& epilogue, int image, int channel, int64 stored)
+      : all(epilogue), residual(epilogue.residual + stored) {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half)
+      if (channel + 8 * half < kAllChannels)
+        read_terms(terms[half], epilogue, image, channel + 8 * half + threadIdx.x % 4 * 2, kAllChannels);
+  }
+};
+
+// Makes results of a lane's sums.
+__device__ __forceinline__ void finish_pairs(float (&sums)[kHalves][4], Residual residual,
+                                             const WalkEpilogue& epilogue) {
+  if constexpr (kHasResidual) transpose_words(residual.at);  // as the sums lie before those are stored
+#pragma unroll
+  for (int i = 0; i < 2 * kHalves; ++i) {
+    const auto pair = reinterpret_cast<const Vector<ELEMENT, 2>&>(residual.at[i]);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      float& sum = sums[i % kHalves][i / kHalves * 2 + k];
+      sum = finish(sum, epilogue.terms[i % kHalves][k], convert<float>(pair.at[k]), epilogue.all);
+    }
+  }
+}
+
+// Whether row `row` of a walk is where the residual of a unit is read: one row of results before it is needed.
+constexpr bool is_read_at(int row, int unit) {
+  return kHasResidual && row == maximum(0, last_met(unit, 0) - AxisH::kStep);
+}
+#endif
+
 // A walk of a warp: the address of a lane's pair in row 0; the number of row 0 in the tensor; where a lane stores
 // row 0 of the results, of which `rows` exist, and whether.
 struct Walk {
@@ -270,11 +316,24 @@ struct Walk {
 };
 
 template <int kPhase>
+#ifdef EPILOGUE
+__device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& walk, const WalkEpilogue& epilogue) {
+#else
 __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& walk) {
+#endif
   Accumulators accumulators = {};
   Row<kPhase> rows[kWalked];
+#ifdef EPILOGUE
+  Residual residuals[kTileRows] = {};
+#endif
 #pragma unroll
   for (int row = 0; row < kWalked; ++row) {
+#ifdef EPILOGUE
+#pragma unroll
+    for (int unit = 0; unit < kTileRows; ++unit)
+      if (is_read_at(row, unit) && walk.stores && (kWalks * kTileRows == OUT_H || unit < walk.rows))
+        residuals[unit] = *reinterpret_cast<const Residual*>(epilogue.residual + unit * OUT_W * kAllChannels);
+#endif
 #pragma unroll
     for (int loaded = 0; loaded < kWalked; ++loaded)
       if (kAhead.is_loaded_before(loaded, row) && kAhead.met[loaded])
@@ -289,6 +348,10 @@ __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& 
       for (int phase = 0; phase < AxisH::kPhases; ++phase) {
         if (last_met(unit, phase) != row) continue;
         const int result = unit * AxisH::kPhases + phase;
+#ifdef EPILOGUE
+        if (kWalks * kTileRows == OUT_H || result < walk.rows)
+          finish_pairs(accumulators[unit][phase], residuals[unit], epilogue);
+#endif
         if (kWalks * kTileRows * AxisH::kPhases == OUT_H || result < walk.rows)
           store_pairs(walk.results + result * OUT_W * kAllChannels, accumulators[unit][phase], walk.stores);
       }
@@ -302,7 +365,11 @@ struct TileOrigin {
 
 template <int kPhase>
 __device__ __forceinline__ void compute(unsigned patch, const unsigned short* filters, ELEMENT* out,
+#ifdef EPILOGUE
+                                        const TileOrigin& tile, int n, const Epilogue& epilogue) {
+#else
                                         const TileOrigin& tile, int n) {
+#endif
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int first = warp * kWarpChannels, quarter = lane % 4;
   const int second = kHalves == 2 ? quarter / 2 : quarter % 2;  // whether a lane stores the second pixel of a pair
@@ -325,14 +392,22 @@ __device__ __forceinline__ void compute(unsigned patch, const unsigned short* fi
                        tile.walk * kWalkStep + AxisH::kFirst,
                        out + ((image * OUT_H + row) * OUT_W + column) * kAllChannels + channel, OUT_H - row,
                        written < kLanes && image < n && column < OUT_W && channel < kAllChannels};
+#ifdef EPILOGUE
+    walk_down<kPhase>(taps, walk, WalkEpilogue(epilogue, min(image, n - 1), tile.channel + first, walk.results - out));
+#else
     walk_down<kPhase>(taps, walk);
+#endif
   }
   if constexpr (kPhase + 1 < AxisW::kPhases) compute<kPhase + 1>(patch, filters, out, tile, n);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_mma(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+#ifdef EPILOGUE
+                  int n, const __grid_constant__ Epilogue epilogue) {
+#else
                   int n) {
+#endif
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
   const int row_tile = blockIdx.y / COLUMN_TILES, column = (blockIdx.y - row_tile * COLUMN_TILES) * 2 * kPairs;
@@ -350,5 +425,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   commit_copies();
   wait_for_copies<kFewTaps ? 0 : 1>();
   __syncthreads();  // the filters have arrived; with few taps, the pixels too
+#ifdef EPILOGUE
+  compute<0>(base, reinterpret_cast<const unsigned short*>(staged + Patch::kBytes), out, tile, n, epilogue);
+#else
   compute<0>(base, reinterpret_cast<const unsigned short*>(staged + Patch::kBytes), out, tile, n);
+#endif
 }

@@ -13,6 +13,9 @@
 #include "common/mma.cuh"
 #include "common/small_matrices.cuh"
 #include "depthwise/transposed_matrix.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(H) || !defined(W) || !defined(OUT_H) || !defined(OUT_W) || !defined(FILTER_Y)
 #error "define ELEMENT, H, W, OUT_H, OUT_W and FILTER_Y"
@@ -208,8 +211,68 @@ struct WarpTile {
   bool writes;
 };
 
+#ifdef EPILOGUE
+static_assert(!FLIPPED, "only a forward convolution has an epilogue");
+
+// The epilogue of a warp's channel: terms of the two images of a lane's sums, and the residual of the image that a lane
+// writes.
+struct WarpEpilogue {
+  const Epilogue& all;
+  const EpilogueElement* residual;
+  ChannelTerms terms[2];
+};
+
+// What a lane reads of a row of the residual: as much as it writes.
+using ResidualRow = unsigned[2 * kBlocks];
+
+// Reads the row at `from`, which begins `odd` elements late.
+__device__ __forceinline__ void read_residual_row(ResidualRow& words, const ELEMENT* from, int odd, bool exists) {
+  if constexpr (kHasQuads) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const int column = 16 * block + threadIdx.x % 4 * 4;
+      uint2 quad = {};
+      if (exists && (16 * block + 16 <= OUT_W || column < OUT_W)) quad = *reinterpret_cast<const uint2*>(from + column);
+      words[2 * block] = quad.x, words[2 * block + 1] = quad.y;
+    }
+    return;
+  }
+#pragma unroll
+  for (int block = 0; block < 2 * kBlocks; ++block) {
+    words[block] = 0;
+    const int column = static_cast<int>(threadIdx.x % 4 * 2) - odd + 8 * block;
+    const bool low = exists && static_cast<unsigned>(column) < OUT_W,
+               high = exists && static_cast<unsigned>(column + 1) < OUT_W;
+    if (low && high)
+      words[block] = *reinterpret_cast<const unsigned*>(from + column);
+    else if (kIsOdd && (low || high))
+      words[block] = static_cast<unsigned>(reinterpret_cast<const unsigned short*>(from)[low ? column : column + 1])
+                     << (low ? 0 : 16);
+  }
+}
+
+// Makes results of a row's sums.
+__device__ __forceinline__ void finish_row(float (&sums)[kBlocks][4], const ResidualRow& residual,
+                                           const WarpEpilogue& epilogue) {
+#pragma unroll
+  for (int block = 0; block < 2 * kBlocks; ++block) {
+    const unsigned word = kHasResidual ? transposed_matrix(residual[block]) : 0;  // of a column, of two images
+    const auto pair = reinterpret_cast<const Vector<ELEMENT, 2>&>(word);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      float& sum = sums[block / 2][block % 2 * 2 + k];
+      sum = finish(sum, epilogue.terms[k], convert<float>(pair.at[k]), epilogue.all);
+    }
+  }
+}
+#endif
+
 __device__ __forceinline__ void compute(const WarpTile& tile, const Matrix (&matrices)[2][kFilterY],
+#ifdef EPILOGUE
+                                        const Words (&masks)[2], const Begin& begin, const WarpEpilogue& epilogue) {
+#else
                                         const Words (&masks)[2], const Begin& begin) {
+#endif
   // Row m of the ring is row first_row - PAD_H + m of the inputs, and first meets output row first_row + m.
   Words ring[kRing] = {};
   constexpr int kReadFirst = kIsWhole ? OUT_H + kFilterY - 1 : kRing - kTileRows;
@@ -230,6 +293,16 @@ __device__ __forceinline__ void compute(const WarpTile& tile, const Matrix (&mat
                    (iteration * kTileRows + m + PAD_H) & 1);
         }
       }
+#ifdef EPILOGUE
+      ResidualRow residual[kTileRows] = {};
+      if constexpr (kHasResidual) {
+#pragma unroll
+        for (int i = 0; i < kTileRows; ++i)
+          if (row + i < (kIsWhole ? OUT_H : tile.end_row))
+            read_residual_row(residual[i], epilogue.residual + (row + i) * OUT_W,
+                              begin.of_out((iteration * kTileRows + i) & 1), tile.writes);
+      }
+#endif
       float accumulators[kTileRows][kBlocks][4] = {};
 #pragma unroll
       for (int y = 0; y < kFilterY; ++y)
@@ -239,6 +312,11 @@ __device__ __forceinline__ void compute(const WarpTile& tile, const Matrix (&mat
           if (kIsWhole && (in_row < 0 || in_row >= H || at >= OUT_H)) continue;
           add_row(accumulators[i], matrices[is_alike(y) ? 0 : at & 1][y], ring[(at + y) % kRing]);
         }
+#ifdef EPILOGUE
+#pragma unroll
+      for (int i = 0; i < kTileRows; ++i)
+        if (row + i < (kIsWhole ? OUT_H : tile.end_row)) finish_row(accumulators[i], residual[i], epilogue);
+#endif
       if (TARGET == 0) __syncwarp();  // other lanes have read what a lane's outputs replace
 #pragma unroll
       for (int i = 0; i < kTileRows; ++i)
@@ -252,7 +330,11 @@ __device__ __forceinline__ void compute(const WarpTile& tile, const Matrix (&mat
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_toeplitz(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+#ifdef EPILOGUE
+                       int images, int channels, const __grid_constant__ Epilogue epilogue) {
+#else
                        int images, int channels) {
+#endif
   extern __shared__ __align__(16) ELEMENT staged[];
   const int channel_tiles = (channels + kChannels - 1) / kChannels;
   const int image = blockIdx.x / channel_tiles * kImages, channel = blockIdx.x % channel_tiles * kChannels;
@@ -293,7 +375,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       tile.first_row = row_block * kRowBlockRows;
       tile.end_row = min(OUT_H, tile.first_row + kRowBlockRows);
       tile.writes = image + slot < images;
+#ifdef EPILOGUE
+      const int summed = image + 8 * group + lane % 4 * 2;  // the first image of the lane's sums
+      compute(tile, matrices, masks, begin,
+              {epilogue,
+               epilogue.residual + static_cast<int64>(first + own) * kOutArea,
+               {channel_terms(epilogue, min(summed, images - 1), own_channel, channels),
+                channel_terms(epilogue, min(summed + 1, images - 1), own_channel, channels)}});
+#else
       compute(tile, matrices, masks, begin);
+#endif
     }
   }
   if constexpr (!kDirect) {

@@ -9,6 +9,9 @@
 // Grid: one dimension, channels innermost, then column tiles, row tiles, images.
 #include "common/mma.cuh"
 #include "depthwise/toeplitz_large.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(IMAGES) || !defined(CHANNELS)
 #error "define ELEMENT, TILE_H, TILE_W, IMAGES and CHANNELS"
@@ -153,6 +156,34 @@ __device__ __forceinline__ void add_row(float (&accumulators)[kWarpBlocks][kColu
   }
 }
 
+#ifdef EPILOGUE
+// Rounds a warp's results into the staged outputs, which hold the residual. `image` and `channel` are the block's
+// first.
+__device__ __forceinline__ void stage_results(ELEMENT* staged,
+                                              const float (&accumulators)[kWarpBlocks][kColumnBlocks][4],
+                                              const WarpTile& tile, const Shape& shape, int image, int channel,
+                                              const Epilogue& epilogue) {
+  const int lane = threadIdx.x % 32, own = threadIdx.x / 32 / kWarps;
+#pragma unroll
+  for (int m = 0; m < kWarpBlocks; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int slot = tile.first_slot + m * kWarps * 16 + half * 8 + lane / 4, n = image + slot % kImages;
+      if (slot >= Out::kSlots || n >= shape.batch || channel + own >= shape.channels) continue;
+      const ChannelTerms terms = channel_terms(epilogue, n, channel + own, shape.channels);
+      ELEMENT* const to = staged + own * Out::kChannelPitch + slot * kOutPitch + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < kColumnBlocks; ++j) {
+        const float* sum = accumulators[m][j] + 2 * half;
+        Vector<ELEMENT, 2>& pair = *reinterpret_cast<Vector<ELEMENT, 2>*>(to + 8 * j);
+        const Vector<ELEMENT, 2> residual = kHasResidual ? pair : Vector<ELEMENT, 2>{};
+        pair = {convert<ELEMENT>(finish(sum[0], terms, convert<float>(residual.at[0]), epilogue)),
+                convert<ELEMENT>(finish(sum[1], terms, convert<float>(residual.at[1]), epilogue))};
+      }
+    }
+}
+#endif
+
 // Rounds a warp's accumulators into the staged outputs.
 __device__ __forceinline__ void stage_accumulators(ELEMENT* staged,
                                                    const float (&accumulators)[kWarpBlocks][kColumnBlocks][4],
@@ -175,7 +206,12 @@ __device__ __forceinline__ void stage_accumulators(ELEMENT* staged,
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_toeplitz_large(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter,
+#ifdef EPILOGUE
+                             ELEMENT* __restrict__ out, const __grid_constant__ Shape shape,
+                             const __grid_constant__ Epilogue epilogue) {
+#else
                              ELEMENT* __restrict__ out, const __grid_constant__ Shape shape) {
+#endif
   extern __shared__ __align__(16) ELEMENT staged[];
   const int channel_tiles = ceil_div(shape.channels, kChannels), column_tiles = ceil_div(shape.out_width, kTileW);
   const int row_tiles = ceil_div(shape.out_height, kTileH);
@@ -209,7 +245,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int d = 0; d < kDiagonals; ++d) taps[d] = next[d];
   }
   __syncthreads();  // every warp has read the images before outputs overwrite them
+#ifdef EPILOGUE
+  if constexpr (kHasResidual) {
+    load_images<Out, kThreads, round_up(OUT_COLUMNS, 8), kInFlight>(staged, epilogue.residual,
+                                                                    output_images(shape, image, channel, row, column));
+    wait_for_copies<0>();
+    __syncthreads();  // the residual has arrived
+  }
+  stage_results(staged, accumulators, tile, shape, image, channel, epilogue);
+#else
   stage_accumulators(staged, accumulators, tile);
+#endif
   __syncthreads();  // the outputs of every warp are staged
   store_images<Out, kThreads>(out, staged, output_images(shape, image, channel, row, column));
 }

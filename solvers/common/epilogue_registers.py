@@ -5,7 +5,7 @@ from __future__ import annotations
 from miofind.core.problem import ProblemDescription
 from miofind.solvers.common.correlation import ceil_div
 
-_ADDRESSES = 6
+_ADDRESS = 4  # of the residual, as it is computed
 
 
 def epilogue_registers(problem: ProblemDescription, channels: int, residuals: int) -> int:
@@ -19,5 +19,4 @@ def epilogue_registers(problem: ProblemDescription, channels: int, residuals: in
     if not epilogue:
         return 0
     terms = channels * (epilogue.scale + epilogue.bias + epilogue.channel_bias)
-    words = ceil_div(residuals * problem.y.dtype.itemsize, 4) if epilogue.has_residual else 0
-    return terms + words + _ADDRESSES
+    return terms + (ceil_div(residuals * problem.y.dtype.itemsize, 4) + _ADDRESS if epilogue.has_residual else 0)

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
@@ -43,7 +44,11 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem.lifted(2), tiling, _resident(tiling, device)),
-        args=(*(Pointer(buffer=name) for name in (source, "w", target)), *int32s(problem.n)),
+        args=(
+            *(Pointer(buffer=name) for name in (source, "w", target)),
+            *int32s(problem.n),
+            *epilogue_arguments(problem),
+        ),
     )
 
 
@@ -63,6 +68,7 @@ def _defines(planar: ProblemDescription, tiling: DepthwiseTiling, resident: int)
         ("ALL_CHANNELS", planar.c),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        *epilogue_defines(planar),
     )
 
 
@@ -166,7 +172,13 @@ class ConvDepthwiseMma(Solver):
             depthwise(16, x=(1, 16, 56, 57), w=(7, 7), padding=3, direction=data, dtype=brain),
             depthwise(8, x=(2, 8, 11, 12), w=(4, 3), stride=(2, 4), dilation=(3, 1), direction=data),
             depthwise(16, x=(2, 16, 50), w=(7,), stride=2, padding=3, layout=Layout.NWC),
+            depthwise(48, x=(3, 48, 14, 15), w=(3, 3), padding=1, epilogue="bias.clamp"),
+            depthwise(24, x=(2, 24, 9, 7), w=(7, 7), padding=3, dtype=brain, epilogue="scale.bias.residual.relu"),
+            depthwise(40, x=(2, 40, 15, 14), w=(5, 5), padding=2, stride=2, epilogue="channel_bias.silu.residual"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:

@@ -14,6 +14,7 @@ from miofind.device.device import Library, Place
 from miofind.solver.solver import APPLICABLE, Applicability, KernelKey
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.common.packed_groups import GroupedAxis, odd_words
 
@@ -166,6 +167,7 @@ class DepthwiseTiling:
         if planar.conv.dilation[0] == 1:
             sums = min(height.taps, sums)
         held = halves * (4 * sums + 13 * height.taps * taps // 10 + ahead)
+        held += epilogue_registers(problem, 2 * halves, 2 * _BLOCK * halves)
         return DepthwiseTiling(
             axes=axes,
             rows=rows,

@@ -12,10 +12,12 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
+from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.depthwise.toeplitz_tiling import (
     KEYS,
@@ -85,7 +87,14 @@ class _Tiling:
             is_whole=is_whole or (row_blocks == 1 and ring >= met),
             target=target,
             shared_bytes=_ITEMSIZE * images * (pitches[0] + (pitches[1] if target == 1 else 0)),
-            registers=round_up(min(ring, height.size) * words + 4 * blocks * rows + math.ceil(matrices) + 44, 8),
+            registers=round_up(
+                min(ring, height.size) * words
+                + 4 * blocks * rows
+                + math.ceil(matrices)
+                + epilogue_registers(conv.problem, 2, 4 * blocks * rows)
+                + 44,
+                8,
+            ),
             products=iterations * rows * height.taps * blocks * min(2, words),
             threads=32 * channels * row_blocks,
             blocks=ceil_div(conv.problem.c, channels) * ceil_div(conv.problem.n, images),
@@ -106,7 +115,11 @@ def _launch(conv: Correlation, config: Config, device: Device) -> KernelStep:
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(conv, config, device),
-        args=(*(Pointer(buffer=name) for name in (source, "w", target)), *int32s(conv.problem.n, conv.problem.c)),
+        args=(
+            *(Pointer(buffer=name) for name in (source, "w", target)),
+            *int32s(conv.problem.n, conv.problem.c),
+            *epilogue_arguments(conv.problem),
+        ),
     )
 
 
@@ -135,6 +148,7 @@ def _defines(conv: Correlation, config: Config, device: Device) -> tuple[tuple[s
         ("ALIKE", int(images_begin_alike(conv.problem))),
         ("MIN_BLOCKS", tiling.resident(device)),
         ("SHARED_BYTES", tiling.shared_bytes),
+        *epilogue_defines(conv.problem),
     )
 
 
@@ -238,7 +252,15 @@ class ConvDepthwiseBands(Solver):
             depthwise_example(6, x=(3, 6, 28, 30), w=(5, 3), padding=((4, 0), (1, 6)), dtype=brain),
             depthwise_example(4, x=(2, 4, 15, 17), w=(4, 6), padding=(1, 2), dtype=half, direction=back),
             depthwise_example(8, x=(5, 8, 100), w=(7,), padding=((6, 0),), dtype=half),
+            depthwise_example(16, x=(9, 16, 14, 14), w=(7, 7), padding=3, dtype=half, epilogue="bias.residual.relu"),
+            depthwise_example(
+                10, x=(5, 10, 7, 9), w=(3, 3), padding=1, dtype=brain, epilogue="scale.channel_bias.residual.silu"
+            ),
+            depthwise_example(6, x=(9, 6, 28, 28), w=(5, 5), padding=2, dtype=half, epilogue="bias.silu.residual"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import cycles_of_waves
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
@@ -162,6 +163,7 @@ def _launch(conv: Correlation, config: Config) -> KernelStep:
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
             shape_of(conv.problem, conv.axes, tiling.first_column),
+            *epilogue_arguments(conv.problem),
         ),
     )
 
@@ -188,6 +190,7 @@ def _defines(conv: Correlation, config: Config, tiling: _Tiling) -> tuple[tuple[
         ("MIN_BLOCKS", min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)),
         ("SHARED_BYTES", tiling.shared_bytes),
         SHAPE.define,
+        *epilogue_defines(conv.problem),
     )
 
 
@@ -275,7 +278,16 @@ class ConvDepthwiseLarge(Solver):
             ),
             depthwise_example(4, x=(2, 4, 40, 75), w=(21, 31), padding=(3, 15), dtype=half, direction=back),
             depthwise_example(3, x=(2, 3, 300), w=(15,), padding=((20, 1),), dtype=half),
+            depthwise_example(
+                24, x=(3, 24, 14, 14), w=(13, 13), padding=6, dtype=half, layout=Layout.NHWC, epilogue="bias.residual"
+            ),
+            depthwise_example(
+                6, x=(5, 6, 13, 15), w=(9, 9), padding=4, dtype=brain, epilogue="scale.channel_bias.residual.silu"
+            ),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:

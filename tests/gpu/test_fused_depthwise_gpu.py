@@ -24,27 +24,52 @@ EPILOGUES = (
     "bias.hardswish.residual",
     "residual.relu",
 )
-CHANNELS_LAST = ("ConvDepthwiseChannelsLast",)
-SHAPES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "3x3": (CHANNELS_LAST, {"x": (3, 72, 14, 14), "w": (72, 1, 3, 3), "padding": 1}),
-    "5x5_stride": (CHANNELS_LAST, {"x": (2, 48, 28, 27), "w": (48, 1, 5, 5), "padding": 2, "stride": 2}),
-    "7x7": (CHANNELS_LAST, {"x": (5, 40, 7, 9), "w": (40, 1, 7, 7), "padding": 3}),
-    "odd_channels": (CHANNELS_LAST, {"x": (2, 13, 17, 15), "w": (13, 1, 3, 3), "padding": ((1, 0), (2, 1))}),
-    "dilated": (CHANNELS_LAST, {"x": (1, 16, 33, 20), "w": (16, 1, 3, 3), "padding": 6, "dilation": (6, 2)}),
-    "multiplier": (CHANNELS_LAST, {"x": (2, 16, 9, 10), "w": (48, 1, 3, 3), "padding": 1, "stride": 2}),
+HALVES = ("float16", "bfloat16")
+DTYPES = {"ConvDepthwiseChannelsLast": (*HALVES, "float32")}
+NHWC: dict[str, dict[str, Any]] = {
+    "3x3": {"x": (3, 72, 14, 14), "w": (72, 1, 3, 3), "padding": 1},
+    "5x5_stride": {"x": (2, 48, 28, 27), "w": (48, 1, 5, 5), "padding": 2, "stride": 2},
+    "7x7": {"x": (5, 40, 7, 9), "w": (40, 1, 7, 7), "padding": 3},
 }
-CASES = [(solver, shape) for shape, (solvers, _) in SHAPES.items() for solver in solvers]
+ROWS: dict[str, dict[str, Any]] = {
+    "odd_channels": {"x": (2, 13, 17, 15), "w": (13, 1, 3, 3), "padding": ((1, 0), (2, 1))},
+    "dilated": {"x": (1, 16, 33, 20), "w": (16, 1, 3, 3), "padding": 6, "dilation": (6, 2)},
+    "multiplier": {"x": (2, 16, 9, 10), "w": (48, 1, 3, 3), "padding": 1, "stride": 2},
+}
+LARGE: dict[str, dict[str, Any]] = {
+    "13x13": {"x": (3, 24, 14, 14), "w": (24, 1, 13, 13), "padding": 6},
+    "uneven": {"x": (5, 12, 33, 45), "w": (12, 1, 9, 11), "padding": ((2, 4), (9, 0))},
+    "odd": {"x": (3, 7, 13, 15), "w": (7, 1, 9, 9), "padding": 4},
+}
+BANDS: dict[str, dict[str, Any]] = {
+    "quads": {"x": (9, 6, 28, 28), "w": (6, 1, 5, 5), "padding": 2},
+    "pairs": {"x": (16, 32, 14, 14), "w": (32, 1, 7, 7), "padding": 3},
+    "odd_rows": {"x": (11, 10, 7, 9), "w": (10, 1, 3, 3), "padding": 1},
+    "odd_outputs": {"x": (3, 4, 15, 18), "w": (4, 1, 4, 6), "padding": (1, 2)},
+    "many_rows": {"x": (5, 3, 56, 56), "w": (3, 1, 7, 7), "padding": 3},
+}
+SHAPES = {
+    ("ConvDepthwiseChannelsLast", "NHWC"): NHWC | ROWS,
+    ("ConvDepthwiseMma", "NHWC"): NHWC,
+    ("ConvDepthwiseLarge", "NHWC"): LARGE,
+    ("ConvDepthwiseLarge", "NCHW"): LARGE,
+    ("ConvDepthwiseBands", "NCHW"): BANDS,
+}
+CASES = [
+    pytest.param(solver_id, layout, fields, dtype, id=f"{solver_id}-{name}-{layout}-{dtype}")
+    for (solver_id, layout), shapes in SHAPES.items()
+    for name, fields in shapes.items()
+    for dtype in DTYPES.get(solver_id, HALVES)
+]
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize(("solver_id", "shape"), CASES)
+@pytest.mark.parametrize(("solver_id", "layout", "fields", "dtype"), CASES)
 def test_results_are_the_references(
-    solver_id: str, shape: str, dtype: str, epilogue: str, device: Device, compiler: Compiler
+    solver_id: str, layout: str, fields: dict[str, Any], dtype: str, epilogue: str, device: Device, compiler: Compiler
 ) -> None:
-    fields = SHAPES[shape][1]
     problem = ProblemDescription.convolution(
-        **fields, groups=fields["x"][1], dtype=dtype, layout="NHWC", epilogue=epilogue
+        **fields, groups=fields["x"][1], dtype=dtype, layout=layout, epilogue=epilogue
     )
     solver: Solver = Registry.default()[solver_id]
     answer = solver.applicability(problem, device)
