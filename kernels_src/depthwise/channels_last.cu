@@ -226,7 +226,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #ifdef EPILOGUE
   ChannelTerms terms[kVector] = {};
   if (computes) read_terms(terms, epilogue, rest, channel_block * kOutChannels + channel, out_channels);
-  const EpilogueElement* residual_row = epilogue.residual + (stored - out);
 #endif
 
   Filters taps;
@@ -246,9 +245,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int j = 0; j < kOutColumns; ++j)
         residual[j] =
-            read_residual<kVector>(residual_row + j * COLUMN_STEP,
+            read_residual<kVector>(epilogue.residual + (stored - out) + j * COLUMN_STEP,
                                    exists && (!DILATED || j >= first_stored) && (WHOLE_GROUPS || j < end_stored));
-      residual_row += row_step;
     }
 #endif
     if constexpr (kRow > 0 && kRow % kStep == 0) {
