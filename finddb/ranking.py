@@ -162,7 +162,11 @@ def _together(newest_first: Sequence[Scope]) -> Scope:
 
 
 def without_solvers(scopes: Iterable[Scope], lost: Collection[str]) -> list[Scope]:
-    """Scopes without solvers whose rows stay behind: whoever has them measures those anew."""
+    """Scopes without solvers whose rows stay behind: whoever has them measures those anew.
+
+    What stands behind a plus in an id names a form of the solver, which scopes count with it.
+    """
+    lost = {*lost, *(name.partition("+")[0] for name in lost)}
     found = []
     for scope in scopes:
         left = {name: version for name, version in scope.solvers.items() if name not in lost}

@@ -87,8 +87,9 @@ class FindOptions:
         patience: rounds without a gain of 1 % after which a search ends; None for the search's own.
         seed: chooses among equally promising configurations; equal seeds and times give equal searches.
         retry_failed: measure again what failed here before, too.
-        only, exclude: solver ids, algorithms or libraries, case ignored. A find looks ids with a slash, those of other
-            packages, up in its handle's registry.
+        only, exclude: solver ids, algorithms or libraries, case ignored. The id of a solver names its composed form,
+            too; "<id>+Pointwise" names that alone. A find looks ids with a slash, those of other packages, up in its
+            handle's registry.
         isolate: measure in a child process, so that a crashing kernel costs nothing here.
 
     Raises:
@@ -137,7 +138,7 @@ class FindOptions:
 
     def allows(self, solver: Solver) -> bool:
         """Whether `only` and `exclude` let a solver through."""
-        names = {solver.id.lower(), solver.algorithm.value, solver.library.value}
+        names = solver.names
         return (not self.only or not names.isdisjoint(self.only)) and names.isdisjoint(self.exclude)
 
     def check_names(self, registry: Registry) -> None:

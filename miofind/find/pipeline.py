@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from miofind.device.environment import versions
 from miofind.driver.line import driver_line
 from miofind.errors import LaunchError, NoPlaceError, NoSolutionError
 from miofind.evaluate.evaluate import Job
+from miofind.find.composition import bare_request, is_bare_known
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import candidate_of, incumbent, known_times
 from miofind.find.lookup.scopes import Coverage
@@ -117,6 +120,8 @@ def measure(
     _refuse_capture(handle)
     logger.info("find: %s", driver_line(problem))
     handle.executor(isolate=options.isolate).prepare()
+    if problem.epilogue and not stored:
+        options = _with_bare_measured(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead)
     start = shared_warm_start(handle.database, handle.device.identity) if options.searches else None
     winners = start.winners(problem, handle.database) if start else {}
     left_out = _left_out(problem, options, handle)
@@ -140,6 +145,32 @@ def measure(
         raise _nothing_found(problem, plan, outcomes)
     answer[0].solution_list.gaps = gaps
     return answer
+
+
+def _with_bare_measured(
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    *,
+    dynamic_only: bool,
+    ahead: CompilePool | None,
+) -> FindOptions:
+    """A request of a fused problem after the FindDB has come to answer the bare one: with the time that is left.
+
+    The fastest solutions of the bare problem are what is composed with a pass.
+    """
+    if is_bare_known(problem, options, handle, dynamic_only=dynamic_only):
+        return options
+    began, half_s = time.monotonic(), options.budget_s / 2
+    is_limited = not math.isinf(half_s)
+    request = bare_request(options)
+    try:
+        request = replace(request, time_budget_s=half_s) if is_limited else request
+        measure(problem.bare, request, handle, dynamic_only=dynamic_only, ahead=ahead)
+    except NoSolutionError as error:
+        logger.debug("nothing is composed: %s", error)
+    left_s = max(half_s, 2 * half_s - (time.monotonic() - began))
+    return replace(options, time_budget_s=left_s) if is_limited else options
 
 
 def _measured(
@@ -219,6 +250,7 @@ def _candidate(solution: Solution) -> Candidate:
 def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
     """Whether one more measurement of the FindDB's best answer passes and is not slower than recorded."""
     _refuse_capture(handle)
+    fused = bool(best.problem.epilogue)
     job = Job(network_config=best.problem.network_config, candidates=(_candidate(best),))
     with handle.measuring:
         events = list(handle.executor(isolate=options.isolate).run(job))
@@ -226,7 +258,11 @@ def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
     handle.database.record(
         handle.device.identity,
         best.problem.network_config,
-        storable(best.problem, handle, [row_of(outcome, handle.registry) for outcome in outcomes]),
+        storable(
+            best.problem,
+            handle,
+            [row_of(outcome, handle.registry, fused=fused) for outcome in outcomes],
+        ),
         environment=versions(handle.device),
     )
     timing = outcomes[0].timing if outcomes and outcomes[0].status.usable else None

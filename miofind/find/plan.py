@@ -14,12 +14,16 @@ from numbers import Real
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, MiofindError, described, raise_if_interrupted
+from miofind.find.composition import Choices, bare_request, fastest_bare, first_of_each
 from miofind.find.lookup.known import earlier_configs, stored_configs
+from miofind.find.lookup.scopes import counted_solvers
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
-from miofind.options import FindOptions
+from miofind.options import FindEnforce, FindOptions
 from miofind.runtime.handle import Handle
+from miofind.runtime.refusals import applicability_of
 from miofind.solver.candidate import Candidate
+from miofind.solver.registry import composed, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config
 
@@ -30,6 +34,7 @@ SEARCH_LIMIT = 64
 MAX_ESTIMATED = 50_000
 """Configurations of one solver whose time is estimated at most; of a larger product a fixed random part is."""
 _LISTED = 256
+_BARE_WINNERS = 2
 _LONGEST_NAME = 300
 
 
@@ -106,7 +111,9 @@ def make_plan(
         dynamic_only: leave out solvers that compile for each shape.
         winners: by solver, configurations that won at near problems: a search begins with those that are valid here.
 
-    Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults.
+    Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
+    fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
+    of the solvers that are.
 
     Raises:
         UnknownSolverError: the options name a solver that the handle's registry has not.
@@ -114,14 +121,42 @@ def make_plan(
     options.check_names(handle.registry)
     device = handle.device
     draft = _Draft()
-    earlier = earlier_configs(problem, handle)
+    earlier = _earlier(problem, handle)
     for solver in handle.registry.values():
         if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
             draft.left_out.append(solver.id)
         else:
             request = _Request(problem, device, solver, options, earlier.get(solver.id, ()))
             draft.ask(request, (winners or {}).get(solver.id, ()))
+    if problem.epilogue:
+        for solver_id, configs in _choices(problem, options, handle, dynamic_only=dynamic_only).items():
+            draft.ask_composed(_Request(problem, device, composed(handle.registry[solver_id]), options, configs))
+        counted = counted_solvers(options, handle.registry, fused=True)
+        asked = (each for each in counted if each.is_dynamic or not dynamic_only)
+        draft.count_forms(_Request(problem, device, each, options) for each in asked)
     return draft.plan(is_filtered=dynamic_only)
+
+
+def _earlier(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Config, ...]]:
+    """By solver, configurations that FindDBs have for the problem, measured with earlier code, or without epilogue."""
+    earlier = earlier_configs(problem, handle)
+    if problem.epilogue:
+        for solver_id, configs in stored_configs(problem.bare, handle).items():
+            earlier[solver_id] = tuple(dict.fromkeys((*configs[:_BARE_WINNERS], *earlier.get(solver_id, ()))))
+    return earlier
+
+
+def _choices(problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool) -> Choices:
+    """What is composed for a fused problem: what is fastest without the epilogue, measured or else estimated."""
+    found = fastest_bare(problem, options, handle)
+    if dynamic_only:
+        found = {name: configs for name, configs in found.items() if handle.registry[name].is_dynamic}
+    if found:
+        return found
+    request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
+    plan = make_plan(problem.bare, request, handle, dynamic_only=dynamic_only)
+    planned = plan.candidates or plan.last_resort
+    return first_of_each(((each.solver.id, each.candidate.config) for each in planned), options)
 
 
 def stored_plan(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Plan:
@@ -160,8 +195,12 @@ class _Request:
     @property
     def is_possible_here(self) -> bool:
         """Whether the device has a place and a library of the solver's."""
-        here, keys = self.device, self.solver.keys
-        return any(key.place is here.place and here.library_version(key.library) is not None for key in keys)
+        return _is_possible(self.solver, self.device)
+
+    def bare_applicability(self) -> Applicability:
+        """Whether the solver serves the problem without its epilogue; yes where it fails over the question."""
+        answer = applicability_of(self.solver, self.problem.bare, self.device)
+        return APPLICABLE if answer is None else answer
 
     def defaults(self) -> tuple[Config, ...]:
         """The solver's default configurations, then those of its earlier code that it still takes."""
@@ -225,6 +264,18 @@ class _Request:
             raise_if_interrupted(error)
             return math.inf
 
+    def listed_space(self, configs: Sequence[Config]) -> Space:
+        """These of the solver's configurations for a search."""
+        return Space(
+            solver_id=self.solver.id,
+            seeds=tuple(configs),
+            listed=(),
+            is_whole=True,
+            parameters={},
+            admits=functools.lru_cache(maxsize=4096)(self.admits),
+            estimate_ms=self.guess_ms,
+        )
+
     def space(self, winners: Iterable[Config], refusals: dict[str, str]) -> Space:
         """The solver's configurations for a search."""
         allowed = [planned.candidate.config for planned in self.within_limits(self.defaults(), refusals)]
@@ -265,6 +316,33 @@ class _Draft:
                 self.spaces.append(space)
             elif applies:
                 self.planned += request.within_limits(request.defaults(), self.refusals)
+
+    def ask_composed(self, request: _Request) -> None:
+        """Take in some configurations of a composed solver, all that there are of it."""
+        with self._blaming(request):
+            if not self._applies(request):
+                return
+            planned = list(request.within_limits(filter(request.admits, request.earlier), self.refusals))
+            self.planned += planned
+            if planned and request.options.searches and not request.solver.is_last_resort:
+                self.spaces.append(request.listed_space([each.candidate.config for each in planned]))
+
+    def count_forms(self, requests: Iterable[_Request]) -> None:
+        """Have `considered` name those solvers that were asked in all forms, and `refusals` say why none of one serves.
+
+        Args:
+            requests: of solvers that stand for their composed forms, too, and of composed ones that stand for
+                themselves.
+        """
+        asked, self.considered = self.considered, {}
+        for request in requests:
+            solver = request.solver
+            if is_composed(solver.id):
+                self._applies(request)
+            elif solver.id in asked:
+                self.considered[solver.id] = solver.version
+                if not (answer := request.bare_applicability()):
+                    self.refusals[solver.id] = answer.reason
 
     def ask_again(self, request: _Request) -> None:
         """Take in a solver's earlier configurations, and nothing besides."""
@@ -311,6 +389,11 @@ class _Draft:
             absent=frozenset(self.absent),
             spaces=tuple(self.spaces),
         )
+
+
+def _is_possible(solver: Solver, device: Device) -> bool:
+    """Whether a device has a place and a library of a solver's."""
+    return any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys)
 
 
 def _estimate_ms(solver: Solver, problem: ProblemDescription, device: Device, config: Config) -> float:

@@ -34,8 +34,12 @@ _DIGITS = 6
 """Significant ones of what is kept: a clock has fewer, and each that says nothing costs room in every release."""
 
 
-def row_of(outcome: Outcome, registry: Registry) -> Row:
-    """What a FindDB keeps of an outcome of one of a registry's solvers."""
+def row_of(outcome: Outcome, registry: Registry, *, fused: bool = False) -> Row:
+    """What a FindDB keeps of an outcome of one of a registry's solvers.
+
+    Args:
+        fused: its problem has an epilogue.
+    """
     solver = registry.named(outcome.candidate.solver_id)
     timing = outcome.timing
     return Row(
@@ -45,7 +49,7 @@ def row_of(outcome: Outcome, registry: Registry) -> Row:
         status=outcome.status.value,
         algorithm=solver.algorithm.value,
         library=solver.library.value,
-        source_hash=solver_hash(solver),
+        source_hash=solver_hash(solver, fused=fused),
         kernel_hash=outcome.kernel_hash,
         message=outcome.message,
         time_ms=_rounded(timing.time_ms) if timing else None,
@@ -114,7 +118,7 @@ class Recording:
     def add(self, outcome: Outcome) -> None:
         """Take one outcome."""
         self._tried.add(outcome.candidate.id)
-        self._pending.append(row_of(outcome, self._handle.registry))
+        self._pending.append(row_of(outcome, self._handle.registry, fused=bool(self._problem.epilogue)))
         self._momentary.pop(outcome.candidate.id, None)
         if outcome.status is Status.OUT_OF_MEMORY:
             self._momentary[outcome.candidate.id] = _MEMORY_RAN_OUT

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 
 from miofind.compiler import Compiler, identity, kernel_hash, machine_code
 from miofind.core.problem import ProblemDescription
@@ -26,6 +26,8 @@ from miofind.solver.steps import Argument, Config, ConvSolution, CudnnStep, Host
 from miofind.solver.structs import Struct
 
 _BATCH = 256
+# What older releases' steps have not; left out where a step has nothing there, so that it is told as they tell it.
+_OF_FUSED_STEPS = ("fused", "epilogue")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class _ConfiguredSolver:
     config: str
     device: Device
     parts: tuple[ConvSolution, ...]
+    fused: bool
 
 
 def codes(store: Store, compiler: Compiler) -> Iterator[Code]:
@@ -105,7 +108,7 @@ def _asked(key: ProblemKey, solver_id: str, config: str) -> _ConfiguredSolver | 
         parts = (solver.solution(problem, device, values), *((packing.pack, packing.run) if packing else ()))
     except MiofindError:
         return None
-    return _ConfiguredSolver(key, solver, config, device, parts)
+    return _ConfiguredSolver(key, solver, config, device, parts, bool(problem.epilogue))
 
 
 def _codes(batch: list[_ConfiguredSolver], compiler: Compiler) -> Iterator[Code]:
@@ -127,7 +130,7 @@ def _codes(batch: list[_ConfiguredSolver], compiler: Compiler) -> Iterator[Code]
             solver_id=asked.solver.id,
             config=asked.config,
             solver_version=asked.solver.version,
-            source_hash=solver_hash(asked.solver),
+            source_hash=solver_hash(asked.solver, fused=asked.fused),
             kernel_hash=kernel_hash(asked.parts[0]),
             code=hashlib.sha256(repr(content).encode()).hexdigest(),
         )
@@ -144,7 +147,9 @@ def _content(part: ConvSolution, arch: str, kernels: Mapping[tuple[str, object, 
             steps.append([code, step.grid, step.block, step.shared_bytes, step.pdl, arguments])
         else:
             placed = step if isinstance(step, CudnnStep | HostStep) else step.on_buffers(regions)
-            values = [regions.get(value, value) if isinstance(value, str) else value for value in astuple(placed)]
+            named = zip(fields(placed), astuple(placed), strict=True)
+            told = [value for each, value in named if value or each.name not in _OF_FUSED_STEPS]
+            values = [regions.get(value, value) if isinstance(value, str) else value for value in told]
             steps.append([type(step).__name__, *values])
     return [steps, [region.bytes for region in part.workspace.regions], part.deterministic]
 

@@ -14,9 +14,9 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import IDENTITY, Device
 from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError, described, raise_if_interrupted
 from miofind.find.lookup.scopes import WIDE_BOUNDS, joined
-from miofind.find.lookup.validity import solver_hash
+from miofind.find.lookup.validity import has_sources
 from miofind.finddb import ProblemKey, Row, Scope
-from miofind.runtime.refusals import Measured, applicability_of, refuse_difference
+from miofind.runtime.refusals import Measured, applicability_of, forms, refuse_difference
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Applicability, Solver
 from miofind.solver.steps import Config
@@ -153,13 +153,13 @@ def _of_default_bounds(scope: Scope) -> Scope:
 
 def _is_current(row: Row, solver: Solver | None) -> bool:
     """Whether a row was measured with a solver as it is now."""
-    return solver is not None and row.solver_version == solver.version and row.source_hash == solver_hash(solver)
+    return solver is not None and row.solver_version == solver.version and has_sources(solver, row.source_hash)
 
 
 def _may_serve(solver: Solver, problem: ProblemDescription, device: Device) -> bool:
-    """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
-    applicability = applicability_of(solver, problem, device)
-    return applicability is None or bool(applicability)
+    """Whether a solver would have to be measured to be ranked: it does not refuse the problem in every form."""
+    answers = (applicability_of(form, problem, device) for form in forms(solver, problem))
+    return any(answer is None or bool(answer) for answer in answers)
 
 
 @functools.lru_cache(maxsize=256)  # the rows of a problem follow each other, several of a solver

@@ -198,7 +198,11 @@ class _HostInvoker(Invoker):
         steps = [step for step in solution.steps if isinstance(step, HostStep)]
         if len(steps) != len(solution.steps):
             raise LaunchError(f"{self.solver_id}: only host steps run on the CPU place")
-        self._functions = [getattr(importlib.import_module(step.module), step.function) for step in steps]
+        bare = self.problem.bare
+        self._calls = [
+            (getattr(importlib.import_module(step.module), step.function), self.problem if step.fused else bare)
+            for step in steps
+        ]
         names = tuple(operand.name for operand in origin.problem.operands)
         self._operands = (*names, RUN_PARAMETERS) if origin.problem.epilogue else names
         offsets = solution.workspace.offsets
@@ -213,8 +217,8 @@ class _HostInvoker(Invoker):
             buffers[name] = bases[-1][where]
         try:
             with np.errstate(all="ignore"):  # whatever the caller has NumPy do: IEEE's results are the right ones
-                for function in self._functions:
-                    function(self.problem, self.config, buffers)
+                for function, problem in self._calls:
+                    function(problem, self.config, buffers)
         except MiofindError:
             raise
         except BaseException as error:  # a solver's own code may raise anything

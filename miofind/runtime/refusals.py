@@ -14,6 +14,7 @@ from miofind.compiler import kernel_hash
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import MiofindError, described, raise_if_interrupted
+from miofind.solver.registry import composed, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config
 
@@ -46,9 +47,9 @@ class Refusals:
         self._failing: set[Solver] = set()
 
     def may_serve(self, solver: Solver) -> bool:
-        """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
-        applicability = self._applicability(solver)
-        return applicability is None or bool(applicability)
+        """Whether a solver would have to be measured to be ranked: it does not refuse the problem in every form."""
+        answers = map(self._applicability, forms(solver, self._problem))
+        return any(answer is None or bool(answer) for answer in answers)
 
     def fails(self, solver: Solver) -> bool:
         """Whether a solver's own code failed over a question: to measure it now is of no use."""
@@ -84,6 +85,11 @@ class Refusals:
             raise_if_interrupted(error)
             self._failing.add(solver)
             return Applicability(f"{solver.id} fails over it: {described(error)}")
+
+
+def forms(solver: Solver, problem: ProblemDescription) -> tuple[Solver, ...]:
+    """What a problem may be measured with of a solver: for a fused problem its composed form besides itself."""
+    return (solver, composed(solver)) if problem.epilogue and not is_composed(solver.id) else (solver,)
 
 
 def applicability_of(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability | None:

@@ -26,11 +26,33 @@ ENTRY_POINT_GROUP = "miofind.solvers"
 MAX_ID_CHARS = 120
 """Of a solver's id: short enough for every place that names one, databases among them."""
 
+COMPOSED_SUFFIX = "+Pointwise"
+"""What the id of a solver's composed form ends with: the solver on the bare problem, then a pass for the epilogue."""
+
 _WANTED = "a Solver, its class, a sequence of these, or a module that names them in SOLVERS"
+
+
+def composed_id(solver_id: str) -> str:
+    """The id of a solver's composed form."""
+    return f"{solver_id}{COMPOSED_SUFFIX}"
+
+
+def composed(solver: Solver) -> Solver:
+    """A solver's composed form, which serves the fused problems whose bare ones the solver serves."""
+    module = importlib.import_module("miofind.solvers.pointwise.composed")
+    made: Solver = module.Composed(solver)
+    return made
+
+
+def is_composed(solver_id: str) -> bool:
+    """Whether an id names a composed form."""
+    return solver_id.endswith(COMPOSED_SUFFIX)
 
 
 class Registry(Mapping[str, Solver]):
     """Solvers by id, in a stable order. Immutable, and equal to itself alone, so that answers may be kept by it.
+
+    It gives the composed form of each by that id, too, and lists none of these.
 
     Pickled, the default one is the default one of the process it arrives in; another takes its solvers along.
 
@@ -66,7 +88,9 @@ class Registry(Mapping[str, Solver]):
         return Registry._default
 
     def __getitem__(self, solver_id: str) -> Solver:
-        return self._solvers[solver_id]
+        if solver_id in self._solvers or not is_composed(solver_id):
+            return self._solvers[solver_id]
+        return composed(self._solvers[solver_id.removesuffix(COMPOSED_SUFFIX)])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._solvers)
@@ -86,11 +110,13 @@ class Registry(Mapping[str, Solver]):
         Raises:
             UnknownSolverError: there is none; the message lists those there are.
         """
-        if solver_id in self._solvers:
-            return self._solvers[solver_id]
+        if solver_id in self:
+            return self[solver_id]
+        wanted = solver_id.lower()
+        bare = wanted.removesuffix(COMPOSED_SUFFIX.lower())
         for name, solver in self._solvers.items():
-            if name.lower() == solver_id.lower():
-                return solver
+            if name.lower() == bare:
+                return solver if bare == wanted else composed(solver)
         raise UnknownSolverError(f"solver {solver_id!r} is not registered: known are {', '.join(self)}")
 
     def with_solvers(self, *solvers: object) -> Registry:
@@ -112,7 +138,7 @@ class Registry(Mapping[str, Solver]):
             UnknownSolverError: one is not; the message says what may have been meant.
         """
         known = [*self, *Algorithm, *Library]
-        lowered = {name.lower() for name in known}
+        lowered = {name.lower() for name in known} | {composed_id(name).lower() for name in self}
         wrong = next((name for name in names if str(name).lower() not in lowered), None)
         if wrong is None:
             return
@@ -239,6 +265,8 @@ def _refuse_fields(solver: Solver) -> Applicability:
         return Applicability(
             f"its id {name!r:.80} must be of at most {MAX_ID_CHARS} printable characters, none of them a colon"
         )
+    if is_composed(name):
+        return Applicability(f"its id {name!r} must not end with {COMPOSED_SUFFIX}, as those of composed forms do")
     if type(version) is not int or not 0 <= version < 2**31:
         return Applicability(f"the version of {name} must be an int from 0 to 2**31 - 1")
     hash(solver)  # finds keep what they ask of a solver by it

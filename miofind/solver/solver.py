@@ -162,6 +162,11 @@ class Solver(ABC):
         """Who supplies the code: the heaviest library of its keys."""
         return self.keys[0].library
 
+    @property
+    def names(self) -> frozenset[str]:
+        """What `only` and `exclude` know it by, in lower case: its id, its algorithm and its library."""
+        return frozenset({self.id.lower(), self.algorithm.value, self.library.value})
+
     def tensor_alignment(self, problem: ProblemDescription) -> int:
         """Bytes that the addresses of a problem's operands must be multiples of."""
         return max(self.alignment_bytes, *(operand.tensor.dtype.itemsize for operand in problem.operands))
@@ -200,7 +205,7 @@ class Solver(ABC):
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         """Whether its kernels apply the epilogue of a problem; asked of no other problem, and no unless it says so."""
-        return Applicability(f"fuses no epilogue; {self.id} with a pass after it does")
+        return Applicability(f"its kernels apply no epilogue {problem.epilogue.text}")
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         """Whether a point of the parameters' product can run."""

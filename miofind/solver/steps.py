@@ -441,12 +441,16 @@ class HostStep:
     The function lives in the solver's own module and is called as `function(problem, config, buffers)`, with
     `buffers` a mapping from buffer names to NumPy arrays (regions of the workspace as uint8). x, w and y have their
     logical shapes, x (n, c, *spatial) and w (k, c/groups, *filter), whatever their memory order; the function writes
-    the output in place. A problem with an epilogue has its operands there, too, and the run's `EpilogueParameters`
-    under the name RUN_PARAMETERS.
+    the output in place. A function that is `fused` finds the epilogue's operands there, too, and the run's
+    `EpilogueParameters` under the name RUN_PARAMETERS.
+
+    Attributes:
+        fused: it applies the problem's epilogue; otherwise it is given the bare problem.
     """
 
     module: str
     function: str
+    fused: bool = False
 
 
 Step = KernelStep | MatmulStep | CudnnStep | FftStep | HostStep

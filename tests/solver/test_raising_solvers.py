@@ -361,8 +361,8 @@ def test_an_outcome_that_cannot_be_recorded_costs_no_other(
     monkeypatch.setattr(
         recording,
         "row_of",
-        lambda outcome, registry: replace(
-            made(outcome, registry), samples=-1 if outcome.candidate.solver_id == "ConvCpuDirect" else 1
+        lambda outcome, registry, fused: replace(
+            made(outcome, registry, fused=fused), samples=-1 if outcome.candidate.solver_id == "ConvCpuDirect" else 1
         ),
     )
     with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:

@@ -20,6 +20,7 @@ from miofind.finddb import Answer, Scope
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Gaps, Solution
+from miofind.solver.registry import COMPOSED_SUFFIX
 
 
 class _Hit(NamedTuple):
@@ -57,7 +58,8 @@ def look_up(
         queue: note for a re-check what is stale or incomplete.
     """
     partial = coverage is not Coverage.ALL
-    request = requested_scope(options, handle.device, handle.registry, coverage is Coverage.DYNAMIC)
+    dynamic_only = coverage is Coverage.DYNAMIC
+    request = requested_scope(options, handle.device, handle.registry, dynamic_only, bool(problem.epilogue))
     if not partial and _wants_all(problem, options, handle):
         request = replace(request, complete=True)
     asked = _Request(problem, options, handle, request, frozenset(measured), partial)
@@ -78,7 +80,7 @@ def look_up(
 
 def is_answered(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether `look_up` has solutions; asks of one row where the first will do, and notes nothing for a re-check."""
-    request = requested_scope(options, handle.device, handle.registry, False)
+    request = requested_scope(options, handle.device, handle.registry, False, bool(problem.epilogue))
     asked = _Request(problem, options, handle, request, frozenset(), True)
     return any(map(asked.holds_any, handle.database.answers(handle.device.identity, problem.network_config)))
 
@@ -147,19 +149,24 @@ class _Request(NamedTuple):
 
     def _lacking(self, names: Iterable[str], found: Selection) -> set[str]:
         """Those of the solvers that the request asks, that serve the problem and that have no solution."""
-        wanted = {*names} & self.request.solvers.keys()
-        return {*self._serving(wanted - {solution.solver_id for solution in found.solutions})}
+        wanted = {self._counted(name) for name in names} & self.request.solvers.keys()
+        return {*self._serving(wanted - {self._counted(solution.solver_id) for solution in found.solutions})}
+
+    def _counted(self, name: str) -> str:
+        """The name under which a solver is asked for: a composed form's own, or that of the solver it is made of."""
+        return name if name in self.request.solvers else name.removesuffix(COMPOSED_SUFFIX)
 
     def _settled(self) -> set[str]:
         """Solvers that were measured as they are now: something of them is usable, or all that was measured failed."""
         usable, failed, refused = set(), set(), set()
         for row in newest_rows(self.problem, self.handle, ignored=frozenset()).values():
+            name = self._counted(row.solver_id)
             if not row.usable:
-                failed.add(row.solver_id)
+                failed.add(name)
             elif answers_no_more(row, self.problem, self.handle):
-                refused.add(row.solver_id)
+                refused.add(name)
             else:
-                usable.add(row.solver_id)
+                usable.add(name)
         return usable | (failed - refused)
 
     def _failing(self, names: Iterable[str]) -> set[str]:

@@ -11,7 +11,7 @@ from miofind.device.device import Device
 from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import Scope, failed_code
 from miofind.options import FindOptions
-from miofind.solver.registry import Registry
+from miofind.solver.registry import Registry, composed
 from miofind.solver.solver import Solver
 
 
@@ -33,17 +33,34 @@ WIDE_BOUNDS = "any error bound"
 
 
 @functools.lru_cache(maxsize=256)
-def requested_scope(options: FindOptions, device: Device, registry: Registry, dynamic_only: bool) -> Scope:
-    """The scope that must be covered for a request: the registry's solvers that the request would measure."""
+def requested_scope(options: FindOptions, device: Device, registry: Registry, dynamic_only: bool, fused: bool) -> Scope:
+    """The scope that must be covered for a request: the registry's solvers that the request would measure.
+
+    Args:
+        fused: it is of a problem with an epilogue.
+    """
     considered = {
         solver.id: solver.version
-        for solver in registry.values()
-        if options.allows(solver)
-        and (solver.is_dynamic or not dynamic_only)
+        for solver in counted_solvers(options, registry, fused=fused)
+        if (solver.is_dynamic or not dynamic_only)
         and any(key.place is device.place for key in solver.keys)
         and any(device.library_version(key.library) is not None for key in solver.keys)
     }
     return scope_of(options, considered, complete=False, filtered=dynamic_only)
+
+
+def counted_solvers(options: FindOptions, registry: Registry, *, fused: bool) -> Iterator[Solver]:
+    """The solvers that a request's options allow, as scopes count them.
+
+    For a fused problem a solver stands for its composed form, too, and is not counted where that is excluded; where the
+    options allow the composed form alone, that stands for itself.
+    """
+    for solver in registry.values():
+        if not fused:
+            if options.allows(solver):
+                yield solver
+        elif options.allows(whole := composed(solver)):
+            yield solver if options.allows(solver) else whole
 
 
 def scope_of(options: FindOptions, considered: Mapping[str, int], *, complete: bool, filtered: bool) -> Scope:
@@ -76,7 +93,7 @@ def considered(request: Scope, scopes: Iterable[Scope], registry: Registry) -> f
         name
         for scope in _alike(request, scopes)
         for name, version in scope.solvers.items()
-        if name in wanted and (version == wanted[name] or version == _failed_code(registry.get(name)))
+        if name in wanted and (version == wanted[name] or version in _failed_codes(registry.get(name)))
     )
 
 
@@ -91,8 +108,11 @@ def overwritten(request: Scope, scopes: Iterable[Scope]) -> frozenset[str]:
     )
 
 
-def _failed_code(solver: Solver | None) -> int | None:
-    return None if solver is None else failed_code(solver.version, solver_hash(solver))
+def _failed_codes(solver: Solver | None) -> tuple[int, ...]:
+    """What stands for a solver's version where all of it failed, for bare problems and for fused ones."""
+    if solver is None:
+        return ()
+    return tuple(failed_code(solver.version, solver_hash(solver, fused=fused)) for fused in (False, True))
 
 
 def asked(names: Iterable[str], request: Scope, scopes: Iterable[Scope]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 
 from miofind.compiler import host_hash, source_hash
@@ -12,6 +13,8 @@ from miofind.errors import CompileError
 from miofind.finddb import Row, environment_id
 from miofind.runtime.handle import Handle
 from miofind.solver.solver import Solver
+from miofind.solvers.pointwise.composed import Composed
+from miofind.solvers.pointwise.epilogue_pass import MODULE, SOURCE
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +35,14 @@ def is_current(solver: Solver | None, version: int, sources: str, device: Device
     """Whether a solver is the one of that version and sources, and its library is here."""
     if solver is None or version != solver.version:
         return False
-    if sources not in (solver_hash(solver), solver_hash(solver, fused=True)):  # no problem has rows of both
+    if not has_sources(solver, sources):
         return False
     return all(device.library_version(key.library) is not None for key in solver.keys)
+
+
+def has_sources(solver: Solver, sources: str) -> bool:
+    """Whether a hash is that of a solver's sources for bare problems or for fused ones: none has rows of both."""
+    return sources in (solver_hash(solver), solver_hash(solver, fused=True))
 
 
 @functools.cache
@@ -46,6 +54,8 @@ def solver_hash(solver: Solver, *, fused: bool = False) -> str:
     Args:
         fused: of its kernels for problems with an epilogue.
     """
+    if isinstance(solver, Composed):
+        return _composed_hash(solver)
     try:
         if solver.sources:
             return source_hash(solver.sources, solver.source_package, fused=fused)
@@ -53,3 +63,10 @@ def solver_hash(solver: Solver, *, fused: bool = False) -> str:
         logger.debug("%s has no hash of its sources: %s", solver.id, error)
         return ""
     return host_hash(type(solver).__module__) if any(key.place is Place.CPU for key in solver.keys) else ""
+
+
+def _composed_hash(solver: Composed) -> str:
+    """Hash of what a composed solver is made of: the other solver's sources for bare problems, and the pass's."""
+    on_host = any(key.place is Place.CPU for key in solver.keys)
+    own = host_hash(MODULE) if on_host else source_hash((SOURCE,), fused=True)
+    return hashlib.sha256(f"{solver_hash(solver.inner)} {own}".encode()).hexdigest()

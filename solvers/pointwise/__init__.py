@@ -1,0 +1,1 @@
+"""Element-wise passes over what convolutions have written."""
