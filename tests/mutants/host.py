@@ -202,7 +202,7 @@ class HostMutantSolver(MutantSolver):
         declared = self.mutant.declared
         size = declared.workspace_bytes
         return ConvSolution(
-            steps=(HostStep(module=__name__, function=function),),
+            steps=(HostStep(module=__name__, function=function, fused=True),),
             workspace=WorkspacePlan((Region(name="scratch", bytes=size),) if size else ()),
             deterministic=declared.deterministic,
         )

@@ -25,7 +25,6 @@ from miofind.solver.steps import RUN_PARAMETERS, Config, ConvSolution, HostStep,
 
 SOLVERS = ("vendor/Fused", "vendor/FusedWithWorkspace")
 FAST = FindOptions(find_mode="fast", only=SOLVERS)
-FUSED: Any = {"fused": True} if "fused" in HostStep.__dataclass_fields__ else {}
 DIRECT: Any = type(Registry.default()["ConvCpuDirect"])
 
 BASE = {"x": (2, 4, 6, 5), "w": (6, 2, 3, 3), "padding": 1, "groups": 2}
@@ -52,7 +51,7 @@ class Fused(DIRECT):  # type: ignore[misc]
 
     def solution(self, problem: miofind.ProblemDescription, device: miofind.Device, config: Config) -> ConvSolution:
         plan = WorkspacePlan((Region(name="scratch", bytes=self.scratch_bytes),) if self.scratch_bytes else ())
-        step = HostStep(module=__name__, function="convolve_fused", **FUSED)
+        step = HostStep(module=__name__, function="convolve_fused", fused=True)
         return ConvSolution(steps=(step,), workspace=plan)
 
 
