@@ -21,6 +21,7 @@ import miofind
 from miofind.cli import main
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device.device import Device
+from miofind.epilogue_reference import apply_epilogue
 from miofind.errors import MissingLibraryError
 from miofind.reference import reference_on_host
 from miofind.suites import suite_names
@@ -80,13 +81,17 @@ def test_the_documents_python_runs_as_pasted(document: str, tmp_path: Path, monk
     monkeypatch.setenv("MIOFIND_DB", str(tmp_path / "finddb.db"))
     monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", text(document), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", text(document), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(block, document, "exec"), names)
+    for block in blocks:
+        exec(compile(block, document, "exec"), names)
     expected = reference_on_host(names["problem"], x=names["x"], w=names["w"])
     np.testing.assert_allclose(names["y"], expected, rtol=1e-3, atol=1e-3)
     if document == "README.md":
-        assert len(block.splitlines()) <= 10
+        assert [len(block.splitlines()) <= 10 for block in blocks] == [True]
+    else:
+        fused = apply_epilogue(names["fused"], expected, names)
+        np.testing.assert_allclose(names["z"], fused, rtol=1e-3, atol=1e-3)
 
 
 def test_the_readme_is_two_screens() -> None:
