@@ -14,7 +14,7 @@ from miofind.epilogue_reference import apply_epilogue
 from miofind.reference import reference_on_host
 
 PROBLEM = miofind.ProblemDescription.convolution(
-    x=(2, 8, 12, 11), w=(16, 8, 3, 3), padding=1, epilogue="bias.residual.clamp"
+    x=(2, 32, 12, 11), w=(16, 32, 3, 3), padding=1, epilogue="bias.residual.clamp"
 )
 NUMBERS = {"alpha": 0.5, "beta": 2.0, "low": -1.0, "high": 2.5}
 
@@ -26,7 +26,7 @@ def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[miofind.Handle]
         yield made
 
 
-@pytest.fixture(scope="module", params=["ConvCpuDirect+Pointwise", "ConvCpuFft+Pointwise"])
+@pytest.fixture(scope="module", params=["ConvCpuDirect+Pointwise", "ConvCpuWinograd+Pointwise"])
 def solution(request: pytest.FixtureRequest, handle: miofind.Handle) -> miofind.Solution:
     """Of direct summation, and of a transform, which is packed."""
     options = miofind.FindOptions(only=(request.param,), max_error=1.0)
@@ -61,7 +61,7 @@ def test_one_call_finds_the_problem_that_the_arrays_pose(handle: miofind.Handle)
 def test_a_solution_is_packed(solution: miofind.Solution) -> None:
     arrays = given()
     packed = solution.pack(arrays["w"], bias=arrays["bias"])
-    assert bool(packed.packed_bytes) == (solution.solver_id == "ConvCpuFft+Pointwise")
+    assert bool(packed.packed_bytes) == (solution.solver_id == "ConvCpuWinograd+Pointwise")
     assert_right(packed.run(arrays["x"], residual=arrays["residual"], **NUMBERS), **NUMBERS)
 
 
