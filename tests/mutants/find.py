@@ -9,7 +9,7 @@ import miofind
 from miofind.compiler import Compiler
 from miofind.device.device import Device
 from miofind.solver.candidate import Status
-from miofind.solver.registry import Registry
+from miofind.solver.registry import COMPOSED_SUFFIX, Registry
 from miofind.solver.solver import Solver
 from mutants.base import MutantSolver
 
@@ -21,7 +21,7 @@ class Recorded:
     Attributes:
         statuses: of its rows in the FindDB.
         messages: theirs.
-        answered: ids of the solvers among the solutions, fastest first.
+        answered: ids of the two solvers among the solutions, fastest first; with a pass behind them they are others.
     """
 
     statuses: tuple[Status, ...]
@@ -43,5 +43,5 @@ def find(
     return Recorded(
         statuses=tuple(Status(row.status) for row in rows),
         messages=tuple(row.message for row in rows),
-        answered=tuple(solution.solver_id for solution in found),
+        answered=tuple(each.solver_id for each in found if not each.solver_id.endswith(COMPOSED_SUFFIX)),
     )

@@ -191,18 +191,18 @@ class HostMutantSolver(MutantSolver):
         self._packed = entry.packed
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        return self._solution("run")
+        return self._solution("run", fused=bool(problem.epilogue))
 
     def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
         if self._packed is None:
             return None
         return Packing(pack=self._solution("pack"), run=self._solution("run_packed"), bytes=self._packed.bytes(problem))
 
-    def _solution(self, function: str) -> ConvSolution:
+    def _solution(self, function: str, *, fused: bool = False) -> ConvSolution:
         declared = self.mutant.declared
         size = declared.workspace_bytes
         return ConvSolution(
-            steps=(HostStep(module=__name__, function=function, fused=True),),
+            steps=(HostStep(module=__name__, function=function, fused=fused),),
             workspace=WorkspacePlan((Region(name="scratch", bytes=size),) if size else ()),
             deterministic=declared.deterministic,
         )
