@@ -95,7 +95,7 @@ __device__ __forceinline__ void finish_element(EpilogueElement* y, const Epilogu
 
 #if WALK == 0
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, WALK == 1 ? 1 : 2)
     epilogue_pass(EpilogueElement* y, int64 elements, const __grid_constant__ Epilogue epilogue) {
   int64 first[UNROLL];
 #pragma unroll
@@ -152,7 +152,7 @@ __device__ __forceinline__ void run_terms(ChannelTerms (&terms)[VECTOR], const E
 
 // `elements` of an image, or of all as one; `columns` vectors of a row; rows side by side in a block, or parts of a
 // row.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, WALK == 1 ? 1 : 2)
     epilogue_pass(EpilogueElement* y, int64 elements, unsigned channels, unsigned columns, unsigned rows,
                   unsigned parts, unsigned blocks, const __grid_constant__ Epilogue epilogue) {
   const unsigned image = blockIdx.x / blocks, block = blockIdx.x - image * blocks;
@@ -201,7 +201,7 @@ __device__ __forceinline__ ChannelTerms plane_terms(const Epilogue& epilogue, in
 }
 
 // `size` elements of a plane, of which there are `planes`.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, WALK == 1 ? 1 : 2)
     epilogue_pass(EpilogueElement* y, int64 planes, int64 size, unsigned channels,
                   const __grid_constant__ Epilogue epilogue) {
   const int64 elements = planes * size, begin = static_cast<int64>(blockIdx.x) * (UNROLL * kThreads * VECTOR);
