@@ -28,6 +28,7 @@ from commit import commit
 import miofind
 from miofind.bench.ceilings import measure_ceilings
 from miofind.bench.comparison import BenchRow, bench_row, class_means
+from miofind.bench.rivals import Rival
 from miofind.cli.bench import bench_versions, means_json, row_json
 from miofind.compiler import BinaryCache, Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription
@@ -100,7 +101,7 @@ def timed(left: Sequence[SuiteProblem], handle: miofind.Handle, deadline: float)
         for entry in chunk:
             if time.monotonic() >= deadline:
                 return
-            yield bench_row(entry, handle, options, ceilings, against_torch=True)
+            yield bench_row(entry, handle, options, ceilings, against=[Rival.TORCH])
 
 
 def best_steps(entry: SuiteProblem, handle: miofind.Handle) -> tuple[KernelStep, ...]:

@@ -1,13 +1,19 @@
 """PyTorch's convolution in the form of an invoker, so that it is timed by the protocol that times our solutions.
 
+An epilogue is what eager PyTorch makes of it: the bias is the convolution's where nothing stands between and its type
+is the tensors', all else is a pass of its own, in place where PyTorch has it.
+
 cudnn.benchmark is on and benchmark_limit is 0, so that PyTorch tries every algorithm; float32 may use TF32 exactly
 where the problem's math says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from miofind.core.epilogue import DEFAULT_PARAMETERS, Activation, ResidualPosition
+from miofind.core.operand import Operand
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.core.tensor import DataType, MathMode, TensorDescriptor
 from miofind.device.device import INSTALL_CUDA
@@ -63,16 +69,40 @@ class TorchRival:
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.ExternalStream(stream, device=self._index)
         addresses = {operand.name: base for operand, base in zip(self.problem.operands, bases, strict=False)}
-        a, b = (self._tensor(operand.name, addresses[operand.name]) for operand in self.problem.inputs)
+        given = {operand.name: self._tensor(operand, addresses[operand.name]) for operand in self.problem.inputs}
+        a, b = [given[operand.name] for operand in self.problem.bare.inputs]
         with torch.cuda.stream(self._streams[stream]), torch.no_grad():
-            self._outputs[addresses[self.problem.direction.output]] = self._convolve(a, b)
+            result = self._convolve(a, b, given["bias"] if self._convolution_adds_bias else None)
+            self._outputs[addresses[self.problem.direction.output]] = self._pass_by_pass(result, given)
 
-    def _convolve(self, a: Any, b: Any) -> Any:
+    @property
+    def _convolution_adds_bias(self) -> bool:
+        epilogue = self.problem.epilogue
+        return epilogue.bias and not epilogue.scale and epilogue.parameter_dtype is None
+
+    def _pass_by_pass(self, result: Any, given: Mapping[str, Any]) -> Any:
+        """The epilogue applied to the convolution's result."""
+        epilogue = self.problem.epilogue
+        if epilogue.scale:
+            result.mul_(given["scale"])
+        if epilogue.bias and not self._convolution_adds_bias:
+            result.add_(given["bias"])
+        if epilogue.channel_bias:
+            result.add_(given["channel_bias"])
+        if epilogue.residual is ResidualPosition.BEFORE:
+            result.add_(given["residual"])
+        if epilogue.activation is not Activation.NONE:
+            result = _activated(self._torch, result, epilogue.activation)
+        if epilogue.residual is ResidualPosition.AFTER:
+            result.add_(given["residual"])
+        return result
+
+    def _convolve(self, a: Any, b: Any, bias: Any) -> Any:
         problem, aten = self.problem, self._torch.ops.aten
         conv = problem.conv
         geometry = [list(conv.stride), list(conv.pad_before), list(conv.dilation), False, [0] * problem.spatial_dims]
         if problem.direction is Direction.FORWARD:
-            return aten.convolution(a, b, None, *geometry, conv.groups)
+            return aten.convolution(a, b, bias, *geometry, conv.groups)
         data = problem.direction is Direction.BACKWARD_DATA
         x, w = (self._shape_only("x"), b) if data else (b, self._shape_only("w"))
         return aten.convolution_backward(a, x, w, None, *geometry, conv.groups, [data, not data, False])
@@ -86,14 +116,28 @@ class TorchRival:
         dtype = getattr(torch, tensor.dtype.value)
         return torch.empty_strided(tensor.shape, tensor.strides, dtype=dtype, device=f"cuda:{self._index}")
 
-    def _tensor(self, name: str, address: int) -> Any:
-        key = (name, address)
+    def _tensor(self, operand: Operand, address: int) -> Any:
+        """An operand as PyTorch takes it: in as many dimensions as the output, but for the convolution's own bias."""
+        key = (operand.name, address)
         if key not in self._tensors:
-            tensor = self.problem.tensor(name)
+            tensor = operand.tensor
             flat = self._torch.as_tensor(_Memory(address, tensor), device=f"cuda:{self._index}")
             typed = flat.view(getattr(self._torch, DataType(tensor.dtype).value))
-            self._tensors[key] = typed.as_strided(tensor.shape, tensor.strides)
+            is_vector = operand.name == "bias" and self._convolution_adds_bias
+            self._tensors[key] = typed if is_vector else typed.as_strided(tensor.shape, tensor.strides)
         return self._tensors[key]
+
+
+def _activated(torch: Any, result: Any, activation: Activation) -> Any:
+    """An activation by PyTorch's function of that name, with the default parameters of a run."""
+    aten, numbers = torch.ops.aten, DEFAULT_PARAMETERS.numbers(activation)[2:]
+    if activation in (Activation.GELU, Activation.GELU_TANH):
+        return aten.gelu(result, approximate="tanh" if activation is Activation.GELU_TANH else "none")
+    if activation is Activation.CLAMP:
+        return aten.hardtanh_(result, *numbers)
+    if activation in (Activation.LEAKY_RELU, Activation.ELU):
+        return getattr(aten, f"{activation.value}_")(result, numbers[0])
+    return getattr(aten, f"{activation.value}_")(result)
 
 
 def _import_torch() -> Any:

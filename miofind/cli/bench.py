@@ -13,10 +13,10 @@ from typing import Any
 import click
 
 from miofind.bench.ceilings import Ceilings, measure_ceilings
-from miofind.bench.comparison import BenchRow, ClassMeans, bench, class_means
+from miofind.bench.comparison import BenchRow, ClassMeans, NetworkTimes, bench, class_means, network_times
+from miofind.bench.rivals import Rival
 from miofind.cli.options import (
     DRIVER_LINE,
-    Choice,
     OutputFile,
     choice,
     db_option,
@@ -42,7 +42,13 @@ from miofind.printable import printable_name
 from miofind.runtime.handle import Handle
 from miofind.suites.suite import SuiteProblem
 
-_COLUMNS = ("layer", "problem", "dir", "class", "solver", "ms", "torch ms", "ratio", "of floor")
+_COLUMNS = ("layer", "problem", "dir", "class", "solver", "ms")
+_SIDES = {
+    Rival.TORCH: ("torch ms", "ratio"),
+    Rival.ONE_PASS: ("one-pass ms", "one-pass ratio"),
+    Rival.CUDNN: ("cudnn ms", "cudnn ratio"),
+}
+_FLOOR = "of floor"
 _MEANS = ("class", "problems", "ratio", "least", "of floor")
 
 
@@ -52,10 +58,17 @@ _MEANS = ("class", "problems", "ratio", "least", "of floor")
     epilog=example(
         "miofind bench --suite yardstick --dtype float16 --layout NHWC --direction forward --against torch",
         "miofind bench --suite resnet50 --batch 32 --against torch --only-library plain --json out.json",
+        "miofind bench --suite resnet50_fused --dtype float16 --layout NHWC --against torch --against one-pass",
     ),
 )
 @request_options
-@click.option("--against", type=Choice(["torch"]), help="Library to time, too, in turn on the same buffers.")
+@click.option(
+    "--against",
+    multiple=True,
+    type=choice(Rival),
+    help="What to time, too, in turn on the same buffers: torch (eager), one-pass (cuDNN's best and one element-wise "
+    "kernel behind it), cudnn (its best, fused where the problem is); repeatable.",
+)
 @click.option(
     "--only-library", type=choice(Library), multiple=True, help="Libraries whose solvers take part; repeatable."
 )
@@ -72,7 +85,7 @@ _MEANS = ("class", "problems", "ratio", "least", "of floor")
 @click.option("--json", "json_file", type=OutputFile(), metavar="FILE", help="File for the figures; - is stdout.")
 @verbose_option
 def bench_(
-    against: str | None,
+    against: tuple[Rival, ...],
     only_library: tuple[str, ...],
     exclude_library: tuple[str, ...],
     only: tuple[str, ...],
@@ -90,9 +103,10 @@ def bench_(
 ) -> None:
     """Time the best solution of each problem.
 
-    Problems that the FindDB does not answer are found first. The ratio is the other library's time over miofind's; both
-    are measured in turn in this run. The floor is the least time that the arithmetic and memory ceilings, measured at
-    the start, allow, plus 1 us. Ctrl-C ends the benchmark and prints the rows measured so far.
+    Problems that the FindDB does not answer are found first. The ratio is the other side's time over miofind's; all
+    are measured in turn in this run. A suite's sums count each layer as often as the network has it. The floor is the
+    least time that the arithmetic and memory ceilings, measured at the start, allow, plus 1 us. Ctrl-C ends the
+    benchmark and prints the rows measured so far.
     """
     requests = requests_of(**values)
     if device.place is Place.CPU:
@@ -109,12 +123,13 @@ def bench_(
     )
     with Handle(device, database=database) as handle:
         ceilings = measure_ceilings(handle.device)
-        rows = _timed(requests, handle, options, ceilings, against_torch=against == "torch")
+        rivals = [rival for rival in Rival if rival in against]
+        rows = _timed(requests, handle, options, ceilings, against=rivals)
     means = class_means(rows)
     if json_file is not None:
         _write_json(json_file, _report(rows, means, device, ceilings))
     if str(json_file) != "-":
-        _print(rows, means, device)
+        _print(rows, means, device, rivals)
     if len(rows) < len(requests):
         raise KeyboardInterrupt
     if any(row.time_ms is None for row in rows):
@@ -122,7 +137,12 @@ def bench_(
 
 
 def _timed(
-    requests: Sequence[SuiteProblem], handle: Handle, options: FindOptions, ceilings: Ceilings, *, against_torch: bool
+    requests: Sequence[SuiteProblem],
+    handle: Handle,
+    options: FindOptions,
+    ceilings: Ceilings,
+    *,
+    against: Sequence[Rival],
 ) -> list[BenchRow]:
     """The rows of the problems, those measured so far where Ctrl-C ends it.
 
@@ -141,7 +161,7 @@ def _timed(
                 requests,
                 handle,
                 options,
-                against_torch=against_torch,
+                against=against,
                 ceilings=ceilings,
                 pool=pool,
                 on_found=advance,
@@ -153,8 +173,9 @@ def _timed(
     return rows
 
 
-def _print(rows: list[BenchRow], means: list[ClassMeans], device: Device) -> None:
-    sheet = Sheet(device.name, _COLUMNS, right=("ms", "torch ms", "ratio", "of floor"), spare=("layer", "class"))
+def _print(rows: list[BenchRow], means: list[ClassMeans], device: Device, against: Sequence[Rival]) -> None:
+    shown = [name for rival in against or (Rival.TORCH,) for name in _SIDES[rival]]
+    sheet = Sheet(device.name, (*_COLUMNS, *shown, _FLOOR), right=("ms", *shown, _FLOOR), spare=("layer", "class"))
     for row in rows:
         problem = row.entry.problem
         sheet.add(
@@ -164,8 +185,7 @@ def _print(rows: list[BenchRow], means: list[ClassMeans], device: Device) -> Non
             row.problem_class,
             row.solution.solver_id if row.solution else "-",
             _number(row.time_ms, time_text),
-            _number(row.rival_ms, time_text),
-            _number(row.ratio, ratio_text),
+            *(text for rival in against or (Rival.TORCH,) for text in _compared(row, rival)),
             _number(row.floor_fraction, ratio_text),
         )
     sheet.print()
@@ -183,7 +203,29 @@ def _print(rows: list[BenchRow], means: list[ClassMeans], device: Device) -> Non
             _number(mean.floor_fraction, ratio_text),
         )
     summary.print()
+    if set(against) - {Rival.TORCH}:
+        _print_networks(network_times(rows, against), against)
     print_text("ratio: torch's time / miofind's, above 1 miofind is faster; of floor: floor / miofind's time")
+
+
+def _compared(row: BenchRow, rival: Rival) -> tuple[str, str]:
+    return _number(row.rivals_ms[rival], time_text), _number(row.ratio_of(rival), ratio_text)
+
+
+def _print_networks(networks: Sequence[NetworkTimes], against: Sequence[Rival]) -> None:
+    """Sums of suites, and what rivals take more: by the sums, and by the geometric mean of the layers' ratios."""
+    columns = ["miofind ms", *(name for rival in against for name in (f"{rival} ms", "ratio", "mean"))]
+    sheet = Sheet("sums", ("suite", "layers", *columns), right=("layers", *columns))
+    for network in networks:
+        cells = [_number(network.sums_ms["miofind"], time_text)]
+        for rival in against:
+            cells += [
+                _number(network.sums_ms[rival], time_text),
+                _number(network.sum_ratio(rival), ratio_text),
+                _number(network.ratios[rival], ratio_text),
+            ]
+        sheet.add(network.name, str(network.layers), *cells)
+    sheet.print()
 
 
 def _number(value: float | None, text: Any) -> str:
@@ -224,7 +266,10 @@ def row_json(row: BenchRow) -> dict[str, object]:
         "class": row.problem_class,
         "solution": row.solution.id if row.solution else None,
         "time_ms": row.time_ms,
+        "count": row.entry.count,
         "torch_ms": row.rival_ms,
+        "one_pass_ms": row.one_pass_ms,
+        "cudnn_ms": row.cudnn_ms,
         "ratio": row.ratio,
         "floor_ms": row.floor_ms,
         "floor_fraction": row.floor_fraction,

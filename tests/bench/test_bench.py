@@ -63,7 +63,7 @@ def test_one_problem_without_a_solution_does_not_end_the_rest(monkeypatch: pytes
     monkeypatch.setattr(module, "find_solutions", unsolved)
     entries = [SuiteProblem(problem=p, suite="a", layer="b", count=1) for p in (DEPTHWISE, POINTWISE)]
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
-        rows = bench(entries, handle, FindOptions(), against_torch=False)
+        rows = bench(entries, handle, FindOptions())
     assert [r.message.startswith("nothing for conv2d") for r in rows] == [True, True]
     assert all(r.floor_ms is not None and r.time_ms is None for r in rows)
 
@@ -86,10 +86,10 @@ def test_what_the_finddb_lacks_is_measured_first(monkeypatch: pytest.MonkeyPatch
     entry = SuiteProblem(problem=POINTWISE, suite="a", layer="b", count=1)
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
         miofind.find_solutions(POINTWISE, options=FindOptions(exclude="ConvCpuDirect"), handle=handle)
-        (row,) = bench([entry], handle, FindOptions(), against_torch=False)
+        (row,) = bench([entry], handle, FindOptions())
         assert (measured, row.message) == ([True], "nothing")
         miofind.find_solutions(POINTWISE, options=FindOptions(find_mode=FindMode.NORMAL), handle=handle)
-        (row,) = bench([entry], handle, FindOptions(), against_torch=False)
+        (row,) = bench([entry], handle, FindOptions())
     assert (measured, row.message) == ([True], "MemoryError()"), "what fails later has its message, too"
 
 
@@ -115,7 +115,6 @@ def test_all_are_found_before_one_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_
             entries,
             handle,
             FindOptions(),
-            against_torch=False,
             pool=pool,
             on_found=lambda: events.append("found"),
             on_row=lambda row: events.append("row"),

@@ -17,6 +17,7 @@ import pytest
 from miofind import ProblemDescription
 from miofind.bench.ceilings import Ceilings
 from miofind.bench.comparison import BenchRow, bench_row
+from miofind.bench.rivals import Rival
 from miofind.device.device import Device
 from miofind.suites import SuiteProblem
 
@@ -86,9 +87,9 @@ def test_a_share_is_written_row_by_row(whole: ModuleType, monkeypatch: pytest.Mo
     monkeypatch.setattr(whole, "measure_ceilings", lambda device: ceilings)
     monkeypatch.setattr(whole.Device, "cuda", Device.cpu)
 
-    def without_torch(*told: Any, against_torch: bool) -> BenchRow:
-        assert against_torch
-        return bench_row(*told, against_torch=False)
+    def without_torch(*told: Any, against: list[Rival]) -> BenchRow:
+        assert against == [Rival.TORCH]
+        return bench_row(*told)
 
     monkeypatch.setattr(whole, "bench_row", without_torch)
     arguments = argparse.Namespace(

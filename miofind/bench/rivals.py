@@ -1,0 +1,65 @@
+"""What miofind's best is compared with: PyTorch, cuDNN with one pass over its result, cuDNN's fused engines.
+
+Each has the form of an invoker, so that one protocol times all. PyTorch is eager: a convolution, then a pass for each
+part of an epilogue. One pass is what compilers of networks make of a fused convolution: cuDNN's best bare convolution,
+then one element-wise kernel (here miofind's own) that applies the whole epilogue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+
+from miofind.api import find_solutions
+from miofind.bench.torch_rival import TorchRival
+from miofind.core.problem import ProblemDescription
+from miofind.find.lookup import records
+from miofind.find.lookup.scopes import Coverage
+from miofind.find.pipeline import measure
+from miofind.measure.backend import Runnable
+from miofind.options import FindOptions
+from miofind.runtime.handle import Handle
+
+LIBRARY_SOLVER = "ConvCudnn"
+PASS = "+Pointwise"
+"""What a bare solver's id has behind it where a pass over the result follows."""
+
+
+class Rival(StrEnum):
+    """A side of a comparison beside miofind's."""
+
+    TORCH = "torch"
+    ONE_PASS = "one-pass"
+    CUDNN = "cudnn"
+
+
+def find_rival(rival: Rival, problem: ProblemDescription, options: FindOptions, handle: Handle) -> None:
+    """Measure what a rival's solution is chosen by, where the FindDB does not answer it; `options` limit effort."""
+    if rival is Rival.TORCH:
+        return
+    wanted, own = _library_problem(rival, problem), _of_library(options)
+    if records.look_up(wanted, own, handle, coverage=Coverage.ALL) is None:
+        measure(wanted, own, handle)
+
+
+def runnable(rival: Rival, problem: ProblemDescription, options: FindOptions, handle: Handle) -> Runnable:
+    """What runs a rival's side of a problem.
+
+    Raises:
+        MissingLibraryError, LaunchError: PyTorch is not there, or does not compute the problem.
+        NoSolutionError: cuDNN does not.
+    """
+    if rival is Rival.TORCH:
+        return TorchRival(problem, handle.device.index)
+    best = find_solutions(_library_problem(rival, problem), options=_of_library(options), handle=handle)[0]
+    if rival is Rival.ONE_PASS and problem.epilogue:
+        return handle.invoker(problem, f"{LIBRARY_SOLVER}{PASS}", best.config)
+    return best.runner.prepare()
+
+
+def _library_problem(rival: Rival, problem: ProblemDescription) -> ProblemDescription:
+    return problem.bare if rival is Rival.ONE_PASS else problem
+
+
+def _of_library(options: FindOptions) -> FindOptions:
+    return replace(options, only=(LIBRARY_SOLVER,), exclude=())

@@ -1,0 +1,171 @@
+"""Rivals of fused problems: what PyTorch is asked for, what cuDNN's sides are, sums of networks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import miofind.bench.comparison as comparison
+import miofind.bench.rivals as module
+from miofind import Handle, ProblemDescription
+from miofind.bench.ceilings import Ceilings
+from miofind.bench.comparison import BenchRow, bench, network_times
+from miofind.bench.rivals import Rival
+from miofind.bench.torch_rival import TorchRival
+from miofind.cli.bench import row_json
+from miofind.errors import LaunchError, NoSolutionError
+from miofind.options import FindOptions
+from miofind.suites import SuiteProblem
+
+
+def fused(epilogue: str | None, **arguments: Any) -> ProblemDescription:
+    return ProblemDescription.convolution(x=(2, 8, 9, 9), w=(4, 8, 3, 3), epilogue=epilogue, **arguments)
+
+
+class FakeTensor:
+    """Records what is done to it."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self._calls = name, calls
+
+    def add_(self, other: FakeTensor) -> None:
+        self._calls.append(f"add_ {other.name}")
+
+    def mul_(self, other: FakeTensor) -> None:
+        self._calls.append(f"mul_ {other.name}")
+
+
+class FakeAten:
+    """Records which functions of PyTorch's are asked for."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> FakeTensor:
+            told = [str(getattr(a, "name", a)) for a in arguments if isinstance(a, FakeTensor | float) or a is None]
+            self._calls.append(" ".join([name, *told, *map(str, keywords.values())]))
+            return FakeTensor("result", self._calls)
+
+        return call
+
+
+class Nothing:
+    """A context that does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def asked_of_torch(monkeypatch: pytest.MonkeyPatch, problem: ProblemDescription) -> list[str]:
+    """What one run asks of a PyTorch that computes nothing."""
+    calls: list[str] = []
+    torch = SimpleNamespace(
+        ops=SimpleNamespace(aten=FakeAten(calls)),
+        backends=SimpleNamespace(cudnn=SimpleNamespace(), cuda=SimpleNamespace(matmul=SimpleNamespace())),
+        cuda=SimpleNamespace(ExternalStream=Nothing, stream=Nothing),
+        no_grad=Nothing,
+    )
+    monkeypatch.setattr("miofind.bench.torch_rival._import_torch", lambda: torch)
+    monkeypatch.setattr(TorchRival, "_tensor", lambda self, operand, address: FakeTensor(operand.name, calls))
+    TorchRival(problem, 0).run(tuple(range(1, len(problem.operands) + 3)), 0)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "calls"),
+    [
+        (None, ["convolution x w None"]),
+        ("bias.relu", ["convolution x w bias", "relu_ result"]),
+        ("bias.residual.relu", ["convolution x w bias", "add_ residual", "relu_ result"]),
+        ("bias.silu.residual", ["convolution x w bias", "silu_ result", "add_ residual"]),
+        ("bias.channel_bias", ["convolution x w bias", "add_ channel_bias"]),
+        ("scale.bias.residual", ["convolution x w None", "mul_ scale", "add_ bias", "add_ residual"]),
+        ("bias.clamp", ["convolution x w bias", "hardtanh_ result 0.0 6.0"]),
+        ("bias.gelu_tanh", ["convolution x w bias", "gelu result tanh"]),
+        ("leaky_relu", ["convolution x w None", "leaky_relu_ result 0.01"]),
+        ("sigmoid", ["convolution x w None", "sigmoid_ result"]),
+    ],
+)
+def test_eager_pytorch_takes_a_pass_for_each_part(
+    monkeypatch: pytest.MonkeyPatch, epilogue: str | None, calls: list[str]
+) -> None:
+    assert asked_of_torch(monkeypatch, fused(epilogue)) == calls
+
+
+def test_pytorchs_convolution_takes_no_bias_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = fused("float32.bias", dtype="float16")
+    assert asked_of_torch(monkeypatch, problem) == ["convolution x w None", "add_ bias"]
+
+
+class FakeHandle:
+    """Says which invoker was asked for."""
+
+    def invoker(self, problem: ProblemDescription, solver_id: str, config: str) -> str:
+        return f"{solver_id} {config} {problem.epilogue}"
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, rival: Rival, problem: ProblemDescription) -> Any:
+    def find(asked: ProblemDescription, *, options: FindOptions, handle: Any) -> list[Any]:
+        assert [name.lower() for name in options.only] == ["convcudnn"]
+        assert options.exclude == ()
+        return [SimpleNamespace(config="best", runner=SimpleNamespace(prepare=lambda: f"own {asked.epilogue}"))]
+
+    monkeypatch.setattr(module, "find_solutions", find)
+    options = FindOptions(only="plain", exclude="ConvDirectNaive")
+    return module.runnable(rival, problem, options, FakeHandle())  # type: ignore[arg-type]
+
+
+def test_one_pass_is_cudnns_best_bare_solution_and_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(monkeypatch, Rival.ONE_PASS, fused("bias.relu")) == "ConvCudnn+Pointwise best bias.relu"
+    assert choose(monkeypatch, Rival.ONE_PASS, fused(None)) == "own ", "a bare problem needs no pass"
+    assert choose(monkeypatch, Rival.CUDNN, fused("bias.relu")) == "own bias.relu"
+
+
+def test_rivals_are_timed_in_turn_and_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the CPU place; a rival there is miofind's own solution once more."""
+
+    def runs(rival: Rival, problem: ProblemDescription, options: FindOptions, handle: Handle) -> Any:
+        if rival is Rival.TORCH:
+            raise LaunchError("PyTorch takes none")
+        if rival is Rival.CUDNN:
+            raise NoSolutionError("no engine")
+        return module.find_solutions(problem, options=options, handle=handle)[0].runner.prepare()
+
+    found: list[Rival] = []
+    ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float32": 1e12})
+    monkeypatch.setattr(comparison, "measure_ceilings", lambda device: ceilings)
+    monkeypatch.setattr(comparison, "runnable", runs)
+    monkeypatch.setattr(comparison, "find_rival", lambda rival, *_: found.append(rival))
+    entry = SuiteProblem(problem=fused(None), suite="a", layer="b", count=3)
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        (row,) = bench([entry], handle, FindOptions(), against=list(Rival))
+    assert found == list(Rival)
+    assert row.time_ms is not None
+    assert row.one_pass_ms is not None
+    assert (row.rival_ms, row.cudnn_ms, row.message) == (None, None, "torch: PyTorch takes none")
+    told = json.loads(json.dumps(row_json(row)))
+    assert (told["count"], told["one_pass_ms"], told["torch_ms"]) == (3, row.one_pass_ms, None)
+
+
+def row(suite: str, count: int, ours: float | None, one_pass: float | None) -> BenchRow:
+    entry = SuiteProblem(problem=fused("bias.relu"), suite=suite, layer="b", count=count)
+    return BenchRow(entry=entry, time_ms=ours, one_pass_ms=one_pass)
+
+
+def test_sums_of_a_network_count_each_layer() -> None:
+    rows = [row("a", 3, 1.0, 2.0), row("b", 1, 1.0, None), row("a", 1, 2.0, 16.0)]
+    first, second = network_times(rows, [Rival.ONE_PASS])
+    assert (first.name, first.layers) == ("a", 4)
+    assert first.sums_ms == {"miofind": 5.0, "one-pass": 22.0}
+    assert first.sum_ratio("one-pass") == pytest.approx(4.4)
+    assert first.ratios == {"one-pass": pytest.approx(4.0)}, "each distinct problem counts once"
+    assert second.sums_ms == {"miofind": 1.0, "one-pass": None}
+    assert (second.sum_ratio("one-pass"), second.ratios["one-pass"]) == (None, None)
