@@ -58,6 +58,8 @@ NUMBERS = ("alpha", "beta", "low", "high", "slope")
 EPILOGUE_NAMES = (*EPILOGUE_ARRAYS, *NUMBERS)
 """All of EpilogueArguments."""
 
+_KNOWN = frozenset(EPILOGUE_NAMES)
+
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:
     """Do nothing where all are names of EpilogueArguments.
@@ -65,7 +67,8 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
     Raises:
         TypeError: one is not.
     """
-    if unknown := given.keys() - set(EPILOGUE_NAMES):
+    if not given.keys() <= _KNOWN:
+        unknown = given.keys() - _KNOWN
         known = ("x", "w", "dy", *EPILOGUE_NAMES, "out", "workspace", "stream")
         near = suggestion(min(unknown), known) or "."
         raise TypeError(f"unknown arguments {sorted(unknown)}{near} Known are {', '.join(known)}")
@@ -262,15 +265,16 @@ class Runner:
 class FusedRunner(Runner):
     """Runs one solution of a problem with an epilogue."""
 
-    __slots__ = ("_last_numbers", "_read", "_unread")
+    __slots__ = ("_last_numbers", "_read_of", "_taken")
 
     def __init__(
         self, problem: ProblemDescription, solver_id: str, config: Config, handle: Handle, kernel_hash: str = ""
     ) -> None:
         super().__init__(problem, solver_id, config, handle, kernel_hash)
-        self._read = problem.epilogue.operands
-        self._unread = tuple(name for name in EPILOGUE_ARRAYS if name not in self._read)
-        self._last_numbers = _Numbers((None,) * len(NUMBERS), DEFAULT_PARAMETERS)
+        names = problem.epilogue.operands
+        self._read_of = _picker(names)
+        self._taken = frozenset((*names, *NUMBERS))
+        self._last_numbers = _Numbers((None,) * len(NUMBERS), (type(None),) * len(NUMBERS), DEFAULT_PARAMETERS)
 
     def run(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
         return self.run_fused({}, x, w, dy, out, workspace, stream)
@@ -279,14 +283,20 @@ class FusedRunner(Runner):
         self, given: Mapping[str, Any], x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any
     ) -> Any:
         """See `miofind.run_solution`."""
+        try:
+            read = self._read_of(given)
+        except KeyError:  # what is missing is told there
+            return self._run_fused_completed(given, x, w, dy, out, workspace, stream)
         parameters, surplus = DEFAULT_PARAMETERS, dy is not None
-        if len(given) != len(self._read) or not all(map(given.__contains__, self._read)):
+        if len(given) != len(read):
+            if not given.keys() <= self._taken:
+                refuse_unknown(given)
+                surplus = surplus or any(given.get(name) is not None for name in _KNOWN - self._taken)
             parameters = self._parameters(given)
-            surplus = surplus or any(given.get(name) is not None for name in self._unread)
         invoker = self._invoker
         if invoker is None or out is None or surplus or (workspace is None and self._workspace_bytes):
             return self._run_fused_completed(given, x, w, dy, out, workspace, stream)
-        addresses = self._check((x, w, out, *map(given.get, self._read)))
+        addresses = self._check((x, w, out, *read))
         scratch: Any = 0
         if self._workspace_bytes:
             scratch = self._check_workspace(workspace, addresses)
@@ -303,17 +313,17 @@ class FusedRunner(Runner):
         """The numbers of a run; the very object of the last run where they are the same, which launches tell by that.
 
         Raises:
-            TypeError: an unknown name. InvalidOptionError: a number that is none or not the epilogue's.
+            InvalidOptionError: a number that is none or not the epilogue's.
         """
         numbers = tuple(map(given.get, NUMBERS))
         last = self._last_numbers
-        if given.keys() <= _KNOWN and all(map(operator.is_, numbers, last.given)):
+        kinds = tuple(map(type, numbers))
+        if kinds == last.kinds and numbers == last.given:  # arrays, which compare otherwise, are never the last ones
             return last.parameters
-        refuse_unknown(given)
         made = self.problem.epilogue.parameters(dict(zip(NUMBERS, numbers, strict=True)))
         if made == last.parameters:
             made = last.parameters
-        self._last_numbers = _Numbers(numbers, made)
+        self._last_numbers = _Numbers(numbers, kinds, made)
         return made
 
     def _run_fused_completed(
@@ -333,10 +343,18 @@ class _Numbers(NamedTuple):
     """The numbers that a run was given, None for each that it was not, and what was made of them."""
 
     given: tuple[Any, ...]
+    kinds: tuple[type, ...]
     parameters: EpilogueParameters
 
 
-_KNOWN = frozenset(EPILOGUE_NAMES)
+def _picker(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Picks some values of a mapping in order; a KeyError where one is missing."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    if not names:
+        return lambda given: ()
+    (name,) = names
+    return lambda given: (given[name],)
 
 
 def make_runner(
