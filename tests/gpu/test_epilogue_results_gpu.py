@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from device_buffers import Buffer
 from fake_invokers import compute
-from mutants import host, host_epilogue
+from mutants import cuda, host, host_epilogue
 from mutants.host import Call
 
 from miofind.compiler import Compiler
@@ -18,7 +18,7 @@ from miofind.core.operand import Operand
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.device_kernels import DeviceKernels
-from miofind.launch.invoker import Invoker
+from miofind.launch.invoker import Invoker, make_invoker
 from miofind.reference import numpy_dtype, round_once
 from miofind.solver.steps import RUN_PARAMETERS, Config
 from miofind.verify.claims import Claims
@@ -192,6 +192,22 @@ def test_right_results_pass(
         verdict = verifier.verify(invoker, Claims())
         assert verdict.ok, verdict.message
         assert verifier.repeat(invoker, Claims(), verdict.fingerprint) == ""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("activation", Activation)
+def test_the_header_of_kernels_keeps_the_declared_errors(
+    activation: Activation, dtype: str, form: str, device: Device, compiler: Compiler
+) -> None:
+    problem = fused(form, activation, dtype, layout="NCHW" if form == FORMS[1] else "NHWC")
+    if not problem.epilogue:
+        pytest.skip("nothing is fused")
+    config = cuda.RIGHT.default_configs(problem, device)[0]
+    invoker = make_invoker(problem, device, cuda.RIGHT, config, compiler)
+    with Verifier(problem, device, compiler) as verifier:
+        verdict = verifier.verify(invoker, Claims())
+    assert verdict.ok, verdict.message
 
 
 @pytest.mark.parametrize("name", [name for name in host.MUTANTS if hasattr(host_epilogue, name)])

@@ -11,8 +11,10 @@ from typing import Any
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device, Place
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.geometry import geometry, geometry_defines
 from miofind.solver.steps import (
+    Argument,
     Config,
     ConvSolution,
     KernelStep,
@@ -39,6 +41,9 @@ DOUBLE = conv(dtype="float64", direction="backward_data")
 TF32 = conv(math="tf32")
 LONG = ProblemDescription.convolution(x=(2, 128, 6, 6), w=(6, 128, 3, 3), dtype="float16", layout="NHWC")
 LONG_SINGLE = ProblemDescription.convolution(x=(2, 128, 6, 6), w=(6, 128, 3, 3))
+FUSED = conv(epilogue="scale.bias.channel_bias.residual.relu")
+FUSED_HALF = conv(epilogue="float32.scale.bias.channel_bias.silu.residual", dtype="float16", layout="NHWC")
+BIAS = conv(epilogue="bias.relu", dtype="bfloat16", layout="NHWC")
 # So short that a sample is a long row of runs, each on tensors of its own.
 TINY = ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1))
 # So many elements that few are likely to be among listed ones.
@@ -124,11 +129,12 @@ class CudaMutantSolver(MutantSolver):
             *(Pointer(buffer=name) for name in (*problem.direction.inputs, problem.direction.output)),
             Pointer(buffer="scratch") if has_scratch else Scalar(ctype="int64", value=0),
             geometry(problem),
+            *epilogue_arguments(problem),
         )
         return self._step(problem, "mutant", args, packed=packed)
 
     def _step(
-        self, problem: ProblemDescription, entry: str, args: tuple[Pointer | Scalar, ...], *, packed: bool = False
+        self, problem: ProblemDescription, entry: str, args: tuple[Argument, ...], *, packed: bool = False
     ) -> KernelStep:
         size = problem.output.size
         blocks = 1 if size < _ONE_BLOCK or entry != "mutant" else min(-(-size // _THREADS), _MOST_BLOCKS)
@@ -148,6 +154,7 @@ class CudaMutantSolver(MutantSolver):
                 ("DIRECTION", list(Direction).index(problem.direction)),
                 ("PACKED", int(packed)),
                 ("MUTANT", self._kernel.branch or self.mutant.name),
+                *epilogue_defines(problem),
             ),
             options=self._kernel.options,
             args=args,
@@ -416,6 +423,20 @@ _add(
 _add("packed_run_spreads", "An infinity in x makes all outputs NaN where weights are packed.", SINGLE, _PACKS)
 _add("packed_run_changes_later", "The last bits of a packed run are others each time.", LONG_SINGLE, _PACKS)
 
+# Epilogues.
+_add("bias_ignored", "The bias is not added.", BIAS)
+_add("bias_of_each_split", "Both parts of a sum get the bias.", FUSED)
+_add("channels_of_the_first_group", "Each group's channels get the first group's bias.", BIAS)
+_add("channel_bias_of_the_first_image", "All images get what is to be added to the first one.", FUSED_HALF)
+_add("scale_and_bias_swapped", "The scale is added and the bias multiplied by.", FUSED_HALF)
+_add("residual_of_the_neighbour", "The residual is that of the next element in memory.", FUSED)
+_add("activation_before_the_residual", "The residual is added after the activation, not before it.", FUSED)
+_add("alpha_ignored", "Sums are not multiplied by alpha.", FUSED_HALF)
+_add("numbers_of_the_first_run", "Alpha is that of the first run, as in a graph captured then.", BIAS)
+_add("relu_loses_nan", "Of NaN relu makes 0.", BIAS)
+_add("coarse_tanh", "The hyperbolic tangent has eleven bits.", conv(epilogue="bias.tanh"))
+_add("rounds_twice", "Sums are rounded before the epilogue, and it does not say so.", BIAS)
+
 _add = _controls.add
 _RIGHT_KERNEL = Kernel(branch="right")
 _add("adds_in_any_order", "Sums come in another order each time, and it says so.", SINGLE, deterministic=False)
@@ -454,6 +475,20 @@ _add(
     "float16, bfloat16 and float32 in one problem.",
     conv(dtype={"x": "float16", "w": "bfloat16", "y": "float32"}),
     _RIGHT_KERNEL,
+)
+
+_FUSES = "It applies an epilogue as it should."
+_add("fuses_everything", _FUSES, FUSED, _RIGHT_KERNEL)
+_add("fuses_everything_in_half", _FUSES, FUSED_HALF, _RIGHT_KERNEL)
+_add("fuses_a_clamp", _FUSES, conv(epilogue="bias.clamp", dtype="bfloat16"), _RIGHT_KERNEL)
+_add("fuses_gelu", _FUSES, conv(epilogue="bias.gelu"), _RIGHT_KERNEL)
+_add("fuses_mish_in_double", _FUSES, conv(epilogue="residual.mish", dtype="float64"), _RIGHT_KERNEL)
+_add(
+    "says_that_it_rounds_twice",
+    "Sums are rounded before the epilogue, and it says so.",
+    BIAS,
+    Kernel(branch="rounds_twice"),
+    rounds_twice=True,
 )
 
 MUTANTS = _mutants.entries

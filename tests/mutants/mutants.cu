@@ -4,9 +4,12 @@
 // fault, and each branch on is() is one. `scratch` is the workspace, null for none. Packed weights stand behind a head
 // of 256 bytes that holds the address of the weights they were made from.
 // Defines: T_X, T_W, T_Y, T_SUM (dtype names), INDEX_BITS, DIRECTION (0 forward, 1 backward data, 2 backward weights),
-// PACKED (0, 1: the weights are packed), MUTANT.
+// PACKED (0, 1: the weights are packed), MUTANT; with an epilogue also those of common/epilogue.cuh.
 #include "common/pdl.cuh"
 #include "common/geometry.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+#endif
 
 #if !defined(T_X) || !defined(T_W) || !defined(T_Y) || !defined(T_SUM)
 #error "define T_X, T_W, T_Y and T_SUM"
@@ -150,6 +153,19 @@ enum class Mutant {
   keeps_packed_weights_by_address,
   packed_run_spreads,
   packed_run_changes_later,
+  // epilogues
+  bias_ignored,
+  bias_of_each_split,
+  channels_of_the_first_group,
+  channel_bias_of_the_first_image,
+  scale_and_bias_swapped,
+  residual_of_the_neighbour,
+  activation_before_the_residual,
+  alpha_ignored,
+  numbers_of_the_first_run,
+  relu_loses_nan,
+  coarse_tanh,
+  rounds_twice,
   // right ones
   adds_in_any_order,
   says_that_its_bound_is_wide,
@@ -633,9 +649,50 @@ __device__ const Strides& output_strides(const Geometry& conv) {
   return kDirection == 0 ? conv.y : kDirection == 1 ? conv.x : conv.w;
 }
 
+#ifdef EPILOGUE
+__device__ EpilogueNumber kept_alpha;
+
+// What the epilogue makes of the sum of the output element at `place` in memory.
+__device__ double finished(const Geometry& conv, const Position& at, Index place, double sum, const Epilogue& given,
+                           const Run& run) {
+  Epilogue epilogue = given;
+  if constexpr (is(Mutant::alpha_ignored)) epilogue.alpha = 1;
+  if constexpr (is(Mutant::numbers_of_the_first_run)) epilogue.alpha = run.number > 1 ? kept_alpha : epilogue.alpha;
+  if constexpr (is(Mutant::rounds_twice)) sum = convert<double>(convert<Out>(sum));
+  const Index channel = is(Mutant::channels_of_the_first_group) ? at.c % (conv.k / conv.groups) : at.c;
+  ChannelTerms terms = channel_terms(epilogue, is(Mutant::channel_bias_of_the_first_image) ? 0 : at.n, channel, conv.k);
+  if constexpr (is(Mutant::bias_ignored)) terms.bias = 0;
+  if constexpr (is(Mutant::bias_of_each_split)) terms.bias *= 2;
+  if constexpr (is(Mutant::scale_and_bias_swapped)) {
+    const EpilogueNumber scale = terms.scale;
+    terms.scale = terms.bias;
+    terms.bias = scale;
+  }
+  EpilogueNumber residual = 0;
+  const Index read = is(Mutant::residual_of_the_neighbour) ? (place + 1) % sizes_of(conv).out : place;
+  if constexpr (kHasResidual) residual = convert<EpilogueNumber>(epilogue.residual[read]);
+  const EpilogueNumber number = static_cast<EpilogueNumber>(sum);
+  if constexpr (is(Mutant::activation_before_the_residual))
+    return finish(number, terms, 0, epilogue) + epilogue.beta * residual;
+  double result = finish(number, terms, residual, epilogue);
+  if constexpr (is(Mutant::relu_loses_nan)) result = number_or_zero(result);
+  if constexpr (is(Mutant::coarse_tanh)) {
+    float coarse;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(coarse) : "f"(static_cast<float>(epilogue.alpha * sum + terms.bias)));
+    result = coarse;
+  }
+  return result;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     mutant(const A* a, const unsigned char* weights_or_images, Out* out, unsigned char* scratch,
-           const __grid_constant__ Geometry conv) {
+           const __grid_constant__ Geometry conv
+#ifdef EPILOGUE
+           ,
+           const __grid_constant__ Epilogue epilogue
+#endif
+    ) {
   const Sizes sizes = sizes_of(conv);
   const B* b = reinterpret_cast<const B*>(weights_or_images + (kPacked ? kHead : 0));
   if constexpr (kPacked && is(Mutant::reads_weights_after_packing))
@@ -673,7 +730,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Index place = offset_of(at, output_strides(conv));
     if constexpr (is(Mutant::swapped_images)) at.n = at.n == 30 ? 31 : at.n == 31 ? 30 : at.n;
     run.spread = zeros_of_others(conv, run, at);
-    const double sum = placed(conv, at, run, rank, sum_of(conv, at, run)) + outside;
+    double sum = placed(conv, at, run, rank, sum_of(conv, at, run)) + outside;
+#ifdef EPILOGUE
+    sum = finished(conv, at, place, sum, epilogue, run);
+#endif
     store(out + place, sum, run, rank);
   }
   __syncthreads();  // the output is written before anything beside it
@@ -681,6 +741,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if constexpr (is(Mutant::adds_to_numbers_in_workspace)) reinterpret_cast<float*>(scratch)[threadIdx.x] = 1.0f;
   if (threadIdx.x == 0) {
     damage(conv, run, scratch);
+#ifdef EPILOGUE
+    if (run.number == 1) kept_alpha = epilogue.alpha;
+#endif
     if (gridDim.x == 1) runs = run.number;
   }
 }
