@@ -14,6 +14,7 @@ from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.reference import numpy_dtype, round_once
 from miofind.solver.steps import RUN_PARAMETERS
+from miofind.verify import harness_host
 from miofind.verify.claims import Claims
 from miofind.verify.harness_host import random_values
 from miofind.verify.verifier import Verification, Verifier
@@ -108,3 +109,17 @@ def test_operands_of_exact_trials_are_few_digits_that_every_type_holds(dtype: st
     assert set((64 * held).reshape(-1).tolist()) <= {*range(-128, 0), *range(1, 129)}
     assert np.unique(held).size > 100
     assert (held.min() > 0) == (values is Values.POSITIVE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sample_meets_its_own_operands(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an output too large to be compared whole."""
+    monkeypatch.setattr(harness_host, "_THIN_PRODUCTS", 0)
+    monkeypatch.setattr(harness_host, "_DENSE_PRODUCTS", 0)
+    problem = fused(form.format("gelu"))
+    assert verify(problem, right(problem)).ok
+
+    def spoil(tensors: dict[str, Any], _: Any) -> None:
+        tensors["y"][:, 4] = 0
+
+    assert "are wrong" in verify(problem, then(right(problem), spoil)).message
