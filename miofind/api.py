@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Unpack
 
 from miofind.arrays import arrays, operands
-from miofind.arrays.array_problem import EPILOGUE_ARGUMENTS, epilogue_arrays, problem_from_views, refuse_epilogue
+from miofind.arrays.array_problem import (
+    EPILOGUE_ARGUMENTS,
+    VECTORS,
+    epilogue_arrays,
+    problem_from_views,
+    refuse_epilogue,
+)
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidArrayError, InvalidOptionError, brief
@@ -207,20 +213,36 @@ def _call(
     if handle is None:
         handle = default_handle(_device_of(views))
     solutions = find_solutions(problem, options=options, handle=handle)
-    solution = solutions[0]
-    addresses = [v.address for v in views.values()]
+    placed = _placed(solutions, views, given, stream)
+    given = placed.given
+    x, w, dy = given.pop("x", None), given.pop("w", None), given.pop("y", None)
+    return run_solution(placed.solution, x, w, dy=dy, out=out, workspace=workspace, stream=stream, **given, **numbers)
+
+
+class _Placed(NamedTuple):
+    """A solution, and arrays whose addresses have the alignment that it needs."""
+
+    solution: Solution
+    given: dict[str, Any]
+
+
+def _placed(
+    solutions: Sequence[Solution], views: Mapping[str, arrays.ArrayView], given: dict[str, Any], stream: Any
+) -> _Placed:
+    """The first solution whose alignment the tensors have, else the first of all with copies of those that lack it.
+
+    The vectors of an epilogue are small, and copied rather than that another solution runs.
+    """
+    addresses = [v.address for name, v in views.items() if name not in VECTORS]
     # A generator: runners behind the first that fits are not made on every call.
     fitting = (s for s in solutions if not any(a % s.runner.alignment_bytes for a in addresses))
-    aligned = next(fitting, None)
-    if aligned is not None:
-        solution = aligned
-    else:
-        index, alignment = handle.device.index, solution.runner.alignment_bytes
-        wanted = {operand.name: operand.array for operand in problem.operands}
+    solution = next(fitting, solutions[0])
+    alignment, index = solution.runner.alignment_bytes, solution.solution_list.handle.device.index
+    if any(views[name].address % alignment for name in given):
+        wanted = {operand.name: operand.array for operand in solution.problem.operands}
         with operands.allocating_on(next(iter(given.values())), stream, index):
             given = {n: arrays.aligned_copy(array, wanted[n], index, alignment) for n, array in given.items()}
-    x, w, dy = given.pop("x", None), given.pop("w", None), given.pop("y", None)
-    return run_solution(solution, x, w, dy=dy, out=out, workspace=workspace, stream=stream, **given, **numbers)
+    return _Placed(solution, given)
 
 
 def _taken_numbers(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,11 @@ from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Direction, enum_value, one_size, sizes
 from miofind.errors import InvalidArrayError, InvalidProblemError, brief, suggestion
 
-EPILOGUE_ARRAYS = ("scale", "bias", "channel_bias", "residual")
-"""Arrays that an epilogue may read."""
+VECTORS = ("scale", "bias", "channel_bias")
+"""Arrays of the output's channels that an epilogue may read: small ones."""
+
+EPILOGUE_ARRAYS = (*VECTORS, "residual")
+"""All arrays that it may read."""
 
 EPILOGUE_ARGUMENTS = frozenset({"activation", "residual_position"})
 """What else says which epilogue a problem has."""
@@ -128,7 +131,7 @@ def _problem(
     dtype = by_name[direction.inputs[0]].dtype
     options = dict(arguments)
     epilogue = _epilogue(by_name, options.pop("activation", "none"), options.pop("residual_position", "before"))
-    spatial = {name: fact for name, fact in by_name.items() if name not in EPILOGUE_ARRAYS or name == "residual"}
+    spatial = {name: fact for name, fact in by_name.items() if name not in VECTORS}
     layouts = arrays.infer_layouts({name: (fact.shape, fact.strides) for name, fact in spatial.items()})
     leading = layouts[direction.inputs[0]]
     names = (*direction.inputs, direction.output)

@@ -311,6 +311,26 @@ def test_convolution_builds_its_epilogue_from_what_is_there(
     np.testing.assert_array_equal(y, wanted_of(problem, given, **numbers))
 
 
+def test_a_bias_that_begins_anywhere_is_copied_and_changes_no_solution(
+    handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest solution asks for more alignment than others."""
+    monkeypatch.setattr(Fused, "alignment_bytes", 16)
+    monkeypatch.setattr(FusedWithWorkspace, "alignment_bytes", 1)
+    problem = described("bias.residual.relu")
+    given = arrays_of(problem)
+    first = reordered(sorted(solutions_of(problem, handle), key=lambda s: s.workspace_bytes), handle)
+    monkeypatch.setattr("miofind.api.find_solutions", lambda *_, **__: first)
+    memory = np.zeros(16, np.float32)  # at a multiple of 16
+    memory[1:7] = given["bias"]
+    given["bias"] = memory[1:7]
+    runs = Runs(first[0])
+    y = miofind.convolution(**given, activation="relu", padding=1, groups=2, handle=handle)
+    np.testing.assert_array_equal(y, wanted_of(problem, given))
+    (bases,) = runs.seen
+    assert bases[3].ctypes.data % 16 == 0
+
+
 def test_scale_and_bias_in_float32_are_part_of_the_problem() -> None:
     given = arrays_of(described("float32.scale.bias", dtype="float16"))
     posed = miofind.ProblemDescription.from_arrays(**given, padding=1, groups=2)
