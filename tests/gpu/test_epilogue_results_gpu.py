@@ -173,6 +173,7 @@ class Computed(Invoker):
         for operand, address in zip(self.problem.operands, addresses, strict=True):
             array = flat[operand.name]
             cupy.cuda.runtime.memcpy(address, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
+        cupy.cuda.runtime.streamSynchronize(0)  # copies from pageable memory may end later; the run's stream waits not
 
     def _read(self, operand: Operand, address: int) -> np.ndarray:
         flat = np.empty(operand.tensor.size, numpy_dtype(operand.tensor.dtype))
@@ -239,6 +240,7 @@ def test_an_operands_buffer_and_its_guard_bands_are_watched(device: Device, comp
             super().run(bases, stream)
             index = [operand.name for operand in problem.operands].index("bias")
             cupy.cuda.runtime.memset(bases[index] + self.at, 0x11, 1)
+            cupy.cuda.runtime.streamSynchronize(0)
 
     with Verifier(problem, device, compiler) as verifier:
         for at, told in ((0, "input bias"), (-1, "the guard band before bias"), (36, "the guard band after bias")):
