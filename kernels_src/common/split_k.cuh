@@ -7,6 +7,9 @@
 
 #include "common/pdl.cuh"
 #include "common/types.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+#endif
 
 // Splits first, first + step, ... below `end`.
 struct Splits {
@@ -79,3 +82,37 @@ __device__ __forceinline__ void reduce_split_k(const float* partials, T* out, in
   for (int i = 0; i < kCount; ++i) rounded.at[i] = convert<T>(accumulators.at[i]);
   *reinterpret_cast<Vector<T, kCount>*>(out + at) = rounded;
 }
+
+#ifdef EPILOGUE
+// How results lie in memory: neighbouring channels are `channel_stride` elements apart, images `image_stride`. Defines:
+// RESULTORDER_FIELDS, as solvers/common/split_k.py gives it.
+struct ResultOrder {
+  RESULTORDER_FIELDS
+};
+
+// The same, with the problem's epilogue.
+template <int kThreads, int kCount, typename T>
+__device__ __forceinline__ void reduce_split_k(const float* partials, T* out, int size, int splits, int lanes,
+                                               const ResultOrder& order, const Epilogue& epilogue) {
+  __shared__ Vector<float, kCount> lane_sums[kThreads];
+  const int apart = kThreads / lanes, lane = threadIdx.x / apart;
+  const int at = (blockIdx.x * apart + threadIdx.x % apart) * kCount;
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  auto accumulators = sum_splits<kCount, 8, int64>(partials, at, size, {lane, splits, lanes}, at < size);
+  if (lanes > 1) {
+    lane_sums[threadIdx.x] = accumulators;
+    __syncthreads();  // the sums of every lane are there
+    if (lane > 0) return;
+    add_lanes(accumulators, lane_sums, lanes, apart);
+  }
+  if (at >= size) return;
+  Vector<T, kCount> rounded;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int channel = (at + i) / order.channel_stride % order.channels, image = (at + i) / order.image_stride;
+    rounded.at[i] = convert<T>(finish_at(accumulators.at[i], epilogue, image, channel, order.channels, at + i));
+  }
+  *reinterpret_cast<Vector<T, kCount>*>(out + at) = rounded;
+}
+#endif

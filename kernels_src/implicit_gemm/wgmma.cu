@@ -14,6 +14,9 @@
 #include "implicit_gemm/wgmma_epilogue.cuh"
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map_out, float* out, int consumer,
+#ifdef EPILOGUE
+                                        const Epilogue& epilogue,
+#endif
                                         unsigned stages, unsigned full, unsigned empty, unsigned staging) {
   cluster_sync();  // mbarriers are initialised
   const ClusterCoord at = cluster_coord();
@@ -55,7 +58,11 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
     if (CLUSTER_K > 1)
       write_cluster_partial(stages, consumer, acc);
     else if (SWAPPED || shape.grid.splits.by == 1)
+#ifdef EPILOGUE
+      write_tile(shape, done, map_out, epilogue, reinterpret_cast<ELEMENT*>(out), staging, other, consumer, acc);
+#else
       write_tile(shape, done, map_out, reinterpret_cast<ELEMENT*>(out), staging, other, consumer, acc);
+#endif
     else
       write_partial(shape, done, out, consumer, acc);
   }
@@ -71,7 +78,12 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
 
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+#ifdef EPILOGUE
+                        const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape,
+                        const __grid_constant__ Epilogue epilogue) {
+#else
                         const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape) {
+#endif
   extern __shared__ char shared[];
   __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
   const unsigned stages = (shared_address(shared) + 1023) / 1024 * 1024;
@@ -86,7 +98,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
       }
       fence_mbarrier_init();
     }
+#ifdef EPILOGUE
+    consume(shape, &map_out, out, role, epilogue, stages, full, empty, staging + role * 2 * kOutBlockBytes);
+#else
     consume(shape, &map_out, out, role, stages, full, empty, staging + role * 2 * kOutBlockBytes);
+#endif
   } else if (threadIdx.x < CONSUMERS * 128 + 32) {
     const TensorMap* map = KIND == WEIGHTS || kPixelsAreN ? &map_b : &map_a;
     if (threadIdx.x % 32 == 0) prefetch_tensor_map(map);
@@ -98,7 +114,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   }
   if constexpr (CLUSTER_K > 1) {
     cluster_sync<true>();  // all partials are written
+#ifdef EPILOGUE
+    reduce_cluster_partials(shape, epilogue, stages, reinterpret_cast<ELEMENT*>(out));
+#else
     reduce_cluster_partials(shape, stages, reinterpret_cast<ELEMENT*>(out));
+#endif
   }
   // Until here other blocks read this one's partial, or arrive at its mbarriers: a releasing barrier waits for these.
   if constexpr (kCluster > 1) cluster_sync<(CLUSTER_M * CLUSTER_N > 1)>();
@@ -107,6 +127,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
 constexpr int kReductionThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kReductionThreads)
+#ifdef EPILOGUE
+    implicit_gemm_wgmma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes,
+                               const __grid_constant__ ResultOrder order, const __grid_constant__ Epilogue epilogue) {
+  reduce_split_k<kReductionThreads, 4>(partials, out, size, splits, lanes, order, epilogue);
+}
+#else
     implicit_gemm_wgmma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes) {
   reduce_split_k<kReductionThreads, 4>(partials, out, size, splits, lanes);
 }
+#endif

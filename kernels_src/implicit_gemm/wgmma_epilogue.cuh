@@ -3,6 +3,10 @@
 #pragma once
 
 #include "implicit_gemm/wgmma_producer.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+static_assert(KIND == FORWARD, "a problem's epilogue follows forward sums");
+#endif
 
 // Offset in a swizzled block of 64 rows of a row's 16-byte word.
 __device__ __forceinline__ int swizzled_offset(int row, int word) {
@@ -60,6 +64,77 @@ __device__ __forceinline__ int64 nchw_offset(const Shape& shape, const WorkTile&
   return (static_cast<int64>(n) * shape.groups + tile.group) * shape.size_m * shape.image_pixels + at;
 }
 
+#ifdef EPILOGUE
+// Where one result is: its channel among those of all groups, its image, and its element of the output.
+struct ResultPlace {
+  int channel, image;
+  int64 at;
+};
+
+// The place of an element of the product that is inside the output; `at` is -1 for one that is not.
+__device__ __forceinline__ ResultPlace result_place(const Shape& shape, const WorkTile& tile, int row, int column) {
+  if (row >= shape.size_m || column >= shape.size_n) return {0, 0, -1};
+  if constexpr (kPixelsAreN && NCHW) {
+    const int64 plane = nchw_offset(shape, tile, column);
+    if (plane < 0) return {0, 0, -1};
+    const int64 image_size = static_cast<int64>(shape.groups) * shape.size_m * shape.image_pixels;
+    return {tile.group * shape.size_m + row, kHasChannelBias ? static_cast<int>(plane / image_size) : 0,
+            plane + static_cast<int64>(row) * shape.image_pixels};
+  } else {
+    const int pixel = SWAPPED ? column : row, channel = SWAPPED ? row : column;
+    const int channels = SWAPPED ? shape.size_m : shape.size_n;
+    return {tile.group * channels + channel, kHasChannelBias ? pixel / shape.image_pixels : 0,
+            (static_cast<int64>(pixel) * shape.groups + tile.group) * channels + channel};
+  }
+}
+
+// The result of an element of the product, not rounded; 0 for one outside the output.
+__device__ __forceinline__ float result_of(float sum, const Shape& shape, const WorkTile& tile,
+                                           const Epilogue& epilogue, int row, int column) {
+  const ResultPlace place = result_place(shape, tile, row, column);
+  if (place.at < 0) return 0;
+  const int channels = shape.groups * (kPixelsAreN ? shape.size_m : shape.size_n);
+  return finish_at(sum, epilogue, place.image, place.channel, channels, place.at);
+}
+
+// The results of a block of 64 rows of accumulators, laid out as they are.
+__device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
+                                             int first_m, int first_column, const float* acc, float* results) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int row = first_m + 16 * warp + lane / 4;
+#pragma unroll
+  for (int j = 0; j < kOutBlockN / 8; j++) {
+    const int column = first_column + 8 * j + 2 * (lane % 4);
+    if constexpr (kPixelsAreN) {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        results[4 * j + i] = result_of(acc[4 * j + i], shape, tile, epilogue, row + i / 2 * 8, column + i % 2);
+    } else {  // a pair of neighbouring channels, whose terms both rows have in common
+      const bool is_inside = column < shape.size_n;
+      const int channels = shape.groups * shape.size_n, channel = tile.group * shape.size_n + column;
+#pragma unroll
+      for (int below = 0; below < 2; below++) {
+        const int pixel = row + 8 * below;
+        const bool exists = is_inside && pixel < shape.size_m;
+        const int image = kHasChannelBias ? pixel / shape.image_pixels : 0;
+        Vector<EpilogueElement, 2> residual = {};
+        if constexpr (kHasResidual)
+          if (exists)
+            residual = *reinterpret_cast<const Vector<EpilogueElement, 2>*>(
+                epilogue.residual + static_cast<int64>(pixel) * channels + channel);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          ChannelTerms terms = {1, 0, 0};
+          if (exists) terms = channel_terms(epilogue, image, channel + i, channels);
+          const int at = 4 * j + 2 * below + i;
+          results[at] = finish(acc[at], terms, convert<float>(residual.at[i]), epilogue);
+        }
+      }
+    }
+  }
+}
+#endif
+
 // Writes a staged block to an NCHW output, segment by segment: its columns are pixels, and images end anywhere in it.
 __device__ __forceinline__ void write_nchw(const Shape& shape, const WorkTile& tile, unsigned from, int first_m,
                                            int first_column, ELEMENT* result) {
@@ -111,6 +186,9 @@ __device__ __forceinline__ void tma_store_block(const Shape& shape, const WorkTi
 // Writes the tile's accumulators as elements, block by block, through two buffers of this consumer in shared memory:
 // `buffer` is the next block's, `other` the one after's.
 __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& tile, const TensorMap* target,
+#ifdef EPILOGUE
+                                           const Epilogue& epilogue,
+#endif
                                            ELEMENT* result, unsigned& buffer, unsigned& other, int consumer,
                                            const float (&acc)[ROWS][kAccumulators]) {
   const int thread = threadIdx.x % 128;
@@ -122,7 +200,13 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
     for (int block = 0; block < kTileN / kOutBlockN; block++) {
       const int first_column = tile.tile_n * kTileN + block * kOutBlockN;
       if (SWAPPED ? first_column >= shape.size_n : !is_inside(shape, n_block_at(shape, tile.tile_n, block))) break;
+#ifdef EPILOGUE
+      float results[kOutBlockN / 2];
+      finish_block(shape, tile, epilogue, first_m, first_column, acc[r] + block * kOutBlockN / 2, results);
+      stage_block(buffer, thread / 32, thread % 32, results);
+#else
       stage_block(buffer, thread / 32, thread % 32, acc[r] + block * kOutBlockN / 2);
+#endif
       fence_proxy_async();
       if (thread == 0) tma_store_wait_group_read();  // the other buffer, where the next block goes
       warpgroup_sync(1 + consumer);                  // the block is staged
@@ -256,7 +340,12 @@ __device__ __forceinline__ void write_cluster_partial(unsigned to, int consumer,
 }
 
 // Cluster split-K: adds this block's rows of all blocks' partials, in order of ranks, and writes them.
+#ifdef EPILOGUE
+__device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, const Epilogue& epilogue, unsigned from,
+                                                        ELEMENT* out) {
+#else
 __device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, unsigned from, ELEMENT* out) {
+#endif
   constexpr int kVector = 4, kRowVectors = kTileN / kVector;
   constexpr int kPiece = SEGMENT < kVector ? SEGMENT : kVector;
   using Piece = Vector<ELEMENT, kPiece>;
@@ -284,6 +373,9 @@ __device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, unsi
 #pragma unroll
       for (int k = 1; k < CLUSTER_K; k++)
         if (!STRIDED || k >> power == 0) total += partials[k].at[i];
+#ifdef EPILOGUE
+      total = result_of(total, shape, tile, epilogue, row, column + i);
+#endif
       rounded.at[i] = convert<ELEMENT>(total);
     }
     if constexpr (kPixelsAreN && NCHW) {

@@ -5,17 +5,23 @@ The partials are a region of the workspace, [split][result]; the reduction is a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.epilogue import epilogue_arguments
 from miofind.solver.steps import ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan, int32s
-from miofind.solver.structs import Struct
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
 
 _MAX_LANES = 32
 _SPLITS_OF_LANE = 4
 _THREADS = 256
 _VECTOR = 4  # results of a thread, unless the kernel says otherwise
+
+
+RESULT_ORDER = StructType("ResultOrder", channels="int32", channel_stride="int32", image_stride="int32")
+"""Where a fused reduction finds the channel and the image of a result; sources that have one take its define."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +101,18 @@ class SplitK:
         blocks = ceil_div(self.results, vector * _THREADS // lanes)
         numbers = int32s(self.results, self.splits, lanes)
         return self.reduction(first, *numbers, blocks=blocks, threads=_THREADS)
+
+    def fused_reduction(self, reduction: KernelStep, problem: ProblemDescription) -> KernelStep:
+        """A reduction to all of the problem's output, with its epilogue; the same for a bare problem."""
+        if not problem.epilogue:
+            return reduction
+        output, pixels = problem.output, math.prod(problem.out_spatial)
+        order = RESULT_ORDER(
+            channels=output.shape[1],
+            channel_stride=1 if output.layout.channels_last else pixels,
+            image_stride=output.shape[1] * pixels,
+        )
+        return replace(reduction, args=(*reduction.args, order, *epilogue_arguments(problem)))
 
     def solution(self, first: KernelStep, reduction: KernelStep) -> ConvSolution:
         """Both steps, with the partials between them in the workspace; `first` alone where it writes the output."""

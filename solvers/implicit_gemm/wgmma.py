@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Box,
@@ -28,7 +29,7 @@ from miofind.solver.steps import (
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.split_k import SplitK
+from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
 from miofind.solvers.implicit_gemm.transpose import SOURCE as _TRANSPOSE
@@ -223,6 +224,7 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
             *_maps(tiling),
             Pointer(buffer=_split_k(tiling).target),
             _shape(tiling),
+            *epilogue_arguments(tiling.product.problem),
         ),
         pdl=True,
     )
@@ -264,7 +266,12 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         ("SEGMENT", tiling.segment),
         ("STRIDED", int(tiling.product.is_strided)),
         *(struct.define for struct in (PIXEL_WALK, TILE_GRID, PHASE_AXIS, PHASE, SHAPE)),
+        *_fused_defines(tiling.product.problem),
     )
+
+
+def _fused_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
+    return (*epilogue_defines(problem), RESULT_ORDER.define) if problem.epilogue else ()
 
 
 def _shared_bytes(device: Device) -> int:
@@ -356,8 +363,16 @@ class ConvImplicitGemmWgmma(Solver):
             conv(weights, x=(2, 64, 14, 14), w=(72, 64, 3, 3), padding=1, dilation=2),
             conv(x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW),
             conv(x=(2, 24, 9, 7), w=(40, 24, 3, 3), layout=y_first),
+            conv(x=(2, 64, 14, 14), w=(128, 64, 3, 3), padding=1, epilogue="bias.residual.relu"),
+            conv(
+                x=(3, 72, 9, 9), w=(40, 72, 1, 1), dtype=DataType.BFLOAT16, epilogue="float32.scale.bias.silu.residual"
+            ),
+            conv(x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW, epilogue="channel_bias.residual.leaky_relu"),
             conv(weights, x=(2, 24, 18, 10), w=(40, 24, 3, 3), layout=y_first),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
@@ -405,7 +420,8 @@ class ConvImplicitGemmWgmma(Solver):
             steps.insert(0, transpose_step((_transposition(tiling),)))
             regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
         if tiling.splits > 1:
-            steps.append(_split_k(tiling).vector_reduction(steps[-1]))
+            split_k = _split_k(tiling)
+            steps.append(split_k.fused_reduction(split_k.vector_reduction(steps[-1]), problem))
             regions.append(_split_k(tiling).partials)
         return ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
 
