@@ -6,6 +6,9 @@
 // n, d, h, w of dy and a tree in shared memory joins them in a fixed order.
 // Defines: T_X, T_W, T_Y, T_SUM (dtype names), INDEX_BITS, OUTPUT_CHANNELS_LAST (0, 1), THREADS, LANES.
 #include "common/geometry.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+#endif
 
 #if !defined(T_X) || !defined(T_W) || !defined(T_Y) || !defined(T_SUM)
 #error "define T_X, T_W, T_Y and T_SUM"
@@ -45,7 +48,11 @@ __device__ __forceinline__ Position output_of(int64 rank, const Geometry& conv) 
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     direct_naive_forward(const T_X* __restrict__ x, const T_W* __restrict__ w, T_Y* __restrict__ y,
+#ifdef EPILOGUE
+                         const __grid_constant__ Geometry conv, const __grid_constant__ Epilogue epilogue) {
+#else
                          const __grid_constant__ Geometry conv) {
+#endif
   const int64 total = int64(conv.n) * conv.k * conv.out[0] * conv.out[1] * conv.out[2];
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 rank = int64(blockIdx.x) * kThreads + threadIdx.x; rank < total; rank += int64(gridDim.x) * kThreads) {
@@ -68,7 +75,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           const T_W* w_tap = w_base + tz * conv.w.at[0] + ty * conv.w.at[1] + tx * conv.w.at[2];
           sum = dot(x_tap, conv.x.c, w_tap, conv.w.c, group_c, sum);
         }
+#ifdef EPILOGUE
+    const Index at = offset_of(out, conv.y);
+    y[at] = convert<T_Y>(finish_at(static_cast<EpilogueNumber>(sum), epilogue, out.n, out.c, conv.k, at));
+#else
     y[offset_of(out, conv.y)] = convert<T_Y>(sum);
+#endif
   }
 }
 

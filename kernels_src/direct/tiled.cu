@@ -9,6 +9,9 @@
 // Shape: sizes, padding (may be negative) and element strides; channels are those of a group, height and width of `out`
 // those that this launch computes. The other constants below are defines, checked here and in the solver.
 #include "common/tile.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(TILE_K) || !defined(GROUPS)
 #error "define ELEMENT, TILE_H, TILE_W, TILE_K and GROUPS"
@@ -182,6 +185,9 @@ __device__ __forceinline__ void add_stage(float (&accumulators)[kThreadK][kThrea
 }
 
 __device__ __forceinline__ void store(const float (&accumulators)[kThreadK][kThreadW], ELEMENT* out, const Shape& shape,
+#ifdef EPILOGUE
+                                      const Epilogue& epilogue,
+#endif
                                       const BlockOrigin& origin) {
   const int strip = threadIdx.x % kStrips, first_k = threadIdx.x / kStrips * kThreadK;
   const int row = origin.row + strip / kStripsW, first_column = origin.column + strip % kStripsW * kThreadW;
@@ -198,10 +204,22 @@ __device__ __forceinline__ void store(const float (&accumulators)[kThreadK][kThr
 #pragma unroll
     for (int p = 0; p < kThreadW; p += kStepW) {
       Vector<ELEMENT, kOutVector> values;
+#ifdef EPILOGUE
+      if (p >= columns_left) continue;
+      const int64 at = to + p * shape.out_column_stride - out;
+      const int channel = group * shape.out_channels + first + k, channels = shape.groups * shape.out_channels;
+#pragma unroll
+      for (int i = 0; i < kOutVector; ++i) {
+        const float sum = kChannelsLast ? accumulators[k + i % kStepK][p] : accumulators[k][p + i % kStepW];
+        const float result = finish_at(sum, epilogue, origin.n, channel + (kChannelsLast ? i : 0), channels, at + i);
+        values.at[i] = convert<ELEMENT>(result);
+      }
+#else
 #pragma unroll
       for (int i = 0; i < kOutVector; ++i)
         values.at[i] =
             convert<ELEMENT>(kChannelsLast ? accumulators[k + i % kStepK][p] : accumulators[k][p + i % kStepW]);
+#endif
       if (p < columns_left) *reinterpret_cast<Vector<ELEMENT, kOutVector>*>(to + p * shape.out_column_stride) = values;
     }
     to += kStepK * shape.out_channel_stride;
@@ -210,7 +228,11 @@ __device__ __forceinline__ void store(const float (&accumulators)[kThreadK][kThr
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     direct_tiled(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+#ifdef EPILOGUE
+                 const __grid_constant__ Shape shape, const __grid_constant__ Epilogue epilogue) {
+#else
                  const __grid_constant__ Shape shape) {
+#endif
   extern __shared__ __align__(16) float shared[];
   const BlockOrigin origin = block_origin(shape, blockIdx.x);
   constexpr int kSteps = kFilterH / kStageRows;
@@ -233,5 +255,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     add_stage(accumulators, shared + step % kStages * kStageFloats);
     __syncthreads();  // every thread has read the stage before it is overwritten
   }
+#ifdef EPILOGUE
+  store(accumulators, out, shape, epilogue, origin);
+#else
   store(accumulators, out, shape, origin);
+#endif
 }

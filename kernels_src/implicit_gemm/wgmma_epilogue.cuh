@@ -102,13 +102,29 @@ __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile&
                                              int first_m, int first_column, const float* acc, float* results) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const int row = first_m + 16 * warp + lane / 4;
+  ChannelTerms of_rows[2] = {{1, 0, 0}, {1, 0, 0}};
+  if constexpr (kPixelsAreN && !kHasChannelBias)
+#pragma unroll
+    for (int below = 0; below < 2; below++)
+      if (row + 8 * below < shape.size_m)
+        of_rows[below] = channel_terms(epilogue, 0, tile.group * shape.size_m + row + 8 * below, 0);
 #pragma unroll
   for (int j = 0; j < kOutBlockN / 8; j++) {
     const int column = first_column + 8 * j + 2 * (lane % 4);
-    if constexpr (kPixelsAreN) {
+    if constexpr (kPixelsAreN && kHasChannelBias) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         results[4 * j + i] = result_of(acc[4 * j + i], shape, tile, epilogue, row + i / 2 * 8, column + i % 2);
+    } else if constexpr (kPixelsAreN) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float residual = 0;
+        if constexpr (kHasResidual) {
+          const ResultPlace place = result_place(shape, tile, row + i / 2 * 8, column + i % 2);
+          if (place.at >= 0) residual = convert<float>(epilogue.residual[place.at]);
+        }
+        results[4 * j + i] = finish(acc[4 * j + i], of_rows[i / 2], residual, epilogue);
+      }
     } else {  // a pair of neighbouring channels, whose terms both rows have in common
       const bool is_inside = column < shape.size_n;
       const int channels = shape.groups * shape.size_n, channel = tile.group * shape.size_n + column;

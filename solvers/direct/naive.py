@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.geometry import geometry, geometry_defines
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
@@ -54,7 +55,14 @@ class ConvDirectNaive(Solver):
             ProblemDescription.convolution(x=(1, 3, 20), w=(5, 3, 7), padding=((3, 2),), dtype=DataType.FLOAT64),
             ProblemDescription.convolution(x=(1, 2, 5, 6, 7), w=(2, 2, 3, 3, 3), dilation=2, dtype=DataType.BFLOAT16),
             ProblemDescription.convolution(x=(1, 8, 8, 8), w=(8, 8, 1, 1), dtype=mixed, layout=layouts),
+            ProblemDescription.convolution(x=(2, 4, 9), w=(6, 2, 3), groups=2, epilogue="scale.bias.channel_bias.gelu"),
+            ProblemDescription.convolution(
+                x=(2, 3, 5, 4), w=(7, 3, 3, 3), padding=1, dtype="float64", layout="NHWC", epilogue="bias.mish.residual"
+            ),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         return APPLICABLE
@@ -89,8 +97,9 @@ class ConvDirectNaive(Solver):
                 ("OUTPUT_CHANNELS_LAST", int(problem.output.layout.channels_last)),
                 ("THREADS", _THREADS),
                 ("LANES", lanes),
+                *epilogue_defines(problem),
             ),
-            args=(*(Pointer(buffer=name) for name in buffers), geometry(problem)),
+            args=(*(Pointer(buffer=name) for name in buffers), geometry(problem), *epilogue_arguments(problem)),
         )
         return ConvSolution(steps=(step,))
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
@@ -163,6 +164,7 @@ def _launch(conv: Correlation, config: Config) -> KernelStep:
             Pointer(buffer="w", offset_bytes=filter_first * itemsize),
             Pointer(buffer=target, offset_bytes=out_first * itemsize),
             _shape(conv),
+            *epilogue_arguments(conv.problem),
         ),
     )
 
@@ -223,6 +225,7 @@ def _defines(conv: Correlation, config: Config, tiling: _Tiling) -> tuple[tuple[
         ("OUT_VECTOR", tiling.out_vector),
         ("SHARED_BYTES", tiling.shared_bytes),
         _SHAPE.define,
+        *epilogue_defines(conv.problem),
     )
 
 
@@ -350,10 +353,17 @@ class ConvDirectTiled(Solver):
         return (
             convolution(x=(2, 19, 17, 15), w=(37, 19, 3, 3), padding=1),
             convolution(x=(2, 16, 14, 14), w=(24, 16, 1, 1), dtype=DataType.FLOAT16, layout=Layout.NHWC),
+            convolution(x=(2, 19, 17, 15), w=(38, 19, 3, 3), padding=1, epilogue="channel_bias.residual.relu"),
+            convolution(
+                x=(2, 16, 9, 9), w=(24, 8, 1, 1), groups=2, layout=Layout.NHWC, epilogue="scale.bias.tanh.residual"
+            ),
             convolution(x=(1, 32, 15, 15), w=(32, 1, 5, 5), padding=2, stride=2, groups=32, dtype=DataType.BFLOAT16),
             convolution(x=(2, 8, 13, 12), w=(12, 4, 3, 3), stride=2, groups=2, direction=Direction.BACKWARD_DATA),
             convolution(x=(1, 6, 40), w=(10, 6, 7), dilation=3, padding=9, direction=Direction.BACKWARD_DATA),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
