@@ -173,7 +173,7 @@ class Computed(Invoker):
         for operand, address in zip(self.problem.operands, addresses, strict=True):
             array = flat[operand.name]
             cupy.cuda.runtime.memcpy(address, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
-        cupy.cuda.runtime.streamSynchronize(0)  # copies from pageable memory may end later; the run's stream waits not
+        cupy.cuda.runtime.streamSynchronize(0)  # the run's stream does not wait for these copies
 
     def _read(self, operand: Operand, address: int) -> np.ndarray:
         flat = np.empty(operand.tensor.size, numpy_dtype(operand.tensor.dtype))
