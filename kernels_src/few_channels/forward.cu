@@ -11,6 +11,9 @@
 #include "common/mma.cuh"
 #include "few_channels/filters.cuh"
 #include "few_channels/output_tiles.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue_vectors.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
@@ -144,6 +147,95 @@ __device__ __forceinline__ void multiply(Accumulators& acc, unsigned filters, un
     }
 }
 
+#ifdef EPILOGUE
+// 8 elements of the residual, OUT_VECTOR at a time; at(i) is where the one of number i is, exists(i) whether.
+template <typename At, typename Exists>
+__device__ __forceinline__ Vector<ELEMENT, 8> read_eight(const At& at, const Exists& exists) {
+  using Few = Vector<ELEMENT, OUT_VECTOR>;
+  Vector<ELEMENT, 8> elements = {};
+#pragma unroll
+  for (int i = 0; i < 8; i += OUT_VECTOR)
+    *reinterpret_cast<Few*>(elements.at + i) = read_residual<OUT_VECTOR>(at(i), exists(i));
+  return elements;
+}
+
+// Makes results of the sums that store_channels_last writes.
+__device__ __forceinline__ void finish_channels_last(Accumulators& acc, const Shape& shape, const OutputTile& tile,
+                                                     int first, const Epilogue& epilogue) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int group = 0; group < kTileK / 32; ++group) {
+    const int k = tile.first_k + 32 * group + lane % 4 * 8;
+    ChannelTerms terms[8 / OUT_VECTOR][OUT_VECTOR] = {};
+#pragma unroll
+    for (int i = 0; i < 8; i += OUT_VECTOR)
+      if (k + i < shape.out_channels)
+        read_terms(terms[i / OUT_VECTOR], epilogue, tile.image, k + i, shape.out_channels);
+    Vector<ELEMENT, 8> residual[kBlocks][2][kOutputs];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int window = first + 16 * b + 8 * half + lane / 4, row = tile.row + window / kRowWindows;
+#pragma unroll
+        for (int p = 0; p < kOutputs; ++p) {
+          const int column = tile.column + window % kRowWindows * kOutputs + p;
+          const bool inside = window < kWindows && row < shape.out_height && column < shape.out_width;
+          const int pixel = (tile.image * shape.out_height + row) * shape.out_width + column;
+          residual[b][half][p] =
+              read_eight([&](int i) { return epilogue.residual + (pixel * shape.out_channels + k + i); },
+                         [&](int i) { return inside && k + i < shape.out_channels; });
+        }
+      }
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int p = 0; p < kOutputs; ++p)
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            float& sum = acc[b][p * kTileK / 16 + 2 * group + i / 4][i / 2 % 2][2 * half + i % 2];
+            sum = finish(sum, terms[i / OUT_VECTOR][i % OUT_VECTOR], convert<float>(residual[b][half][p].at[i]),
+                         epilogue);
+          }
+  }
+}
+
+// Makes results of the sums that store_channels_first writes.
+__device__ __forceinline__ void finish_channels_first(Accumulators& acc, const Shape& shape, const OutputTile& tile,
+                                                      int first, const Epilogue& epilogue) {
+  const int lane = threadIdx.x % 32, channel_stride = shape.out_height * shape.out_width;
+#pragma unroll
+  for (int f = 0; f < kTileK / 16; ++f)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int k = tile.first_k + 16 * f + 8 * half + lane / 4;
+      if (k >= shape.out_channels) continue;
+      const ChannelTerms terms = channel_terms(epilogue, tile.image, k, shape.out_channels);
+      const EpilogueElement* const from = epilogue.residual + (tile.image * shape.out_channels + k) * channel_stride;
+#pragma unroll
+      for (int b = 0; b < kBlocks; b += kGroupBlocks) {
+        const auto offset = [&](int i) {
+          const int window = first + 16 * b + lane % 4 * (8 / kOutputs) + i / kOutputs;
+          const int row = tile.row + window / kRowWindows;
+          const int column = tile.column + window % kRowWindows * kOutputs + i % kOutputs;
+          const bool inside = window < kWindows && row < shape.out_height && column < shape.out_width;
+          return inside ? row * shape.out_width + column : -1;
+        };
+        const Vector<ELEMENT, 8> residual =
+            read_eight([&](int i) { return from + offset(i); }, [&](int i) { return offset(i) >= 0; });
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int window = i / kOutputs, p = i % kOutputs;
+          float& sum = acc[b + window / 4][p * kTileK / 16 + f][window / 2 % 2][2 * half + window % 2];
+          sum = finish(sum, terms, convert<float>(residual.at[i]), epilogue);
+        }
+      }
+    }
+}
+#endif
+
 // Writes 8 neighbours along k of one output, OUT_VECTOR at a time.
 __device__ __forceinline__ void store_channels_last(ELEMENT* y, const Shape& shape, const OutputTile& tile,
                                                     const Accumulators& acc, int first) {
@@ -216,7 +308,11 @@ __device__ __forceinline__ void store_channels_first(ELEMENT* y, const Shape& sh
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     few_channels_forward(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y,
+#ifdef EPILOGUE
+                         const __grid_constant__ Shape shape, const __grid_constant__ Epilogue epilogue) {
+#else
                          const __grid_constant__ Shape shape) {
+#endif
   extern __shared__ __align__(16) unsigned char shared[];
   const int first_tile = static_cast<int>(blockIdx.x) / shape.filter_tiles;
   const int first_k = (blockIdx.x - first_tile * shape.filter_tiles.by) * kTileK;
@@ -255,6 +351,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int block = warp * kBlocks; block < kWindowBlocks; block += WARPS * kBlocks) {
       Accumulators acc = {};
       multiply(acc, filters, base + kFilterBytes, 16 * block);
+#ifdef EPILOGUE
+      if (CHANNELS_LAST)
+        finish_channels_last(acc, shape, stored, 16 * block, epilogue);
+      else
+        finish_channels_first(acc, shape, stored, 16 * block, epilogue);
+#endif
       if (CHANNELS_LAST)
         store_channels_last(y, shape, stored, acc, 16 * block);
       else

@@ -32,6 +32,10 @@
 #define WGMMA_N COLUMNS
 #include "common/hopper.cuh"
 #include "common/wgmma.cuh"
+#ifdef EPILOGUE
+#include "common/copy_bytes.cuh"
+#include "common/epilogue.cuh"
+#endif
 
 // An image has `image_tiles` tiles of COLUMNS windows by a strip of `strip_rows` rows, of which the first
 // `longer_strips` have one more; `row_tiles` are of one strip.
@@ -248,9 +252,107 @@ __device__ __forceinline__ void store(ELEMENT* __restrict__ y, const Shape& shap
   }
 }
 
+#ifdef EPILOGUE
+// Filters whose results a thread has: of rows lane / 4 and lane / 4 + 8 of its warp's 16, or one for both.
+constexpr int kOwnFilters = kOutputs == 1 ? 2 : 1;
+using Terms = ChannelTerms[kOwnFilters];
+
+__device__ __forceinline__ void read_terms(Terms& terms, const Epilogue& epilogue, const OutputRow& to, int channels) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+  for (int i = 0; i < kOwnFilters; ++i) {
+    const int k = to.first_k + 8 * kOwnFilters * warp + 8 * i + lane / 4;
+    if (k < channels) terms[i] = channel_terms(epilogue, to.image, k, channels);
+  }
+}
+
+// Starts to copy what of the residual belongs to results to where these are laid out. Complete after
+// wait_for_copies<0>() and a barrier.
+__device__ __forceinline__ void copy_residual(unsigned char* results, const EpilogueElement* residual,
+                                              const Shape& shape, const OutputRow& to) {
+  const int first = threadIdx.x % 128 / kSlots, element = threadIdx.x % kSlots * OUT_VECTOR;
+  const int channels = shape.out_channels, channel_stride = shape.out_height * shape.out_width;
+  const int line_step = CHANNELS_LAST ? channels : channel_stride;
+  const int columns = shape.out_width - to.column, filters = channels - to.first_k;
+  const int lines = min(kLines, CHANNELS_LAST ? columns : filters);
+  const int elements = min(kLineUnits * OUT_VECTOR, CHANNELS_LAST ? filters : columns);
+  const int pixel = to.row * shape.out_width + to.column;
+  residual += element + first * line_step +
+              (CHANNELS_LAST ? (to.image * channel_stride + pixel) * channels + to.first_k
+                             : (to.image * channels + to.first_k) * channel_stride + pixel);
+#pragma unroll(kRounds* kSlotUnits <= 8 ? kRounds : 4)
+  for (int round = 0; round < kRounds; ++round, residual += kRoundLines * line_step) {
+    const int line = kRoundLines * round + first;
+    if (line >= lines) break;
+    unsigned char* const at =
+        results + 2 * element +
+        (CHANNELS_LAST ? line % kOutputs * kHalfBytes + line / kOutputs * kPixelBytes : line * kFilterRowBytes);
+#pragma unroll
+    for (int unit = 0; unit < kSlotUnits; ++unit) {
+      const int ahead = unit * kSlots * OUT_VECTOR;
+      if (element + ahead >= elements) continue;
+      if constexpr (OUT_VECTOR > 1)
+        copy_bytes<2 * OUT_VECTOR>(shared_address(at + 2 * ahead), residual + ahead, true);
+      else
+        *reinterpret_cast<Unit*>(at + 2 * ahead) = *reinterpret_cast<const Unit*>(residual + ahead);
+    }
+  }
+  commit_copies();
+}
+
+// Four 8 x 8 matrices from where stmatrix, or stmatrix_trans, writes them.
+__device__ __forceinline__ void load_four(unsigned (&words)[4], unsigned address) {
+  if constexpr (CHANNELS_LAST)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Makes results of a warpgroup's sums; what of the residual belongs to them lies where stage_results writes them.
+__device__ __forceinline__ void finish_results(Accumulators& acc, const unsigned char* results, const Terms& terms,
+                                               const Epilogue& epilogue) {
+  constexpr bool kHasRuns = !CHANNELS_LAST && kOutputs == 2;  // a thread has runs of four outputs
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, half = lane / 8 % 2;
+  const unsigned at = shared_address(results);
+  const unsigned from = kHasRuns        ? at + (8 * warp + lane / 4) * kFilterRowBytes + lane % 4 * 8
+                        : CHANNELS_LAST ? at + half * kHalfBytes + (lane / 16 * 8 + lane % 8) * kPixelBytes +
+                                              warp * (kOutputs == 1 ? 32 : 16)
+                                        : at + (16 * warp + lane % 16) * kFilterRowBytes + lane / 16 * 16;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j += 2) {
+    unsigned words[4] = {};
+    if constexpr (kHasResidual && kHasRuns) {
+      unsigned low[2], high[2];
+      load_shared(low, from + 32 * j);
+      load_shared(high, from + 32 * j + 32);
+      words[0] = low[0], words[1] = low[1], words[2] = high[0], words[3] = high[1];
+    } else if constexpr (kHasResidual) {
+      load_four(words, from + (CHANNELS_LAST ? 8 * j * kPixelBytes : 16 * j));
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const unsigned word = kHasRuns ? words[i / 4 * 2 + i % 2] : words[i / 2];
+      const auto pair = reinterpret_cast<const Vector<ELEMENT, 2>&>(word);
+      const ELEMENT residual = pair.at[kHasRuns ? i / 2 % 2 : i % 2];
+      acc[4 * j + i] = finish(acc[4 * j + i], terms[i / 2 % kOwnFilters], convert<float>(residual), epilogue);
+    }
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     few_channels_forward_wgmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y,
+#ifdef EPILOGUE
+                               const __grid_constant__ Shape shape, const __grid_constant__ Epilogue epilogue) {
+#else
                                const __grid_constant__ Shape shape) {
+#endif
   extern __shared__ __align__(128) unsigned char shared[];
   const int first_tile = static_cast<int>(blockIdx.x) / shape.filter_tiles;
   const int first_k = (blockIdx.x - first_tile * shape.filter_tiles.by) * kTileK;
@@ -313,6 +415,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   __syncthreads();  // the filters are laid out, and no longer needed where results go
   FilterFragments fragments;
   if constexpr (FILTERS_IN_REGISTERS) load_fragments(fragments, block);
+#ifdef EPILOGUE
+  Terms terms = {};
+  read_terms(terms, epilogue, to, shape.out_channels);
+#endif
 
 #pragma unroll 1
   for (int tile = first_tile; tile < shape.tiles;) {
@@ -329,9 +435,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       }
       if (to.row + 2 * STEP_ROWS < last) load(loader);
       if (DEFERRED_STORE && to.row > first) store_step(to.row - STEP_ROWS);
+#ifdef EPILOGUE
+      if constexpr (kHasResidual) {
+        if constexpr (DEFERRED_STORE) warpgroup_sync(1 + warpgroup);  // results of the last step have been read
+        OutputRow next = to;
+        next.row += row_of_step;
+        if (next.row < last) copy_residual(results, epilogue.residual, shape, next);
+      }
+#endif
       wgmma_wait_group<0>();
+#ifdef EPILOGUE
+      if constexpr (kHasResidual) {
+        wait_for_copies<0>();
+        warpgroup_sync(1 + warpgroup);  // the residual has arrived
+      }
+#endif
       if constexpr (DEFERRED_STORE) warpgroup_sync(1 + warpgroup);  // results of the last step have been read
       if (to.row + row_of_step < last) {
+#ifdef EPILOGUE
+        finish_results(acc, results, terms, epilogue);
+#endif
         stage_results(results, acc);
         if constexpr (!DEFERRED_STORE) {
           warpgroup_sync(1 + warpgroup);  // results are laid out
@@ -346,5 +469,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (DEFERRED_STORE && to.row - STEP_ROWS + row_of_step < last) store_step(to.row - STEP_ROWS);
     if (DEFERRED_STORE && tile >= shape.tiles) break;
     begin(tile);
+#ifdef EPILOGUE
+    if constexpr (kHasChannelBias) read_terms(terms, epilogue, to, shape.out_channels);
+#endif
   }
 }

@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.few_channels.shapes import TILED_SHAPE
 from miofind.solvers.few_channels.solver import FewChannelsSolver, problem_defines
 from miofind.solvers.few_channels.tile_schedule import TileSchedule
@@ -24,6 +27,7 @@ _MAX_ACCUMULATORS = 128
 _MAX_REGISTERS = 216
 _MAX_RESIDENT = 8
 _UNROLLED_DEPTH = 256  # of a laid out filter, beyond which the kernel goes through its rows in a loop
+_FINISHING = 8  # registers of an epilogue's arithmetic
 _DEFAULTS, _LONGER = 8, 2  # how many there are, and with loads of four pixels
 
 
@@ -84,7 +88,10 @@ def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, of
     load = tile.input_tile_load(problem.c, 32 * config["warps"])
     moved = load.registers if load.is_whole else 0  # else accumulators are not yet there
     steps = tile.row_steps if not problem.x.layout.channels_last and tile.outputs * problem.conv.stride[1] == 2 else 1
-    return round_up(accumulators + moved + blocks * (4 + steps) + offsets + 48, 8)
+    last = problem.y.layout.channels_last
+    finishing = epilogue_registers(problem, 8 if last else 1, 16 * blocks * tile.outputs if last else 8)
+    finishing += _FINISHING if problem.epilogue else 0
+    return round_up(accumulators + moved + blocks * (4 + steps) + offsets + finishing + 48, 8)
 
 
 def _spills(problem: ProblemDescription, config: Config, tiling: _Tiling) -> bool:
@@ -119,6 +126,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
         TILED_SHAPE.define,
+        *epilogue_defines(problem),
     )
 
 
@@ -170,6 +178,19 @@ class ConvFirstLayer(FewChannelsSolver):
         "vector": (2, 4, 8),
     }
     sources = ("few_channels/forward.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
+        conv = ProblemDescription.convolution
+        return (
+            *super().examples(),
+            conv(x=(2, 3, 64, 60), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last, epilogue="bias.relu"),
+            conv(x=(2, 3, 32, 40), w=(40, 3, 3, 3), padding=1, dtype=brain, epilogue="scale.bias.residual.silu"),
+            conv(x=(3, 3, 31, 33), w=(20, 3, 3, 3), dtype=half, layout=last, epilogue="channel_bias.silu.residual"),
+        )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         (out_h, out_w), last = problem.out_spatial, problem.x.layout.channels_last
@@ -237,6 +258,7 @@ class ConvFirstLayer(FewChannelsSolver):
             args=(
                 *(Pointer(buffer=name) for name in ("x", "w", "y")),
                 TILED_SHAPE(**tiling.schedule.fields(problem)),
+                *epilogue_arguments(problem),
             ),
         )
         return ConvSolution(steps=(step,))

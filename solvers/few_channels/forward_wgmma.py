@@ -14,10 +14,12 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import Applicability
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.few_channels.shapes import STRIPS_SHAPE
 from miofind.solvers.few_channels.solver import HOPPER_KEYS, FewChannelsSolver, problem_defines
@@ -30,6 +32,7 @@ _MAX_WARPGROUPS = 4
 _MAX_REGISTERS = 232
 _MAX_RESIDENT = 8
 _OTHERS, _CHANNELS_FIRST = 40, 8  # registers for addresses and counters, and more of them for NCHW
+_ACTIVATION = 16  # registers of an activation that takes more than comparisons
 _MOST_MOVED, _LEAD_WORDS = 48, 48  # registers of what a thread has on its way, and of several chunks before a strip
 
 
@@ -109,7 +112,9 @@ class _Tiling:
         shared_bytes = filters + ring + max(rows * blocks * _result_bytes(columns, outputs, last), raw)
         lead = max(1, min(earlier + 1, _LEAD_WORDS // moved)) * moved
         held = 4 * steps if config["held"] else 0
-        others = _OTHERS + (0 if last else _CHANNELS_FIRST)
+        others = _OTHERS + (0 if last else _CHANNELS_FIRST) + epilogue_registers(problem, 3 - outputs, 16)
+        if not problem.epilogue.activation.is_exact:
+            others += _ACTIVATION
         registers = round_up(held + max(columns // 2 + moved, lead) + others, 8)
         resident = min(_MAX_RESIDENT, resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         return _Tiling(
@@ -157,6 +162,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
         STRIPS_SHAPE.define,
+        *epilogue_defines(problem),
     )
 
 
@@ -227,7 +233,13 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 4), dtype=brain, layout=last),
             conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dilation=(2, 1), dtype=half),
             conv(x=(1, 3, 32, 224), w=(64, 3, 16, 4), padding=(8, 2), stride=(16, 4), dtype=half),
+            conv(x=(2, 3, 64, 60), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last, epilogue="bias.relu"),
+            conv(x=(2, 3, 32, 40), w=(40, 3, 3, 3), padding=1, dtype=brain, epilogue="scale.bias.residual.silu"),
+            conv(x=(3, 3, 31, 33), w=(20, 3, 3, 3), dtype=half, layout=last, epilogue="channel_bias.silu.residual"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def refuse_problem(self, problem: ProblemDescription) -> Applicability:
         stride_x = problem.conv.stride[1]
@@ -330,6 +342,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             args=(
                 *(Pointer(buffer=name) for name in ("x", "w", "y")),
                 STRIPS_SHAPE(**tiling.schedule.fields(problem), strip_rows=strip_rows, longer_strips=longer_strips),
+                *epilogue_arguments(problem),
             ),
         )
         return ConvSolution(steps=(step,))
