@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 
 import pytest
 
@@ -117,3 +118,40 @@ def test_numbers_are_those_of_the_activation() -> None:
 def test_numbers_that_are_none_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidOptionError, match="|".join(wrong)):
         EpilogueParameters(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("", ()),
+        ("bias", ("alpha",)),
+        ("residual.relu", ("alpha", "beta")),
+        ("clamp", ("alpha", "low", "high")),
+        ("leaky_relu.residual", ("alpha", "beta", "slope")),
+        ("elu", ("alpha", "slope")),
+    ],
+)
+def test_an_epilogue_takes_the_numbers_that_change_what_it_does(text: str, numbers: tuple[str, ...]) -> None:
+    epilogue = Epilogue.of(text)
+    assert epilogue.numbers == numbers
+    changed = {"alpha": 2.0, "beta": 3.0, "low": -1.0, "high": 1.0, "slope": 0.5}
+    taken = {name: changed.pop(name) for name in numbers}
+    neutral: dict[str, object] = dict.fromkeys(changed) | {"alpha": 1, "beta": 1.0}
+    assert epilogue.parameters(neutral | taken) == EpilogueParameters(**taken)
+    for name, value in changed.items():
+        with pytest.raises(InvalidOptionError, match=f"^{name}="):
+            epilogue.parameters({name: value})
+
+
+def test_arrays_of_operands_have_no_spatial_dimensions_of_one() -> None:
+    problem = fused("float32.bias.channel_bias.residual", dtype="float16", layout="NHWC")
+    arrays = {operand.name: operand.array for operand in problem.operands}
+    bias, channel_bias = arrays["bias"], arrays["channel_bias"]
+    assert (bias.shape, bias.strides, bias.dtype, bias.bytes) == ((12,), (1,), DataType.FLOAT32, 48)
+    assert (channel_bias.shape, channel_bias.strides, channel_bias.bytes) == ((2, 12), (12, 1), 48)
+    assert arrays["residual"] == arrays["y"] == problem.y
+
+
+def test_fused_problems_are_pickled() -> None:
+    problem = fused("float32.bias.residual.relu", dtype="float16")
+    assert pickle.loads(pickle.dumps(problem)).epilogue == problem.epilogue
