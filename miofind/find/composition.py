@@ -41,7 +41,9 @@ def fastest_bare(problem: ProblemDescription, options: FindOptions, handle: Hand
     return first_of_each(((solution.solver_id, solution.config) for solution in near), options)
 
 
-def is_bare_known(problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool) -> bool:
+def is_bare_known(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool = False
+) -> bool:
     """Whether the FindDB answers the bare problem of a fused one, with as much effort as is asked for that."""
     coverage = Coverage.DYNAMIC if dynamic_only else Coverage.PARTIAL
     request = bare_request(options)

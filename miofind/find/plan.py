@@ -25,7 +25,7 @@ from miofind.runtime.refusals import applicability_of
 from miofind.solver.candidate import Candidate
 from miofind.solver.registry import composed, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
-from miofind.solver.steps import Config
+from miofind.solver.steps import Config, KernelStep
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,11 @@ class Planned:
     estimate_ms: float
     workspace_bytes: int
     deterministic: bool
+    problem: ProblemDescription
+
+    def kernels(self, device: Device) -> tuple[KernelStep, ...]:
+        """What it launches of our own kernels."""
+        return self.solver.solution(self.problem, device, self.candidate.config).kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +223,7 @@ class _Request:
             estimate_ms=self.estimate_ms(config),
             workspace_bytes=solution.workspace.bytes,
             deterministic=solution.deterministic,
+            problem=self.problem,
         )
 
     def within_limits(self, configs: Iterable[Config], refusals: dict[str, str]) -> Iterator[Planned]:

@@ -19,6 +19,7 @@ from miofind.core.network_config import ConvolutionArguments, parse_network_conf
 from miofind.core.problem import ProblemDescription
 from miofind.errors import DatabaseError, InvalidConfigError, InvalidProblemError
 from miofind.finddb import LayeredStore, Store
+from miofind.solver.registry import COMPOSED_SUFFIX
 from miofind.solver.steps import Config
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ class Distance:
     """How unlike two problems are: first what decides which kernels suit, then their sizes.
 
     Attributes:
-        kind: how many of direction, data types, layouts, math mode, filter, strides, dilations and kind of groups
-            (none, one channel each, several) differ.
+        kind: how many of direction, data types, layouts, math mode, filter, strides, dilations, kind of groups (none,
+            one channel each, several) and epilogue differ.
         octaves: sum over batch, channels of a group, groups and image sizes of |log2 of their ratio|.
     """
 
@@ -65,6 +66,7 @@ class _Features:
                 arguments["stride"],
                 arguments["dilation"],
                 grouping,
+                arguments["epilogue"],
             ),
             sizes=(n, max(1, c // groups), max(1, k // groups), groups, *spatial),
         )
@@ -140,14 +142,15 @@ class WarmStart:
                     continue
 
     def _fastest(self, network_config: str, database: LayeredStore) -> Iterator[tuple[str, Config]]:
-        """The first configuration of each solver in an answer."""
+        """The first configuration of each solver in an answer, in whichever form."""
         answer = database.answer(self._device, network_config)
         seen: set[str] = set()
         for row in answer.rows if answer else ():
-            if row.solver_id not in seen:
-                seen.add(row.solver_id)
+            solver_id = row.solver_id.removesuffix(COMPOSED_SUFFIX)
+            if solver_id not in seen:
+                seen.add(solver_id)
                 try:
-                    yield row.solver_id, Config.from_json(row.config)
+                    yield solver_id, Config.from_json(row.config)
                 except InvalidConfigError:
                     continue
 

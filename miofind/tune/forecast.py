@@ -21,7 +21,7 @@ from miofind.runtime.solution import Solution
 from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
 from miofind.tune.cost import measuring_seconds
-from miofind.tune.planning import known_solutions, tuning_plan
+from miofind.tune.planning import known_solutions, tuning_plans
 from miofind.tune.values import TuneOptions
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ class Forecast:
 
 @dataclass(slots=True)
 class _PlanTally:
-    """What is planned so far: estimated times a problem, solvers, steps by binary, known times over their estimates."""
+    """What is planned so far: estimated times by problem, solvers, steps by binary, known times over estimates."""
 
-    times_ms: list[list[float]] = field(default_factory=list)
+    times_ms: dict[str, list[float]] = field(default_factory=dict)
     solvers: set[str] = field(default_factory=set)
     steps: dict[object, KernelStep] = field(default_factory=dict)
     ratios: list[float] = field(default_factory=list)
@@ -97,12 +97,14 @@ def forecast(requests: Sequence[SuiteProblem], handles: Sequence[Handle], option
         known=tally.known,
         unsolvable=tally.unsolvable,
         solvers=tuple(sorted(tally.solvers)),
-        configurations=sum(map(len, tally.times_ms)),
+        configurations=sum(map(len, tally.times_ms.values())),
         compiles=len(tally.steps),
         compiled=compiled,
         calibration=factor,
         calibrated_by=len(tally.ratios),
-        measuring_seconds=sum(measuring_seconds([factor * t for t in times], effort) for times in tally.times_ms),
+        measuring_seconds=sum(
+            measuring_seconds([factor * t for t in times], effort) for times in tally.times_ms.values()
+        ),
         compiling_seconds=COMPILE_S * (len(tally.steps) - compiled) / max(1, processors() - 1),
     )
 
@@ -116,17 +118,16 @@ def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _
     if known_solutions(problem, options, handle, queue=False):
         tally.known += 1
         return
-    plan = tuning_plan(problem, options, handle)
-    planned = (plan.candidates or plan.last_resort)[: options.find.trials if options.find.searches else None]
-    if not planned:
-        tally.unsolvable += 1
-        return
-    tally.times_ms.append([candidate.estimate_ms for candidate in planned])
-    for candidate in planned:
-        tally.solvers.add(candidate.solver.id)
-        if device.place is Place.CUDA:
-            for step in candidate.solver.solution(problem, device, candidate.candidate.config).kernels:
+    trials = options.find.trials if options.find.searches else None
+    for plan in tuning_plans(problem, options, handle):
+        planned = (plan.candidates or plan.last_resort)[:trials]
+        if planned:
+            tally.times_ms[planned[0].problem.network_config] = [candidate.estimate_ms for candidate in planned]
+        for candidate in planned:
+            tally.solvers.add(candidate.solver.id)
+            for step in candidate.kernels(device) if device.place is Place.CUDA else ():
                 tally.steps.setdefault((step.package, step.source, step.defines, step.options), step)
+    tally.unsolvable += problem.network_config not in tally.times_ms
 
 
 def _ratio(best: Solution, handle: Handle) -> list[float]:

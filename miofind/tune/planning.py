@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from miofind.core.problem import ProblemDescription
+from miofind.find.composition import bare_request, is_bare_known
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import known_times
 from miofind.find.lookup.scopes import Coverage
@@ -10,6 +13,14 @@ from miofind.find.plan import Plan, make_plan, stored_plan
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.tune.values import TuneOptions
+
+
+def tuning_plans(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> tuple[Plan, ...]:
+    """What a tuning of a problem measures: of a fused one the bare problem first, unless the FindDB answers that."""
+    plans = [tuning_plan(problem, options, handle)]
+    if problem.epilogue and not options.stored and not is_bare_known(problem, options.find, handle):
+        plans.insert(0, tuning_plan(problem.bare, replace(options, find=bare_request(options.find)), handle))
+    return tuple(plans)
 
 
 def tuning_plan(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> Plan:

@@ -16,7 +16,7 @@ from miofind.process.threads import Helper
 from miofind.runtime.handle import Handle
 from miofind.solver.solver import MAX_DEFAULT_CONFIGS
 from miofind.solver.steps import KernelStep
-from miofind.tune.planning import known_solutions, tuning_plan
+from miofind.tune.planning import known_solutions, tuning_plans
 from miofind.tune.values import TuneOptions
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,9 @@ class Precompiler:
 
     def _steps(self, problem: ProblemDescription, handle: Handle) -> Iterator[KernelStep]:
         """Kernels of as many candidates of each solver as a find begins with."""
-        counts: Counter[str] = Counter()
-        for planned in tuning_plan(problem, self._options, handle).candidates:
-            counts[planned.solver.id] += 1
-            if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
-                yield from planned.solver.solution(problem, handle.device, planned.candidate.config).kernels
+        for plan in tuning_plans(problem, self._options, handle):
+            counts: Counter[str] = Counter()
+            for planned in plan.candidates:
+                counts[planned.solver.id] += 1
+                if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
+                    yield from planned.kernels(handle.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,19 +11,40 @@ import pytest
 
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.epilogue_reference import apply_epilogue
+from miofind.errors import NoSolutionError, UnknownSolverError
+from miofind.find.composition import MAX_COMPOSED
+from miofind.find.lookup import validity
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.pipeline import find
+from miofind.find.plan import make_plan
+from miofind.find.row_check import RowCheck, Shipping
+from miofind.finddb import ReleaseRules, Store, write_release
 from miofind.launch.invoker import bases_of, make_invoker
-from miofind.options import FindOptions, OnMiss
+from miofind.options import FindMode, FindOptions, OnMiss
 from miofind.reference import reference_on_host, round_once
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Source
+from miofind.solver.registry import Registry
+from miofind.solver.solver import APPLICABLE, Applicability
+from miofind.solver.steps import Config, ConvSolution
+from miofind.solvers.cpu.im2col_gemm import ConvCpuIm2colGemm
+from miofind.solvers.pointwise.epilogue_pass import MODULE, pass_step
+from miofind.suites import SuiteProblem
+from miofind.tune.forecast import forecast
+from miofind.tune.service import TuneOptions, tune
+from miofind.tune.values import TuneStatus
 
 PROBLEM = ProblemDescription.convolution(
     x=(2, 4, 7, 6), w=(6, 4, 3, 3), padding=1, epilogue="scale.bias.channel_bias.residual.leaky_relu"
 )
 NUMBERS = EpilogueParameters(alpha=0.5, beta=-2.0, slope=0.25)
+
+
+@pytest.fixture(autouse=True)
+def no_shipped_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
 
 
 @pytest.fixture
@@ -67,3 +90,149 @@ def test_a_composed_solution_computes_the_reference_of_rounded_sums(dtype: str) 
     wanted = apply_epilogue(problem, sums.astype(np.float64), arrays, NUMBERS)
     assert np.array_equal(arrays["y"], round_once(wanted, problem.y.dtype))
     assert solver.rounds_twice(problem, config) == (dtype in ("float16", "bfloat16"))
+
+
+def test_only_the_fastest_bare_solutions_are_composed() -> None:
+    """Without measurements those with the least estimates."""
+    with Handle(Device.virtual("90a")) as handle:
+        problem = ProblemDescription.convolution(
+            x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC", epilogue="bias.gelu"
+        )
+        bare = make_plan(problem.bare, FindOptions(), handle).candidates
+        plan = make_plan(problem, FindOptions(), handle)
+    composed = [p for p in plan.candidates if p.solver.id.endswith("+Pointwise")]
+    fastest = dict.fromkeys(p.solver.id for p in bare)
+    assert {p.solver.id for p in composed} == {f"{name}+Pointwise" for name in list(fastest)[:MAX_COMPOSED]}
+    assert all(solver in plan.considered for solver in fastest)
+    assert not any(name.endswith("+Pointwise") for name in plan.considered)
+
+
+def test_bare_winners_are_configurations_to_fuse(database: Path) -> None:
+    """Where its kernels fuse, a solver is tried with the configurations that were fastest without the epilogue."""
+    problem = ProblemDescription.convolution(x=(2, 4, 7, 6), w=(6, 4, 3, 3), epilogue="bias")
+    with Handle("cpu", database=database, registry=Registry.default().with_solvers(FusedColumns)) as handle:
+        only = ("ConvCpuIm2colGemm",)
+        find(problem.bare, FindOptions(only=only, tuning=True), handle)
+        best = find(problem.bare, FindOptions(only=only, on_miss=OnMiss.ERROR), handle)[0]
+        for options in (FindOptions(only=only), FindOptions(only=only, tuning=True)):
+            plan = make_plan(problem, options, handle)
+            assert (best.solver_id, best.config) in {(p.solver.id, p.candidate.config) for p in plan.candidates}
+        found = find(problem, FindOptions(only=only), handle)
+    assert {solution.solver_id for solution in found} == {"ConvCpuIm2colGemm", "ConvCpuIm2colGemm+Pointwise"}
+
+
+class FusedColumns(ConvCpuIm2colGemm):
+    """Says that it fuses, and does so by the pass."""
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        bare = super().solution(problem.bare, device, config)
+        return replace(bare, steps=(*bare.steps, pass_step(problem, device))) if problem.epilogue else bare
+
+
+@pytest.mark.parametrize("tuning", [False, True])
+def test_options_choose_forms_by_id(tuning: bool, database: Path) -> None:
+    def ids(**names: object) -> set[str]:
+        with Handle("cpu", database=database) as handle:
+            options = FindOptions(tuning=tuning, **names)  # type: ignore[arg-type]
+            return {solution.solver_id for solution in find(PROBLEM, options, handle)}
+
+    assert ids(only="convcpudirect+pointwise") == {"ConvCpuDirect+Pointwise"}
+    assert ids(only="ConvCpuDirect") == {"ConvCpuDirect+Pointwise"}
+    assert ids(only="im2col_gemm") == {"ConvCpuIm2colGemm+Pointwise"}
+    assert "ConvCpuDirect+Pointwise" not in ids(exclude=("ConvCpuDirect",))
+    assert "ConvCpuDirect+Pointwise" not in ids(exclude=("ConvCpuDirect+Pointwise",))
+    with pytest.raises(NoSolutionError, match="runs on cuda, not on cpu"):
+        ids(only="ConvDirectNaive+Pointwise")
+    with pytest.raises(UnknownSolverError, match="is no solver, algorithm or library"):
+        FindOptions(only=("ConvDirectNiave+Pointwise",))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_measures_nothing_is_ordered_by_estimates(dynamic: bool, database: Path) -> None:
+    with Handle("cpu", database=database) as handle:
+        mode = FindMode.DYNAMIC_HYBRID if dynamic else FindMode.FAST
+        found = find(PROBLEM, FindOptions(find_mode=mode, on_miss=OnMiss.ESTIMATE), handle)
+    assert {solution.source for solution in found} == {Source.PREDICTED}
+    assert all(solution.solver_id.endswith("+Pointwise") for solution in found)
+    assert not database.exists() or not Store(database).problems()
+
+
+def test_a_changed_pass_voids_composed_rows_alone(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Handle("cpu", database=database) as handle:
+        find(PROBLEM, FindOptions(), handle)
+    monkeypatch.setattr(validity, "host_hash", changed_pass(validity.host_hash))
+    validity.solver_hash.cache_clear()
+    validity.is_current.cache_clear()
+    try:
+        with Handle("cpu", database=database) as handle:
+            assert find(PROBLEM.bare, FindOptions(on_miss=OnMiss.ERROR), handle)
+            with pytest.raises(NoSolutionError, match="has no answer"):
+                find(PROBLEM, FindOptions(on_miss=OnMiss.ERROR), handle)
+            assert find(PROBLEM, FindOptions(), handle)[0].source is Source.MEASURED
+    finally:
+        monkeypatch.undo()
+        validity.solver_hash.cache_clear()
+        validity.is_current.cache_clear()
+
+
+def changed_pass(host_hash: Callable[[str], str]) -> Callable[[str], str]:
+    return lambda module: f"{host_hash(module)} changed" if module == MODULE else host_hash(module)
+
+
+def test_a_child_measures_composed_candidates(database: Path) -> None:
+    with Handle("cpu", database=database) as handle:
+        found = find(PROBLEM, FindOptions(isolate=True, only=("ConvCpuDirect",)), handle)
+    assert [solution.solver_id for solution in found] == ["ConvCpuDirect+Pointwise"]
+
+
+def test_stored_rows_are_checked_merged_and_released(database: Path, tmp_path: Path) -> None:
+    registry = Registry.default()
+    with Handle("cpu", database=database) as handle:
+        find(PROBLEM, FindOptions(), handle)
+        device = handle.device.identity
+    with Store(database) as store, Store(tmp_path / "merged.db") as merged:
+        check = RowCheck(registry)
+        assert store.check(check) == ()
+        assert check.void == 0
+        fused = [row for key, row in store.rows() if key.network_config == PROBLEM.network_config]
+        assert check.checked >= len(fused) > 0
+        merged.merge(store)
+        shipping = Shipping(registry)
+        rules = ReleaseRules(keep=shipping, void=shipping.is_lost, widen=shipping.with_refusals, kind=shipping.kind_of)
+        write_release([merged], tmp_path / "release.db", rules)
+    assert shipping.findings == []
+    with Handle("cpu", database=tmp_path / "release.db") as handle:
+        found = find(PROBLEM, FindOptions(on_miss=OnMiss.ERROR), handle)
+    assert {solution.solver_id for solution in found} == {row.solver_id for row in fused}
+    unknown = replace(fused[0], solver_id="ConvNobodys+Pointwise", environment="", id="")
+    with Store(tmp_path / "unknown.db") as store:
+        store.record(device, PROBLEM.network_config, [unknown])
+        (finding,) = store.check(RowCheck(registry))
+    assert "'ConvNobodys+Pointwise' is not registered" in str(finding)
+
+
+def test_a_tuning_measures_fused_problems_and_then_knows_them(database: Path) -> None:
+    requests = [
+        SuiteProblem(problem=p, suite="small", layer=p.epilogue.text or "bare", count=1)
+        for p in (PROBLEM, PROBLEM.bare)
+    ]
+    options = TuneOptions(find=FindOptions(tuning=True, trials=12))
+    with Handle("cpu", database=database, strict=True) as handle:
+        before = forecast(requests, [handle], options)
+        first = tune(requests, [handle], options)
+        after = forecast(requests, [handle], options)
+        again = tune(requests, [handle], options)
+        stored = tune(requests, [handle], TuneOptions(stored=True, force=True))
+    assert (before.known, before.unsolvable, after.known) == (0, 0, 2)
+    assert {r.status for r in first.results} <= {TuneStatus.TUNED, TuneStatus.KNOWN}
+    assert {r.status for r in again.results} == {TuneStatus.KNOWN}
+    assert {r.status for r in stored.results} == {TuneStatus.TUNED}
+    for result in (*first.results, *stored.results):
+        if result.request.problem.epilogue:
+            assert {s.solver_id.removeprefix("ConvCpu") for s in result.solutions} <= {
+                "Direct+Pointwise",
+                "Im2colGemm+Pointwise",
+            }
