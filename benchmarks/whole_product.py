@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,22 @@ def best_steps(entry: SuiteProblem, handle: miofind.Handle) -> tuple[KernelStep,
 
 def time_on_gpus(arguments: argparse.Namespace) -> None:
     """Have each GPU time its share, and add the rows to the folder's files."""
+    told, ends = run_shares(arguments, share_command, GRACE_S)
+    left = merge(told, arguments.folder, arguments.commit)
+    print(f"{len(told)} problems timed, {left} left in {arguments.folder}")
+    if any(ends):
+        sys.exit(f"error: processes ended with {', '.join(map(str, ends))}")
+
+
+def run_shares(
+    arguments: argparse.Namespace, command: Callable[[argparse.Namespace, int, Path], list[str]], grace_s: float
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """What the processes wrote, one on each of --gpus, and how they ended.
+
+    Args:
+        command: that of a process, by its number and the file that it writes.
+        grace_s: what a process may take beyond --stop-after.
+    """
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     gpus = visible or list(map(str, range(cuda_device_count())))
     if len(gpus) < arguments.gpus:
@@ -123,17 +139,11 @@ def time_on_gpus(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.jsonl" for number in range(arguments.gpus)]
         children = [
-            subprocess.Popen(
-                share_command(arguments, number, file), env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[number]}
-            )
+            subprocess.Popen(command(arguments, number, file), env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[number]})
             for number, file in enumerate(files)
         ]
-        ends = awaited(children, time.monotonic() + arguments.stop_after + GRACE_S)
-        told = [line for file in files for line in whole_lines(file)]
-    left = merge(told, arguments.folder, arguments.commit)
-    print(f"{len(told)} problems timed, {left} left in {arguments.folder}")
-    if any(ends):
-        sys.exit(f"error: processes ended with {', '.join(map(str, ends))}")
+        ends = awaited(children, time.monotonic() + arguments.stop_after + grace_s)
+        return [line for file in files for line in whole_lines(file)], ends
 
 
 def share_command(arguments: argparse.Namespace, number: int, file: Path) -> list[str]:

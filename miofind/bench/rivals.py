@@ -13,16 +13,16 @@ from enum import StrEnum
 from miofind.api import find_solutions
 from miofind.bench.torch_rival import TorchRival
 from miofind.core.problem import ProblemDescription
+from miofind.errors import NoSolutionError
 from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
 from miofind.find.pipeline import measure
 from miofind.measure.backend import Runnable
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
+from miofind.solver.registry import composed_id
 
 LIBRARY_SOLVER = "ConvCudnn"
-PASS = "+Pointwise"
-"""What a bare solver's id has behind it where a pass over the result follows."""
 
 
 class Rival(StrEnum):
@@ -51,9 +51,12 @@ def runnable(rival: Rival, problem: ProblemDescription, options: FindOptions, ha
     """
     if rival is Rival.TORCH:
         return TorchRival(problem, handle.device.index)
-    best = find_solutions(_library_problem(rival, problem), options=_of_library(options), handle=handle)[0]
+    found = find_solutions(_library_problem(rival, problem), options=_of_library(options), handle=handle)
+    best = next((solution for solution in found if solution.solver_id == LIBRARY_SOLVER), None)
+    if best is None:
+        raise NoSolutionError(f"{LIBRARY_SOLVER} has no kernel that applies epilogue {problem.epilogue}")
     if rival is Rival.ONE_PASS and problem.epilogue:
-        return handle.invoker(problem, f"{LIBRARY_SOLVER}{PASS}", best.config)
+        return handle.invoker(problem, composed_id(LIBRARY_SOLVER), best.config)
     return best.runner.prepare()
 
 

@@ -112,11 +112,13 @@ class FakeHandle:
         return f"{solver_id} {config} {problem.epilogue}"
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, rival: Rival, problem: ProblemDescription) -> Any:
+def choose(monkeypatch: pytest.MonkeyPatch, rival: Rival, problem: ProblemDescription, found: int = 2) -> Any:
     def find(asked: ProblemDescription, *, options: FindOptions, handle: Any) -> list[Any]:
         assert [name.lower() for name in options.only] == ["convcudnn"]
         assert options.exclude == ()
-        return [SimpleNamespace(config="best", runner=SimpleNamespace(prepare=lambda: f"own {asked.epilogue}"))]
+        own = SimpleNamespace(prepare=lambda: f"own {asked.epilogue}")
+        passed = SimpleNamespace(solver_id="ConvCudnn+Pointwise", config="best", runner=None)
+        return [passed, SimpleNamespace(solver_id="ConvCudnn", config="best", runner=own)][:found]
 
     monkeypatch.setattr(module, "find_solutions", find)
     options = FindOptions(only="plain", exclude="ConvDirectNaive")
@@ -127,6 +129,8 @@ def test_one_pass_is_cudnns_best_bare_solution_and_a_pass(monkeypatch: pytest.Mo
     assert choose(monkeypatch, Rival.ONE_PASS, fused("bias.relu")) == "ConvCudnn+Pointwise best bias.relu"
     assert choose(monkeypatch, Rival.ONE_PASS, fused(None)) == "own ", "a bare problem needs no pass"
     assert choose(monkeypatch, Rival.CUDNN, fused("bias.relu")) == "own bias.relu"
+    with pytest.raises(NoSolutionError, match=r"no kernel that applies epilogue bias\.relu"):
+        choose(monkeypatch, Rival.CUDNN, fused("bias.relu"), found=1)
 
 
 def test_rivals_are_timed_in_turn_and_what_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,314 @@
+"""Networks of fused convolutions: miofind's best against one pass after cuDNN's, eager PyTorch and cuDNN's own fusion.
+
+    python benchmarks/fused_networks.py --gpus 4 --stop-after 500
+    python benchmarks/fused_networks.py --networks resnet50 --dtypes float16 --layouts NHWC --batches 32
+
+Times the suites `*_fused`, the most telling case first. What the FindDB does not answer is found first, within --budget
+seconds of measuring a problem, and recorded in --db. Each GPU has a process of its own (CUDA_VISIBLE_DEVICES) for its
+share. The files of --folder keep what was timed: the same command goes on with what is left, and begins anew where
+they are of another commit. The last lines are a table of the networks: sums of a forward pass in milliseconds, and the
+others' time over miofind's by the sums (in brackets: the geometric mean over the distinct layers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import figures
+import script
+from commit import commit
+from whole_product import run_shares
+
+import miofind
+from miofind.bench.ceilings import measure_ceilings
+from miofind.bench.comparison import BenchRow, NetworkTimes, bench, network_times
+from miofind.bench.rivals import Rival
+from miofind.cli.bench import bench_versions, row_json
+from miofind.compiler import CompilePool
+from miofind.compiler.build import processors
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.finddb import MEMORY
+from miofind.options import FindOptions
+from miofind.suites import SuiteProblem, load_suite, suite_names
+
+NAME = "fused_networks"
+ENDING = "_fused"
+NETWORKS = tuple(name.removesuffix(ENDING) for name in suite_names() if name.endswith(ENDING))
+DTYPES = (DataType.FLOAT16, DataType.BFLOAT16)
+LAYOUTS = (Layout.NHWC, Layout.NCHW)
+BATCHES = ("32", "1")
+AGAINST = (Rival.ONE_PASS, Rival.TORCH, Rival.CUDNN)
+
+LARGEST_BATCH = {"sd_vae_decoder": 8}
+"""Batches of networks whose largest activations would not fit otherwise."""
+
+CHUNK = 12
+"""Problems that are found before they are timed: no compiler works beside what is timed."""
+
+GRACE_S = 60.0
+"""What a share may take beyond --stop-after: the find, or the row, that it is at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One form of the networks."""
+
+    dtype: DataType
+    layout: Layout
+    batch: int
+
+    def file_of(self, gpu: str) -> str:
+        """The name of the file that keeps its rows."""
+        device = gpu.removeprefix("NVIDIA ").lower().replace(" ", "_")
+        return f"{NAME}_{self.dtype.value}_{self.layout.value.lower()}_b{self.batch}_{device}.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One layer of a network in one case."""
+
+    case: Case
+    entry: SuiteProblem
+
+    @property
+    def key(self) -> str:
+        """What names its row: one problem may be a layer of several networks, as often as each has it."""
+        return f"{self.entry.suite} {self.entry.problem.network_config}"
+
+
+class Late(Exception):
+    """There is no time left."""
+
+
+def asked(arguments: argparse.Namespace) -> list[Asked]:
+    """All layers in all cases, case by case."""
+    cases = [
+        Case(dtype=dtype, layout=layout, batch=int(batch))
+        for layout in arguments.layouts
+        for dtype in arguments.dtypes
+        for batch in arguments.batches
+    ]
+    return [
+        Asked(case=case, entry=entry)
+        for case in cases
+        for network in arguments.networks
+        for entry in load_suite(network + ENDING).problems(
+            batch=min(case.batch, LARGEST_BATCH.get(network, case.batch)), dtype=case.dtype, layout=case.layout
+        )
+    ]
+
+
+def kept_rows(folder: Path, of: str) -> dict[str, dict[str, Any]]:
+    """The rows of a folder's files that are of a commit, by key; a row without a time of ours is tried again."""
+    found = {}
+    for path in sorted(folder.glob(f"{NAME}_*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["commit"] == of:
+            found |= {key_of(row): row for row in content["rows"] if row["time_ms"] is not None}
+    return found
+
+
+def key_of(row: Mapping[str, Any]) -> str:
+    """The key of a file's row."""
+    return f"{row['suite']} {row['network_config']}"
+
+
+def time_share(arguments: argparse.Namespace) -> None:
+    """Time a share of the layers on this process's GPU; a line of JSON for each."""
+    deadline = time.monotonic() + arguments.stop_after
+    first, every = arguments.share
+    known = kept_rows(arguments.folder, arguments.commit)
+    left = [each for each in asked(arguments) if each.key not in known][first::every]
+    with (
+        miofind.Handle(Device.cuda(), database=arguments.db or MEMORY) as handle,
+        arguments.rows.open("w", encoding="utf-8") as file,
+    ):
+
+        def take(row: BenchRow) -> None:
+            told = {"gpu": handle.device.name, "versions": bench_versions(handle.device), "row": row_json(row)}
+            print(json.dumps(told, allow_nan=False), file=file, flush=True)
+
+        options = FindOptions(time_budget_s=arguments.budget)
+        with contextlib.suppress(Late):
+            time_all([each.entry for each in left], handle, options, deadline, take, workers=processors() // every)
+
+
+def time_all(
+    entries: Sequence[SuiteProblem],
+    handle: miofind.Handle,
+    options: FindOptions,
+    deadline: float,
+    take: Callable[[BenchRow], None],
+    *,
+    workers: int = 1,
+) -> None:
+    """Find and time layers, a chunk after the other, with so many compiling processes.
+
+    Raises:
+        Late: there is no time left.
+    """
+    ceilings = measure_ceilings(handle.device)
+
+    def check() -> None:
+        if time.monotonic() >= deadline:
+            raise Late
+
+    def take_and_check(row: BenchRow) -> None:
+        take(row)
+        check()
+
+    for start in range(0, len(entries), CHUNK):
+        check()
+        with CompilePool(workers=max(1, workers)) as pool:
+            bench(
+                entries[start : start + CHUNK],
+                handle,
+                options,
+                against=AGAINST,
+                ceilings=ceilings,
+                pool=pool,
+                on_found=check,
+                on_row=take_and_check,
+            )
+
+
+def share_command(arguments: argparse.Namespace, number: int, file: Path) -> list[str]:
+    """The command of one GPU's process."""
+    words = ["--share", f"{number + 1}/{arguments.gpus}", "--rows", str(file), "--folder", str(arguments.folder)]
+    words += ["--stop-after", str(arguments.stop_after), "--budget", str(arguments.budget)]
+    words += ["--commit", arguments.commit, *(["--db", str(arguments.db)] if arguments.db else [])]
+    for name in ("networks", "dtypes", "layouts", "batches"):
+        words += [f"--{name}", ",".join(getattr(arguments, name))]
+    return [sys.executable, str(Path(__file__)), *words]
+
+
+def merge(told: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> int:
+    """Add rows to those of the folder that are of the same commit, and write its files; returns how many are left."""
+    rows = kept_rows(arguments.folder, arguments.commit) | {key_of(line["row"]): line["row"] for line in told}
+    layers = asked(argparse.Namespace(networks=NETWORKS, dtypes=DTYPES, layouts=LAYOUTS, batches=BATCHES))
+    files: dict[Case, list[dict[str, Any]]] = {}
+    for each in layers:
+        if each.key in rows:
+            files.setdefault(each.case, []).append(rows[each.key])
+    if told:
+        for case, some in files.items():
+            text = json.dumps(content_of(case, some, told[0], arguments), indent=1, allow_nan=False)
+            (arguments.folder / case.file_of(told[0]["gpu"])).write_text(text + "\n", encoding="utf-8")
+    timed = {key for key, row in rows.items() if row["time_ms"] is not None}
+    return sum(each.key not in timed for each in asked(arguments))
+
+
+def content_of(
+    case: Case, rows: Sequence[dict[str, Any]], told: Mapping[str, Any], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """What a file says: provenance, networks, rows."""
+    return {
+        "gpu": told["gpu"],
+        "commit": arguments.commit,
+        "command": f"python benchmarks/{NAME}.py --budget {arguments.budget:g}",
+        "versions": told["versions"],
+        "networks": [network_json(network) for network in networks_of(case, rows)],
+        "rows": list(rows),
+    }
+
+
+def networks_of(case: Case, rows: Iterable[Mapping[str, Any]]) -> list[NetworkTimes]:
+    """The networks of a case, whose sums are None where a layer is missing."""
+    rows = list(rows)
+    known = {key_of(row) for row in rows}
+    names = [network for network in NETWORKS if any(row["suite"] == network + ENDING for row in rows)]
+    arguments = argparse.Namespace(networks=names, dtypes=[case.dtype], layouts=[case.layout], batches=[case.batch])
+    missing = [BenchRow(entry=each.entry) for each in asked(arguments) if each.key not in known]
+    return network_times([*map(bench_row_of, rows), *missing], AGAINST)
+
+
+def bench_row_of(row: Mapping[str, Any]) -> BenchRow:
+    """The row of a benchmark that a file keeps, without its solution."""
+    problem = ProblemDescription.from_network_config(row["network_config"])
+    return BenchRow(
+        entry=SuiteProblem(problem=problem, suite=row["suite"], layer=row["layer"], count=row["count"]),
+        time_ms=row["time_ms"],
+        rival_ms=row["torch_ms"],
+        one_pass_ms=row["one_pass_ms"],
+        cudnn_ms=row["cudnn_ms"],
+        floor_ms=row["floor_ms"],
+        message=row["message"],
+    )
+
+
+def network_json(network: NetworkTimes) -> dict[str, Any]:
+    """A network in a file."""
+    return {
+        "suite": network.name,
+        "layers": network.layers,
+        "sums_ms": dict(network.sums_ms),
+        "sum_ratios": {rival: network.sum_ratio(rival) for rival in network.ratios},
+        "mean_ratios": dict(network.ratios),
+    }
+
+
+def table(arguments: argparse.Namespace) -> str:
+    """The networks of the folder's files that are of the commit."""
+    lines = [f"{'':36}{'ours':>9}" + "".join(f"{rival:>9}{'ratio':>15}" for rival in AGAINST)]
+    for path in sorted(arguments.folder.glob(f"{NAME}_*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["commit"] != arguments.commit:
+            continue
+        lines.append(path.stem.removeprefix(f"{NAME}_"))
+        for network in content["networks"]:
+            cells = [f"  {network['suite'].removesuffix(ENDING):34}{number(network['sums_ms']['miofind']):>9}"]
+            for rival in AGAINST:
+                ratio = f"{number(network['sum_ratios'][rival])} ({number(network['mean_ratios'][rival])})"
+                cells.append(f"{number(network['sums_ms'][rival]):>9}{ratio:>15}")
+            lines.append("".join(cells))
+    return "\n".join(lines)
+
+
+def number(value: float | None) -> str:
+    """Three digits behind the point, "-" for none."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def main() -> None:
+    parser = script.parser(__doc__)
+    parser.add_argument("--networks", type=script.several(NETWORKS), default=NETWORKS, help=",".join(NETWORKS))
+    parser.add_argument("--dtypes", type=script.several(DTYPES), default=DTYPES, help=",".join(DTYPES))
+    parser.add_argument("--layouts", type=script.several(LAYOUTS), default=LAYOUTS, help=",".join(LAYOUTS))
+    parser.add_argument("--batches", type=script.several(BATCHES), default=BATCHES, help=",".join(BATCHES))
+    parser.add_argument("--budget", type=script.seconds, default=6.0, help="seconds of measuring in a problem's find")
+    parser.add_argument("--db", type=Path, help="FindDB that what is found is recorded in; by default none")
+    parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host, a process each")
+    parser.add_argument("--stop-after", type=script.seconds, default=500.0, help="begin no problem after so long")
+    parser.add_argument("--folder", type=Path, default=figures.RESULTS, help="where the files of figures are")
+    parser.add_argument("--commit", default=commit(), help="of the code; by default git's")
+    parser.add_argument("--table", action="store_true", help="time nothing, print the table of what is kept")
+    parser.add_argument("--share", type=script.share, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=script.output, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not arguments.folder.is_dir():
+        parser.error(f"--folder: {str(arguments.folder)!r} is no folder")
+    if not arguments.commit:
+        parser.error("--commit: this checkout has no git to ask: name the commit of the code")
+    if arguments.share:
+        time_share(arguments)
+        return
+    ends = []
+    if not arguments.table:
+        told, ends = run_shares(arguments, share_command, GRACE_S)
+        print(f"{len(told)} problems timed, {merge(told, arguments)} left in {arguments.folder}")
+    print(table(arguments))
+    if any(ends):
+        sys.exit(f"error: processes ended with {', '.join(map(str, ends))}")
+
+
+if __name__ == "__main__":
+    script.run(main)

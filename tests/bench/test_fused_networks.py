@@ -1,0 +1,133 @@
+"""The benchmark of fused networks: what it asks, the files that it goes on with, its table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from miofind import Handle, ProblemDescription
+from miofind.bench.ceilings import Ceilings
+from miofind.bench.comparison import BenchRow
+from miofind.cli.bench import row_json
+from miofind.options import FindOptions
+from miofind.suites import SuiteProblem
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    for name in ("fused_networks", "whole_product", "figures", "script", "commit"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("fused_networks")
+
+
+def arguments(fused: ModuleType, folder: Path, **changed: Any) -> argparse.Namespace:
+    values = {
+        "networks": fused.NETWORKS,
+        "dtypes": fused.DTYPES,
+        "layouts": fused.LAYOUTS,
+        "batches": fused.BATCHES,
+        "folder": folder,
+        "commit": "abc",
+        "budget": 6.0,
+        "stop_after": 500.0,
+        "gpus": 2,
+        "db": None,
+    }
+    return argparse.Namespace(**values | changed)
+
+
+def line(asked: Any, ours: float | None = 1.0, one_pass: float | None = 2.0) -> dict[str, Any]:
+    row = row_json(BenchRow(entry=asked.entry, time_ms=ours, one_pass_ms=one_pass, rival_ms=4.0))
+    return {"gpu": "NVIDIA H200", "versions": {"torch": "2.11"}, "row": row}
+
+
+def test_the_most_telling_case_comes_first(fused: ModuleType, tmp_path: Path) -> None:
+    found = fused.asked(arguments(fused, tmp_path))
+    assert len({each.key for each in found}) == len(found) == 8 * 274
+    assert len(fused.NETWORKS) == 10
+    assert found[0].entry.problem.network_config.startswith("conv2d-forward-n32-c3-i224x224-k96-f4x4-s4x4-float16-NHWC")
+    assert sum(each.entry.count for each in found if each.entry.suite == "resnet50_fused") == 8 * 53
+    decoder = {each.entry.problem.n for each in found if each.entry.suite == "sd_vae_decoder_fused"}
+    assert decoder == {1, 8}
+
+
+def test_rows_become_files_that_the_same_commit_goes_on_with(fused: ModuleType, tmp_path: Path) -> None:
+    asked = fused.asked(arguments(fused, tmp_path, networks=["vgg16"], dtypes=["float16"], batches=["32"]))
+    first = arguments(fused, tmp_path, networks=["vgg16"], dtypes=["float16"], layouts=["NHWC"], batches=["32"])
+    assert len(asked) == 18
+    assert fused.merge([line(each) for each in asked[:8]], first) == 1
+    (path,) = tmp_path.iterdir()
+    assert path.name == "fused_networks_float16_nhwc_b32_h200.json"
+    content = json.loads(path.read_text())
+    assert {"gpu", "versions", "commit", "command"} <= content.keys()
+    assert content["networks"][0]["sums_ms"]["miofind"] is None, "a layer is missing"
+    assert content["networks"][0]["layers"] == 13
+    assert fused.merge([line(asked[8], None)], first) == 1, "what has no time is tried again"
+    assert fused.merge([line(asked[8])], first) == 0
+    (network,) = json.loads(path.read_text())["networks"]
+    assert network["sums_ms"] == {"miofind": 13.0, "one-pass": 26.0, "torch": 52.0, "cudnn": None}
+    assert network["sum_ratios"] == {"one-pass": 2.0, "torch": 4.0, "cudnn": None}
+    assert network["mean_ratios"]["one-pass"] == pytest.approx(2.0)
+    told = fused.table(first).splitlines()
+    assert told[1] == "float16_nhwc_b32_h200"
+    assert " ".join(told[2].split()) == "vgg16 13.000 26.000 2.000 (2.000) 52.000 4.000 (4.000) - - (-)"
+        "vgg16",
+        "13.000",
+        "26.000",
+        "2.000",
+        "(2.000)",
+        "52.000",
+        "4.000",
+        "(4.000)",
+        "-",
+        "-",
+        "(-)",
+    ]
+    first.commit = "def"
+    assert len(fused.table(first).splitlines()) == 1
+    assert fused.merge([line(asked[0])], first) == 8
+
+
+def test_layers_are_timed_until_it_is_late(fused: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the CPU place, with tiny problems and without PyTorch and cuDNN."""
+    monkeypatch.setattr(fused, "measure_ceilings", lambda device: Ceilings(copy_bytes_per_s=1e12, flops_per_s={}))
+    problems = [ProblemDescription.convolution(x=(1, c, 5, 5), w=(2, c, 1, 1), epilogue="bias.relu") for c in (1, 2, 3)]
+    entries = [SuiteProblem(problem=problem, suite="a", layer="b", count=1) for problem in problems]
+    rows: list[BenchRow] = []
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        fused.time_all(entries, handle, FindOptions(), time.monotonic() + 1e6, rows.append)
+        assert [row.time_ms is not None for row in rows] == [True] * 3
+        assert all("one-pass: " in row.message and "torch: " in row.message for row in rows)
+        with pytest.raises(fused.Late):
+            fused.time_all(entries, handle, FindOptions(), 0.0, rows.append)
+    assert len(rows) == 3
+
+
+def test_a_share_is_asked_for_what_the_whole_was(
+    fused: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = arguments(fused, tmp_path, networks=["vgg16"], db=tmp_path / "a.db")
+    words = fused.share_command(whole, 1, tmp_path / "rows.jsonl")[2:]
+    shares: list[argparse.Namespace] = []
+    monkeypatch.setattr(fused, "time_share", shares.append)
+    monkeypatch.setattr(sys, "argv", ["fused_networks.py", *words])
+    fused.main()
+    (share,) = shares
+    for name in ("dtypes", "layouts", "batches", "networks", "folder", "commit", "budget", "stop_after", "db"):
+        assert [*map(str, [getattr(share, name)])] == [*map(str, [_listed(getattr(whole, name))])], name
+    assert share.share == (1, 2)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
