@@ -19,7 +19,7 @@ from miofind.errors import InvalidArrayError, InvalidOptionError, brief
 from miofind.find.pipeline import find, find_mode
 from miofind.options import FindEnforce, FindMode, FindOptions
 from miofind.runtime.handle import Handle, default_handle
-from miofind.runtime.runner import EPILOGUE_NAMES, NUMBERS, EpilogueArguments
+from miofind.runtime.runner import EPILOGUE_NAMES, NUMBERS, EpilogueArguments, parameters_of
 from miofind.runtime.solution import Solution
 
 _DEFAULT_OPTIONS = FindOptions()
@@ -209,7 +209,7 @@ def _call(
     keywords = _FORWARD_KEYWORDS if direction is Direction.FORWARD else _KEYWORDS
     problem = problem_from_views(direction, views, missing_shape, arguments, keywords)
     if numbers:
-        problem.epilogue.parameters(numbers)
+        parameters_of(problem, numbers)
     if handle is None:
         handle = default_handle(_device_of(views))
     solutions = find_solutions(problem, options=options, handle=handle)

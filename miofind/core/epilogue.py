@@ -251,9 +251,13 @@ class EpilogueParameters:
                 continue
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise InvalidOptionError(f"{name}={brief(value)} must be a number")
-            if math.isnan(value) or (math.isinf(value) and name not in ("low", "high")):
-                raise InvalidOptionError(f"{name}={value} must be finite")
-            object.__setattr__(self, name, float(value))
+            try:
+                number = float(value)
+            except OverflowError:
+                raise InvalidOptionError(f"{name}={brief(value)} must be finite") from None
+            if math.isnan(number) or (math.isinf(number) and name not in ("low", "high")):
+                raise InvalidOptionError(f"{name}={number} must be finite")
+            object.__setattr__(self, name, number)
         if self.low > self.high:
             raise InvalidOptionError(f"low={self.low} must not be above high={self.high}")
 

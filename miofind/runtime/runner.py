@@ -6,6 +6,7 @@ A runner builds its invoker on first use, and goes on with the next solution of 
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from miofind.arrays import arrays, operands
 from miofind.arrays.array_problem import EPILOGUE_ARRAYS
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
-from miofind.core.problem import Direction, Operand, ProblemDescription
+from miofind.core.problem import DataType, Direction, Operand, ProblemDescription
 from miofind.device.device import Place, check_fork
 from miofind.errors import (
     CompileError,
     InvalidArrayError,
     InvalidConfigError,
+    InvalidOptionError,
     LaunchError,
     MissingLibraryError,
     suggestion,
@@ -72,6 +74,24 @@ def refuse_unknown(given: Mapping[str, Any]) -> None:
         known = ("x", "w", "dy", *EPILOGUE_NAMES, "out", "workspace", "stream")
         near = suggestion(min(unknown), known) or "."
         raise TypeError(f"unknown arguments {sorted(unknown)}{near} Known are {', '.join(known)}")
+
+
+def parameters_of(problem: ProblemDescription, given: Mapping[str, Any]) -> EpilogueParameters:
+    """The numbers of a run of a problem, from those given by name; None is none given.
+
+    Raises:
+        InvalidOptionError: one that is none, that the epilogue has no use for, or beyond the type it is computed in.
+    """
+    made = problem.epilogue.parameters(given)
+    if problem.accumulator is DataType.FLOAT32:
+        for name in NUMBERS:
+            value = getattr(made, name) or 0.0
+            if _FLOAT32_MAX < abs(value) < math.inf:
+                raise InvalidOptionError(f"{name}={value} is beyond float32, in which the epilogue is computed")
+    return made
+
+
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 class _Made(NamedTuple):
@@ -190,7 +210,7 @@ class Runner:
     ) -> Any:
         """The same with what `EpilogueArguments` names."""
         refuse_unknown(given)
-        self.problem.epilogue.parameters({name: given.get(name) for name in NUMBERS})
+        parameters_of(self.problem, {name: given.get(name) for name in NUMBERS})
         read = {name: given[name] for name in EPILOGUE_ARRAYS if given.get(name) is not None}
         if read:
             self._check_given({"x": x, "w": w, "dy": dy, **read})
@@ -320,7 +340,7 @@ class FusedRunner(Runner):
         kinds = tuple(map(type, numbers))
         if kinds == last.kinds and numbers == last.given:  # arrays, which compare otherwise, are never the last ones
             return last.parameters
-        made = self.problem.epilogue.parameters(dict(zip(NUMBERS, numbers, strict=True)))
+        made = parameters_of(self.problem, dict(zip(NUMBERS, numbers, strict=True)))
         if made == last.parameters:
             made = last.parameters
         self._last_numbers = _Numbers(numbers, kinds, made)

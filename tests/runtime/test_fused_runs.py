@@ -235,6 +235,8 @@ def test_a_workspace_over_an_operand_is_refused(handle: miofind.Handle) -> None:
         ("bias", {"alpha": np.ones(2)}, "alpha=<ndarray of shape .*must be a number"),
         ("clamp", {"low": 7}, "low=7.0 must not be above high=6.0"),
         ("residual", {"beta": float("nan")}, "beta=nan must be finite"),
+        ("bias", {"alpha": 10**5000}, r"alpha=.* must be finite"),
+        ("bias", {"alpha": -1e39}, "alpha=-1e.39 is beyond float32, in which the epilogue is computed"),
         ("", {"alpha": 2}, "alpha=2: a convolution without an epilogue has no factor: multiply w by it"),
         ("", {"beta": 2}, "beta=2: a convolution without an epilogue adds no residual"),
     ],
@@ -246,6 +248,14 @@ def test_numbers_of_no_use_are_refused(
     solution, given = solution_of(problem, handle), arrays_of(problem)
     with pytest.raises(InvalidOptionError, match=told):
         miofind.run_solution(solution, **given, **numbers)
+
+
+def test_numbers_of_float64_problems_and_infinite_bounds_are_taken(handle: miofind.Handle) -> None:
+    for dtype, numbers in (("float64", {"alpha": 1e39}), ("float32", {"low": -np.inf, "high": np.inf})):
+        problem = described("clamp", dtype=dtype)
+        given = arrays_of(problem)
+        y = miofind.run_solution(solution_of(problem, handle), **given, **numbers)
+        np.testing.assert_array_equal(y, wanted_of(problem, given, **numbers))
 
 
 def test_neutral_factors_are_taken_everywhere(handle: miofind.Handle) -> None:
