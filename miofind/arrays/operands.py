@@ -171,18 +171,41 @@ def _written_out(count: int) -> _WrittenOut:
 def _torch_guard(*tensors: Any) -> Callable[..., bool] | None:
     """PyTorch's own test that tensors are like these; None where one is no CUDA tensor or PyTorch has no such test.
 
-    Like means the same type, dispatch keys, dtype, device, shape, strides and whether gradients are asked for.
+    Like means the same type, dispatch keys, dtype, device, shape, strides and whether gradients are asked for, and the
+    same tensor in the same places: PyTorch's test takes no tensor twice, and an input may be its own residual.
     Source: pytorch, torch/csrc/dynamo/guards.cpp, which its compiler runs before each call of what it compiled.
     """
     if not all(framework_of(tensor) is Framework.TORCH and tensor.is_cuda for tensor in tensors):
         return None
+    firsts = [next(i for i, other in enumerate(tensors) if other is tensor) for tensor in tensors]
+    distinct = [tensors[i] for i in sorted(set(firsts))]
     try:
         guards = importlib.import_module("torch._C._dynamo.guards")
-        guard = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        guard = guards.TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         is_like: Callable[..., bool] = guard.check
     except (ImportError, AttributeError, TypeError, RuntimeError):
         return None
+    if len(distinct) < len(tensors):
+        is_like = _with_repeated(is_like, firsts)
     return is_like if is_like(*tensors) is True else None
+
+
+def _with_repeated(is_like: Callable[..., bool], firsts: Sequence[int]) -> Callable[..., bool]:
+    """A test of tensors some of which stand in several places, by a test of the others.
+
+    Args:
+        is_like: of each tensor once.
+        firsts: by place, the first place of its tensor.
+    """
+    distinct = sorted(set(firsts))
+    repeated = [(place, first) for place, first in enumerate(firsts) if place != first]
+
+    def is_like_all(*tensors: Any) -> bool:
+        if any(tensors[place] is not tensors[first] for place, first in repeated):
+            return False
+        return is_like(*(tensors[i] for i in distinct))
+
+    return is_like_all
 
 
 def _checked(array: Any, name: str, tensor: TensorDescriptor | FlatTensor, device_index: int, alignment: int) -> Any:

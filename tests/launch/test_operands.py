@@ -201,6 +201,29 @@ def test_tensors_like_the_last_ones_are_checked_by_one_guard(monkeypatch: pytest
     assert checked == FOUR
 
 
+def test_a_guard_takes_a_tensor_in_two_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own is false of those that it is given twice."""
+
+    class TensorGuards:
+        def __init__(self, *tensors: Tensor, **sizes: None) -> None:
+            self.count = len(tensors)
+
+        def check(self, *tensors: Tensor) -> bool:
+            return len(tensors) == self.count == len(set(map(id, tensors)))
+
+    monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", types.SimpleNamespace(TensorGuards=TensorGuards))
+    monkeypatch.setattr(operands, "framework_of", lambda tensor: operands.Framework.TORCH)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    x, w, y, residual = map(Tensor, (16, 32, 48, 64))
+    apart, repeated = operands._torch_guard(x, w, y, residual), operands._torch_guard(x, w, y, x)
+    assert apart is not None
+    assert repeated is not None
+    assert apart(x, w, y, residual)
+    assert repeated(w, x, y, w)
+    assert not apart(x, w, y, x)
+    assert not repeated(x, w, y, residual)
+
+
 @pytest.mark.parametrize("direction", Direction)
 def test_verification_gives_guards_and_compares_all_operands(direction: Direction) -> None:
     """A candidate that does not use it is right; one that writes to it, or beside it, is not."""
