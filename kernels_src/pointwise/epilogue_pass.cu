@@ -6,8 +6,9 @@
 //      block takes rows one below the other, or, where a row is longer than a block, a part of each. The channels of a
 //      thread's vectors are the same in all of its rows, and so are their terms, read once.
 //   2  channels first: y is one run of planes; a vector meets two planes at most, one where IS_WHOLE.
-// Grid: one dimension; WALK 1: images outermost, then rows, then parts of a row. What steps before do not write (terms,
-// residual) is read before their end.
+// Grid: one dimension; WALK 1: images outermost, then rows, then parts of a row. Blocks go from y's end to its
+// beginning: the L2 cache has the end still, and then the beginning for whoever reads y next. What steps before do not
+// write (terms, residual) is read before their end.
 // Defines: WALK, IS_WHOLE (vectors divide a pixel's channels, a plane), VECTOR, UNROLL, those of common/epilogue.cuh.
 #include "common/epilogue.cuh"
 #include "common/pdl.cuh"
@@ -18,16 +19,13 @@
 
 constexpr bool kIsWhole = IS_WHOLE;
 constexpr int kThreads = WALK == 1 ? 512 : 256;  // of a block; of WALK 1 at most
+constexpr int kBlocks = WALK == 1 ? 1 : 2;       // of a multiprocessor: left to itself, ptxas spills to have more
 using Elements = Vector<EpilogueElement, VECTOR>;
 using uint64 = unsigned long long;
 
 // A vector as it is moved: members of a structure would be moved one by one.
 template <int Bytes>
 struct Word;
-template <>
-struct Word<1> {
-  using Type = unsigned char;
-};
 template <>
 struct Word<2> {
   using Type = unsigned short;
@@ -45,6 +43,10 @@ struct Word<16> {
   using Type = uint4;
 };
 using Moved = Word<sizeof(Elements)>::Type;
+
+__device__ __forceinline__ unsigned block_number() {
+  return gridDim.x - 1 - blockIdx.x;
+}
 
 __device__ __forceinline__ Elements load(const EpilogueElement* at) {
   const Moved moved = *reinterpret_cast<const Moved*>(at);
@@ -95,12 +97,12 @@ __device__ __forceinline__ void finish_element(EpilogueElement* y, const Epilogu
 
 #if WALK == 0
 
-extern "C" __global__ void __launch_bounds__(kThreads, WALK == 1 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     epilogue_pass(EpilogueElement* y, int64 elements, const __grid_constant__ Epilogue epilogue) {
   int64 first[UNROLL];
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
-    first[u] = ((static_cast<int64>(blockIdx.x) * UNROLL + u) * kThreads + threadIdx.x) * VECTOR;
+    first[u] = ((static_cast<int64>(block_number()) * UNROLL + u) * kThreads + threadIdx.x) * VECTOR;
   Elements sums[UNROLL], residual[UNROLL];
   load_residuals(residual, epilogue, first, elements);
   griddepcontrol_wait();
@@ -152,10 +154,10 @@ __device__ __forceinline__ void run_terms(ChannelTerms (&terms)[VECTOR], const E
 
 // `elements` of an image, or of all as one; `columns` vectors of a row; rows side by side in a block, or parts of a
 // row.
-extern "C" __global__ void __launch_bounds__(kThreads, WALK == 1 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     epilogue_pass(EpilogueElement* y, int64 elements, unsigned channels, unsigned columns, unsigned rows,
                   unsigned parts, unsigned blocks, const __grid_constant__ Epilogue epilogue) {
-  const unsigned image = blockIdx.x / blocks, block = blockIdx.x - image * blocks;
+  const unsigned image = block_number() / blocks, block = block_number() - image * blocks;
   const unsigned below = block / parts, part = block - below * parts;
   const unsigned in_rows = part * blockDim.x + threadIdx.x;  // vectors behind the first of the rows side by side
   const unsigned column = rows == 1 ? in_rows : in_rows % columns;
@@ -201,10 +203,10 @@ __device__ __forceinline__ ChannelTerms plane_terms(const Epilogue& epilogue, in
 }
 
 // `size` elements of a plane, of which there are `planes`.
-extern "C" __global__ void __launch_bounds__(kThreads, WALK == 1 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     epilogue_pass(EpilogueElement* y, int64 planes, int64 size, unsigned channels,
                   const __grid_constant__ Epilogue epilogue) {
-  const int64 elements = planes * size, begin = static_cast<int64>(blockIdx.x) * (UNROLL * kThreads * VECTOR);
+  const int64 elements = planes * size, begin = static_cast<int64>(block_number()) * (UNROLL * kThreads * VECTOR);
   const int64 first_plane = begin / size, in_plane = begin - first_plane * size;
   const unsigned first_channel = static_cast<unsigned>(first_plane % channels);
   const bool is_small = size <= 0x7fffffff - UNROLL * kThreads * VECTOR;

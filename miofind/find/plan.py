@@ -21,7 +21,7 @@ from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
 from miofind.options import FindEnforce, FindOptions
 from miofind.runtime.handle import Handle
-from miofind.runtime.refusals import applicability_of
+from miofind.runtime.refusals import applicability_of, forms
 from miofind.solver.candidate import Candidate
 from miofind.solver.registry import composed, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
@@ -478,8 +478,9 @@ def wider_bounds(problem: ProblemDescription, options: FindOptions, handle: Hand
     device = handle.device
     for solver in handle.registry.values() if options.max_error is None else ():
         try:
-            if options.allows(solver) and solver.applicability(problem, device):
-                kept = [solver.keeps_bound(problem, c) for c in solver.default_configs(problem, device)]
+            form = next((form for form in forms(solver, problem) if form.applicability(problem, device)), None)
+            if form is not None and options.allows(form):
+                kept = [form.keeps_bound(problem, c) for c in form.default_configs(problem, device)]
                 found[solver.id] = kept.count(False)
         except BaseException as error:  # make_plan has told of it
             raise_if_interrupted(error)
