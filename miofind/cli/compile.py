@@ -27,7 +27,7 @@ from miofind.errors import (
 )
 from miofind.find.plan import search_space
 from miofind.options import FindOptions
-from miofind.solver.registry import Registry
+from miofind.solver.registry import Registry, composed
 from miofind.solver.solver import Solver
 from miofind.solver.steps import KernelStep
 
@@ -138,7 +138,7 @@ def _steps(
     chosen = [s for s in Registry.default().values() if s.sources and options.allows(s)]
     with counted("listing kernels", len(problems)) as advance:
         for problem in problems:
-            for solver in chosen:
+            for solver in (form for each in chosen for form in _forms(each, problem)):
                 try:
                     for step in _steps_of(solver, problem, device, options.searches):
                         wanted.setdefault(step, solver.id)
@@ -148,6 +148,11 @@ def _steps(
                     report.refused[f"{solver.id}: {problem}"] = told
             advance()
     return _one_a_binary(wanted)
+
+
+def _forms(solver: Solver, problem: ProblemDescription) -> tuple[Solver, ...]:
+    """The solver, and with a pass behind its bare form for a fused problem."""
+    return (solver, composed(solver)) if problem.epilogue else (solver,)
 
 
 def _steps_of(solver: Solver, problem: ProblemDescription, device: Device, search: bool) -> Iterator[KernelStep]:

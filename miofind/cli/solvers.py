@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import click
 
@@ -24,7 +24,8 @@ from miofind.device.device import Device, Place
 from miofind.driver.line import driver_line
 from miofind.errors import described, raise_if_interrupted
 from miofind.options import FindOptions
-from miofind.solver.registry import Registry
+from miofind.runtime.refusals import applicability_of
+from miofind.solver.registry import Registry, composed, composed_id
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, config_text
 
@@ -34,12 +35,17 @@ _COLUMNS = ("solver", "runs on", "directions", "layouts", "dims", "algorithm", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Service:
-    """A solver's refusal of a problem, or its configurations for it."""
+    """A solver's refusal of a problem, or its configurations for it.
+
+    Attributes:
+        composes: it serves a fused problem with a pass behind its bare form.
+    """
 
     solver: Solver
     reason: str = ""
     configs: int = 0
     defaults: tuple[Config, ...] = ()
+    composes: bool = False
 
 
 @click.command(
@@ -85,6 +91,11 @@ def solvers(
 
 
 def _service(solver: Solver, problem: ProblemDescription, device: Device) -> _Service:
+    composes = bool(problem.epilogue and applicability_of(composed(solver), problem, device))
+    return replace(_own_service(solver, problem, device), composes=composes)
+
+
+def _own_service(solver: Solver, problem: ProblemDescription, device: Device) -> _Service:
     try:
         applicability = solver.applicability(problem, device)
         if not applicability:
@@ -200,6 +211,9 @@ def _show(device: Device, problem: ProblemDescription, services: list[_Service])
     if elsewhere:
         print_text(f"{len(elsewhere)} more {_needs_of_others(device)}")
     print_text(f"{len(serving)} of {len(services)} solvers serve it")
+    composing = [service.solver.id for service in services if service.composes]
+    if composing:
+        print_text(f"{len(composing)} serve it with a pass behind their bare form, such as {composed_id(composing[0])}")
 
 
 def _needs_of_others(device: Device) -> str:
@@ -217,6 +231,7 @@ def _json(device: Device, problem: ProblemDescription, services: list[_Service])
                 "id": service.solver.id,
                 "applicable": not service.reason,
                 "reason": service.reason,
+                "composes": service.composes,
                 "configs": service.configs,
                 "defaults": [dict(config) for config in service.defaults],
             }

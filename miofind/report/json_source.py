@@ -12,7 +12,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import IDENTITY
 from miofind.errors import InvalidConfigError, InvalidOptionError, InvalidProblemError, UnknownSolverError
 from miofind.files import read_bounded
-from miofind.report.results import AGAINST_TORCH, GAIN, ProblemResult, SourceContent
+from miofind.report.results import AGAINST_ONE_PASS, AGAINST_TORCH, GAIN, ProblemResult, SourceContent, ratio_of
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, config_text
 
@@ -98,7 +98,8 @@ class _Fields:
 def _of_bench(fields: _Fields, gpu: str) -> ProblemResult:
     fields.check_has("time_ms")
     solver_id, _, config = fields.text("solution").partition(":")
-    ratio, message = fields.number("ratio"), fields.text("message")
+    time_ms, message = fields.number("time_ms"), fields.text("message")
+    ratios = {AGAINST_TORCH: fields.number("ratio"), AGAINST_ONE_PASS: ratio_of(fields.number("one_pass_ms"), time_ms)}
     return ProblemResult(
         problem=fields.problem(),
         device=gpu,
@@ -106,9 +107,9 @@ def _of_bench(fields: _Fields, gpu: str) -> ProblemResult:
         solver_id=solver_id,
         config=_config_text(config),
         library=_library(solver_id),
-        time_ms=fields.number("time_ms"),
+        time_ms=time_ms,
         floor_ms=fields.number("floor_ms"),
-        ratios={} if ratio is None else {AGAINST_TORCH: ratio},
+        ratios={name: ratio for name, ratio in ratios.items() if ratio is not None},
         marks=("failed",) if message else (),
         message=message,
     )

@@ -19,6 +19,7 @@
   const COLUMNS = [
     ["layer", "layer", 180],
     ["problem", "problem", 290],
+    ["epilogue", "epilogue", 150],
     ["direction", "direction", 78],
     ["arithmetic", "type", 76],
     ["layout", "layout", 68],

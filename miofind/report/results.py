@@ -10,6 +10,7 @@ from miofind.bench.ceilings import Ceilings
 from miofind.core.problem import ProblemDescription
 
 AGAINST_TORCH = "PyTorch / miofind"
+AGAINST_ONE_PASS = "one pass / miofind"
 AGAINST_CUDNN = "cuDNN / best"
 OWN_AGAINST_CUDNN = "cuDNN / own kernels"
 GAIN = "first defaults / tuned"

@@ -82,6 +82,7 @@ def columns(sources: Sequence[SourceContent]) -> dict[str, object]:
         "arithmetic": map(arithmetic_of, problems),
         "layout": map(_layouts, problems),
         "direction": (_DIRECTIONS[problem.direction.value] for problem in problems),
+        "epilogue": (problem.epilogue.text for problem in problems),
         "class": map(problem_class, problems),
         "library": map(_library, results),
         "solver": (printable_name(result.solver_id) for result in results),
@@ -201,11 +202,11 @@ def _ratios(results: Sequence[ProblemResult]) -> Mapping[str, list[float | None]
 
 
 def _dtypes(problem: ProblemDescription) -> str:
-    return _joined([operand.tensor.dtype.value for operand in problem.operands])
+    return _joined([operand.tensor.dtype.value for operand in problem.bare.operands])
 
 
 def _layouts(problem: ProblemDescription) -> str:
-    return _joined([operand.tensor.layout.value for operand in problem.operands])
+    return _joined([operand.tensor.layout.value for operand in problem.bare.operands])
 
 
 def _joined(values: Sequence[str]) -> str:

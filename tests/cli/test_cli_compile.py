@@ -32,6 +32,14 @@ def test_kernels_are_compiled_once(tmp_path: Path) -> None:
     assert str(tmp_path / "cache") in again
 
 
+def test_kernels_of_a_fused_problem_are_those_of_both_forms() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    asked = ("compile", *FORWARD, "--arch", "80", "--only", "ConvDirectNaive")
+    kernels = run_json(*asked, "--epilogue", "bias.relu")["kernels"]
+    sources = [kernel["source"] for kernel in kernels]
+    assert sorted(sources) == ["direct/naive.cu", "direct/naive.cu", "pointwise/epilogue_pass.cu"]
+
+
 def test_search_compiles_more_than_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[KernelStep] = []
 

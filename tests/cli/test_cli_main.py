@@ -438,3 +438,10 @@ def test_commands_take_fused_problems(words: tuple[str, ...]) -> None:
     assert shown["driver_line"].endswith("--epilogue bias.residual.relu -m conv -g 1 -F 1")
     problem = ProblemDescription.from_network_config(shown["network_config"])
     assert short_problem(problem) == "4x6x6 > 8, 3x3 bias.residual.relu"
+    assert [each["id"] for each in shown["solvers"] if each["composes"]][:1] == ["ConvCpuDirect"]
+
+
+def test_solvers_say_which_serve_a_fused_problem_with_a_pass() -> None:
+    fused, bare = (run("solvers", *FORWARD, *more, "--device", "cpu").stdout for more in (("--bias",), ()))
+    assert "serve it with a pass behind their bare form, such as ConvCpuDirect+Pointwise" in fused
+    assert "with a pass" not in bare

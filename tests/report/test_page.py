@@ -49,10 +49,15 @@ def test_the_whole_network_config_can_be_put_together() -> None:
         x=(2, 4, 6, 6), w=(8, 4, 3, 3), padding=1, layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"}, dtype="float32"
     )
     tf32 = ProblemDescription.convolution(x=(2, 4, 6), w=(8, 4, 3), math="tf32", direction="backward_weights")
-    problems = [POINTWISE, DEPTHWISE, mixed, tf32]
+    fused = ProblemDescription.convolution(
+        x=(2, 4, 6, 6), w=(8, 4, 3, 3), dtype="float16", epilogue="float32.bias.residual.relu"
+    )
+    problems = [POINTWISE, DEPTHWISE, mixed, tf32, fused]
     made = Page(page([content(*map(result, problems))], "a"))
     parts = zip(*map(made.column, ("prefix", "long_direction", "problem", "suffix")), strict=True)
     assert [f"{a}-{b}-{c}{d}" for a, b, c, d in parts] == [problem.network_config for problem in problems]
+    assert made.column("epilogue") == ["", "", "", "", "float32.bias.residual.relu"]
+    assert made.column("problem")[-1] == "n2-c4-i6x6-k8-f3x3"
 
 
 def test_nothing_is_fetched() -> None:

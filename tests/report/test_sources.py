@@ -15,7 +15,7 @@ from miofind.bench.ceilings import Ceilings
 from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.finddb import Store, write_release
 from miofind.report.finddb_source import MIN_TRIALS, read_finddb, search_curve
-from miofind.report.results import AGAINST_CUDNN, AGAINST_TORCH, OWN_AGAINST_CUDNN
+from miofind.report.results import AGAINST_CUDNN, AGAINST_ONE_PASS, AGAINST_TORCH, OWN_AGAINST_CUDNN
 from miofind.report.sources import read_source
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -105,8 +105,10 @@ def test_a_search_is_known_at_the_end_of_each_batch() -> None:
 
 def test_a_benchmark_gives_its_rows(tmp_path: Path) -> None:
     failed = {"network_config": DEPTHWISE.network_config, "solution": None, "time_ms": None, "message": "nothing"}
-    content = read_source(bench_file(tmp_path / "a.json", {}, failed))
-    first, second = content.results
+    fused = {"network_config": f"{POINTWISE.network_config}-e.bias", "time_ms": 2.0, "one_pass_ms": 3.0}
+    content = read_source(bench_file(tmp_path / "a.json", {}, failed, fused | {"solution": "ConvCudnn+Pointwise:{}"}))
+    first, second, third = content.results
+    assert (third.ratios, third.library) == ({AGAINST_TORCH: 1.5, AGAINST_ONE_PASS: 1.5}, "cudnn")
     assert (first.layer, first.solver_id, first.config) == ("resnet50 conv1", "ConvCudnn", "engine=1")
     assert (first.library, first.ratios, first.floor_fraction(None)) == ("cudnn", {AGAINST_TORCH: 1.5}, 0.5)
     assert (second.solver_id, second.time_ms, second.marks, second.message) == ("", None, ("failed",), "nothing")
