@@ -12,6 +12,9 @@
 #include "grouped/group_filters.cuh"
 #include "common/mma.cuh"
 #include "grouped/nchw_rows.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue_vectors.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) || !defined(FILTER_Y) || \
     !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W)
@@ -323,9 +326,95 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const ELEMENT* resul
   }
 }
 
+#ifdef EPILOGUE
+static_assert(!kFlipped && AxisW::kPhases == 1 && AxisH::kPhases == 1, "only a forward convolution has an epilogue");
+
+// Starts to copy what of the residual belongs to results to where these are staged: see store_results.
+__device__ __forceinline__ void copy_residual(ELEMENT* results, const EpilogueElement* residual,
+                                              const NchwOrigin& origin) {
+  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(results));
+  if constexpr (kWhole) {
+    const int vectors = min(kOut, origin.channels - origin.first_channel) * kArea / 8;
+    for (int image = 0; image < kImages && origin.first_n + image < origin.n; ++image) {
+      const EpilogueElement* const from =
+          residual + static_cast<unsigned>((origin.first_n + image) * origin.channels + origin.first_channel) * kArea;
+#pragma unroll 4
+      for (int i = threadIdx.x; i < vectors; i += kThreads)
+        copy_bytes<16>(shared + 2 * image * kOut * kArea + 16 * i, from + 8 * i, true);
+    }
+  } else {
+    constexpr int kVector = greatest_divisor(8, greatest_divisor(kOutRows * OUT_W, kArea));
+    constexpr int kVectors = kOutRows * OUT_W / kVector;
+    const int vectors = min(kVectors, (OUT_H - origin.first_row) * OUT_W / kVector);
+    const int channels = min(kOut, origin.channels - origin.first_channel);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kVectors * channels; i += kThreads) {
+      const int at = i % kVectors, channel = i / kVectors;
+      if (at >= vectors) continue;
+      const EpilogueElement* const from =
+          residual + static_cast<unsigned>((origin.first_n * origin.channels + origin.first_channel + channel) * kArea +
+                                           origin.first_row * OUT_W + at * kVector);
+      if constexpr (kVector > 1)
+        copy_bytes<2 * kVector>(shared + 2 * (channel * kChannelPitch + at * kVector), from, true);
+      else
+        results[channel * kChannelPitch + at] = *from;
+    }
+  }
+  commit_copies();
+}
+
+// Terms of a lane's two channels.
+using Terms = ChannelTerms[2];
+
+__device__ __forceinline__ void read_lane_terms(Terms& terms, const Epilogue& epilogue, const WarpTile& warp_tile,
+                                                const NchwOrigin& origin) {
+  const int image = min(origin.first_n + warp_tile.image, origin.n - 1);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int channel = origin.first_channel + warp_tile.unit * kUnitOut + 16 * warp_tile.result_block + 8 * half +
+                        threadIdx.x % 32 / 4;
+    if (channel < origin.channels) terms[half] = channel_terms(epilogue, image, channel, origin.channels);
+  }
+}
+
+// Makes results of a warp's sums; what of the residual belongs to them lies where stage_accumulators writes them.
+__device__ __forceinline__ void finish_sums(Accumulators& accumulators, const ELEMENT* results,
+                                            const WarpTile& warp_tile, const Terms& terms, const Epilogue& epilogue) {
+  constexpr int kVector = AxisW::kStep == 1 ? greatest_divisor(2, OUT_W) : 1;
+  const int lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int channel = warp_tile.unit * kUnitOut + 16 * warp_tile.result_block + 8 * half + lane / 4;
+    const ELEMENT* const from =
+        results + (warp_tile.image * kOut + channel) * kChannelPitch + warp_tile.group * kWarpRows * OUT_W;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+      for (int first = 0; first < 2; first += kVector) {
+        const int column = AxisW::kStep == 1 ? 8 * tile + 2 * t + first : 8 * tile + t + 4 * first;
+        if (column >= OUT_W) continue;
+#pragma unroll
+        for (int row = 0; row < kWarpRows; ++row) {
+          if (kWhole && warp_tile.group * kWarpRows + row >= OUT_H) continue;
+          const auto residual = read_residual<kVector>(from + row * OUT_W + column, true);
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) {
+            float& sum = accumulators[0][0][row][tile][2 * half + first + e];
+            sum = finish(sum, terms[half], convert<float>(residual.at[e]), epilogue);
+          }
+        }
+      }
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     grouped_nchw(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
+#ifdef EPILOGUE
+                 int in_channels, int out_channels, int tiles, const __grid_constant__ Epilogue epilogue) {
+#else
                  int in_channels, int out_channels, int tiles) {
+#endif
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
   const int unit = blockIdx.x * kUnits, step = gridDim.y, lane = threadIdx.x % 32;
@@ -385,6 +474,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     }
     // The tile has arrived, and every warp has read its filters, or stored the results before.
     __syncthreads();
+#ifdef EPILOGUE
+    const NchwOrigin target = {n, out_channels, tile / ROW_TILES * kImages, unit * kUnitOut,
+                               tile % ROW_TILES * kOutRows};
+    if constexpr (kHasResidual) copy_residual(results, epilogue.residual, target);
+    Terms terms = {};
+    read_lane_terms(terms, epilogue, warp_tile, target);
+#endif
     if constexpr (kStages > 1) {
       const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
       if (next < tiles) stage_rows<Inputs, kThreads>(base + kLaid + to * kStageBytes, in, source_of(next));
@@ -396,6 +492,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     }
     Accumulators accumulators = {};
     add_rows(accumulators, pixels + (Inputs::kFlat ? 0 : at * kStageBytes), matrices);
+#ifdef EPILOGUE
+    if constexpr (kHasResidual) {
+      wait_for_copies<kStages == 1 ? 0 : 1>();  // it was copied just before the next tile
+      __syncthreads();                          // the residual has arrived
+    }
+    finish_sums(accumulators, results, warp_tile, terms, epilogue);
+#endif
     stage_accumulators(results, accumulators, warp_tile);
     __syncthreads();  // the results are staged, and every warp has read the tile, which may be overwritten
     store_results(out, results,

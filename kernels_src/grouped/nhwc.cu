@@ -11,6 +11,9 @@
 #include "grouped/group_axis.cuh"
 #include "grouped/group_filters.cuh"
 #include "common/shared_pixels.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue_vectors.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) ||         \
     !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || \
@@ -283,9 +286,142 @@ __device__ __forceinline__ void store_nchw(ELEMENT* out, const unsigned char* re
   }
 }
 
+#ifdef EPILOGUE
+static_assert(!kFlipped && AxisW::kPhases == 1 && AxisH::kPhases == 1, "only a forward convolution has an epilogue");
+
+// Starts to copy what of the residual belongs to results of channels last to where these are staged.
+__device__ __forceinline__ void copy_residual(unsigned char* results, const EpilogueElement* residual,
+                                              const Images& images) {
+  constexpr int kWords = kOut / 8, kColumnWords = kSpan * kWords;
+  const int rows = min(kTileRows, images.height - images.first_row);
+  const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(results));
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kImages * kColumnWords; i += kThreads) {
+    const int word = i % kWords, column = i / kWords % kSpan, image = i / kColumnWords;
+    const int n = images.first_n + image, channel = images.first_channel + 8 * word;
+    const int v = images.first_column + column;
+    if (n >= images.n || channel >= images.channels || v >= images.width) continue;
+    const unsigned to = shared + (image * kTileRows * kSpan + column) * kResultBytes + 16 * word;
+    const EpilogueElement* const from =
+        residual + static_cast<int64>(n * images.height + images.first_row) * kOutRow + (v * images.channels + channel);
+#pragma unroll(rows_at_once(kTileRows))
+    for (int row = 0; row < kTileRows; ++row) {
+      if (row >= rows) break;
+      copy_bytes<16>(to + row * kSpan * kResultBytes, from + row * kOutRow, true);
+    }
+  }
+  commit_copies();
+}
+
+// Reads what of the residual belongs to results of channels first to where these are staged: see store_nchw.
+__device__ __forceinline__ void read_residual_nchw(unsigned char* results, const EpilogueElement* residual,
+                                                   const Images& images) {
+  constexpr int kArea = OUT_H * OUT_W;
+  ELEMENT* const to = reinterpret_cast<ELEMENT*>(results);
+  if constexpr (kWhole && kTileColumns == OUT_W) {
+    constexpr int kVector = greatest_divisor(8, kArea) >= 4 ? greatest_divisor(8, kArea) : 8;
+    constexpr int kVectors = kOut * kArea / kVector;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < kImages * kVectors; i += kThreads) {
+      const int first = i % kVectors * kVector, n = images.first_n + i / kVectors;
+      if (n >= images.n || images.first_channel + first / kArea >= images.channels) continue;
+      int rank = i / kVectors * kOut + first / kArea, at = first % kArea;
+      const auto values = *reinterpret_cast<const Vector<ELEMENT, kVector>*>(
+          residual + (n * images.channels + images.first_channel) * kArea + first);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        to[rank * kChannelPitch + at] = values.at[e];
+        if (++at == kArea) at = 0, ++rank;
+      }
+    }
+  } else {
+    constexpr int kVector = greatest_divisor(8, greatest_divisor(OUT_W, kTileColumns));
+    constexpr int kVectors = kTileColumns / kVector;
+    const int rows = min(kTileRows, images.height - images.first_row);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kImages * kOut * kVectors; i += kThreads) {
+      const int column = i % kVectors * kVector, rank = i / kVectors;
+      const int n = images.first_n + rank / kOut, channel = images.first_channel + rank % kOut;
+      const int v = images.first_column + column;
+      if (n >= images.n || channel >= images.channels || v >= images.width) continue;
+      unsigned offset = ((n * images.channels + channel) * images.height + images.first_row) * images.width + v;
+#pragma unroll(rows_at_once(kTileRows))
+      for (int row = 0; row < kTileRows; ++row) {
+        if (row >= rows) break;
+        *reinterpret_cast<Vector<ELEMENT, kVector>*>(to + rank * kChannelPitch + row * kTileColumns + column) =
+            *reinterpret_cast<const Vector<ELEMENT, kVector>*>(residual + offset);
+        offset += images.width;
+      }
+    }
+  }
+}
+
+// Terms of the channels of a lane's sums, but for those of each image.
+using Terms = ChannelTerms[kBlocksN][2];
+
+__device__ __forceinline__ int channel_of_lane(const WarpTile& warp_tile, const Images& target) {
+  return target.first_channel + warp_tile.unit * kUnitOut + 8 * warp_tile.block + threadIdx.x % 4 * 2;
+}
+
+__device__ __forceinline__ void read_unit_terms(Terms& terms, const Epilogue& epilogue, const WarpTile& warp_tile,
+                                                const Images& target) {
+  const int channel = channel_of_lane(warp_tile, target);
+#pragma unroll
+  for (int j = 0; j < kBlocksN; ++j)
+    if (channel + 8 * j < target.channels)
+      read_terms(terms[j], epilogue, target.first_n, channel + 8 * j, target.channels);
+}
+
+// Makes results of a warp's sums; what of the residual belongs to them lies where stage_accumulators writes them.
+__device__ __forceinline__ void finish_sums(Accumulators& accumulators, const unsigned char* results,
+                                            const WarpTile& warp_tile, const Images& target, const Terms& unit_terms,
+                                            const Epilogue& epilogue) {
+  const int lane = threadIdx.x % 32, channel = channel_of_lane(warp_tile, target);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Segment segment = segment_at(warp_tile.first_segment + half);
+    const int column = segment.column + lane / 4, n = target.first_n + segment.image;
+    if (warp_tile.first_segment + half >= kSegments || column >= kSpan || n >= target.n) continue;
+    const ELEMENT* const planes = reinterpret_cast<const ELEMENT*>(results) +
+                                  (segment.image * kOut + channel - target.first_channel) * kChannelPitch +
+                                  segment.row * kTileColumns + column;
+    const unsigned char* const pixels = results +
+                                        ((segment.image * kTileH + segment.row) * kSpan + column) * kResultBytes +
+                                        2 * (channel - target.first_channel);
+#pragma unroll
+    for (int j = 0; j < kBlocksN; ++j) {
+      if (channel + 8 * j >= target.channels) continue;
+      ChannelTerms terms[2] = {unit_terms[j][0], unit_terms[j][1]};
+      if constexpr (kHasChannelBias) read_terms(terms, epilogue, n, channel + 8 * j, target.channels);
+#pragma unroll
+      for (int row = 0; row < kWarpRows; ++row) {
+        Vector<ELEMENT, 2> residual = {};
+        if constexpr (kHasResidual && kLast)
+          residual = *reinterpret_cast<const Vector<ELEMENT, 2>*>(pixels + row * kSpan * kResultBytes + 16 * j);
+        else if constexpr (kHasResidual)
+          residual = {planes[8 * j * kChannelPitch + row * kTileColumns],
+                      planes[(8 * j + 1) * kChannelPitch + row * kTileColumns]};
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& sum = accumulators[0][row][j][2 * half + e];
+          sum = finish(sum, terms[e], convert<float>(residual.at[e]), epilogue);
+        }
+      }
+    }
+  }
+}
+#endif
+
 // Computes a tile from its staged patch and stores it.
 __device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* results, unsigned pixels, unsigned matrices,
+#ifdef EPILOGUE
+                                             const WarpTile& warp_tile, const Images& target,
+                                             const Epilogue& epilogue) {
+  Terms terms = {};
+  read_unit_terms(terms, epilogue, warp_tile, target);
+#else
                                              const WarpTile& warp_tile, const Images& target) {
+#endif
 #pragma unroll 1
   for (int phase = 0; phase < AxisW::kPhases; ++phase) {
     Accumulators accumulators = {};
@@ -300,6 +436,20 @@ __device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* result
       }
     if (kOverlaid || (kLast && phase > 0))
       __syncthreads();  // every warp has read the patch, or stored the phase before
+#ifdef EPILOGUE
+    if constexpr (kHasResidual) {
+      if constexpr (!kLast) {
+        read_residual_nchw(results, epilogue.residual, target);
+      } else if constexpr (kOverlaid) {
+        copy_residual(results, epilogue.residual, target);
+        wait_for_copies<0>();
+      } else {
+        wait_for_copies<1>();  // it was copied just before the next patch
+      }
+      __syncthreads();  // the residual has arrived
+    }
+    finish_sums(accumulators, results, warp_tile, target, terms, epilogue);
+#endif
     stage_accumulators(results, accumulators, warp_tile, phase);
     if (!kLast && phase < AxisW::kPhases - 1) continue;
     __syncthreads();  // the results of every warp are staged
@@ -338,7 +488,11 @@ __device__ __forceinline__ Images target_of(const Shape& shape, const TileAt& ti
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     grouped_nhwc(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+#ifdef EPILOGUE
+                 const __grid_constant__ Shape shape, const __grid_constant__ Epilogue epilogue) {
+#else
                  const __grid_constant__ Shape shape) {
+#endif
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
   const int first_filter = blockIdx.x * kUnits * kUnitK, filters = kFlipped ? shape.in_channels : shape.out_channels;
@@ -385,19 +539,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if constexpr (kStages == 1) {
     wait_for_copies<0>();
     __syncthreads();  // the patch and the filters have arrived
+#ifdef EPILOGUE
+    compute_tile(out, staged + kResultsAt, pixels, matrices, warp_tile, target_of(shape, first), epilogue);
+#else
     compute_tile(out, staged + kResultsAt, pixels, matrices, warp_tile, target_of(shape, first));
+#endif
   } else {
     int at = 0;
 #pragma unroll 1
     for (int tile = blockIdx.y; tile < tiles; tile += step) {
       wait_for_copies<kStages - 2>();
       __syncthreads();  // the patch has arrived, and every warp has read the one before and stored its results
+#ifdef EPILOGUE
+      if constexpr (kHasResidual && kLast)
+        copy_residual(staged + kResultsAt, epilogue.residual, target_of(shape, tile_at(tile)));
+#endif
       const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
       if (next < tiles)
         stage_pixels<Patch, kInRow, kThreads>(base + to * Patch::kBytes, in, source_of(shape, tile_at(next)));
       commit_copies();
       compute_tile(out, staged + kResultsAt, pixels + at * Patch::kBytes, matrices, warp_tile,
+#ifdef EPILOGUE
+                   target_of(shape, tile_at(tile)), epilogue);
+#else
                    target_of(shape, tile_at(tile)));
+#endif
       at = at + 1 == kStages ? 0 : at + 1;
     }
   }

@@ -14,11 +14,13 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import (
     SOURCE,
@@ -46,7 +48,8 @@ def _matrices(problem: ProblemDescription) -> int:
 
 def _registers(problem: ProblemDescription, tiling: NchwTiling) -> int:
     """Registers of a thread that spills nothing: sums, filters, a row of pixels, and addresses."""
-    return 8 * ceil_div(tiling.sums + _matrices(problem) + 2 * tiling.depth * tiling.in_tiles + 60, 8)
+    fused = epilogue_registers(problem, 2, 2)
+    return 8 * ceil_div(tiling.sums + _matrices(problem) + 2 * tiling.depth * tiling.in_tiles + fused + 60, 8)
 
 
 def _resident(problem: ProblemDescription, tiling: NchwTiling, device: Device) -> int:
@@ -78,6 +81,7 @@ def _defines(
         ("PITCH", tiling.source.pitch),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        *epilogue_defines(problem),
     )
 
 
@@ -205,7 +209,13 @@ class ConvGroupedPlanes(Solver):
             grouped(4, 4, 6, x=(2, 13, 9), w=(4, 3), padding=((4, 0), (2, 1)), dilation=(1, 2)),
             grouped(2, 16, 32, x=(2, 9, 12), w=(1, 1), padding=0, direction=data),
             grouped(4, 2, 4, x=(2, 50), w=(5,), padding=2, stride=2, layout=Layout.NCW),
+            grouped(8, 4, 4, x=(2, 30, 28), w=(3, 3), epilogue="bias.relu"),
+            grouped(2, 16, 32, x=(3, 28, 28), w=(3, 3), stride=2, dtype=brain, epilogue="scale.bias.residual.silu"),
+            grouped(3, 16, 16, x=(5, 7, 7), w=(3, 3), epilogue="channel_bias.silu.residual"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
@@ -288,6 +298,7 @@ class ConvGroupedPlanes(Solver):
             args=(
                 *(Pointer(buffer=name) for name in (source, "w", target)),
                 *int32s(problem.n, problem.tensor(source).shape[1], problem.tensor(target).shape[1], tiling.tile_count),
+                *epilogue_arguments(problem),
             ),
         )
         return ConvSolution(steps=(step,))

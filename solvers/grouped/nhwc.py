@@ -14,11 +14,13 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import SOURCE, GroupedTiling, is_ample, refuse_groups, units_of
 from miofind.solvers.grouped.nhwc_shape import KEYS, SHAPE, shape_of
@@ -31,17 +33,18 @@ _MAX_THREADS = 512
 _MAX_GRID = 2**16 - 1
 
 
-def _registers(tiling: GroupedTiling) -> int:
+def _registers(problem: ProblemDescription, tiling: GroupedTiling) -> int:
     """Registers of a thread that spills nothing: sums, fragments of a column of taps, and addresses."""
     blocks_n = tiling.out_blocks // tiling.shares
     unrolled = 32 if not tiling.is_dense and blocks_n > 2 else 0  # all of the depth is, and loads run ahead
     addresses = 64 if tiling.stages > 1 else 48 if tiling.axes[0].stride == 1 else 56
-    return 8 * math.ceil((tiling.sums + 2 * tiling.axes[0].taps * blocks_n + addresses + unrolled) / 8)
+    fused = epilogue_registers(problem, 2 * blocks_n, 2)
+    return 8 * math.ceil((tiling.sums + 2 * tiling.axes[0].taps * blocks_n + addresses + unrolled + fused) / 8)
 
 
-def _resident(tiling: GroupedTiling, device: Device) -> int:
+def _resident(problem: ProblemDescription, tiling: GroupedTiling, device: Device) -> int:
     """Blocks that a multiprocessor holds at once."""
-    return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, SmLimits.of(device))
+    return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
 
 def _tiles_of_block(tiling: GroupedTiling, resident: int, device: Device) -> int:
@@ -51,10 +54,11 @@ def _tiles_of_block(tiling: GroupedTiling, resident: int, device: Device) -> int
 
 def _launch(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
     planar, tiling = problem.lifted(2), GroupedTiling.of(problem, config)
+    resident = _resident(problem, tiling, device)
     channel_tiles, row_tiles, column_tiles, image_tiles = tiling.tiles
     across = (row_tiles * column_tiles, image_tiles)
     if tiling.stages > 1:
-        across = (ceil_div(tiling.spatial_tiles, _tiles_of_block(tiling, _resident(tiling, device), device)), 1)
+        across = (ceil_div(tiling.spatial_tiles, _tiles_of_block(tiling, resident, device)), 1)
     source, target = SOURCE[problem.direction], problem.direction.output
     return KernelStep(
         source="grouped/nhwc.cu",
@@ -62,10 +66,11 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
         grid=(channel_tiles, *across),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
-        defines=_defines(planar, config, tiling, _resident(tiling, device)),
+        defines=_defines(planar, config, tiling, resident),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
             shape_of(planar.tensor(source), planar.tensor(target), tiling.spatial_tiles),
+            *epilogue_arguments(problem),
         ),
     )
 
@@ -100,6 +105,7 @@ def _defines(
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
         SHAPE.define,
+        *epilogue_defines(planar),
     )
 
 
@@ -228,7 +234,13 @@ class ConvGrouped(Solver):
             grouped(8, 4, 4, x=(2, 30, 28), w=(3, 3), direction=data, layout=Layout.NCHW),
             grouped(8, 3, 5, x=(2, 11, 12), w=(4, 3), stride=(2, 3), dilation=(3, 1), direction=data),
             grouped(4, 2, 4, x=(2, 50), w=(7,), stride=2, layout=Layout.NWC),
+            grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3), epilogue="bias.relu"),
+            grouped(2, 16, 32, x=(3, 15, 14), w=(3, 3), stride=2, dtype=brain, epilogue="scale.bias.residual.silu"),
+            grouped(4, 8, 8, x=(3, 14, 13), w=(3, 3), layout=Layout.NCHW, epilogue="channel_bias.silu.residual"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
@@ -256,14 +268,14 @@ class ConvGrouped(Solver):
         if tiling.stages > 1 and not problem.x.layout.channels_last:
             return False
         if tiling.stages > 1:
-            resident = _resident(tiling, device)
+            resident = _resident(problem, tiling, device)
             if resident == 0 or tiling.stages > _tiles_of_block(tiling, resident, device):
                 return False
         if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
             return False
         if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
             return False
-        return _registers(tiling) <= _MAX_REGISTERS and _resident(tiling, device) > 0
+        return _registers(problem, tiling) <= _MAX_REGISTERS and _resident(problem, tiling, device) > 0
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return any(channels // problem.groups % 8 for channels in (problem.c, problem.k))
@@ -276,7 +288,7 @@ class ConvGrouped(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedTiling.of(problem, config)
-        resident = _resident(tiling, device)
+        resident = _resident(problem, tiling, device)
         return _LAUNCH_MS + _work_ms(problem, device, tiling, resident)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
