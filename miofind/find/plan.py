@@ -345,10 +345,11 @@ class _Draft:
             solver = request.solver
             if is_composed(solver.id):
                 self._applies(request)
-            elif solver.id in asked:
+                continue
+            if solver.id in asked:
                 self.considered[solver.id] = solver.version
-                if not (answer := request.bare_applicability()):
-                    self.refusals[solver.id] = answer.reason
+            if solver.id in self.refusals and not (answer := request.bare_applicability()):
+                self.refusals[solver.id] = answer.reason
 
     def ask_again(self, request: _Request) -> None:
         """Take in a solver's earlier configurations, and nothing besides."""

@@ -88,7 +88,7 @@ class Registry(Mapping[str, Solver]):
         return Registry._default
 
     def __getitem__(self, solver_id: str) -> Solver:
-        if solver_id in self._solvers or not is_composed(solver_id):
+        if solver_id in self._solvers or not is_composed(str(solver_id)):
             return self._solvers[solver_id]
         return composed(self._solvers[solver_id.removesuffix(COMPOSED_SUFFIX)])
 

@@ -107,6 +107,18 @@ def test_only_the_fastest_bare_solutions_are_composed() -> None:
     assert not any(name.endswith("+Pointwise") for name in plan.considered)
 
 
+def test_a_find_without_any_solution_says_why_of_each_solver() -> None:
+    """What refuses the bare problem is told rather than that no epilogue is fused."""
+    problem = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3), dtype="float64", epilogue="bias")
+    with Handle("cpu") as handle:
+        plan = make_plan(problem, FindOptions(), handle)
+        assert plan.refusals["ConvDirectTiled"] == "runs on cuda, not on cpu"
+        assert plan.refusals["ConvCpuGemm1x1"].startswith("serves unpadded filters of one tap")
+        assert plan.refusals["ConvCpuDirect"] == "its kernels apply no epilogue bias"
+        with pytest.raises(NoSolutionError, match="ConvDirectTiled: runs on cuda"):
+            find(problem, FindOptions(only=("ConvDirectTiled", "cudnn")), handle)
+
+
 def test_bare_winners_are_configurations_to_fuse(database: Path) -> None:
     """Where its kernels fuse, a solver is tried with the configurations that were fastest without the epilogue."""
     problem = ProblemDescription.convolution(x=(2, 4, 7, 6), w=(6, 4, 3, 3), epilogue="bias")
