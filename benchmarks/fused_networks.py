@@ -4,10 +4,11 @@
     python benchmarks/fused_networks.py --networks resnet50 --dtypes float16 --layouts NHWC --batches 32
 
 Times the suites `*_fused`, the most telling case first. What the FindDB does not answer is found first, within --budget
-seconds of measuring a problem, and recorded in --db. Each GPU has a process of its own (CUDA_VISIBLE_DEVICES) for its
-share. The files of --folder keep what was timed: the same command goes on with what is left, and begins anew where
-they are of another commit. The last lines are a table of the networks: sums of a forward pass in milliseconds, and the
-others' time over miofind's by the sums (in brackets: the geometric mean over the distinct layers).
+seconds of measuring a problem and as many for a search of cuDNN's engines, and recorded in --db. Each GPU has a process
+of its own (CUDA_VISIBLE_DEVICES) for its share. The files of --folder keep what was timed: the same command goes on
+with what is left, and begins anew where they are of another commit. The last lines are a table of the networks: sums of
+a forward pass in milliseconds, and the others' time over miofind's by the sums (in brackets: the geometric mean over
+the distinct layers).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,28 +139,37 @@ def time_share(arguments: argparse.Namespace) -> None:
             print(json.dumps(told, allow_nan=False), file=file, flush=True)
 
         options = FindOptions(time_budget_s=arguments.budget)
+        timing = Timing(handle=handle, options=options, deadline=deadline, workers=processors() // every)
         with contextlib.suppress(Late):
-            time_all([each.entry for each in left], handle, options, deadline, take, workers=processors() // every)
+            time_all([each.entry for each in left], timing, take)
 
 
-def time_all(
-    entries: Sequence[SuiteProblem],
-    handle: miofind.Handle,
-    options: FindOptions,
-    deadline: float,
-    take: Callable[[BenchRow], None],
-    *,
-    workers: int = 1,
-) -> None:
-    """Find and time layers, a chunk after the other, with so many compiling processes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """With what layers are found and timed.
+
+    Attributes:
+        options: of a find; cuDNN's engines are searched for as long, so that a rival is its best.
+        deadline: when no further layer begins, by time.monotonic.
+        workers: compiling processes.
+    """
+
+    handle: miofind.Handle
+    options: FindOptions
+    deadline: float
+    workers: int
+
+
+def time_all(entries: Sequence[SuiteProblem], timing: Timing, take: Callable[[BenchRow], None]) -> None:
+    """Find and time layers, a chunk after the other.
 
     Raises:
         Late: there is no time left.
     """
-    ceilings = measure_ceilings(handle.device)
+    ceilings = measure_ceilings(timing.handle.device)
 
     def check() -> None:
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= timing.deadline:
             raise Late
 
     def take_and_check(row: BenchRow) -> None:
@@ -168,12 +178,13 @@ def time_all(
 
     for start in range(0, len(entries), CHUNK):
         check()
-        with CompilePool(workers=max(1, workers)) as pool:
+        with CompilePool(workers=max(1, timing.workers)) as pool:
             bench(
                 entries[start : start + CHUNK],
-                handle,
-                options,
+                timing.handle,
+                timing.options,
                 against=AGAINST,
+                rival_options=replace(timing.options, tuning=True),
                 ceilings=ceilings,
                 pool=pool,
                 on_found=check,

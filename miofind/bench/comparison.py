@@ -101,6 +101,7 @@ def bench(
     options: FindOptions,
     *,
     against: Sequence[Rival] = (),
+    rival_options: FindOptions | None = None,
     ceilings: Ceilings | None = None,
     pool: CompilePool | None = None,
     on_found: Callable[[], None] = lambda: None,
@@ -110,13 +111,15 @@ def bench(
 
     Args:
         against: rivals that are timed in turn with it; what fails of them is a part of the message.
+        rival_options: what cuDNN's sides are found with, whatever these filter; `options` if left out.
         ceilings: of the handle's device; measured where they are left out.
         pool: compiles each problem's kernels while the one before is found; closed before anything is timed.
         on_found: called once a problem, when its solutions are known.
         on_row: called once a problem, when it is timed.
     """
     ceilings = measure_ceilings(handle.device) if ceilings is None else ceilings
-    failures = _find(entries, handle, options, pool, lambda entry: _found(entry, against, options, handle, on_found))
+    found_with = rival_options or options
+    failures = _find(entries, handle, options, pool, lambda entry: _found(entry, against, found_with, handle, on_found))
     if pool is not None:
         pool.close()  # what was compiled ahead in vain would go on beside what is timed
     rows = []

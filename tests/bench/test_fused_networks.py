@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,11 +95,12 @@ def test_layers_are_timed_until_it_is_late(fused: ModuleType, monkeypatch: pytes
     entries = [SuiteProblem(problem=problem, suite="a", layer="b", count=1) for problem in problems]
     rows: list[BenchRow] = []
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
-        fused.time_all(entries, handle, FindOptions(), time.monotonic() + 1e6, rows.append)
+        timing = fused.Timing(handle=handle, options=FindOptions(), deadline=time.monotonic() + 1e6, workers=1)
+        fused.time_all(entries, timing, rows.append)
         assert [row.time_ms is not None for row in rows] == [True] * 3
         assert all("one-pass: " in row.message and "torch: " in row.message for row in rows)
         with pytest.raises(fused.Late):
-            fused.time_all(entries, handle, FindOptions(), 0.0, rows.append)
+            fused.time_all(entries, replace(timing, deadline=0.0), rows.append)
     assert len(rows) == 3
 
 
