@@ -104,6 +104,26 @@ def test_a_row_of_the_same_machine_code_is_carried_over(old: Store, compiler: Co
     assert told == Restamped(rows=1)
 
 
+@pytest.mark.parametrize("solver_id", ["ConvDirectNaive+Pointwise", "ConvDepthwiseChannelsLast", "ConvCudnn+Pointwise"])
+def test_rows_of_fused_problems_are_carried_over(solver_id: str, compiler: Compiler) -> None:
+    """Under the hash of the sources with their epilogue."""
+    problem = ProblemDescription.convolution(
+        x=(2, 8, 9, 7), w=(8, 1, 3, 3), padding=1, groups=8, dtype="float16", layout="NHWC", epilogue="bias.relu"
+    )
+    solver, device = Registry.default()[solver_id], Device.virtual("90a")
+    if not solver.applicability(problem, device):
+        pytest.skip(solver.applicability(problem, device).reason)
+    config = solver.default_configs(problem, device)[0]
+    earlier = measured(source_hash="a" * 64, kernel_hash="b" * 64)
+    earlier = replace(earlier, solver_id=solver_id, solver_version=solver.version, config=config.json)
+    with Store(MEMORY) as store:
+        store.add([History(device=DEVICE, network_config=problem.network_config, rows=(earlier,))])
+        (history,) = restamped(store, of_another_release(store, compiler), compiler, Restamped())
+    (carried,) = history.rows
+    assert carried.source_hash == solver_hash(solver, fused=True)
+    assert carried.kernel_hash == kernel_hash(solver.solution(problem, device, config))
+
+
 @pytest.mark.parametrize("fields", [{"code": "c" * 64}, {"solver_version": SOLVER.version + 1}])
 def test_a_row_of_other_machine_code_stays_behind(old: Store, compiler: Compiler, fields: dict[str, object]) -> None:
     told = Restamped()

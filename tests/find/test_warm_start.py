@@ -67,6 +67,7 @@ def test_sizes_count_by_their_ratio_whichever_is_larger() -> None:
         {"dilation": 2},
         {"w": (64, 16, 3, 3), "groups": 4},
         {"w": (64, 1, 3, 3), "groups": 64},
+        {"epilogue": "bias.relu"},
     ],
     ids=str,
 )
@@ -84,6 +85,12 @@ def test_winners_are_those_of_the_nearest_problems_nearest_first(database: Layer
         "A": (Config.of(tile=16), Config.of(tile=8), Config.of(tile=99)),
         "B": (Config.of(tile=1),),
     }
+
+
+def test_what_won_in_a_composed_form_won(database: LayeredStore) -> None:
+    record(database, problem(epilogue="bias"), {"A+Pointwise=1": 1.0, "A=2": 2.0, "B=3": 3.0})
+    found = WarmStart(DEVICE).winners(problem(epilogue="bias.relu"), database)
+    assert found == {"A": (Config.of(tile=1),), "B": (Config.of(tile=3),)}
 
 
 def test_the_problem_itself_is_the_nearest(database: LayeredStore) -> None:
