@@ -10,6 +10,9 @@
 // one segment. H and W are of what is read, OUT_H and OUT_W of what is written.
 // Grid: one dimension, row blocks innermost, then images.
 #include "depthwise/register_tile.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue_vectors.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(TRANSPOSED) || !defined(FILTERS) || !defined(MULTIPLIER) || !defined(H) || !defined(W)
 #error "define ELEMENT, TRANSPOSED, FILTERS, MULTIPLIER, H and W"
@@ -168,6 +171,52 @@ __device__ __forceinline__ void write_tile(ELEMENT* to, const float (&accumulato
   }
 }
 
+#ifdef EPILOGUE
+static_assert(!TRANSPOSED, "only a forward convolution has an epilogue");
+
+// What a tile's results need of the residual, of results that are not STAGED: vectors as they are written.
+using ResidualTile = Vector<ELEMENT, kOutVector>[TILE_ROWS][TILE_COLUMNS / kOutVector];
+
+// Reads it from an image; the tile begins at row `row` and column `column`.
+__device__ __forceinline__ void read_tile(ResidualTile& tile, const EpilogueElement* image, int row, int column) {
+#pragma unroll
+  for (int i = 0; i < TILE_ROWS; ++i)
+#pragma unroll
+    for (int j = 0; j < TILE_COLUMNS; j += kOutVector)
+      tile[i][j / kOutVector] = read_residual<kOutVector>(
+          image + (row + i) * OUT_W + column + j,
+          (OUT_H % TILE_ROWS == 0 || row + i < OUT_H) && (OUT_W % TILE_COLUMNS == 0 || column + j < OUT_W));
+}
+
+// Makes results of a tile's sums. The residual is in `tile` or, of results that are STAGED, where write_tile writes
+// these.
+__device__ __forceinline__ void finish_tile(float (&accumulators)[TILE_ROWS][TILE_COLUMNS], const ResidualTile& tile,
+                                            const ELEMENT* staged, int row, int column, const ChannelTerms& terms,
+                                            const Epilogue& epilogue) {
+#pragma unroll
+  for (int i = 0; i < TILE_ROWS; ++i) {
+    if (OUT_H % TILE_ROWS && row + i >= OUT_H) break;
+    float residual[TILE_COLUMNS] = {};
+    if constexpr (kHasResidual && STAGED && kColumnTiles == 1 && OUT_W % 2 && sizeof(ELEMENT) == 2) {
+      read_anywhere<OUT_W>(residual, staged + (row + i) * OUT_W);
+    } else if constexpr (kHasResidual) {
+#pragma unroll
+      for (int j = 0; j < TILE_COLUMNS; j += kOutVector) {
+        if (OUT_W % TILE_COLUMNS && column + j >= OUT_W) break;
+        if constexpr (STAGED)
+          read_elements<kOutVector>(residual + j, staged + (row + i) * OUT_W + column + j);
+        else
+#pragma unroll
+          for (int e = 0; e < kOutVector; ++e) residual[j + e] = convert<float>(tile[i][j / kOutVector].at[e]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < TILE_COLUMNS; ++j)
+      accumulators[i][j] = finish(accumulators[i][j], terms, residual[j], epilogue);
+  }
+}
+#endif
+
 // Where in shared memory the first element lies that a block reads of an image; `first` is that of its first image.
 __device__ __forceinline__ int staged_offset(int first, int image) {
   if (kSlots == 1) return first % kCopyElements<ELEMENT> + image * (H * W);
@@ -176,7 +225,12 @@ __device__ __forceinline__ int staged_offset(int first, int image) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_channels_first(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filters,
+#ifdef EPILOGUE
+                             ELEMENT* __restrict__ out, int images, int in_size,
+                             const __grid_constant__ Epilogue epilogue) {
+#else
                              ELEMENT* __restrict__ out, int images, int in_size) {
+#endif
   extern __shared__ __align__(16) float shared[];
   float* const staged_filters = shared;
   ELEMENT* const staged = reinterpret_cast<ELEMENT*>(shared + kFilters * kTapPitch);
@@ -193,6 +247,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   load_segments<kThreads, kSlots, kSegment, kSlotPitch>(staged + kInAt, in, in_size, [&](int slot) {
     return Segment{first + slot * (H * W), kRowBlocks == 1 ? sources * H * W : max(0, end_row - first_row) * W};
   });
+#ifdef EPILOGUE
+  const int first_result_row = row_block * kRowBlockTiles * TILE_ROWS;
+  if constexpr (kHasResidual && STAGED)
+    load_segments<kThreads, 1, kOutSegment, padded_size<ELEMENT>(kOutSegment)>(
+        staged + kOutAt, epilogue.residual, images * (OUT_H * OUT_W), [&](int) {
+          const int rows = kRowBlocks == 1 ? count * OUT_H : min(OUT_H - first_result_row, kRowBlockTiles * TILE_ROWS);
+          return Segment{(first_image * OUT_H + first_result_row) * OUT_W, rows * OUT_W};
+        });
+#endif
   commit_copies();
   load_filters(staged_filters, filters, first_image * kTerms);
   if constexpr (kHasZeros) {
@@ -213,6 +276,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const int across = item % kColumnTiles, down = item / kColumnTiles % kRowBlockTiles + row_block * kRowBlockTiles;
     const int image = item / (kColumnTiles * kRowBlockTiles);
     if (image >= count || (kRowBlocks > 1 && down >= kRowTiles)) break;
+#ifdef EPILOGUE
+    const int number = first_image + image, n = number / FILTERS;
+    const ChannelTerms terms = channel_terms(epilogue, n, number - n * FILTERS, FILTERS);
+    ResidualTile residual = {};
+    if constexpr (!STAGED)
+      read_tile(residual, epilogue.residual + static_cast<int64>(number) * (OUT_H * OUT_W), down * TILE_ROWS,
+                across * TILE_COLUMNS);
+#endif
     float accumulators[TILE_ROWS][TILE_COLUMNS] = {};
 #pragma unroll 1
     for (int term = 0; term < kTerms; ++term) {
@@ -227,6 +298,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         add_rows(accumulators, taps, from, staged, down * Rows::kStep, across * Columns::kStep);
       }
     }
+#ifdef EPILOGUE
+    finish_tile(accumulators, residual, results + image * (OUT_H * OUT_W), down * TILE_ROWS, across * TILE_COLUMNS,
+                terms, epilogue);
+#endif
     write_tile(results + image * (OUT_H * OUT_W), accumulators, down * TILE_ROWS, across * TILE_COLUMNS);
   }
   if constexpr (STAGED) {

@@ -11,10 +11,12 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.depthwise.register_tile import (
     COPY_BYTES,
@@ -110,7 +112,9 @@ class _Tiling(RegisterTiling):
         taps = self.across.taps if self.rolled else self.taps
         is_odd = self.across.leaves and vector(self.itemsize, self.across.size, self.across.step) == 1
         beside = 54 if is_odd else 38  # each source of a row is then tested by itself
-        return round_up(self.down.length * self.across.length + taps + self.across.met + beside, 8)
+        tile = self.down.length * self.across.length
+        beside += epilogue_registers(self.problem, 1, self.across.length if self.staged else tile)
+        return round_up(tile + taps + self.across.met + beside, 8)
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
@@ -130,6 +134,7 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
             *int32s(tiling.all_channel_images, problem.tensor(source).size),
+            *epilogue_arguments(problem),
         ),
     )
 
@@ -143,6 +148,7 @@ def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ..
         ("THREADS", tiling.threads),
         ("MIN_BLOCKS", tiling.resident(device)),
         ("SHARED_BYTES", tiling.shared_bytes),
+        *epilogue_defines(tiling.problem),
     )
 
 
@@ -203,7 +209,13 @@ class ConvDepthwiseChannelsFirst(Solver):
                 5, w=(2, 3), k=10, x=(1, 5, 19, 17), stride=(3, 2), padding=1, direction=back, dtype=brain
             ),
             depthwise_example(3, w=(15,), x=(2, 3, 300), padding=((20, 1),), dtype=half),
+            depthwise_example(20, w=(3, 3), x=(4, 20, 7, 7), padding=1, dtype=half, epilogue="bias.residual.relu"),
+            depthwise_example(8, w=(5, 5), x=(2, 8, 24, 24), padding=2, dtype=brain, epilogue="scale.bias.silu"),
+            depthwise_example(4, w=(3, 3), k=12, x=(3, 4, 13, 12), stride=2, epilogue="channel_bias.silu.residual"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:

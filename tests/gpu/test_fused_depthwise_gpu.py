@@ -25,7 +25,7 @@ EPILOGUES = (
     "residual.relu",
 )
 HALVES = ("float16", "bfloat16")
-DTYPES = {"ConvDepthwiseChannelsLast": (*HALVES, "float32")}
+DTYPES = dict.fromkeys(("ConvDepthwiseChannelsLast", "ConvDepthwiseChannelsFirst"), (*HALVES, "float32"))
 NHWC: dict[str, dict[str, Any]] = {
     "3x3": {"x": (3, 72, 14, 14), "w": (72, 1, 3, 3), "padding": 1},
     "5x5_stride": {"x": (2, 48, 28, 27), "w": (48, 1, 5, 5), "padding": 2, "stride": 2},
@@ -48,7 +48,14 @@ BANDS: dict[str, dict[str, Any]] = {
     "odd_outputs": {"x": (3, 4, 15, 18), "w": (4, 1, 4, 6), "padding": (1, 2)},
     "many_rows": {"x": (5, 3, 56, 56), "w": (3, 1, 7, 7), "padding": 3},
 }
+PLANES: dict[str, dict[str, Any]] = {
+    "odd": {"x": (4, 20, 7, 7), "w": (20, 1, 3, 3), "padding": 1},
+    "even": {"x": (2, 8, 24, 32), "w": (8, 1, 5, 5), "padding": 2},
+    "stride_multiplier": {"x": (3, 4, 27, 25), "w": (12, 1, 3, 3), "stride": 2},
+    "row_blocks": {"x": (2, 3, 60, 57), "w": (3, 1, 3, 5), "padding": ((2, 0), (3, 1))},
+}
 SHAPES = {
+    ("ConvDepthwiseChannelsFirst", "NCHW"): PLANES,
     ("ConvDepthwiseChannelsLast", "NHWC"): NHWC | ROWS,
     ("ConvDepthwiseMma", "NHWC"): NHWC,
     ("ConvDepthwiseLarge", "NHWC"): LARGE,
