@@ -220,6 +220,9 @@ def named_requests(
     tables = [*map(load, suites), *map(load_csv, csvs), *map(load_lines, line_files), *map(_find_db, fdbs)]
     requests = _distinct([*(request for table in tables for request in asked.of(table)), *named])
     if not requests:
+        if any(table.rows for table in tables) and asked.directions:
+            wanted = ", ".join(asked.directions)
+            raise InvalidOptionError(f"--direction {wanted}: all rows have an epilogue, and are forward problems alone")
         raise InvalidOptionError("the files named hold no problem: add one")
     kept = [request for request in requests if not classes or problem_class(request.problem) in classes]
     if not kept:

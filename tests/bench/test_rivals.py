@@ -173,3 +173,26 @@ def test_sums_of_a_network_count_each_layer() -> None:
     assert first.ratios == {"one-pass": pytest.approx(4.0)}, "each distinct problem counts once"
     assert second.sums_ms == {"miofind": 1.0, "one-pass": None}
     assert (second.sum_ratio("one-pass"), second.ratios["one-pass"]) == (None, None)
+
+
+def test_one_pass_runs_the_solver_and_a_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A solver of the CPU place stands for cuDNN's."""
+    monkeypatch.setattr(module, "LIBRARY_SOLVER", "ConvCpuDirect")
+    ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float32": 1e12})
+    entries = [
+        SuiteProblem(problem=fused(epilogue), suite="a", layer="b", count=1)
+        for epilogue in ("scale.bias.channel_bias.residual.silu", None)
+    ]
+    searched = FindOptions(tuning=True, time_budget_s=1.0)
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        rows = bench(
+            entries,
+            handle,
+            FindOptions(),
+            against=[Rival.ONE_PASS, Rival.CUDNN],
+            rival_options=searched,
+            ceilings=ceilings,
+        )
+    assert [row.message for row in rows] == ["", ""]
+    assert all(row.time_ms and row.one_pass_ms for row in rows)
+    assert [row.cudnn_ms is None for row in rows] == [True, False], "its kernels apply no epilogue"

@@ -134,6 +134,11 @@ def test_unknown_command_is_a_usage_error() -> None:
         (("find",), 2, "give a problem: conv, convfp16, convbfp16, CBAInfer"),
         (("find", "conv", "--bias", "-F", "3"), 2, "3 asks for a backward direction, and epilogue bias is of forward"),
         (("find", "conv", "--bais"), 2, "No such option or flag: --bais. Did you mean --bias"),
+        (
+            ("tune", "--suite", "vgg16_fused", "--direction", "backward_data"),
+            2,
+            "--direction backward_data: all rows have an epilogue",
+        ),
         (("tune", "--suite", "vgg16", "--epilogue", "relu"), 2, "--epilogue is of a driver line or of --x and --w"),
         (("find", "conv", "-D", "5"), 2, "--dout_data (-D) 5 names a file of MIOpenDriver's: depth is --in_d with"),
         (("find", "conv", "-d", "2"), 2, "--in_data (-d) 2 names a file of MIOpenDriver's: dilations are -l and -j"),
