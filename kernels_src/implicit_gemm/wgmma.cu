@@ -15,7 +15,7 @@
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map_out, float* out, int consumer,
 #ifdef EPILOGUE
-                                        const Epilogue& epilogue,
+                                        const Epilogue& epilogue, ResidualLoads residual,
 #endif
                                         unsigned stages, unsigned full, unsigned empty, unsigned staging) {
   cluster_sync();  // mbarriers are initialised
@@ -29,6 +29,11 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
        rank = next_work_tile<kCluster, STRIDED>(rank)) {
     const WorkTile tile = work_tile_at(shape, at, rank);
     float acc[ROWS][kAccumulators];
+#ifdef EPILOGUE
+    if constexpr (kLoadsResidual)
+      if (threadIdx.x % 128 == 0 && (SWAPPED || shape.grid.splits.by == 1))
+        load_first_residuals(shape, tile, residual, staging, other, consumer);
+#endif
     if (STRIDED && tile.phase == shape.phases_with_taps - 1) write_zeros(shape, tile, out, consumer);
     int before = -1;
     for (int k_tile = tile.first_k_tile; k_tile < tile.end_k_tile; k_tile++) {
@@ -59,7 +64,8 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
       write_cluster_partial(stages, consumer, acc);
     else if (SWAPPED || shape.grid.splits.by == 1)
 #ifdef EPILOGUE
-      write_tile(shape, done, map_out, epilogue, reinterpret_cast<ELEMENT*>(out), staging, other, consumer, acc);
+      write_tile(shape, done, map_out, epilogue, residual, reinterpret_cast<ELEMENT*>(out), staging, other, consumer,
+                 acc);
 #else
       write_tile(shape, done, map_out, reinterpret_cast<ELEMENT*>(out), staging, other, consumer, acc);
 #endif
@@ -80,7 +86,9 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
 #ifdef EPILOGUE
                         const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape,
-                        const __grid_constant__ Epilogue epilogue) {
+                        const __grid_constant__ TensorMap map_residual, const __grid_constant__ Epilogue epilogue) {
+  __shared__ alignas(8) unsigned long long residual_barriers[2 * CONSUMERS];
+  const unsigned residual_full = shared_address(residual_barriers);
 #else
                         const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape) {
 #endif
@@ -96,10 +104,15 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
         mbarrier_init(full + 8 * i, 2);
         mbarrier_init(empty + 8 * i, 4 * CONSUMERS * (CLUSTER_M + CLUSTER_N - 1));
       }
+#ifdef EPILOGUE
+      for (int i = 0; i < 2 * CONSUMERS; i++) mbarrier_init(residual_full + 8 * i, 1);
+#endif
       fence_mbarrier_init();
     }
 #ifdef EPILOGUE
-    consume(shape, &map_out, out, role, epilogue, stages, full, empty, staging + role * 2 * kOutBlockBytes);
+    const unsigned base = staging + role * 2 * kOutBlockBytes;
+    consume(shape, &map_out, out, role, epilogue, {&map_residual, base, residual_full + 16 * role, 0}, stages, full,
+            empty, base);
 #else
     consume(shape, &map_out, out, role, stages, full, empty, staging + role * 2 * kOutBlockBytes);
 #endif

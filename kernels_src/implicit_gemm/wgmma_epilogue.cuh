@@ -5,6 +5,7 @@
 #include "implicit_gemm/wgmma_producer.cuh"
 #ifdef EPILOGUE
 #include "common/epilogue.cuh"
+#include "common/mma.cuh"
 static_assert(KIND == FORWARD, "a problem's epilogue follows forward sums");
 #endif
 
@@ -97,9 +98,120 @@ __device__ __forceinline__ float result_of(float sum, const Shape& shape, const 
   return finish_at(sum, epilogue, place.image, place.channel, channels, place.at);
 }
 
-// The results of a block of 64 rows of accumulators, laid out as they are.
+// Whether a tile's residual is loaded by TMA to where its results will be staged.
+constexpr bool kLoadsResidual = kHasResidual && CLUSTER_K == 1 && NCHW != NCHW_OUTPUT;
+
+// The residual of a consumer's tiles. `base` is the first of its two buffers in shared memory, `full` its mbarriers,
+// one a buffer; `parity` has a bit for each, of the phase that is next to complete.
+struct ResidualLoads {
+  const TensorMap* map;
+  unsigned base, full, parity;
+
+  __device__ __forceinline__ int number(unsigned buffer) const { return buffer == base ? 0 : 1; }
+
+  // Begins to load the residual of a block of the output, as `tma_store_block` stores it.
+  __device__ __forceinline__ void load(const Shape& shape, const WorkTile& tile, unsigned buffer, int first_m,
+                                       int block) const {
+    const unsigned barrier = full + 8 * number(buffer);
+    mbarrier_arrive_expect_tx(barrier, kOutBlockBytes);
+    if constexpr (SWAPPED) {
+      tma_load_tiled(buffer, map, barrier, first_m, tile.group, tile.tile_n * kTileN + kOutBlockN * block);
+    } else if constexpr (kNchwN) {
+      const Pixel pixels = pixel_at(shape.walk, tile.tile_n * kNBlocks + block);
+      tma_load_tiled(buffer, map, barrier, pixels.w * kBlockN, tile.group * shape.size_m + first_m, pixels.n);
+    } else {
+      tma_load_tiled(buffer, map, barrier, n_block_at(shape, tile.tile_n, block).first, tile.group, first_m);
+    }
+  }
+
+  __device__ __forceinline__ void wait(unsigned buffer) {
+    mbarrier_wait(full + 8 * number(buffer), parity >> number(buffer) & 1);
+    parity ^= 1 << number(buffer);
+  }
+};
+
+// A block of a consumer's part of a tile: 64 rows from `first_m` on.
+struct OutBlock {
+  int first_m, block;
+};
+
+__device__ __forceinline__ bool is_written(const Shape& shape, const WorkTile& tile, const OutBlock& at) {
+  if (at.first_m >= shape.size_m) return false;
+  if constexpr (SWAPPED) return tile.tile_n * kTileN + at.block * kOutBlockN < shape.size_n;
+  return is_inside(shape, n_block_at(shape, tile.tile_n, at.block));
+}
+
+// The block that is written after another, in the order of `write_tile`; its `first_m` is beyond all rows after the
+// last.
+__device__ __forceinline__ OutBlock next_block(const Shape& shape, const WorkTile& tile, int consumer, OutBlock at) {
+  if (++at.block < kTileN / kOutBlockN && is_written(shape, tile, at)) return at;
+  const int end = tile.tile_m * kTileM + 64 * (consumer + 1) * ROWS;
+  return {at.first_m + 64 < end ? at.first_m + 64 : shape.size_m, 0};
+}
+
+// Begins to load the residual of a tile's first two blocks, once stores have left their buffers.
+__device__ __forceinline__ void load_first_residuals(const Shape& shape, const WorkTile& tile,
+                                                     const ResidualLoads& residual, unsigned buffer, unsigned other,
+                                                     int consumer) {
+  OutBlock at = {tile.tile_m * kTileM + 64 * consumer * ROWS, 0};
+  if (!is_written(shape, tile, at)) return;
+  tma_store_wait_group_read();
+  residual.load(shape, tile, buffer, at.first_m, at.block);
+  at = next_block(shape, tile, consumer, at);
+  if (is_written(shape, tile, at)) residual.load(shape, tile, other, at.first_m, at.block);
+}
+
+// The residual of 8 accumulators of each thread, from where `stage_block` will lay the results of group `g` of a block.
+__device__ __forceinline__ void read_residual(float (&values)[8], unsigned from, int warp, int lane, int g) {
+  if constexpr (kElementBytes == 2) {
+    unsigned pairs[4];
+    if constexpr (SWAPPED)
+      load_transposed(pairs, from + swizzled_offset(16 * g + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
+    else
+      load_matrices(pairs, from + swizzled_offset(16 * warp + (lane & 15), 2 * g + (lane >> 4)));
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      values[i] = convert<float>(reinterpret_cast<const Vector<EpilogueElement, 2>*>(&pairs[i / 2])->at[i % 2]);
+  } else {
+    const int t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      unsigned pair[2];
+      const int row = 16 * warp + lane / 4 + i % 4 * 4;
+      load_shared(pair, from + swizzled_offset(row, 2 * (2 * g + i / 4) + t / 2) + 8 * (t % 2));
+      values[i] = __uint_as_float(pair[0]);
+      values[i + 1] = __uint_as_float(pair[1]);
+    }
+  }
+}
+
+// The terms of two neighbouring channels, of one image.
+__device__ __forceinline__ void pair_terms(ChannelTerms (&terms)[2], const Epilogue& epilogue, int64 image, int channel,
+                                           int channels) {
+  using Pair = Vector<EpilogueParameter, 2>;
+  if constexpr (kHasScale) {
+    const Pair scale = *reinterpret_cast<const Pair*>(epilogue.scale + channel);
+    terms[0].scale = convert<float>(scale.at[0]);
+    terms[1].scale = convert<float>(scale.at[1]);
+  }
+  if constexpr (kHasBias) {
+    const Pair bias = *reinterpret_cast<const Pair*>(epilogue.bias + channel);
+    terms[0].bias = convert<float>(bias.at[0]);
+    terms[1].bias = convert<float>(bias.at[1]);
+  }
+  if constexpr (kHasChannelBias) {
+    const auto more =
+        *reinterpret_cast<const Vector<EpilogueElement, 2>*>(epilogue.channel_bias + image * channels + channel);
+    terms[0].channel_bias = convert<float>(more.at[0]);
+    terms[1].channel_bias = convert<float>(more.at[1]);
+  }
+}
+
+// The results of a block of 64 rows of accumulators, laid out as they are; the residual is in `from` where it is
+// loaded.
 __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
-                                             int first_m, int first_column, const float* acc, float* results) {
+                                             unsigned from, int first_m, int first_column, const float* acc,
+                                             float* results) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const int row = first_m + 16 * warp + lane / 4;
   ChannelTerms of_rows[2] = {{1, 0, 0}, {1, 0, 0}};
@@ -109,42 +221,29 @@ __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile&
       if (row + 8 * below < shape.size_m)
         of_rows[below] = channel_terms(epilogue, 0, tile.group * shape.size_m + row + 8 * below, 0);
 #pragma unroll
-  for (int j = 0; j < kOutBlockN / 8; j++) {
-    const int column = first_column + 8 * j + 2 * (lane % 4);
-    if constexpr (kPixelsAreN && kHasChannelBias) {
+  for (int g = 0; g < kOutBlockN / 16; g++) {
+    float residual[8] = {};
+    if constexpr (kLoadsResidual) read_residual(residual, from, warp, lane, g);
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        results[4 * j + i] = result_of(acc[4 * j + i], shape, tile, epilogue, row + i / 2 * 8, column + i % 2);
-    } else if constexpr (kPixelsAreN) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float residual = 0;
-        if constexpr (kHasResidual) {
-          const ResultPlace place = result_place(shape, tile, row + i / 2 * 8, column + i % 2);
-          if (place.at >= 0) residual = convert<float>(epilogue.residual[place.at]);
-        }
-        results[4 * j + i] = finish(acc[4 * j + i], of_rows[i / 2], residual, epilogue);
+    for (int i = 0; i < 8; i += 2) {  // a pair of a row's neighbouring columns
+      const int below = i / 2 % 2, column = first_column + 16 * g + i / 4 * 8 + 2 * (lane % 4);
+      ChannelTerms terms[2] = {of_rows[below], of_rows[below]};
+      if constexpr (!kPixelsAreN) {
+        const int channels = shape.groups * shape.size_n, inside = min(column, shape.size_n - 2);
+        const int image = kHasChannelBias ? min(row + 8 * below, shape.size_m - 1) / shape.image_pixels : 0;
+        pair_terms(terms, epilogue, image, tile.group * shape.size_n + inside, channels);
       }
-    } else {  // a pair of neighbouring channels, whose terms both rows have in common
-      const bool is_inside = column < shape.size_n;
-      const int channels = shape.groups * shape.size_n, channel = tile.group * shape.size_n + column;
 #pragma unroll
-      for (int below = 0; below < 2; below++) {
-        const int pixel = row + 8 * below;
-        const bool exists = is_inside && pixel < shape.size_m;
-        const int image = kHasChannelBias ? pixel / shape.image_pixels : 0;
-        Vector<EpilogueElement, 2> residual = {};
-        if constexpr (kHasResidual)
-          if (exists)
-            residual = *reinterpret_cast<const Vector<EpilogueElement, 2>*>(
-                epilogue.residual + static_cast<int64>(pixel) * channels + channel);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          ChannelTerms terms = {1, 0, 0};
-          if (exists) terms = channel_terms(epilogue, image, channel + i, channels);
-          const int at = 4 * j + 2 * below + i;
-          results[at] = finish(acc[at], terms, convert<float>(residual.at[i]), epilogue);
+      for (int k = 0; k < 2; k++) {
+        if constexpr (kPixelsAreN && (kHasChannelBias || (kHasResidual && !kLoadsResidual))) {
+          const ResultPlace place = result_place(shape, tile, row + 8 * below, column + k);
+          if constexpr (kHasChannelBias)
+            if (place.at >= 0)
+              terms[k] = channel_terms(epilogue, place.image, place.channel, shape.groups * shape.size_m);
+          if constexpr (kHasResidual && !kLoadsResidual)
+            if (place.at >= 0) residual[i + k] = convert<float>(epilogue.residual[place.at]);
         }
+        results[8 * g + i + k] = finish(acc[8 * g + i + k], terms[k], residual[i + k], epilogue);
       }
     }
   }
@@ -203,7 +302,7 @@ __device__ __forceinline__ void tma_store_block(const Shape& shape, const WorkTi
 // `buffer` is the next block's, `other` the one after's.
 __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& tile, const TensorMap* target,
 #ifdef EPILOGUE
-                                           const Epilogue& epilogue,
+                                           const Epilogue& epilogue, ResidualLoads& residual,
 #endif
                                            ELEMENT* result, unsigned& buffer, unsigned& other, int consumer,
                                            const float (&acc)[ROWS][kAccumulators]) {
@@ -218,14 +317,22 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       if (SWAPPED ? first_column >= shape.size_n : !is_inside(shape, n_block_at(shape, tile.tile_n, block))) break;
 #ifdef EPILOGUE
       float results[kOutBlockN / 2];
-      finish_block(shape, tile, epilogue, first_m, first_column, acc[r] + block * kOutBlockN / 2, results);
+      if constexpr (kLoadsResidual) residual.wait(buffer);
+      finish_block(shape, tile, epilogue, buffer, first_m, first_column, acc[r] + block * kOutBlockN / 2, results);
       stage_block(buffer, thread / 32, thread % 32, results);
 #else
       stage_block(buffer, thread / 32, thread % 32, acc[r] + block * kOutBlockN / 2);
 #endif
       fence_proxy_async();
       if (thread == 0) tma_store_wait_group_read();  // the other buffer, where the next block goes
-      warpgroup_sync(1 + consumer);                  // the block is staged
+#ifdef EPILOGUE
+      if constexpr (kLoadsResidual)
+        if (thread == 0 && (r > 0 || block > 0)) {
+          const OutBlock next = next_block(shape, tile, consumer, {first_m, block});
+          if (is_written(shape, tile, next)) residual.load(shape, tile, other, next.first_m, next.block);
+        }
+#endif
+      warpgroup_sync(1 + consumer);  // the block is staged
       if constexpr (NCHW == NCHW_OUTPUT)
         write_nchw(shape, tile, buffer, first_m, first_column, result);
       else if constexpr (STRIDED)

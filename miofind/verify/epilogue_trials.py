@@ -1,10 +1,10 @@
-"""What fused problems are tried with: values of their epilogue's operands, and numbers that are no defaults."""
+"""What fused problems are tried with: values of their epilogue's operands, and its numbers."""
 
 from __future__ import annotations
 
 import math
 
-from miofind.core.epilogue import EpilogueParameters
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 
@@ -26,13 +26,15 @@ def operand_values(values: Values, *, shifted: bool) -> Values:
 def trial_parameters(problem: ProblemDescription, values: Values, *, shifted: bool) -> EpilogueParameters:
     """Numbers of an epilogue for inputs of a distribution: multiples of powers of two, none of them a default.
 
+    NORMAL inputs without a shift go with the defaults, which a library may have made a plan of their own for.
+
     Alpha brings the sums of TERNARY inputs to a standard deviation of about 1, where activations are curved; NORMAL
     inputs are scaled (`ranges.numeric_powers`). Where summands are shifted it is negative: what the activation cut off
     without the shift, it lets pass then.
     """
-    parameters = _SHIFTED if shifted else _PLAIN
     if values is not Values.TERNARY:
-        return parameters
+        return _SHIFTED if shifted else DEFAULT_PARAMETERS
+    parameters = _SHIFTED if shifted else _PLAIN
     return EpilogueParameters(
         alpha=math.ldexp(parameters.alpha, -sum_exponent(problem, variance=4 / 9)),
         beta=parameters.beta,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
@@ -19,6 +20,7 @@ from miofind.solver.steps import (
     Config,
     ConfigValue,
     ConvSolution,
+    EpilogueArgument,
     Im2col,
     KernelStep,
     Pointer,
@@ -224,7 +226,7 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
             *_maps(tiling),
             Pointer(buffer=_split_k(tiling).target),
             _shape(tiling),
-            *epilogue_arguments(tiling.product.problem),
+            *_epilogue(tiling),
         ),
         pdl=True,
     )
@@ -268,6 +270,16 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         *(struct.define for struct in (PIXEL_WALK, TILE_GRID, PHASE_AXIS, PHASE, SHAPE)),
         *_fused_defines(tiling.product.problem),
     )
+
+
+def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | EpilogueArgument, ...]:
+    """Tensor map of the residual, laid out as the output, and the epilogue; nothing for a bare problem."""
+    problem, target = tiling.product.problem, _maps(tiling)[2]
+    if not problem.epilogue:
+        return ()
+    if problem.epilogue.has_residual and target.pointer.buffer == problem.direction.output:
+        target = replace(target, pointer=Pointer(buffer="residual"))
+    return target, *epilogue_arguments(problem)
 
 
 def _fused_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:

@@ -151,7 +151,7 @@ class Computed(Invoker):
     def __init__(self, problem: ProblemDescription, device: Device, change: Any = None) -> None:
         self.problem, self.device = problem, device
         self.solver_id, self.config = "Computed", Config()
-        self.workspace_bytes, self.alignment_bytes = 0, 2
+        self.workspace_bytes, self.alignment_bytes = 0, 4  # of a float32 bias
         self.deterministic = True
         self._change = change
         self._state: dict[str, Any] = {}
