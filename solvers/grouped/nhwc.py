@@ -31,6 +31,7 @@ _MAX_SUMS = 128
 _MAX_REGISTERS = 255
 _MAX_THREADS = 512
 _MAX_GRID = 2**16 - 1
+_FINISHING = 12  # registers of an epilogue's arithmetic
 
 
 def _registers(problem: ProblemDescription, tiling: GroupedTiling) -> int:
@@ -38,7 +39,7 @@ def _registers(problem: ProblemDescription, tiling: GroupedTiling) -> int:
     blocks_n = tiling.out_blocks // tiling.shares
     unrolled = 32 if not tiling.is_dense and blocks_n > 2 else 0  # all of the depth is, and loads run ahead
     addresses = 64 if tiling.stages > 1 else 48 if tiling.axes[0].stride == 1 else 56
-    fused = epilogue_registers(problem, 2 * blocks_n, 2)
+    fused = epilogue_registers(problem, 2 * blocks_n, 2) + (_FINISHING if problem.epilogue else 0)
     return 8 * math.ceil((tiling.sums + 2 * tiling.axes[0].taps * blocks_n + addresses + unrolled + fused) / 8)
 
 
