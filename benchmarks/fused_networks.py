@@ -32,7 +32,7 @@ import miofind
 from miofind.bench.ceilings import measure_ceilings
 from miofind.bench.comparison import BenchRow, NetworkTimes, bench, network_times
 from miofind.bench.rivals import Rival
-from miofind.cli.bench import bench_versions, row_json
+from miofind.cli.bench import bench_versions, network_json, row_json
 from miofind.compiler import CompilePool
 from miofind.compiler.build import processors
 from miofind.core.problem import DataType, Layout, ProblemDescription
@@ -254,17 +254,6 @@ def bench_row_of(row: Mapping[str, Any]) -> BenchRow:
         floor_ms=row["floor_ms"],
         message=row["message"],
     )
-
-
-def network_json(network: NetworkTimes) -> dict[str, Any]:
-    """A network in a file."""
-    return {
-        "suite": network.name,
-        "layers": network.layers,
-        "sums_ms": dict(network.sums_ms),
-        "sum_ratios": {rival: network.sum_ratio(rival) for rival in network.ratios},
-        "mean_ratios": dict(network.ratios),
-    }
 
 
 def table(arguments: argparse.Namespace) -> str:

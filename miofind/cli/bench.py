@@ -127,7 +127,7 @@ def bench_(
         rows = _timed(requests, handle, options, ceilings, against=rivals)
     means = class_means(rows)
     if json_file is not None:
-        _write_json(json_file, _report(rows, means, device, ceilings))
+        _write_json(json_file, _report(rows, means, device, ceilings, rivals))
     if str(json_file) != "-":
         _print(rows, means, device, rivals)
     if len(rows) < len(requests):
@@ -205,7 +205,7 @@ def _print(rows: list[BenchRow], means: list[ClassMeans], device: Device, agains
     summary.print()
     if set(against) - {Rival.TORCH}:
         _print_networks(network_times(rows, against), against)
-    print_text("ratio: torch's time / miofind's, above 1 miofind is faster; of floor: floor / miofind's time")
+    print_text("ratio: the other's time / miofind's, above 1 miofind is faster; of floor: floor / miofind's time")
 
 
 def _compared(row: BenchRow, rival: Rival) -> tuple[str, str]:
@@ -232,13 +232,16 @@ def _number(value: float | None, text: Any) -> str:
     return "-" if value is None else str(text(value))
 
 
-def _report(rows: list[BenchRow], means: list[ClassMeans], device: Device, ceilings: Ceilings) -> dict[str, object]:
+def _report(
+    rows: list[BenchRow], means: list[ClassMeans], device: Device, ceilings: Ceilings, against: Sequence[Rival]
+) -> dict[str, object]:
     return {
         "gpu": device.name,
         "versions": bench_versions(device),
         "command": shlex.join(["miofind", *sys.argv[1:]]),
         "ceilings": asdict(ceilings),
         "means": means_json(means),
+        "networks": [network_json(network) for network in network_times(rows, against)],
         "rows": list(map(row_json, rows)),
     }
 
@@ -255,6 +258,17 @@ def means_json(means: Iterable[ClassMeans]) -> list[dict[str, object]]:
         }
         for mean in means
     ]
+
+
+def network_json(network: NetworkTimes) -> dict[str, object]:
+    """What every JSON output says of a network."""
+    return {
+        "suite": network.name,
+        "layers": network.layers,
+        "sums_ms": dict(network.sums_ms),
+        "sum_ratios": {rival: network.sum_ratio(rival) for rival in network.ratios},
+        "mean_ratios": dict(network.ratios),
+    }
 
 
 def row_json(row: BenchRow) -> dict[str, object]:

@@ -18,6 +18,7 @@ from miofind import Handle, ProblemDescription
 from miofind.bench.ceilings import Ceilings
 from miofind.bench.comparison import BenchRow
 from miofind.cli.bench import row_json
+from miofind.device.device import Device
 from miofind.options import FindOptions
 from miofind.suites import SuiteProblem
 
@@ -102,6 +103,25 @@ def test_layers_are_timed_until_it_is_late(fused: ModuleType, monkeypatch: pytes
         with pytest.raises(fused.Late):
             fused.time_all(entries, replace(timing, deadline=0.0), rows.append)
     assert len(rows) == 3
+
+
+def test_a_share_is_written_row_by_row(fused: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the CPU place, with tiny problems."""
+    problems = [ProblemDescription.convolution(x=(1, c, 5, 5), w=(2, c, 1, 1), epilogue="relu") for c in (1, 2, 3)]
+    case = fused.Case(dtype=fused.DTYPES[0], layout=fused.LAYOUTS[0], batch=1)
+    small = [
+        fused.Asked(case=case, entry=SuiteProblem(problem=problem, suite="a", layer="b", count=2))
+        for problem in problems
+    ]
+    monkeypatch.setattr(fused, "asked", lambda arguments: small)
+    monkeypatch.setattr(fused, "measure_ceilings", lambda device: Ceilings(copy_bytes_per_s=1e12, flops_per_s={}))
+    monkeypatch.setattr(fused.Device, "cuda", Device.cpu)
+    asked = arguments(fused, tmp_path, share=(1, 2), rows=tmp_path / "rows.jsonl", db=tmp_path / "finddb.db")
+    fused.time_share(asked)
+    (told,) = [json.loads(line) for line in asked.rows.read_text().splitlines()]
+    assert told["row"]["network_config"] == problems[1].network_config
+    assert (told["row"]["count"], told["row"]["time_ms"] > 0) == (2, True)
+    assert {"gpu", "versions"} <= told.keys()
 
 
 def test_a_share_is_asked_for_what_the_whole_was(

@@ -16,7 +16,9 @@ from miofind.bench.ceilings import Ceilings
 from miofind.bench.comparison import BenchRow, bench, network_times
 from miofind.bench.rivals import Rival
 from miofind.bench.torch_rival import TorchRival
+from miofind.cli import bench as command
 from miofind.cli.bench import row_json
+from miofind.device.device import Device
 from miofind.errors import LaunchError, NoSolutionError
 from miofind.options import FindOptions
 from miofind.suites import SuiteProblem
@@ -196,3 +198,25 @@ def test_one_pass_runs_the_solver_and_a_pass(monkeypatch: pytest.MonkeyPatch, tm
     assert [row.message for row in rows] == ["", ""]
     assert all(row.time_ms and row.one_pass_ms for row in rows)
     assert [row.cudnn_ms is None for row in rows] == [True, False], "its kernels apply no epilogue"
+
+
+def test_the_command_shows_each_side_and_sums(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    rows = [row("a", 3, 1.0, 2.0), row("a", 1, 2.0, 16.0), row("b", 1, 1.0, None)]
+    against = [Rival.ONE_PASS, Rival.CUDNN]
+    command._print(rows, comparison.class_means(rows), Device.cpu(), against)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    header = next(line for line in lines if line[:1] == ["layer"])
+    assert " ".join(header).endswith("ms one-pass ms one-pass ratio cudnn ms cudnn ratio of floor")
+    sums = next(index for index, line in enumerate(lines) if line[:2] == ["suite", "layers"])
+    assert lines[sums + 2] == ["a", "4", "5.000", "22.00", "4.40x", "4.00x", "-", "-", "-"]
+    report = command._report(rows, [], Device.cpu(), Ceilings(copy_bytes_per_s=1e12, flops_per_s={}), against)
+    assert json.loads(json.dumps(report))["networks"][0] == {
+        "suite": "a",
+        "layers": 4,
+        "sums_ms": {"miofind": 5.0, "one-pass": 22.0, "cudnn": None},
+        "sum_ratios": {"one-pass": 4.4, "cudnn": None},
+        "mean_ratios": {"one-pass": pytest.approx(4.0), "cudnn": None},
+    }
