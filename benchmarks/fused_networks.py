@@ -265,7 +265,9 @@ def table(arguments: argparse.Namespace) -> str:
             continue
         lines.append(path.stem.removeprefix(f"{NAME}_"))
         for network in content["networks"]:
-            cells = [f"  {network['suite'].removesuffix(ENDING):34}{number(network['sums_ms']['miofind']):>9}"]
+            name = network["suite"].removesuffix(ENDING)
+            batch = f" (batch {LARGEST_BATCH[name]})" if name in LARGEST_BATCH and "_b32_" in path.stem else ""
+            cells = [f"  {name + batch:34}{number(network['sums_ms']['miofind']):>9}"]
             for rival in AGAINST:
                 ratio = f"{number(network['sum_ratios'][rival])} ({number(network['mean_ratios'][rival])})"
                 cells.append(f"{number(network['sums_ms'][rival]):>9}{ratio:>15}")

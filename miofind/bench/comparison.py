@@ -184,7 +184,7 @@ def bench_row(
         invoker = solution.runner.prepare()
         with Timer(entry.problem, handle.device, handle.compiler) as timer:
             ours = _Side(name=_OURS, runs=invoker, timed=timer.prepare(invoker))
-            sides = [*_rivals(entry.problem, handle, options, timer, against, messages), ours]
+            sides = [*_rivals(timer, handle, options, against, messages), ours]
             times = _interleaved(timer, sides, messages)
     except (MiofindError, MemoryError) as error:
         return BenchRow(entry=entry, solution=solution, floor_ms=floor_ms, message=str(error) or repr(error))
@@ -213,18 +213,13 @@ class _Side:
 
 
 def _rivals(
-    problem: ProblemDescription,
-    handle: Handle,
-    options: FindOptions,
-    timer: Timer,
-    against: Sequence[Rival],
-    messages: list[str],
+    timer: Timer, handle: Handle, options: FindOptions, against: Sequence[Rival], messages: list[str]
 ) -> list[_Side]:
     """The rivals that run; a message for each other, but where cuDNN has no fused engine."""
     sides = []
     for rival in against:
         try:
-            runs = runnable(rival, problem, options, handle)
+            runs = runnable(rival, timer.problem, options, handle)
             sides.append(_Side(name=rival, runs=runs, timed=timer.prepare(runs)))
         except NoSolutionError as error:
             messages += [] if rival is Rival.CUDNN else [f"{rival}: {error}"]

@@ -145,10 +145,9 @@ class _Variant:
 
     def _epilogue(self, base: ProblemDescription, dtype: DataType) -> Epilogue:
         """The row's epilogue; a dtype that was asked for is its scale's and bias's, too, unless they are float32."""
-        epilogue, fits_all = base.epilogue, (DataType.FLOAT32,) if dtype is not DataType.FLOAT64 else ()
-        if self.dtype is None or epilogue.parameter_dtype in fits_all:
-            return epilogue
-        return replace(epilogue, parameter_dtype=None)
+        epilogue = base.epilogue
+        stays_float32 = epilogue.parameter_dtype is DataType.FLOAT32 and dtype is not DataType.FLOAT64
+        return epilogue if self.dtype is None or stays_float32 else replace(epilogue, parameter_dtype=None)
 
     def _math(self, base: ProblemDescription, dtypes: set[DataType]) -> MathMode:
         """Rows of another type in a mixed table keep plain arithmetic; a dtype that was asked for must fit."""
