@@ -157,20 +157,20 @@ __device__ __forceinline__ void add_row(float (&accumulators)[kWarpBlocks][kColu
 }
 
 #ifdef EPILOGUE
-// Rounds a warp's results into the staged outputs, which hold the residual. `image` and `channel` are the block's
-// first.
+// Rounds a warp's results into the staged outputs, which hold the residual; `terms` are those of the warp's
+// channel and the first image.
 __device__ __forceinline__ void stage_results(ELEMENT* staged,
                                               const float (&accumulators)[kWarpBlocks][kColumnBlocks][4],
-                                              const WarpTile& tile, const Shape& shape, int image, int channel,
+                                              const WarpTile& tile, const Images& images, ChannelTerms terms,
                                               const Epilogue& epilogue) {
   const int lane = threadIdx.x % 32, own = threadIdx.x / 32 / kWarps;
 #pragma unroll
   for (int m = 0; m < kWarpBlocks; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int slot = tile.first_slot + m * kWarps * 16 + half * 8 + lane / 4, n = image + slot % kImages;
-      if (slot >= Out::kSlots || n >= shape.batch || channel + own >= shape.channels) continue;
-      const ChannelTerms terms = channel_terms(epilogue, n, channel + own, shape.channels);
+      const int slot = tile.first_slot + m * kWarps * 16 + half * 8 + lane / 4, n = images.first_n + slot % kImages;
+      if (slot >= Out::kSlots || n >= images.n || images.first_channel + own >= images.channels) continue;
+      if constexpr (kHasChannelBias) terms = channel_terms(epilogue, n, images.first_channel + own, images.channels);
       ELEMENT* const to = staged + own * Out::kChannelPitch + slot * kOutPitch + 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kColumnBlocks; ++j) {
@@ -232,6 +232,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   __syncthreads();  // every row of the filters is in place
 
   const WarpTile tile = warp_tile_of(staged);
+#ifdef EPILOGUE
+  const Images results = output_images(shape, image, channel, row, column);
+  const int own_channel = channel + static_cast<int>(threadIdx.x) / 32 / kWarps;
+  const ChannelTerms terms = channel_terms(epilogue, image, min(own_channel, shape.channels - 1), shape.channels);
+#endif
   const int first_y = max(0, shape.pad_top - row - (kTileH - 1)),
             end_y = min(kFilterY, shape.in_height + shape.pad_top - row);
   float accumulators[kWarpBlocks][kColumnBlocks][4] = {};
@@ -247,12 +252,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   __syncthreads();  // every warp has read the images before outputs overwrite them
 #ifdef EPILOGUE
   if constexpr (kHasResidual) {
-    load_images<Out, kThreads, round_up(OUT_COLUMNS, 8), kInFlight>(staged, epilogue.residual,
-                                                                    output_images(shape, image, channel, row, column));
+    load_images<Out, kThreads, round_up(OUT_COLUMNS, 8), kInFlight>(staged, epilogue.residual, results);
     wait_for_copies<0>();
     __syncthreads();  // the residual has arrived
   }
-  stage_results(staged, accumulators, tile, shape, image, channel, epilogue);
+  stage_results(staged, accumulators, tile, results, terms, epilogue);
 #else
   stage_accumulators(staged, accumulators, tile);
 #endif
