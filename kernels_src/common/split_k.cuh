@@ -8,6 +8,7 @@
 #include "common/pdl.cuh"
 #include "common/types.cuh"
 #ifdef EPILOGUE
+#include "common/divisor.cuh"
 #include "common/epilogue.cuh"
 #endif
 
@@ -90,6 +91,14 @@ struct ResultOrder {
   RESULTORDER_FIELDS
 };
 
+// The result, not rounded, of the sum of the output's element `at`.
+__device__ __forceinline__ EpilogueNumber result_at(float sum, const Epilogue& epilogue, const ResultOrder& order,
+                                                    int at) {
+  const int line = at / order.channel_stride, channel = line - line / order.channels * order.channels.by;
+  const int image = kHasChannelBias ? at / order.image_stride : 0;
+  return finish_at(sum, epilogue, image, channel, order.channels.by, at);
+}
+
 // The same, with the problem's epilogue.
 template <int kThreads, int kCount, typename T>
 __device__ __forceinline__ void reduce_split_k(const float* partials, T* out, int size, int splits, int lanes,
@@ -109,10 +118,7 @@ __device__ __forceinline__ void reduce_split_k(const float* partials, T* out, in
   if (at >= size) return;
   Vector<T, kCount> rounded;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int channel = (at + i) / order.channel_stride % order.channels, image = (at + i) / order.image_stride;
-    rounded.at[i] = convert<T>(finish_at(accumulators.at[i], epilogue, image, channel, order.channels, at + i));
-  }
+  for (int i = 0; i < kCount; ++i) rounded.at[i] = convert<T>(result_at(accumulators.at[i], epilogue, order, at + i));
   *reinterpret_cast<Vector<T, kCount>*>(out + at) = rounded;
 }
 #endif

@@ -205,9 +205,45 @@ __device__ __forceinline__ void store_through_shared(const Target& to, const Acc
   }
 }
 
+#ifdef EPILOGUE
+// Applies the epilogue to all accumulators that are results, before any is rounded.
+__device__ __forceinline__ void finish_accumulators(const Target& to, Accumulators& acc, int first_m, int first_n,
+                                                    const ResultOrder& order, const Epilogue& epilogue) {
+  const int lane = threadIdx.x % 32, lane_m = first_m + lane / 4, lane_n = first_n + lane % 4 * 2;
+  unsigned rows[kWarpM / 8];
+  Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(lane_m, to.m);
+  const Number<OUT_M_DIGITS> next_m = number_of<OUT_M_DIGITS>(8, to.m);
+#pragma unroll
+  for (int i = 0; i < kWarpM / 8; ++i) {
+    rows[i] = to.first + offset_of<OUT_M_DIGITS>(m, to.layout.m_strides);
+    add<OUT_M_DIGITS>(m, next_m, to.m);
+  }
+  Number<OUT_N_DIGITS> n = number_of<OUT_N_DIGITS>(lane_n, to.n);
+  const Number<OUT_N_DIGITS> one = number_of<OUT_N_DIGITS>(1, to.n), next_n = number_of<OUT_N_DIGITS>(7, to.n);
+#pragma unroll
+  for (int j = 0; j < kWarpN / 4; ++j) {
+    const int k = j % 2;
+    if (lane_n + j / 2 * 8 + k >= to.n.count) break;
+    const unsigned column = offset_of<OUT_N_DIGITS>(n, to.layout.n_strides);
+    add<OUT_N_DIGITS>(n, k == 0 ? one : next_n, to.n);
+#pragma unroll
+    for (int i = 0; i < kWarpM / 8; ++i) {
+      if (lane_m + 8 * i >= to.m.count) break;
+      float& sum = acc[i / 2][j / 2][i % 2 * 2 + k];
+      sum = result_at(sum, epilogue, order, static_cast<int>(rows[i] + column));
+    }
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     implicit_gemm_mma(const ELEMENT* __restrict__ a, const ELEMENT* __restrict__ b, Result* __restrict__ out,
+#ifdef EPILOGUE
+                      const __grid_constant__ Product product, const __grid_constant__ ResultOrder order,
+                      const __grid_constant__ Epilogue epilogue) {
+#else
                       const __grid_constant__ Product product) {
+#endif
   extern __shared__ __align__(128) unsigned char shared[];
   const WorkTile work = work_tile_of(blockIdx.x, product.order, product.m.count);
   const int first_k = work.split * product.k_of_split, end_k = min(product.k.count, first_k + product.k_of_split);
@@ -257,6 +293,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Target target = {out + static_cast<int64>(work.split) * layout.size,
                          layout.offset + static_cast<unsigned>(work.group) * layout.group_stride, product.m, product.n,
                          layout};
+#ifdef EPILOGUE
+  if constexpr (FINAL) finish_accumulators(target, acc, work.m + warp_m, work.n + warp_n, order, epilogue);
+#endif
   if constexpr (kStoresThroughShared) {
     wait_for_copies<0>();
     __syncthreads();  // every warp has read the last tiles, which the results overwrite
@@ -269,6 +308,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 constexpr int kReductionThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kReductionThreads)
+#ifdef EPILOGUE
+    implicit_gemm_mma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes,
+                             const __grid_constant__ ResultOrder order, const __grid_constant__ Epilogue epilogue) {
+  reduce_split_k<kReductionThreads, REDUCTION_VECTOR>(partials, out, size, splits, lanes, order, epilogue);
+}
+#else
     implicit_gemm_mma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes) {
   reduce_split_k<kReductionThreads, REDUCTION_VECTOR>(partials, out, size, splits, lanes);
 }
+#endif

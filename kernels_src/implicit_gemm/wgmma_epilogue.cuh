@@ -149,12 +149,14 @@ __device__ __forceinline__ OutBlock next_block(const Shape& shape, const WorkTil
   return {at.first_m + 64 < end ? at.first_m + 64 : shape.size_m, 0};
 }
 
-// Begins to load the residual of a tile's first two blocks, once stores have left their buffers.
+// Begins to load the residual of a tile's first two blocks, once stores have left their buffers. The kernel before
+// (PDL) may write it.
 __device__ __forceinline__ void load_first_residuals(const Shape& shape, const WorkTile& tile,
                                                      const ResidualLoads& residual, unsigned buffer, unsigned other,
                                                      int consumer) {
   OutBlock at = {tile.tile_m * kTileM + 64 * consumer * ROWS, 0};
   if (!is_written(shape, tile, at)) return;
+  griddepcontrol_wait();
   tma_store_wait_group_read();
   residual.load(shape, tile, buffer, at.first_m, at.block);
   at = next_block(shape, tile, consumer, at);

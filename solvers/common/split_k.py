@@ -13,6 +13,7 @@ from miofind.solver.epilogue import epilogue_arguments
 from miofind.solver.steps import ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan, int32s
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 
 _MAX_LANES = 32
 _SPLITS_OF_LANE = 4
@@ -20,8 +21,18 @@ _THREADS = 256
 _VECTOR = 4  # results of a thread, unless the kernel says otherwise
 
 
-RESULT_ORDER = StructType("ResultOrder", channels="int32", channel_stride="int32", image_stride="int32")
-"""Where a fused reduction finds the channel and the image of a result; sources that have one take its define."""
+RESULT_ORDER = StructType("ResultOrder", channels=DIVISOR, channel_stride=DIVISOR, image_stride=DIVISOR)
+"""Where a fused kernel finds the channel and the image of a result; sources that have one take its define."""
+
+
+def result_order(problem: ProblemDescription) -> Struct:
+    """How the elements of a problem's output lie: a `RESULT_ORDER`."""
+    output, pixels = problem.output, math.prod(problem.out_spatial)
+    return RESULT_ORDER(
+        channels=divide_by(output.shape[1]),
+        channel_stride=divide_by(1 if output.layout.channels_last else pixels),
+        image_stride=divide_by(output.shape[1] * pixels),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +117,7 @@ class SplitK:
         """A reduction to all of the problem's output, with its epilogue; the same for a bare problem."""
         if not problem.epilogue:
             return reduction
-        output, pixels = problem.output, math.prod(problem.out_spatial)
-        order = RESULT_ORDER(
-            channels=output.shape[1],
-            channel_stride=1 if output.layout.channels_last else pixels,
-            image_stride=output.shape[1] * pixels,
-        )
-        return replace(reduction, args=(*reduction.args, order, *epilogue_arguments(problem)))
+        return replace(reduction, args=(*reduction.args, result_order(problem), *epilogue_arguments(problem)))
 
     def solution(self, first: KernelStep, reduction: KernelStep) -> ConvSolution:
         """Both steps, with the partials between them in the workspace; `first` alone where it writes the output."""

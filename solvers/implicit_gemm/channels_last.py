@@ -40,6 +40,8 @@ class ConvChannelsLast(ChannelsLastSolver):
             conv(x=(3, 24, 15, 9), w=(40, 24, 1, 1), stride=2, dtype=DataType.BFLOAT16),
             conv(data, x=(2, 72, 12, 11), w=(64, 72, 5, 3), padding=(2, 1)),
             conv(weights, x=(2, 64, 14, 13), w=(72, 64, 3, 3), padding=1, dilation=2),
+            conv(x=(2, 64, 14, 13), w=(72, 64, 3, 3), padding=1, epilogue="bias.residual.relu"),
+            conv(x=(2, 24, 15, 9), w=(40, 24, 1, 1), stride=2, epilogue="channel_bias.silu"),
         )
 
 

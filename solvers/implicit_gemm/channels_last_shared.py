@@ -46,15 +46,17 @@ def _transpositions(problem: ProblemDescription, form: ProblemDescription) -> di
     """The tensors whose elements lie otherwise in the other form, by name: from channels first."""
     names = [name for name in _TENSORS if problem.tensor(name).layout is not form.tensor(name).layout]
     transpositions = {name: Transposition.to_channels_last(problem, name) for name in names}
+    if "y" in transpositions and problem.epilogue.has_residual:
+        transpositions["residual"] = replace(transpositions["y"], source="residual", target="residual_last")
     return {name: transposition for name, transposition in transpositions.items() if transposition.is_needed}
 
 
 def _before(problem: ProblemDescription, transpositions: dict[str, Transposition]) -> list[KernelStep]:
-    """The launch that transposes the operands, if any are transposed."""
+    """The launches that transpose the operands, two at a time."""
     operands = tuple(
         transposition for name, transposition in transpositions.items() if name != problem.direction.output
     )
-    return [transpose_step(operands)] if operands else []
+    return [transpose_step(operands[first : first + 2]) for first in range(0, len(operands), 2)]
 
 
 def _after(problem: ProblemDescription, transpositions: dict[str, Transposition]) -> list[KernelStep]:
@@ -82,6 +84,9 @@ class ChannelsLastSolver(DelegatingSolver):
     inner_name = "config"
     algorithm = Algorithm.IMPLICIT_GEMM
     alignment_bytes = 16
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return self.inner_solver.fuses(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         form = _form(self.inner_solver, problem, device)

@@ -13,8 +13,17 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, WorkspacePlan
+from miofind.solver.steps import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    EpilogueArgument,
+    KernelStep,
+    Pointer,
+    WorkspacePlan,
+)
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
@@ -28,7 +37,7 @@ from miofind.solvers.common.product_tiles import (
     threads_of,
     tilings,
 )
-from miofind.solvers.common.split_k import SplitK
+from miofind.solvers.common.split_k import RESULT_ORDER, SplitK, result_order
 from miofind.solvers.implicit_gemm.mma_cost import estimate_ms
 
 _MAX_COORDINATE = 2**30
@@ -113,6 +122,7 @@ def _defines(
         ("SHARED_BYTES", tiling.shared_bytes),
         ("REDUCTION_VECTOR", _reduction_vector(problem)),
         *(struct.define for struct in _STRUCTS),
+        *((RESULT_ORDER.define, *epilogue_defines(problem)) if problem.epilogue else ()),
     )
 
 
@@ -223,8 +233,14 @@ def _launch(problem: ProblemDescription, product: Product, config: Config) -> Ke
             Pointer(buffer=product.b.buffer),
             Pointer(buffer=_split_k(problem, config).target),
             _product(problem, product, config, tiling),
+            *_epilogue(problem),
         ),
     )
+
+
+def _epilogue(problem: ProblemDescription) -> tuple[Struct | EpilogueArgument, ...]:
+    """Where results lie, and the epilogue; nothing for a bare problem."""
+    return (result_order(problem), *epilogue_arguments(problem)) if problem.epilogue else ()
 
 
 def _reduction_vector(problem: ProblemDescription) -> int:
@@ -332,7 +348,12 @@ class ConvImplicitGemmMma(Solver):
             conv(x=(2, 32, 5, 8, 8), w=(48, 32, 3, 3, 3), padding=1, dtype=half, layout=Layout.NDHWC),
             conv(x=(2, 18, 15, 14), w=(20, 18, 3, 3), padding=1, direction=data),
             conv(x=(2, 32, 20, 20), w=(48, 32, 3, 3), padding=1, layout=last, direction=weights, math=MathMode.TF32),
+            conv(x=(2, 20, 9, 11), w=(36, 10, 3, 3), groups=2, dtype=half, epilogue="channel_bias.residual.relu"),
+            conv(x=(2, 32, 14, 13), w=(40, 32, 3, 3), padding=1, layout=last, epilogue="scale.bias.silu.residual"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := refuse_tensors(problem)).refused:
@@ -376,6 +397,7 @@ class ConvImplicitGemmMma(Solver):
             return ConvSolution(steps=steps)
         split_k = _split_k(problem, config)
         reduction = split_k.vector_reduction(steps[0], vector=_reduction_vector(problem))
+        reduction = split_k.fused_reduction(reduction, problem)
         return ConvSolution(steps=(*steps, reduction), workspace=WorkspacePlan((split_k.partials,)))
 
 

@@ -44,6 +44,12 @@ DIRECT: dict[str, dict[str, Any]] = {
     "1d": {"x": (2, 6, 40), "w": (10, 6, 7), "dilation": 3, "padding": 9, "dtype": "bfloat16"},
 }
 
+CHANNELS_FIRST: dict[str, dict[str, Any]] = {
+    "walked": {"x": (2, 136, 11, 13), "w": (72, 136, 3, 3), "padding": 1, "dtype": "float16"},
+    "strided": {"x": (3, 24, 15, 9), "w": (40, 24, 1, 1), "stride": 2, "dtype": "bfloat16"},
+    "groups": {"x": (2, 128, 9, 10), "w": (128, 64, 3, 3), "padding": 1, "groups": 2, "dtype": "float16"},
+}
+
 
 @pytest.fixture(scope="module")
 def device() -> Device:
@@ -93,6 +99,23 @@ def test_direct_kernels_apply_it(solver_id: str, shape: str, epilogue: str, devi
     if len(solver.parameters) > 3:
         configs += drawn(solver, problem, device, 2)
     check(solver, problem, device, list(dict.fromkeys(configs)))
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", DIRECT)
+def test_gathered_products_apply_it(shape: str, epilogue: str, device: Device) -> None:
+    solver, problem = Registry.default()["ConvImplicitGemmMma"], fused(DIRECT[shape], epilogue)
+    configs = [*solver.default_configs(problem, device)[:2], *drawn(solver, problem, device, 4)]
+    check(solver, problem, device, list(dict.fromkeys(configs)))
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", CHANNELS_FIRST)
+def test_products_of_transposed_tensors_apply_it(shape: str, epilogue: str, device: Device) -> None:
+    solver, problem = Registry.default()["ConvChannelsLast"], fused(CHANNELS_FIRST[shape], epilogue)
+    if device.arch != "90a":
+        pytest.skip("needs compute capability 9.0")
+    check(solver, problem, device, list(solver.default_configs(problem, device)))
 
 
 @pytest.mark.parametrize("activation", [each for each in Activation if each is not Activation.NONE])
