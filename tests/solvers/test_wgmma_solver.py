@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import math
 import re
 from dataclasses import replace
@@ -19,6 +18,7 @@ from struct_fields import named_args
 from wgmma_forms import KINDS, ONE_FIRST
 from wgmma_in_numpy import Launch, viewed
 
+from miofind.compiler.sources import read_source
 from miofind.core.problem import Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
@@ -412,7 +412,7 @@ def test_only_tf32_backward_data_lays_the_filter_out_anew(direction: Direction) 
 
 @pytest.mark.parametrize("entry", [PRODUCT, f"{PRODUCT}_finish"])
 def test_steps_give_what_their_kernels_take(entry: str) -> None:
-    source = importlib.resources.files("miofind.kernels_src").joinpath(SOLVER.sources[0]).read_text(encoding="utf-8")
+    source = read_source(SOLVER.sources[0]).text
     found = re.search(rf"\b{entry}\((.*?)\)\s*{{", source, re.DOTALL)
     assert found
     wanted = ["pointer" if "*" in parameter else parameter.split()[-2] for parameter in found[1].split(",")]
