@@ -60,30 +60,6 @@ __device__ __forceinline__ void add_lanes(Vector<float, kCount>& accumulators, c
     for (int i = 0; i < kCount; ++i) accumulators.at[i] += lane_sums[threadIdx.x + lane * apart].at[i];
 }
 
-// The reduction of a block of kThreads threads, for a launch with PDL or without. `size` results are a multiple of
-// kCount. `lanes` threads, a power of two up to kThreads, share kCount neighbouring results: each sums every `lanes`-th
-// split.
-template <int kThreads, int kCount, typename T>
-__device__ __forceinline__ void reduce_split_k(const float* partials, T* out, int size, int splits, int lanes) {
-  __shared__ Vector<float, kCount> lane_sums[kThreads];
-  const int apart = kThreads / lanes, lane = threadIdx.x / apart;
-  const int at = (blockIdx.x * apart + threadIdx.x % apart) * kCount;
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  auto accumulators = sum_splits<kCount, 8, int64>(partials, at, size, {lane, splits, lanes}, at < size);
-  if (lanes > 1) {
-    lane_sums[threadIdx.x] = accumulators;
-    __syncthreads();  // the sums of every lane are there
-    if (lane > 0) return;
-    add_lanes(accumulators, lane_sums, lanes, apart);
-  }
-  if (at >= size) return;
-  Vector<T, kCount> rounded;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) rounded.at[i] = convert<T>(accumulators.at[i]);
-  *reinterpret_cast<Vector<T, kCount>*>(out + at) = rounded;
-}
-
 #ifdef EPILOGUE
 // How results lie in memory: neighbouring channels are `channel_stride` elements apart, images `image_stride`. Defines:
 // RESULTORDER_FIELDS, as solvers/common/split_k.py gives it.
@@ -98,11 +74,18 @@ __device__ __forceinline__ EpilogueNumber result_at(float sum, const Epilogue& e
   const int image = kHasChannelBias ? at / order.image_stride : 0;
   return finish_at(sum, epilogue, image, channel, order.channels.by, at);
 }
+#endif
 
-// The same, with the problem's epilogue.
+// The reduction of a block of kThreads threads, for a launch with PDL or without. `size` results are a multiple of
+// kCount. `lanes` threads, a power of two up to kThreads, share kCount neighbouring results: each sums every `lanes`-th
+// split. A fused kernel's results have the problem's epilogue.
 template <int kThreads, int kCount, typename T>
+#ifdef EPILOGUE
 __device__ __forceinline__ void reduce_split_k(const float* partials, T* out, int size, int splits, int lanes,
                                                const ResultOrder& order, const Epilogue& epilogue) {
+#else
+__device__ __forceinline__ void reduce_split_k(const float* partials, T* out, int size, int splits, int lanes) {
+#endif
   __shared__ Vector<float, kCount> lane_sums[kThreads];
   const int apart = kThreads / lanes, lane = threadIdx.x / apart;
   const int at = (blockIdx.x * apart + threadIdx.x % apart) * kCount;
@@ -117,8 +100,11 @@ __device__ __forceinline__ void reduce_split_k(const float* partials, T* out, in
   }
   if (at >= size) return;
   Vector<T, kCount> rounded;
+#ifdef EPILOGUE
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) rounded.at[i] = convert<T>(result_at(accumulators.at[i], epilogue, order, at + i));
+  for (int i = 0; i < kCount; ++i) accumulators.at[i] = result_at(accumulators.at[i], epilogue, order, at + i);
+#endif
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) rounded.at[i] = convert<T>(accumulators.at[i]);
   *reinterpret_cast<Vector<T, kCount>*>(out + at) = rounded;
 }
-#endif
