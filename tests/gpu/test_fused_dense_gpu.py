@@ -51,16 +51,6 @@ CHANNELS_FIRST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def check(solver: Solver, problem: ProblemDescription, device: Device, configs: list[Config]) -> None:
     """Configurations pass both gates."""
     answer = solver.applicability(problem, device)
