@@ -17,6 +17,7 @@ from enum import IntEnum
 from miofind.core.epilogue import Activation, Epilogue, EpilogueParameters, ResidualPosition
 from miofind.core.problem import ProblemDescription, TensorDescriptor
 from miofind.libraries.cudnn_backend import Attribute, Descriptor, Kind, Type
+from miofind.libraries.cudnn_tensor import tensor_descriptor
 
 _FLOAT = 0
 _PROPAGATE_NAN = 1
@@ -167,22 +168,10 @@ def _pointwise(step: _Pass, parameters: EpilogueParameters) -> Descriptor:
 
 def _virtual(like: TensorDescriptor, number: int) -> Descriptor:
     """A float32 tensor that is never in memory."""
-    descriptor = Descriptor(Kind.TENSOR)
-    descriptor.set(Attribute.TENSOR_DATA_TYPE, Type.DATA_TYPE, _FLOAT)
-    descriptor.set(Attribute.TENSOR_DIMENSIONS, Type.INT64, *like.shape)
-    descriptor.set(Attribute.TENSOR_STRIDES, Type.INT64, *like.strides)
-    descriptor.set(Attribute.TENSOR_UNIQUE_ID, Type.INT64, number)
-    descriptor.set(Attribute.TENSOR_IS_VIRTUAL, Type.BOOLEAN, True)
-    return descriptor.set(Attribute.TENSOR_ALIGNMENT, Type.INT64, 16).finalize()
+    return tensor_descriptor(like.shape, like.strides, number, kind=Attribute.TENSOR_IS_VIRTUAL)
 
 
 def _scalar(problem: ProblemDescription, number: int) -> Descriptor:
     """A number that a launch reads from host memory."""
     ones = (1,) * len(problem.y.shape)
-    descriptor = Descriptor(Kind.TENSOR)
-    descriptor.set(Attribute.TENSOR_DATA_TYPE, Type.DATA_TYPE, _FLOAT)
-    descriptor.set(Attribute.TENSOR_DIMENSIONS, Type.INT64, *ones)
-    descriptor.set(Attribute.TENSOR_STRIDES, Type.INT64, *ones)
-    descriptor.set(Attribute.TENSOR_UNIQUE_ID, Type.INT64, number)
-    descriptor.set(Attribute.TENSOR_IS_BY_VALUE, Type.BOOLEAN, True)
-    return descriptor.set(Attribute.TENSOR_ALIGNMENT, Type.INT64, 4).finalize()
+    return tensor_descriptor(ones, ones, number, kind=Attribute.TENSOR_IS_BY_VALUE)

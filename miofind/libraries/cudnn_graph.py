@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
-from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.errors import LaunchError
 from miofind.libraries.cudnn_backend import Attribute, CudnnHandle, Descriptor, Kind, Type
 from miofind.libraries.cudnn_epilogue import fused_operations
 from miofind.libraries.cudnn_notes import Note, overdeclared_notes, undeclared_notes
+from miofind.libraries.cudnn_tensor import tensor_descriptor
 
-TENSOR_ALIGNMENT = 16
 _CROSS_CORRELATION = 1
 _FLOAT = 0
-_DATA_TYPES = {DataType.FLOAT32: 0, DataType.FLOAT16: 2, DataType.BFLOAT16: 9}
 
 
 class Mode(IntEnum):
@@ -161,15 +160,6 @@ def operand_ids(problem: ProblemDescription) -> dict[str, int]:
     return {operand.name: number for number, operand in enumerate(problem.operands, 1)}
 
 
-def _tensor(tensor: TensorDescriptor, number: int) -> Descriptor:
-    descriptor = Descriptor(Kind.TENSOR)
-    descriptor.set(Attribute.TENSOR_DATA_TYPE, Type.DATA_TYPE, _DATA_TYPES[tensor.dtype])
-    descriptor.set(Attribute.TENSOR_DIMENSIONS, Type.INT64, *tensor.shape)
-    descriptor.set(Attribute.TENSOR_STRIDES, Type.INT64, *tensor.strides)
-    descriptor.set(Attribute.TENSOR_UNIQUE_ID, Type.INT64, number)
-    return descriptor.set(Attribute.TENSOR_ALIGNMENT, Type.INT64, TENSOR_ALIGNMENT).finalize()
-
-
 def _convolution(problem: ProblemDescription) -> Descriptor:
     conv, descriptor = problem.conv, Descriptor(Kind.CONVOLUTION)
     descriptor.set(Attribute.CONVOLUTION_SPATIAL_DIMS, Type.INT64, problem.spatial_dims)
@@ -191,7 +181,12 @@ class _Made:
 
 def _operations(problem: ProblemDescription, parameters: EpilogueParameters) -> _Made:
     made, ids = _OPERATIONS[problem.direction], operand_ids(problem)
-    tensors = {operand.name: _tensor(operand.tensor, ids[operand.name]) for operand in problem.operands}
+    tensors = {
+        operand.name: tensor_descriptor(
+            operand.tensor.shape, operand.tensor.strides, ids[operand.name], dtype=operand.tensor.dtype
+        )
+        for operand in problem.operands
+    }
     behind = fused_operations(problem, parameters, ids, tensors) if problem.epilogue else None
     operation = Descriptor(made.kind).link(made.convolution, _convolution(problem))
     for name, attribute in made.operands.items():

@@ -14,7 +14,7 @@ from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError, LaunchError
 from miofind.libraries.cudnn import HEURISTIC, EnginePlan, engine_plans
 from miofind.libraries.cudnn_epilogue import refused
-from miofind.libraries.cudnn_graph import TENSOR_ALIGNMENT, Knob
+from miofind.libraries.cudnn_graph import Knob
 from miofind.libraries.cudnn_notes import (
     Note,
     growth,
@@ -25,6 +25,7 @@ from miofind.libraries.cudnn_notes import (
     parsed_notes,
     refused_notes,
 )
+from miofind.libraries.cudnn_tensor import TENSOR_ALIGNMENT
 from miofind.solver.solver import (
     APPLICABLE,
     MAX_DEFAULT_CONFIGS,

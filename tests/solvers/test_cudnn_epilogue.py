@@ -13,7 +13,7 @@ from miofind.core.epilogue import DEFAULT_PARAMETERS, Activation, Epilogue, Epil
 from miofind.core.problem import ProblemDescription
 from miofind.epilogue_reference import activated, apply_epilogue
 from miofind.errors import LaunchError
-from miofind.libraries import cudnn, cudnn_epilogue
+from miofind.libraries import cudnn, cudnn_epilogue, cudnn_tensor
 from miofind.libraries.cudnn import FusedConvPlan
 from miofind.libraries.cudnn_backend import Attribute, Kind, Type
 from miofind.libraries.cudnn_epilogue import fused_operations, refused
@@ -105,7 +105,8 @@ TEXTS = [
 def test_the_graph_computes_the_epilogue(
     text: str, parameters: EpilogueParameters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cudnn_epilogue, "Descriptor", Recorded)
+    for module in (cudnn_epilogue, cudnn_tensor):
+        monkeypatch.setattr(module, "Descriptor", Recorded)
     problem = ProblemDescription.convolution(x=(2, 3, 4, 5), w=(6, 3, 1, 1), epilogue=text)
     random = np.random.default_rng(0)
     sums = 3 * random.standard_normal(problem.y.shape)
