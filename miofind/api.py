@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Unpack
 from miofind.arrays import arrays, operands
 from miofind.arrays.array_problem import (
     EPILOGUE_ARGUMENTS,
-    VECTORS,
     epilogue_arrays,
     problem_from_views,
     refuse_epilogue,
 )
+from miofind.core.epilogue import EPILOGUE_VECTORS
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidArrayError, InvalidOptionError, brief
@@ -233,7 +233,7 @@ def _placed(
 
     The vectors of an epilogue are small, and copied rather than that another solution runs.
     """
-    addresses = [v.address for name, v in views.items() if name not in VECTORS]
+    addresses = [v.address for name, v in views.items() if name not in EPILOGUE_VECTORS]
     # A generator: runners behind the first that fits are not made on every call.
     fitting = (s for s in solutions if not any(a % s.runner.alignment_bytes for a in addresses))
     solution = next(fitting, solutions[0])

@@ -11,22 +11,23 @@ import numpy as np
 
 from miofind.arrays import arrays
 from miofind.arrays.arrays import ArrayView
-from miofind.core.epilogue import NO_EPILOGUE, Activation, Epilogue, ResidualPosition
+from miofind.core.epilogue import (
+    EPILOGUE_OPERANDS,
+    EPILOGUE_VECTORS,
+    NO_EPILOGUE,
+    Activation,
+    Epilogue,
+    ResidualPosition,
+)
 from miofind.core.operand import Operand
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Direction, enum_value, one_size, sizes
 from miofind.errors import InvalidArrayError, InvalidProblemError, brief, suggestion
 
-VECTORS = ("scale", "bias", "channel_bias")
-"""Arrays of the output's channels that an epilogue may read: small ones."""
-
-EPILOGUE_ARRAYS = (*VECTORS, "residual")
-"""All arrays that it may read."""
-
 EPILOGUE_ARGUMENTS = frozenset({"activation", "residual_position"})
 """What else says which epilogue a problem has."""
 
-_ARRAYS = frozenset({"x", "w", "dy", "out", "x_shape", "w_shape", *EPILOGUE_ARRAYS})
+_ARRAYS = frozenset({"x", "w", "dy", "out", "x_shape", "w_shape", *EPILOGUE_OPERANDS})
 _ARGUMENTS = frozenset({"padding", "stride", "dilation", "groups", "math"})
 
 _SAME_AS = {"relu6": Activation.CLAMP.value}
@@ -54,7 +55,7 @@ def problem_from_views(
 
     Args:
         direction: which tensor is computed.
-        views: by tensor name, "x", "w" or "y", then those of EPILOGUE_ARRAYS; dy is "y".
+        views: by tensor name, "x", "w" or "y", then those of EPILOGUE_OPERANDS; dy is "y".
         missing_shape: shape of the output where the inputs leave it open: x for backward data, w for backward weights.
         arguments: padding, stride, dilation, groups and math as in `ProblemDescription.convolution`; forward,
             activation and residual_position.
@@ -82,7 +83,7 @@ def problem_from_views(
 
 def epilogue_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arrays of an epilogue that are there, taken out of the arguments."""
-    taken = {name: arguments.pop(name) for name in EPILOGUE_ARRAYS if name in arguments}
+    taken = {name: arguments.pop(name) for name in EPILOGUE_OPERANDS if name in arguments}
     return {name: array for name, array in taken.items() if array is not None}
 
 
@@ -131,7 +132,7 @@ def _problem(
     dtype = by_name[direction.inputs[0]].dtype
     options = dict(arguments)
     epilogue = _epilogue(by_name, options.pop("activation", "none"), options.pop("residual_position", "before"))
-    spatial = {name: fact for name, fact in by_name.items() if name not in VECTORS}
+    spatial = {name: fact for name, fact in by_name.items() if name not in EPILOGUE_VECTORS}
     layouts = arrays.infer_layouts({name: (fact.shape, fact.strides) for name, fact in spatial.items()})
     leading = layouts[direction.inputs[0]]
     names = (*direction.inputs, direction.output)
@@ -185,7 +186,7 @@ def _epilogue(facts: Mapping[str, _Facts], activation: Any, position: Any) -> Ep
     position = enum_value(ResidualPosition, position, "residual_position")
     if position is ResidualPosition.NONE:
         raise InvalidProblemError("residual_position=none is unknown: use one of before, after")
-    if activation is Activation.NONE and not any(name in facts for name in EPILOGUE_ARRAYS):
+    if activation is Activation.NONE and not any(name in facts for name in EPILOGUE_OPERANDS):
         return NO_EPILOGUE
     parameters = [facts[name] for name in ("scale", "bias") if name in facts]
     if len({fact.dtype for fact in parameters}) > 1:

@@ -28,6 +28,12 @@ from typing import Any, Self
 from miofind.core.tensor import DataType, enum_value
 from miofind.errors import InvalidOptionError, InvalidProblemError, brief, suggestion
 
+EPILOGUE_VECTORS = ("scale", "bias", "channel_bias")
+"""Operands of the output's channels that an epilogue may read, in the order of computation."""
+
+EPILOGUE_OPERANDS = (*EPILOGUE_VECTORS, "residual")
+"""All operands that it may read."""
+
 
 class Activation(StrEnum):
     """The function that a result goes through.
@@ -93,7 +99,7 @@ class Epilogue:
     parameter_dtype: DataType | None = None
 
     def __post_init__(self) -> None:
-        for name in ("scale", "bias", "channel_bias"):
+        for name in EPILOGUE_VECTORS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblemError(f"{name}={brief(getattr(self, name))} of an epilogue must be True or False")
         residual = enum_value(ResidualPosition, self.residual, "residual")
@@ -193,15 +199,13 @@ _NUMBERS_OF = {
 NO_EPILOGUE = Epilogue()
 """What a bare convolution has."""
 
-_OPERANDS = ("scale", "bias", "channel_bias", "residual")
-
 
 def _read(text: str) -> Epilogue:
     """The epilogue that a text names."""
     words = text.split(".") if text else []
     activations = [a.value for a in Activation if a is not Activation.NONE]
     dtypes = [dtype.value for dtype in DataType]
-    known = (*_OPERANDS, *activations, *dtypes)
+    known = (*EPILOGUE_OPERANDS, *activations, *dtypes)
     for word in words:
         if word not in known:
             near = suggestion(word, known) or f": known are {', '.join(known)}"

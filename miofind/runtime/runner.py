@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from miofind.arrays import arrays, operands
-from miofind.arrays.array_problem import EPILOGUE_ARRAYS
-from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EPILOGUE_OPERANDS, EpilogueParameters
 from miofind.core.problem import DataType, Direction, Operand, ProblemDescription
 from miofind.device.device import Place, check_fork
 from miofind.errors import (
@@ -57,7 +56,7 @@ class EpilogueArguments(TypedDict, total=False):
 NUMBERS = ("alpha", "beta", "low", "high", "slope")
 """Those of EpilogueArguments that are numbers."""
 
-EPILOGUE_NAMES = (*EPILOGUE_ARRAYS, *NUMBERS)
+EPILOGUE_NAMES = (*EPILOGUE_OPERANDS, *NUMBERS)
 """All of EpilogueArguments."""
 
 _KNOWN = frozenset(EPILOGUE_NAMES)
@@ -211,7 +210,7 @@ class Runner:
         """The same with what `EpilogueArguments` names."""
         refuse_unknown(given)
         parameters_of(self.problem, {name: given.get(name) for name in NUMBERS})
-        read = {name: given[name] for name in EPILOGUE_ARRAYS if given.get(name) is not None}
+        read = {name: given[name] for name in EPILOGUE_OPERANDS if given.get(name) is not None}
         if read:
             self._check_given({"x": x, "w": w, "dy": dy, **read})
         return self.run(x, w, dy, out, workspace, stream)
@@ -245,7 +244,7 @@ class Runner:
         fused = f" with the epilogue {epilogue.text}" if epilogue else ""
         needed = f"{', '.join(wanted[:-1])} and {wanted[-1]}"
         told = f"a {self.problem.direction} solution{fused} takes {needed}; given: {', '.join(given) or 'none'}"
-        surplus = [name for name in EPILOGUE_ARRAYS if name in given and name not in wanted]
+        surplus = [name for name in EPILOGUE_OPERANDS if name in given and name not in wanted]
         if not surplus or self._direction is not _FORWARD:
             return told
         return f"{told}. Find solutions of a problem whose epilogue has {' and '.join(surplus)}"
@@ -350,7 +349,7 @@ class FusedRunner(Runner):
         self, given: Mapping[str, Any], x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any
     ) -> Any:
         """Run after what a run needs was made: the invoker, the output, the workspace."""
-        read = {name: given.get(name) for name in EPILOGUE_ARRAYS}
+        read = {name: given.get(name) for name in EPILOGUE_OPERANDS}
         first = self._check_given({"x": x, "w": w, "dy": dy, **read})
         self.prepare()
         if self._active is not self:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.arrays.operands import WORKSPACE_ALIGNMENT
+from miofind.core.epilogue import EPILOGUE_OPERANDS
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device
@@ -428,7 +429,7 @@ class CudaHarness(CheckHarness):
         if not self.problem.epilogue:
             return _Judgement(sample=sample, factor=factor, powers=setting.powers)
         standard = EpilogueStandard.of(self.problem, factor, rounds_twice=setting.rounds_twice)
-        nothing = dict.fromkeys(("scale", "bias", "channel_bias", "residual"), 0)
+        nothing = dict.fromkeys(EPILOGUE_OPERANDS, 0)
         operands = {name: self._buffers[name].address for name in self.problem.epilogue.operands}
         addresses = nothing | operands | sample.addresses
 
