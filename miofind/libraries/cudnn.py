@@ -183,19 +183,22 @@ class ConvPlan:
                 bound = self._idle.pop()
             except IndexError:
                 graph = ConvGraph(self._problem, handle, self._parameters)
-                bound = _BoundPlan(_build(graph, self._step), graph.ids, graph.numbers)
+                bound = _BoundPlan(_build(graph, self._step), graph.ids, graph.factors)
             bound.handle = handle
         self._local.lease = _Lease(bound, self._idle)
         self._local.bound = bound
         return bound
 
-    def launch(self, addresses: tuple[int, ...], stream: int) -> None:
+    def launch(
+        self, addresses: tuple[int, ...], stream: int, parameters: EpilogueParameters = DEFAULT_PARAMETERS
+    ) -> None:
         """Computes the problem on a stream of its device, which is current; asynchronous, allocates nothing.
 
         Args:
             addresses: on the device, of the problem's operands in order, aligned to 16 bytes; the last one of
                 `workspace_bytes` bytes of workspace, or 0.
             stream: its address.
+            parameters: with the factors of this launch; the plan's own are otherwise alike.
 
         Raises:
             LaunchError: the launch failed.
@@ -204,15 +207,16 @@ class ConvPlan:
             bound = self._local.bound
         except AttributeError:
             bound = self.prepare()
-        bound.launch(addresses, stream)
+        bound.launch(addresses, stream, parameters)
 
 
 class FusedConvPlan:
-    """One recorded plan of a problem with an epilogue: a `ConvPlan` for each set of numbers that it is launched with.
+    """One recorded plan of a problem with an epilogue: a `ConvPlan` for each kind of numbers that it is launched with.
 
-    cuDNN makes a run's numbers part of a plan: the first launch with new ones builds it, which takes up to a second.
-    Factors are operations of their own, and engines differ in which they take: where the record's does not, the first
-    of the heuristics within its limits computes.
+    cuDNN makes an activation's numbers part of a plan: the first launch with new ones builds it, which takes up to a
+    second. Factors are operations of their own, which are given to each launch. A factor of 1 is none, so there is a
+    plan with it and one without; engines differ in which they take: where the record's does not, the first of the
+    heuristics within its limits computes.
     """
 
     __slots__ = ("_activation", "_device", "_lock", "_plans", "_problem", "_step", "workspace_bytes")
@@ -222,7 +226,7 @@ class FusedConvPlan:
         self._step = step
         self._device = device
         self._activation = problem.epilogue.activation
-        self._plans: dict[tuple[float, ...], ConvPlan] = {}
+        self._plans: dict[tuple[bool | float, ...], ConvPlan] = {}
         self._lock = threading.Lock()
         self.workspace_bytes = step.workspace_bytes
 
@@ -238,22 +242,23 @@ class FusedConvPlan:
         """Compute the problem, as `ConvPlan.launch`; the `EpilogueParameters` are last but one of the bases.
 
         Raises:
-            LaunchError: the launch failed, or it has been launched with too many other numbers.
+            LaunchError: the launch failed, or it has been launched with too many other numbers of an activation.
         """
         *operands, parameters, workspace = bases
-        self._plan(parameters).launch((*operands, workspace), stream)
+        self._plan(parameters).launch((*operands, workspace), stream, parameters)
 
     def _plan(self, parameters: EpilogueParameters) -> ConvPlan:
-        numbers = parameters.numbers(self._activation)
-        plan = self._plans.get(numbers)
+        alpha, beta, *of_activation = parameters.numbers(self._activation)
+        kind = (alpha == 1, beta == 1, *of_activation)
+        plan = self._plans.get(kind)
         if plan is None:
             with self._lock:
                 if len(self._plans) == _MOST_NUMBERS:
                     raise LaunchError(
-                        f"cuDNN makes numbers part of a plan, and {_MOST_NUMBERS} sets of them are in use: numbers "
-                        "that change with each run are for solvers of miofind's own"
+                        f"cuDNN makes an activation's numbers part of a plan, and {_MOST_NUMBERS} sets of them are in "
+                        "use: numbers that change with each run are for solvers of miofind's own"
                     )
-                plan = self._plans.setdefault(numbers, self._made(parameters))
+                plan = self._plans.setdefault(kind, self._made(parameters))
         return plan
 
     def _made(self, parameters: EpilogueParameters) -> ConvPlan:
@@ -291,46 +296,59 @@ class _BoundPlan:
     Args:
         plan: of the library.
         ids: of the operands in order, by which the plan's graph knows them.
-        numbers: by what it knows them by, numbers that it reads from host memory.
+        factors: by what it knows them by, names of the parameters' factors that it reads from host memory.
 
     Attributes:
         handle: the thread's.
     """
 
-    __slots__ = ("_execute", "_ids", "_numbers", "_packs", "_plan", "handle")
+    __slots__ = ("_execute", "_factors", "_ids", "_packs", "_plan", "handle")
 
     handle: CudnnHandle
 
-    def __init__(self, plan: Descriptor, ids: Mapping[str, int], numbers: Mapping[int, float]) -> None:
+    def __init__(self, plan: Descriptor, ids: Mapping[str, int], factors: Mapping[int, str]) -> None:
         self._plan = plan
-        self._ids = (*ids.values(), *numbers)
-        self._numbers = (ctypes.c_float * len(numbers))(*numbers.values())
+        self._ids = (*ids.values(), *factors)
+        self._factors = tuple(factors.values())
         self._execute = backend.library().execute
-        self._packs: dict[tuple[int, ...], Descriptor] = {}
+        self._packs: dict[tuple[float, ...], _Pack] = {}
 
-    def launch(self, addresses: tuple[int, ...], stream: int) -> None:
-        pack = self._packs.get(addresses)
+    def launch(self, addresses: tuple[int, ...], stream: int, parameters: EpilogueParameters) -> None:
+        key: tuple[float, ...] = addresses
+        if self._factors:
+            key = (*addresses, *(getattr(parameters, name) for name in self._factors))
+        pack = self._packs.get(key)
         if pack is None:
-            pack = self._pack(addresses)
+            pack = self._pack(key)
         handle = self.handle
         if stream != handle.stream:
             handle.use(stream)
-        status = self._execute(handle.pointer, self._plan.pointer, pack.pointer)
+        status = self._execute(handle.pointer, self._plan.pointer, pack.descriptor.pointer)
         if status:
             backend.check(status, "executing a plan")
 
-    def _pack(self, addresses: tuple[int, ...]) -> Descriptor:
+    def _pack(self, key: tuple[float, ...]) -> _Pack:
         if len(self._packs) == _PACKS:
             del self._packs[next(iter(self._packs))]
-        pack = Descriptor(Kind.VARIANT_PACK)
-        *operands, workspace = addresses
-        pack.set(Attribute.PACK_UNIQUE_IDS, Type.INT64, *self._ids)
-        start = ctypes.addressof(self._numbers)
-        numbers = (start + 4 * place for place in range(len(self._numbers)))
-        pack.set(Attribute.PACK_DATA_POINTERS, Type.VOID_PTR, *operands, *numbers)
-        pack.set(Attribute.PACK_WORKSPACE, Type.VOID_PTR, workspace).finalize()
-        self._packs[addresses] = pack
+        descriptor = Descriptor(Kind.VARIANT_PACK)
+        count = len(key) - len(self._factors)
+        *operands, workspace = key[:count]
+        factors = (ctypes.c_float * len(self._factors))(*key[count:])
+        start = ctypes.addressof(factors)
+        of_factors = (start + 4 * place for place in range(len(factors)))
+        descriptor.set(Attribute.PACK_UNIQUE_IDS, Type.INT64, *self._ids)
+        descriptor.set(Attribute.PACK_DATA_POINTERS, Type.VOID_PTR, *operands, *of_factors)
+        descriptor.set(Attribute.PACK_WORKSPACE, Type.VOID_PTR, workspace).finalize()
+        pack = self._packs[key] = _Pack(descriptor=descriptor, factors=factors)
         return pack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pack:
+    """Addresses as cuDNN takes them; those of factors are of host memory that must last as long."""
+
+    descriptor: Descriptor
+    factors: ctypes.Array[ctypes.c_float]
 
 
 def conv_plan(problem: ProblemDescription, step: CudnnStep, device: Device) -> ConvPlan | FusedConvPlan:

@@ -1,8 +1,9 @@
 """A problem's epilogue as pointwise operations behind a convolution in a cuDNN operation graph.
 
-The convolution writes a virtual float32 tensor, each operation another one, the last the output: one rounding. Numbers
-become parts of the graph; a factor of 1 is left out. Engines that fuse at run time take what this makes in
-channels last on compute capability 9.0; what no engine takes has no plan.
+The convolution writes a virtual float32 tensor, each operation another one, the last the output: one rounding. An
+activation's numbers become parts of the graph; factors are given to each launch, and those that are 1 are left out.
+Engines that fuse at run time take what this makes in channels last on compute capability 9.0; what no engine takes has
+no plan.
 
 Source: cuDNN frontend developer guide, graph API, "generic runtime fusion engines".
 """
@@ -66,7 +67,7 @@ class _Pass:
     mode: _Mode
     activation: Activation = Activation.NONE
     operand: str = ""
-    factor: float | None = None
+    factor: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +77,12 @@ class FusedOperations:
     Attributes:
         first: what the convolution writes, instead of the output.
         operations: in order; the last writes the output.
-        numbers: by the number that the graph knows it by, each factor that a launch is given in host memory.
+        factors: by the number that the graph knows it by, which of the run's factors a launch reads from host memory.
     """
 
     first: Descriptor
     operations: tuple[Descriptor, ...]
-    numbers: Mapping[int, float]
+    factors: Mapping[int, str]
 
 
 def fused_operations(
@@ -99,33 +100,33 @@ def fused_operations(
     """
     passes = tuple(_passes(problem.epilogue, parameters))
     free = iter(range(max(ids.values()) + 1, 1 << 16))
-    numbers: dict[int, float] = {}
+    factors: dict[int, str] = {}
     first = value = _virtual(problem.y, next(free))
     operations = []
     for place, step in enumerate(passes):
         is_last = place == len(passes) - 1
         other: Descriptor | None
         if step.operand == "residual" and parameters.beta != 1:
-            numbers[beta := next(free)] = parameters.beta
+            factors[beta := next(free)] = "beta"
             scaled = _virtual(problem.y, next(free))
             by_beta = _Pass(mode=_Mode.MUL)
             operations.append(_operation(by_beta, parameters, tensors["residual"], scaled, _scalar(problem, beta)))
             other = scaled
-        elif step.factor is not None:
-            numbers[factor := next(free)] = step.factor
+        elif step.factor:
+            factors[factor := next(free)] = step.factor
             other = _scalar(problem, factor)
         else:
             other = tensors.get(step.operand)
         result = tensors["y"] if is_last else _virtual(problem.y, next(free))
         operations.append(_operation(step, parameters, value, result, other))
         value = result
-    return FusedOperations(first=first, operations=tuple(operations), numbers=numbers)
+    return FusedOperations(first=first, operations=tuple(operations), factors=factors)
 
 
 def _passes(epilogue: Epilogue, parameters: EpilogueParameters) -> Iterator[_Pass]:
     """In the order of `miofind.core.epilogue`; one at least."""
     if parameters.alpha != 1:
-        yield _Pass(mode=_Mode.MUL, factor=parameters.alpha)
+        yield _Pass(mode=_Mode.MUL, factor="alpha")
     if epilogue.scale:
         yield _Pass(mode=_Mode.MUL, operand="scale")
     if epilogue.bias:

@@ -92,11 +92,12 @@ class ConvGraph:
     """The operation graph of one problem on a handle's device; for one thread.
 
     Args:
-        parameters: the numbers of the problem's epilogue, which are part of the graph.
+        parameters: the numbers of the problem's epilogue: those of its activation, and which of its factors are 1, are
+            part of the graph.
 
     Attributes:
         ids: by name and in order, what the graph calls the operands.
-        numbers: what it calls numbers that a launch is given in host memory, and these numbers.
+        factors: what it calls factors that a launch is given in host memory, and their names in the parameters.
 
     Raises:
         LaunchError: cuDNN refuses the problem.
@@ -108,7 +109,7 @@ class ConvGraph:
         self.problem = problem
         self.ids = operand_ids(problem)
         made = _operations(problem.lifted(max(2, problem.spatial_dims)), parameters)
-        self.numbers = made.numbers
+        self.factors = made.factors
         self._graph = Descriptor(Kind.OPERATION_GRAPH)
         self._graph.link(Attribute.GRAPH_OPERATIONS, *made.operations)
         self._graph.set(Attribute.GRAPH_HANDLE, Type.HANDLE, handle.pointer)
@@ -173,10 +174,10 @@ def _convolution(problem: ProblemDescription) -> Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """The operations of a graph, and the numbers that its launches are given."""
+    """The operations of a graph, and the factors that its launches are given."""
 
     operations: tuple[Descriptor, ...]
-    numbers: Mapping[int, float]
+    factors: Mapping[int, str]
 
 
 def _operations(problem: ProblemDescription, parameters: EpilogueParameters) -> _Made:
@@ -193,7 +194,7 @@ def _operations(problem: ProblemDescription, parameters: EpilogueParameters) -> 
         is_output = name == problem.direction.output
         operation.link(attribute, behind.first if behind and is_output else tensors[name])
     operation.set(made.alpha, Type.FLOAT, 1.0).set(made.beta, Type.FLOAT, 0.0).finalize()
-    return _Made((operation, *behind.operations), behind.numbers) if behind else _Made((operation,), {})
+    return _Made((operation, *behind.operations), behind.factors) if behind else _Made((operation,), {})
 
 
 def engine_index(engine: Descriptor) -> int:

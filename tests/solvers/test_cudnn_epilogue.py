@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import types
 from collections.abc import Mapping
 from typing import Any, Self
@@ -29,6 +30,10 @@ class Recorded:
         self.kind = kind
         self.name = name
         self.values: dict[Attribute, Any] = {}
+
+    @property
+    def pointer(self) -> dict[Attribute, Any]:
+        return self.values
 
     def set(self, attribute: Attribute, kind: Type, *values: float) -> Self:
         self.values[attribute] = values[0] if len(values) == 1 else values
@@ -73,7 +78,7 @@ def carried_out(
     for operation in made.operations:
         other = operation.values.get(Attribute.OPERATION_POINTWISE_B)
         if other is not None and other not in values:
-            values[other] = np.array(made.numbers[other[Attribute.TENSOR_UNIQUE_ID]])
+            values[other] = np.array(getattr(parameters, made.factors[other[Attribute.TENSOR_UNIQUE_ID]]))
         first = values[operation[Attribute.OPERATION_POINTWISE_X]]
         second = None if other is None else values[other]
         result = operation[Attribute.OPERATION_POINTWISE_Y]
@@ -123,31 +128,52 @@ def test_what_cudnn_has_no_operation_for_is_refused() -> None:
     assert "one number an image and channel" in refused(Epilogue(channel_bias=True))
 
 
-def test_each_set_of_numbers_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_numbers_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with factors and one without, whatever the factors are; one for each set of an activation's numbers."""
     launched: list[tuple[Any, ...]] = []
 
-    def plan(problem: object, step: object, device: object, parameters: EpilogueParameters) -> types.SimpleNamespace:
-        def launch(addresses: tuple[int, ...], stream: int) -> None:
-            launched.append((parameters, addresses, stream))
+    def plan(problem: object, step: object, device: object, made: EpilogueParameters) -> types.SimpleNamespace:
+        def launch(addresses: tuple[int, ...], stream: int, parameters: EpilogueParameters) -> None:
+            launched.append((made, addresses, stream, parameters))
 
-        return types.SimpleNamespace(launch=launch, prepare=lambda: launched.append((parameters,)))
+        return types.SimpleNamespace(launch=launch, prepare=lambda: launched.append((made,)))
 
     monkeypatch.setattr(cudnn, "ConvPlan", plan)
-    problem = ProblemDescription.convolution(x=(2, 3, 4, 5), w=(6, 3, 1, 1), epilogue="bias.relu")
+    problem = ProblemDescription.convolution(x=(2, 3, 4, 5), w=(6, 3, 1, 1), epilogue="bias.clamp")
     fused = FusedConvPlan(problem, CudnnStep(engine=0, knobs=(), fused=True), None)  # type: ignore[arg-type]
     fused.prepare()
     assert launched == [(DEFAULT_PARAMETERS,)] * 2  # as it is made, and for this thread
     launched.clear()
-    halved, same = EpilogueParameters(alpha=0.5), EpilogueParameters(low=1.0)
-    for parameters in (DEFAULT_PARAMETERS, halved, same, halved):
+    halved, doubled, raised = EpilogueParameters(alpha=0.5), EpilogueParameters(alpha=2), EpilogueParameters(low=1)
+    slope = EpilogueParameters(slope=1.0)  # a clamp has none
+    given = (DEFAULT_PARAMETERS, halved, doubled, raised, slope, halved)
+    for parameters in given:
         fused.launch((1, 2, 3, 4, parameters, 5000), 7)
-    bases = (1, 2, 3, 4, 5000)
-    expected = [DEFAULT_PARAMETERS, halved, DEFAULT_PARAMETERS, halved]  # relu has no bounds
-    assert [each for each in launched if len(each) > 1] == [(parameters, bases, 7) for parameters in expected]
-    for number in range(cudnn._MOST_NUMBERS - 2):
-        fused.launch((1, 2, 3, 4, EpilogueParameters(alpha=2.0 + number), 5000), 7)
+    makers = (DEFAULT_PARAMETERS, halved, halved, raised, DEFAULT_PARAMETERS, halved)
+    expected = [(maker, (1, 2, 3, 4, 5000), 7, one) for maker, one in zip(makers, given, strict=True)]
+    assert [each for each in launched if len(each) > 1] == expected
+    for number in range(cudnn._MOST_NUMBERS - 3):
+        fused.launch((1, 2, 3, 4, EpilogueParameters(high=7.0 + number), 5000), 7)
     with pytest.raises(LaunchError, match="numbers part of a plan"):
-        fused.launch((1, 2, 3, 4, EpilogueParameters(alpha=0.25), 5000), 7)
+        fused.launch((1, 2, 3, 4, EpilogueParameters(low=0.25), 5000), 7)
+
+
+def test_launches_are_given_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[tuple[list[int], list[float]]] = []
+
+    def execute(handle: object, plan: object, pack: dict[Attribute, tuple[int, ...]]) -> int:
+        *operands, factor = pack[Attribute.PACK_DATA_POINTERS]
+        executed.append((operands, ctypes.c_float.from_address(factor).value))
+        return 0
+
+    monkeypatch.setattr(cudnn, "Descriptor", Recorded)
+    monkeypatch.setattr(cudnn.backend, "library", lambda: types.SimpleNamespace(execute=execute))
+    ids = {name: number for number, name in enumerate(("x", "w", "y", "bias"), 1)}
+    bound = cudnn._BoundPlan(Recorded(Kind.EXECUTION_PLAN), ids, {9: "alpha"})  # type: ignore[arg-type]
+    bound.handle = types.SimpleNamespace(stream=7, pointer=0)  # type: ignore[assignment]
+    for alpha in (0.5, -3.0, 0.5):
+        bound.launch((10, 20, 30, 40, 0), 7, EpilogueParameters(alpha=alpha))
+    assert executed == [([10, 20, 30, 40], 0.5), ([10, 20, 30, 40], -3.0), ([10, 20, 30, 40], 0.5)]
 
 
 def test_an_engine_that_does_not_take_a_factor_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +186,7 @@ def test_an_engine_that_does_not_take_a_factor_gives_way(monkeypatch: pytest.Mon
                 raise LaunchError("not supported")
             built.append((step.engine, step.notes))
 
-        return types.SimpleNamespace(launch=lambda addresses, stream: None, prepare=prepare)
+        return types.SimpleNamespace(launch=lambda addresses, stream, parameters: None, prepare=prepare)
 
     monkeypatch.setattr(cudnn, "ConvPlan", plan)
     problem = ProblemDescription.convolution(x=(2, 3, 4, 5), w=(6, 3, 1, 1), dtype="float16", epilogue="bias.relu")
