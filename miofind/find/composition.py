@@ -1,11 +1,12 @@
-"""Composed candidates of fused problems: which solutions of the bare problem are worth a pass after them.
+"""What the bare problem's solutions tell of a fused one: what to compose, and which solvers need not be tried.
 
-The pass takes as long after each, so the fastest bare solutions make the fastest composed ones. Reads the FindDB.
+An epilogue adds about as much time to each, so the fastest bare solutions make the fastest fused ones, composed or
+natively. Reads the FindDB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from miofind.core.problem import ProblemDescription
@@ -13,6 +14,7 @@ from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
 from miofind.options import FindEnforce, FindOptions
 from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
 from miofind.solver.registry import COMPOSED_SUFFIX
 from miofind.solver.steps import Config
 
@@ -20,6 +22,9 @@ MAX_COMPOSED = 3
 """Solvers whose composed forms a find measures, unless the options name more of these."""
 _IN_REACH = 1.5
 """A bare solution that is slower than the fastest by this factor is not composed."""
+_FUSED_IN_REACH = 2.0
+"""A solver that is slower than the fastest by this factor without the epilogue is not tried with it: what is fastest
+may be composed, and its pass takes about half of a convolution's time at most."""
 
 Choices = dict[str, tuple[Config, ...]]
 """By id of a bare solver, the configurations that are composed."""
@@ -33,12 +38,34 @@ def bare_request(options: FindOptions) -> FindOptions:
     return replace(options, only=only, exclude=exclude)
 
 
-def fastest_bare(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Choices:
-    """Of a fused problem, what the FindDB's answer to the bare one gives to compose; {} where there is no answer."""
+def bare_solutions(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Sequence[Solution]:
+    """The FindDB's answer to the bare problem of a fused one, for the solvers that a request allows, fastest first."""
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
-    found = records.look_up(problem.bare, request, handle, queue=False) or []
+    return records.look_up(problem.bare, request, handle, queue=False) or ()
+
+
+def fastest_bare(found: Sequence[Solution], options: FindOptions) -> Choices:
+    """What a bare problem's solutions, fastest first, give to compose."""
     near = [solution for solution in found if solution.time_ms <= _IN_REACH * found[0].time_ms]
     return first_of_each(((solution.solver_id, solution.config) for solution in near), options)
+
+
+def out_of_reach(found: Sequence[Solution], options: FindOptions) -> dict[str, str]:
+    """By solver, why a find of the fused problem leaves out what was slow without the epilogue.
+
+    A search tries all, and what the options name is tried.
+    """
+    if options.searches or options.only:
+        return {}
+    fastest: dict[str, Solution] = {}
+    for solution in found:
+        fastest.setdefault(solution.solver_id, solution)
+    ratios = {solver_id: solution.time_ms / found[0].time_ms for solver_id, solution in fastest.items()}
+    return {
+        solver_id: f"takes {ratio:.1f} times as long as {found[0].solver_id} without the epilogue"
+        for solver_id, ratio in ratios.items()
+        if ratio > _FUSED_IN_REACH
+    }
 
 
 def is_bare_known(

@@ -14,7 +14,14 @@ from numbers import Real
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, MiofindError, described, raise_if_interrupted
-from miofind.find.composition import Choices, bare_request, fastest_bare, first_of_each
+from miofind.find.composition import (
+    Choices,
+    bare_request,
+    bare_solutions,
+    fastest_bare,
+    first_of_each,
+    out_of_reach,
+)
 from miofind.find.lookup.known import earlier_configs, stored_configs
 from miofind.find.lookup.scopes import counted_solvers
 from miofind.find.search import EXHAUSTIVE, Space
@@ -22,6 +29,7 @@ from miofind.finddb import MAX_INT, MAX_JSON_CHARS
 from miofind.options import FindEnforce, FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import applicability_of, forms
+from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Candidate
 from miofind.solver.registry import composed, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
@@ -35,6 +43,8 @@ MAX_ESTIMATED = 50_000
 """Configurations of one solver whose time is estimated at most; of a larger product a fixed random part is."""
 _LISTED = 256
 _BARE_WINNERS = 2
+_DEFAULTS_BESIDE = 2
+"""Default configurations of a solver that are tried beside those that were its fastest without the epilogue."""
 _LONGEST_NAME = 300
 
 
@@ -118,7 +128,8 @@ def make_plan(
 
     Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
     fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
-    of the solvers that are.
+    of the solvers that are; where the FindDB answers the bare problem, a find leaves solvers out that are far behind
+    there, and default configurations behind the first.
 
     Raises:
         UnknownSolverError: the options name a solver that the handle's registry has not.
@@ -127,14 +138,20 @@ def make_plan(
     device = handle.device
     draft = _Draft()
     earlier = _earlier(problem, handle)
+    bare = _bare(problem, options, handle, dynamic_only=dynamic_only) if problem.epilogue else ()
+    slow, known = out_of_reach(bare, options), {solution.solver_id for solution in bare}
     for solver in handle.registry.values():
         if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
             draft.left_out.append(solver.id)
+            continue
+        most = _DEFAULTS_BESIDE if solver.id in known and not options.searches else None
+        request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most)
+        if solver.id in slow:
+            draft.pass_over(request, slow[solver.id])
         else:
-            request = _Request(problem, device, solver, options, earlier.get(solver.id, ()))
             draft.ask(request, (winners or {}).get(solver.id, ()))
     if problem.epilogue:
-        for solver_id, configs in _choices(problem, options, handle, dynamic_only=dynamic_only).items():
+        for solver_id, configs in _choices(problem, options, handle, bare, dynamic_only=dynamic_only).items():
             draft.ask_composed(_Request(problem, device, composed(handle.registry[solver_id]), options, configs))
         counted = counted_solvers(options, handle.registry, fused=True)
         asked = (each for each in counted if each.is_dynamic or not dynamic_only)
@@ -151,13 +168,20 @@ def _earlier(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Con
     return earlier
 
 
-def _choices(problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool) -> Choices:
+def _bare(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool
+) -> tuple[Solution, ...]:
+    """The FindDB's answer to the bare problem, for the solvers that are asked."""
+    found = bare_solutions(problem, options, handle)
+    return tuple(each for each in found if not dynamic_only or handle.registry[each.solver_id].is_dynamic)
+
+
+def _choices(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, bare: Sequence[Solution], *, dynamic_only: bool
+) -> Choices:
     """What is composed for a fused problem: what is fastest without the epilogue, measured or else estimated."""
-    found = fastest_bare(problem, options, handle)
-    if dynamic_only:
-        found = {name: configs for name, configs in found.items() if handle.registry[name].is_dynamic}
-    if found:
-        return found
+    if bare:
+        return fastest_bare(bare, options)
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
     plan = make_plan(problem.bare, request, handle, dynamic_only=dynamic_only)
     planned = plan.candidates or plan.last_resort
@@ -188,7 +212,8 @@ class _Request:
     """One solver and what is asked of it.
 
     Attributes:
-        earlier: configurations that were measured with its earlier code, fastest first.
+        earlier: configurations that were measured with its earlier code, or without the epilogue, fastest first.
+        most_defaults: how many of its default configurations are asked for beside them; None for all.
     """
 
     problem: ProblemDescription
@@ -196,6 +221,7 @@ class _Request:
     solver: Solver
     options: FindOptions
     earlier: tuple[Config, ...] = ()
+    most_defaults: int | None = None
 
     @property
     def is_possible_here(self) -> bool:
@@ -208,8 +234,8 @@ class _Request:
         return APPLICABLE if answer is None else answer
 
     def defaults(self) -> tuple[Config, ...]:
-        """The solver's default configurations, then those of its earlier code that it still takes."""
-        defaults = self.solver.default_configs(self.problem, self.device)
+        """The solver's default configurations, then the earlier ones that it still takes."""
+        defaults = tuple(self.solver.default_configs(self.problem, self.device))[: self.most_defaults]
         return (*defaults, *(config for config in self.earlier if config not in defaults and self.admits(config)))
 
     def planned(self, config: Config) -> Planned:
@@ -322,6 +348,12 @@ class _Draft:
                 self.spaces.append(space)
             elif applies:
                 self.planned += request.within_limits(request.defaults(), self.refusals)
+
+    def pass_over(self, request: _Request, reason: str) -> None:
+        """Count a solver as asked that is not worth a measurement of the problem."""
+        with self._blaming(request):
+            if self._applies(request):
+                self.refusals[request.solver.id] = reason
 
     def ask_composed(self, request: _Request) -> None:
         """Take in some configurations of a composed solver, all that there are of it."""

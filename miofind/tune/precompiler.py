@@ -70,10 +70,10 @@ class Precompiler:
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
 
     def _steps(self, problem: ProblemDescription, handle: Handle) -> Iterator[KernelStep]:
-        """Kernels of as many candidates of each solver as a find begins with."""
-        for plan in tuning_plans(problem, self._options, handle):
-            counts: Counter[str] = Counter()
-            for planned in plan.candidates:
-                counts[planned.solver.id] += 1
-                if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
-                    yield from planned.kernels(handle.device)
+        """Kernels of as many candidates of each solver as a find begins with; what is measured first decides the rest."""
+        first, *_ = tuning_plans(problem, self._options, handle)
+        counts: Counter[str] = Counter()
+        for planned in first.candidates:
+            counts[planned.solver.id] += 1
+            if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
+                yield from planned.kernels(handle.device)

@@ -18,14 +18,14 @@ from miofind.find.composition import MAX_COMPOSED
 from miofind.find.lookup import validity
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.pipeline import find
-from miofind.find.plan import make_plan
+from miofind.find.plan import Plan, make_plan
 from miofind.find.row_check import RowCheck, Shipping
 from miofind.finddb import ReleaseRules, Store, write_release
 from miofind.launch.invoker import bases_of, make_invoker
 from miofind.options import FindMode, FindOptions, OnMiss
 from miofind.reference import reference_on_host, round_once
 from miofind.runtime.handle import Handle
-from miofind.runtime.solution import Source
+from miofind.runtime.solution import Solution, Source
 from miofind.solver.registry import Registry
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Config, ConvSolution
@@ -131,6 +131,34 @@ def test_bare_winners_are_configurations_to_fuse(database: Path) -> None:
             assert (best.solver_id, best.config) in {(p.solver.id, p.candidate.config) for p in plan.candidates}
         found = find(problem, FindOptions(only=only), handle)
     assert {solution.solver_id for solution in found} == {"ConvCpuIm2colGemm", "ConvCpuIm2colGemm+Pointwise"}
+
+
+def test_a_find_leaves_out_what_was_slow_without_the_epilogue(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a search, nor a find of it alone; of the others the first defaults go beside what was fastest."""
+    slow = "ConvCpuIm2colGemm"
+    with Handle("cpu", database=database, registry=Registry.default().with_solvers(FusedColumns)) as handle:
+        measured = find(PROBLEM.bare, FindOptions(), handle)
+        times = {solution.solver_id: 1.0 for solution in measured} | {slow: 2.5}
+        told = sorted((replace(each, time_ms=times[each.solver_id]) for each in measured), key=lambda s: s.time_ms)
+
+        def planned(**options: object) -> Plan:
+            def solutions(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
+                return [each for each in told if options.allows(handle.registry[each.solver_id])]
+
+            monkeypatch.setattr("miofind.find.plan.bare_solutions", solutions)
+            return make_plan(PROBLEM, FindOptions(**options), handle)  # type: ignore[arg-type]
+
+        plan = planned()
+        assert plan.refusals[slow] == f"takes 2.5 times as long as {told[0].solver_id} without the epilogue"
+        assert slow not in {each.solver.id for each in plan.candidates}
+        assert slow in plan.considered
+        for options in ({"tuning": True}, {"only": (slow,)}):
+            plan = planned(**options)
+            assert slow not in plan.refusals
+            assert slow in {each.solver.id for each in plan.candidates}
+        times[slow] = 1.9
+        told = [replace(each, time_ms=times[each.solver_id]) for each in measured]
+        assert slow in {each.solver.id for each in planned().candidates}
 
 
 class FusedColumns(ConvCpuIm2colGemm):
