@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription
 from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
@@ -66,6 +67,11 @@ def out_of_reach(found: Sequence[Solution], options: FindOptions) -> dict[str, s
         for solver_id, ratio in ratios.items()
         if ratio > _FUSED_IN_REACH
     }
+
+
+def is_light(epilogue: Epilogue) -> bool:
+    """Whether an epilogue costs next to nothing, so that the fastest configurations are those without it."""
+    return not epilogue.has_residual and epilogue.activation.is_exact
 
 
 def is_bare_known(

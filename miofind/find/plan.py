@@ -20,6 +20,7 @@ from miofind.find.composition import (
     bare_solutions,
     fastest_bare,
     first_of_each,
+    is_light,
     out_of_reach,
 )
 from miofind.find.lookup.known import earlier_configs, stored_configs
@@ -44,7 +45,8 @@ MAX_ESTIMATED = 50_000
 _LISTED = 256
 _BARE_WINNERS = 2
 _DEFAULTS_BESIDE = 2
-"""Default configurations of a solver that are tried beside those that were its fastest without the epilogue."""
+"""Default configurations of a solver that are tried beside those that were its fastest without the epilogue, where
+that is light: a residual or a costly activation is hidden by configurations of another kind."""
 _LONGEST_NAME = 300
 
 
@@ -139,12 +141,13 @@ def make_plan(
     draft = _Draft()
     earlier = _earlier(problem, handle)
     bare = _bare(problem, options, handle, dynamic_only=dynamic_only) if problem.epilogue else ()
-    slow, known = out_of_reach(bare, options), {solution.solver_id for solution in bare}
+    slow = out_of_reach(bare, options)
+    few = {solution.solver_id for solution in bare if is_light(problem.epilogue) and not options.searches}
     for solver in handle.registry.values():
         if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
             draft.left_out.append(solver.id)
             continue
-        most = _DEFAULTS_BESIDE if solver.id in known and not options.searches else None
+        most = _DEFAULTS_BESIDE if solver.id in few else None
         request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most)
         if solver.id in slow:
             draft.pass_over(request, slow[solver.id])

@@ -70,7 +70,7 @@ class Precompiler:
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
 
     def _steps(self, problem: ProblemDescription, handle: Handle) -> Iterator[KernelStep]:
-        """Kernels of as many candidates of each solver as a find begins with; what is measured first decides the rest."""
+        """Kernels of as many candidates of each solver as a find begins with, of what is measured first."""
         first, *_ = tuning_plans(problem, self._options, handle)
         counts: Counter[str] = Counter()
         for planned in first.candidates:

@@ -17,7 +17,7 @@ from miofind.errors import NoSolutionError, UnknownSolverError
 from miofind.find.composition import MAX_COMPOSED
 from miofind.find.lookup import validity
 from miofind.find.lookup.validity import solver_hash
-from miofind.find.pipeline import find
+from miofind.find.pipeline import estimates, find
 from miofind.find.plan import Plan, make_plan
 from miofind.find.row_check import RowCheck, Shipping
 from miofind.finddb import ReleaseRules, Store, write_release
@@ -159,6 +159,22 @@ def test_a_find_leaves_out_what_was_slow_without_the_epilogue(database: Path, mo
         times[slow] = 1.9
         told = [replace(each, time_ms=times[each.solver_id]) for each in measured]
         assert slow in {each.solver.id for each in planned().candidates}
+
+
+def test_a_costly_epilogue_is_tried_with_all_default_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miofind.find.plan.bare_solutions", lambda problem, *others: estimates(problem.bare, *others))
+    counts, name = {}, "ConvImplicitGemmWgmma"
+    with Handle(Device.virtual("90a")) as handle:
+        for epilogue in ("bias.relu", "bias.residual.relu", "bias.gelu"):
+            problem = ProblemDescription.convolution(
+                x=(32, 64, 56, 56), w=(256, 64, 1, 1), dtype="float16", layout="NHWC", epilogue=epilogue
+            )
+            counts[epilogue] = [each.solver.id for each in make_plan(problem, FindOptions(), handle).candidates].count(
+                name
+            )
+            every = len(handle.registry[name].default_configs(problem, handle.device))
+    assert counts == {"bias.relu": 2, "bias.residual.relu": every, "bias.gelu": every}
+    assert every > 2
 
 
 class FusedColumns(ConvCpuIm2colGemm):
