@@ -46,7 +46,7 @@ ENDING = "_fused"
 NETWORKS = tuple(name.removesuffix(ENDING) for name in suite_names() if name.endswith(ENDING))
 DTYPES = (DataType.FLOAT16, DataType.BFLOAT16)
 LAYOUTS = (Layout.NHWC, Layout.NCHW)
-BATCHES = ("32", "1")
+BATCHES = ("32", "1", "64")
 AGAINST = (Rival.ONE_PASS, Rival.TORCH, Rival.CUDNN)
 
 LARGEST_BATCH = {"sd_vae_decoder": 8}
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--networks", type=script.several(NETWORKS), default=NETWORKS, help=",".join(NETWORKS))
     parser.add_argument("--dtypes", type=script.several(DTYPES), default=DTYPES, help=",".join(DTYPES))
     parser.add_argument("--layouts", type=script.several(LAYOUTS), default=LAYOUTS, help=",".join(LAYOUTS))
-    parser.add_argument("--batches", type=script.several(BATCHES), default=BATCHES, help=",".join(BATCHES))
+    parser.add_argument("--batches", type=script.several(BATCHES), default=BATCHES[:2], help=",".join(BATCHES))
     parser.add_argument("--budget", type=script.seconds, default=6.0, help="seconds of measuring in a problem's find")
     parser.add_argument("--db", type=Path, help="FindDB that what is found is recorded in; by default none")
     parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host, a process each")

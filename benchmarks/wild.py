@@ -2,10 +2,13 @@
 
     python benchmarks/wild.py --json benchmarks/results/wild_h200.json [--all] [--limit N]
     python benchmarks/wild.py --only ConvImplicitGemmMma --configs 4 --layout NHWC
+    python benchmarks/wild.py --epilogues 1 --all
 
 Needs a GPU. Each solution is verified by both gates; a problem counts for a solver only where it passed. Without --all
 a problem is done when one solver beside ConvDirectNaive has passed; our own are asked before cuDNN. With --configs each
-solver of --only is verified with its first default and so many random configurations of each problem.
+solver of --only is verified with its first default and so many random configurations of each problem. With --epilogues
+each problem has a random epilogue; then a solver is its kernels that fuse and, unless these are verified, the form that
+is composed with a pass.
 """
 
 from __future__ import annotations
@@ -19,18 +22,21 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import script
 
 import miofind
 from miofind.compiler import BinaryCache, Compiler
-from miofind.core.problem import Layout, MathMode, ProblemDescription
+from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library
 from miofind.device.environment import versions
 from miofind.errors import MiofindError
 from miofind.evaluate.health import context_error
 from miofind.launch.invoker import make_invoker
+from miofind.runtime.refusals import forms
 from miofind.solver.candidate import Candidate, Status
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, KernelStep
@@ -112,9 +118,9 @@ def compile_ahead(
     steps: list[KernelStep] = []
     for problem in problems:
         for solver in asked:
-            if solver.applicability(problem, handle.device):
-                for config in drawn(solver, problem, handle, count):
-                    steps += solver.solution(problem, handle.device, config).kernels
+            form = next((form for form in forms(solver, problem) if form.applicability(problem, handle.device)), None)
+            for config in drawn(form, problem, handle, count) if form else ():
+                steps += form.solution(problem, handle.device, config).kernels
     for _ in handle.compiler.build_all(steps, handle.device.arch):
         pass
 
@@ -125,6 +131,23 @@ def in_order(handle: miofind.Handle) -> list[Solver]:
     return sorted(here, key=lambda s: (s.id != NAIVE, list(Library).index(s.library)))
 
 
+def with_epilogue(problem: ProblemDescription, seed: int) -> ProblemDescription:
+    """A forward problem with an epilogue that its text and the seed choose; one of another direction as it is."""
+    if problem.direction is not Direction.FORWARD:
+        return problem
+    draw = random.Random(f"{seed} {problem.network_config}")
+    narrow = problem.y.dtype in (DataType.FLOAT16, DataType.BFLOAT16)
+    epilogue = Epilogue(
+        scale=draw.random() < 0.4,
+        bias=draw.random() < 0.7,
+        channel_bias=draw.random() < 0.2,
+        residual=draw.choice([*ResidualPosition]),
+        activation=draw.choice([*Activation]),
+        parameter_dtype=DataType.FLOAT32 if narrow and draw.random() < 0.5 else None,
+    )
+    return replace(problem, epilogue=epilogue)
+
+
 def run_problem(
     problem: ProblemDescription, handle: miofind.Handle, tally: dict[str, Any], *, every_solver: bool
 ) -> None:
@@ -133,18 +156,21 @@ def run_problem(
         for solver in in_order(handle):
             if second and not every_solver:
                 break
-            applicability = solver.applicability(problem, handle.device)
-            if not applicability:
-                tally["refusals"][f"{solver.id}: {applicability.reason}"] += 1
-                continue
-            status, message = verified(problem, solver, handle, verifier)
-            tally["outcomes"][f"{solver.id}: {status}"] += 1
-            if status is not Status.OK:
-                tally["failures"].append({"problem": problem.network_config, "message": message[:600]})
-            elif solver.id == NAIVE:
-                naive_ok = True
-            else:
-                second = second or solver.id
+            for form in forms(solver, problem):
+                applicability = form.applicability(problem, handle.device)
+                if not applicability:
+                    tally["refusals"][f"{form.id}: {applicability.reason}"] += 1
+                    continue
+                status, message = verified(problem, form, handle, verifier)
+                tally["outcomes"][f"{form.id}: {status}"] += 1
+                if status is not Status.OK:
+                    tally["failures"].append({"problem": problem.network_config, "message": message[:600]})
+                    continue
+                if solver.id == NAIVE:
+                    naive_ok = True
+                else:
+                    second = second or form.id
+                break
     tally["naive"] += naive_ok
     tally["second"] += bool(second)
     if not second:
@@ -164,6 +190,7 @@ def main() -> None:
     parser.add_argument(
         "--configs", type=script.at_least(0), default=0, help="random configurations of each solver of --only"
     )
+    parser.add_argument("--epilogues", type=script.count, metavar="SEED", help="random epilogues of forward problems")
     parser.add_argument("--layout", choices=[*map(str, Layout)], help="of all tensors, instead of the suites'")
     parser.add_argument("--math", choices=[*map(str, MathMode)], help="of the float32 problems")
     arguments = parser.parse_args()
@@ -179,6 +206,8 @@ def main() -> None:
     started = time.monotonic()
     for name in ("wild_3d", "wild"):
         entries = load_suite(name).problems(layout=arguments.layout, math=arguments.math)[: arguments.limit]
+        if arguments.epilogues:
+            entries = [replace(entry, problem=with_epilogue(entry.problem, arguments.epilogues)) for entry in entries]
         first, every = arguments.share
         deadline = started + arguments.stop_after
         tally = report["suites"][name] = run_suite(entries[first::every], handle, arguments, deadline)
