@@ -38,7 +38,7 @@ def arguments(fused: ModuleType, folder: Path, **changed: Any) -> argparse.Names
         "networks": fused.NETWORKS,
         "dtypes": fused.DTYPES,
         "layouts": fused.LAYOUTS,
-        "batches": fused.BATCHES,
+        "batches": fused.BATCHES[:2],
         "folder": folder,
         "commit": "abc",
         "budget": 6.0,
