@@ -5,17 +5,19 @@ Run: python benchmarks/document.py [--check], which writes nothing and ends with
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import figures
 import script
 from figures import Figure
 
-from miofind.core.problem import Direction
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Library
 from miofind.solver.registry import Registry
 
@@ -27,6 +29,8 @@ _DENSE = ("1x1", "3x3", "small batch")
 _FEW = ("depthwise", "depthwise large", "grouped", "first layer")
 _ALL = ("1x1", "3x3", "small batch", "dilated", "first layer", "depthwise", "depthwise large", "grouped", "other")
 _NAMES = {"depthwise large": "depthwise, filters above 7"}
+_FUSED = {"one-pass": "one pass", "torch": "PyTorch", "cudnn": "cuDNN"}
+_HOW = ("sum", "mean")
 _SHORT = {Direction.FORWARD: "forward", Direction.BACKWARD_DATA: "data", Direction.BACKWARD_WEIGHTS: "weights"}
 
 
@@ -104,6 +108,43 @@ PyTorch is ahead by more than 2 % in {len(behind)} of {len(whole)} problems (the
 """
 
 
+def fused_section(folder: Path = figures.RESULTS) -> str:
+    """How networks of fused convolutions compare, "" where none was measured."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{figures.FUSED}_*.json"))]
+    lines = [fused_line(content, network) for content in files for network in content["networks"]]
+    if not lines:
+        return ""
+    headings = ("network", "layers", "miofind, ms", *(f"{name} {how}" for name in _FUSED.values() for how in _HOW))
+    table = "\n".join([f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines])
+    return f"""## Networks of fused convolutions
+
+The convolutions of inference with batch norms folded, each with its bias, residual and activation. *One pass* is
+cuDNN's best convolution and one element-wise kernel behind it, which is what a compiler of networks makes; *PyTorch* is
+eager; *cuDNN* is the best of its own fused engines. *Sum* compares the sums of a forward pass (a dash where a layer has
+no such engine), *mean* is the geometric mean over the distinct layers.
+
+{table}
+
+"""
+
+
+def fused_line(content: Mapping[str, Any], network: Mapping[str, Any]) -> str:
+    """A network's line of the table, from the file that has it."""
+    row = next(row for row in content["rows"] if row["suite"] == network["suite"])
+    problem = ProblemDescription.from_network_config(row["network_config"])
+    name = network["suite"].removesuffix("_fused")
+    ours = network["sums_ms"]["miofind"]
+    cells = [f"{name}, {problem.x.dtype} {problem.x.layout}, batch {problem.n}", str(network["layers"])]
+    cells.append("-" if ours is None else f"{ours:.3f}")
+    for rival in _FUSED:
+        cells += map(_ratio_or_dash, (network["sum_ratios"][rival], network["mean_ratios"][rival]))
+    return f"| {' | '.join(cells)} |"
+
+
+def _ratio_or_dash(ratio: float | None) -> str:
+    return "-" if ratio is None else ratio_text(ratio)
+
+
 def slots(kept: Sequence[Figure]) -> dict[str, str]:
     """What stands in the place of each {{name}} of the text."""
     own = [figure for figure in kept if not figure.whole]
@@ -116,6 +157,7 @@ def slots(kept: Sequence[Figure]) -> dict[str, str]:
     wide = [(kind, layout, f"{kind} {layout}") for kind in ("bfloat16", "float32") for layout in ("NHWC", "NCHW")]
     return {
         "whole": whole_section([figure for figure in kept if figure.whole]),
+        "fused": fused_section(),
         "float16": table(by_direction(own, *_layouts("float16")), _ALL, "all"),
         "float32": table(by_direction(own, *_layouts("float32")), _DENSE, "dense"),
         "narrow": table(by_direction(own, *narrow), _DENSE, "dense"),

@@ -16,6 +16,8 @@ from miofind.suites import problem_class
 RESULTS = Path(__file__).parent / "results"
 WHOLE = "whole_product"
 """How the names of the whole product's files begin."""
+FUSED = "fused_networks"
+"""How the names of the files of fused networks begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

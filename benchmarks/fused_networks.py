@@ -41,7 +41,7 @@ from miofind.finddb import MEMORY
 from miofind.options import FindOptions
 from miofind.suites import SuiteProblem, load_suite, suite_names
 
-NAME = "fused_networks"
+NAME = figures.FUSED
 ENDING = "_fused"
 NETWORKS = tuple(name.removesuffix(ENDING) for name in suite_names() if name.endswith(ENDING))
 DTYPES = (DataType.FLOAT16, DataType.BFLOAT16)

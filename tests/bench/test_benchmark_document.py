@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from miofind import ProblemDescription
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -68,3 +70,24 @@ def test_the_whole_product_comes_first_once_it_is_measured(document: ModuleType,
     assert "in 1 of 6 problems (the least ratio is\n0.50)" in section
     assert "own kernels is the answer in 1," in section
     assert document.whole_section([]) == ""
+
+
+def test_a_network_of_fused_convolutions_has_a_line(document: ModuleType, tmp_path: Path) -> None:
+    assert document.fused_section(tmp_path) == ""
+    problem = ProblemDescription.convolution(
+        x=(8, 64, 7, 7), w=(64, 64, 1, 1), dtype="float16", layout="NHWC", epilogue="bias.relu"
+    )
+    network = {
+        "suite": "vgg16_fused",
+        "layers": 13,
+        "sums_ms": {"miofind": 1.25},
+        "sum_ratios": {"one-pass": 1.5, "torch": 2.0, "cudnn": None},
+        "mean_ratios": {"one-pass": 1.625, "torch": 2.25, "cudnn": 1.125},
+    }
+    rows = [{"suite": "vgg16_fused", "network_config": problem.network_config}]
+    content = json.dumps({"networks": [network], "rows": rows})
+    (tmp_path / "fused_networks_float16_nhwc_b8_h200.json").write_text(content, encoding="utf-8")
+    assert (
+        "| vgg16, float16 NHWC, batch 8 | 13 | 1.250 | 1.50 | 1.62 | 2.00 | 2.25 | - | 1.12 |\n"
+        in document.fused_section(tmp_path)
+    )
