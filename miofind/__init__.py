@@ -30,6 +30,7 @@ from miofind.errors import MiofindError
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order
 from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.packed import PackedSolution
+from miofind.runtime.runner import OutputStatistics, ParameterGradients
 from miofind.runtime.solution import Solution
 
 __version__ = "0.1.0"
@@ -50,7 +51,9 @@ __all__ = [
     "MiofindError",
     "OnMiss",
     "Order",
+    "OutputStatistics",
     "PackedSolution",
+    "ParameterGradients",
     "ProblemDescription",
     "ResidualPosition",
     "Solution",

@@ -9,6 +9,7 @@ from miofind.arrays import arrays, operands
 from miofind.arrays.array_problem import (
     EPILOGUE_ARGUMENTS,
     epilogue_arrays,
+    output_views,
     problem_from_views,
     refuse_epilogue,
 )
@@ -95,6 +96,9 @@ def run_solution(
 ) -> Any:
     """The problem's output: y forward, dx for backward data, dw for backward weights.
 
+    Where the problem's epilogue has more outputs, a named tuple: `OutputStatistics` (y, sum, sum_of_squares) or
+    `ParameterGradients` (dw, bias_gradient).
+
     Strict about shape, strides, dtype, device and alignment. Asynchronous; with `out` and `workspace` nothing is
     allocated, so that a run can be captured in a CUDA graph (`solution.prepare()` first).
 
@@ -103,7 +107,8 @@ def run_solution(
         x: (n, c, *spatial), for forward and backward weights.
         w: (k, c/groups, *filter), for forward and backward data.
         dy: (n, k, *out_spatial), for both backward directions.
-        out: the output, allocated like the first input if left out; it shares no memory with an input.
+        out: the output, allocated like the first input if left out; it shares no memory with an input. A tuple of them
+            where there are several, such as what an earlier run returned; one that is None is allocated.
         workspace: at least `solution.workspace_bytes` bytes that are no other array's, on a GPU at a multiple of 256;
             allocated if left out, not looked at where they are 0.
         stream: a CuPy or PyTorch stream or its address; the current stream of the first input's library if left out.
@@ -146,10 +151,12 @@ def convolution(x: Any, w: Any, **arguments: Any) -> Any:
             `find_solutions`; out, workspace, stream as in `run_solution`. Of the epilogue: scale, bias, channel_bias,
             residual, alpha, beta, low, high and slope as in `run_solution`, with scale and bias both of y's dtype or
             both float32; residual_position, "before" (if left out) or "after" the activation; activation, a name of
-            `miofind.Activation`, or "relu6", which is clamp with its bounds of 0 and 6.
+            `miofind.Activation`, or "relu6", which is clamp with its bounds of 0 and 6; statistics=True for the sum and
+            sum of squares of each channel of y.
 
     Returns:
-        (n, k, *out_spatial), of the kind of x; its layout follows `out` if given, else x.
+        (n, k, *out_spatial), of the kind of x; its layout follows `out` if given, else x. With statistics an
+        `OutputStatistics`: y, and sum and sum_of_squares, (k,), float32 (float64 for float64), of y as it is stored.
     """
     return _call(Direction.FORWARD, {"x": x, "w": w}, None, **arguments)
 
@@ -176,10 +183,12 @@ def convolution_backward_weights(dy: Any, x: Any, w_shape: Sequence[int], **argu
         dy: (n, k, *out_spatial).
         x: (n, c, *spatial).
         w_shape: (k, c/groups, *filter).
-        arguments: as in `convolution`.
+        arguments: as in `convolution`, without those of an epilogue; bias_gradient=True for the sum of dy of each
+            channel.
 
     Returns:
-        (k, c/groups, *filter), of the kind of dy.
+        (k, c/groups, *filter), of the kind of dy. With bias_gradient a `ParameterGradients`: dw, and bias_gradient,
+        (k,), of dw's dtype, or of the dtype that it has in `out`.
     """
     return _call(Direction.BACKWARD_WEIGHTS, {"y": dy, "x": x}, w_shape, **arguments)
 
@@ -198,8 +207,7 @@ def _call(
 ) -> Any:
     given, numbers = dict(given), {}
     views = {name: arrays.view(array, _user_name(name, direction)) for name, array in given.items()}
-    if out is not None:
-        views[direction.output] = arrays.view(out, "out")
+    views |= output_views(direction, out, arguments)
     if not _OF_EPILOGUE.isdisjoint(arguments):
         refuse_epilogue(direction, _OF_EPILOGUE & arguments.keys())
         numbers = _taken_numbers(arguments)

@@ -15,6 +15,8 @@ from miofind.core.epilogue import (
     EPILOGUE_OPERANDS,
     EPILOGUE_VECTORS,
     NO_EPILOGUE,
+    SECOND_OUTPUTS,
+    STATISTICS,
     Activation,
     Epilogue,
     ResidualPosition,
@@ -24,11 +26,22 @@ from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Direction, enum_value, one_size, sizes
 from miofind.errors import InvalidArrayError, InvalidProblemError, brief, suggestion
 
-EPILOGUE_ARGUMENTS = frozenset({"activation", "residual_position"})
+EPILOGUE_ARGUMENTS = frozenset({"activation", "residual_position", "statistics", "bias_gradient"})
 """What else says which epilogue a problem has."""
+
+_SWITCHES = ("statistics", "bias_gradient")
+_OF_DIRECTION = {
+    Direction.FORWARD: EPILOGUE_ARGUMENTS - {"bias_gradient"},
+    Direction.BACKWARD_DATA: frozenset[str](),
+    Direction.BACKWARD_WEIGHTS: frozenset({"bias_gradient"}),
+}
+"""Those of EPILOGUE_ARGUMENTS that go with each direction."""
 
 _ARRAYS = frozenset({"x", "w", "dy", "out", "x_shape", "w_shape", *EPILOGUE_OPERANDS})
 _ARGUMENTS = frozenset({"padding", "stride", "dilation", "groups", "math"})
+
+_FORWARD_NAMES = frozenset({*EPILOGUE_OPERANDS, *("alpha", "beta", "low", "high", "slope")})
+"""What else an epilogue of a forward convolution is given."""
 
 _SAME_AS = {"relu6": Activation.CLAMP.value}
 """Activations under names of others: clamp's bounds are 0 and 6 unless a run is given others."""
@@ -55,21 +68,18 @@ def problem_from_views(
 
     Args:
         direction: which tensor is computed.
-        views: by tensor name, "x", "w" or "y", then those of EPILOGUE_OPERANDS; dy is "y".
+        views: by tensor name, "x", "w" or "y", then those of EPILOGUE_OPERANDS and SECOND_OUTPUTS; dy is "y".
         missing_shape: shape of the output where the inputs leave it open: x for backward data, w for backward weights.
         arguments: padding, stride, dilation, groups and math as in `ProblemDescription.convolution`; forward,
-            activation and residual_position.
+            activation, residual_position and statistics; bias_gradient for backward weights.
         others: names of the caller's other keywords, for its message.
 
     Raises:
         InvalidArrayError, InvalidProblemError: the message names the array or field.
     """
-    unknown = set(arguments) - _ARGUMENTS
-    if unknown and direction is Direction.FORWARD:
-        unknown -= EPILOGUE_ARGUMENTS
+    unknown = set(arguments) - _ARGUMENTS - _OF_DIRECTION[direction]
     if unknown:
-        of_forward = EPILOGUE_ARGUMENTS if direction is Direction.FORWARD else frozenset()
-        known = sorted(_ARGUMENTS | of_forward | others)
+        known = sorted(_ARGUMENTS | _OF_DIRECTION[direction] | others)
         near = suggestion(min(unknown), known) or "."
         raise InvalidProblemError(f"unknown arguments {sorted(unknown)}{near} Known are {', '.join(known)}")
     facts = tuple(_Facts(name, v.shape, v.strides, v.dtype) for name, v in views.items())
@@ -87,15 +97,46 @@ def epilogue_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: array for name, array in taken.items() if array is not None}
 
 
-def refuse_epilogue(direction: Direction, names: Iterable[str]) -> None:
-    """Do nothing forward, or where no argument is an epilogue's.
+def output_views(direction: Direction, out: Any, arguments: Mapping[str, Any]) -> dict[str, ArrayView]:
+    """Views of the outputs that are given, by tensor name.
+
+    Args:
+        out: an array, or a tuple of one for each output, None for those that are not given; None for none.
+        arguments: that say which outputs there are.
 
     Raises:
-        InvalidProblemError: a gradient is asked for with one.
+        InvalidArrayError: one is no array, or there are not as many as outputs.
     """
-    told = ", ".join(sorted(names))
-    if told and direction is not Direction.FORWARD:
-        raise InvalidProblemError(f"{told}: {direction} takes none: only a forward convolution has an epilogue")
+    seconds: tuple[str, ...] = ("bias_gradient",) if arguments.get("bias_gradient") is True else ()
+    seconds += STATISTICS if arguments.get("statistics") is True else ()
+    if out is None:
+        return {}
+    if not seconds:
+        return {direction.output: arrays.view(out, "out")}
+    names = (direction.output, *seconds)
+    if not isinstance(out, (tuple, list)) or len(out) != len(names):
+        told = ", ".join((f"d{names[0]}" if direction is not Direction.FORWARD else names[0], *seconds))
+        raise InvalidArrayError(f"out={brief(out)} must be a tuple of {len(names)} arrays: ({told})")
+    return {
+        name: arrays.view(array, "out" if name == direction.output else name)
+        for name, array in zip(names, out, strict=True)
+        if array is not None
+    }
+
+
+def refuse_epilogue(direction: Direction, names: Iterable[str]) -> None:
+    """Do nothing where the arguments of an epilogue go with a direction.
+
+    Raises:
+        InvalidProblemError: one of them does not.
+    """
+    known = _OF_DIRECTION[direction] | (_FORWARD_NAMES if direction is Direction.FORWARD else frozenset())
+    told = ", ".join(sorted(set(names) - known))
+    if not told:
+        return
+    if direction is Direction.FORWARD:
+        raise InvalidProblemError(f"{told}: only backward weights have a bias gradient")
+    raise InvalidProblemError(f"{told}: {direction} takes none: only a forward convolution has such an epilogue")
 
 
 def _sequence(shape: Any) -> Any:
@@ -111,6 +152,10 @@ def _hashable(name: str, value: Any) -> Any:
     """
     if isinstance(value, (list, tuple)):
         return tuple(_hashable(name, item) for item in value)
+    if name in _SWITCHES:
+        if not isinstance(value, bool):
+            raise InvalidProblemError(f"{name}={brief(value)} must be True or False")
+        return value
     if name in EPILOGUE_ARGUMENTS and not isinstance(value, str):
         if name == "activation" and value is None:
             return Activation.NONE.value
@@ -131,8 +176,9 @@ def _problem(
         shapes[direction.output] = missing_shape
     dtype = by_name[direction.inputs[0]].dtype
     options = dict(arguments)
-    epilogue = _epilogue(by_name, options.pop("activation", "none"), options.pop("residual_position", "before"))
-    spatial = {name: fact for name, fact in by_name.items() if name not in EPILOGUE_VECTORS}
+    asked = {name: options.pop(name) for name in EPILOGUE_ARGUMENTS & options.keys()}
+    epilogue = _epilogue(by_name, **asked)
+    spatial = {name: fact for name, fact in by_name.items() if name not in (*EPILOGUE_VECTORS, *SECOND_OUTPUTS)}
     layouts = arrays.infer_layouts({name: (fact.shape, fact.strides) for name, fact in spatial.items()})
     leading = layouts[direction.inputs[0]]
     names = (*direction.inputs, direction.output)
@@ -163,7 +209,10 @@ def _check_fits(operand: Operand, fact: _Facts, direction: Direction) -> None:
         advice = f": pass {given}.reshape{wanted.shape}" if arrays.is_reshaped(fact.shape, wanted.shape) else ""
         raise InvalidArrayError(f"{given} has shape {fact.shape}, the convolution has {wanted.shape}{advice}")
     if fact.dtype is not wanted.dtype:  # x, w and y have their own
-        raise InvalidArrayError(f"{name} has dtype {fact.dtype}, y has {wanted.dtype}: convert {name}")
+        told = f"{name} has dtype {fact.dtype}"
+        if name in SECOND_OUTPUTS:
+            raise InvalidArrayError(f"{told}, the convolution writes {wanted.dtype}: pass such an array, or None")
+        raise InvalidArrayError(f"{told}, y has {wanted.dtype}: convert {name}")
     if arrays.strides_fit(wanted, fact.strides):
         return
     if name == "residual":
@@ -175,18 +224,27 @@ def _check_fits(operand: Operand, fact: _Facts, direction: Direction) -> None:
     raise InvalidArrayError(f"{name} of shape {fact.shape} has strides {fact.strides}: pass a contiguous copy")
 
 
-def _epilogue(facts: Mapping[str, _Facts], activation: Any, position: Any) -> Epilogue:
-    """The epilogue that reads the arrays that are there.
+def _epilogue(
+    facts: Mapping[str, _Facts],
+    activation: Any = "none",
+    residual_position: Any = "before",
+    statistics: bool = False,
+    bias_gradient: bool = False,
+) -> Epilogue:
+    """The epilogue that reads the arrays that are there, and writes what is asked for.
 
     Raises:
         InvalidArrayError: scale and bias of two element types.
         InvalidProblemError: an unknown activation or position.
     """
     activation = enum_value(Activation, _SAME_AS.get(str(activation).lower(), activation), "activation")
-    position = enum_value(ResidualPosition, position, "residual_position")
+    position = enum_value(ResidualPosition, residual_position, "residual_position")
     if position is ResidualPosition.NONE:
         raise InvalidProblemError("residual_position=none is unknown: use one of before, after")
-    if activation is Activation.NONE and not any(name in facts for name in EPILOGUE_OPERANDS):
+    if bias_gradient:
+        given = facts.get("bias_gradient")
+        return Epilogue(bias_gradient=True, parameter_dtype=None if given is None else given.dtype)
+    if activation is Activation.NONE and not statistics and not any(name in facts for name in EPILOGUE_OPERANDS):
         return NO_EPILOGUE
     parameters = [facts[name] for name in ("scale", "bias") if name in facts]
     if len({fact.dtype for fact in parameters}) > 1:
@@ -201,6 +259,7 @@ def _epilogue(facts: Mapping[str, _Facts], activation: Any, position: Any) -> Ep
         residual=position if "residual" in facts else ResidualPosition.NONE,
         activation=activation,
         parameter_dtype=parameters[0].dtype if parameters else None,
+        statistics=statistics,
     )
 
 
@@ -231,7 +290,6 @@ def problem_from_arrays(
             raise InvalidProblemError(f"{name}_shape={brief(shape)} is not for {direction} arrays: leave it out")
     refuse_epilogue(direction, (*read, *(EPILOGUE_ARGUMENTS & arguments.keys())))
     views = {name.removeprefix("d"): arrays.view(array, name) for name, array in given.items()}
-    if out is not None:
-        views[direction.output] = arrays.view(out, "out")
+    views |= output_views(direction, out, arguments)
     views |= {name: arrays.view(array, name) for name, array in read.items()}
     return problem_from_views(direction, views, missing, arguments, _ARRAYS)

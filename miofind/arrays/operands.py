@@ -12,7 +12,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ Check = Callable[[Any], Any]
 _DESCRIBED = "find solutions of the problem that the arrays have, ProblemDescription.from_arrays(...)"
 
 _OVERLAPS = "out shares memory with an input, which would be overwritten while it is read"
+_OUTPUTS_OVERLAP = "{} shares memory with another array of the run: pass memory of its own"
 
 CheckOfAll = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """Takes the arrays of all operands in order; gives what their checks give."""
@@ -45,18 +46,21 @@ class OperandMemory:
 
     Attributes:
         sizes_bytes: of each, in order.
-        written: position of the one that is written.
+        written: position of the main one that is written.
         alignment: that their addresses need.
+        also_written: name by position, of the other ones that are written.
     """
 
     sizes_bytes: tuple[int, ...]
     written: int
     alignment: int
+    also_written: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def others(self) -> tuple[tuple[int, int], ...]:
-        """Position and bytes of each that is read."""
-        return tuple((i, size) for i, size in enumerate(self.sizes_bytes) if i != self.written)
+        """Position and bytes of each but the main output and the other outputs."""
+        mine = {self.written, *self.also_written}
+        return tuple((i, size) for i, size in enumerate(self.sizes_bytes) if i not in mine)
 
 
 def strict_check(
@@ -102,6 +106,7 @@ def check_of_all(checks: Sequence[Check], memory: OperandMemory, device_index: i
     written, size, others = memory.written, memory.sizes_bytes[memory.written], memory.others
     each, aligned_addresses = _written_out(len(checks))
     check_each, alignment = each(*checks), memory.alignment
+    also_written = memory.also_written
     guarded: Any = None
     unguarded: Any = None
     is_like_last: Callable[..., bool] | None = None
@@ -112,6 +117,9 @@ def check_of_all(checks: Sequence[Check], memory: OperandMemory, device_index: i
         for position, _ in others:
             if np.may_share_memory(out, checked[position]):
                 raise InvalidArrayError(_OVERLAPS)
+        for position, name in also_written.items():
+            if any(np.may_share_memory(checked[position], other) for other in _all_but(checked, position)):
+                raise InvalidArrayError(_OUTPUTS_OVERLAP.format(name))
         return checked
 
     def check_on_device(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -133,9 +141,29 @@ def check_of_all(checks: Sequence[Check], memory: OperandMemory, device_index: i
             other = addresses[position]
             if other < end and start < other + other_size:
                 raise InvalidArrayError(_OVERLAPS)
+        if also_written:
+            _check_also_written(addresses, memory)
         return addresses
 
     return check_on_host if device_index < 0 else check_on_device
+
+
+def _check_also_written(addresses: Sequence[int], memory: OperandMemory) -> None:
+    """Do nothing where the outputs beside the main one share memory with no operand.
+
+    Raises:
+        InvalidArrayError: one does.
+    """
+    for position, name in memory.also_written.items():
+        start = addresses[position]
+        end = start + memory.sizes_bytes[position]
+        others = zip(_all_but(addresses, position), _all_but(memory.sizes_bytes, position), strict=True)
+        if any(other < end and start < other + size for other, size in others):
+            raise InvalidArrayError(_OUTPUTS_OVERLAP.format(name))
+
+
+def _all_but(values: Sequence[Any], position: int) -> tuple[Any, ...]:
+    return (*values[:position], *values[position + 1 :])
 
 
 class _WrittenOut(NamedTuple):

@@ -11,6 +11,9 @@ once:
     v = activation(v)
     v = v + beta * residual        where it comes after
 
+Beside the results, a forward convolution may write the sum and the sum of squares of each channel of what it has stored
+(statistics), and one of backward weights the sum of dy of each channel (bias_gradient).
+
 What is there decides which kernel is fast, and is part of a problem. Numbers (alpha, beta, bounds, slope) are given to
 each run. Sources of the form: CUTLASS, include/cutlass/epilogue/fusion/operations.hpp; the texts follow oneDNN's
 post-ops.
@@ -20,12 +23,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Self
 
-from miofind.core.tensor import DataType, enum_value
+from miofind.core.tensor import DataType, Direction, enum_value
 from miofind.errors import InvalidOptionError, InvalidProblemError, brief, suggestion
 
 EPILOGUE_VECTORS = ("scale", "bias", "channel_bias")
@@ -33,6 +36,14 @@ EPILOGUE_VECTORS = ("scale", "bias", "channel_bias")
 
 EPILOGUE_OPERANDS = (*EPILOGUE_VECTORS, "residual")
 """All operands that it may read."""
+
+STATISTICS = ("sum", "sum_of_squares")
+"""Operands that a forward convolution writes with statistics."""
+
+SECOND_OUTPUTS = (*STATISTICS, "bias_gradient")
+"""All operands that may be written besides the convolution's own output."""
+
+_SWITCHES = ("statistics", "bias_gradient")
 
 
 class Activation(StrEnum):
@@ -85,10 +96,14 @@ class Epilogue:
             such as a diffusion model's time embedding.
         residual: whether an operand of that name, of the output's shape, dtype and layout, is added, and where.
         activation: the function that results go through.
-        parameter_dtype: element type of scale and bias; None for the output's.
+        statistics: whether operands named sum and sum_of_squares, (k,), of the accumulator's type, are written: of the
+            results as they are stored, over n and space; forward.
+        bias_gradient: whether an operand of that name, (k,), is written: the sum of dy over n and space in the
+            accumulator's type, rounded once; backward weights, and nothing else with it.
+        parameter_dtype: element type of scale and bias, or of the bias gradient; None for the output's.
 
     Raises:
-        InvalidProblemError: an unknown position, activation or dtype.
+        InvalidProblemError: an unknown position, activation or dtype, or a bias gradient with anything else.
     """
 
     scale: bool = False
@@ -97,9 +112,11 @@ class Epilogue:
     residual: ResidualPosition = ResidualPosition.NONE
     activation: Activation = Activation.NONE
     parameter_dtype: DataType | None = None
+    statistics: bool = False
+    bias_gradient: bool = False
 
     def __post_init__(self) -> None:
-        for name in EPILOGUE_VECTORS:
+        for name in (*EPILOGUE_VECTORS, *_SWITCHES):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblemError(f"{name}={brief(getattr(self, name))} of an epilogue must be True or False")
         residual = enum_value(ResidualPosition, self.residual, "residual")
@@ -108,10 +125,13 @@ class Epilogue:
             residual = ResidualPosition.BEFORE
         dtype = self.parameter_dtype
         if dtype is not None:
-            dtype = enum_value(DataType, dtype, "parameter_dtype") if self.scale or self.bias else None
+            has_parameters = self.scale or self.bias or self.bias_gradient
+            dtype = enum_value(DataType, dtype, "parameter_dtype") if has_parameters else None
         object.__setattr__(self, "residual", residual)
         object.__setattr__(self, "activation", activation)
         object.__setattr__(self, "parameter_dtype", dtype)
+        if self.bias_gradient and replace(self, bias_gradient=False):
+            raise InvalidProblemError(f"epilogue={self.text}: bias_gradient stands alone: leave out all else")
 
     def __bool__(self) -> bool:
         return self != NO_EPILOGUE
@@ -133,10 +153,27 @@ class Epilogue:
         return tuple(name for name, is_there in present.items() if is_there)
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the operands that are written besides the convolution's own output, in order."""
+        return STATISTICS * self.statistics + ("bias_gradient",) * self.bias_gradient
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """Those that it goes with."""
+        if not self:
+            return tuple(Direction)
+        return (Direction.BACKWARD_WEIGHTS,) if self.bias_gradient else (Direction.FORWARD,)
+
+    @property
+    def changes_results(self) -> bool:
+        """Whether results are others than without it; not where it only asks for more outputs."""
+        return replace(self, statistics=False, bias_gradient=False, parameter_dtype=None) != NO_EPILOGUE
+
+    @property
     def numbers(self) -> tuple[str, ...]:
         """Names of the numbers that a run of it may be given, of those of `EpilogueParameters`; none without it."""
         of_residual = ("beta",) * self.has_residual
-        return ("alpha", *of_residual, *_NUMBERS_OF.get(self.activation, ())) if self else ()
+        return ("alpha", *of_residual, *_NUMBERS_OF.get(self.activation, ())) if self.changes_results else ()
 
     def parameters(self, given: Mapping[str, Any]) -> EpilogueParameters:
         """The numbers of a run, from those given by name; None is none given.
@@ -154,7 +191,8 @@ class Epilogue:
     def _no_use_for(self, name: str) -> str:
         """Why a number changes nothing, and what to do."""
         if name == "alpha":
-            return "a convolution without an epilogue has no factor: multiply w by it"
+            told = f"the epilogue {self.text}" if self else "a convolution without an epilogue"
+            return f"{told} has no factor: multiply w by it"
         if name == "beta":
             return f"{self.text or 'a convolution without an epilogue'} adds no residual, whose factor it is"
         takers = " and ".join(kind.value for kind, names in _NUMBERS_OF.items() if name in names)
@@ -168,6 +206,7 @@ class Epilogue:
         words += ["residual"] * (self.residual is ResidualPosition.BEFORE)
         words += [self.activation.value] * (self.activation is not Activation.NONE)
         words += ["residual"] * (self.residual is ResidualPosition.AFTER)
+        words += [name for name in _SWITCHES if getattr(self, name)]
         return ".".join(words)
 
     def __str__(self) -> str:
@@ -205,7 +244,7 @@ def _read(text: str) -> Epilogue:
     words = text.split(".") if text else []
     activations = [a.value for a in Activation if a is not Activation.NONE]
     dtypes = [dtype.value for dtype in DataType]
-    known = (*EPILOGUE_OPERANDS, *activations, *dtypes)
+    known = (*EPILOGUE_OPERANDS, *activations, *_SWITCHES, *dtypes)
     for word in words:
         if word not in known:
             near = suggestion(word, known) or f": known are {', '.join(known)}"
@@ -220,6 +259,8 @@ def _read(text: str) -> Epilogue:
         residual=residual if "residual" in words else ResidualPosition.NONE,
         activation=Activation(activation),
         parameter_dtype=next((DataType(word) for word in words if word in dtypes), None),
+        statistics="statistics" in words,
+        bias_gradient="bias_gradient" in words,
     )
     if epilogue.text != text:
         raise InvalidProblemError(

@@ -59,9 +59,9 @@ class ProblemDescription:
     every cache and database; it is computed once.
 
     Attributes:
-        epilogue: what is done to the sums before they are written; forward only.
+        epilogue: what is done to the sums before they are written, and what is written besides them.
         operands: the tensors that a run is given, in the order of their addresses: x, w, y, whatever the direction,
-            then the epilogue's.
+            then what the epilogue reads, then what it writes.
 
     Raises:
         InvalidProblemError: the message names the field and the value.
@@ -83,7 +83,7 @@ class ProblemDescription:
         _check_shapes(self)
         _check_types(self)
         object.__setattr__(self, "epilogue", _checked_epilogue(self))
-        object.__setattr__(self, "operands", (*_operands(self), *_epilogue_operands(self)))
+        object.__setattr__(self, "operands", (*_operands(self), *_epilogue_operands(self), *_second_outputs(self)))
         tensors = {"x": self.x, "w": self.w, "y": self.y}
         text = write_network_config(self.direction, tensors, self.conv, self.math, self.epilogue)
         object.__setattr__(self, "network_config", text)
@@ -127,7 +127,8 @@ class ProblemDescription:
             dtype: one for all tensors, or a mapping with keys "x", "w", "y".
             layout: memory order, one for all tensors or a mapping with keys "x", "w", "y"; channels first if left out.
             math: float32 only: "ieee" or "tf32".
-            epilogue: what is done to the sums, forward only: an `Epilogue` or its text, such as "bias.residual.relu".
+            epilogue: what is done to the sums, and second outputs: an `Epilogue` or its text, such as
+                "bias.residual.relu" or "statistics", forward, or "bias_gradient" for backward weights.
 
         Raises:
             InvalidProblemError: the message names the field and the value.
@@ -244,8 +245,18 @@ class ProblemDescription:
 
     @property
     def output(self) -> TensorDescriptor:
-        """The tensor that is written."""
+        """The tensor that is written, the main one where there are several."""
         return self.tensor(self.direction.output)
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        """The operands that are written: the main one, then the epilogue's in order."""
+        return tuple(operand for operand in self.operands if not operand.is_input)
+
+    @property
+    def trains(self) -> bool:
+        """Whether its epilogue is one of training: of a gradient, or with outputs of its own."""
+        return bool(self.epilogue.outputs) or (bool(self.epilogue) and self.direction is not Direction.FORWARD)
 
     def tensor(self, name: str) -> TensorDescriptor:
         """The descriptor of the operand of that name.
@@ -361,21 +372,32 @@ def _epilogue_operands(problem: ProblemDescription) -> Iterator[Operand]:
             yield Operand(name=name, tensor=tensor, role=Role.INPUT, shape=(channels,))
 
 
+def _second_outputs(problem: ProblemDescription) -> Iterator[Operand]:
+    """The operands that the epilogue writes: one number of each output channel."""
+    epilogue, layout = problem.epilogue, problem.y.layout
+    shape = (1, problem.k, *(1,) * problem.spatial_dims)
+    for name in epilogue.outputs:
+        dtype = problem.accumulator if epilogue.statistics else epilogue.parameter_dtype or problem.w.dtype
+        tensor = TensorDescriptor(shape=shape, dtype=dtype, layout=layout)
+        yield Operand(name=name, tensor=tensor, role=Role.OUTPUT, shape=(problem.k,))
+
+
 def _checked_epilogue(problem: ProblemDescription) -> Epilogue:
     """The problem's epilogue as its key has it: the output's own dtype is the default one."""
     epilogue = Epilogue.of(problem.epilogue)
-    if epilogue and problem.direction is not Direction.FORWARD:
-        raise InvalidProblemError(
-            f"epilogue={epilogue.text}: {problem.direction} takes none: only a forward convolution is fused with one"
-        )
-    dtype = epilogue.parameter_dtype
+    if problem.direction not in epilogue.directions:
+        known = " and ".join(epilogue.directions)
+        raise InvalidProblemError(f"epilogue={epilogue.text} is of {known} problems, not of {problem.direction} ones")
+    dtype, own = epilogue.parameter_dtype, (problem.w if epilogue.bias_gradient else problem.y).dtype
     if dtype is None:
         return epilogue
-    if dtype is problem.y.dtype:
+    if dtype is own:
         return replace(epilogue, parameter_dtype=None)
     if dtype is not problem.accumulator:
+        what = "the bias gradient is" if epilogue.bias_gradient else "scale and bias are"
+        output = "dw" if epilogue.bias_gradient else "y"
         raise InvalidProblemError(
-            f"epilogue={epilogue.text}: scale and bias are {problem.y.dtype} as y or {problem.accumulator}, not {dtype}"
+            f"epilogue={epilogue.text}: {what} {own} as {output} or {problem.accumulator}, not {dtype}"
         )
     return epilogue
 

@@ -67,19 +67,21 @@ def epilogue_of(given: Mapping[str, str]) -> Epilogue:
     return epilogue
 
 
-def check_forward(epilogue: Epilogue, directions: Sequence[Direction], told: str) -> None:
+def check_directions(epilogue: Epilogue, directions: Sequence[Direction], told: str) -> None:
     """Do nothing where all directions take an epilogue.
 
     Args:
         told: the flag and value that asked for the directions.
 
     Raises:
-        InvalidProblemError: one is not forward.
+        InvalidProblemError: one does not.
     """
-    if epilogue and any(direction is not Direction.FORWARD for direction in directions):
+    wrong = [direction.value for direction in directions if direction not in epilogue.directions]
+    if wrong:
+        known = " and ".join(epilogue.directions)
         raise InvalidProblemError(
-            f"{told} asks for a backward direction, and epilogue {epilogue.text} is of forward problems alone: "
-            f"ask for forward (-F 1, --direction forward), or leave the epilogue out"
+            f"{told} asks for {' and '.join(wrong)}, and epilogue {epilogue.text} is of {known} problems alone: "
+            f"ask for {known}, or leave the epilogue out"
         )
 
 

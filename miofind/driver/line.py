@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from miofind.core.problem import DataType, Direction, Epilogue, Layout, MathMode, ProblemDescription, enum_value
-from miofind.driver.epilogue import FLAG_NAMES, check_forward, epilogue_of, fusion_epilogue
+from miofind.driver.epilogue import FLAG_NAMES, check_directions, epilogue_of, fusion_epilogue
 from miofind.driver.flags import FLAGS, FlagValues, read_flags
 from miofind.errors import InvalidProblemError
 
@@ -96,7 +96,7 @@ def read_driver_line(text: str) -> DriverLine:
     epilogue = epilogue_of({name: flags.text(name) for name in FLAG_NAMES if name in flags and flags.given[name] != 0})
     directions = _directions(flags, epilogue)
     if flags.text("mode") == "trans":
-        check_forward(epilogue, [Direction.BACKWARD_DATA], "-m trans")
+        check_directions(epilogue, [Direction.BACKWARD_DATA], "-m trans")
         mirrored = tuple(_MIRRORED[direction] for direction in directions)
         return DriverLine(problem=_transposed(flags, rank, mirrored[0], dtypes, layouts), directions=mirrored)
     problem = _ordinary(flags, rank, directions[0], dtypes, layouts)
@@ -200,12 +200,13 @@ def _check_unused(flags: FlagValues, rank: int) -> None:
 
 
 def _directions(flags: FlagValues, epilogue: Epilogue) -> tuple[Direction, ...]:
-    """Those of -F; without it all, and forward alone with an epilogue."""
-    bits = 1 if epilogue and "forw" not in flags else flags.integer("forw")
+    """Those of -F; without it all, and with an epilogue those that it goes with."""
+    is_open = epilogue and "forw" not in flags
+    bits = sum(_BITS[direction] for direction in epilogue.directions) if is_open else flags.integer("forw")
     if bits > 7:
         raise InvalidProblemError(f"{FLAGS['forw']} {bits} must be a sum of 1 (forward), 2 (data) and 4 (weights)")
     directions = tuple(direction for direction, bit in _BITS.items() if bits == 0 or bits & bit)
-    check_forward(epilogue, directions, f"{FLAGS['forw']} {bits}")
+    check_directions(epilogue, directions, f"{FLAGS['forw']} {bits}")
     return directions
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription, enum_value
-from miofind.driver.epilogue import FLAG_NAMES, SWITCHES, check_forward, epilogue_of
+from miofind.driver.epilogue import FLAG_NAMES, SWITCHES, check_directions, epilogue_of
 from miofind.errors import InvalidProblemError, suggestion
 
 NAMES = ("x", "w", "padding", "stride", "dilation", "groups", "dtype", "layout", "math", "direction", *FLAG_NAMES)
@@ -41,9 +41,10 @@ def parse_shapes(words: Sequence[str]) -> tuple[ProblemDescription, ...]:
     layout = enum_value(Layout, given.get("layout", Layout.NCHW), "--layout")
     if rank not in (1, 2, 3):
         raise InvalidProblemError(f"--x {given['x']} has {len(x)} sizes: write n,c,h,w (n,c,w or n,c,d,h,w)")
-    first, *others = _directions(given.get("direction", Direction.FORWARD.value))
     epilogue = epilogue_of({name: given[name] for name in FLAG_NAMES if name in given})
-    check_forward(epilogue, (first, *others), f"--direction {given.get('direction')}")
+    own = epilogue.directions[0]
+    first, *others = _directions(given.get("direction", own.value))
+    check_directions(epilogue, (first, *others), f"--direction {given.get('direction', own)}")
     problem = ProblemDescription.convolution(
         x=x,
         w=w,

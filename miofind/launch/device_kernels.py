@@ -20,7 +20,8 @@ from miofind.solver.structs import Struct, StructType
 if TYPE_CHECKING:
     from miofind.compiler import Compiler, Kernel
 
-_THREADS = 256
+DEVICE_THREADS = 256
+"""Threads of a block of these kernels."""
 _BLOCKS_PER_SM = 16
 
 Argument = str | Pointer | Scalar | Struct
@@ -63,8 +64,8 @@ class DeviceKernels:
         step = KernelStep(
             source=kernel.source,
             entry=kernel.entry,
-            grid=(max(1, min(-(-kernel.items // _THREADS), _BLOCKS_PER_SM * self.device.sm_count)), 1, 1),
-            block=(_THREADS, 1, 1),
+            grid=(max(1, min(-(-kernel.items // DEVICE_THREADS), _BLOCKS_PER_SM * self.device.sm_count)), 1, 1),
+            block=(DEVICE_THREADS, 1, 1),
             args=tuple(Pointer(buffer=item) if isinstance(item, str) else item for item in arguments),
             defines=(("T", kernel.dtype), *kernel.defines),
         )

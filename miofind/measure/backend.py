@@ -86,8 +86,9 @@ class Repeatability:
         if self._first.setdefault(which, checksum) == checksum:
             return
         runs = self._runs
+        outputs = " or ".join(operand.name for operand in runs.problem.outputs)
         raise WrongResultError(
-            f"{runs.problem.direction.output} changed between two runs of {runs.solver_id} {runs.config.json} on equal "
+            f"{outputs} changed between two runs of {runs.solver_id} {runs.config.json} on equal "
             "inputs while it was timed, and the solution says that it is deterministic"
         )
 

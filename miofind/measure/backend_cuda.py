@@ -6,6 +6,7 @@ reading: lines dirtied by writing would be written back during the timed runs.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -111,7 +112,7 @@ class CudaTimingBackend(TimingBackend):
 
     def _make_sets(self, limit: int | None) -> list[Bases]:
         """Sets of tensors; their outputs lie one after another, so that one kernel sees them all."""
-        operands, output_bytes = self._problem.operands, _aligned(self._problem.output.bytes)
+        operands, output_bytes = self._problem.operands, self._output_bytes
         set_bytes = sum(_aligned(operand.tensor.bytes) for operand in operands)
         if limit is None:
             limit = min(_MEMORY_LIMIT_BYTES, self.memory.free_bytes // 4)
@@ -123,10 +124,13 @@ class CudaTimingBackend(TimingBackend):
         self.memory.set_bytes(self._outputs, 0, count * output_bytes)
         sets = []
         for number in range(count):
+            outputs = itertools.accumulate(
+                (_aligned(operand.tensor.bytes) for operand in self._problem.outputs),
+                initial=self._outputs + number * output_bytes,
+            )
+            written = {operand.name: at for operand, at in zip(self._problem.outputs, outputs, strict=False)}
             addresses = tuple(
-                self.memory.allocate(_aligned(operand.tensor.bytes))
-                if operand.is_input
-                else self._outputs + number * output_bytes
+                self.memory.allocate(_aligned(operand.tensor.bytes)) if operand.is_input else written[operand.name]
                 for operand in operands
             )
             for i, (operand, address) in enumerate(zip(operands, addresses, strict=True)):
@@ -136,13 +140,17 @@ class CudaTimingBackend(TimingBackend):
             sets.append(bases_of(self._problem, named, 0)[:-1])
         return sets
 
+    @property
+    def _output_bytes(self) -> int:
+        """Of the outputs of a set."""
+        return sum(_aligned(operand.tensor.bytes) for operand in self._problem.outputs)
+
     def begin_checksum(self, count: int) -> None:
         """Sum the outputs of the first `count` sets up, asynchronously."""
         self.memory.set_bytes(self._checksum, 0, 8)
         if count not in self._checksums:
-            output = self._problem.output
-            words = count * _aligned(output.bytes) // 2
-            kernel = check_kernel("checksum", words, output.dtype)
+            words = count * self._output_bytes // 2
+            kernel = check_kernel("checksum", words, self._problem.output.dtype)
             addresses = {"words": self._outputs, "sum": self._checksum}
             stream = self.memory.stream_address
             self._checksums[count] = self._kernels.bind(kernel, ("words", int64(words), "sum"), addresses, stream)

@@ -22,6 +22,7 @@ from miofind.errors import (
     InvalidOptionError,
     LaunchError,
     MissingLibraryError,
+    brief,
     suggestion,
 )
 from miofind.launch.invoker import Invoker
@@ -60,6 +61,42 @@ EPILOGUE_NAMES = (*EPILOGUE_OPERANDS, *NUMBERS)
 """All of EpilogueArguments."""
 
 _KNOWN = frozenset(EPILOGUE_NAMES)
+
+
+class OutputStatistics(NamedTuple):
+    """What a forward run with statistics returns.
+
+    Attributes:
+        y: (n, k, *out_spatial).
+        sum, sum_of_squares: (k,), of y as it is stored, over n and space; float32, float64 for float64.
+    """
+
+    y: Any
+    sum: Any
+    sum_of_squares: Any
+
+
+class ParameterGradients(NamedTuple):
+    """What a run of backward weights with a bias gradient returns.
+
+    Attributes:
+        dw: (k, c/groups, *filter).
+        bias_gradient: (k,), the sum of dy over n and space.
+    """
+
+    dw: Any
+    bias_gradient: Any
+
+
+Outputs = OutputStatistics | ParameterGradients
+"""What a run returns that has several outputs; `out` may be one, or a plain tuple of as many arrays."""
+
+
+def outputs_type(problem: ProblemDescription) -> type[Outputs] | None:
+    """What a run of a problem returns; None for one array."""
+    if not problem.epilogue.outputs:
+        return None
+    return OutputStatistics if problem.epilogue.statistics else ParameterGradients
 
 
 def refuse_unknown(given: Mapping[str, Any]) -> None:
@@ -155,8 +192,13 @@ class Runner:
     def _make_checks(self, invoker: Invoker) -> None:
         given, alignment = self.problem.operands, invoker.alignment_bytes
         sizes = {self._name_of(operand): self._bytes_of(operand) for operand in given}
-        written = next(place for place, operand in enumerate(given) if not operand.is_input)
-        memory = operands.OperandMemory(sizes_bytes=tuple(sizes.values()), written=written, alignment=alignment)
+        written, *others = (place for place, operand in enumerate(given) if not operand.is_input)
+        memory = operands.OperandMemory(
+            sizes_bytes=tuple(sizes.values()),
+            written=written,
+            alignment=alignment,
+            also_written={place: given[place].name for place in others},
+        )
         checks = [self._check_of(operand, alignment) for operand in given]
         self._check = operands.check_of_all(checks, memory, self._index)
         self._workspace_bytes = invoker.workspace_bytes
@@ -176,7 +218,7 @@ class Runner:
     def _name_of(self, operand: Operand) -> str:
         """What a user of `run` calls an operand."""
         if not operand.is_input:
-            return "out"
+            return "out" if operand.name == self._direction.output else operand.name
         return "dy" if operand.name == "y" and self._direction is not _FORWARD else operand.name
 
     def run(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
@@ -253,11 +295,16 @@ class Runner:
         """The output and the workspace, made where they are not given."""
         invoker = self.prepare()
         with operands.allocating_on(first, stream, self._index):
-            if out is None:
-                out = arrays.allocate(first, self.problem.output, self._index, invoker.alignment_bytes)
+            out = self._completed(first, out, invoker.alignment_bytes)
             if workspace is None and invoker.workspace_bytes:
                 workspace = arrays.allocate_bytes(first, invoker.workspace_bytes, self._index)
         return _Made(out, workspace)
+
+    def _completed(self, first: Any, out: Any, alignment_bytes: int) -> Any:
+        """The output, made where it is not given."""
+        if out is not None:
+            return out
+        return arrays.allocate(first, self.problem.output, self._index, alignment_bytes)
 
     def _fall_back(self, error: Exception) -> Runner:
         """The next runner that needs no more workspace than this one; taken from now on, with one warning."""
@@ -284,7 +331,7 @@ class Runner:
 class FusedRunner(Runner):
     """Runs one solution of a problem with an epilogue."""
 
-    __slots__ = ("_last_numbers", "_read_of", "_taken")
+    __slots__ = ("_last_numbers", "_outputs_type", "_read_of", "_taken")
 
     def __init__(
         self, problem: ProblemDescription, solver_id: str, config: Config, handle: Handle, kernel_hash: str = ""
@@ -293,6 +340,7 @@ class FusedRunner(Runner):
         names = problem.epilogue.operands
         self._read_of = _picker(names)
         self._taken = frozenset((*names, *NUMBERS))
+        self._outputs_type = outputs_type(problem)
         self._last_numbers = _Numbers((None,) * len(NUMBERS), (type(None),) * len(NUMBERS), DEFAULT_PARAMETERS)
 
     def run(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
@@ -306,27 +354,61 @@ class FusedRunner(Runner):
             read = self._read_of(given)
         except KeyError:  # what is missing is told there
             return self._run_fused_completed(given, x, w, dy, out, workspace, stream)
-        parameters, surplus = DEFAULT_PARAMETERS, dy is not None
+        outs = (out,) if self._outputs_type is None else self._several(out)
+        direction = self._direction
+        if direction is _FORWARD:
+            first, in_order, unused = x, (x, w, outs[0], *read, *outs[1:]), dy
+        elif direction is _BACKWARD_DATA:
+            first, in_order, unused = dy, (outs[0], w, dy, *read, *outs[1:]), x
+        else:
+            first, in_order, unused = dy, (x, outs[0], dy, *read, *outs[1:]), w
+        parameters, surplus = DEFAULT_PARAMETERS, unused is not None
         if len(given) != len(read):
             if not given.keys() <= self._taken:
                 refuse_unknown(given)
                 surplus = surplus or any(given.get(name) is not None for name in _KNOWN - self._taken)
             parameters = self._parameters(given)
         invoker = self._invoker
-        if invoker is None or out is None or surplus or (workspace is None and self._workspace_bytes):
+        is_complete = out is not None and (len(outs) == 1 or all(each is not None for each in outs))
+        if invoker is None or not is_complete or surplus or (workspace is None and self._workspace_bytes):
             return self._run_fused_completed(given, x, w, dy, out, workspace, stream)
-        addresses = self._check((x, w, out, *read))
+        addresses = self._check(in_order)
         scratch: Any = 0
         if self._workspace_bytes:
             scratch = self._check_workspace(workspace, addresses)
-        queue = self._queue(x) if stream is None else operands.stream_address(stream)
+        queue = self._queue(first) if stream is None else operands.stream_address(stream)
         try:
             invoker.run((*addresses, parameters, scratch), queue)
         except LaunchError as error:
             if self._index >= 0:
                 check_fork()
             return self._fall_back(error).run_fused(given, x, w, dy, out, workspace, stream)
-        return out
+        return out if self._outputs_type is None else self._outputs_type(*outs)
+
+    def _completed(self, first: Any, out: Any, alignment_bytes: int) -> Any:
+        if self._outputs_type is None:
+            return super()._completed(first, out, alignment_bytes)
+        given = zip(self._several(out), self.problem.outputs, strict=True)
+        return self._outputs_type(
+            *(
+                arrays.allocate(first, operand.array, self._index, alignment_bytes) if array is None else array
+                for array, operand in given
+            )
+        )
+
+    def _several(self, out: Any) -> tuple[Any, ...]:
+        """The outputs of a run in order, None for each that is not given.
+
+        Raises:
+            InvalidArrayError: `out` is no tuple of as many.
+        """
+        assert self._outputs_type is not None
+        names = self._outputs_type._fields
+        if out is None:
+            return (None,) * len(names)
+        if isinstance(out, (tuple, list)) and len(out) == len(names):
+            return tuple(out)
+        raise InvalidArrayError(f"out={brief(out)} must be a tuple of {len(names)} arrays: ({', '.join(names)})")
 
     def _parameters(self, given: Mapping[str, Any]) -> EpilogueParameters:
         """The numbers of a run; the very object of the last run where they are the same, which launches tell by that.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import ClassVar
 
-from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import INSTALL_CUDA, Device, Library, Place
 from miofind.errors import InvalidConfigError
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing
@@ -193,7 +193,9 @@ class Solver(ABC):
 
     def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
         """Whether it serves a problem here: its keys, its epilogue, its library's presence, then `is_applicable`."""
-        if problem.epilogue and (answer := self.fuses(problem)).refused:
+        if problem.trains and (answer := self.fuses_training(problem)).refused:
+            return answer
+        if problem.epilogue and problem.direction is Direction.FORWARD and (answer := self.fuses(problem)).refused:
             return answer
         answers = [key.applicability(problem, device) for key in self.keys]
         if APPLICABLE not in answers:
@@ -204,8 +206,16 @@ class Solver(ABC):
         return self.is_applicable(problem, device)
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
-        """Whether its kernels apply the epilogue of a problem; asked of no other problem, and no unless it says so."""
+        """Whether its kernels apply a forward problem's epilogue; asked of no other, and no unless it says so."""
         return Applicability(f"its kernels apply no epilogue {problem.epilogue.text}")
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        """Whether its kernels compute an epilogue of training: a gradient's, and outputs besides the convolution's own.
+
+        Asked of problems that have one alone (`ProblemDescription.trains`), and no unless it says so. Forward, `fuses`
+        is asked, too.
+        """
+        return Applicability(f"its kernels compute no epilogue {problem.epilogue.text} of {problem.direction}")
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         """Whether a point of the parameters' product can run."""

@@ -69,7 +69,8 @@ class Suite:
             dtype: element type of every tensor.
             math: arithmetic of the float32 problems.
             layout: memory order of every tensor, of any rank: NHWC stands for NDHWC in three dimensions.
-            directions: one problem a row and direction; a row with an epilogue has a forward one alone.
+            directions: one problem a row and direction; a row with an epilogue has those alone that it goes
+                with.
 
         Raises:
             InvalidOptionError: a batch below 1, or for a suite whose rows have batches of their own.
@@ -86,7 +87,7 @@ class Suite:
         found: dict[ProblemDescription, SuiteProblem] = {}
         for row in self.rows:
             for direction in row.directions if wanted is None else wanted:
-                if row.problem.epilogue and direction is not Direction.FORWARD:
+                if direction not in row.problem.epilogue.directions:
                     continue
                 problem = variant.of(row.problem, direction)
                 known = found.get(problem)

@@ -32,6 +32,8 @@ def trial_parameters(problem: ProblemDescription, values: Values, *, shifted: bo
     inputs are scaled (`ranges.numeric_powers`). Where summands are shifted it is negative: what the activation cut off
     without the shift, it lets pass then.
     """
+    if not problem.epilogue.changes_results:
+        return DEFAULT_PARAMETERS
     if values is not Values.TERNARY:
         return _SHIFTED if shifted else DEFAULT_PARAMETERS
     parameters = _SHIFTED if shifted else _PLAIN

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
+from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
+from miofind.verify.channel_sums import WrongSum
 from miofind.verify.epilogue_trials import operand_values, trial_parameters
 from miofind.verify.nonfinite import Injected, injected_values
 from miofind.verify.ranges import UNSCALED, Powers, ScaledAxis, axes, exponents_along
@@ -126,7 +127,8 @@ class CheckResult:
         max_error: largest |error| / (|x| * |w|) of the checked elements; with an epilogue over the sum of the
             magnitudes of all that it makes them of.
         bound_ratio: largest error, less the output's rounding, over the bound of the arithmetic; at most 1 if correct.
-        fingerprint: checksum of all bits of the output.
+        fingerprint: checksum of all bits of the outputs.
+        sums: second outputs that are wrong; all of their channels are compared.
     """
 
     checked: int
@@ -138,11 +140,12 @@ class CheckResult:
     max_error: float
     bound_ratio: float
     fingerprint: int
+    sums: tuple[WrongSum, ...] = ()
 
     @property
     def is_right(self) -> bool:
         """Whether the check found no fault."""
-        return self.worst is None and not self.unwritten and not self.damaged
+        return self.worst is None and not self.unwritten and not self.damaged and not self.sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +165,8 @@ class CheckHarness(ABC):
 
     Attributes:
         inputs: names of the operands that are read.
-        output: name of the one that is written.
+        output: name of the one that is written, the main one where there are several.
+        outputs: names of all that are.
     """
 
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
@@ -170,6 +174,7 @@ class CheckHarness(ABC):
         self.seed = seed
         self.inputs = tuple(operand.name for operand in problem.inputs)
         self.output = problem.direction.output
+        self.outputs = tuple(operand.name for operand in problem.outputs)
         self._positions = {operand.name: i for i, operand in enumerate(problem.operands)}
         self.injected: Mapping[str, Injected] = injected_values(problem, np.random.default_rng([seed, 1]))
 
@@ -218,8 +223,6 @@ class CheckHarness(ABC):
 
     def parameters_of(self, setting: Setting) -> EpilogueParameters:
         """The numbers that the epilogue of a run is given; they mean nothing without one."""
-        if not self.problem.epilogue:
-            return DEFAULT_PARAMETERS
         return trial_parameters(self.problem, setting.values, shifted=setting.shifted)
 
     def powers_of(self, name: str, setting: Setting) -> tuple[tuple[int, int], ScaledAxis]:
@@ -232,7 +235,7 @@ class CheckHarness(ABC):
 
     def exponent_at(self, index: tuple[int, ...], setting: Setting) -> int:
         """Exponent of the power of two that a setting's scaling multiplies an output element by; 0 where none does."""
-        if self.problem.epilogue:
+        if self.problem.epilogue.changes_results:
             return 0
         along = zip(setting.powers.pairs, axes(self.problem), index, strict=False)
         return sum(int(exponents_along(pair, axis, np.array([at]))[0]) for pair, axis, at in along)

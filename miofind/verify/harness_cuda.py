@@ -20,6 +20,7 @@ from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory, HostInt
 from miofind.launch.device_kernels import (
     COMPARISON,
+    DEVICE_THREADS,
     GUARD_BANDS,
     GUARDED_BUFFERS,
     Argument,
@@ -35,6 +36,7 @@ from miofind.reference import numpy_dtype, reference_step, round_once
 from miofind.solver.steps import Pointer
 from miofind.solver.structs import Struct
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow
+from miofind.verify.channel_sums import CHANNEL_SUMS, SUMMED, WrongSum, channel_sums_terms
 from miofind.verify.epilogue_bounds import EpilogueStandard
 from miofind.verify.epilogue_cuda import BOUND_BYTES, RESULT_BYTES, EpilogueTrial, epilogue_kernel
 from miofind.verify.harness import (
@@ -67,6 +69,7 @@ _INPUTS = 8
 # integers, of normal numbers, and of normal numbers with infinities.
 _SUM_BYTES = 8
 _SCALE_BYTES = 8
+_DETAIL_BYTES = 24  # of a channel of a second output: three float64
 _ELEMENT_BYTES = 3 * _SUM_BYTES + 2 * _SCALE_BYTES
 _FUSED_ELEMENT_BYTES = _ELEMENT_BYTES + 3 * (RESULT_BYTES + BOUND_BYTES)
 _MEMORY_SHARE = 4
@@ -152,14 +155,19 @@ class CudaHarness(CheckHarness):
         self._released: HostInt | None = None
         self._guards = _INPUTS + len(self.inputs)  # two slots a buffer
         launches = math.ceil((len(problem.operands) + 1) / GUARDED_BUFFERS)  # packed weights take the place of w
-        self._slots = self._guards + 2 * GUARDED_BUFFERS * launches
+        self._sums = self._guards + 2 * GUARDED_BUFFERS * launches  # two slots a second output
+        self._slots = self._sums + 2 * len(problem.epilogue.outputs)
+        self._details: dict[str, int] = {}
         try:
             with self._memory:
                 self._buffers = {operand.name: self._guarded(operand.tensor.bytes) for operand in problem.operands}
                 self._buffers[WORKSPACE] = self._room(WORKSPACE, 0, WORKSPACE_ALIGNMENT)
                 self._report = self._memory.allocate(self._slots * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
-                size = _FUSED_ELEMENT_BYTES if problem.epilogue else _ELEMENT_BYTES
+                self._details = {
+                    name: self._memory.allocate(_DETAIL_BYTES * problem.k) for name in problem.epilogue.outputs
+                }
+                size = _FUSED_ELEMENT_BYTES if problem.epilogue.changes_results else _ELEMENT_BYTES
                 self._whole = {
                     nonfinite: budget.share(_PLANTED_SHARE if nonfinite else 1).covers(problem, size)
                     for nonfinite in (False, True)
@@ -289,8 +297,9 @@ class CudaHarness(CheckHarness):
         if not setting.keeps_workspace:
             workspace = self._buffers[WORKSPACE]
             self._memory.set_bytes(workspace.address, setting.poison, workspace.bytes)
-        output = self._buffers[self.output]
-        self._memory.set_bytes(output.address, setting.poison, output.bytes)
+        for name in self.outputs:
+            output = self._buffers[name]
+            self._memory.set_bytes(output.address, setting.poison, output.bytes)
         self._guard("poison", setting.poison, self._buffers)
         self._clear_report()
 
@@ -381,7 +390,7 @@ class CudaHarness(CheckHarness):
         exact = setting.values is Values.TERNARY
         scales = 0 if exact else self._memory.allocate(_SCALE_BYTES * count)
         addresses = {"indices": listed, "sums": self._memory.allocate(_SUM_BYTES * count), "scales": scales}
-        if self.problem.epilogue:
+        if self.problem.epilogue.changes_results:
             sizes = {"results": RESULT_BYTES * count, "bounds": BOUND_BYTES * count}
             addresses |= {name: self._memory.allocate(size) for name, size in sizes.items()}
         return _Sample(count=count, indices=indices, addresses=addresses)
@@ -403,7 +412,9 @@ class CudaHarness(CheckHarness):
             self._start(("written", buffer.address), lambda: written)
         judgement = self._judgement(setting, factor, sample)
         self._compare(judgement)
-        self._checksum(buffer, _OUTPUT)
+        self._compare_sums()
+        for name in self.outputs:  # added up: equal bits of all give equal sums
+            self._checksum(self._buffers[name], _OUTPUT)
         for i, name in enumerate(inputs):
             self._checksum(self._buffers[name], _INPUTS + i)
         guarded = self._guarded_buffers(inputs, weights)
@@ -422,11 +433,12 @@ class CudaHarness(CheckHarness):
             max_error=_float(report[_COMPARED + 2]),
             bound_ratio=_float(report[_COMPARED + 3]),
             fingerprint=int(report[_OUTPUT]),
+            sums=tuple(self._wrong_sums(report)),
         )
 
     def _judgement(self, setting: Setting, factor: float | None, sample: _Sample) -> _Judgement:
         """What a run's output is compared with; with an epilogue its results, which are made now."""
-        if not self.problem.epilogue:
+        if not self.problem.epilogue.changes_results:
             return _Judgement(sample=sample, factor=factor, powers=setting.powers)
         standard = EpilogueStandard.of(self.problem, factor, rounds_twice=setting.rounds_twice)
         nothing = dict.fromkeys(EPILOGUE_OPERANDS, 0)
@@ -455,6 +467,43 @@ class CudaHarness(CheckHarness):
             return _Launch(self._check("compare", sample.count), arguments, {"out": where, **sample.addresses})
 
         self._start(("compare", where, judgement.powers, sample.addresses["sums"], judgement.factor), launch)
+
+    def _compare_sums(self) -> None:
+        """Hold the second outputs against sums of what the tensor that they sum holds."""
+        summed, tensor = self._buffers[SUMMED].address, self.problem.tensor(SUMMED)
+        for i, operand in enumerate(self.problem.outputs[1:]):
+            addresses = {
+                "from": summed,
+                "results": self._buffers[operand.name].address,
+                "details": self._details[operand.name],
+            }
+            kernel = GridStride(
+                source="harness/channel_sums.cu",
+                entry="verify_channel_sums",
+                items=DEVICE_THREADS * self.problem.k,
+                dtype=tensor.dtype,
+                defines=(("RESULT", operand.tensor.dtype.value), CHANNEL_SUMS.define),
+            )
+            terms = channel_sums_terms(self.problem, operand)
+            launch = _Launch(kernel, (*addresses, terms, _slot(self._sums + 2 * i)), addresses)
+            self._start(("sums", *addresses.values()), functools.partial(_same, launch))
+
+    def _wrong_sums(self, report: NDArray[np.uint64]) -> Iterator[WrongSum]:
+        """The second outputs that a report says are wrong."""
+        for i, operand in enumerate(self.problem.outputs[1:]):
+            wrong, channel = int(report[self._sums + 2 * i]), int(report[self._sums + 2 * i + 1]) & 0xFFFFFFFF
+            if wrong:
+                where = self._details[operand.name] + _DETAIL_BYTES * channel
+                got, wanted, bound = self._memory.download(where, 3, np.float64).tolist()
+                yield WrongSum(
+                    name=operand.name,
+                    wrong=wrong,
+                    channels=self.problem.k,
+                    channel=channel,
+                    got=got,
+                    wanted=wanted,
+                    bound=bound,
+                )
 
     def _comparison(self, judgement: _Judgement) -> Struct:
         output = self.problem.output
@@ -495,7 +544,7 @@ class CudaHarness(CheckHarness):
 
     def _guarded_buffers(self, names: tuple[str, ...], weights: _Buffer | None) -> dict[str, _Buffer]:
         """The buffers of a run by name."""
-        buffers = {name: self._buffers[name] for name in (*names, self.output, WORKSPACE)}
+        buffers = {name: self._buffers[name] for name in (*names, *self.outputs, WORKSPACE)}
         return buffers | ({} if weights is None else {PACKED_WEIGHTS: weights})
 
     def _guard(self, action: str, poison: Poison, buffers: Mapping[str, _Buffer]) -> None:
@@ -554,6 +603,10 @@ class CudaHarness(CheckHarness):
             squares = (scale * scales[1:].astype(np.float64)) ** 2
             bound = float(error_bounds(wanted, squares, factor, output.dtype).total[0])
         return WrongElement(index=index, got=got, wanted=float(wanted[0]), bound=bound, exponent=exponent)
+
+
+def _same(launch: _Launch) -> _Launch:
+    return launch
 
 
 def _slot(number: int) -> Pointer:

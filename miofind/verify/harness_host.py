@@ -22,6 +22,7 @@ from miofind.launch.invoker import bases_of
 from miofind.process.threads import in_threads
 from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.verify.accuracy import ErrorBounds, error_bounds, half_ulp, overflow
+from miofind.verify.channel_sums import wrong_sums
 from miofind.verify.epilogue_bounds import BareSums, EpilogueStandard, fused_results
 from miofind.verify.harness import (
     GUARD_BYTES,
@@ -272,7 +273,8 @@ class HostHarness(CheckHarness):
         self._place(0 if setting.is_aligned else invoker.alignment_bytes)
         checksums = {name: self._fill(name, setting) for name in self.inputs}
         allowed = self._allowed(setting, factor)
-        self._buffers[self.output].poison(setting.poison)
+        for name in self.outputs:
+            self._buffers[name].poison(setting.poison)
         self._clear_workspace(invoker, setting)
         return allowed, checksums
 
@@ -288,13 +290,13 @@ class HostHarness(CheckHarness):
         """A run in the present buffers; after the first run inputs are read-only, so that whoever mends one raises.
 
         Args:
-            written: the tensor that is no input; the problem's output by default.
+            written: the tensor that is no input; the problem's outputs by default.
             others: what stands for a tensor.
         """
         given = {operand.name: self._given(operand) for operand in self.problem.operands} | others
         if setting.poison is Poison.FINITE:
-            kept = written or self.output
-            given |= {name: _read_only(array) for name, array in given.items() if name != kept}
+            kept = (written,) if written else self.outputs
+            given |= {name: _read_only(array) for name, array in given.items() if name not in kept}
         workspace = self._workspace.bytes if invoker.workspace_bytes else None
         bases = bases_of(self.problem, given, workspace, self.parameters_of(setting))
         return functools.partial(invoker.run, bases, 0)
@@ -323,7 +325,7 @@ class HostHarness(CheckHarness):
         if key not in self._allowances:
             unscaled = self._reference(setting)
             reference = unscaled.scaled(self._output_exponents(setting)) if setting.powers else unscaled
-            if self.problem.epilogue:
+            if self.problem.epilogue.changes_results:
                 self._allowances[key] = self._fused_allowance(reference, factor, setting)
             else:
                 self._allowances[key] = _allowance(reference, factor, self.problem.output.dtype)
@@ -412,8 +414,16 @@ class HostHarness(CheckHarness):
             damaged=self._damaged(checksums),
             max_error=comparison.max_error,
             bound_ratio=comparison.bound_ratio,
-            fingerprint=self._buffers[self.output].checksum,
+            fingerprint=self._fingerprint(),
+            sums=wrong_sums(self.problem, {name: self._tensor(name) for name in self._buffers}),
         )
+
+    def _fingerprint(self) -> int:
+        """Of all bits of the outputs."""
+        found = 0
+        for name in self.outputs:
+            found = zlib.crc32(self._buffers[name].bytes.data, found)
+        return found
 
     def _compared(self, allowed: _Allowance) -> _Comparison:
         """The output that is there against what is allowed."""

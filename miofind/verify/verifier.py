@@ -169,7 +169,7 @@ class Verifier:
 
     def _checks(self, claims: Claims) -> Iterator[_Check]:
         """The runs of a candidate: the first on memory of NaN, later ones on numbers and what the first left behind."""
-        factor, is_fused = self._factor(claims), bool(self.problem.epilogue)
+        factor, is_fused = self._factor(claims), self.problem.epilogue.changes_results
         if claims.exact:
             exact = self._exact(claims)
             yield _Check(gate=Gate.EXACT, setting=exact, factor=None)
@@ -201,7 +201,7 @@ class Verifier:
         return Setting(
             values=Values.NORMAL,
             powers=range_powers(self.problem),
-            shifted=bool(self.problem.epilogue),
+            shifted=self.problem.epilogue.changes_results,
             rounds_twice=claims.rounds_twice,
         )
 
@@ -218,7 +218,7 @@ class Verifier:
         return setting, half, twice
 
     def _change(self, gate: Gate) -> str:
-        output = self.problem.direction.output
+        output = " or ".join(operand.name for operand in self.problem.outputs)
         return (
             f"{gate} gate, seed {self.seed}: {output} differs from that of the first run on equal inputs, and the "
             "solution says that it is deterministic"
@@ -303,6 +303,7 @@ class Verifier:
                 f"{worst.index}: got {worst.got!r}, wanted {worst.wanted!r} within {worst.bound:.3g}"
                 + (f", all times 2^{exponent}" if exponent else "")
             )
+        faults += map(str, result.sums)
         if not faults:
             return ""
         return f"{check.gate} gate{self._circumstances(check.setting)}, seed {self.seed}: {'; '.join(faults)}"

@@ -1,4 +1,6 @@
-"""Composed solvers: another solver for the convolution, then a pass over its output for the epilogue.
+"""Composed solvers: another solver for the convolution, then passes over what it has written for the epilogue.
+
+One applies what changes results, others sum each channel up for second outputs.
 
 So every solver answers fused problems. A solver whose own kernels apply the epilogue moves the output once, not three
 times, and rounds once; where no kernel does, or its fused form is slow, the composed form stands in.
@@ -14,12 +16,13 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.registry import composed_id
 from miofind.solver.solver import APPLICABLE, Applicability, Reach, Solver
-from miofind.solver.steps import Config, ConvSolution, Packing
+from miofind.solver.steps import Config, ConvSolution, Packing, WorkspacePlan
+from miofind.solvers.pointwise.channel_sums import channel_sums_ms, channel_sums_regions, channel_sums_steps
 from miofind.solvers.pointwise.epilogue_pass import VECTOR_BYTES, pass_ms, pass_step
 
 
 class Composed(Solver):
-    """A solver on the bare problem, then the pass; of fused problems alone. Its configurations are the other's.
+    """A solver on the bare problem, then the passes; of fused problems alone. Its configurations are the other's.
 
     Equal where the other solvers are.
 
@@ -53,8 +56,11 @@ class Composed(Solver):
         return max(self.inner.tensor_alignment(problem.bare), super().tensor_alignment(problem), own)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        forward = (problem for problem in self.inner.examples() if problem.direction is Direction.FORWARD)
-        return tuple(replace(problem, epilogue=Epilogue.of("bias.relu")) for problem in forward)
+        return tuple(
+            replace(problem.bare, epilogue=Epilogue.of(text))
+            for problem in self.inner.examples()
+            for text in _EXAMPLES.get(problem.direction, ())
+        )
 
     def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
         if not problem.epilogue:
@@ -65,6 +71,9 @@ class Composed(Solver):
         return self.inner.is_applicable(problem.bare, device)
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
@@ -88,17 +97,19 @@ class Composed(Solver):
         self.inner.check_config(problem.bare, device, config)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return self.inner.estimate_ms(problem.bare, device, config) + pass_ms(problem, device)
+        bare_ms = self.inner.estimate_ms(problem.bare, device, config)
+        return bare_ms + pass_ms(problem, device) + channel_sums_ms(problem, device)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        return _with_pass(self.inner.solution(problem.bare, device, config), problem, device)
+        return _with_passes(self.inner.solution(problem.bare, device, config), problem, device)
 
     def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
-        return self.inner.workspace_bytes(problem.bare, device, config)
+        own = WorkspacePlan(regions=channel_sums_regions(problem, device))
+        return self.inner.workspace_bytes(problem.bare, device, config) + own.bytes
 
     def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
         packing = self.inner.packing(problem.bare, device, config)
-        return packing and replace(packing, run=_with_pass(packing.run, problem, device))
+        return packing and replace(packing, run=_with_passes(packing.run, problem, device))
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         return self.inner.error_growth(problem.bare, config)
@@ -116,8 +127,19 @@ class Composed(Solver):
         return self.inner.is_exact(config)
 
     def rounds_twice(self, problem: ProblemDescription, config: Config) -> bool:
-        return problem.y.dtype.itemsize < problem.accumulator.itemsize
+        return problem.epilogue.changes_results and problem.y.dtype.itemsize < problem.accumulator.itemsize
 
 
-def _with_pass(solution: ConvSolution, problem: ProblemDescription, device: Device) -> ConvSolution:
-    return replace(solution, steps=(*solution.steps, pass_step(problem, device)))
+_EXAMPLES = {Direction.FORWARD: ("bias.relu", "statistics"), Direction.BACKWARD_WEIGHTS: ("bias_gradient",)}
+"""Epilogues that it is tried with, by direction."""
+
+
+def _with_passes(solution: ConvSolution, problem: ProblemDescription, device: Device) -> ConvSolution:
+    """A solution of the bare problem and the passes behind it."""
+    passes = (pass_step(problem, device),) if problem.epilogue.changes_results else ()
+    regions = (*solution.workspace.regions, *channel_sums_regions(problem, device))
+    return replace(
+        solution,
+        steps=(*solution.steps, *passes, *channel_sums_steps(problem, device)),
+        workspace=WorkspacePlan(regions=regions),
+    )

@@ -46,8 +46,11 @@ class Walk(IntEnum):
 
 
 def pass_ms(problem: ProblemDescription, device: Device) -> float:
-    """Expected time of the pass in milliseconds: a launch, and its operands through memory."""
-    moved = problem.bytes - problem.bare.bytes + 2 * problem.y.bytes
+    """Expected time of the pass in milliseconds: a launch, and its operands through memory; 0 where none is due."""
+    if not problem.epilogue.changes_results:
+        return 0.0
+    read = (operand for operand in problem.operands if operand.name in problem.epilogue.operands)
+    moved = sum(operand.tensor.bytes for operand in read) + 2 * problem.y.bytes
     share = _BANDWIDTH_SHARE if device.place is Place.CUDA else _HOST_BANDWIDTH_SHARE
     return _LAUNCH_MS + 1e3 * moved / (share * device.bandwidth_bytes_per_s)
 

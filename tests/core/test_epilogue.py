@@ -92,7 +92,7 @@ def test_the_outputs_dtype_is_the_default_of_parameters() -> None:
 
 @pytest.mark.parametrize("direction", [Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS])
 def test_gradients_take_no_epilogue(direction: Direction) -> None:
-    with pytest.raises(InvalidProblemError, match="only a forward convolution"):
+    with pytest.raises(InvalidProblemError, match="is of forward problems, not of"):
         fused("bias", direction=direction)
 
 
@@ -155,3 +155,63 @@ def test_arrays_of_operands_have_no_spatial_dimensions_of_one() -> None:
 def test_fused_problems_are_pickled() -> None:
     problem = fused("float32.bias.residual.relu", dtype="float16")
     assert pickle.loads(pickle.dumps(problem)).epilogue == problem.epilogue
+
+
+@pytest.mark.parametrize(
+    ("text", "direction"),
+    [
+        ("statistics", Direction.FORWARD),
+        ("float32.bias.residual.relu.statistics", Direction.FORWARD),
+        ("bias_gradient", Direction.BACKWARD_WEIGHTS),
+        ("float32.bias_gradient", Direction.BACKWARD_WEIGHTS),
+    ],
+)
+def test_a_key_of_second_outputs_is_read_back(text: str, direction: Direction) -> None:
+    problem = fused(text, dtype=DataType.FLOAT16, direction=direction)
+    assert problem.network_config == f"{problem.bare.network_config}-e.{text}"
+    again = ProblemDescription.from_network_config(problem.network_config)
+    assert again == problem
+    assert again.operands == problem.operands
+    assert problem.trains
+    assert not problem.bare.trains
+    for other in Direction:
+        if other is not direction:
+            with pytest.raises(InvalidProblemError, match=f"is of {direction} problems, not of {other} ones"):
+                problem.in_direction(other)
+
+
+def test_second_outputs_are_the_last_operands() -> None:
+    forward = fused("bias.relu.statistics", dtype=DataType.BFLOAT16)
+    shapes = {operand.name: (operand.shape, operand.tensor.dtype) for operand in forward.outputs}
+    assert [operand.name for operand in forward.operands] == ["x", "w", "y", "bias", "sum", "sum_of_squares"]
+    assert shapes["sum"] == shapes["sum_of_squares"] == ((12,), DataType.FLOAT32)
+    assert forward.output == forward.y
+    assert [operand.name for operand in forward.inputs] == ["x", "w", "bias"]
+    assert forward.bytes == forward.bare.bytes + 12 * 2 + 2 * 12 * 4
+    assert fused("statistics", dtype=DataType.FLOAT64).outputs[-1].tensor.dtype is DataType.FLOAT64
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [("bias_gradient", DataType.FLOAT16), ("float32.bias_gradient", DataType.FLOAT32)]
+)
+def test_a_bias_gradient_has_the_filters_dtype_unless_asked(text: str, dtype: DataType) -> None:
+    problem = fused(text, dtype=DataType.FLOAT16, direction=Direction.BACKWARD_WEIGHTS)
+    assert [operand.name for operand in problem.outputs] == ["w", "bias_gradient"]
+    assert problem.outputs[1].tensor.dtype is dtype
+    assert problem.outputs[1].shape == (12,)
+
+
+@pytest.mark.parametrize("text", ["bias.bias_gradient", "relu.bias_gradient", "statistics.bias_gradient"])
+def test_a_bias_gradient_stands_alone(text: str) -> None:
+    with pytest.raises(InvalidProblemError, match="bias_gradient stands alone"):
+        Epilogue.of(text)
+
+
+def test_second_outputs_change_no_results() -> None:
+    assert not Epilogue.of("statistics").changes_results
+    assert not Epilogue.of("float32.bias_gradient").changes_results
+    assert Epilogue.of("bias.statistics").changes_results
+    assert Epilogue.of("statistics").numbers == ()
+    assert Epilogue.of("relu.statistics").numbers == ("alpha",)
+    with pytest.raises(InvalidOptionError, match=r"alpha=2\.0: the epilogue statistics has no factor"):
+        Epilogue.of("statistics").parameters({"alpha": 2.0})

@@ -68,7 +68,7 @@ def test_no_solver_is_registered_under_the_id_of_a_composed_form() -> None:
 
 
 @pytest.mark.parametrize("solver", ON_GPU, ids=lambda solver: solver.id)
-def test_a_composed_form_is_the_solver_and_a_pass(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_composed_form_is_the_solver_and_passes(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "library_version", lambda self, library: 1)
     whole = composed(solver)
     for problem in whole.examples():
@@ -84,19 +84,26 @@ def test_a_composed_form_is_the_solver_and_a_pass(solver: Solver, monkeypatch: p
         assert whole.default_configs(problem, DEVICE)[0] == config
         whole.check_config(problem, DEVICE, config)
         alone, steps = solver.solution(bare, DEVICE, config), whole.solution(problem, DEVICE, config).steps
-        assert steps[:-1] == alone.steps
-        last = steps[-1]
-        assert isinstance(last, KernelStep)
-        assert (last.entry, last.is_fused, last.pdl) == ("epilogue_pass", True, True)
+        passes = steps[len(alone.steps) :]
+        assert steps[: -len(passes)] == alone.steps
+        launched = [(step.entry, step.is_fused, step.pdl) for step in passes if isinstance(step, KernelStep)]
+        own = whole.workspace_bytes(problem, DEVICE, config) - alone.workspace.bytes
+        if problem.epilogue.outputs:
+            assert launched == [("channel_sums", False, True), ("channel_sums_finish", False, True)]
+            assert own >= 4 * problem.k * len(problem.epilogue.outputs)
+        else:
+            assert launched == [("epilogue_pass", True, True)]
+            assert own == 0
         assert not any(step.is_fused for step in alone.kernels)
-        assert whole.workspace_bytes(problem, DEVICE, config) == alone.workspace.bytes
+        assert whole.solution(problem, DEVICE, config).workspace.bytes == own + alone.workspace.bytes
         assert whole.estimate_ms(problem, DEVICE, config) > solver.estimate_ms(bare, DEVICE, config)
         packing, packed = solver.packing(bare, DEVICE, config), whole.packing(problem, DEVICE, config)
         assert (packing is None) == (packed is None)
         if packing and packed:
             assert packed.pack == packing.pack
-            assert packed.run.steps == (*packing.run.steps, last)
-        assert whole.rounds_twice(problem, config) == (problem.y.dtype in (DataType.FLOAT16, DataType.BFLOAT16))
+            assert packed.run.steps == (*packing.run.steps, *passes)
+        rounds = problem.y.dtype in (DataType.FLOAT16, DataType.BFLOAT16) and problem.epilogue.changes_results
+        assert whole.rounds_twice(problem, config) == rounds
 
 
 def test_a_composed_forms_hash_is_of_both_parts() -> None:

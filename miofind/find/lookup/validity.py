@@ -13,8 +13,8 @@ from miofind.errors import CompileError
 from miofind.finddb import Row, environment_id
 from miofind.runtime.handle import Handle
 from miofind.solver.solver import Solver
+from miofind.solvers.pointwise import channel_sums, epilogue_pass
 from miofind.solvers.pointwise.composed import Composed
-from miofind.solvers.pointwise.epilogue_pass import MODULE, SOURCE
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ def solver_hash(solver: Solver, *, fused: bool = False) -> str:
 
 
 def _composed_hash(solver: Composed) -> str:
-    """Hash of what a composed solver is made of: the other solver's sources for bare problems, and the pass's."""
-    on_host = any(key.place is Place.CPU for key in solver.keys)
-    own = host_hash(MODULE) if on_host else source_hash((SOURCE,), fused=True)
+    """Hash of what a composed solver is made of: the other solver's sources for bare problems, and the passes'."""
+    if any(key.place is Place.CPU for key in solver.keys):
+        own = f"{host_hash(epilogue_pass.MODULE)} {host_hash(channel_sums.MODULE)}"
+    else:
+        own = source_hash((epilogue_pass.SOURCE, channel_sums.SOURCE), fused=True)
     return hashlib.sha256(f"{solver_hash(solver.inner)} {own}".encode()).hexdigest()
