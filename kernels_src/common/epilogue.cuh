@@ -10,6 +10,7 @@
 // EPILOGUE_CHANNEL_BIAS (0, 1), EPILOGUE_RESIDUAL (0 for none, 1 before, 2 after the activation), EPILOGUE_ACTIVATION.
 #pragma once
 
+#include "common/activation.cuh"
 #include "common/types.cuh"
 
 enum class Activation { none, relu, clamp, leaky_relu, silu, gelu, gelu_tanh, hardswish, sigmoid, tanh, elu, mish };
@@ -44,13 +45,8 @@ __device__ __forceinline__ double exp_of(double v) {
 // 1 / (1 + exp(-v)): the exponential is of a number that is not positive, the divisor between 1 and 2.
 template <typename T>
 __device__ __forceinline__ T sigmoid_of(T v) {
-  if constexpr (sizeof(T) == 4 && sizeof(EpilogueElement) == 2) {  // errors of 2^-21 do not show in 16 bits
-    const T small = __expf(-fabsf(v));
-    return __fdividef(v < 0 ? small : T(1), T(1) + small);
-  } else {
-    const T small = exp_of(v < 0 ? v : -v);
-    return (v < 0 ? small : T(1)) / (T(1) + small);
-  }
+  const T small = exp_of(v < 0 ? v : -v);
+  return (v < 0 ? small : T(1)) / (T(1) + small);
 }
 
 // v * factor, 0 where the factor is 0: minus infinity goes to 0 as the large negative numbers before it do.
@@ -59,48 +55,33 @@ __device__ __forceinline__ T times(T v, T factor) {
   return factor == 0 ? T(0) : v * factor;
 }
 
-// v * erfc(-v / sqrt(2)) / 2. For 16 bits erfc(z) = t * exp(-z^2 + polynomial(t)), t = 1 / (1 + z / 2), to 1.2e-7 of
-// its value for z >= 0. Source: Press et al., Numerical Recipes in C, section 6.2, erfcc.
-template <typename T>
-__device__ __forceinline__ T gelu_of(T v) {
-  if constexpr (sizeof(T) == 4 && sizeof(EpilogueElement) == 2) {
-    const T z = fabsf(v) * 0.70710678f, t = __fdividef(1.0f, 1.0f + 0.5f * z);
-    T polynomial = 0.17087277f;
-    polynomial = polynomial * t - 0.82215223f;
-    polynomial = polynomial * t + 1.48851587f;
-    polynomial = polynomial * t - 1.13520398f;
-    polynomial = polynomial * t + 0.27886807f;
-    polynomial = polynomial * t - 0.18628806f;
-    polynomial = polynomial * t + 0.09678418f;
-    polynomial = polynomial * t + 0.37409196f;
-    polynomial = polynomial * t + 1.00002368f;
-    polynomial = polynomial * t - 1.26551223f;
-    const T below = times(v, 0.5f * t * __expf(polynomial - z * z));
-    return v < 0 ? below : v - below;
-  } else {
-    return times(v, T(0.5) * erfc(v * T(-0.70710678118654752440)));
-  }
-}
+// Whether results are rounded to 16 bits from float32.
+constexpr bool kIsShort = sizeof(EpilogueElement) == 2 && sizeof(EpilogueNumber) == 4;
 
 template <typename T>
 __device__ __forceinline__ T activation_of(T v, T first, T second) {
-  if constexpr (kActivation == Activation::relu) return v < 0 ? T(0) : v;
-  if constexpr (kActivation == Activation::clamp) return v < first ? first : v > second ? second : v;
+  if constexpr (kActivation == Activation::relu) return at_least(v, T(0));
+  if constexpr (kActivation == Activation::clamp) return at_least(at_most(v, second), first);
   if constexpr (kActivation == Activation::leaky_relu) return v < 0 ? first * v : v;
-  if constexpr (kActivation == Activation::silu) return times(v, sigmoid_of(v));
-  if constexpr (kActivation == Activation::gelu) return gelu_of(v);
+  if constexpr (kActivation == Activation::silu) {
+    if constexpr (kIsShort) return short_silu(v);
+    return times(v, sigmoid_of(v));
+  }
+  if constexpr (kActivation == Activation::gelu) {
+    if constexpr (kIsShort) return short_gelu<EpilogueElement>(v);
+    return times(v, T(0.5) * erfc(v * T(-0.70710678118654752440)));
+  }
   if constexpr (kActivation == Activation::gelu_tanh) {
+    if constexpr (kIsShort) return short_gelu_tanh(v);
     const T cubic = v + T(0.044715) * v * v * v;
     return times(v, sigmoid_of(T(1.59576912160573071176) * cubic));  // (1 + tanh(u)) / 2 = sigmoid(2 u)
   }
-  if constexpr (kActivation == Activation::hardswish) {
-    const T shifted = v + T(3);
-    return times(v, (shifted < 0 ? T(0) : shifted > 6 ? T(6) : shifted) * T(1.0 / 6));
-  }
-  if constexpr (kActivation == Activation::sigmoid) return sigmoid_of(v);
-  if constexpr (kActivation == Activation::tanh) return tanh(v);
-  if constexpr (kActivation == Activation::elu) return v < 0 ? first * expm1(v) : v;
+  if constexpr (kActivation == Activation::hardswish) return at_least(v, T(-3)) * saturated((v + T(3)) * T(1.0 / 6));
+  if constexpr (kActivation == Activation::sigmoid) return kIsShort ? short_sigmoid(v) : sigmoid_of(v);
+  if constexpr (kActivation == Activation::tanh) return kIsShort ? short_tanh(v) : tanh(v);
+  if constexpr (kActivation == Activation::elu) return v < 0 ? first * (kIsShort ? short_expm1(v) : expm1(v)) : v;
   if constexpr (kActivation == Activation::mish) {
+    if constexpr (kIsShort) return short_mish(v);
     // tanh(log(1 + e)) = (e^2 + 2 e) / (e^2 + 2 e + 2); by small = exp(-|v|) without overflow.
     const T small = exp_of(v < 0 ? v : -v);
     const T top = v < 0 ? small * (small + 2) : T(1) + 2 * small;

@@ -34,9 +34,8 @@ _MOST_EXACT_PRODUCTS = 1 << 18
 
 # Relative errors of the formulas in kernels_src/common/epilogue.cuh in units of the accumulator's roundoff: a constant,
 # and a part that grows with the exponent of e^-exponent in the result (`_exponents`). The CUDA programming guide bounds
-# expf by 2 ulp (4 roundoffs), erfcf by 4, tanhf by 2, expm1f by 1, __fdividef by 2 and __expf(v) by 2 + 1.173 |v|; the
-# argument of gelu's erfc is off by 2 roundoffs and that of gelu_tanh's exponential by 7, which the exponent multiplies;
-# in 16 bits gelu's erfc is a polynomial to 2 roundoffs, times __expf of an argument that is off by 2.
+# expf by 2 ulp (4 roundoffs), erfcf by 4, tanhf by 2 and expm1f by 1, PTX ex2.approx by 2 and rcp.approx by 1; the
+# argument of gelu's erfc is off by 2 roundoffs and that of gelu_tanh's exponential by 7, which the exponent multiplies.
 _ACTIVATION_ERRORS = {
     Activation.SILU: (16.0, 4.0),
     Activation.GELU: (16.0, 6.0),
@@ -47,6 +46,15 @@ _ACTIVATION_ERRORS = {
     Activation.ELU: (8.0, 0.0),
     Activation.MISH: (20.0, 4.0),
 }
+# The same where results are rounded to 16 bits, half a unit of which is 2^-12 at least, by kernels_src/common/
+# activation.cuh: gelu's factor is 2 to the power of a polynomial, tanh and elu are differences of numbers next to 1
+# from a sixteenth and a thirty-second on.
+_SHORT_ACTIVATION_ERRORS = _ACTIVATION_ERRORS | {
+    Activation.GELU: (512.0, 256.0),
+    Activation.TANH: (256.0, 0.0),
+    Activation.ELU: (256.0, 0.0),
+}
+_SHORT_TINY = 2.0**-112
 # Largest slope, where it is not 1 or the slope given.
 _SLOPES = {
     Activation.SILU: 1.09985,
@@ -116,14 +124,16 @@ class EpilogueNumbers:
     @staticmethod
     def of(problem: ProblemDescription, parameters: EpilogueParameters) -> EpilogueNumbers:
         """The numbers of a problem and a run's parameters."""
-        activation = problem.epilogue.activation
-        error, per_exponent = _ACTIVATION_ERRORS.get(activation, (0.0, 0.0))
+        activation, is_short = problem.epilogue.activation, problem.output.dtype.itemsize == 2
+        errors = _SHORT_ACTIVATION_ERRORS if is_short else _ACTIVATION_ERRORS
+        error, per_exponent = errors.get(activation, (0.0, 0.0))
+        tiny = _SHORT_TINY if is_short else _TINY[problem.accumulator]
         return EpilogueNumbers(
             slope=largest_slope(activation, parameters),
             roundoff=_ROUNDOFF[problem.accumulator],
             error=error,
             error_per_exponent=per_exponent,
-            tiny=0.0 if activation.is_exact else _TINY[problem.accumulator],
+            tiny=0.0 if activation.is_exact else tiny,
             later_roundings=_LATER_ROUNDINGS,
         )
 

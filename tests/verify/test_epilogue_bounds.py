@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,56 @@ def in_single(activation: Activation, v: np.ndarray) -> np.ndarray:
     return v * (top / bottom)
 
 
+def gelu_terms(dtype: str) -> tuple[np.float32, list[np.float32]]:
+    """Where the polynomial of gelu's factor ends, and its terms, in kernels_src/common/activation.cuh."""
+    text = (importlib.resources.files("kernels_src") / "common" / "activation.cuh").read_text(encoding="utf-8")
+    body = text[text.index(f"GeluExponent<{dtype}> {{") :]
+    numbers = re.search(r"kEnd = ([\d.]+)f;.*?\{(.*?)\}", body, re.DOTALL)
+    assert numbers is not None
+    return Single(numbers[1]), [Single(term.strip().rstrip("f")) for term in numbers[2].split(",")]
+
+
+def short(activation: Activation, v: np.ndarray, dtype: str, sign: int) -> np.ndarray:
+    """The formulas of kernels_src/common/activation.cuh, with ex2.approx and rcp.approx off by all that they may be."""
+    one, log2e = Single(1), Single(1.44269504)
+
+    def exp2(exponent: np.ndarray) -> np.ndarray:
+        return (np.exp2(exponent.astype(np.float64)) * (1 + sign * 2.0**-22)).astype(Single)
+
+    def reciprocal(divisor: np.ndarray) -> np.ndarray:
+        return ((1 - sign * 2.0**-23) / divisor.astype(np.float64)).astype(Single)
+
+    above = np.maximum(v, Single(0))
+    if activation is Activation.SIGMOID:
+        return reciprocal(one + exp2(-log2e * v))
+    if activation in (Activation.SILU, Activation.GELU_TANH):
+        magnitude = np.minimum(np.abs(v), Single(128 if activation is Activation.SILU else 16))
+        factor = log2e
+        if activation is Activation.GELU_TANH:
+            factor = Single(2.30220819) + Single(0.10294324) * magnitude * magnitude
+        small = exp2(-magnitude * factor)
+        return above - magnitude * small * reciprocal(one + small)
+    if activation is Activation.GELU:
+        end, terms = gelu_terms(dtype)
+        magnitude, exponent = np.minimum(np.abs(v), end), np.full_like(v, terms[-1])
+        for term in terms[-2::-1]:
+            exponent = exponent * magnitude + term
+        return above - magnitude * exp2(exponent)
+    if activation is Activation.HARDSWISH:
+        return np.maximum(v, Single(-3)) * np.clip((v + Single(3)) * Single(1 / 6), Single(0), one)
+    if activation is Activation.TANH:
+        result = one - Single(2) * reciprocal(one + exp2(Single(2) * log2e * v))
+        return np.where(np.abs(v) < 0.0625, v - v * v * v * Single(1 / 3), result)
+    if activation is Activation.ELU:
+        near = v + v * v * (Single(0.5) + v * Single(1 / 6))
+        below = np.where(v > -0.03125, near, exp2(log2e * np.minimum(v, Single(0))) - one)
+        return np.where(v < 0, Single(0.125) * below, v)
+    assert activation is Activation.MISH
+    small = exp2(log2e * np.minimum(v, Single(20)))
+    top = small * (small + Single(2))
+    return np.maximum(v, Single(-88)) * (top * reciprocal(top + Single(2)))
+
+
 def results_of(
     problem: ProblemDescription, sums: np.ndarray, factor: float | None, **operands: np.ndarray
 ) -> FusedResults:
@@ -74,6 +126,23 @@ def test_formulas_in_float32_keep_the_declared_error(activation: Activation) -> 
     middle = np.abs(v) < 2.9  # hardswish is 0 from 3 on
     relative = wanted.arithmetic[middle] / np.abs(wanted.wanted[middle])
     assert relative.max() < 2.0**-15, "nor is it so wide that a coarse function would pass"
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("activation", INEXACT)
+def test_short_formulas_keep_the_error_declared_for_16_bits(activation: Activation, dtype: str, sign: int) -> None:
+    random = np.random.default_rng(3)
+    v = (random.choice([0.03, 1, 8], 200_000) * random.standard_normal(200_000)).astype(Single)
+    problem = ProblemDescription.convolution(x=(1, 1, v.size), w=(1, 1, 1), epilogue=activation.value, dtype=dtype)
+    wanted = results_of(problem, v.astype(np.float64) / NUMBERS.alpha, None)
+    errors = np.abs(short(activation, v, dtype, sign).astype(np.float64) - wanted.wanted)
+    is_normal = np.abs(wanted.wanted) >= (2.0**-25 if dtype == "float16" else 2.0**-112)
+    assert (errors <= 0.7 * wanted.arithmetic)[is_normal].all()
+    assert (errors <= 2.0**-26)[~is_normal].all()
+    middle = np.abs(v) < 2.9
+    relative = wanted.arithmetic[middle] / np.abs(wanted.wanted[middle])
+    assert relative.max() < 2.0**-13, "half a unit of float16 is 2^-12 of a result at least"
 
 
 @pytest.mark.parametrize("activation", Activation)
