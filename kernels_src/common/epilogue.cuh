@@ -106,6 +106,37 @@ __device__ __forceinline__ ChannelTerms channel_terms(const Epilogue& epilogue, 
   return terms;
 }
 
+// Bits of a channel's scale and bias, read ahead: what reads terms of the same 32 bytes later, in whichever warp of the
+// block, then finds them in the L1 cache. A kernel that reads them where it needs them waits for memory there.
+struct TermsAhead {
+  unsigned scale, bias;
+};
+
+template <typename T>
+__device__ __forceinline__ unsigned bits_at(const T* at) {
+  if constexpr (sizeof(T) == 2) return *reinterpret_cast<const unsigned short*>(at);
+  return *reinterpret_cast<const unsigned*>(at);  // of 64 bits the lower half
+}
+
+__device__ __forceinline__ TermsAhead read_terms_ahead(const Epilogue& epilogue, int64 channel) {
+  TermsAhead ahead = {};
+  if constexpr (kHasScale) ahead.scale = bits_at(epilogue.scale + channel);
+  if constexpr (kHasBias) ahead.bias = bits_at(epilogue.bias + channel);
+  return ahead;
+}
+
+// Has the compiler keep loads of which nothing else is used: for one pattern of bits, a NaN, time passes.
+__device__ __forceinline__ void keep_terms_ahead(const TermsAhead& ahead) {
+  const auto keep = [](unsigned bits) {
+    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0x7fff;\n@p nanosleep.u32 0;\n}" ::"r"(bits));
+  };
+  if constexpr (kHasScale) keep(ahead.scale);
+  if constexpr (kHasBias) keep(ahead.bias);
+}
+
+// How many neighbouring channels' scale, or bias, one read ahead brings.
+constexpr int kTermsAhead = 32 / sizeof(EpilogueParameter);
+
 // The result of a sum, not rounded yet; `residual` means nothing without one.
 __device__ __forceinline__ EpilogueNumber finish(EpilogueNumber sum, const ChannelTerms& terms, EpilogueNumber residual,
                                                  const Epilogue& epilogue) {

@@ -30,6 +30,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
     const WorkTile tile = work_tile_at(shape, at, rank);
     float acc[ROWS][kAccumulators];
 #ifdef EPILOGUE
+    const TermsAhead terms_ahead = read_tile_terms_ahead(shape, tile, epilogue, consumer);
     if constexpr (kLoadsResidual)
       if (threadIdx.x % 128 == 0 && (SWAPPED || shape.grid.splits.by == 1))
         load_first_residuals(shape, tile, residual, staging, other, consumer);
@@ -60,6 +61,9 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
     wgmma_wait_group<0>();
     const WorkTile done = work_tile_at(shape, at, opaque(rank));  // not kept in registers beside the accumulators
     if ((!STRIDED || CLUSTER_K == 1) && signals) mbarrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
+#ifdef EPILOGUE
+    keep_terms_ahead(terms_ahead);
+#endif
     if (CLUSTER_K > 1)
       write_cluster_partial(stages, consumer, acc);
     else if (SWAPPED || shape.grid.splits.by == 1)

@@ -163,6 +163,17 @@ __device__ __forceinline__ void load_first_residuals(const Shape& shape, const W
   if (is_written(shape, tile, at)) residual.load(shape, tile, other, at.first_m, at.block);
 }
 
+// Scale and bias of the channels of a consumer's part of a tile. The kernel before (PDL) may write them.
+__device__ __forceinline__ TermsAhead read_tile_terms_ahead(const Shape& shape, const WorkTile& tile,
+                                                            const Epilogue& epilogue, int consumer) {
+  constexpr int kCount = kPixelsAreN ? 64 * ROWS : kTileN;
+  const int first = kPixelsAreN ? tile.tile_m * kTileM + kCount * consumer : tile.tile_n * kTileN;
+  const int channels = kPixelsAreN ? shape.size_m : shape.size_n, number = threadIdx.x % 128;
+  if (!(kHasScale || kHasBias) || number > kCount / kTermsAhead) return {};
+  griddepcontrol_wait();
+  return read_terms_ahead(epilogue, tile.group * channels + min(first + number * kTermsAhead, channels - 1));
+}
+
 // The residual of 8 accumulators of each thread, from where `stage_block` will lay the results of group `g` of a block.
 __device__ __forceinline__ void read_residual(float (&values)[8], unsigned from, int warp, int lane, int g) {
   if constexpr (kElementBytes == 2) {
