@@ -7,7 +7,8 @@
 // miofind/reference.py. NaN stays NaN, as comparisons with NaN are false.
 // Defines, as miofind/solver/epilogue.py gives them: EPILOGUE, EPILOGUE_NUMBER (float32, float64), EPILOGUE_ELEMENT (of
 // results, channel_bias and residual), EPILOGUE_PARAMETER (of scale and bias), EPILOGUE_SCALE, EPILOGUE_BIAS,
-// EPILOGUE_CHANNEL_BIAS (0, 1), EPILOGUE_RESIDUAL (0 for none, 1 before, 2 after the activation), EPILOGUE_ACTIVATION.
+// EPILOGUE_CHANNEL_BIAS (0, 1), EPILOGUE_RESIDUAL (0 for none, 1 before, 2 after the activation), EPILOGUE_ACTIVATION,
+// EPILOGUE_STATISTICS (0, 1: results are summed up besides; alone it changes none).
 #pragma once
 
 #include "common/activation.cuh"
@@ -21,6 +22,8 @@ constexpr bool kHasBias = EPILOGUE_BIAS;
 constexpr bool kHasChannelBias = EPILOGUE_CHANNEL_BIAS;
 constexpr bool kHasResidual = EPILOGUE_RESIDUAL != 0;
 constexpr bool kResidualAfter = EPILOGUE_RESIDUAL == 2;
+constexpr bool kChangesResults =
+    kHasScale || kHasBias || kHasChannelBias || kHasResidual || kActivation != Activation::none || !EPILOGUE_STATISTICS;
 
 using EpilogueNumber = EPILOGUE_NUMBER;
 using EpilogueElement = EPILOGUE_ELEMENT;
@@ -140,6 +143,7 @@ constexpr int kTermsAhead = 32 / sizeof(EpilogueParameter);
 // The result of a sum, not rounded yet; `residual` means nothing without one.
 __device__ __forceinline__ EpilogueNumber finish(EpilogueNumber sum, const ChannelTerms& terms, EpilogueNumber residual,
                                                  const Epilogue& epilogue) {
+  if constexpr (!kChangesResults) return sum;
   EpilogueNumber v = epilogue.alpha * sum;
   if constexpr (kHasScale) v *= terms.scale;
   if constexpr (kHasBias) v += terms.bias;

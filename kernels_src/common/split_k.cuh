@@ -108,3 +108,57 @@ __device__ __forceinline__ void reduce_split_k(const float* partials, T* out, in
   for (int i = 0; i < kCount; ++i) rounded.at[i] = convert<T>(accumulators.at[i]);
   *reinterpret_cast<Vector<T, kCount>*>(out + at) = rounded;
 }
+
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+// The reduction where neighbouring results are of neighbouring channels, kCount of which divide all, and the sums of
+// the rounded results of each channel and of their squares: sums[2][part][channel]. A block takes a part of kPixels *
+// kThreads / kVectors pixels of kVectors * kCount channels; strips of these are neighbouring blocks.
+template <int kThreads, int kCount, int kVectors, int kPixels, typename T>
+__device__ __forceinline__ void reduce_split_k_and_sum(const float* partials, T* out, int size, int splits,
+                                                       const ResultOrder& order, const Epilogue& epilogue,
+                                                       float* sums) {
+  constexpr int kSide = kThreads / kVectors;
+  __shared__ Vector<float, kCount> thread_sums[2][kThreads];
+  const int channels = order.channels.by, strips = (channels + kVectors * kCount - 1) / (kVectors * kCount);
+  const int part = blockIdx.x / strips, parts = gridDim.x / strips, row = threadIdx.x / kVectors;
+  const int channel = ((blockIdx.x - part * strips) * kVectors + threadIdx.x % kVectors) * kCount;
+  Vector<float, kCount> own[2] = {};
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) {
+    const int64 at = static_cast<int64>((part * kPixels + i) * kSide + row) * channels + channel;
+    if (channel >= channels || at >= size) continue;
+    const int there = static_cast<int>(at);
+    const auto accumulators = sum_splits<kCount, 8, int64>(partials, there, size, {0, splits, 1});
+    Vector<T, kCount> rounded;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      rounded.at[k] = convert<T>(result_at(accumulators.at[k], epilogue, order, there + k));
+      const float result = convert<float>(rounded.at[k]);
+      own[0].at[k] += result;
+      own[1].at[k] += result * result;
+    }
+    *reinterpret_cast<Vector<T, kCount>*>(out + there) = rounded;
+  }
+#pragma unroll
+  for (int q = 0; q < 2; ++q) thread_sums[q][threadIdx.x] = own[q];
+#pragma unroll
+  for (int half = kSide / 2; half > 0; half /= 2) {
+    __syncthreads();  // the sums of the last step are there
+    if (row >= half) continue;
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      add_lanes(own[q], thread_sums[q], 2, half * kVectors);
+      thread_sums[q][threadIdx.x] = own[q];
+    }
+  }
+  if (row > 0 || channel >= channels) return;
+#pragma unroll
+  for (int q = 0; q < 2; ++q)
+    *reinterpret_cast<Vector<float, kCount>*>(sums + (static_cast<int64>(q) * parts + part) * channels + channel) =
+        own[q];
+}
+#endif
+#endif

@@ -11,11 +11,14 @@
 // split K of a tile and add their partials in order. Design after the public description of CUTLASS's GEMMs for sm_90.
 #include "common/opaque.cuh"
 #include "common/split_k.cuh"
+#ifdef EPILOGUE
+#include "common/statistics.cuh"
+#endif
 #include "implicit_gemm/wgmma_epilogue.cuh"
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map_out, float* out, int consumer,
 #ifdef EPILOGUE
-                                        const Epilogue& epilogue, ResidualLoads residual,
+                                        const Epilogue& epilogue, ResidualLoads residual, float* statistics,
 #endif
                                         unsigned stages, unsigned full, unsigned empty, unsigned staging) {
   cluster_sync();  // mbarriers are initialised
@@ -68,8 +71,8 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
       write_cluster_partial(stages, consumer, acc);
     else if (SWAPPED || shape.grid.splits.by == 1)
 #ifdef EPILOGUE
-      write_tile(shape, done, map_out, epilogue, residual, reinterpret_cast<ELEMENT*>(out), staging, other, consumer,
-                 acc);
+      write_tile(shape, done, map_out, epilogue, residual, statistics, reinterpret_cast<ELEMENT*>(out), staging, other,
+                 consumer, acc);
 #else
       write_tile(shape, done, map_out, reinterpret_cast<ELEMENT*>(out), staging, other, consumer, acc);
 #endif
@@ -90,7 +93,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
 #ifdef EPILOGUE
                         const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape,
-                        const __grid_constant__ TensorMap map_residual, const __grid_constant__ Epilogue epilogue) {
+                        const __grid_constant__ TensorMap map_residual, float* statistics,
+                        const __grid_constant__ Epilogue epilogue) {
   __shared__ alignas(8) unsigned long long residual_barriers[2 * CONSUMERS];
   const unsigned residual_full = shared_address(residual_barriers);
 #else
@@ -115,8 +119,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     }
 #ifdef EPILOGUE
     const unsigned base = staging + role * 2 * kOutBlockBytes;
-    consume(shape, &map_out, out, role, epilogue, {&map_residual, base, residual_full + 16 * role, 0}, stages, full,
-            empty, base);
+    consume(shape, &map_out, out, role, epilogue, {&map_residual, base, residual_full + 16 * role, 0}, statistics,
+            stages, full, empty, base);
 #else
     consume(shape, &map_out, out, role, stages, full, empty, staging + role * 2 * kOutBlockBytes);
 #endif
@@ -146,11 +150,25 @@ constexpr int kReductionThreads = 256;
 extern "C" __global__ void __launch_bounds__(kReductionThreads)
 #ifdef EPILOGUE
     implicit_gemm_wgmma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes,
-                               const __grid_constant__ ResultOrder order, const __grid_constant__ Epilogue epilogue) {
+                               const __grid_constant__ ResultOrder order, const __grid_constant__ Epilogue epilogue,
+                               float* statistics) {
+#if EPILOGUE_STATISTICS
+  reduce_split_k_and_sum<kReductionThreads, 4, 8, 2>(partials, out, size, splits, order, epilogue, statistics);
+#else
   reduce_split_k<kReductionThreads, 4>(partials, out, size, splits, lanes, order, epilogue);
+#endif
 }
 #else
     implicit_gemm_wgmma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes) {
   reduce_split_k<kReductionThreads, 4>(partials, out, size, splits, lanes);
 }
+#endif
+
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+extern "C" __global__ void __launch_bounds__(1024)
+    implicit_gemm_wgmma_statistics(const float* partials, float* sum, float* sum_of_squares, int channels, int parts) {
+  finish_statistics<1024, 8>(partials, sum, sum_of_squares, channels, parts);
+}
+#endif
 #endif

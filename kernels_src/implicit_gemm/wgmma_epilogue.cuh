@@ -6,6 +6,7 @@
 #ifdef EPILOGUE
 #include "common/epilogue.cuh"
 #include "common/mma.cuh"
+#include "common/opaque.cuh"
 static_assert(KIND == FORWARD, "a problem's epilogue follows forward sums");
 #endif
 
@@ -261,6 +262,88 @@ __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile&
     }
   }
 }
+
+#if EPILOGUE_STATISTICS
+// Sums of the results of each channel, and of their squares, by the tensor cores from where a block is staged. A
+// product of 8 channels' transposed results and 8 rows of ones with the results has the squares' sums on its diagonal
+// and the sums below: of each 8 channels, 8 of a warp's lanes hold those of one each.
+static_assert(kElementBytes == 2 && CLUSTER_K == 1, "statistics are summed of staged 16-bit results");
+constexpr bool kChannelsAreColumns = SWAPPED || !kPixelsAreN;
+constexpr int kBlockChannels = kChannelsAreColumns && !SWAPPED ? kBlockN : 64;
+constexpr int kBlockPixels = kChannelsAreColumns ? 64 : kBlockN;
+constexpr int kWarpChannels = (kBlockChannels + 31) / 32;  // eights of channels that a warp sums
+static_assert(kBlockPixels % 32 == 0, "32 pixels are loaded at once");
+
+// What a lane holds of its warp's channels.
+struct ChannelSums {
+  float sum[kWarpChannels], squares[kWarpChannels];
+};
+
+__device__ __forceinline__ bool holds_sums(int lane) {
+  return lane / 8 == lane % 4;
+}
+
+// Pixels of a block that the output has; the first `kBlockPixels` of more.
+__device__ __forceinline__ int pixels_inside(const Shape& shape, const WorkTile& tile, int first_m, int first_column) {
+  if constexpr (!kPixelsAreN) return shape.size_m - first_m;
+  if constexpr (kNchwN) return shape.image_pixels - pixel_at(shape.walk, first_column / kBlockN).w * kBlockN;
+  return shape.size_n - first_column;
+}
+
+// Adds the sums of a staged block, of its first `inside` pixels.
+__device__ __forceinline__ void add_sums(ChannelSums& sums, unsigned from, int inside) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const unsigned ones = pack(1, 1);
+#pragma unroll
+  for (int i = 0; i < kWarpChannels; i++) {
+    const int eight = warp + 4 * i;
+    if (kBlockChannels % 32 != 0 && eight >= kBlockChannels / 8) break;
+    float products[kBlockPixels / 32][4] = {};
+#pragma unroll
+    for (int part = 0; part < kBlockPixels / 32; part++) {
+      unsigned pixels[4];
+      if constexpr (kChannelsAreColumns)
+        load_transposed(pixels, from + swizzled_offset(32 * part + lane, eight));
+      else
+        load_matrices(pixels, from + swizzled_offset(8 * eight + lane % 8, 4 * part + lane / 8));
+      if (inside < kBlockPixels)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const int behind = 32 * part + 8 * k + 2 * (lane % 4) - opaque(inside);  // at least 0: beyond the output
+          pixels[k] &= behind >= 0 ? 0 : behind == -1 ? 0xffff : ~0u;
+        }
+#pragma unroll
+      for (int k = 0; k < 4; k += 2) {
+        const unsigned rows[4] = {pixels[k], ones, pixels[k + 1], ones};
+        multiply_add<ELEMENT>(products[part], rows, pixels[k], pixels[k + 1]);
+      }
+    }
+    const int odd = lane / 4 % 2;
+#pragma unroll
+    for (int part = 0; part < kBlockPixels / 32; part++) {
+      sums.sum[i] += odd ? products[part][3] : products[part][2];
+      sums.squares[i] += odd ? products[part][1] : products[part][0];
+    }
+  }
+}
+
+// Writes the sums of a block's channels, from `first` of the group on, to [2][parts][channels]: over a part of the
+// pixels.
+__device__ __forceinline__ void write_sums(const Shape& shape, const WorkTile& tile, const ChannelSums& sums, int first,
+                                           int part, float* statistics) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int of_group = kPixelsAreN ? shape.size_m : shape.size_n, channels = shape.groups * of_group;
+  const int parts = kPixelsAreN ? shape.grid.tiles_n.by : (shape.size_m + 63) / 64;
+#pragma unroll
+  for (int i = 0; i < kWarpChannels; i++) {
+    const int eight = warp + 4 * i, channel = first + 8 * eight + lane / 4;
+    if (kBlockChannels % 32 != 0 && eight >= kBlockChannels / 8) break;
+    if (!holds_sums(lane) || channel >= of_group) continue;
+    statistics[part * channels + tile.group * of_group + channel] = sums.sum[i];
+    statistics[(part + parts) * channels + tile.group * of_group + channel] = sums.squares[i];
+  }
+}
+#endif
 #endif
 
 // Writes a staged block to an NCHW output, segment by segment: its columns are pixels, and images end anywhere in it.
@@ -315,7 +398,7 @@ __device__ __forceinline__ void tma_store_block(const Shape& shape, const WorkTi
 // `buffer` is the next block's, `other` the one after's.
 __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& tile, const TensorMap* target,
 #ifdef EPILOGUE
-                                           const Epilogue& epilogue, ResidualLoads& residual,
+                                           const Epilogue& epilogue, ResidualLoads& residual, float* statistics,
 #endif
                                            ELEMENT* result, unsigned& buffer, unsigned& other, int consumer,
                                            const float (&acc)[ROWS][kAccumulators]) {
@@ -324,6 +407,11 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
   for (int r = 0; r < ROWS; r++) {
     const int first_m = tile.tile_m * kTileM + 64 * (consumer * ROWS + r);
     if (first_m >= shape.size_m) break;
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+    ChannelSums sums = {};
+#endif
+#endif
 #pragma unroll
     for (int block = 0; block < kTileN / kOutBlockN; block++) {
       const int first_column = tile.tile_n * kTileN + block * kOutBlockN;
@@ -352,10 +440,25 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
         write_rows(shape, tile, buffer, first_m, first_column, result);
       else if (thread == 0)
         tma_store_block(shape, tile, target, buffer, first_m, block);
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+      add_sums(sums, buffer, pixels_inside(shape, tile, first_m, first_column));
+      if constexpr (!kPixelsAreN) {
+        write_sums(shape, tile, sums, first_column, first_m / 64, statistics);
+        sums = {};
+      }
+      if constexpr (kLoadsResidual) warpgroup_sync(1 + consumer);  // all have read it: the next residual may come
+#endif
+#endif
       const unsigned written = buffer;
       buffer = other;
       other = written;
     }
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+    if constexpr (kPixelsAreN) write_sums(shape, tile, sums, first_m, tile.tile_n, statistics);
+#endif
+#endif
   }
 }
 

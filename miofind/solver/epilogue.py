@@ -24,6 +24,7 @@ def epilogue_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int]
         ("EPILOGUE_CHANNEL_BIAS", int(epilogue.channel_bias)),
         ("EPILOGUE_RESIDUAL", _RESIDUAL[epilogue.residual]),
         ("EPILOGUE_ACTIVATION", epilogue.activation.value),
+        ("EPILOGUE_STATISTICS", int(epilogue.statistics)),
     )
 
 

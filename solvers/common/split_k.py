@@ -19,6 +19,7 @@ _MAX_LANES = 32
 _SPLITS_OF_LANE = 4
 _THREADS = 256
 _VECTOR = 4  # results of a thread, unless the kernel says otherwise
+_SUMMED_PIXELS, _SUMMED_CHANNELS = 64, 32  # of a block that sums results up, too
 
 
 RESULT_ORDER = StructType("ResultOrder", channels=DIVISOR, channel_stride=DIVISOR, image_stride=DIVISOR)
@@ -33,6 +34,11 @@ def result_order(problem: ProblemDescription) -> Struct:
         channel_stride=divide_by(1 if output.layout.channels_last else pixels),
         image_stride=divide_by(output.shape[1] * pixels),
     )
+
+
+def summed_parts(problem: ProblemDescription) -> int:
+    """Parts of the output whose statistics a reduction leaves."""
+    return ceil_div(problem.n * math.prod(problem.out_spatial), _SUMMED_PIXELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +124,16 @@ class SplitK:
         if not problem.epilogue:
             return reduction
         return replace(reduction, args=(*reduction.args, result_order(problem), *epilogue_arguments(problem)))
+
+    def summing_reduction(self, first: KernelStep, problem: ProblemDescription, sums: str) -> KernelStep:
+        """The same, channels last, by a kernel that calls `reduce_split_k_and_sum`.
+
+        Args:
+            sums: the region that the kernel leaves the statistics of `summed_parts(problem)` parts in.
+        """
+        reduction = self.fused_reduction(self.vector_reduction(first), problem)
+        blocks = summed_parts(problem) * ceil_div(problem.k, _SUMMED_CHANNELS)
+        return replace(reduction, grid=(blocks, 1, 1), args=(*reduction.args, Pointer(buffer=sums)))
 
     def solution(self, first: KernelStep, reduction: KernelStep) -> ConvSolution:
         """Both steps, with the partials between them in the workspace; `first` alone where it writes the output."""

@@ -32,6 +32,7 @@ from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
+from miofind.solvers.common.statistics import PARTIAL_STATISTICS, Statistics
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
 from miofind.solvers.implicit_gemm.transpose import SOURCE as _TRANSPOSE
@@ -272,14 +273,30 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
     )
 
 
-def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | EpilogueArgument, ...]:
-    """Tensor map of the residual, laid out as the output, and the epilogue; nothing for a bare problem."""
+def _reduction(tiling: WgmmaTiling, first: KernelStep) -> KernelStep:
+    """The step that adds the partials of split-K; a fused one takes where the statistics' partials go, too."""
+    split_k, problem = _split_k(tiling), tiling.product.problem
+    if problem.epilogue.statistics:
+        return split_k.summing_reduction(first, problem, PARTIAL_STATISTICS)
+    reduction = split_k.fused_reduction(split_k.vector_reduction(first), problem)
+    return replace(reduction, args=(*reduction.args, *_statistics(problem)))
+
+
+def _statistics(problem: ProblemDescription) -> tuple[Pointer, ...]:
+    """Where a fused kernel leaves the statistics' partials; the output, to which it leaves none, without them."""
+    if not problem.epilogue:
+        return ()
+    return (Pointer(buffer=PARTIAL_STATISTICS if problem.epilogue.statistics else problem.direction.output),)
+
+
+def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | Pointer | EpilogueArgument, ...]:
+    """Tensor map of the residual, laid out as the output, statistics and the epilogue; nothing for a bare problem."""
     problem, target = tiling.product.problem, _maps(tiling)[2]
     if not problem.epilogue:
         return ()
     if problem.epilogue.has_residual and target.pointer.buffer == problem.direction.output:
         target = replace(target, pointer=Pointer(buffer="residual"))
-    return target, *epilogue_arguments(problem)
+    return target, *_statistics(problem), *epilogue_arguments(problem)
 
 
 def _fused_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
@@ -380,11 +397,18 @@ class ConvImplicitGemmWgmma(Solver):
                 x=(3, 72, 9, 9), w=(40, 72, 1, 1), dtype=DataType.BFLOAT16, epilogue="float32.scale.bias.silu.residual"
             ),
             conv(x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW, epilogue="channel_bias.residual.leaky_relu"),
+            conv(x=(3, 72, 9, 9), w=(40, 72, 3, 3), padding=1, epilogue="statistics"),
+            conv(x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW, epilogue="bias.relu.statistics"),
             conv(weights, x=(2, 24, 18, 10), w=(40, 24, 3, 3), layout=y_first),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        if not problem.epilogue.statistics:
+            return super().fuses_training(problem)
+        return Applicability("" if problem.y.dtype.itemsize == 2 else "sums up 16-bit results alone")
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
@@ -427,14 +451,18 @@ class ConvImplicitGemmWgmma(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = WgmmaTiling.of(WgmmaProduct.of(problem), config)
-        steps, regions = [_multiply(tiling, device)], []
+        multiply = _multiply(tiling, device)
+        steps, regions = [multiply], []
         if tiling.product.transposes_filters:
             steps.insert(0, transpose_step((_transposition(tiling),)))
             regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
         if tiling.splits > 1:
-            split_k = _split_k(tiling)
-            steps.append(split_k.fused_reduction(split_k.vector_reduction(steps[-1]), problem))
+            steps.append(_reduction(tiling, multiply))
             regions.append(_split_k(tiling).partials)
+        if problem.epilogue.statistics:
+            statistics = Statistics.of(problem, tiling.summed_parts)
+            steps.append(statistics.finish(multiply))
+            regions.append(statistics.partials)
         return ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
 
 

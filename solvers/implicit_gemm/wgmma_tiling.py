@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.split_k import summed_parts
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 
 SWIZZLES_BYTES = (128, 64, 32)
@@ -126,6 +127,13 @@ class WgmmaTiling:
         """Neighbouring pixels of an NCHW output that are stored at once: 16 bytes, or a part of that."""
         widest = 16 // self.product.element_bytes
         return widest if self.product.nchw is not NchwTensors.OUTPUT else math.gcd(widest, self.product.image)
+
+    @property
+    def summed_parts(self) -> int:
+        """Parts of the pixels whose channels are summed up one by one, for statistics."""
+        if self.splits > 1:
+            return summed_parts(self.product.problem)
+        return self.tiles[1] if self.has_pixels_as_n else ceil_div(self.size_m, WGMMA_M)
 
     @property
     def padded_n(self) -> int:
@@ -265,8 +273,9 @@ class WgmmaTiling:
         along_m, along_n, along_k = self.cluster
         if math.prod(self.cluster) == 1:
             return True
-        if along_k > 1:
-            return self.splits == 1 and self.k_tiles >= 2 * along_k
+        if along_k > 1:  # who adds a cluster's partials sums no channels up
+            has_no_sums = not self.product.problem.epilogue.statistics
+            return has_no_sums and self.splits == 1 and self.k_tiles >= 2 * along_k
         if self.product.nchw is not NchwTensors.NONE or self.product.is_strided:
             return False
         if along_m > 1 and self.size_m <= self.tile_m * (along_m - 1):
@@ -285,6 +294,8 @@ class WgmmaTiling:
             across = problem.groups > 1 and has_rows_of_groups and self.size_m % WGMMA_M
             return not across or self.cluster[2] > 1
         size = problem.output.size
+        if problem.epilogue.statistics and self.product.nchw is not NchwTensors.NONE:
+            return False
         if min(self.phase_k_tiles) < self.splits:
             return False
         return self.k_tiles >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTIALS_BYTES and size % 4 == 0

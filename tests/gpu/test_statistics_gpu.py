@@ -1,0 +1,83 @@
+"""Solvers that sum up what they write, on a GPU: every exit's statistics, tails of channels and pixels, equal bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from device_buffers import Buffer, addresses, download, upload
+from device_runs import DeviceRun
+from drawn_configs import drawn_wgmma
+from fused_runs import NUMBERS, random_inputs
+
+from miofind.compiler import Compiler
+from miofind.core.epilogue import DEFAULT_PARAMETERS, STATISTICS
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.invoker import bases_of
+from miofind.solver.registry import Registry
+from miofind.verify.claims import claims_of
+from miofind.verify.verifier import Verifier
+
+pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+NHWC = {"dtype": "float16", "layout": "NHWC"}
+Y_FIRST = {"dtype": "float16", "layout": {"x": "NHWC", "w": "NHWC", "y": "NCHW"}}
+WGMMA: dict[str, dict[str, Any]] = {
+    "walked": {"x": (2, 264, 13, 12), "w": (136, 264, 2, 3), "padding": 1, **NHWC},
+    "groups": {"x": (2, 160, 13, 12), "w": (256, 80, 3, 3), "padding": ((1, 0), (2, 1)), "groups": 2, **NHWC},
+    "pointwise": {"x": (3, 264, 9, 11), "w": (296, 264, 1, 1), **NHWC},
+    "few_filters": {"x": (2, 72, 9, 7), "w": (24, 72, 3, 3), "padding": 1, "dtype": "bfloat16", "layout": "NHWC"},
+    "many_tiles": {"x": (16, 64, 28, 28), "w": (64, 64, 3, 3), "padding": 1, "stride": 2, **NHWC},
+    "many_parts": {"x": (32, 64, 56, 56), "w": (72, 64, 1, 1), "dtype": "bfloat16", "layout": "NHWC"},
+    "one_pixel": {"x": (1, 64, 3, 3), "w": (64, 64, 3, 3), **NHWC},
+    "nchw": {"x": (3, 136, 16, 17), "w": (72, 136, 1, 1), "dtype": "float16"},
+    "y_first": {"x": (3, 136, 11, 13), "w": (136, 136, 3, 3), "padding": 1, **Y_FIRST},
+    "y_first_groups": {"x": (3, 128, 9, 11), "w": (192, 64, 2, 3), "padding": 1, "groups": 2, **Y_FIRST},
+    "1d": {"x": (3, 24, 50), "w": (40, 24, 9), "padding": 4, "dtype": "float16", "layout": "NWC"},
+}
+EPILOGUES = ("statistics", "scale.bias.residual.clamp.statistics", "float32.bias.silu.statistics")
+
+
+def outputs(run: DeviceRun, inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """y as (k, all else) in float64, and the statistics by name, of one run into poisoned memory."""
+    import cupy
+
+    parameters = NUMBERS if run.problem.epilogue.changes_results else DEFAULT_PARAMETERS
+    buffers, workspace = upload(run.problem, inputs), Buffer(run.invoker.workspace_bytes)
+    bases = bases_of(run.problem, addresses(buffers), workspace.address, parameters)
+    run.invoker.run(bases, cupy.cuda.get_current_stream().ptr)
+    y = download(run.problem, buffers)
+    workspace.read(np.dtype(np.uint8))  # its guard bands are intact
+    sums = {name: buffers[name].read(np.dtype(np.float32)).copy() for name in STATISTICS}
+    return y.swapaxes(0, 1).reshape(run.problem.k, -1), sums
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", WGMMA)
+def test_every_exit_of_wgmma_sums_what_it_writes(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
+    solver = Registry.default()["ConvImplicitGemmWgmma"]
+    if device.arch != "90a":
+        pytest.skip("needs compute capability 9.0")
+    problem = ProblemDescription.convolution(**WGMMA[shape], epilogue=epilogue)
+    answer = solver.applicability(problem, device)
+    assert answer, answer.reason
+    configs = [*solver.default_configs(problem, device)[:3], *drawn_wgmma(solver, problem, device, 2, 1)]
+    inputs, failures = random_inputs(problem, 3), []
+    with Verifier(problem, device, compiler, seed=5) as verifier:
+        for config in dict.fromkeys(configs):
+            run = DeviceRun.of(problem, solver, config, device, compiler)
+            verdict = verifier.verify(run.invoker, claims_of(solver, problem, device, config, compiler))
+            if not verdict.ok:
+                failures.append(f"{config.json}: {verdict.message}")
+            (y, sums), (_, again) = outputs(run, inputs), outputs(run, inputs)
+            wanted = {"sum": y.sum(1), "sum_of_squares": np.square(y).sum(1)}
+            scale = {"sum": np.abs(y).sum(1), "sum_of_squares": wanted["sum_of_squares"]}
+            for name in STATISTICS:
+                if (np.abs(sums[name] - wanted[name]) > 2.0**-19 * scale[name]).any():
+                    failures.append(f"{config.json}: {name} is {sums[name]}, not {wanted[name]}")
+                if (sums[name] != again[name]).any():
+                    failures.append(f"{config.json}: {name} differs from run to run")
+    assert not failures, "\n".join(failures)
