@@ -134,7 +134,8 @@ def wrong_sums(problem: ProblemDescription, arrays: Mapping[str, NDArray[Any]]) 
     if not seconds:
         return ()
     rows = arrays[SUMMED].reshape(problem.n, problem.k, -1).swapaxes(0, 1)
-    found = (_wrong(problem, operand, rows, arrays[operand.name].reshape(-1)) for operand in seconds)
+    with np.errstate(all="ignore"):  # infinities are among the numbers
+        found = [_wrong(problem, operand, rows, arrays[operand.name].reshape(-1)) for operand in seconds]
     return tuple(wrong for wrong in found if wrong is not None)
 
 

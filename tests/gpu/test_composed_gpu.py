@@ -21,25 +21,29 @@ from miofind.solver.solver import Solver
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
-EPILOGUES = ("bias.channel_bias.clamp", "scale.bias.residual.silu")
+EPILOGUES = {
+    Direction.FORWARD: ("bias.channel_bias.clamp", "scale.bias.residual.silu.statistics"),
+    Direction.BACKWARD_WEIGHTS: ("bias_gradient",),
+}
 SOLVERS = [
     solver
     for solver in Registry.default().values()
     if any(key.place is Place.CUDA for key in solver.keys)
-    and any(problem.direction is Direction.FORWARD for problem in solver.examples())
+    and any(problem.direction in EPILOGUES for problem in solver.examples())
 ]
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
 def test_composed_forms_pass_both_gates(solver: Solver, device: Device, compiler: Compiler) -> None:
-    """Each example of another type or layout of the output, with the solver's first default configuration."""
+    """Each example of another direction, type or layout, with the solver's first default configuration."""
     form, seen = composed(solver), set()
     for problem in solver.examples():
-        kind = (problem.y.dtype, problem.y.layout)
-        if problem.direction is not Direction.FORWARD or problem.epilogue or kind in seen:
+        kind = (problem.direction, problem.y.dtype, problem.y.layout)
+        texts = EPILOGUES.get(problem.direction, ())
+        if not texts or problem.epilogue or kind in seen:
             continue
         seen.add(kind)
-        fused = replace(problem, epilogue=Epilogue.of(EPILOGUES[len(seen) % 2]))
+        fused = replace(problem, epilogue=Epilogue.of(texts[len(seen) % len(texts)]))
         if not form.applicability(fused, device):
             continue
         config = form.default_configs(fused, device)[0]

@@ -103,9 +103,14 @@ class MutantSolver(Solver):
         return (self.mutant.problem,)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if self.mutant.problem.epilogue and not problem.epilogue:  # it may be right of that, and leave others behind
+            return Applicability("serves fused problems")
         return APPLICABLE
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
 
     def rounds_twice(self, problem: ProblemDescription, config: Config) -> bool:

@@ -77,6 +77,14 @@ class Call:
         """Write an output, rounded once."""
         self.out[...] = round_once(values, self.problem.output.dtype)
 
+    def write_sums(self, summed: Wide | None = None) -> None:
+        """Write the second outputs: sums of y or dy as it is, or of another tensor in its place, for each channel."""
+        tensor = self.tensors["y"] if summed is None else summed
+        channels = tensor.astype(np.float64).swapaxes(0, 1).reshape(self.problem.k, -1)
+        for operand in self.problem.outputs[1:]:
+            values = np.square(channels) if operand.name == "sum_of_squares" else channels
+            self.tensors[operand.name][...] = round_once(values.sum(1), operand.tensor.dtype)
+
     def count(self) -> int:
         """The number of this run, from 1."""
         self.state["runs"] = self.state.get("runs", 0) + 1
@@ -212,7 +220,8 @@ def _right(call: Call) -> None:
     """Nothing is wrong; slower than a mutant, which would win."""
     time.sleep(0.002)
     sums = call.sums()
-    call.write(call.finished(sums) if call.problem.epilogue else sums)
+    call.write(call.finished(sums) if call.problem.epilogue.changes_results else sums)
+    call.write_sums()
 
 
 _ANY = ProblemDescription.convolution(x=(1, 1, 1), w=(1, 1, 1))
@@ -220,7 +229,7 @@ _RIGHT = _Entry(Mutant(name="right", fault="nothing", problem=_ANY, declared=Dec
 RIGHT = HostMutantSolver(_RIGHT)
 
 
-for _theme in ("places", "memory", "state", "numbers", "nonfinite", "packed", "epilogue", "controls"):
+for _theme in ("places", "memory", "state", "numbers", "nonfinite", "packed", "epilogue", "outputs", "controls"):
     importlib.import_module(f"mutants.host_{_theme}")
 
 SOLVERS = {name: HostMutantSolver(entry) for name, entry in (MUTANTS | CONTROLS).items()}
