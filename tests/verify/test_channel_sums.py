@@ -1,4 +1,4 @@
-"""The standard of second outputs: when sums are exact whatever the order, and how far they may be from that otherwise."""
+"""The standard of second outputs: when sums are exact whatever the order, and how far off they may be otherwise."""
 
 from __future__ import annotations
 
