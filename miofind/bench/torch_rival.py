@@ -1,7 +1,8 @@
 """PyTorch's convolution in the form of an invoker, so that it is timed by the protocol that times our solutions.
 
 An epilogue is what eager PyTorch makes of it: the bias is the convolution's where nothing stands between and its type
-is the tensors', all else is a pass of its own, in place where PyTorch has it.
+is the tensors', all else is a pass of its own, in place where PyTorch has it. So are statistics, the pass being that of
+its batch norm; the bias gradient is what its backward convolution gives of it.
 
 cudnn.benchmark is on and benchmark_limit is 0, so that PyTorch tries every algorithm; float32 may use TF32 exactly
 where the problem's math says so.
@@ -20,6 +21,7 @@ from miofind.device.device import INSTALL_CUDA
 from miofind.errors import LaunchError, MissingLibraryError
 from miofind.solver.steps import Config
 
+_EPSILON = 1e-5
 _TYPESTR = {2: "<i2", 4: "<i4", 8: "<i8"}
 
 
@@ -73,7 +75,9 @@ class TorchRival:
         a, b = [given[operand.name] for operand in self.problem.bare.inputs]
         with torch.cuda.stream(self._streams[stream]), torch.no_grad():
             result = self._convolve(a, b, given["bias"] if self._convolution_adds_bias else None)
-            self._outputs[addresses[self.problem.direction.output]] = self._pass_by_pass(result, given)
+            result = self._pass_by_pass(result, given)
+            statistics = torch.batch_norm_stats(result, _EPSILON) if self.problem.epilogue.statistics else ()
+            self._outputs[addresses[self.problem.direction.output]] = (result, statistics)
 
     @property
     def _convolution_adds_bias(self) -> bool:
@@ -105,7 +109,8 @@ class TorchRival:
             return aten.convolution(a, b, bias, *geometry, conv.groups)
         data = problem.direction is Direction.BACKWARD_DATA
         x, w = (self._shape_only("x"), b) if data else (b, self._shape_only("w"))
-        return aten.convolution_backward(a, x, w, None, *geometry, conv.groups, [data, not data, False])
+        bias = [problem.k] if problem.epilogue.bias_gradient else None
+        return aten.convolution_backward(a, x, w, bias, *geometry, conv.groups, [data, not data, bias is not None])
 
     def _shape_only(self, name: str) -> Any:
         """A tensor that stands for the output's shape and layout; never read."""
