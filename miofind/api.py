@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Unpack
 from miofind.arrays import arrays, operands
 from miofind.arrays.array_problem import (
     EPILOGUE_ARGUMENTS,
+    GIVEN_OF_DIRECTION,
     epilogue_arrays,
     output_views,
     problem_from_views,
@@ -26,8 +27,6 @@ from miofind.runtime.solution import Solution
 _DEFAULT_OPTIONS = FindOptions()
 _KEYWORDS = frozenset({"options", "handle", "out", "workspace", "stream"})
 """Of `convolution` and its gradients, beside the problem's own."""
-
-_FORWARD_KEYWORDS = _KEYWORDS.union(EPILOGUE_NAMES)
 
 _OF_EPILOGUE = EPILOGUE_ARGUMENTS.union(EPILOGUE_NAMES)
 """Keywords of `convolution` that say what epilogue it has, and what that is given."""
@@ -114,9 +113,10 @@ def run_solution(
         stream: a CuPy or PyTorch stream or its address; the current stream of the first input's library if left out.
         epilogue: what the problem's epilogue reads, and no more (see `miofind.Epilogue`): scale and bias, (k,), of its
             `parameter_dtype`; channel_bias, (n, k), and residual, (n, k, *out_spatial), of y's dtype, the residual in
-            y's layout. Its numbers: alpha, the factor of the convolution, 1 if left out; beta, that of the residual, 1
-            if left out; low and high, clamp's bounds, 0 and 6 if left out; slope, leaky_relu's (0.01 if left out) or
-            elu's alpha (1). A CUDA graph keeps the numbers that it was captured with.
+            y's layout; for backward data residual and saved, (n, c, *spatial), of dx's dtype and layout. Its numbers:
+            alpha, the factor of the convolution, 1 if left out; beta, that of the residual, 1 if left out; low and
+            high, clamp's bounds, 0 and 6 if left out; slope, leaky_relu's (0.01 if left out) or elu's alpha (1). A CUDA
+            graph keeps the numbers that it was captured with.
 
     Raises:
         InvalidArrayError: what was given and what the problem wants.
@@ -168,7 +168,11 @@ def convolution_backward_data(dy: Any, w: Any, x_shape: Sequence[int], **argumen
         dy: (n, k, *out_spatial).
         w: (k, c/groups, *filter).
         x_shape: (n, c, *spatial) of the forward convolution.
-        arguments: as in `convolution`.
+        arguments: as in `convolution`, but of the epilogue these: residual, (n, c, *spatial), a gradient that is added;
+            derivative, the activation that made the forward x, one of `miofind.Activation` or "relu6", by whose
+            derivative the sum is multiplied; saved, (n, c, *spatial), at what: for relu, clamp and leaky_relu what the
+            activation gave or was given, for silu, gelu, gelu_tanh and hardswish what it was given; alpha, beta, low,
+            high and slope. dx = (alpha * gradient + beta * residual) * derivative(saved).
 
     Returns:
         (n, c, *spatial), of the kind of dy.
@@ -214,7 +218,7 @@ def _call(
         read = epilogue_arrays(arguments)
         given |= read
         views |= {name: arrays.view(array, name) for name, array in read.items()}
-    keywords = _FORWARD_KEYWORDS if direction is Direction.FORWARD else _KEYWORDS
+    keywords = _KEYWORDS | GIVEN_OF_DIRECTION[direction]
     problem = problem_from_views(direction, views, missing_shape, arguments, keywords)
     if numbers:
         parameters_of(problem, numbers)
@@ -262,7 +266,7 @@ def _taken_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
     taken = {name: arguments.pop(name) for name in NUMBERS if name in arguments}
     numbers = {name: value for name, value in taken.items() if value is not None}
     bounds = [f"{name}={brief(numbers[name])}" for name in ("low", "high") if name in numbers]
-    if bounds and str(arguments.get("activation")).lower() == "relu6":
+    if bounds and "relu6" in (str(arguments.get(name)).lower() for name in ("activation", "derivative")):
         raise InvalidOptionError(f"{', '.join(bounds)}: relu6 has the bounds 0 and 6, clamp has others")
     return numbers
 

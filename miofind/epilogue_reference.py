@@ -32,6 +32,9 @@ def apply_epilogue(
         indices: flat logical indices of the output elements that the sums are of; all if left out.
     """
     v = before_activation(problem, sums, operands, parameters, indices)
+    if problem.epilogue.derivative is not Activation.NONE:
+        saved = along_output(problem, "saved", operands, indices)
+        return differentiated(v, saved, problem.epilogue.derivative, parameters)
     v = activated(v, problem.epilogue.activation, parameters)
     if problem.epilogue.residual is not ResidualPosition.AFTER:
         return v
@@ -46,7 +49,10 @@ def before_activation(
     parameters: EpilogueParameters,
     indices: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
-    """What a problem's activation is given of its convolution's sums, in float64; arguments as in `apply_epilogue`."""
+    """What a problem's activation is given of its convolution's sums, or what its derivative is multiplied by.
+
+    In float64; arguments as in `apply_epilogue`.
+    """
     epilogue = problem.epilogue
     with np.errstate(all="ignore"):  # whatever the caller has NumPy do
         v = parameters.alpha * sums
@@ -70,8 +76,9 @@ def along_output(
     shape = problem.output.shape
     operand = np.asarray(operands[name], dtype=np.float64)
     ones = (1,) * (len(shape) - 2)
-    whole = operand if name == "residual" else operand.reshape((1,) * (operand.ndim == 1) + operand.shape + ones)
-    wide = np.broadcast_to(whole, shape)
+    if name not in ("residual", "saved"):
+        operand = operand.reshape((1,) * (operand.ndim == 1) + operand.shape + ones)
+    wide = np.broadcast_to(operand, shape)
     return wide if indices is None else wide[np.unravel_index(indices, shape)]
 
 
@@ -97,6 +104,50 @@ def activated(
             Activation.MISH: lambda: _times(v, np.tanh(np.logaddexp(0, v))),
         }
         return formulas[activation]()
+
+
+def differentiated(
+    v: NDArray[np.float64],
+    saved: NDArray[np.float64],
+    activation: Activation,
+    parameters: EpilogueParameters = DEFAULT_PARAMETERS,
+) -> NDArray[np.float64]:
+    """Each value times the derivative of an activation at what was saved, in float64; PyTorch's definitions.
+
+    Where relu, clamp and hardswish are flat the result is 0, whatever v is; their bounds are flat, too. They keep v
+    where `saved` is NaN, and leaky_relu multiplies by its slope there. At infinities of `saved` it is the limit.
+    """
+    _, _, first, second = parameters.numbers(activation)
+    with np.errstate(all="ignore"):
+        formulas: dict[Activation, Callable[[], NDArray[np.float64]]] = {
+            Activation.RELU: lambda: np.where(saved <= 0, 0.0, v),
+            Activation.CLAMP: lambda: np.where((saved <= first) | (saved >= second), 0.0, v),
+            Activation.LEAKY_RELU: lambda: np.where(saved > 0, v, v * first),
+            Activation.HARDSWISH: lambda: np.where(saved <= -3, 0.0, np.where(saved < 3, v * (saved / 3 + 0.5), v)),
+        }
+        if activation in formulas:
+            return formulas[activation]()
+        factor, summand = derivative_terms(saved, activation)
+        return _times(v, factor + summand)
+
+
+def derivative_terms(
+    saved: NDArray[np.float64], activation: Activation
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The two summands of a derivative, in float64: of x * f(x) those are f(x) and x * f'(x).
+
+    Of activations that are their argument times a factor between 0 and 1: silu, gelu, gelu_tanh, hardswish.
+    """
+    with np.errstate(all="ignore"):
+        if activation is Activation.HARDSWISH:
+            return np.full_like(saved, 0.5), saved / 3
+        if activation is Activation.GELU:
+            return 0.5 * _erfc(-saved * math.sqrt(0.5)), _times(saved, np.exp(-0.5 * saved**2) / math.sqrt(2 * math.pi))
+        if activation is Activation.SILU:
+            return _sigmoid(saved), _times(saved, _sigmoid(saved) * _sigmoid(-saved))
+        scale = 2 * math.sqrt(2 / math.pi)
+        cubic, slope = scale * (saved + 0.044715 * saved**3), scale * (1 + 3 * 0.044715 * saved**2)
+        return _sigmoid(cubic), _times(saved * slope, _sigmoid(cubic) * _sigmoid(-cubic))
 
 
 def _times(v: NDArray[np.float64], factor: NDArray[np.float64]) -> NDArray[np.float64]:

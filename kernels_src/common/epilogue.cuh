@@ -1,14 +1,16 @@
 // The epilogue of a fused convolution: what is done to a sum before it is rounded and written as a result.
 //
 //     v = alpha * sum, * scale[k], + bias[k], + channel_bias[n, k], + beta * residual, activation, + beta * residual
+//     v = (alpha * sum + beta * residual) * derivative(saved)
 //
 // in EPILOGUE_NUMBER, in this order; the residual comes before the activation or after it. Whoever writes results
-// applies it, whoever writes partial sums does not. The definition of each activation is `activated` of
-// miofind/reference.py. NaN stays NaN, as comparisons with NaN are false.
+// applies it, whoever writes partial sums does not. The definitions are `activated` and `differentiated` of
+// miofind/epilogue_reference.py. NaN stays NaN, as comparisons with NaN are false.
 // Defines, as miofind/solver/epilogue.py gives them: EPILOGUE, EPILOGUE_NUMBER (float32, float64), EPILOGUE_ELEMENT (of
-// results, channel_bias and residual), EPILOGUE_PARAMETER (of scale and bias), EPILOGUE_SCALE, EPILOGUE_BIAS,
+// results, channel_bias, residual and saved), EPILOGUE_PARAMETER (of scale and bias), EPILOGUE_SCALE, EPILOGUE_BIAS,
 // EPILOGUE_CHANNEL_BIAS (0, 1), EPILOGUE_RESIDUAL (0 for none, 1 before, 2 after the activation), EPILOGUE_ACTIVATION,
-// EPILOGUE_STATISTICS (0, 1: results are summed up besides; alone it changes none).
+// EPILOGUE_STATISTICS (0, 1: results are summed up besides; alone it changes none), EPILOGUE_DERIVATIVE (none, or of
+// backward data).
 #pragma once
 
 #include "common/activation.cuh"
@@ -17,6 +19,7 @@
 enum class Activation { none, relu, clamp, leaky_relu, silu, gelu, gelu_tanh, hardswish, sigmoid, tanh, elu, mish };
 
 constexpr Activation kActivation = Activation::EPILOGUE_ACTIVATION;
+constexpr Activation kDerivative = Activation::EPILOGUE_DERIVATIVE;
 constexpr bool kHasScale = EPILOGUE_SCALE;
 constexpr bool kHasBias = EPILOGUE_BIAS;
 constexpr bool kHasChannelBias = EPILOGUE_CHANNEL_BIAS;
@@ -24,6 +27,7 @@ constexpr bool kHasResidual = EPILOGUE_RESIDUAL != 0;
 constexpr bool kResidualAfter = EPILOGUE_RESIDUAL == 2;
 constexpr bool kChangesResults =
     kHasScale || kHasBias || kHasChannelBias || kHasResidual || kActivation != Activation::none || !EPILOGUE_STATISTICS;
+constexpr bool kHasSaved = kDerivative != Activation::none;
 
 using EpilogueNumber = EPILOGUE_NUMBER;
 using EpilogueElement = EPILOGUE_ELEMENT;
@@ -35,6 +39,7 @@ struct Epilogue {
   const EpilogueParameter* bias;        // [k]
   const EpilogueElement* channel_bias;  // [n, k]
   const EpilogueElement* residual;      // as the output
+  const EpilogueElement* saved;         // as the output
   EpilogueNumber alpha, beta, first, second;
 };
 
@@ -50,6 +55,21 @@ template <typename T>
 __device__ __forceinline__ T sigmoid_of(T v) {
   const T small = exp_of(v < 0 ? v : -v);
   return (v < 0 ? small : T(1)) / (T(1) + small);
+}
+
+// sigmoid(v) and 1 - sigmoid(v), which does not cancel.
+template <typename T>
+__device__ __forceinline__ void sigmoids_of(T v, T& sigmoid, T& rest) {
+  T small, larger;
+  if constexpr (sizeof(T) == 4 && sizeof(EpilogueElement) == 2) {
+    small = __expf(-fabsf(v));
+    larger = __fdividef(T(1), T(1) + small);
+  } else {
+    small = exp_of(v < 0 ? v : -v);
+    larger = T(1) / (T(1) + small);
+  }
+  sigmoid = v < 0 ? small * larger : larger;
+  rest = v < 0 ? larger : small * larger;
 }
 
 // v * factor, 0 where the factor is 0: minus infinity goes to 0 as the large negative numbers before it do.
@@ -90,6 +110,34 @@ __device__ __forceinline__ T activation_of(T v, T first, T second) {
     const T top = v < 0 ? small * (small + 2) : T(1) + 2 * small;
     const T bottom = v < 0 ? top + 2 : top + 2 * small * small;
     return times(v, top / bottom);
+  }
+  return v;
+}
+
+// v * the derivative at `saved`. Masks choose, so that 0 takes the place of whatever v is; relu, clamp and hardswish
+// keep v where saved is NaN, leaky_relu multiplies by its slope there. Infinities of `saved` give the limit.
+template <typename T>
+__device__ __forceinline__ T times_derivative(T v, T saved, T first, T second) {
+  if constexpr (kDerivative == Activation::relu) return saved <= 0 ? T(0) : v;
+  if constexpr (kDerivative == Activation::clamp) return saved <= first || saved >= second ? T(0) : v;
+  if constexpr (kDerivative == Activation::leaky_relu) return saved > 0 ? v : v * first;
+  if constexpr (kDerivative == Activation::hardswish)
+    return saved <= -3 ? T(0) : saved < 3 ? v * (saved * T(1.0 / 3) + T(0.5)) : v;
+  if constexpr (kDerivative == Activation::silu) {
+    T sigmoid, rest;
+    sigmoids_of(saved, sigmoid, rest);
+    return times(v, times(T(1) + times(saved, rest), sigmoid));
+  }
+  if constexpr (kDerivative == Activation::gelu_tanh) {
+    const T square = saved * saved;
+    T sigmoid, rest;
+    sigmoids_of(T(1.59576912160573071176) * (saved + T(0.044715) * square * saved), sigmoid, rest);
+    const T inner = saved * (T(1.59576912160573071176) + T(3 * 0.044715 * 1.59576912160573071176) * square);
+    return times(v, times(T(1) + times(inner, rest), sigmoid));
+  }
+  if constexpr (kDerivative == Activation::gelu) {
+    const T below = T(0.5) * erfc(saved * T(-0.70710678118654752440));
+    return times(v, below + times(saved, T(0.39894228040143267794) * exp_of(T(-0.5) * saved * saved)));
   }
   return v;
 }
@@ -140,24 +188,32 @@ __device__ __forceinline__ void keep_terms_ahead(const TermsAhead& ahead) {
 // How many neighbouring channels' scale, or bias, one read ahead brings.
 constexpr int kTermsAhead = 32 / sizeof(EpilogueParameter);
 
-// The result of a sum, not rounded yet; `residual` means nothing without one.
+// The result of a sum, not rounded yet; `residual` and `saved` mean nothing without one.
 __device__ __forceinline__ EpilogueNumber finish(EpilogueNumber sum, const ChannelTerms& terms, EpilogueNumber residual,
-                                                 const Epilogue& epilogue) {
+                                                 EpilogueNumber saved, const Epilogue& epilogue) {
   if constexpr (!kChangesResults) return sum;
   EpilogueNumber v = epilogue.alpha * sum;
   if constexpr (kHasScale) v *= terms.scale;
   if constexpr (kHasBias) v += terms.bias;
   if constexpr (kHasChannelBias) v += terms.channel_bias;
   if constexpr (kHasResidual && !kResidualAfter) v += epilogue.beta * residual;
+  if constexpr (kHasSaved) return times_derivative(v, saved, epilogue.first, epilogue.second);
   v = activation_of(v, epilogue.first, epilogue.second);
   if constexpr (kResidualAfter) v += epilogue.beta * residual;
   return v;
 }
 
+// The same of a forward convolution, or of a gradient that is multiplied by no derivative.
+__device__ __forceinline__ EpilogueNumber finish(EpilogueNumber sum, const ChannelTerms& terms, EpilogueNumber residual,
+                                                 const Epilogue& epilogue) {
+  return finish(sum, terms, residual, EpilogueNumber(0), epilogue);
+}
+
 // The result of the sum of output element `at` in memory, of an image's output channel; reads all that it needs.
 __device__ __forceinline__ EpilogueNumber finish_at(EpilogueNumber sum, const Epilogue& epilogue, int64 image,
                                                     int64 channel, int64 channels, int64 at) {
-  EpilogueNumber residual = 0;
+  EpilogueNumber residual = 0, saved = 0;
   if constexpr (kHasResidual) residual = convert<EpilogueNumber>(epilogue.residual[at]);
-  return finish(sum, channel_terms(epilogue, image, channel, channels), residual, epilogue);
+  if constexpr (kHasSaved) saved = convert<EpilogueNumber>(epilogue.saved[at]);
+  return finish(sum, channel_terms(epilogue, image, channel, channels), residual, saved, epilogue);
 }

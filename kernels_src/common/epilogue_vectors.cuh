@@ -38,16 +38,35 @@ __device__ __forceinline__ Vector<EpilogueElement, kCount> read_residual(const E
   return elements;
 }
 
+// kCount elements of what was saved from `at` on; nothing is read without it, or unless `exists`.
+template <int kCount>
+__device__ __forceinline__ Vector<EpilogueElement, kCount> read_saved(const EpilogueElement* at, bool exists) {
+  Vector<EpilogueElement, kCount> elements = {};
+  if constexpr (kHasSaved)
+    if (exists) elements = *reinterpret_cast<const Vector<EpilogueElement, kCount>*>(at);
+  return elements;
+}
+
 // Results of neighbouring channels' sums, rounded.
 template <int kCount>
 __device__ __forceinline__ Vector<EpilogueElement, kCount> finished(const EpilogueNumber (&sums)[kCount],
                                                                     const ChannelTerms (&terms)[kCount],
                                                                     const Vector<EpilogueElement, kCount>& residual,
+                                                                    const Vector<EpilogueElement, kCount>& saved,
                                                                     const Epilogue& epilogue) {
   Vector<EpilogueElement, kCount> results;
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    results.at[i] =
-        convert<EpilogueElement>(finish(sums[i], terms[i], convert<EpilogueNumber>(residual.at[i]), epilogue));
+    results.at[i] = convert<EpilogueElement>(finish(sums[i], terms[i], convert<EpilogueNumber>(residual.at[i]),
+                                                    convert<EpilogueNumber>(saved.at[i]), epilogue));
   return results;
+}
+
+// The same of a forward convolution.
+template <int kCount>
+__device__ __forceinline__ Vector<EpilogueElement, kCount> finished(const EpilogueNumber (&sums)[kCount],
+                                                                    const ChannelTerms (&terms)[kCount],
+                                                                    const Vector<EpilogueElement, kCount>& residual,
+                                                                    const Epilogue& epilogue) {
+  return finished(sums, terms, residual, Vector<EpilogueElement, kCount>{}, epilogue);
 }

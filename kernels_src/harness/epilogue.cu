@@ -1,8 +1,8 @@
 // What an epilogue makes of the sums of a convolution, in double, and how far a candidate's results may be from it.
 //
 // The definition is `fused_results` of miofind/verify/epilogue_bounds.py, where the bound is derived; it is tested
-// against it. Grid-stride with any grid and block. Defines: T (dtype name of the output, channel_bias and residual),
-// T_PARAMETER (of scale and bias), EPILOGUETERMS_FIELDS.
+// against it. Grid-stride with any grid and block. Defines: T (dtype name of the output, channel_bias, residual,
+// saved), T_PARAMETER (of scale and bias), EPILOGUETERMS_FIELDS.
 #include "common/types.cuh"
 
 #if !defined(T) || !defined(T_PARAMETER) || !defined(EPILOGUETERMS_FIELDS)
@@ -14,9 +14,9 @@ enum Activation { kNone, kRelu, kClamp, kLeakyRelu, kSilu, kGelu, kGeluTanh, kHa
 enum Residual { kWithout, kBefore, kAfter };
 
 // `count` elements; powers of two that the inputs were multiplied by, as verify_compare of verify.cu has them; alpha,
-// beta and the activation's first and second number; the fields of EpilogueStandard and EpilogueNumbers; activation and
-// residual as above; the output's explicit bits of the mantissa and least normal exponent; its channels, the places of
-// one of them, and its strides.
+// beta and the activation's first and second number; the fields of EpilogueStandard and EpilogueNumbers; activation,
+// derivative and residual as above; the output's explicit bits of the mantissa and least normal exponent; its channels,
+// the places of one of them, and its strides.
 struct EpilogueTerms {
   EPILOGUETERMS_FIELDS
 };
@@ -62,7 +62,43 @@ __device__ double activated(double v, const EpilogueTerms& of) {
   }
 }
 
-// How large the exponent is of the exponential that an activation multiplies by.
+// v * the derivative at `saved`, and the sum of the magnitudes of the derivative's terms where it is inexact.
+struct Differentiated {
+  double result, magnitude;
+};
+
+__device__ Differentiated differentiated(double v, double saved, const EpilogueTerms& of) {
+  double factor = 0, summand = 0;
+  switch (of.derivative) {
+    case kRelu:
+      return {saved <= 0 ? 0.0 : v, 0.0};
+    case kClamp:
+      return {saved <= of.first || saved >= of.second ? 0.0 : v, 0.0};
+    case kLeakyRelu:
+      return {saved > 0 ? v : v * of.first, 0.0};
+    case kHardswish:
+      if (saved <= -3) return {0.0, 0.0};
+      if (!(saved < 3)) return {v, 0.0};
+      return {v * (saved / 3 + 0.5), fabs(saved) / 3 + 0.5};
+    case kSilu:
+      factor = sigmoid(saved);
+      summand = times(saved, factor * sigmoid(-saved));
+      break;
+    case kGelu:
+      factor = 0.5 * erfc(-saved * 0.70710678118654752440);
+      summand = times(saved, 0.39894228040143267794 * exp(-0.5 * saved * saved));
+      break;
+    default: {
+      const double cubic = 1.59576912160573071176 * (saved + 0.044715 * saved * saved * saved);
+      const double slope = 1.59576912160573071176 * (1 + 3 * 0.044715 * saved * saved);
+      factor = sigmoid(cubic);
+      summand = times(saved * slope, factor * sigmoid(-cubic));
+    }
+  }
+  return {times(v, factor + summand), factor + fabs(summand)};
+}
+
+// How large the exponent is of the exponential that an activation or a derivative multiplies by.
 __device__ double exponent_of(double v, int activation) {
   if (!(v < 0)) return 0.0;
   switch (activation) {
@@ -96,8 +132,9 @@ __device__ __forceinline__ double read(const Element* operand, int64 at, double 
 extern "C" __global__ void epilogue_results(const int64* __restrict__ indices, const double* __restrict__ sums,
                                             const float* __restrict__ scales, const T_PARAMETER* __restrict__ scale,
                                             const T_PARAMETER* __restrict__ bias, const T* __restrict__ channel_bias,
-                                            const T* __restrict__ residual, double* __restrict__ results,
-                                            float* __restrict__ bounds, const __grid_constant__ EpilogueTerms of) {
+                                            const T* __restrict__ residual, const T* __restrict__ saved,
+                                            double* __restrict__ results, float* __restrict__ bounds,
+                                            const __grid_constant__ EpilogueTerms of) {
   const double infinity = __longlong_as_double(0x7FF0000000000000ll);
   const int64 step = int64(gridDim.x) * blockDim.x;
   for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < of.count; i += step) {
@@ -123,15 +160,27 @@ extern "C" __global__ void epilogue_results(const int64* __restrict__ indices, c
     const double summands = fabs(added) + fabs(added_to_image) + fabs(before);
 
     const double v = of.alpha * sum * of_channel + added + added_to_image + before;
-    const double result = activated(v, of);
     spread = factor * spread + of.roundings * of.roundoff * (factor * fabs(sum) + summands);
     if (!(fabs(v) < infinity)) spread = 0;
-    const double relative = of.error + of.error_per_exponent * exponent_of(v, of.activation);
-    const double by_activation = (result == 0 ? 0.0 : of.roundoff * relative * fabs(result)) + of.tiny;
+    double result, error;
+    if (of.derivative == kNone) {
+      result = activated(v, of);
+      const double relative = of.error + of.error_per_exponent * exponent_of(v, of.activation);
+      error = of.slope * spread + (result == 0 ? 0.0 : of.roundoff * relative * fabs(result)) + of.tiny;
+    } else {
+      const double argument = convert<double>(saved[at]);
+      const Differentiated product = differentiated(v, argument, of);
+      result = product.result;
+      const double relative = of.error + of.error_per_exponent * exponent_of(argument, of.derivative);
+      const double largest = fabs(v) < infinity ? fabs(v) + spread : 0.0;
+      error = fabs(differentiated(1.0, argument, of).result) * spread +
+              of.roundoff * relative * product.magnitude * largest;
+      error = (fabs(error) < infinity ? error : 0.0) + of.tiny;
+    }
     const double later = of.later_roundings * of.roundoff * (fabs(result) + fabs(after));
 
     results[i] = result + after;
     bounds[2 * i] = static_cast<float>(factor * magnitude + summands + fabs(after));
-    bounds[2 * i + 1] = __double2float_ru(of.slope * spread + by_activation + later);
+    bounds[2 * i + 1] = __double2float_ru(error + later);
   }
 }

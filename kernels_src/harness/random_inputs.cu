@@ -2,9 +2,10 @@
 //
 // kind 0: normal, mean 0 and standard deviation 1 (Box-Muller), in float16 to multiples of 2^-12, so that they can be
 // divided by that exactly; kind 1: -1, 0 or 1, equally likely, half of the zeros negative; kind 2: 1/64 ... 128/64 or
-// their negatives; kind 3: 1/64 ... 128/64. All are multiplied by 2^even or 2^odd, by the parity of
-// place / stride % size. Grid-stride over the elements, any grid and block. The bits come from splitmix64 (Steele, Lea,
-// Flood: "Fast splittable pseudorandom number generators", 2014). Define: T (dtype name).
+// their negatives; kind 3: 1/64 ... 128/64; kind 4: -4, -3.75 ... 4, half of the zeros negative. All are multiplied by
+// 2^even or 2^odd, by the parity of place / stride % size. Grid-stride over the elements, any grid and block. The bits
+// come from splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014). Define: T (dtype
+// name).
 #include "common/types.cuh"
 
 #ifndef T
@@ -37,6 +38,12 @@ __device__ __forceinline__ double dyadic(unsigned long long bits, bool is_signed
   return is_signed && (bits & 1) ? -value : value;
 }
 
+// A multiple of 1/4 up to 4, or its negative.
+__device__ __forceinline__ double edge(unsigned long long bits) {
+  const double value = (static_cast<double>((bits >> 33) % 33) - 16) * 0.25;
+  return value == 0 && (bits & 1) ? -0.0 : value;
+}
+
 // `value` with what its type can hold of it: float64 gets the bits that the normal number lacks.
 template <typename Element>
 __device__ __forceinline__ double in_type(float value, unsigned long long bits) {
@@ -54,7 +61,10 @@ extern "C" __global__ void random_inputs(T* __restrict__ out, int64 count, unsig
   const double scales[2] = {scalbn(1.0, even), scalbn(1.0, odd)};
   for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
     const unsigned long long bits = random_bits(seed, i);
-    const double value = kind == 0 ? in_type<T>(normal(bits), bits) : kind == 1 ? small(bits) : dyadic(bits, kind == 2);
+    const double value = kind == 0   ? in_type<T>(normal(bits), bits)
+                         : kind == 1 ? small(bits)
+                         : kind == 4 ? edge(bits)
+                                     : dyadic(bits, kind == 2);
     out[i] = convert<T>(even == odd ? value * scales[0] : value * scales[i / stride % size % 2]);
   }
 }

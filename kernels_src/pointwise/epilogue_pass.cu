@@ -1,4 +1,5 @@
-// y = epilogue(y) in place: what is left to do of a fused problem whose convolution has written its sums, rounded.
+// y = epilogue(y) in place, dx for backward data: what is left to do of a fused problem whose convolution has written
+// its sums, rounded.
 //
 // A thread takes UNROLL vectors of 16 bytes, all loaded before the first is used. WALK says what it knows of channels:
 //   0  nothing, as no operand goes by channel: y is one run of elements.
@@ -8,7 +9,7 @@
 //   2  channels first: y is one run of planes; a vector meets two planes at most, one where IS_WHOLE.
 // Grid: one dimension; WALK 1: images outermost, then rows, then parts of a row. Blocks go from y's end to its
 // beginning: the L2 cache has the end still, and then the beginning for whoever reads y next. What steps before do not
-// write (terms, residual) is read before their end.
+// write (terms, residual, saved) is read before their end.
 // Defines: WALK, IS_WHOLE (vectors divide a pixel's channels, a plane), VECTOR, UNROLL, those of common/epilogue.cuh.
 #include "common/epilogue.cuh"
 #include "common/pdl.cuh"
@@ -66,6 +67,15 @@ __device__ __forceinline__ void load_residuals(Elements (&residual)[UNROLL], con
   }
 }
 
+__device__ __forceinline__ void load_saved(Elements (&saved)[UNROLL], const Epilogue& epilogue,
+                                           const int64 (&first)[UNROLL], int64 elements) {
+  if constexpr (kHasSaved) {
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+      if (first[u] + VECTOR <= elements) saved[u] = load(epilogue.saved + first[u]);
+  }
+}
+
 __device__ __forceinline__ void load_sums(Elements (&sums)[UNROLL], const EpilogueElement* y,
                                           const int64 (&first)[UNROLL], int64 elements) {
 #pragma unroll
@@ -76,13 +86,15 @@ __device__ __forceinline__ void load_sums(Elements (&sums)[UNROLL], const Epilog
 // The results of a vector whose elements' terms are given by `terms_of(element)`.
 template <class TermsOf>
 __device__ __forceinline__ void finish_vector(EpilogueElement* y, const Elements& sums, const Elements& residual,
-                                              const Epilogue& epilogue, const TermsOf& terms_of) {
+                                              const Elements& saved, const Epilogue& epilogue,
+                                              const TermsOf& terms_of) {
   Elements results;
 #pragma unroll
   for (int e = 0; e < VECTOR; e++) {
-    EpilogueNumber added = 0;
+    EpilogueNumber added = 0, argument = 0;
     if constexpr (kHasResidual) added = convert<EpilogueNumber>(residual.at[e]);
-    const EpilogueNumber v = finish(convert<EpilogueNumber>(sums.at[e]), terms_of(e), added, epilogue);
+    if constexpr (kHasSaved) argument = convert<EpilogueNumber>(saved.at[e]);
+    const EpilogueNumber v = finish(convert<EpilogueNumber>(sums.at[e]), terms_of(e), added, argument, epilogue);
     results.at[e] = convert<EpilogueElement>(v);
   }
   store(y, results);
@@ -103,14 +115,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
   for (int u = 0; u < UNROLL; u++)
     first[u] = ((static_cast<int64>(block_number()) * UNROLL + u) * kThreads + threadIdx.x) * VECTOR;
-  Elements sums[UNROLL], residual[UNROLL];
+  Elements sums[UNROLL], residual[UNROLL], saved[UNROLL];
   load_residuals(residual, epilogue, first, elements);
+  load_saved(saved, epilogue, first, elements);
   griddepcontrol_wait();
   load_sums(sums, y, first, elements);
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     if (first[u] + VECTOR <= elements) {
-      finish_vector(y + first[u], sums[u], residual[u], epilogue, [](int) { return ChannelTerms{1, 0, 0}; });
+      finish_vector(y + first[u], sums[u], residual[u], saved[u], epilogue, [](int) { return ChannelTerms{1, 0, 0}; });
     } else {
       for (int64 at = first[u]; at < elements; at++) finish_element(y, epilogue, 0, 0, 0, at);
     }
@@ -181,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     if (first[u] + VECTOR <= elements) {
-      finish_vector(y + first[u], sums[u], residual[u], epilogue, [&](int e) { return terms[e]; });
+      finish_vector(y + first[u], sums[u], residual[u], Elements{}, epilogue, [&](int e) { return terms[e]; });
     } else {
       for (int64 at = first[u]; at < elements; at++)
         finish_element(y, here, image, (channel + (at - first[u])) % channels, channels, at);
@@ -235,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     if (first[u] + VECTOR <= elements) {
-      finish_vector(y + first[u], sums[u], residual[u], epilogue,
+      finish_vector(y + first[u], sums[u], residual[u], Elements{}, epilogue,
                     [&](int e) { return kIsWhole || e < whole[u] ? terms[u] : next_terms[u]; });
     } else {
       for (int64 at = first[u]; at < elements; at++) {

@@ -12,6 +12,7 @@ import numpy as np
 from miofind.arrays import arrays
 from miofind.arrays.arrays import ArrayView
 from miofind.core.epilogue import (
+    DERIVATIVES,
     EPILOGUE_OPERANDS,
     EPILOGUE_VECTORS,
     NO_EPILOGUE,
@@ -26,13 +27,13 @@ from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Direction, enum_value, one_size, sizes
 from miofind.errors import InvalidArrayError, InvalidProblemError, brief, suggestion
 
-EPILOGUE_ARGUMENTS = frozenset({"activation", "residual_position", "statistics", "bias_gradient"})
+EPILOGUE_ARGUMENTS = frozenset({"activation", "residual_position", "statistics", "derivative", "bias_gradient"})
 """What else says which epilogue a problem has."""
 
 _SWITCHES = ("statistics", "bias_gradient")
 _OF_DIRECTION = {
-    Direction.FORWARD: EPILOGUE_ARGUMENTS - {"bias_gradient"},
-    Direction.BACKWARD_DATA: frozenset[str](),
+    Direction.FORWARD: EPILOGUE_ARGUMENTS - {"derivative", "bias_gradient"},
+    Direction.BACKWARD_DATA: frozenset({"derivative"}),
     Direction.BACKWARD_WEIGHTS: frozenset({"bias_gradient"}),
 }
 """Those of EPILOGUE_ARGUMENTS that go with each direction."""
@@ -40,8 +41,13 @@ _OF_DIRECTION = {
 _ARRAYS = frozenset({"x", "w", "dy", "out", "x_shape", "w_shape", *EPILOGUE_OPERANDS})
 _ARGUMENTS = frozenset({"padding", "stride", "dilation", "groups", "math"})
 
-_FORWARD_NAMES = frozenset({*EPILOGUE_OPERANDS, *("alpha", "beta", "low", "high", "slope")})
-"""What else an epilogue of a forward convolution is given."""
+_NUMBERS = ("alpha", "beta", "low", "high", "slope")
+GIVEN_OF_DIRECTION = {
+    Direction.FORWARD: frozenset({*EPILOGUE_VECTORS, "residual", *_NUMBERS}),
+    Direction.BACKWARD_DATA: frozenset({"residual", "saved", *_NUMBERS}),
+    Direction.BACKWARD_WEIGHTS: frozenset[str](),
+}
+"""What else an epilogue of each direction is given."""
 
 _SAME_AS = {"relu6": Activation.CLAMP.value}
 """Activations under names of others: clamp's bounds are 0 and 6 unless a run is given others."""
@@ -71,7 +77,8 @@ def problem_from_views(
         views: by tensor name, "x", "w" or "y", then those of EPILOGUE_OPERANDS and SECOND_OUTPUTS; dy is "y".
         missing_shape: shape of the output where the inputs leave it open: x for backward data, w for backward weights.
         arguments: padding, stride, dilation, groups and math as in `ProblemDescription.convolution`; forward,
-            activation, residual_position and statistics; bias_gradient for backward weights.
+            activation, residual_position and statistics; derivative for backward data, bias_gradient for backward
+            weights.
         others: names of the caller's other keywords, for its message.
 
     Raises:
@@ -130,13 +137,11 @@ def refuse_epilogue(direction: Direction, names: Iterable[str]) -> None:
     Raises:
         InvalidProblemError: one of them does not.
     """
-    known = _OF_DIRECTION[direction] | (_FORWARD_NAMES if direction is Direction.FORWARD else frozenset())
-    told = ", ".join(sorted(set(names) - known))
-    if not told:
-        return
-    if direction is Direction.FORWARD:
-        raise InvalidProblemError(f"{told}: only backward weights have a bias gradient")
-    raise InvalidProblemError(f"{told}: {direction} takes none: only a forward convolution has such an epilogue")
+    wrong = sorted(set(names) - _OF_DIRECTION[direction] - GIVEN_OF_DIRECTION[direction])
+    if wrong:
+        takers = [d for d in Direction if wrong[0] in _OF_DIRECTION[d] | GIVEN_OF_DIRECTION[d]]
+        told = f"{', '.join(wrong)}: {direction} takes none"
+        raise InvalidProblemError(f"{told}: {wrong[0]} is of the epilogues of {' and '.join(takers)}")
 
 
 def _sequence(shape: Any) -> Any:
@@ -157,7 +162,7 @@ def _hashable(name: str, value: Any) -> Any:
             raise InvalidProblemError(f"{name}={brief(value)} must be True or False")
         return value
     if name in EPILOGUE_ARGUMENTS and not isinstance(value, str):
-        if name == "activation" and value is None:
+        if name in ("activation", "derivative") and value is None:
             return Activation.NONE.value
         raise InvalidProblemError(f"{name}={brief(value)} must be a name")
     return value if isinstance(value, str) else one_size(value, name, 0)
@@ -212,14 +217,16 @@ def _check_fits(operand: Operand, fact: _Facts, direction: Direction) -> None:
         told = f"{name} has dtype {fact.dtype}"
         if name in SECOND_OUTPUTS:
             raise InvalidArrayError(f"{told}, the convolution writes {wanted.dtype}: pass such an array, or None")
-        raise InvalidArrayError(f"{told}, y has {wanted.dtype}: convert {name}")
+        output = "y" if direction is Direction.FORWARD else f"d{direction.output}"
+        raise InvalidArrayError(f"{told}, {output} has {wanted.dtype}: convert {name}")
     if arrays.strides_fit(wanted, fact.strides):
         return
-    if name == "residual":
+    if name in ("residual", "saved"):
+        output, other = ("y", "x") if direction is Direction.FORWARD else ("dx", "dy")
         raise InvalidArrayError(
-            f"residual of shape {fact.shape} has strides {fact.strides}, y is {operand.tensor.layout} and wants "
-            f"{wanted.strides} (out decides y's layout, else x): pass a copy of the residual in that layout, or x and "
-            "out in the residual's"
+            f"{name} of shape {fact.shape} has strides {fact.strides}, {output} is {operand.tensor.layout} and wants "
+            f"{wanted.strides} (out decides {output}'s layout, else {other}): pass a copy of the {name} in that "
+            f"layout, or {other} and out in the layout of {name}"
         )
     raise InvalidArrayError(f"{name} of shape {fact.shape} has strides {fact.strides}: pass a contiguous copy")
 
@@ -228,6 +235,7 @@ def _epilogue(
     facts: Mapping[str, _Facts],
     activation: Any = "none",
     residual_position: Any = "before",
+    derivative: Any = "none",
     statistics: bool = False,
     bias_gradient: bool = False,
 ) -> Epilogue:
@@ -235,9 +243,14 @@ def _epilogue(
 
     Raises:
         InvalidArrayError: scale and bias of two element types.
-        InvalidProblemError: an unknown activation or position.
+        InvalidProblemError: an unknown activation or position, or a derivative without what was saved.
     """
     activation = enum_value(Activation, _SAME_AS.get(str(activation).lower(), activation), "activation")
+    derivative = enum_value(Activation, _SAME_AS.get(str(derivative).lower(), derivative), "derivative")
+    if "saved" in facts and derivative is Activation.NONE:
+        raise InvalidProblemError(f"saved is what a derivative is taken at: name it, derivative={DERIVATIVES[0]}")
+    if "saved" not in facts and derivative is not Activation.NONE:
+        raise InvalidProblemError(f"derivative={derivative} is taken at an array: pass saved, of the shape of dx")
     position = enum_value(ResidualPosition, residual_position, "residual_position")
     if position is ResidualPosition.NONE:
         raise InvalidProblemError("residual_position=none is unknown: use one of before, after")
@@ -260,6 +273,7 @@ def _epilogue(
         activation=activation,
         parameter_dtype=parameters[0].dtype if parameters else None,
         statistics=statistics,
+        derivative=derivative,
     )
 
 

@@ -123,6 +123,8 @@ def find(
       --activation relu          clamp (relu6), leaky_relu, silu, gelu,
                                  gelu_tanh, hardswish, sigmoid, tanh, elu, mish
       --parameter-dtype float32  of scale and bias; else the output's
+      --epilogue residual.drelu  of backward data: a gradient is added, and the
+                                 sum multiplied by a derivative
 
     \b
     MIOpenDriver's CBAInfer, CBAInferfp16 and CBAInferbfp16 have other flags:

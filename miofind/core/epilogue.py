@@ -11,6 +11,10 @@ once:
     v = activation(v)
     v = v + beta * residual        where it comes after
 
+Backward data multiplies by the derivative of an activation that was applied before the convolution:
+
+    v = (alpha * sum + beta * residual) * activation'(saved)
+
 Beside the results, a forward convolution may write the sum and the sum of squares of each channel of what it has stored
 (statistics), and one of backward weights the sum of dy of each channel (bias_gradient).
 
@@ -34,7 +38,7 @@ from miofind.errors import InvalidOptionError, InvalidProblemError, brief, sugge
 EPILOGUE_VECTORS = ("scale", "bias", "channel_bias")
 """Operands of the output's channels that an epilogue may read, in the order of computation."""
 
-EPILOGUE_OPERANDS = (*EPILOGUE_VECTORS, "residual")
+EPILOGUE_OPERANDS = (*EPILOGUE_VECTORS, "residual", "saved")
 """All operands that it may read."""
 
 STATISTICS = ("sum", "sum_of_squares")
@@ -69,11 +73,22 @@ class Activation(StrEnum):
 
     @property
     def is_exact(self) -> bool:
-        """Whether it gives exact results of exact small numbers: comparisons and products alone."""
+        """Whether it and its derivative give exact results of exact small numbers: comparisons and products alone."""
         return self in _EXACT
 
 
 _EXACT = (Activation.NONE, Activation.RELU, Activation.CLAMP, Activation.LEAKY_RELU)
+
+DERIVATIVES = (
+    Activation.RELU,
+    Activation.CLAMP,
+    Activation.LEAKY_RELU,
+    Activation.SILU,
+    Activation.GELU,
+    Activation.GELU_TANH,
+    Activation.HARDSWISH,
+)
+"""Activations whose derivative a gradient may be multiplied by."""
 
 
 class ResidualPosition(StrEnum):
@@ -96,6 +111,10 @@ class Epilogue:
             such as a diffusion model's time embedding.
         residual: whether an operand of that name, of the output's shape, dtype and layout, is added, and where.
         activation: the function that results go through.
+        derivative: one of DERIVATIVES, by whose derivative at an operand named saved, of the output's shape, dtype and
+            layout, results are multiplied; backward data, with no other field but a residual before it. Of relu, clamp
+            and leaky_relu (with a slope that is not negative) saved may be the result or the argument, of others it is
+            the argument.
         statistics: whether operands named sum and sum_of_squares, (k,), of the accumulator's type, are written: of the
             results as they are stored, over n and space; forward.
         bias_gradient: whether an operand of that name, (k,), is written: the sum of dy over n and space in the
@@ -103,7 +122,8 @@ class Epilogue:
         parameter_dtype: element type of scale and bias, or of the bias gradient; None for the output's.
 
     Raises:
-        InvalidProblemError: an unknown position, activation or dtype, or a bias gradient with anything else.
+        InvalidProblemError: an unknown position, activation or dtype, or a derivative or bias gradient beside what
+            does not go with it.
     """
 
     scale: bool = False
@@ -114,6 +134,7 @@ class Epilogue:
     parameter_dtype: DataType | None = None
     statistics: bool = False
     bias_gradient: bool = False
+    derivative: Activation = Activation.NONE
 
     def __post_init__(self) -> None:
         for name in (*EPILOGUE_VECTORS, *_SWITCHES):
@@ -121,7 +142,8 @@ class Epilogue:
                 raise InvalidProblemError(f"{name}={brief(getattr(self, name))} of an epilogue must be True or False")
         residual = enum_value(ResidualPosition, self.residual, "residual")
         activation = enum_value(Activation, self.activation, "activation")
-        if activation is Activation.NONE and residual is ResidualPosition.AFTER:
+        derivative = enum_value(Activation, self.derivative, "derivative")
+        if activation is derivative is Activation.NONE and residual is ResidualPosition.AFTER:
             residual = ResidualPosition.BEFORE
         dtype = self.parameter_dtype
         if dtype is not None:
@@ -129,9 +151,32 @@ class Epilogue:
             dtype = enum_value(DataType, dtype, "parameter_dtype") if has_parameters else None
         object.__setattr__(self, "residual", residual)
         object.__setattr__(self, "activation", activation)
+        object.__setattr__(self, "derivative", derivative)
         object.__setattr__(self, "parameter_dtype", dtype)
         if self.bias_gradient and replace(self, bias_gradient=False):
             raise InvalidProblemError(f"epilogue={self.text}: bias_gradient stands alone: leave out all else")
+        if derivative is not Activation.NONE:
+            self._check_derivative()
+
+    def _check_derivative(self) -> None:
+        """Do nothing where the derivative is known and nothing stands beside it but a residual before it.
+
+        Raises:
+            InvalidProblemError: otherwise.
+        """
+        if self.derivative not in DERIVATIVES:
+            known = ", ".join(DERIVATIVES)
+            raise InvalidProblemError(f"derivative={self.derivative} is not computed: use one of {known}")
+        others = (*self.operands[: -2 if self.has_residual else -1], *self.outputs)
+        if others or self.activation is not Activation.NONE:
+            raise InvalidProblemError(
+                f"epilogue={self.text}: beside a derivative stands a residual alone: leave out all else"
+            )
+        if self.residual is ResidualPosition.AFTER:
+            raise InvalidProblemError(
+                f"epilogue={self.text}: the residual is added before the derivative is multiplied by: write "
+                f"residual.d{self.derivative}"
+            )
 
     def __bool__(self) -> bool:
         return self != NO_EPILOGUE
@@ -149,6 +194,7 @@ class Epilogue:
             "bias": self.bias,
             "channel_bias": self.channel_bias,
             "residual": self.has_residual,
+            "saved": self.derivative is not Activation.NONE,
         }
         return tuple(name for name, is_there in present.items() if is_there)
 
@@ -162,7 +208,17 @@ class Epilogue:
         """Those that it goes with."""
         if not self:
             return tuple(Direction)
-        return (Direction.BACKWARD_WEIGHTS,) if self.bias_gradient else (Direction.FORWARD,)
+        if self.bias_gradient:
+            return (Direction.BACKWARD_WEIGHTS,)
+        if self.derivative is not Activation.NONE:
+            return (Direction.BACKWARD_DATA,)
+        is_residual = self == Epilogue(residual=ResidualPosition.BEFORE)
+        return (Direction.FORWARD, Direction.BACKWARD_DATA) if is_residual else (Direction.FORWARD,)
+
+    @property
+    def nonlinearity(self) -> Activation:
+        """The activation that results go through, or that whose derivative they are multiplied by."""
+        return self.activation if self.derivative is Activation.NONE else self.derivative
 
     @property
     def changes_results(self) -> bool:
@@ -173,7 +229,7 @@ class Epilogue:
     def numbers(self) -> tuple[str, ...]:
         """Names of the numbers that a run of it may be given, of those of `EpilogueParameters`; none without it."""
         of_residual = ("beta",) * self.has_residual
-        return ("alpha", *of_residual, *_NUMBERS_OF.get(self.activation, ())) if self.changes_results else ()
+        return ("alpha", *of_residual, *_NUMBERS_OF.get(self.nonlinearity, ())) if self.changes_results else ()
 
     def parameters(self, given: Mapping[str, Any]) -> EpilogueParameters:
         """The numbers of a run, from those given by name; None is none given.
@@ -196,15 +252,16 @@ class Epilogue:
         if name == "beta":
             return f"{self.text or 'a convolution without an epilogue'} adds no residual, whose factor it is"
         takers = " and ".join(kind.value for kind, names in _NUMBERS_OF.items() if name in names)
-        return f"the activation {self.activation} has no {name}: leave it out (of {takers} it is a parameter)"
+        return f"the activation {self.nonlinearity} has no {name}: leave it out (of {takers} it is a parameter)"
 
     @property
     def text(self) -> str:
         """Its words in the order of computation, joined by dots, such as "bias.residual.relu"; "" without anything."""
         words = [] if self.parameter_dtype is None else [self.parameter_dtype.value]
-        words += [name for name in self.operands if name != "residual"]
+        words += [name for name in EPILOGUE_VECTORS if getattr(self, name)]
         words += ["residual"] * (self.residual is ResidualPosition.BEFORE)
         words += [self.activation.value] * (self.activation is not Activation.NONE)
+        words += [f"d{self.derivative}"] * (self.derivative is not Activation.NONE)
         words += ["residual"] * (self.residual is ResidualPosition.AFTER)
         words += [name for name in _SWITCHES if getattr(self, name)]
         return ".".join(words)
@@ -243,8 +300,9 @@ def _read(text: str) -> Epilogue:
     """The epilogue that a text names."""
     words = text.split(".") if text else []
     activations = [a.value for a in Activation if a is not Activation.NONE]
+    derivatives = {f"d{a}": a for a in DERIVATIVES}
     dtypes = [dtype.value for dtype in DataType]
-    known = (*EPILOGUE_OPERANDS, *activations, *_SWITCHES, *dtypes)
+    known = (*EPILOGUE_VECTORS, "residual", *activations, *derivatives, *_SWITCHES, *dtypes)
     for word in words:
         if word not in known:
             near = suggestion(word, known) or f": known are {', '.join(known)}"
@@ -261,6 +319,7 @@ def _read(text: str) -> Epilogue:
         parameter_dtype=next((DataType(word) for word in words if word in dtypes), None),
         statistics="statistics" in words,
         bias_gradient="bias_gradient" in words,
+        derivative=next((derivatives[word] for word in words if word in derivatives), Activation.NONE),
     )
     if epilogue.text != text:
         raise InvalidProblemError(

@@ -128,7 +128,8 @@ class ProblemDescription:
             layout: memory order, one for all tensors or a mapping with keys "x", "w", "y"; channels first if left out.
             math: float32 only: "ieee" or "tf32".
             epilogue: what is done to the sums, and second outputs: an `Epilogue` or its text, such as
-                "bias.residual.relu" or "statistics", forward, or "bias_gradient" for backward weights.
+                "bias.residual.relu" or "statistics", forward, "residual.drelu" for backward data, or "bias_gradient"
+                for backward weights.
 
         Raises:
             InvalidProblemError: the message names the field and the value.
@@ -358,11 +359,12 @@ def _operands(problem: ProblemDescription) -> tuple[Operand, ...]:
 def _epilogue_operands(problem: ProblemDescription) -> Iterator[Operand]:
     """The operands that the epilogue reads."""
     y, epilogue = problem.y, problem.epilogue
+    output = problem.x if problem.direction is Direction.BACKWARD_DATA else y
     batch, channels = y.shape[:2]
     ones = (1,) * problem.spatial_dims
     for name in epilogue.operands:
-        if name == "residual":
-            yield Operand(name=name, tensor=y, role=Role.INPUT)
+        if name in ("residual", "saved"):
+            yield Operand(name=name, tensor=output, role=Role.INPUT)
         elif name == "channel_bias":
             tensor = TensorDescriptor(shape=(batch, channels, *ones), dtype=y.dtype, layout=y.layout)
             yield Operand(name=name, tensor=tensor, role=Role.INPUT, shape=(batch, channels))

@@ -13,10 +13,12 @@ class Values(IntEnum):
 
     NORMAL has mean 0 and standard deviation 1. TERNARY is -1, 0 or 1, equally likely: its products and their sums are
     exact in any order, so that a result can be compared bit for bit. For an epilogue's operands beside it: DYADIC is
-    one of 1/64 ... 128/64 or its negative, POSITIVE one of 1/64 ... 128/64, all equally likely.
+    one of 1/64 ... 128/64 or its negative, POSITIVE one of 1/64 ... 128/64, all equally likely. EDGES is one of -4,
+    -3.75 ... 4, both zeros among them: what a derivative is taken at meets the places where it jumps.
     """
 
     NORMAL = 0
     TERNARY = 1
     DYADIC = 2
     POSITIVE = 3
+    EDGES = 4

@@ -97,7 +97,7 @@ class _BoundEpilogue:
         self._where = place(Pointer(buffer=RUN_PARAMETERS)).base
         self._memory = ctypes.create_string_buffer(argument.bytes)
         self.address = ctypes.addressof(self._memory)
-        self._pack = struct.Struct("=4Q4d" if argument.number == "float64" else "=4Q4f").pack_into
+        self._pack = struct.Struct("=5Q4d" if argument.number == "float64" else "=5Q4f").pack_into
         self._at: list[int] = []
         self._parameters: Any = None
 

@@ -47,6 +47,7 @@ class EpilogueArguments(TypedDict, total=False):
     bias: Any
     channel_bias: Any
     residual: Any
+    saved: Any
     alpha: float | None
     beta: float | None
     low: float | None

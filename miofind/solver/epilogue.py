@@ -17,7 +17,7 @@ def epilogue_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int]
     return (
         ("EPILOGUE", 1),
         ("EPILOGUE_NUMBER", problem.accumulator.value),
-        ("EPILOGUE_ELEMENT", problem.y.dtype.value),
+        ("EPILOGUE_ELEMENT", problem.output.dtype.value),
         ("EPILOGUE_PARAMETER", (epilogue.parameter_dtype or problem.y.dtype).value),
         ("EPILOGUE_SCALE", int(epilogue.scale)),
         ("EPILOGUE_BIAS", int(epilogue.bias)),
@@ -25,6 +25,7 @@ def epilogue_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int]
         ("EPILOGUE_RESIDUAL", _RESIDUAL[epilogue.residual]),
         ("EPILOGUE_ACTIVATION", epilogue.activation.value),
         ("EPILOGUE_STATISTICS", int(epilogue.statistics)),
+        ("EPILOGUE_DERIVATIVE", epilogue.derivative.value),
     )
 
 
@@ -33,4 +34,4 @@ def epilogue_arguments(problem: ProblemDescription) -> tuple[EpilogueArgument, .
     if not problem.epilogue:
         return ()
     pointers = {name: Pointer(buffer=name) for name in problem.epilogue.operands}
-    return (EpilogueArgument(activation=problem.epilogue.activation, number=problem.accumulator.value, **pointers),)
+    return (EpilogueArgument(activation=problem.epilogue.nonlinearity, number=problem.accumulator.value, **pointers),)

@@ -204,11 +204,11 @@ class TensorMap:
 class EpilogueArgument:
     """What a fused kernel takes as `Epilogue` of kernels_src/common/epilogue.cuh, by value.
 
-    Four addresses, null for operands that the epilogue has not, then four numbers of each run: alpha, beta and the
+    Five addresses, null for operands that the epilogue has not, then four numbers of each run: alpha, beta and the
     activation's two.
 
     Attributes:
-        scale, bias, channel_bias, residual: where the operands are.
+        scale, bias, channel_bias, residual, saved: where the operands are.
         activation: whose parameters are taken.
         number: type of the numbers, "float32" or "float64".
     """
@@ -217,23 +217,24 @@ class EpilogueArgument:
     bias: Pointer | None = None
     channel_bias: Pointer | None = None
     residual: Pointer | None = None
+    saved: Pointer | None = None
     activation: Activation = Activation.NONE
     number: str = "float32"
 
     @property
     def pointers(self) -> tuple[Pointer | None, ...]:
-        """The four addresses in order."""
-        return self.scale, self.bias, self.channel_bias, self.residual
+        """The five addresses in order."""
+        return self.scale, self.bias, self.channel_bias, self.residual, self.saved
 
     @property
     def bytes(self) -> int:
         """Size of the structure."""
-        return 32 + 4 * (8 if self.number == "float64" else 4)
+        return 40 + 4 * (8 if self.number == "float64" else 4)
 
     def on_buffers(self, names: Mapping[str, str]) -> EpilogueArgument:
         """The same with buffers of some names under others."""
-        scale, bias, channel_bias, residual = (p if p is None else p.on_buffers(names) for p in self.pointers)
-        return replace(self, scale=scale, bias=bias, channel_bias=channel_bias, residual=residual)
+        scale, bias, channel_bias, residual, saved = (p if p is None else p.on_buffers(names) for p in self.pointers)
+        return replace(self, scale=scale, bias=bias, channel_bias=channel_bias, residual=residual, saved=saved)
 
 
 Argument = Pointer | Scalar | Struct | TensorMap | EpilogueArgument

@@ -2,7 +2,8 @@
 
 The sums' bound is that of `accuracy.py`. It is multiplied by what the epilogue multiplies the sums by and by the
 activation's largest slope; to that come the epilogue's own roundings and the error of the activation, which is declared
-here once for each. kernels_src/harness/epilogue.cu computes the same on a GPU. Pure arithmetic.
+here once for each. A derivative multiplies the bound by itself, and adds its own error.
+kernels_src/harness/epilogue.cu computes the same on a GPU. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from miofind.core.epilogue import Activation, EpilogueParameters, ResidualPosition
 from miofind.core.problem import DataType, ProblemDescription
-from miofind.epilogue_reference import activated, along_output, before_activation
+from miofind.epilogue_reference import activated, along_output, before_activation, derivative_terms, differentiated
 from miofind.reference import round_once
 from miofind.verify.accuracy import half_ulp
 
@@ -55,6 +56,13 @@ _SHORT_ACTIVATION_ERRORS = _ACTIVATION_ERRORS | {
     Activation.ELU: (256.0, 0.0),
 }
 _SHORT_TINY = 2.0**-112
+# The same of derivatives, in units of the sum of the magnitudes of their two terms.
+_DERIVATIVE_ERRORS = {
+    Activation.SILU: (24.0, 4.0),
+    Activation.GELU: (24.0, 6.0),
+    Activation.GELU_TANH: (32.0, 10.0),
+    Activation.HARDSWISH: (4.0, 0.0),
+}
 # Largest slope, where it is not 1 or the slope given.
 _SLOPES = {
     Activation.SILU: 1.09985,
@@ -98,7 +106,7 @@ class EpilogueStandard:
             roundings=0.0 if exact else _ROUNDINGS,
             rounds_sums=rounds_twice and factor is None,
             doubts_sums=rounds_twice and factor is not None,
-            bitwise=exact and problem.epilogue.activation.is_exact,
+            bitwise=exact and problem.epilogue.nonlinearity.is_exact,
         )
 
 
@@ -107,11 +115,11 @@ class EpilogueNumbers:
     """The numbers of a bound that follow from a problem and a run's parameters.
 
     Attributes:
-        slope: largest slope of the activation.
+        slope: largest slope of the activation; 1 before a derivative.
         roundoff: of the accumulator.
-        error, error_per_exponent: see `_ACTIVATION_ERRORS`.
-        tiny: error of an activation whatever its result.
-        later_roundings: of the activation's result and of what is done after it.
+        error, error_per_exponent: see `_ACTIVATION_ERRORS` and `_DERIVATIVE_ERRORS`.
+        tiny: error of an activation or derivative whatever its result.
+        later_roundings: of the activation's result and of what is done after it, or of a derivative's product.
     """
 
     slope: float
@@ -124,16 +132,20 @@ class EpilogueNumbers:
     @staticmethod
     def of(problem: ProblemDescription, parameters: EpilogueParameters) -> EpilogueNumbers:
         """The numbers of a problem and a run's parameters."""
-        activation, is_short = problem.epilogue.activation, problem.output.dtype.itemsize == 2
-        errors = _SHORT_ACTIVATION_ERRORS if is_short else _ACTIVATION_ERRORS
-        error, per_exponent = errors.get(activation, (0.0, 0.0))
-        tiny = _SHORT_TINY if is_short else _TINY[problem.accumulator]
+        activation, derivative = problem.epilogue.activation, problem.epilogue.derivative
+        is_short, tiny = problem.output.dtype.itemsize == 2, _TINY[problem.accumulator]
+        if derivative is not Activation.NONE:
+            error, per_exponent = _DERIVATIVE_ERRORS.get(derivative, (0.0, 0.0))
+        else:
+            errors = _SHORT_ACTIVATION_ERRORS if is_short else _ACTIVATION_ERRORS
+            error, per_exponent = errors.get(activation, (0.0, 0.0))
+            tiny = _SHORT_TINY if is_short else tiny
         return EpilogueNumbers(
             slope=largest_slope(activation, parameters),
             roundoff=_ROUNDOFF[problem.accumulator],
             error=error,
             error_per_exponent=per_exponent,
-            tiny=0.0 if activation.is_exact else tiny,
+            tiny=0.0 if problem.epilogue.nonlinearity.is_exact else tiny,
             later_roundings=_LATER_ROUNDINGS,
         )
 
@@ -183,7 +195,6 @@ def fused_results(
     with np.errstate(all="ignore"):  # infinities are among the sums
         sums = _rounded(bare.sums, problem.output.dtype) if standard.rounds_sums else bare.sums
         v = before_activation(problem, sums, operands, parameters, flat)
-        result = activated(v, problem.epilogue.activation, parameters)
         size = _sizes(problem, operands, parameters, flat)
         numbers = EpilogueNumbers.of(problem, parameters)
         spread = standard.factor * np.sqrt(bare.squares)
@@ -191,11 +202,18 @@ def fused_results(
             spread = spread + half_ulp(np.abs(sums) + spread, problem.output.dtype)
         rounding = standard.roundings * numbers.roundoff * (size.factor * np.abs(sums) + size.summands)
         spread = np.where(np.isfinite(v), size.factor * spread + rounding, 0.0)
+        if problem.epilogue.derivative is Activation.NONE:
+            result = activated(v, problem.epilogue.activation, parameters)
+            error = numbers.slope * spread + _activation_error(problem, v, result, numbers)
+        else:
+            saved = along_output(problem, "saved", operands, flat)
+            result = differentiated(v, saved, problem.epilogue.derivative, parameters)
+            error = _derivative_error(problem, saved, _Doubtful(v, spread), numbers, parameters)
         later = numbers.later_roundings * numbers.roundoff * (np.abs(result) + size.later)
         return FusedResults(
             wanted=result + size.residual_after,
             magnitudes=size.factor * bare.magnitudes + size.summands + size.later,
-            arithmetic=numbers.slope * spread + _activation_error(problem, v, result, numbers) + later,
+            arithmetic=error + later,
         )
 
 
@@ -242,6 +260,32 @@ def _rounded(sums: Wide, dtype: DataType) -> Wide:
 def _activation_error(problem: ProblemDescription, v: Wide, result: Wide, numbers: EpilogueNumbers) -> Wide:
     relative = numbers.error + numbers.error_per_exponent * _exponents(problem.epilogue.activation, v)
     return np.where(result == 0, 0.0, numbers.roundoff * relative * np.abs(result)) + numbers.tiny
+
+
+@dataclass(frozen=True, slots=True)
+class _Doubtful:
+    """Numbers, and how far from them what stands for them may be."""
+
+    v: Wide
+    spread: Wide
+
+
+def _derivative_error(
+    problem: ProblemDescription, saved: Wide, of: _Doubtful, numbers: EpilogueNumbers, parameters: EpilogueParameters
+) -> Wide:
+    """The error of products with a derivative, of which `saved` is an exact argument; 0 where they are not finite."""
+    activation = problem.epilogue.derivative
+    largest = np.where(np.isfinite(of.v), np.abs(of.v) + of.spread, 0.0)
+    if activation.is_exact:
+        return np.abs(differentiated(of.spread, saved, activation, parameters))
+    factor, summand = derivative_terms(saved, activation)
+    magnitude = np.abs(factor) + np.abs(summand)
+    if activation is Activation.HARDSWISH:
+        magnitude = np.where(np.abs(saved) < 3, magnitude, 0.0)
+    relative = numbers.error + numbers.error_per_exponent * _exponents(activation, saved)
+    slope = np.abs(differentiated(np.ones_like(saved), saved, activation, parameters))
+    error = slope * of.spread + numbers.roundoff * relative * magnitude * largest
+    return np.where(np.isfinite(error), error, 0.0) + numbers.tiny
 
 
 def _exponents(activation: Activation, v: Wide) -> Wide:

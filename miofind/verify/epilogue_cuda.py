@@ -21,7 +21,7 @@ EPILOGUE_TERMS = StructType(
     **dict.fromkeys(("alpha", "beta", "first", "second"), "float64"),
     **dict.fromkeys(("factor", "roundings"), "float64"),
     **dict.fromkeys(("slope", "roundoff", "error", "error_per_exponent", "tiny", "later_roundings"), "float64"),
-    **dict.fromkeys(("rounds_sums", "doubts_sums", "activation", "residual"), "int32"),
+    **dict.fromkeys(("rounds_sums", "doubts_sums", "activation", "derivative", "residual"), "int32"),
     **dict.fromkeys(("mantissa_bits", "least_exponent"), "int32"),
     **dict.fromkeys(("channels", "plane", "image_stride", "channel_stride", "place_stride"), "int64"),
 )
@@ -56,14 +56,14 @@ def epilogue_kernel(problem: ProblemDescription, trial: EpilogueTrial) -> tuple[
         dtype=problem.output.dtype,
         defines=(("T_PARAMETER", parameter.value), EPILOGUE_TERMS.define),
     )
-    buffers = ("indices", "sums", "scales", "scale", "bias", "channel_bias", "residual", "results", "bounds")
+    buffers = ("indices", "sums", "scales", "scale", "bias", "channel_bias", "residual", "saved", "results", "bounds")
     return kernel, (*buffers, _terms(problem, trial))
 
 
 def _terms(problem: ProblemDescription, trial: EpilogueTrial) -> Struct:
     output, epilogue, standard = problem.output, problem.epilogue, trial.standard
     (first_even, first_odd), (second_even, second_odd) = trial.powers.pairs
-    alpha, beta, first, second = trial.parameters.numbers(epilogue.activation)
+    alpha, beta, first, second = trial.parameters.numbers(epilogue.nonlinearity)
     numbers = EpilogueNumbers.of(problem, trial.parameters)
     return EPILOGUE_TERMS(
         count=trial.count,
@@ -87,6 +87,7 @@ def _terms(problem: ProblemDescription, trial: EpilogueTrial) -> Struct:
         rounds_sums=int(standard.rounds_sums),
         doubts_sums=int(standard.doubts_sums),
         activation=list(Activation).index(epilogue.activation),
+        derivative=list(Activation).index(epilogue.derivative),
         residual=list(ResidualPosition).index(epilogue.residual),
         mantissa_bits=output.dtype.mantissa_bits,
         least_exponent=int(least_exponent(output.dtype)),

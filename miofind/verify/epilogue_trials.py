@@ -12,12 +12,15 @@ _PLAIN = EpilogueParameters(alpha=1.5, beta=0.5, low=-0.5, high=1.25, slope=0.12
 _SHIFTED = EpilogueParameters(alpha=-0.75, beta=1.5, low=0.5, high=3.0, slope=0.25)
 
 
-def operand_values(values: Values, *, shifted: bool) -> Values:
-    """The distribution of an epilogue's operands where the convolution's inputs have `values`.
+def operand_values(name: str, values: Values, *, shifted: bool) -> Values:
+    """The distribution of an epilogue's operand where the convolution's inputs have `values`.
 
     Args:
-        shifted: they are positive, so that few results lie where an activation has them all alike.
+        shifted: they are positive, so that few results lie where an activation has them all alike; but what a
+            derivative is taken at has both signs always.
     """
+    if name == "saved":
+        return Values.EDGES if values is Values.TERNARY else values
     if shifted:
         return Values.POSITIVE
     return Values.DYADIC if values is Values.TERNARY else values

@@ -219,7 +219,7 @@ class CheckHarness(ABC):
         """The distribution of an input."""
         if name in self.problem.direction.inputs:
             return setting.values
-        return operand_values(setting.values, shifted=setting.shifted)
+        return operand_values(name, setting.values, shifted=setting.shifted)
 
     def parameters_of(self, setting: Setting) -> EpilogueParameters:
         """The numbers that the epilogue of a run is given; they mean nothing without one."""

@@ -118,6 +118,9 @@ def random_values(descriptor: TensorDescriptor, values: Values, seed: int) -> ND
         small: NDArray[Any] = random.integers(-1, 2, descriptor.shape, np.int8).astype(wide)
         small *= random.integers(0, 2, descriptor.shape, np.int8) * 2 - 1  # some zeros are negative
         return small
+    if values is Values.EDGES:
+        quarters: NDArray[Any] = np.ldexp(random.integers(-16, 17, descriptor.shape).astype(wide), -2)
+        return np.where(quarters == 0, np.copysign(quarters, random.integers(0, 2, descriptor.shape) - 0.5), quarters)
     if values is not Values.NORMAL:
         numerators = random.integers(1, 129, descriptor.shape)
         if values is Values.DYADIC:

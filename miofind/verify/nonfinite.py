@@ -1,7 +1,8 @@
 """Infinities and NaN to inject into the inputs: a check sees that they spread to the results that sum them, no others.
 
 Some products of an injected infinity get a zero as the other factor: 0 * inf is NaN, and a kernel that skips zeros
-would give 0. The functions choose elements by their logical indices; the harnesses write the values.
+would give 0. What a derivative is taken at gets some, too. The functions choose elements by their logical indices; the
+harnesses write the values.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Injected:
 
 
 def injected_values(problem: ProblemDescription, random: np.random.Generator) -> dict[str, Injected]:
-    """The values to inject into each input: at borders and at random, so few that most results stay finite.
+    """The values to inject into each input, and into `saved` of an epilogue.
+
+    They lie at borders and at random, and are so few that most results stay finite.
 
     "Image" is the input that the filter slides over (dy for backward data, else x); it always gets at least one value.
     The other input is multiplied by padding, too, and solvers may skip those products or not: infinity * 0 is either 0
@@ -56,7 +59,11 @@ def injected_values(problem: ProblemDescription, random: np.random.Generator) ->
             [_chosen(at, count, random) for at in (*map(np.arange, problem.tensor(other).shape[:2]), *inner)]
         )
         zeros = _joined(zeros, _nonfinite(problem.tensor(other), drawn, 1))
-    return {image: in_image, other: zeros}
+    found = {image: in_image, other: zeros}
+    if "saved" in problem.epilogue.operands:
+        anywhere = np.stack([_chosen(np.arange(size), _MAX_INJECTED, random) for size in problem.output.shape])
+        found["saved"] = _nonfinite(problem.output, anywhere, 1)
+    return found
 
 
 def _zeros_against(

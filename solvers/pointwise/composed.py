@@ -127,10 +127,14 @@ class Composed(Solver):
         return self.inner.is_exact(config)
 
     def rounds_twice(self, problem: ProblemDescription, config: Config) -> bool:
-        return problem.epilogue.changes_results and problem.y.dtype.itemsize < problem.accumulator.itemsize
+        return problem.epilogue.changes_results and problem.output.dtype.itemsize < problem.accumulator.itemsize
 
 
-_EXAMPLES = {Direction.FORWARD: ("bias.relu", "statistics"), Direction.BACKWARD_WEIGHTS: ("bias_gradient",)}
+_EXAMPLES = {
+    Direction.FORWARD: ("bias.relu", "statistics"),
+    Direction.BACKWARD_DATA: ("residual.drelu",),
+    Direction.BACKWARD_WEIGHTS: ("bias_gradient",),
+}
 """Epilogues that it is tried with, by direction."""
 
 

@@ -50,7 +50,7 @@ def pass_ms(problem: ProblemDescription, device: Device) -> float:
     if not problem.epilogue.changes_results:
         return 0.0
     read = (operand for operand in problem.operands if operand.name in problem.epilogue.operands)
-    moved = sum(operand.tensor.bytes for operand in read) + 2 * problem.y.bytes
+    moved = sum(operand.tensor.bytes for operand in read) + 2 * problem.output.bytes
     share = _BANDWIDTH_SHARE if device.place is Place.CUDA else _HOST_BANDWIDTH_SHARE
     return _LAUNCH_MS + 1e3 * moved / (share * device.bandwidth_bytes_per_s)
 
@@ -71,10 +71,10 @@ class _Pass:
 
     @functools.cached_property
     def walk(self) -> Walk:
-        y, epilogue = self.problem.y, self.problem.epilogue
+        epilogue = self.problem.epilogue
         if not (epilogue.scale or epilogue.bias or epilogue.channel_bias):
             return Walk.FLAT
-        is_last = y.layout.channels_last or self.plane == 1
+        is_last = self.problem.y.layout.channels_last or self.plane == 1
         return Walk.CHANNELS_LAST if is_last else Walk.CHANNELS_FIRST
 
     @functools.cached_property
@@ -91,12 +91,12 @@ class _Pass:
     @functools.cached_property
     def elements(self) -> int:
         """Of a part."""
-        return self.problem.y.size // self.images
+        return self.problem.output.size // self.images
 
     @functools.cached_property
     def vector(self) -> int:
         """Elements of a vector: parts of several begin at one, and a vector meets two planes at most."""
-        widest = VECTOR_BYTES // self.problem.y.dtype.itemsize
+        widest = VECTOR_BYTES // self.problem.output.dtype.itemsize
         if self.images > 1 and self.elements % widest:
             return math.gcd(widest, self.problem.k)
         if self.walk is Walk.CHANNELS_FIRST and self.plane < widest:
@@ -114,7 +114,7 @@ class _Pass:
     @functools.cached_property
     def unroll(self) -> int:
         """Vectors of a thread: fewer where that leaves multiprocessors idle."""
-        threads = ceil_div(self.problem.y.size, self.vector)
+        threads = ceil_div(self.problem.output.size, self.vector)
         busy = 2 * self.device.sm_count * _THREADS
         return next((unroll for unroll in (_UNROLL, 2) if threads >= unroll * busy), 1)
 
@@ -134,7 +134,7 @@ class _Pass:
                 ("UNROLL", self.unroll),
                 *epilogue_defines(self.problem),
             ),
-            args=(Pointer(buffer="y"), *args, *epilogue_arguments(self.problem)),
+            args=(Pointer(buffer=self.problem.direction.output), *args, *epilogue_arguments(self.problem)),
             pdl=True,
         )
 
@@ -168,20 +168,20 @@ def _rows_of_block(columns: int) -> int:
 
 
 def apply_in_place(problem: ProblemDescription, config: Config, buffers: Mapping[str, Any]) -> None:
-    """Apply the epilogue to y on the host, some images at a time; arrays have logical shapes."""
-    y, epilogue = buffers["y"], problem.epilogue
+    """Apply the epilogue to the output on the host, some images at a time; arrays have logical shapes."""
+    output, epilogue = buffers[problem.direction.output], problem.epilogue
     for part, images in _parts(problem):
         operands = {
-            name: buffers[name][images] if name in ("channel_bias", "residual") else buffers[name]
+            name: buffers[name][images] if name in ("channel_bias", "residual", "saved") else buffers[name]
             for name in epilogue.operands
         }
-        results = apply_epilogue(part, y[images].astype("float64"), operands, buffers[RUN_PARAMETERS])
-        y[images] = round_once(results, problem.y.dtype)
+        results = apply_epilogue(part, output[images].astype("float64"), operands, buffers[RUN_PARAMETERS])
+        output[images] = round_once(results, problem.output.dtype)
 
 
 def _parts(problem: ProblemDescription) -> Iterator[tuple[ProblemDescription, slice]]:
     """The problem of some images, and where they are."""
-    each = max(1, _HOST_BLOCK // max(1, problem.y.size // problem.n))
+    each = max(1, _HOST_BLOCK // max(1, problem.output.size // problem.n))
     for first in range(0, problem.n, each):
         count = min(each, problem.n - first)
         x, y = (_of_images(tensor, count) for tensor in (problem.x, problem.y))

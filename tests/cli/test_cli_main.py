@@ -132,7 +132,7 @@ def test_unknown_command_is_a_usage_error() -> None:
     ("arguments", "code", "message"),
     [
         (("find",), 2, "give a problem: conv, convfp16, convbfp16, CBAInfer"),
-        (("find", "conv", "--bias", "-F", "3"), 2, "3 asks for a backward direction, and epilogue bias is of forward"),
+        (("find", "conv", "--bias", "-F", "3"), 2, "3 asks for backward_data, and epilogue bias is of forward"),
         (("find", "conv", "--bais"), 2, "No such option or flag: --bais. Did you mean --bias"),
         (
             ("tune", "--suite", "vgg16_fused", "--direction", "backward_data"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from typing import Any
 
 import pytest
 
-from miofind.core.epilogue import NO_EPILOGUE, Activation, Epilogue, EpilogueParameters, ResidualPosition
+from miofind.core.epilogue import DERIVATIVES, NO_EPILOGUE, Activation, Epilogue, EpilogueParameters, ResidualPosition
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, Role
 from miofind.errors import InvalidOptionError, InvalidProblemError
 
@@ -96,6 +97,44 @@ def test_gradients_take_no_epilogue(direction: Direction) -> None:
         fused("bias", direction=direction)
 
 
+def test_a_gradient_takes_a_residual_and_a_derivative() -> None:
+    problem = fused("residual.dgelu_tanh", direction="backward_data", dtype="float16", layout="NHWC")
+    assert problem.network_config.endswith("-e.residual.dgelu_tanh")
+    assert ProblemDescription.from_network_config(problem.network_config).operands == problem.operands
+    operands = {operand.name: operand for operand in problem.operands}
+    assert list(operands) == ["x", "w", "y", "residual", "saved"]
+    assert operands["residual"].tensor == operands["saved"].tensor == problem.x
+    assert operands["saved"].role is Role.INPUT
+    assert fused("residual", direction="backward_data").epilogue == fused("residual").epilogue
+    for derivative in Activation:
+        if derivative in DERIVATIVES:
+            epilogue = Epilogue.of(f"d{derivative}")
+            assert epilogue == Epilogue(derivative=derivative)
+            assert epilogue.directions == (Direction.BACKWARD_DATA,)
+            assert epilogue.nonlinearity is derivative
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"derivative": "tanh"}, "is not computed: use one of relu"),
+        ({"derivative": "relu", "bias": True}, "beside a derivative stands a residual alone"),
+        ({"derivative": "relu", "activation": "relu"}, "beside a derivative stands a residual alone"),
+        ({"derivative": "relu", "statistics": True}, "beside a derivative stands a residual alone"),
+        ({"derivative": "relu", "residual": "after"}, "write residual.drelu"),
+    ],
+)
+def test_what_does_not_go_with_a_derivative_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidProblemError, match=told):
+        Epilogue(**fields)
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_WEIGHTS])
+def test_derivatives_are_of_backward_data(direction: Direction) -> None:
+    with pytest.raises(InvalidProblemError, match="is of backward_data problems, not of"):
+        fused("drelu", direction=direction)
+
+
 def test_lifting_keeps_the_epilogue() -> None:
     lifted = fused("bias.relu.residual").lifted(3)
     assert lifted.epilogue.text == "bias.relu.residual"
@@ -129,6 +168,9 @@ def test_numbers_that_are_none_are_refused(wrong: dict[str, object]) -> None:
         ("clamp", ("alpha", "low", "high")),
         ("leaky_relu.residual", ("alpha", "beta", "slope")),
         ("elu", ("alpha", "slope")),
+        ("residual.dclamp", ("alpha", "beta", "low", "high")),
+        ("dleaky_relu", ("alpha", "slope")),
+        ("dsilu", ("alpha",)),
     ],
 )
 def test_an_epilogue_takes_the_numbers_that_change_what_it_does(text: str, numbers: tuple[str, ...]) -> None:

@@ -13,15 +13,16 @@ from mutants import cuda, host, host_epilogue
 from mutants.host import Call
 
 from miofind.compiler import Compiler
-from miofind.core.epilogue import Activation, EpilogueParameters
+from miofind.core.epilogue import DERIVATIVES, Activation, EpilogueParameters
 from miofind.core.operand import Operand
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.device_kernels import DeviceKernels
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.reference import numpy_dtype, round_once
+from miofind.solver.registry import Registry
 from miofind.solver.steps import RUN_PARAMETERS, Config
-from miofind.verify.claims import Claims
+from miofind.verify.claims import Claims, claims_of
 from miofind.verify.epilogue_bounds import BareSums, EpilogueStandard, fused_results
 from miofind.verify.epilogue_cuda import EpilogueTrial, epilogue_kernel
 from miofind.verify.ranges import UNSCALED, Powers
@@ -54,6 +55,9 @@ def uploaded(values: np.ndarray) -> Buffer:
 def random_operand(operand: Operand, random: np.random.Generator) -> np.ndarray:
     """In memory order, in the operand's dtype."""
     values = random.standard_normal(operand.tensor.size)
+    if operand.name == "saved":
+        values[::2] = np.rint(8 * values[::2]) / 4
+        values[1:42:2] = np.tile([math.inf, -math.inf, math.nan], 7)
     return round_once(values, operand.tensor.dtype).reshape(-1)
 
 
@@ -87,11 +91,51 @@ def test_the_kernel_agrees_with_the_host(
             check(problem, EpilogueStandard.of(problem, factor, rounds_twice=rounds_twice), device, compiler)
 
 
+@pytest.mark.parametrize("form", ["d{}", "residual.d{}"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_derivatives_of_the_kernel_agree_with_the_host(
+    derivative: Activation, dtype: str, form: str, device: Device, compiler: Compiler
+) -> None:
+    problem = gradient(form.format(derivative), dtype)
+    for factor, rounds_twice in ((None, False), (None, True), (1e-3, False), (1e-3, True)):
+        check(problem, EpilogueStandard.of(problem, factor, rounds_twice=rounds_twice), device, compiler)
+
+
+@pytest.mark.parametrize("form", ["d{}", "residual.d{}"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_derivatives_of_the_header_keep_the_declared_errors(
+    derivative: Activation, dtype: str, form: str, device: Device, compiler: Compiler
+) -> None:
+    problem = gradient(form.format(derivative), dtype)
+    solver = Registry.default()["ConvDirectNaive+Pointwise"]
+    config = solver.default_configs(problem, device)[0]
+    invoker = make_invoker(problem, device, solver, config, compiler)
+    with Verifier(problem, device, compiler) as verifier:
+        verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
+    assert verdict.ok, verdict.message
+
+
+def gradient(epilogue: str, dtype: str) -> ProblemDescription:
+    """Backward data of a stride that some pixels meet no tap of."""
+    return ProblemDescription.convolution(
+        x=(3, 12, 9, 8),
+        w=(18, 12, 1, 1),
+        stride=2,
+        direction="backward_data",
+        dtype=dtype,
+        layout="NHWC" if "residual" in epilogue else "NCHW",
+        epilogue=epilogue,
+    )
+
+
 def check(problem: ProblemDescription, standard: EpilogueStandard, device: Device, compiler: Compiler) -> None:
     random = np.random.default_rng(5)
     exact = standard.factor == 0
-    indices = None if exact else np.sort(random.choice(problem.y.size, 500, replace=False)).astype(np.int64)
-    count = problem.y.size if indices is None else indices.size
+    size = problem.output.size
+    indices = None if exact else np.sort(random.choice(size, 500, replace=False)).astype(np.int64)
+    count = size if indices is None else indices.size
     bare = bare_sums(random, count, exact=exact)
     operands = {o.name: random_operand(o, random) for o in problem.operands if o.name in problem.epilogue.operands}
     powers = UNSCALED if exact else Powers(first=(1, -2), second=(-3, 4))
@@ -110,8 +154,8 @@ def check(problem: ProblemDescription, standard: EpilogueStandard, device: Devic
 
 def scaled(problem: ProblemDescription, bare: BareSums, powers: Powers, indices: Any) -> BareSums:
     """The sums of inputs that powers of two multiply."""
-    flat = np.arange(problem.y.size) if indices is None else indices
-    image, channel, *_ = np.unravel_index(flat, problem.y.shape)
+    flat = np.arange(problem.output.size) if indices is None else indices
+    image, channel, *_ = np.unravel_index(flat, problem.output.shape)
     even_odd = [np.array(pair) for pair in powers.pairs]
     along = even_odd[0][image % 2] + even_odd[1][channel % 2]
     return BareSums(
@@ -137,7 +181,7 @@ def launched(
         scales = np.stack([bare.magnitudes, np.sqrt(bare.squares)], axis=1).astype(np.float32)
         inputs["scales"] = uploaded(scales)
     made = {"results": Buffer(8 * trial.count), "bounds": Buffer(8 * trial.count)}
-    names = ("indices", "sums", "scales", "scale", "bias", "channel_bias", "residual")
+    names = ("indices", "sums", "scales", "scale", "bias", "channel_bias", "residual", "saved")
     addresses = dict.fromkeys(names, 0) | {name: buffer.address for name, buffer in (inputs | made).items()}
     stream = cupy.cuda.get_current_stream()
     DeviceKernels(device, compiler).bind(kernel, arguments, addresses, stream.ptr)()
@@ -167,7 +211,8 @@ class Computed(Invoker):
         given[RUN_PARAMETERS] = parameters
         with np.errstate(all="ignore"):
             if self._change is None:
-                given["y"][...] = round_once(compute(self.problem, given), self.problem.y.dtype)
+                output = self.problem.output.dtype
+                given[self.problem.direction.output][...] = round_once(compute(self.problem, given), output)
             else:
                 self._change(Call(self.problem, given, None, self._state))
         for operand, address in zip(self.problem.operands, addresses, strict=True):

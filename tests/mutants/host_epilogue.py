@@ -7,7 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from miofind.core.epilogue import Activation, EpilogueParameters
-from miofind.epilogue_reference import activated, apply_epilogue, before_activation
+from miofind.epilogue_reference import (
+    activated,
+    apply_epilogue,
+    before_activation,
+    derivative_terms,
+    differentiated,
+)
 from miofind.reference import round_once
 from mutants.base import conv
 from mutants.host import Call, Wide, control, mutant
@@ -23,6 +29,12 @@ SILU = conv(epilogue="bias.silu")
 GELU = conv(epilogue="gelu", dtype="float16")
 WIDE_BIAS = conv(epilogue="float32.bias.silu", dtype="float16")
 SCALE = conv(epilogue="scale", dtype="float16")
+MASKED = conv(direction="backward_data", epilogue="residual.drelu", dtype="float16", layout="NHWC")
+CLAMPED = conv(direction="backward_data", epilogue="residual.dclamp", dtype="bfloat16")
+LEAKY_GRADIENT = conv(direction="backward_data", epilogue="dleaky_relu")
+SILU_GRADIENT = conv(direction="backward_data", epilogue="residual.dsilu", dtype="float16")
+GELU_GRADIENT = conv(direction="backward_data", epilogue="dgelu", layout="NHWC")
+HARDSWISH_GRADIENT = conv(direction="backward_data", epilogue="dhardswish", dtype="bfloat16")
 LONG = conv(x=(2, 64, 9, 9), w=(8, 32, 3, 3), dtype="float16", epilogue="bias.relu")
 
 
@@ -286,3 +298,135 @@ def epilogue_in_another_order(call: Call) -> None:
     added = (single["bias"] + single["channel_bias"])[:, :, None, None] + np.float32(numbers.beta) * single["residual"]
     v = factor * call.sums().astype(np.float32) + added
     call.write(activated(v.astype(np.float64), Activation.RELU))
+
+
+def _accumulated(call: Call) -> Wide:
+    """What a derivative is multiplied with."""
+    return before_activation(call.problem, call.sums(), call.tensors, call.parameters)
+
+
+@mutant(MASKED)
+def mask_before_the_residual(call: Call) -> None:
+    """The residual is added to what is multiplied by the derivative already."""
+    residual = call.parameters.beta * call.tensors["residual"].astype(np.float64)
+    call.write(call.finished(call.sums(), residual=_zeros(call, "residual")) + residual)
+
+
+@mutant(MASKED)
+def mask_of_the_neighbouring_pixel(call: Call) -> None:
+    """The derivative is taken at the next pixel of the row."""
+    call.write(call.finished(call.sums(), saved=np.roll(call.tensors["saved"], 1, axis=-1)))
+
+
+@mutant(MASKED)
+def mask_keeps_zeros(call: Call) -> None:
+    """The derivative of relu at 0 is 1."""
+    call.write(np.where(call.tensors["saved"] < 0, 0.0, _accumulated(call)))
+
+
+@mutant(MASKED)
+def mask_keeps_negative_zeros(call: Call) -> None:
+    """The mask is the sign's bit."""
+    call.write(np.where(np.signbit(call.tensors["saved"]), 0.0, _accumulated(call)))
+
+
+@mutant(MASKED)
+def mask_drops_nan(call: Call) -> None:
+    """Where what was saved is NaN the gradient is 0, as it is not larger than 0."""
+    call.write(np.where(call.tensors["saved"] > 0, _accumulated(call), 0.0))
+
+
+@mutant(MASKED)
+def mask_multiplies(call: Call) -> None:
+    """An infinity times the derivative 0 is NaN."""
+    call.write(_accumulated(call) * np.where(call.tensors["saved"] <= 0, 0.0, 1.0))
+
+
+@mutant(MASKED)
+def nothing_where_no_tap_meets(call: Call) -> None:
+    """Pixels that the stride leaves out are 0, without the residual."""
+    ones = {name: np.ones_like(values) for name, values in call.inputs.items()}
+    met = call.sums(**ones) != 0
+    call.write(np.where(met, call.finished(call.sums()), 0.0))
+
+
+@mutant(MASKED)
+def mask_of_the_gradient(call: Call) -> None:
+    """The mask is that of the sum, not of what was saved."""
+    v = _accumulated(call)
+    call.write(np.where(v <= 0, 0.0, v))
+
+
+@mutant(CLAMPED)
+def bounds_belong_to_the_inside(call: Call) -> None:
+    """The derivative of clamp at its bounds is 1."""
+    saved, numbers = call.tensors["saved"].astype(np.float64), call.parameters
+    call.write(np.where((saved < numbers.low) | (saved > numbers.high), 0.0, _accumulated(call)))
+
+
+@mutant(CLAMPED)
+def upper_bound_of_a_derivative_ignored(call: Call) -> None:
+    """The derivative is that of a clamp without an upper bound."""
+    numbers = replace(call.parameters, high=float("inf"))
+    call.write(apply_epilogue(call.problem, call.sums(), call.tensors, numbers))
+
+
+@mutant(LEAKY_GRADIENT)
+def slope_of_a_derivative_ignored(call: Call) -> None:
+    """The slope is the default, whatever the run's."""
+    _with_numbers(call, slope=None)
+
+
+@mutant(LEAKY_GRADIENT)
+def no_slope_at_zero(call: Call) -> None:
+    """The derivative of leaky_relu at 0 is 1."""
+    saved, v = call.tensors["saved"], _accumulated(call)
+    call.write(np.where(saved < 0, call.parameters.numbers(Activation.LEAKY_RELU)[2] * v, v))
+
+
+@mutant(SILU_GRADIENT)
+def derivative_at_the_result(call: Call) -> None:
+    """The derivative is taken at what the activation gave, not at what it was given."""
+    call.write(call.finished(call.sums(), saved=activated(call.tensors["saved"].astype(np.float64), Activation.SILU)))
+
+
+@mutant(SILU_GRADIENT)
+def activation_for_its_derivative(call: Call) -> None:
+    """The sum is multiplied by the activation."""
+    call.write(_accumulated(call) * activated(call.tensors["saved"].astype(np.float64), Activation.SILU))
+
+
+@mutant(GELU_GRADIENT)
+def derivative_of_another_gelu(call: Call) -> None:
+    """That of gelu_tanh."""
+    saved = call.tensors["saved"].astype(np.float64)
+    call.write(differentiated(_accumulated(call), saved, Activation.GELU_TANH))
+
+
+@mutant(GELU_GRADIENT)
+def derivative_without_the_density(call: Call) -> None:
+    """The derivative is the factor of the activation alone."""
+    factor, _ = derivative_terms(call.tensors["saved"].astype(np.float64), Activation.GELU)
+    call.write(_accumulated(call) * factor)
+
+
+@mutant(HARDSWISH_GRADIENT)
+def hardswish_is_curved_at_its_bounds(call: Call) -> None:
+    """At -3 and 3 the derivative is that of between."""
+    saved, v = call.tensors["saved"].astype(np.float64), _accumulated(call)
+    call.write(np.where(saved < -3, 0.0, np.where(saved <= 3, v * (saved / 3 + 0.5), v)))
+
+
+@control(MASKED, rounds_twice=True)
+def masks_behind_a_rounded_gradient(call: Call) -> None:
+    """Sums are rounded to float16 before the residual and the mask, and the solver says so."""
+    call.write(call.finished(round_once(call.sums(), call.problem.output.dtype).astype(np.float64)))
+
+
+@control(GELU_GRADIENT, deterministic=False)
+def derivative_in_float32(call: Call) -> None:
+    """The terms of the derivative are rounded to float32."""
+    terms = derivative_terms(call.tensors["saved"].astype(np.float64), Activation.GELU)
+    factor, summand = (term.astype(np.float32) for term in terms)
+    derivative = (factor + summand).astype(np.float64)
+    call.write(np.where(derivative == 0, 0.0, _accumulated(call) * derivative))

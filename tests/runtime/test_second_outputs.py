@@ -119,7 +119,7 @@ def test_second_outputs_share_no_memory(handle: miofind.Handle) -> None:
 
 
 def test_second_outputs_go_with_their_direction(handle: miofind.Handle) -> None:
-    with pytest.raises(InvalidProblemError, match="only backward weights have a bias gradient"):
+    with pytest.raises(InvalidProblemError, match="bias_gradient is of the epilogues of backward_weights"):
         miofind.convolution(X, W, bias_gradient=True, handle=handle)
     with pytest.raises(InvalidProblemError, match="statistics: backward_weights takes none"):
         miofind.convolution_backward_weights(DY, X, W.shape, statistics=True, handle=handle)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.steps import KernelStep, Scalar
+from miofind.solver.steps import KernelStep, Pointer, Scalar
 from miofind.solvers.pointwise.epilogue_pass import Walk, pass_ms, pass_step
 
 DEVICE = Device.virtual("90a")
@@ -165,3 +165,16 @@ def compiler(request: pytest.FixtureRequest) -> Compiler:
     pytest.importorskip("cuda.bindings.nvrtc")
     assert request.config.cache is not None
     return Compiler(BinaryCache(request.config.cache.mkdir("kernels"), max_bytes=1 << 31))
+
+
+@pytest.mark.parametrize("epilogue", ["residual", "residual.drelu", "dgelu", "residual.dsilu", "dgelu_tanh", "dclamp"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_passes_of_gradients_compile(compiler: Compiler, dtype: str, epilogue: str) -> None:
+    """One run of elements, whatever the layout, over dx."""
+    problem = ProblemDescription.convolution(
+        x=(2, 24, 9, 7), w=(8, 24, 3, 3), direction="backward_data", dtype=dtype, epilogue=epilogue
+    )
+    step = step_of(problem)
+    assert dict(step.defines)["WALK"] == Walk.FLAT
+    assert step.args[0] == Pointer(buffer="x")
+    compiler.build(step, "90a")

@@ -189,7 +189,7 @@ def test_exact_trials_are_exact_in_float32(products: int, shifted: bool) -> None
         epilogue="scale.bias.channel_bias.leaky_relu.residual",
     )
     numbers = trial_parameters(problem, Values.TERNARY, shifted=shifted)
-    values = operand_values(Values.TERNARY, shifted=shifted)
+    values = operand_values("residual", Values.TERNARY, shifted=shifted)
     most = 8 * math.sqrt(4 / 9 * products)
     sums = np.random.default_rng(4).integers(-math.ceil(most), math.ceil(most) + 1, 20_000).astype(np.float64)
     scale, bias, added, residual = (random_values(problem.y, values, seed).reshape(-1) for seed in range(4))

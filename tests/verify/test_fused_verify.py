@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_invokers import FakeInvoker, Run, compute, right, then
 
-from miofind.core.epilogue import DEFAULT_PARAMETERS, Activation
+from miofind.core.epilogue import DEFAULT_PARAMETERS, DERIVATIVES, Activation
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device
@@ -50,6 +50,24 @@ def test_right_results_pass(activation: Activation, dtype: str, form: str) -> No
         assert verdict.ok, verdict.message
         assert verdict.bound_ratio is not None
         assert verdict.bound_ratio <= 1
+
+
+@pytest.mark.parametrize("form", ["d{}", "residual.d{}"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_right_gradients_pass(derivative: Activation, dtype: str, form: str) -> None:
+    problem = ProblemDescription.convolution(
+        x=(3, 12, 8, 6),
+        w=(18, 12, 2, 1),
+        stride=(3, 2),
+        direction="backward_data",
+        dtype=dtype,
+        layout="NCHW" if dtype == "float32" else "NHWC",
+        epilogue=form.format(derivative),
+    )
+    for claims in (Claims(), Claims(exact=False)):
+        verdict = verify(problem, right(problem), claims)
+        assert verdict.ok, verdict.message
 
 
 @pytest.mark.parametrize("activation", Activation)
