@@ -16,13 +16,13 @@ from miofind.find.lookup.scopes import Coverage
 from miofind.options import FindEnforce, FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
-from miofind.solver.registry import COMPOSED_SUFFIX
+from miofind.solver.registry import COMPOSED_SUFFIX, composed_id
 from miofind.solver.steps import Config
 
 MAX_COMPOSED = 3
-"""Solvers whose composed forms a find measures, unless the options name more of these."""
+"""Solvers whose composed forms a find measures, beside those whose forms the options name."""
 _IN_REACH = 1.5
-"""A bare solution that is slower than the fastest by this factor is not composed."""
+"""A bare solution that is slower than the fastest by this factor is not composed, unless the options name its form."""
 _FUSED_IN_REACH = 2.0
 """A solver that is slower than the fastest by this factor without the epilogue is not tried with it: what is fastest
 may be composed, and its pass takes about half of a convolution's time at most."""
@@ -47,8 +47,9 @@ def bare_solutions(problem: ProblemDescription, options: FindOptions, handle: Ha
 
 def fastest_bare(found: Sequence[Solution], options: FindOptions) -> Choices:
     """What a bare problem's solutions, fastest first, give to compose."""
-    near = [solution for solution in found if solution.time_ms <= _IN_REACH * found[0].time_ms]
-    return first_of_each(((solution.solver_id, solution.config) for solution in near), options)
+    limit_ms = found[0].time_ms * _IN_REACH if found else 0.0
+    wanted = (each for each in found if each.time_ms <= limit_ms or _is_named(each.solver_id, options))
+    return first_of_each(((each.solver_id, each.config) for each in wanted), options)
 
 
 def out_of_reach(found: Sequence[Solution], options: FindOptions) -> dict[str, str]:
@@ -84,10 +85,14 @@ def is_bare_known(
 
 
 def first_of_each(candidates: Iterable[tuple[str, Config]], options: FindOptions) -> Choices:
-    """The first configuration of each of the first solvers among candidates."""
-    named = sum(name.endswith(COMPOSED_SUFFIX.lower()) for name in options.only)
+    """The first configuration of each of the first solvers among candidates, and of each whose form is named."""
     chosen: Choices = {}
     for solver_id, config in candidates:
-        if solver_id not in chosen and len(chosen) < max(MAX_COMPOSED, named):
+        if solver_id not in chosen and (len(chosen) < MAX_COMPOSED or _is_named(solver_id, options)):
             chosen[solver_id] = (config,)
     return chosen
+
+
+def _is_named(solver_id: str, options: FindOptions) -> bool:
+    """Whether the options ask for a solver's composed form by its id."""
+    return composed_id(solver_id).lower() in options.only

@@ -14,7 +14,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.epilogue_reference import apply_epilogue
 from miofind.errors import NoSolutionError, UnknownSolverError
-from miofind.find.composition import MAX_COMPOSED
+from miofind.find.composition import MAX_COMPOSED, bare_solutions, fastest_bare
 from miofind.find.lookup import validity
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.pipeline import estimates, find
@@ -204,6 +204,24 @@ def test_options_choose_forms_by_id(tuning: bool, database: Path) -> None:
         ids(only="ConvDirectNaive+Pointwise")
     with pytest.raises(UnknownSolverError, match="is no solver, algorithm or library"):
         FindOptions(only=("ConvDirectNiave+Pointwise",))
+
+
+def test_named_forms_are_composed_however_slow_their_solvers_are(database: Path) -> None:
+    named = ("ConvCpuDirect", "ConvCpuIm2colGemm")
+    with Handle("cpu", database=database) as handle:
+        find(PROBLEM.bare, FindOptions(), handle)
+        slowest = find(PROBLEM.bare, FindOptions(on_miss=OnMiss.ERROR), handle)[-1]
+        (history,) = handle.database.histories(handle.device.identity, PROBLEM.bare.network_config)
+        slower = [
+            replace(row, time_ms=100 * slowest.time_ms, created_at="", id="")
+            for row in history.rows
+            if row.solver_id == "ConvCpuDirect" and row.usable
+        ]
+        handle.database.record(handle.device.identity, PROBLEM.bare.network_config, slower)
+        assert "ConvCpuDirect" not in fastest_bare(bare_solutions(PROBLEM, FindOptions(), handle), FindOptions())
+        for only in (tuple(f"{name}+Pointwise" for name in named), ("ConvCpuDirect+Pointwise", "im2col_gemm")):
+            options = FindOptions(only=only)
+            assert fastest_bare(bare_solutions(PROBLEM, options, handle), options).keys() == set(named)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
