@@ -5,6 +5,7 @@ Every method either does what it says or raises; what to do without a database i
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -34,6 +35,9 @@ from miofind.finddb.values import (
     Verdict,
     from_json,
 )
+
+_MOST_ANSWERS = 1 << 12
+"""Answers of stores that a process keeps decoded, of some 10 KB each."""
 
 _BATCH = 100
 """Problems a transaction in work on a whole database, so that others get their turn between."""
@@ -386,6 +390,7 @@ class Store:
         return self._devices[place]
 
 
+@functools.lru_cache(maxsize=_MOST_ANSWERS)  # of the text, so that what others write meanwhile is seen
 def _decoded(device: str, network_config: str, payload: Any, packing: HistoryCodec | None = None) -> Answer:
     with legible():
         text = payload if packing is None else packing.answer_text(device, network_config, payload)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from miofind.compiler import kernel_hash
 from miofind.core.problem import ProblemDescription
@@ -17,6 +17,11 @@ from miofind.errors import MiofindError, described, raise_if_interrupted
 from miofind.solver.registry import composed, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config
+
+if TYPE_CHECKING:
+    from miofind.finddb import Answer
+    from miofind.options import FindOptions
+    from miofind.runtime.solution import Solution
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +35,43 @@ class Measured(NamedTuple):
     kernel_hash: str
 
 
+class Selection(NamedTuple):
+    """What became of stored rows.
+
+    Attributes:
+        void: solvers with rows of other versions or sources than they have now, or that they no longer stand by.
+        is_thin: whether the history may have faster rows that the request takes: of a solver of which an answer keeps
+            the best alone, some of these are not selected.
+        is_stale: whether other versions of libraries or driver measured some of the solutions.
+    """
+
+    solutions: list[Solution]
+    void: frozenset[str]
+    is_thin: bool
+    is_stale: bool
+
+
+class Selected(NamedTuple):
+    """What a request took of an answer."""
+
+    answer: Answer
+    options: FindOptions
+    selection: Selection
+
+
 class Refusals:
     """What today's solvers refuse of one problem on one device. Threads may share it: they may ask twice, no more.
 
     Attributes:
         device: where it is asked for.
+        last: what the last request took of the problem's answer: an equal one takes the same of that.
     """
 
-    __slots__ = ("_failing", "_of_rows", "_of_solvers", "_problem", "device")
+    __slots__ = ("_failing", "_of_rows", "_of_solvers", "_problem", "device", "last")
 
     def __init__(self, problem: ProblemDescription, device: Device) -> None:
         self.device = device
+        self.last: Selected | None = None
         self._problem = problem
         self._of_solvers: dict[Solver, Applicability | None] = {}
         self._of_rows: dict[tuple[Solver, Measured], Applicability] = {}

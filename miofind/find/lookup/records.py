@@ -14,11 +14,12 @@ from typing import NamedTuple
 from miofind.core.problem import ProblemDescription
 from miofind.find.lookup.failures import newest_rows, newest_statuses
 from miofind.find.lookup.scopes import WIDE_BOUNDS, Coverage, asked, considered, overwritten, requested_scope
-from miofind.find.lookup.stored import Selection, Stored, admits, answers_no_more, of_answer, of_rows, selected
+from miofind.find.lookup.stored import Stored, admits, answers_no_more, of_answer, of_rows, selected, selected_of
 from miofind.find.lookup.validity import is_valid
 from miofind.finddb import Answer, Scope
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
+from miofind.runtime.refusals import Selection
 from miofind.runtime.solution import Gaps, Solution
 from miofind.solver.registry import COMPOSED_SUFFIX
 
@@ -117,7 +118,7 @@ class _Request(NamedTuple):
         late = () if is_covered else self._not_considered(answer, hidden)
         if late is None:
             return None
-        found = self._taken(of_answer(answer))
+        found = self._taken_of(answer)
         hidden |= found.void
         if found.is_thin or (hidden and self._lacking(hidden, found)):
             found = self.of_all_histories()
@@ -130,7 +131,9 @@ class _Request(NamedTuple):
 
     def _ended_early(self, answer: Answer) -> bool:
         """Whether the request asks for the defaults and a budget ended all finds that an answer covers it by."""
-        return not self.options.searches and not answer.covers(replace(self.request, complete=True))
+        if self.options.searches:
+            return False
+        return not any(scope.complete and scope.covers(self.request) for scope in answer.scopes)
 
     def holds_any(self, answer: Answer) -> bool:
         """Whether an answer has anything for the request."""
@@ -183,6 +186,11 @@ class _Request(NamedTuple):
             admits=lambda row: admits(row, self.problem, self.options, self.handle),
         )
         return self._taken(of_rows(rows))
+
+    def _taken_of(self, answer: Answer) -> Selection:
+        if self.fresh:
+            return self._taken(of_answer(answer))
+        return selected_of(answer, self.problem, self.options, self.handle)
 
     def _taken(self, rows: Iterable[Stored]) -> Selection:
         return selected(rows, self.problem, self.options, self.handle, self.fresh)

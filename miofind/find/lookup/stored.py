@@ -19,8 +19,8 @@ from miofind.find.lookup.validity import current_environment, is_current
 from miofind.finddb import BEST_PER_SOLVER, Answer, Row
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
-from miofind.runtime.refusals import Measured, Refusals, stored_config
-from miofind.runtime.solution import Solution, SolutionList, Source
+from miofind.runtime.refusals import Measured, Refusals, Selected, Selection, stored_config
+from miofind.runtime.solution import Solution, SolutionList, Source, reordered
 from miofind.solver.candidate import Status
 from miofind.solver.solver import Solver
 
@@ -43,22 +43,6 @@ class Stored(NamedTuple):
     status: str
     samples: int
     contended: bool
-
-
-class Selection(NamedTuple):
-    """What became of rows.
-
-    Attributes:
-        void: solvers with rows of other versions or sources than they have now, or that they no longer stand by.
-        is_thin: whether the history may have faster rows that the request takes: of a solver of which an answer keeps
-            the best alone, some of these are not selected.
-        is_stale: whether other versions of libraries or driver measured some of the solutions.
-    """
-
-    solutions: list[Solution]
-    void: frozenset[str]
-    is_thin: bool
-    is_stale: bool
 
 
 _fields_of = operator.attrgetter(*Stored._fields)
@@ -90,6 +74,16 @@ def answers_no_more(row: Row | Stored, problem: ProblemDescription, handle: Hand
 def _is_refused(row: Row | Stored, solver: Solver, refusals: Refusals) -> bool:
     measured = Measured(row.config, row.workspace_bytes, row.deterministic, row.kernel_hash)
     return refusals.of_row(solver, measured).refused
+
+
+def selected_of(answer: Answer, problem: ProblemDescription, options: FindOptions, handle: Handle) -> Selection:
+    """Solutions of those of an answer's rows that a request takes; the last request's are made again without a look."""
+    refusals = handle.refusals(problem)
+    last = refusals.last
+    if last is None or last.answer is not answer or last.options != options:
+        found = selected(of_answer(answer), problem, options, handle, frozenset())
+        refusals.last = last = Selected(answer, options, found)
+    return last.selection._replace(solutions=reordered(last.selection.solutions, handle))
 
 
 def selected(
