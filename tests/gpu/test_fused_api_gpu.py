@@ -47,9 +47,16 @@ def host_arrays(problem: miofind.ProblemDescription) -> dict[str, np.ndarray]:
 
 def on_gpu(library: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     if library == "cupy":
-        return {name: cupy.asarray(array, order="K") for name, array in arrays.items()}
+        return {name: _in_cupy(array) for name, array in arrays.items()}
     torch = pytest.importorskip("torch")
     return {name: torch.from_numpy(array).cuda() for name, array in arrays.items()}
+
+
+def _in_cupy(array: np.ndarray) -> Any:
+    """The same in a CuPy array of the same memory order: `cupy.asarray` makes one of channels first."""
+    if array.flags.c_contiguous:
+        return cupy.asarray(array)
+    return cupy.moveaxis(cupy.asarray(np.moveaxis(array, 1, -1)), -1, 1)
 
 
 def assert_right(y: Any, problem: miofind.ProblemDescription, given: dict[str, np.ndarray], **numbers: float) -> None:
