@@ -175,91 +175,202 @@ __device__ __forceinline__ TermsAhead read_tile_terms_ahead(const Shape& shape, 
   return read_terms_ahead(epilogue, tile.group * channels + min(first + number * kTermsAhead, channels - 1));
 }
 
-// The residual of 8 accumulators of each thread, from where `stage_block` will lay the results of group `g` of a block.
-__device__ __forceinline__ void read_residual(float (&values)[8], unsigned from, int warp, int lane, int g) {
-  if constexpr (kElementBytes == 2) {
-    unsigned pairs[4];
-    if constexpr (SWAPPED)
-      load_transposed(pairs, from + swizzled_offset(16 * g + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
-    else
-      load_matrices(pairs, from + swizzled_offset(16 * warp + (lane & 15), 2 * g + (lane >> 4)));
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-      values[i] = convert<float>(reinterpret_cast<const Vector<EpilogueElement, 2>*>(&pairs[i / 2])->at[i % 2]);
+// Where a thread's part of group 0 of a block is staged, 16 columns of it, as `stage_block` lays it.
+__device__ __forceinline__ unsigned first_staged(unsigned block) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  if constexpr (SWAPPED) return block + swizzled_offset(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
+  if constexpr (kElementBytes == 2) return block + swizzled_offset(16 * warp + (lane & 15), lane >> 4);
+  return block + swizzled_offset(16 * warp + lane / 4, lane % 4 / 2) + 8 * (lane % 2);
+}
+
+// The same of group `g`: blocks are aligned to their rows, so that words are swizzled by bits of an address.
+__device__ __forceinline__ unsigned staged_group(unsigned first, int g) {
+  return SWAPPED ? first + 16 * g * kOutSwizzle : first ^ 16 * g * kElementBytes;
+}
+
+// Of float32: a pair of a thread's 8 results of a group.
+__device__ __forceinline__ unsigned staged_pair(unsigned group, int i) {
+  return (group ^ i / 4 * 32) + i / 2 % 2 * 8 * kOutSwizzle;
+}
+
+// The residual of 8 accumulators of each thread, as it is in memory.
+struct ResidualGroup {
+  unsigned words[kElementBytes / 2][4];
+
+  __device__ __forceinline__ float at(int i) const {
+    return convert<float>(reinterpret_cast<const EpilogueElement*>(words)[i]);
+  }
+};
+
+// The residual where a group will be staged; none unless it is loaded.
+__device__ __forceinline__ ResidualGroup read_residual(unsigned group) {
+  ResidualGroup residual = {};
+  if constexpr (!kLoadsResidual) return residual;
+  if constexpr (SWAPPED) {
+    load_transposed(residual.words[0], group);
+  } else if constexpr (kElementBytes == 2) {
+    load_matrices(residual.words[0], group);
   } else {
-    const int t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       unsigned pair[2];
-      const int row = 16 * warp + lane / 4 + i % 4 * 4;
-      load_shared(pair, from + swizzled_offset(row, 2 * (2 * g + i / 4) + t / 2) + 8 * (t % 2));
-      values[i] = __uint_as_float(pair[0]);
-      values[i + 1] = __uint_as_float(pair[1]);
+      load_shared(pair, staged_pair(group, i));
+      residual.words[i / 4][i % 4] = pair[0];
+      residual.words[i / 4][i % 4 + 1] = pair[1];
     }
   }
+  return residual;
 }
 
-// The terms of two neighbouring channels, of one image.
-__device__ __forceinline__ void pair_terms(ChannelTerms (&terms)[2], const Epilogue& epilogue, int64 image, int channel,
-                                           int channels) {
-  using Pair = Vector<EpilogueParameter, 2>;
-  if constexpr (kHasScale) {
-    const Pair scale = *reinterpret_cast<const Pair*>(epilogue.scale + channel);
-    terms[0].scale = convert<float>(scale.at[0]);
-    terms[1].scale = convert<float>(scale.at[1]);
+// Two neighbours in memory as they are there.
+template <typename T>
+struct RawPair {
+  Vector<unsigned, sizeof(T) / 2> words = {};
+
+  __device__ __forceinline__ void read(const T* from) { words = *reinterpret_cast<const decltype(words)*>(from); }
+  __device__ __forceinline__ float at(int k) const {
+    return convert<float>(reinterpret_cast<const Vector<T, 2>*>(&words)->at[k]);
   }
-  if constexpr (kHasBias) {
-    const Pair bias = *reinterpret_cast<const Pair*>(epilogue.bias + channel);
-    terms[0].bias = convert<float>(bias.at[0]);
-    terms[1].bias = convert<float>(bias.at[1]);
+};
+
+// Terms of the results of a block that a thread has: of rows `row` and row + 8, and pairs of columns from its first on.
+// `read` is called for a pair ahead of `at` for its results.
+template <bool kChannelsAreRows>
+struct BlockTerms;
+
+// A pair's columns are two neighbouring channels.
+template <>
+struct BlockTerms<false> {
+  struct Pair {
+    RawPair<EpilogueParameter> scale, bias;
+    RawPair<EpilogueElement> channel_bias[2];  // of both rows
+  };
+
+  const Epilogue& epilogue;
+  int64 first;     // of the thread's channels, among those of all groups
+  int64 image[2];  // of both rows: where its channel_bias begins
+  int left;        // columns from the first on that exist: an even number
+
+  __device__ __forceinline__ BlockTerms(const Shape& shape, const WorkTile& tile, const Epilogue& of, int row,
+                                        int column)
+      : epilogue(of) {
+    first = static_cast<int64>(tile.group) * shape.size_n + column;
+    left = shape.size_n - column;
+    if constexpr (kHasChannelBias)
+#pragma unroll
+      for (int below = 0; below < 2; below++)
+        image[below] = static_cast<int64>(min(row + 8 * below, shape.size_m - 1) / shape.image_pixels) * shape.groups *
+                       shape.size_n;
   }
-  if constexpr (kHasChannelBias) {
-    const auto more =
-        *reinterpret_cast<const Vector<EpilogueElement, 2>*>(epilogue.channel_bias + image * channels + channel);
-    terms[0].channel_bias = convert<float>(more.at[0]);
-    terms[1].channel_bias = convert<float>(more.at[1]);
+
+  __device__ __forceinline__ Pair read(int behind) const {
+    Pair pair;
+    if (behind >= left) return pair;
+    const int64 channel = first + behind;
+    if constexpr (kHasScale) pair.scale.read(epilogue.scale + channel);
+    if constexpr (kHasBias) pair.bias.read(epilogue.bias + channel);
+    if constexpr (kHasChannelBias)
+#pragma unroll
+      for (int below = 0; below < 2; below++)
+        pair.channel_bias[below].read(epilogue.channel_bias + image[below] + channel);
+    return pair;
+  }
+
+  __device__ __forceinline__ ChannelTerms at(const Pair& pair, int below, int column) const {
+    ChannelTerms terms = {1, 0, 0};
+    if constexpr (kHasScale) terms.scale = pair.scale.at(column % 2);
+    if constexpr (kHasBias) terms.bias = pair.bias.at(column % 2);
+    if constexpr (kHasChannelBias) terms.channel_bias = pair.channel_bias[below].at(column % 2);
+    return terms;
+  }
+};
+
+// Rows are channels, columns pixels: most often of one image.
+template <>
+struct BlockTerms<true> {
+  struct Pair {};
+
+  const Shape& shape;
+  const Epilogue& epilogue;
+  int first_column;
+  bool is_one_image;
+  int64 channel[2];
+  ChannelTerms terms[2];  // of the image of the block's first column
+
+  __device__ __forceinline__ BlockTerms(const Shape& of, const WorkTile& tile, const Epilogue& with, int row,
+                                        int column)
+      : shape(of), epilogue(with), first_column(column) {
+    const int block = column / kOutBlockN * kOutBlockN, last = min(block + kOutBlockN, shape.size_n) - 1;
+    const int image = kHasChannelBias ? image_of(block) : 0;
+    is_one_image = !kHasChannelBias || kNchwN || image_of(last) == image;
+#pragma unroll
+    for (int below = 0; below < 2; below++) {
+      channel[below] = static_cast<int64>(tile.group) * shape.size_m + min(row + 8 * below, shape.size_m - 1);
+      terms[below] = channel_terms(epilogue, image, channel[below], shape.groups * shape.size_m);
+    }
+  }
+
+  __device__ __forceinline__ int image_of(int column) const {
+    return pixel_at(shape.walk, kNchwN ? column / kBlockN : column).n;
+  }
+
+  __device__ __forceinline__ Pair read(int) const { return {}; }
+
+  __device__ __forceinline__ ChannelTerms at(const Pair&, int below, int column) const {
+    ChannelTerms here = terms[below];
+    if constexpr (kHasChannelBias && !kNchwN)
+      if (!is_one_image) {
+        const int64 image = image_of(min(first_column + column, shape.size_n - 1));
+        here.channel_bias = convert<float>(epilogue.channel_bias[image * shape.groups * shape.size_m + channel[below]]);
+      }
+    return here;
+  }
+};
+
+// Rounds 8 results of each thread to where a group is staged.
+__device__ __forceinline__ void stage_group(unsigned group, const float (&results)[8]) {
+  if constexpr (SWAPPED) {
+    stmatrix_trans(group, pack(results[0], results[1]), pack(results[2], results[3]), pack(results[4], results[5]),
+                   pack(results[6], results[7]));
+  } else if constexpr (kElementBytes == 2) {
+    stmatrix(group, pack(results[0], results[1]), pack(results[2], results[3]), pack(results[4], results[5]),
+             pack(results[6], results[7]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) store_shared_pair(staged_pair(group, i), results[i], results[i + 1]);
   }
 }
 
-// The results of a block of 64 rows of accumulators, laid out as they are; the residual is in `from` where it is
-// loaded.
+// Stages the results of a block of 64 rows of accumulators, 16 columns at a time: all results at once would spill. The
+// residual is where they will be staged, if it is loaded; a group's inputs are read ahead of the group before.
 __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
-                                             unsigned from, int first_m, int first_column, const float* acc,
-                                             float* results) {
+                                             unsigned staging, int first_m, int first_column, const float* acc) {
+  constexpr int kGroups = kOutBlockN / 16;
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const int row = first_m + 16 * warp + lane / 4;
-  ChannelTerms of_rows[2] = {{1, 0, 0}, {1, 0, 0}};
-  if constexpr (kPixelsAreN && !kHasChannelBias)
+  const int column = first_column + 2 * (lane % 4);
+  const unsigned first = opaque(first_staged(staging));  // else addresses of all blocks are kept in registers
+  const BlockTerms<kPixelsAreN> terms(shape, tile, epilogue, row, column);
+  typename BlockTerms<kPixelsAreN>::Pair pairs[kGroups][2] = {{terms.read(0), terms.read(8)}};
+  ResidualGroup residual[kGroups] = {read_residual(first)};
 #pragma unroll
-    for (int below = 0; below < 2; below++)
-      if (row + 8 * below < shape.size_m)
-        of_rows[below] = channel_terms(epilogue, 0, tile.group * shape.size_m + row + 8 * below, 0);
-#pragma unroll
-  for (int g = 0; g < kOutBlockN / 16; g++) {
-    float residual[8] = {};
-    if constexpr (kLoadsResidual) read_residual(residual, from, warp, lane, g);
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) {  // a pair of a row's neighbouring columns
-      const int below = i / 2 % 2, column = first_column + 16 * g + i / 4 * 8 + 2 * (lane % 4);
-      ChannelTerms terms[2] = {of_rows[below], of_rows[below]};
-      if constexpr (!kPixelsAreN) {
-        const int channels = shape.groups * shape.size_n, inside = min(column, shape.size_n - 2);
-        const int image = kHasChannelBias ? min(row + 8 * below, shape.size_m - 1) / shape.image_pixels : 0;
-        pair_terms(terms, epilogue, image, tile.group * shape.size_n + inside, channels);
-      }
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        if constexpr (kPixelsAreN && (kHasChannelBias || (kHasResidual && !kLoadsResidual))) {
-          const ResultPlace place = result_place(shape, tile, row + 8 * below, column + k);
-          if constexpr (kHasChannelBias)
-            if (place.at >= 0)
-              terms[k] = channel_terms(epilogue, place.image, place.channel, shape.groups * shape.size_m);
-          if constexpr (kHasResidual && !kLoadsResidual)
-            if (place.at >= 0) residual[i + k] = convert<float>(epilogue.residual[place.at]);
-        }
-        results[8 * g + i + k] = finish(acc[8 * g + i + k], terms[k], residual[i + k], epilogue);
-      }
+  for (int g = 0; g < kGroups; g++) {
+    if (g + 1 < kGroups) {
+      pairs[g + 1][0] = terms.read(16 * g + 16);
+      pairs[g + 1][1] = terms.read(16 * g + 24);
+      residual[g + 1] = read_residual(staged_group(first, g + 1));
     }
+    float results[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int below = i / 2 % 2, behind = 16 * g + i / 4 * 8 + i % 2;
+      float added = kLoadsResidual ? residual[g].at(i) : 0;
+      if constexpr (kHasResidual && !kLoadsResidual)
+        if (const ResultPlace place = result_place(shape, tile, row + 8 * below, column + behind); place.at >= 0)
+          added = convert<float>(epilogue.residual[place.at]);
+      results[i] = finish(acc[8 * g + i], terms.at(pairs[g][i / 4], below, behind), added, epilogue);
+    }
+    stage_group(staged_group(first, g), results);
   }
 }
 
@@ -417,10 +528,8 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       const int first_column = tile.tile_n * kTileN + block * kOutBlockN;
       if (SWAPPED ? first_column >= shape.size_n : !is_inside(shape, n_block_at(shape, tile.tile_n, block))) break;
 #ifdef EPILOGUE
-      float results[kOutBlockN / 2];
       if constexpr (kLoadsResidual) residual.wait(buffer);
-      finish_block(shape, tile, epilogue, buffer, first_m, first_column, acc[r] + block * kOutBlockN / 2, results);
-      stage_block(buffer, thread / 32, thread % 32, results);
+      finish_block(shape, tile, epilogue, buffer, first_m, first_column, acc[r] + block * kOutBlockN / 2);
 #else
       stage_block(buffer, thread / 32, thread % 32, acc[r] + block * kOutBlockN / 2);
 #endif
