@@ -41,10 +41,10 @@ def check_fused(
     """Fail where a result is further from the reference than its rounding and a float32 sum allow."""
     seed = int(np.random.default_rng().integers(1 << 30))
     inputs = random_inputs(problem, seed)
-    sums = reference_on_host(problem, x=inputs["x"], w=inputs["w"])
+    sums = reference_on_host(problem, **{name: inputs[name] for name in problem.direction.inputs})
     wanted = apply_epilogue(problem, sums, inputs, NUMBERS)
     got = DeviceRun.of(problem, solver, config, device, compiler).output(inputs, NUMBERS)
-    half_ulp = 2.0 ** -(problem.y.dtype.mantissa_bits + 1)
+    half_ulp = 2.0 ** -(problem.output.dtype.mantissa_bits + 1)
     np.testing.assert_allclose(
         got, wanted, rtol=1.05 * half_ulp, atol=_SUM_ERROR, err_msg=f"{problem} {config.json} seed={seed}"
     )

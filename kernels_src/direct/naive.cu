@@ -86,7 +86,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     direct_naive_backward_data(const T_Y* __restrict__ dy, const T_W* __restrict__ w, T_X* __restrict__ dx,
+#ifdef EPILOGUE
+                               const __grid_constant__ Geometry conv, const __grid_constant__ Epilogue epilogue) {
+#else
                                const __grid_constant__ Geometry conv) {
+#endif
   const int64 total = int64(conv.n) * conv.c * conv.size[0] * conv.size[1] * conv.size[2];
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 rank = int64(blockIdx.x) * kThreads + threadIdx.x; rank < total; rank += int64(gridDim.x) * kThreads) {
@@ -107,7 +111,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           const T_W* w_tap = w_base + tz * conv.w.at[0] + ty * conv.w.at[1] + tx * conv.w.at[2];
           sum = dot(dy_tap, conv.y.c, w_tap, conv.w.n, group_k, sum);
         }
+#ifdef EPILOGUE
+    dx[rank] = convert<T_X>(finish_at(static_cast<EpilogueNumber>(sum), epilogue, in.n, in.c, conv.c, rank));
+#else
     dx[rank] = convert<T_X>(sum);
+#endif
   }
 }
 

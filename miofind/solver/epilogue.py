@@ -29,9 +29,14 @@ def epilogue_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int]
     )
 
 
-def epilogue_arguments(problem: ProblemDescription) -> tuple[EpilogueArgument, ...]:
-    """What a fused kernel takes as `Epilogue`, after its other arguments; nothing for a bare problem."""
+def epilogue_arguments(problem: ProblemDescription, first: int = 0) -> tuple[EpilogueArgument, ...]:
+    """What a fused kernel takes as `Epilogue`, after its other arguments; nothing for a bare problem.
+
+    Args:
+        first: element that the kernel's output begins at, as do the tensors that are read with it.
+    """
     if not problem.epilogue:
         return ()
-    pointers = {name: Pointer(buffer=name) for name in problem.epilogue.operands}
+    offsets = dict.fromkeys(("residual", "saved"), first * problem.output.dtype.itemsize)
+    pointers = {name: Pointer(buffer=name, offset_bytes=offsets.get(name, 0)) for name in problem.epilogue.operands}
     return (EpilogueArgument(activation=problem.epilogue.nonlinearity, number=problem.accumulator.value, **pointers),)

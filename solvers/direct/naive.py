@@ -55,6 +55,9 @@ class ConvDirectNaive(Solver):
             ProblemDescription.convolution(x=(1, 3, 20), w=(5, 3, 7), padding=((3, 2),), dtype=DataType.FLOAT64),
             ProblemDescription.convolution(x=(1, 2, 5, 6, 7), w=(2, 2, 3, 3, 3), dilation=2, dtype=DataType.BFLOAT16),
             ProblemDescription.convolution(x=(1, 8, 8, 8), w=(8, 8, 1, 1), dtype=mixed, layout=layouts),
+            ProblemDescription.convolution(
+                x=(2, 4, 9), w=(6, 2, 2), stride=3, groups=2, direction="backward_data", epilogue="residual.dgelu"
+            ),
             ProblemDescription.convolution(x=(2, 4, 9), w=(6, 2, 3), groups=2, epilogue="scale.bias.channel_bias.gelu"),
             ProblemDescription.convolution(
                 x=(2, 3, 5, 4), w=(7, 3, 3, 3), padding=1, dtype="float64", layout="NHWC", epilogue="bias.mish.residual"
@@ -63,6 +66,9 @@ class ConvDirectNaive(Solver):
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         return APPLICABLE

@@ -164,7 +164,7 @@ def _launch(conv: Correlation, config: Config) -> KernelStep:
             Pointer(buffer="w", offset_bytes=filter_first * itemsize),
             Pointer(buffer=target, offset_bytes=out_first * itemsize),
             _shape(conv),
-            *epilogue_arguments(conv.problem),
+            *epilogue_arguments(conv.problem, out_first),
         ),
     )
 
@@ -349,7 +349,7 @@ class ConvDirectTiled(Solver):
     sources = ("direct/tiled.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        convolution = ProblemDescription.convolution
+        convolution, data = ProblemDescription.convolution, Direction.BACKWARD_DATA
         return (
             convolution(x=(2, 19, 17, 15), w=(37, 19, 3, 3), padding=1),
             convolution(x=(2, 16, 14, 14), w=(24, 16, 1, 1), dtype=DataType.FLOAT16, layout=Layout.NHWC),
@@ -357,13 +357,17 @@ class ConvDirectTiled(Solver):
             convolution(
                 x=(2, 16, 9, 9), w=(24, 8, 1, 1), groups=2, layout=Layout.NHWC, epilogue="scale.bias.tanh.residual"
             ),
+            convolution(x=(2, 8, 13, 12), w=(12, 8, 1, 1), stride=2, direction=data, epilogue="residual.drelu"),
             convolution(x=(1, 32, 15, 15), w=(32, 1, 5, 5), padding=2, stride=2, groups=32, dtype=DataType.BFLOAT16),
-            convolution(x=(2, 8, 13, 12), w=(12, 4, 3, 3), stride=2, groups=2, direction=Direction.BACKWARD_DATA),
-            convolution(x=(1, 6, 40), w=(10, 6, 7), dilation=3, padding=9, direction=Direction.BACKWARD_DATA),
+            convolution(x=(2, 8, 13, 12), w=(12, 4, 3, 3), stride=2, groups=2, direction=data),
+            convolution(x=(1, 6, 40), w=(10, 6, 7), dilation=3, padding=9, direction=data),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:

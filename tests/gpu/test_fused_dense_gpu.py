@@ -25,6 +25,7 @@ pytestmark = pytest.mark.gpu
 NHWC = {"dtype": "float16", "layout": "NHWC"}
 Y_FIRST = {"dtype": "float16", "layout": {"x": "NHWC", "w": "NHWC", "y": "NCHW"}}
 EPILOGUES = ("bias.relu", "scale.bias.residual.clamp", "float32.bias.silu.residual", "channel_bias.residual.leaky_relu")
+GRADIENTS = ("residual", "drelu", "residual.dclamp", "residual.dsilu")
 WGMMA: dict[str, dict[str, Any]] = {
     "walked": {"x": (2, 264, 13, 12), "w": (136, 264, 2, 3), "padding": 1, **NHWC},
     "groups": {"x": (2, 160, 13, 12), "w": (256, 80, 3, 3), "padding": ((1, 0), (2, 1)), "groups": 2, **NHWC},
@@ -89,6 +90,20 @@ def test_direct_kernels_apply_it(solver_id: str, shape: str, epilogue: str, devi
     if len(solver.parameters) > 3:
         configs += drawn(solver, problem, device, 2)
     check(solver, problem, device, list(dict.fromkeys(configs)))
+
+
+@pytest.mark.parametrize("epilogue", GRADIENTS)
+@pytest.mark.parametrize("shape", DIRECT)
+@pytest.mark.parametrize("solver_id", ["ConvDirectNaive", "ConvDirectTiled"])
+def test_direct_kernels_fuse_gradients(solver_id: str, shape: str, epilogue: str, device: Device) -> None:
+    """Some of these strides leave pixels that no tap meets."""
+    for stride in (1, 3):
+        fields = {**DIRECT[shape], "direction": "backward_data", "stride": stride}
+        solver, problem = Registry.default()[solver_id], fused(fields, epilogue)
+        configs = list(solver.default_configs(problem, device)[:2])
+        if len(solver.parameters) > 3:
+            configs += drawn(solver, problem, device, 2)
+        check(solver, problem, device, list(dict.fromkeys(configs)))
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
