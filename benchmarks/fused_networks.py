@@ -3,12 +3,12 @@
     python benchmarks/fused_networks.py --gpus 4 --stop-after 500
     python benchmarks/fused_networks.py --networks resnet50 --dtypes float16 --layouts NHWC --batches 32
 
-Times the suites `*_fused`, the most telling case first. What the FindDB does not answer is found first, within --budget
-seconds of measuring a problem and as many for a search of cuDNN's engines, and recorded in --db. Each GPU has a process
-of its own (CUDA_VISIBLE_DEVICES) for its share. The files of --folder keep what was timed: the same command goes on
-with what is left, and begins anew where they are of another commit. The last lines are a table of the networks: sums of
-a forward pass in milliseconds, and the others' time over miofind's by the sums (in brackets: the geometric mean over
-the distinct layers).
+Times the suites `*_fused` and the passes of `resnet50_training`, the most telling case first. What the FindDB does not
+answer is found first, within --budget seconds of measuring a problem and --rival-budget for a search of cuDNN's
+engines, and recorded in --db. Each GPU has a process of its own (CUDA_VISIBLE_DEVICES) for its share. The files of
+--folder keep what was timed: the same command goes on with what is left, and begins anew where they are of another
+commit. The last lines are a table of the networks: sums of a forward pass in milliseconds, and the others' time over
+miofind's by the sums (in brackets: the geometric mean over the distinct layers).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from miofind.bench.rivals import Rival
 from miofind.cli.bench import bench_versions, network_json, row_json
 from miofind.compiler import CompilePool
 from miofind.compiler.build import processors
-from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.finddb import MEMORY
 from miofind.options import FindOptions
@@ -44,6 +44,8 @@ from miofind.suites import SuiteProblem, load_suite, suite_names
 NAME = figures.FUSED
 ENDING = "_fused"
 NETWORKS = tuple(name.removesuffix(ENDING) for name in suite_names() if name.endswith(ENDING))
+TRAINING = {f"resnet50_training_{direction}": direction for direction in Direction}
+"""The passes of a training step, by what they are called."""
 DTYPES = (DataType.FLOAT16, DataType.BFLOAT16)
 LAYOUTS = (Layout.NHWC, Layout.NCHW)
 BATCHES = ("32", "1", "64")
@@ -102,10 +104,23 @@ def asked(arguments: argparse.Namespace) -> list[Asked]:
         Asked(case=case, entry=entry)
         for case in cases
         for network in arguments.networks
-        for entry in load_suite(network + ENDING).problems(
-            batch=min(case.batch, LARGEST_BATCH.get(network, case.batch)), dtype=case.dtype, layout=case.layout
-        )
+        for entry in layers_of(network, case)
     ]
+
+
+def layers_of(network: str, case: Case) -> list[SuiteProblem]:
+    """A network's layers in a case; those of a training step's pass that have an epilogue, by its name for a suite."""
+    batch = min(case.batch, LARGEST_BATCH.get(network, case.batch))
+    if network in TRAINING:
+        step = load_suite("resnet50_training").problems(batch=batch, dtype=case.dtype, layout=case.layout)
+        of_pass = (entry for entry in step if entry.problem.direction is TRAINING[network])
+        return [replace(entry, suite=network) for entry in of_pass if entry.problem.epilogue]
+    return load_suite(network + ENDING).problems(batch=batch, dtype=case.dtype, layout=case.layout)
+
+
+def suite_of(network: str) -> str:
+    """What rows call a network."""
+    return network if network in TRAINING else network + ENDING
 
 
 def kept_rows(folder: Path, of: str) -> dict[str, dict[str, Any]]:
@@ -138,8 +153,13 @@ def time_share(arguments: argparse.Namespace) -> None:
             told = {"gpu": handle.device.name, "versions": bench_versions(handle.device), "row": row_json(row)}
             print(json.dumps(told, allow_nan=False), file=file, flush=True)
 
-        options = FindOptions(time_budget_s=arguments.budget)
-        timing = Timing(handle=handle, options=options, deadline=deadline, workers=processors() // every)
+        timing = Timing(
+            handle=handle,
+            options=FindOptions(time_budget_s=arguments.budget),
+            rival_options=FindOptions(time_budget_s=arguments.rival_budget, tuning=True),
+            deadline=deadline,
+            workers=processors() // every,
+        )
         with contextlib.suppress(Late):
             time_all([each.entry for each in left], timing, take)
 
@@ -149,13 +169,15 @@ class Timing:
     """With what layers are found and timed.
 
     Attributes:
-        options: of a find; cuDNN's engines are searched for as long, so that a rival is its best.
+        options: of a find.
+        rival_options: of a search of cuDNN's engines, so that a rival is its best.
         deadline: when no further layer begins, by time.monotonic.
         workers: compiling processes.
     """
 
     handle: miofind.Handle
     options: FindOptions
+    rival_options: FindOptions
     deadline: float
     workers: int
 
@@ -184,7 +206,7 @@ def time_all(entries: Sequence[SuiteProblem], timing: Timing, take: Callable[[Be
                 timing.handle,
                 timing.options,
                 against=AGAINST,
-                rival_options=replace(timing.options, tuning=True),
+                rival_options=timing.rival_options,
                 ceilings=ceilings,
                 pool=pool,
                 on_found=check,
@@ -195,7 +217,8 @@ def time_all(entries: Sequence[SuiteProblem], timing: Timing, take: Callable[[Be
 def share_command(arguments: argparse.Namespace, number: int, file: Path) -> list[str]:
     """The command of one GPU's process."""
     words = ["--share", f"{number + 1}/{arguments.gpus}", "--rows", str(file), "--folder", str(arguments.folder)]
-    words += ["--stop-after", str(arguments.stop_after), "--budget", str(arguments.budget)]
+    words += ["--stop-after", str(arguments.stop_after)]
+    words += ["--budget", str(arguments.budget), "--rival-budget", str(arguments.rival_budget)]
     words += ["--commit", arguments.commit, *(["--db", str(arguments.db)] if arguments.db else [])]
     for name in ("networks", "dtypes", "layouts", "batches"):
         words += [f"--{name}", ",".join(getattr(arguments, name))]
@@ -205,7 +228,7 @@ def share_command(arguments: argparse.Namespace, number: int, file: Path) -> lis
 def merge(told: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> int:
     """Add rows to those of the folder that are of the same commit, and write its files; returns how many are left."""
     rows = kept_rows(arguments.folder, arguments.commit) | {key_of(line["row"]): line["row"] for line in told}
-    layers = asked(argparse.Namespace(networks=NETWORKS, dtypes=DTYPES, layouts=LAYOUTS, batches=BATCHES))
+    layers = asked(argparse.Namespace(networks=(*NETWORKS, *TRAINING), dtypes=DTYPES, layouts=LAYOUTS, batches=BATCHES))
     files: dict[Case, list[dict[str, Any]]] = {}
     for each in layers:
         if each.key in rows:
@@ -225,7 +248,8 @@ def content_of(
     return {
         "gpu": told["gpu"],
         "commit": arguments.commit,
-        "command": f"python benchmarks/{NAME}.py --budget {arguments.budget:g}",
+        "command": f"python benchmarks/{NAME}.py --budget {arguments.budget:g} "
+        f"--rival-budget {arguments.rival_budget:g}",
         "versions": told["versions"],
         "networks": [network_json(network) for network in networks_of(case, rows)],
         "rows": list(rows),
@@ -236,7 +260,8 @@ def networks_of(case: Case, rows: Iterable[Mapping[str, Any]]) -> list[NetworkTi
     """The networks of a case, whose sums are None where a layer is missing."""
     rows = list(rows)
     known = {key_of(row) for row in rows}
-    names = [network for network in NETWORKS if any(row["suite"] == network + ENDING for row in rows)]
+    there = {row["suite"] for row in rows}
+    names = [network for network in (*NETWORKS, *TRAINING) if suite_of(network) in there]
     arguments = argparse.Namespace(networks=names, dtypes=[case.dtype], layouts=[case.layout], batches=[case.batch])
     missing = [BenchRow(entry=each.entry) for each in asked(arguments) if each.key not in known]
     return network_times([*map(bench_row_of, rows), *missing], AGAINST)
@@ -282,11 +307,15 @@ def number(value: float | None) -> str:
 
 def main() -> None:
     parser = script.parser(__doc__)
-    parser.add_argument("--networks", type=script.several(NETWORKS), default=NETWORKS, help=",".join(NETWORKS))
+    networks = (*NETWORKS, *TRAINING)
+    parser.add_argument("--networks", type=script.several(networks), default=networks, help=",".join(networks))
     parser.add_argument("--dtypes", type=script.several(DTYPES), default=DTYPES, help=",".join(DTYPES))
     parser.add_argument("--layouts", type=script.several(LAYOUTS), default=LAYOUTS, help=",".join(LAYOUTS))
     parser.add_argument("--batches", type=script.several(BATCHES), default=BATCHES[:2], help=",".join(BATCHES))
-    parser.add_argument("--budget", type=script.seconds, default=6.0, help="seconds of measuring in a problem's find")
+    parser.add_argument("--budget", type=script.seconds, default=10.0, help="seconds of measuring in a problem's find")
+    parser.add_argument(
+        "--rival-budget", type=script.seconds, default=4.0, help="seconds of a search of cuDNN's engines"
+    )
     parser.add_argument("--db", type=Path, help="FindDB that what is found is recorded in; by default none")
     parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host, a process each")
     parser.add_argument("--stop-after", type=script.seconds, default=500.0, help="begin no problem after so long")

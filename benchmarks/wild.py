@@ -29,7 +29,7 @@ import script
 
 import miofind
 from miofind.compiler import BinaryCache, Compiler
-from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
+from miofind.core.epilogue import DERIVATIVES, Activation, Epilogue, ResidualPosition
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library
 from miofind.device.environment import versions
@@ -132,10 +132,13 @@ def in_order(handle: miofind.Handle) -> list[Solver]:
 
 
 def with_epilogue(problem: ProblemDescription, seed: int) -> ProblemDescription:
-    """A forward problem with an epilogue that its text and the seed choose; one of another direction as it is."""
-    if problem.direction is not Direction.FORWARD:
-        return problem
+    """A problem with an epilogue that its text and the seed choose."""
     draw = random.Random(f"{seed} {problem.network_config}")
+    if problem.direction is Direction.BACKWARD_WEIGHTS:
+        return replace(problem, epilogue=Epilogue(bias_gradient=True))
+    if problem.direction is Direction.BACKWARD_DATA:
+        position = draw.choice([ResidualPosition.NONE, ResidualPosition.BEFORE])
+        return replace(problem, epilogue=Epilogue(residual=position, derivative=draw.choice(DERIVATIVES)))
     narrow = problem.y.dtype in (DataType.FLOAT16, DataType.BFLOAT16)
     epilogue = Epilogue(
         scale=draw.random() < 0.4,
@@ -144,6 +147,7 @@ def with_epilogue(problem: ProblemDescription, seed: int) -> ProblemDescription:
         residual=draw.choice([*ResidualPosition]),
         activation=draw.choice([*Activation]),
         parameter_dtype=DataType.FLOAT32 if narrow and draw.random() < 0.5 else None,
+        statistics=draw.random() < 0.2,
     )
     return replace(problem, epilogue=epilogue)
 
@@ -190,7 +194,7 @@ def main() -> None:
     parser.add_argument(
         "--configs", type=script.at_least(0), default=0, help="random configurations of each solver of --only"
     )
-    parser.add_argument("--epilogues", type=script.count, metavar="SEED", help="random epilogues of forward problems")
+    parser.add_argument("--epilogues", type=script.count, metavar="SEED", help="give each a random epilogue")
     parser.add_argument("--layout", choices=[*map(str, Layout)], help="of all tensors, instead of the suites'")
     parser.add_argument("--math", choices=[*map(str, MathMode)], help="of the float32 problems")
     arguments = parser.parse_args()

@@ -1,6 +1,7 @@
-"""Writes the suites of whole networks with epilogues, miofind/suites/*_fused.csv, from the networks' architectures.
+"""Writes the suites of whole networks with epilogues, from the networks' architectures.
 
-Layers are those of inference: batch norms are folded, what follows a convolution element by element is its epilogue.
+Layers of miofind/suites/*_fused.csv are those of inference: batch norms are folded, what follows a convolution element
+by element is its epilogue. Those of resnet50_training.csv are the three passes of a training step.
 Equal layers are one row with a count. With --check nothing is written and files that differ are named.
 Sources: torchvision 0.28 (resnet, vgg, mobilenetv2, efficientnet, convnext), ultralytics (cfg/models/v8/yolov8.yaml,
 nn/modules/block.py, head.py), diffusers 0.42 (models/unets, models/autoencoders/vae.py, models/resnet.py),
@@ -85,6 +86,37 @@ def _resnet(*, groups: int, width: int) -> Network:
             if block == 0:
                 _strided_1x1(net, f"{name}.downsample.0", x, 4 * planes, stride)
             x = net.conv(f"{name}.conv3", y, 4 * planes, epilogue="bias.residual.relu")
+    return net
+
+
+def resnet50_training() -> Network:
+    """The passes of a training step as they fuse.
+
+    Forward, batch norm wants the statistics. Backward, dx meets the ReLU that made x, and at a block's entrance the
+    gradient of the skip before it; what max pooling made has no ReLU behind it, and images want no gradient.
+    """
+    net = Network()
+
+    def conv(name: str, x: Image, k: int, taps: int = 1, *, stride: int = 1, data: str | None = "drelu") -> Image:
+        pad = taps // 2
+        sizes = (x.c, x.size, x.size, k, taps, taps, pad, pad, stride, stride, 1, 1, 1)
+        net.add(name, sizes, "statistics", "forward")
+        if data is not None:
+            net.add(name, sizes, data, "backward_data")
+        net.add(name, sizes, "bias_gradient", "backward_weights")
+        return Image(k, (x.size + 2 * pad - taps) // stride + 1)
+
+    x = conv("conv1", Image(3, 224), 64, 7, stride=2, data=None)
+    x = Image(x.c, x.size // 2)  # max pooling
+    for stage, blocks in enumerate((3, 4, 6, 3), start=1):
+        planes = 64 << stage - 1
+        for block in range(blocks):
+            name, stride = f"layer{stage}.{block}", 2 if stage > 1 and block == 0 else 1
+            y = conv(f"{name}.conv1", x, planes, data="residual" if stage == 1 and block == 0 else "residual.drelu")
+            y = conv(f"{name}.conv2", y, planes, 3, stride=stride)
+            if block == 0:
+                conv(f"{name}.downsample.0", x, 4 * planes, stride=stride, data="")
+            x = conv(f"{name}.conv3", y, 4 * planes)
     return net
 
 
@@ -305,7 +337,8 @@ NETWORKS: dict[str, Callable[[], Network]] = {
 
 def tables() -> dict[Path, str]:
     """The text of each file."""
-    return {FOLDER / f"{name}_fused.csv": make().table(f"{name}_fused") for name, make in NETWORKS.items()}
+    made = {f"{name}_fused": make() for name, make in NETWORKS.items()} | {"resnet50_training": resnet50_training()}
+    return {FOLDER / f"{suite}.csv": network.table(suite) for suite, network in made.items()}
 
 
 def main() -> None:

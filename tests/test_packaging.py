@@ -158,7 +158,7 @@ def _subclasses(kind: type[miofind.MiofindError]) -> Iterator[type[miofind.Miofi
 def test_package_data_is_there() -> None:
     package = importlib.resources.files("miofind")
     assert (package / "py.typed").is_file()
-    assert len(suite_names()) == 27
+    assert len(suite_names()) == 28
     assert (package / "suites" / "README.md").is_file()
     assert any(family.is_dir() and any(family.glob("*.cu")) for family in (package / "kernels_src").iterdir())
     assert any(file.name.endswith(".cuh") for file in (package / "kernels_src" / "common").iterdir())

@@ -97,6 +97,8 @@ class TorchRival:
             result.add_(given["residual"])
         if epilogue.activation is not Activation.NONE:
             result = _activated(self._torch, result, epilogue.activation)
+        if epilogue.derivative is not Activation.NONE:
+            result = _gradient(self._torch, result, given["saved"], epilogue.derivative)
         if epilogue.residual is ResidualPosition.AFTER:
             result.add_(given["residual"])
         return result
@@ -110,7 +112,9 @@ class TorchRival:
         data = problem.direction is Direction.BACKWARD_DATA
         x, w = (self._shape_only("x"), b) if data else (b, self._shape_only("w"))
         bias = [problem.k] if problem.epilogue.bias_gradient else None
-        return aten.convolution_backward(a, x, w, bias, *geometry, conv.groups, [data, not data, bias is not None])
+        wanted = [data, not data, bias is not None]
+        gradients = aten.convolution_backward(a, x, w, bias, *geometry, conv.groups, wanted)
+        return gradients[0] if data else gradients
 
     def _shape_only(self, name: str) -> Any:
         """A tensor that stands for the output's shape and layout; never read."""
@@ -143,6 +147,20 @@ def _activated(torch: Any, result: Any, activation: Activation) -> Any:
     if activation in (Activation.LEAKY_RELU, Activation.ELU):
         return getattr(aten, f"{activation.value}_")(result, numbers[0])
     return getattr(aten, f"{activation.value}_")(result)
+
+
+def _gradient(torch: Any, result: Any, saved: Any, activation: Activation) -> Any:
+    """A gradient behind an activation, by PyTorch's function for it, with the default parameters of a run."""
+    aten, numbers = torch.ops.aten, DEFAULT_PARAMETERS.numbers(activation)[2:]
+    if activation is Activation.RELU:
+        return aten.threshold_backward(result, saved, 0)
+    if activation in (Activation.GELU, Activation.GELU_TANH):
+        return aten.gelu_backward(result, saved, approximate="tanh" if activation is Activation.GELU_TANH else "none")
+    if activation is Activation.CLAMP:
+        return aten.hardtanh_backward(result, saved, *numbers)
+    if activation is Activation.LEAKY_RELU:
+        return aten.leaky_relu_backward(result, saved, numbers[0], False)
+    return getattr(aten, f"{activation.value}_backward")(result, saved)
 
 
 def _import_torch() -> Any:

@@ -42,6 +42,7 @@ def arguments(fused: ModuleType, folder: Path, **changed: Any) -> argparse.Names
         "folder": folder,
         "commit": "abc",
         "budget": 6.0,
+        "rival_budget": 3.0,
         "stop_after": 500.0,
         "gpus": 2,
         "db": None,
@@ -62,6 +63,20 @@ def test_the_most_telling_case_comes_first(fused: ModuleType, tmp_path: Path) ->
     assert sum(each.entry.count for each in found if each.entry.suite == "resnet50_fused") == 8 * 53
     decoder = {each.entry.problem.n for each in found if each.entry.suite == "sd_vae_decoder_fused"}
     assert decoder == {1, 8}
+
+
+def test_the_passes_of_a_training_step_are_networks_of_their_own(fused: ModuleType, tmp_path: Path) -> None:
+    names = list(fused.TRAINING)
+    asked = fused.asked(arguments(fused, tmp_path, networks=names, dtypes=["float16"], layouts=["NHWC"]))
+    assert names == [f"resnet50_training_{direction}" for direction in ("forward", "backward_data", "backward_weights")]
+    assert {each.entry.suite for each in asked} == set(names)
+    assert all(each.entry.problem.epilogue for each in asked)
+    assert all(each.entry.suite.endswith(each.entry.problem.direction) for each in asked)
+    assert fused.merge([line(each) for each in asked], arguments(fused, tmp_path, networks=names)) > 0
+    for path in tmp_path.iterdir():
+        networks = json.loads(path.read_text())["networks"]
+        assert [network["suite"] for network in networks] == names
+        assert [network["layers"] for network in networks] == [53, 48, 53]
 
 
 def test_rows_become_files_that_the_same_commit_goes_on_with(fused: ModuleType, tmp_path: Path) -> None:
@@ -96,7 +111,13 @@ def test_layers_are_timed_until_it_is_late(fused: ModuleType, monkeypatch: pytes
     entries = [SuiteProblem(problem=problem, suite="a", layer="b", count=1) for problem in problems]
     rows: list[BenchRow] = []
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
-        timing = fused.Timing(handle=handle, options=FindOptions(), deadline=time.monotonic() + 1e6, workers=1)
+        timing = fused.Timing(
+            handle=handle,
+            options=FindOptions(),
+            rival_options=FindOptions(),
+            deadline=time.monotonic() + 1e6,
+            workers=1,
+        )
         fused.time_all(entries, timing, rows.append)
         assert [row.time_ms is not None for row in rows] == [True] * 3
         assert all("one-pass: " in row.message and "torch: " in row.message for row in rows)
@@ -134,7 +155,18 @@ def test_a_share_is_asked_for_what_the_whole_was(
     monkeypatch.setattr(sys, "argv", ["fused_networks.py", *words])
     fused.main()
     (share,) = shares
-    for name in ("dtypes", "layouts", "batches", "networks", "folder", "commit", "budget", "stop_after", "db"):
+    for name in (
+        "dtypes",
+        "layouts",
+        "batches",
+        "networks",
+        "folder",
+        "commit",
+        "budget",
+        "rival_budget",
+        "stop_after",
+        "db",
+    ):
         assert [*map(str, [getattr(share, name)])] == [*map(str, [_listed(getattr(whole, name))])], name
     assert share.share == (1, 2)
 

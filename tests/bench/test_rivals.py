@@ -37,6 +37,9 @@ class FakeTensor:
     def add_(self, other: FakeTensor) -> None:
         self._calls.append(f"add_ {other.name}")
 
+    def __getitem__(self, number: int) -> FakeTensor:
+        return self
+
     def mul_(self, other: FakeTensor) -> None:
         self._calls.append(f"mul_ {other.name}")
 
@@ -100,6 +103,25 @@ def test_eager_pytorch_takes_a_pass_for_each_part(
     monkeypatch: pytest.MonkeyPatch, epilogue: str | None, calls: list[str]
 ) -> None:
     assert asked_of_torch(monkeypatch, fused(epilogue)) == calls
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "calls"),
+    [
+        ("", []),
+        ("residual.drelu", ["add_ residual", "threshold_backward result saved"]),
+        ("dclamp", ["hardtanh_backward result saved 0.0 6.0"]),
+        ("dleaky_relu", ["leaky_relu_backward result saved 0.01"]),
+        ("dgelu_tanh", ["gelu_backward result saved tanh"]),
+        ("residual.dsilu", ["add_ residual", "silu_backward result saved"]),
+    ],
+)
+def test_eager_pytorch_takes_a_pass_behind_backward_data(
+    monkeypatch: pytest.MonkeyPatch, epilogue: str, calls: list[str]
+) -> None:
+    monkeypatch.setattr(TorchRival, "_shape_only", lambda self, name: f"like {name}")
+    asked = asked_of_torch(monkeypatch, fused(epilogue, direction="backward_data"))
+    assert asked == ["convolution_backward y w None", *calls]
 
 
 def test_pytorchs_convolution_takes_no_bias_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,3 +147,18 @@ def test_wrong_epilogues_are_refused_with_their_place(tmp_path: Path, text: str,
     table.write_text(f"{_HEADER}\n1,8,8,8,8,1,1,{text}\n", encoding="utf-8")
     with pytest.raises(InvalidProblemError, match=words):
         load_csv(table)
+
+
+def test_a_training_step_has_three_passes_of_each_convolution() -> None:
+    rows = load_suite("resnet50_training").rows
+    counts = Counter[tuple[str, str]]()
+    for row in rows:
+        counts[str(row.problem.direction), str(row.problem.epilogue)] += row.count
+    assert counts == {
+        ("forward", "statistics"): 53,
+        ("backward_weights", "bias_gradient"): 53,
+        ("backward_data", "drelu"): 32,
+        ("backward_data", "residual.drelu"): 15,
+        ("backward_data", "residual"): 1,
+        ("backward_data", ""): 4,
+    }

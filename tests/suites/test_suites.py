@@ -35,6 +35,7 @@ _DISTINCT = {
     "replknet31b": 26,
     "resnet50": 23,
     "resnet50_fused": 24,
+    "resnet50_training": 69,
     "resnext50_32x4d": 24,
     "resnext50_32x4d_fused": 24,
     "sd15_unet": 35,
