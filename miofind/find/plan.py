@@ -32,7 +32,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import applicability_of, forms
 from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Candidate
-from miofind.solver.registry import composed, is_composed
+from miofind.solver.registry import composed, composed_id, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config, KernelStep
 
@@ -194,20 +194,32 @@ def _choices(
 def stored_plan(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Plan:
     """What the FindDBs' answers hold of a problem, whatever code measured it, as candidates of a request.
 
-    Its solvers count as asked for these configurations alone: `considered` is empty.
+    Of a composed form the configuration that its solver is fastest with by now, without the epilogue, is a candidate,
+    too: the bare problem may have been searched since. The plan's solvers count as asked for these configurations
+    alone: `considered` is empty.
 
     Raises:
         UnknownSolverError: the options name a solver that the handle's registry has not.
     """
     options.check_names(handle.registry)
     draft = _Draft()
-    for solver_id, configs in stored_configs(problem, handle).items():
+    for solver_id, configs in _stored(problem, handle).items():
         solver = handle.registry[solver_id]
         if options.allows(solver):
             draft.ask_again(_Request(problem, handle.device, solver, options, configs))
         else:
             draft.left_out.append(solver_id)
     return replace(draft.plan(is_filtered=False), considered={})
+
+
+def _stored(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Config, ...]]:
+    """By solver, the configurations that answers hold, and those that their composed forms would have by now."""
+    stored = stored_configs(problem, handle)
+    if problem.epilogue:
+        for solver_id, (fastest, *_) in stored_configs(problem.bare, handle).items():
+            if configs := stored.get(name := composed_id(solver_id)):
+                stored[name] = tuple(dict.fromkeys((*configs, fastest)))
+    return stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,10 +57,11 @@ class StructType:
         ValueError: no fields, one of no such type or of no name in C++, or an array of no whole number of elements.
     """
 
-    __slots__ = ("fields", "name")
+    __slots__ = ("_names", "fields", "name")
 
     def __init__(self, name: str, **fields: _Kind | tuple[_Kind, int]) -> None:
         self.name = name
+        self._names = frozenset(fields)
         self.fields = tuple(
             (field, *(kind if isinstance(kind, tuple) else (kind, None))) for field, kind in fields.items()
         )
@@ -90,14 +91,17 @@ class StructType:
         Raises:
             TypeError: a field is missing, of another type or length, or is none of its fields.
         """
-        names = [field for field, _, _ in self.fields]
-        missing, unknown = [n for n in names if n not in values], [n for n in values if n not in names]
-        if missing or unknown:
+        if values.keys() != self._names:
+            missing = [field for field, _, _ in self.fields if field not in values]
+            unknown = [name for name in values if name not in self._names]
             said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has no {', '.join(unknown)}"] * bool(unknown)
             raise TypeError(f"struct {self.name} {' and '.join(said)}")
         given: list[_Value | tuple[_Value, ...]] = []
         for field, kind, length in self.fields:
             value = values[field]
+            if length is None and isinstance(value, (int, float)) and isinstance(kind, str):
+                given.append(value)  # most are, and look-ups make thousands
+                continue
             elements = tuple(value) if isinstance(value, Sequence) else (value,)
             if len(elements) != (length or 1) or isinstance(value, Sequence) is (length is None):
                 raise TypeError(f"{field} of struct {self.name} is {value!r:.80}, declared {field}{_brackets(length)}")

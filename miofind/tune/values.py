@@ -39,7 +39,8 @@ class TuneOptions:
         find: limits, filters and effort of each problem's find.
         force: measure what the FindDB knows already, too.
         recheck: measure only what the FindDB has queued for it, the solutions in its answers included.
-        stored: measure the configurations in the FindDBs' answers, and no others: those of changed solvers, or under
+        stored: measure the configurations in the FindDBs' answers, composed forms also with what their solvers are
+            fastest with by now without the epilogue, and no others: those of changed solvers, or under
             other versions of libraries and driver, that were not measured again yet. Where `find` sets no `max_error`,
             it becomes infinite: also what only requests with `max_error` take is measured.
         stop_after_s: seconds after which no further problem is begun.

@@ -18,7 +18,7 @@ from miofind.find.composition import MAX_COMPOSED, bare_solutions, fastest_bare
 from miofind.find.lookup import validity
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.pipeline import estimates, find
-from miofind.find.plan import Plan, make_plan
+from miofind.find.plan import Plan, make_plan, stored_plan
 from miofind.find.row_check import RowCheck, Shipping
 from miofind.finddb import ReleaseRules, Store, write_release
 from miofind.launch.invoker import bases_of, make_invoker
@@ -286,6 +286,37 @@ def test_stored_rows_are_checked_merged_and_released(database: Path, tmp_path: P
         store.record(device, PROBLEM.network_config, [unknown])
         (finding,) = store.check(RowCheck(registry))
     assert "'ConvNobodys+Pointwise' is not registered" in str(finding)
+
+
+def test_what_a_bare_problem_is_fastest_with_by_now_is_measured_beside_stored_forms(database: Path) -> None:
+    name, only = "ConvCpuIm2colGemm", FindOptions(only=("ConvCpuIm2colGemm",))
+    request = [SuiteProblem(problem=PROBLEM, suite="small", layer="fused", count=1)]
+    options = TuneOptions(find=only, stored=True)
+    with Handle("cpu", database=database, strict=True) as handle:
+        device, bare = handle.device, PROBLEM.bare
+        find(PROBLEM, only, handle)
+        assert {r.status for r in tune(request, [handle], options).results} == {TuneStatus.KNOWN}
+        solver = handle.registry[name]
+        (history,) = handle.database.histories(device.identity, bare.network_config)
+        known = {row.config for row in history.rows}
+        config = next(each for each in solver.configs(bare, device) if each.json not in known)
+        row = replace(
+            history.rows[0],
+            config=config.json,
+            kernel_hash="",
+            workspace_bytes=solver.solution(bare, device, config).workspace.bytes,
+            time_ms=1e-6,
+            created_at="",
+            id="",
+        )
+        handle.database.record(device.identity, bare.network_config, [row])
+        plan = stored_plan(PROBLEM, only, handle)
+        composed = {p.candidate.config for p in plan.candidates if p.solver.id == f"{name}+Pointwise"}
+        assert config in composed
+        assert len(composed) == 2, "what is stored, and what is fastest by now"
+        assert {r.status for r in tune(request, [handle], options).results} == {TuneStatus.TUNED}
+        assert {r.status for r in tune(request, [handle], options).results} == {TuneStatus.KNOWN}
+        assert stored_plan(bare, only, handle).considered == {}
 
 
 def test_a_tuning_measures_fused_problems_and_then_knows_them(database: Path) -> None:
