@@ -35,6 +35,7 @@
 #ifdef EPILOGUE
 #include "common/copy_bytes.cuh"
 #include "common/epilogue.cuh"
+#include "common/statistics.cuh"
 #endif
 
 // An image has `image_tiles` tiles of COLUMNS windows by a strip of `strip_rows` rows, of which the first
@@ -344,12 +345,58 @@ __device__ __forceinline__ void finish_results(Accumulators& acc, const unsigned
     }
   }
 }
+
+#if EPILOGUE_STATISTICS
+// What a lane that `holds_channel` has of its filters: sums of results, and of their squares.
+struct FilterSums {
+  float sum[kOwnFilters], squares[kOwnFilters];
+};
+
+// Adds the results of a row, of its first `inside` outputs.
+__device__ __forceinline__ void add_row(FilterSums& sums, const Accumulators& acc, int inside) {
+  const int lane = threadIdx.x % 32;
+  float products[2][4] = {};
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; j += 2) {
+    unsigned words[4];  // windows 8 j + 2 (lane % 4) and the next of both filters, or outputs, then 8 windows on
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = packed(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+    if (inside < kTileW)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int window = 8 * (j + i / 2) + 2 * (lane % 4), output = kOutputs * window + i % 2 * (kOutputs - 1);
+        words[i] &= output >= inside ? 0 : output + kOutputs >= inside ? 0xffff : ~0u;
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) add_pixels<ELEMENT>(products[i], words[i], words[i + 2]);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sums.sum[i % kOwnFilters] += sum_of(products[i], lane);
+    sums.squares[i % kOwnFilters] += squares_of(products[i], lane);
+  }
+}
+
+// Writes what a block's row of warpgroups has summed up, one of `parts`.
+__device__ __forceinline__ void write_sums(const FilterSums& sums, int first_k, int channels, int part, int parts,
+                                           float* statistics) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+  for (int i = 0; i < kOwnFilters; ++i) {
+    const int k = first_k + 8 * kOwnFilters * warp + 8 * i + lane / 4;
+    if (!holds_channel(lane) || k >= channels) continue;
+    statistics[static_cast<int64>(part) * channels + k] = sums.sum[i];
+    statistics[static_cast<int64>(parts + part) * channels + k] = sums.squares[i];
+  }
+}
+#endif
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     few_channels_forward_wgmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y,
 #ifdef EPILOGUE
-                               const __grid_constant__ Shape shape, const __grid_constant__ Epilogue epilogue) {
+                               const __grid_constant__ Shape shape, float* statistics,
+                               const __grid_constant__ Epilogue epilogue) {
 #else
                                const __grid_constant__ Shape shape) {
 #endif
@@ -418,6 +465,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #ifdef EPILOGUE
   Terms terms = {};
   read_terms(terms, epilogue, to, shape.out_channels);
+#if EPILOGUE_STATISTICS
+  FilterSums sums = {};
+#endif
 #endif
 
 #pragma unroll 1
@@ -454,6 +504,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       if (to.row + row_of_step < last) {
 #ifdef EPILOGUE
         finish_results(acc, results, terms, epilogue);
+#if EPILOGUE_STATISTICS
+        add_row(sums, acc, shape.out_width - to.column);
+#endif
 #endif
         stage_results(results, acc);
         if constexpr (!DEFERRED_STORE) {
@@ -473,4 +526,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if constexpr (kHasChannelBias) read_terms(terms, epilogue, to, shape.out_channels);
 #endif
   }
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+  write_sums(sums, to.first_k, shape.out_channels, first_tile * STEP_ROWS + row_of_step, shape.tile_step * STEP_ROWS,
+             statistics);
+#endif
+#endif
 }
+
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+extern "C" __global__ void __launch_bounds__(1024)
+    few_channels_forward_wgmma_statistics(const float* partials, float* sum, float* sum_of_squares, int channels,
+                                          int parts) {
+  finish_statistics<8>(partials, sum, sum_of_squares, channels, parts);
+}
+#endif
+#endif

@@ -11,9 +11,6 @@
 // split K of a tile and add their partials in order. Design after the public description of CUTLASS's GEMMs for sm_90.
 #include "common/opaque.cuh"
 #include "common/split_k.cuh"
-#ifdef EPILOGUE
-#include "common/statistics.cuh"
-#endif
 #include "implicit_gemm/wgmma_epilogue.cuh"
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map_out, float* out, int consumer,
@@ -168,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kReductionThreads)
 #if EPILOGUE_STATISTICS
 extern "C" __global__ void __launch_bounds__(1024)
     implicit_gemm_wgmma_statistics(const float* partials, float* sum, float* sum_of_squares, int channels, int parts) {
-  finish_statistics<1024, 8>(partials, sum, sum_of_squares, channels, parts);
+  finish_statistics<8>(partials, sum, sum_of_squares, channels, parts);
 }
 #endif
 #endif

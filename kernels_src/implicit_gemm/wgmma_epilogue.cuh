@@ -7,6 +7,7 @@
 #include "common/epilogue.cuh"
 #include "common/mma.cuh"
 #include "common/opaque.cuh"
+#include "common/statistics.cuh"
 static_assert(KIND == FORWARD, "a problem's epilogue follows forward sums");
 #endif
 
@@ -375,9 +376,7 @@ __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile&
 }
 
 #if EPILOGUE_STATISTICS
-// Sums of the results of each channel, and of their squares, by the tensor cores from where a block is staged. A
-// product of 8 channels' transposed results and 8 rows of ones with the results has the squares' sums on its diagonal
-// and the sums below: of each 8 channels, 8 of a warp's lanes hold those of one each.
+// Sums of the results of each channel, and of their squares, from where a block is staged.
 static_assert(kElementBytes == 2 && CLUSTER_K == 1, "statistics are summed of staged 16-bit results");
 constexpr bool kChannelsAreColumns = SWAPPED || !kPixelsAreN;
 constexpr int kBlockChannels = kChannelsAreColumns && !SWAPPED ? kBlockN : 64;
@@ -385,14 +384,10 @@ constexpr int kBlockPixels = kChannelsAreColumns ? 64 : kBlockN;
 constexpr int kWarpChannels = (kBlockChannels + 31) / 32;  // eights of channels that a warp sums
 static_assert(kBlockPixels % 32 == 0, "32 pixels are loaded at once");
 
-// What a lane holds of its warp's channels.
+// What a lane that `holds_channel` has of its warp's channels.
 struct ChannelSums {
   float sum[kWarpChannels], squares[kWarpChannels];
 };
-
-__device__ __forceinline__ bool holds_sums(int lane) {
-  return lane / 8 == lane % 4;
-}
 
 // Pixels of a block that the output has; the first `kBlockPixels` of more.
 __device__ __forceinline__ int pixels_inside(const Shape& shape, const WorkTile& tile, int first_m, int first_column) {
@@ -404,7 +399,6 @@ __device__ __forceinline__ int pixels_inside(const Shape& shape, const WorkTile&
 // Adds the sums of a staged block, of its first `inside` pixels.
 __device__ __forceinline__ void add_sums(ChannelSums& sums, unsigned from, int inside) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const unsigned ones = pack(1, 1);
 #pragma unroll
   for (int i = 0; i < kWarpChannels; i++) {
     const int eight = warp + 4 * i;
@@ -424,16 +418,12 @@ __device__ __forceinline__ void add_sums(ChannelSums& sums, unsigned from, int i
           pixels[k] &= behind >= 0 ? 0 : behind == -1 ? 0xffff : ~0u;
         }
 #pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        const unsigned rows[4] = {pixels[k], ones, pixels[k + 1], ones};
-        multiply_add<ELEMENT>(products[part], rows, pixels[k], pixels[k + 1]);
-      }
+      for (int k = 0; k < 4; k += 2) add_pixels<ELEMENT>(products[part], pixels[k], pixels[k + 1]);
     }
-    const int odd = lane / 4 % 2;
 #pragma unroll
     for (int part = 0; part < kBlockPixels / 32; part++) {
-      sums.sum[i] += odd ? products[part][3] : products[part][2];
-      sums.squares[i] += odd ? products[part][1] : products[part][0];
+      sums.sum[i] += sum_of(products[part], lane);
+      sums.squares[i] += squares_of(products[part], lane);
     }
   }
 }
@@ -449,7 +439,7 @@ __device__ __forceinline__ void write_sums(const Shape& shape, const WorkTile& t
   for (int i = 0; i < kWarpChannels; i++) {
     const int eight = warp + 4 * i, channel = first + 8 * eight + lane / 4;
     if (kBlockChannels % 32 != 0 && eight >= kBlockChannels / 8) break;
-    if (!holds_sums(lane) || channel >= of_group) continue;
+    if (!holds_channel(lane) || channel >= of_group) continue;
     statistics[part * channels + tile.group * of_group + channel] = sums.sum[i];
     statistics[(part + parts) * channels + tile.group * of_group + channel] = sums.squares[i];
   }

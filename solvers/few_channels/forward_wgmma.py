@@ -21,6 +21,7 @@ from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, 
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.limits import refuse_tensors
+from miofind.solvers.common.statistics import partial_statistics, with_statistics
 from miofind.solvers.few_channels.shapes import STRIPS_SHAPE
 from miofind.solvers.few_channels.solver import HOPPER_KEYS, FewChannelsSolver, problem_defines
 from miofind.solvers.few_channels.tile_schedule import TileSchedule
@@ -33,6 +34,7 @@ _MAX_REGISTERS = 232
 _MAX_RESIDENT = 8
 _OTHERS, _CHANNELS_FIRST = 40, 8  # registers for addresses and counters, and more of them for NCHW
 _ACTIVATION = 16  # registers of an activation that takes more than comparisons
+_STATISTICS = 8  # registers of sums of results
 _MOST_MOVED, _LEAD_WORDS = 48, 48  # registers of what a thread has on its way, and of several chunks before a strip
 
 
@@ -115,6 +117,7 @@ class _Tiling:
         others = _OTHERS + (0 if last else _CHANNELS_FIRST) + epilogue_registers(problem, 3 - outputs, 16)
         if not problem.epilogue.activation.is_exact:
             others += _ACTIVATION
+        others += _STATISTICS * problem.epilogue.statistics
         registers = round_up(held + max(columns // 2 + moved, lead) + others, 8)
         resident = min(_MAX_RESIDENT, resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         return _Tiling(
@@ -236,10 +239,15 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             conv(x=(2, 3, 64, 60), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last, epilogue="bias.relu"),
             conv(x=(2, 3, 32, 40), w=(40, 3, 3, 3), padding=1, dtype=brain, epilogue="scale.bias.residual.silu"),
             conv(x=(3, 3, 31, 33), w=(20, 3, 3, 3), dtype=half, layout=last, epilogue="channel_bias.silu.residual"),
+            conv(x=(2, 3, 40, 60), w=(72, 3, 7, 7), stride=2, dtype=half, layout=last, epilogue="statistics"),
+            conv(x=(2, 3, 31, 33), w=(20, 3, 3, 3), dtype=brain, epilogue="bias.relu.statistics"),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.epilogue.statistics else super().fuses_training(problem)
 
     def refuse_problem(self, problem: ProblemDescription) -> Applicability:
         stride_x = problem.conv.stride[1]
@@ -342,10 +350,11 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             args=(
                 *(Pointer(buffer=name) for name in ("x", "w", "y")),
                 STRIPS_SHAPE(**tiling.schedule.fields(problem), strip_rows=strip_rows, longer_strips=longer_strips),
+                *partial_statistics(problem),
                 *epilogue_arguments(problem),
             ),
         )
-        return ConvSolution(steps=(step,))
+        return with_statistics(ConvSolution(steps=(step,)), problem, tiling.schedule.step * config["rows"])
 
 
 SOLVERS = (ConvFirstLayerWgmma(),)

@@ -32,7 +32,7 @@ from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
-from miofind.solvers.common.statistics import PARTIAL_STATISTICS, Statistics
+from miofind.solvers.common.statistics import PARTIAL_STATISTICS, partial_statistics, with_statistics
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
 from miofind.solvers.implicit_gemm.transpose import SOURCE as _TRANSPOSE
@@ -279,14 +279,7 @@ def _reduction(tiling: WgmmaTiling, first: KernelStep) -> KernelStep:
     if problem.epilogue.statistics:
         return split_k.summing_reduction(first, problem, PARTIAL_STATISTICS)
     reduction = split_k.fused_reduction(split_k.vector_reduction(first), problem)
-    return replace(reduction, args=(*reduction.args, *_statistics(problem)))
-
-
-def _statistics(problem: ProblemDescription) -> tuple[Pointer, ...]:
-    """Where a fused kernel leaves the statistics' partials; the output, to which it leaves none, without them."""
-    if not problem.epilogue:
-        return ()
-    return (Pointer(buffer=PARTIAL_STATISTICS if problem.epilogue.statistics else problem.direction.output),)
+    return replace(reduction, args=(*reduction.args, *partial_statistics(problem)))
 
 
 def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | Pointer | EpilogueArgument, ...]:
@@ -296,7 +289,7 @@ def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | Pointer | EpilogueArgume
         return ()
     if problem.epilogue.has_residual and target.pointer.buffer == problem.direction.output:
         target = replace(target, pointer=Pointer(buffer="residual"))
-    return target, *_statistics(problem), *epilogue_arguments(problem)
+    return target, *partial_statistics(problem), *epilogue_arguments(problem)
 
 
 def _fused_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
@@ -459,11 +452,8 @@ class ConvImplicitGemmWgmma(Solver):
         if tiling.splits > 1:
             steps.append(_reduction(tiling, multiply))
             regions.append(_split_k(tiling).partials)
-        if problem.epilogue.statistics:
-            statistics = Statistics.of(problem, tiling.summed_parts)
-            steps.append(statistics.finish(multiply))
-            regions.append(statistics.partials)
-        return ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
+        solution = ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
+        return with_statistics(solution, problem, tiling.summed_parts)
 
 
 SOLVERS = (ConvImplicitGemmWgmma(),)

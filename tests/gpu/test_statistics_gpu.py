@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from device_buffers import Buffer, addresses, download, upload
 from device_runs import DeviceRun
-from drawn_configs import drawn_wgmma
+from drawn_configs import drawn, drawn_wgmma
 from fused_runs import NUMBERS, random_inputs
 
 from miofind.compiler import Compiler
@@ -17,6 +17,8 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import bases_of
 from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
+from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
@@ -38,6 +40,13 @@ WGMMA: dict[str, dict[str, Any]] = {
     "y_first_groups": {"x": (3, 128, 9, 11), "w": (192, 64, 2, 3), "padding": 1, "groups": 2, **Y_FIRST},
     "1d": {"x": (3, 24, 50), "w": (40, 24, 9), "padding": 4, "dtype": "float16", "layout": "NWC"},
 }
+FIRST_LAYERS: dict[str, dict[str, Any]] = {
+    "stem": {"x": (3, 3, 96, 100), "w": (72, 3, 7, 7), "padding": 3, "stride": 2, **NHWC},
+    "stem_nchw": {"x": (2, 3, 61, 67), "w": (40, 3, 7, 7), "padding": 3, "stride": 2, "dtype": "float16"},
+    "two_outputs": {"x": (3, 3, 31, 33), "w": (20, 3, 3, 3), "padding": 1, "dtype": "bfloat16", "layout": "NHWC"},
+    "two_outputs_nchw": {"x": (2, 1, 28, 29), "w": (6, 1, 5, 5), "padding": 2, "dtype": "float16"},
+    "wide": {"x": (1, 3, 32, 224), "w": (64, 3, 4, 4), "stride": 4, "dtype": "bfloat16", "layout": "NHWC"},
+}
 EPILOGUES = ("statistics", "scale.bias.residual.clamp.statistics", "float32.bias.silu.statistics")
 
 
@@ -58,13 +67,33 @@ def outputs(run: DeviceRun, inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("shape", WGMMA)
 def test_every_exit_of_wgmma_sums_what_it_writes(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
-    solver = Registry.default()["ConvImplicitGemmWgmma"]
+    solver, problem = served("ConvImplicitGemmWgmma", WGMMA[shape], epilogue, device)
+    configs = [*solver.default_configs(problem, device)[:3], *drawn_wgmma(solver, problem, device, 2, 1)]
+    check(solver, problem, configs, device, compiler)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", FIRST_LAYERS)
+def test_first_layers_sum_what_they_write(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
+    solver, problem = served("ConvFirstLayerWgmma", FIRST_LAYERS[shape], epilogue, device)
+    configs = [*solver.default_configs(problem, device)[:4], *drawn(solver, problem, device, 4)]
+    check(solver, problem, configs, device, compiler)
+
+
+def served(solver_id: str, fields: dict[str, Any], epilogue: str, device: Device) -> tuple[Solver, ProblemDescription]:
+    """A solver, and a problem that it serves; the test is skipped on devices that it does not."""
+    solver, problem = Registry.default()[solver_id], ProblemDescription.convolution(**fields, epilogue=epilogue)
     if device.arch != "90a":
         pytest.skip("needs compute capability 9.0")
-    problem = ProblemDescription.convolution(**WGMMA[shape], epilogue=epilogue)
     answer = solver.applicability(problem, device)
     assert answer, answer.reason
-    configs = [*solver.default_configs(problem, device)[:3], *drawn_wgmma(solver, problem, device, 2, 1)]
+    return solver, problem
+
+
+def check(
+    solver: Solver, problem: ProblemDescription, configs: list[Config], device: Device, compiler: Compiler
+) -> None:
+    """Configurations pass both gates, sum up what they write, and give equal bits twice."""
     inputs, failures = random_inputs(problem, 3), []
     with Verifier(problem, device, compiler, seed=5) as verifier:
         for config in dict.fromkeys(configs):

@@ -26,6 +26,7 @@ def test_the_last_step_covers_every_channel_of_both_sums(channels: int) -> None:
     first = KernelStep(source="a/b.cu", entry="multiply", grid=(3, 1, 1), block=(32, 1, 1), args=())
     statistics = Statistics(channels=channels, parts=7)
     step = statistics.finish(first)
+    assert step.block[0] >= 8 * 32  # a warp adds up what the others have of one channel
     assert (step.source, step.entry) == ("a/b.cu", "multiply_statistics")
     assert step.grid[0] * 8 >= channels > (step.grid[0] - 1) * 8
     assert step.grid[1] == 2
@@ -84,6 +85,17 @@ def test_wgmma_sums_nothing_within_a_cluster_that_splits_k() -> None:
         assert WGMMA.is_valid_config(own.bare, DEVICE, config)
         assert not WGMMA.is_valid_config(own, DEVICE, config)
     assert all(str(each["cluster"])[-1] == "1" for each in WGMMA.default_configs(own, DEVICE))
+
+
+@pytest.mark.parametrize(("w", "stride"), [((72, 3, 7, 7), 2), ((20, 3, 3, 3), 1)])
+def test_first_layers_leave_a_part_for_each_row_of_warpgroups(w: tuple[int, ...], stride: int) -> None:
+    solver, own = Registry.default()["ConvFirstLayerWgmma"], problem(x=(8, 3, 64, 60), w=w, stride=stride)
+    for config in solver.default_configs(own, DEVICE):
+        first, last = solver.solution(own, DEVICE, config).kernels
+        filters = config["blocks"] * 64 // (1 + stride % 2)
+        parts = first.grid[0] // -(-own.k // filters) * config["rows"]
+        assert (last.entry, last.args[-1]) == ("few_channels_forward_wgmma_statistics", int32s(parts)[0])
+        assert len(solver.solution(own.bare, DEVICE, config).steps) == 1
 
 
 def test_wgmma_sums_no_float32_results() -> None:
