@@ -206,32 +206,82 @@ __device__ __forceinline__ void store_through_shared(const Target& to, const Acc
 }
 
 #ifdef EPILOGUE
-// Applies the epilogue to all accumulators that are results, before any is rounded.
+// Elements of two neighbouring columns in a row; `beside` is the second one's place.
+template <typename T>
+__device__ __forceinline__ Vector<T, 2> read_pair(const T* from, unsigned at, unsigned beside) {
+  if constexpr (OUT_VECTOR > 1) return *reinterpret_cast<const Vector<T, 2>*>(from + at);
+  return {from[at], from[beside]};
+}
+
+// Applies the epilogue to all accumulators that are results, before any is rounded. Channels are columns where
+// CHANNELS_LAST, else rows: scale and bias are read once for each, what goes by element for a pair of columns in all
+// rows at once.
 __device__ __forceinline__ void finish_accumulators(const Target& to, Accumulators& acc, int first_m, int first_n,
                                                     const ResultOrder& order, const Epilogue& epilogue) {
+  constexpr int kRows = kWarpM / 8;
   const int lane = threadIdx.x % 32, lane_m = first_m + lane / 4, lane_n = first_n + lane % 4 * 2;
-  unsigned rows[kWarpM / 8];
+  unsigned rows[kRows], row_terms[kRows];  // row_terms: where channel_bias has the row's image, or the row's channel
+  ChannelTerms of_rows[kRows] = {};
   Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(lane_m, to.m);
   const Number<OUT_M_DIGITS> next_m = number_of<OUT_M_DIGITS>(8, to.m);
 #pragma unroll
-  for (int i = 0; i < kWarpM / 8; ++i) {
-    rows[i] = to.first + offset_of<OUT_M_DIGITS>(m, to.layout.m_strides);
+  for (int i = 0; i < kRows; ++i) {
+    const unsigned row = offset_of<OUT_M_DIGITS>(m, to.layout.m_strides);
+    const bool inside = lane_m + 8 * i < to.m.count;
     add<OUT_M_DIGITS>(m, next_m, to.m);
+    rows[i] = to.first + row;
+    row_terms[i] = 0;
+    if constexpr (CHANNELS_LAST && kHasChannelBias)
+      row_terms[i] = static_cast<int>(row) / order.image_stride * order.channels.by;
+    if constexpr (!CHANNELS_LAST && (kHasScale || kHasBias || kHasChannelBias)) {
+      row_terms[i] = inside ? static_cast<int>(rows[i]) / order.channel_stride : 0;
+      if constexpr (kHasScale) of_rows[i].scale = convert<float>(epilogue.scale[row_terms[i]]);
+      if constexpr (kHasBias) of_rows[i].bias = convert<float>(epilogue.bias[row_terms[i]]);
+    }
   }
   Number<OUT_N_DIGITS> n = number_of<OUT_N_DIGITS>(lane_n, to.n);
   const Number<OUT_N_DIGITS> one = number_of<OUT_N_DIGITS>(1, to.n), next_n = number_of<OUT_N_DIGITS>(7, to.n);
 #pragma unroll
-  for (int j = 0; j < kWarpN / 4; ++j) {
-    const int k = j % 2;
-    if (lane_n + j / 2 * 8 + k >= to.n.count) break;
+  for (int j = 0; j < kWarpN / 8; ++j) {
+    if (lane_n + 8 * j >= to.n.count) break;
     const unsigned column = offset_of<OUT_N_DIGITS>(n, to.layout.n_strides);
-    add<OUT_N_DIGITS>(n, k == 0 ? one : next_n, to.n);
-#pragma unroll
-    for (int i = 0; i < kWarpM / 8; ++i) {
-      if (lane_m + 8 * i >= to.m.count) break;
-      float& sum = acc[i / 2][j / 2][i % 2 * 2 + k];
-      sum = result_at(sum, epilogue, order, static_cast<int>(rows[i] + column));
+    add<OUT_N_DIGITS>(n, one, to.n);
+    const bool is_pair = OUT_VECTOR > 1 || lane_n + 8 * j + 1 < to.n.count;
+    const unsigned beside = is_pair ? offset_of<OUT_N_DIGITS>(n, to.layout.n_strides) : column;
+    add<OUT_N_DIGITS>(n, next_n, to.n);
+    unsigned column_terms[2] = {to.first + column, to.first + beside};  // as row_terms
+    Vector<EpilogueParameter, 2> scale = {}, bias = {};
+    if constexpr (CHANNELS_LAST) {
+      if constexpr (kHasScale) scale = read_pair(epilogue.scale, column_terms[0], column_terms[1]);
+      if constexpr (kHasBias) bias = read_pair(epilogue.bias, column_terms[0], column_terms[1]);
+    } else if constexpr (kHasChannelBias) {
+      column_terms[0] = static_cast<int>(column) / order.image_stride * order.channels.by;
+      column_terms[1] = static_cast<int>(beside) / order.image_stride * order.channels.by;
     }
+    Vector<EpilogueElement, 2> residual[kRows] = {}, saved[kRows] = {}, channel_bias[kRows] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (lane_m + 8 * i >= to.m.count) break;
+      if constexpr (kHasResidual) residual[i] = read_pair(epilogue.residual, rows[i] + column, rows[i] + beside);
+      if constexpr (kHasSaved) saved[i] = read_pair(epilogue.saved, rows[i] + column, rows[i] + beside);
+      if constexpr (kHasChannelBias) {
+        const EpilogueElement* const from = epilogue.channel_bias + row_terms[i];
+        if constexpr (CHANNELS_LAST)
+          channel_bias[i] = read_pair(from, column_terms[0], column_terms[1]);
+        else
+          channel_bias[i] = {from[column_terms[0]], from[column_terms[1]]};
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        ChannelTerms terms = of_rows[i];
+        if constexpr (CHANNELS_LAST) terms = {convert<float>(scale.at[k]), convert<float>(bias.at[k]), 0};
+        terms.channel_bias = convert<float>(channel_bias[i].at[k]);
+        float& sum = acc[i / 2][j][i % 2 * 2 + k];
+        sum = finish(sum, terms, convert<float>(residual[i].at[k]), convert<float>(saved[i].at[k]), epilogue);
+      }
   }
 }
 #endif

@@ -122,8 +122,15 @@ def _defines(
         ("SHARED_BYTES", tiling.shared_bytes),
         ("REDUCTION_VECTOR", _reduction_vector(problem)),
         *(struct.define for struct in _STRUCTS),
-        *((RESULT_ORDER.define, *epilogue_defines(problem)) if problem.epilogue else ()),
+        *_epilogue_defines(problem),
     )
+
+
+def _epilogue_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
+    if not problem.epilogue:
+        return ()
+    is_last = problem.output.layout.channels_last
+    return (RESULT_ORDER.define, ("CHANNELS_LAST", int(is_last)), *epilogue_defines(problem))
 
 
 def _digits_of(product: Product) -> dict[str, int]:
