@@ -9,8 +9,8 @@
 // Defines, as miofind/solver/epilogue.py gives them: EPILOGUE, EPILOGUE_NUMBER (float32, float64), EPILOGUE_ELEMENT (of
 // results, channel_bias, residual and saved), EPILOGUE_PARAMETER (of scale and bias), EPILOGUE_SCALE, EPILOGUE_BIAS,
 // EPILOGUE_CHANNEL_BIAS (0, 1), EPILOGUE_RESIDUAL (0 for none, 1 before, 2 after the activation), EPILOGUE_ACTIVATION,
-// EPILOGUE_STATISTICS (0, 1: results are summed up besides; alone it changes none), EPILOGUE_DERIVATIVE (none, or of
-// backward data).
+// EPILOGUE_STATISTICS, EPILOGUE_BIAS_GRADIENT (0, 1: results or dy are summed up besides; alone they change none),
+// EPILOGUE_DERIVATIVE (none, or of backward data).
 #pragma once
 
 #include "common/activation.cuh"
@@ -25,8 +25,8 @@ constexpr bool kHasBias = EPILOGUE_BIAS;
 constexpr bool kHasChannelBias = EPILOGUE_CHANNEL_BIAS;
 constexpr bool kHasResidual = EPILOGUE_RESIDUAL != 0;
 constexpr bool kResidualAfter = EPILOGUE_RESIDUAL == 2;
-constexpr bool kChangesResults =
-    kHasScale || kHasBias || kHasChannelBias || kHasResidual || kActivation != Activation::none || !EPILOGUE_STATISTICS;
+constexpr bool kChangesResults = kHasScale || kHasBias || kHasChannelBias || kHasResidual ||
+                                 kActivation != Activation::none || !(EPILOGUE_STATISTICS || EPILOGUE_BIAS_GRADIENT);
 constexpr bool kHasSaved = kDerivative != Activation::none;
 
 using EpilogueNumber = EPILOGUE_NUMBER;

@@ -12,6 +12,9 @@
 #include "common/opaque.cuh"
 #include "common/split_k.cuh"
 #include "implicit_gemm/wgmma_epilogue.cuh"
+#ifdef EPILOGUE
+#include "implicit_gemm/wgmma_bias_gradient.cuh"
+#endif
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map_out, float* out, int consumer,
 #ifdef EPILOGUE
@@ -34,6 +37,10 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
     if constexpr (kLoadsResidual)
       if (threadIdx.x % 128 == 0 && (SWAPPED || shape.grid.splits.by == 1))
         load_first_residuals(shape, tile, residual, staging, other, consumer);
+#if EPILOGUE_BIAS_GRADIENT
+    FilterSums filter_sums = {};
+    const bool sums_up = sums_filters(tile);
+#endif
 #endif
     if (STRIDED && tile.phase == shape.phases_with_taps - 1) write_zeros(shape, tile, out, consumer);
     int before = -1;
@@ -50,6 +57,11 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
               acc[r], descriptor_at(kADescriptor, a + r * kMBlockBytes + k * kAStepBytes),
               descriptor_at(kBDescriptor, b + k * kBStepBytes), k_tile > tile.first_k_tile || k > 0);
       wgmma_commit_group();
+#ifdef EPILOGUE
+#if EPILOGUE_BIAS_GRADIENT
+      if (sums_up) add_filters(filter_sums, a);
+#endif
+#endif
       wgmma_wait_group<1>();  // the k-tile before has read its stage
       if (before >= 0 && signals) mbarrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
       before = stage;
@@ -75,6 +87,11 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
 #endif
     else
       write_partial(shape, done, out, consumer, acc);
+#ifdef EPILOGUE
+#if EPILOGUE_BIAS_GRADIENT
+    if (sums_filters(done)) write_filter_sums(shape, done, filter_sums, consumer, statistics, stages);
+#endif
+#endif
   }
   if (threadIdx.x % 128 == 0) tma_store_wait_group_read();
   __syncwarp();
@@ -134,6 +151,9 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     cluster_sync<true>();  // all partials are written
 #ifdef EPILOGUE
     reduce_cluster_partials(shape, epilogue, stages, reinterpret_cast<ELEMENT*>(out));
+#if EPILOGUE_BIAS_GRADIENT
+    reduce_cluster_filter_sums(shape, stages, reinterpret_cast<EpilogueParameter*>(statistics));
+#endif
 #else
     reduce_cluster_partials(shape, stages, reinterpret_cast<ELEMENT*>(out));
 #endif
@@ -148,7 +168,16 @@ extern "C" __global__ void __launch_bounds__(kReductionThreads)
 #ifdef EPILOGUE
     implicit_gemm_wgmma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes,
                                const __grid_constant__ ResultOrder order, const __grid_constant__ Epilogue epilogue,
+#if EPILOGUE_BIAS_GRADIENT
+                               float* statistics, EpilogueParameter* bias_gradient, int filters) {
+  const int first = static_cast<int>(gridDim.x) - (filters + 31) / 32, block = static_cast<int>(blockIdx.x);
+  if (block >= first) {
+    reduce_filter_sums<kReductionThreads>(statistics, bias_gradient, filters, splits, first);
+    return;
+  }
+#else
                                float* statistics) {
+#endif
 #if EPILOGUE_STATISTICS
   reduce_split_k_and_sum<kReductionThreads, 4, 8, 2>(partials, out, size, splits, order, epilogue, statistics);
 #else

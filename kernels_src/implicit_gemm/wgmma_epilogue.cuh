@@ -8,7 +8,7 @@
 #include "common/mma.cuh"
 #include "common/opaque.cuh"
 #include "common/statistics.cuh"
-static_assert(KIND == FORWARD, "a problem's epilogue follows forward sums");
+static_assert(KIND == FORWARD || EPILOGUE_BIAS_GRADIENT, "a problem's epilogue follows forward sums");
 #endif
 
 // Offset in a swizzled block of 64 rows of a row's 16-byte word.
@@ -94,6 +94,7 @@ __device__ __forceinline__ ResultPlace result_place(const Shape& shape, const Wo
 // The result of an element of the product, not rounded; 0 for one outside the output.
 __device__ __forceinline__ float result_of(float sum, const Shape& shape, const WorkTile& tile,
                                            const Epilogue& epilogue, int row, int column) {
+  if constexpr (KIND == WEIGHTS) return sum;
   const ResultPlace place = result_place(shape, tile, row, column);
   if (place.at < 0) return 0;
   const int channels = shape.groups * (kPixelsAreN ? shape.size_m : shape.size_n);
@@ -519,7 +520,10 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       if (SWAPPED ? first_column >= shape.size_n : !is_inside(shape, n_block_at(shape, tile.tile_n, block))) break;
 #ifdef EPILOGUE
       if constexpr (kLoadsResidual) residual.wait(buffer);
-      finish_block(shape, tile, epilogue, buffer, first_m, first_column, acc[r] + block * kOutBlockN / 2);
+      if constexpr (KIND == WEIGHTS)
+        stage_block(buffer, thread / 32, thread % 32, acc[r] + block * kOutBlockN / 2);
+      else
+        finish_block(shape, tile, epilogue, buffer, first_m, first_column, acc[r] + block * kOutBlockN / 2);
 #else
       stage_block(buffer, thread / 32, thread % 32, acc[r] + block * kOutBlockN / 2);
 #endif

@@ -26,6 +26,7 @@ def epilogue_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int]
         ("EPILOGUE_ACTIVATION", epilogue.activation.value),
         ("EPILOGUE_STATISTICS", int(epilogue.statistics)),
         ("EPILOGUE_DERIVATIVE", epilogue.derivative.value),
+        ("EPILOGUE_BIAS_GRADIENT", int(epilogue.bias_gradient)),
     )
 
 

@@ -27,9 +27,11 @@ from miofind.solver.steps import (
     Region,
     TensorMap,
     WorkspacePlan,
+    int32s,
 )
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, refuse_copies
+from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
 from miofind.solvers.common.statistics import PARTIAL_STATISTICS, partial_statistics, with_statistics
@@ -50,6 +52,8 @@ from miofind.solvers.implicit_gemm.wgmma_tiling import SWIZZLES_BYTES, WGMMA_M, 
 
 _SOURCE = "implicit_gemm/wgmma.cu"
 _FILTERS = "filters"
+_PARTIAL_BIAS_GRADIENT = "partial bias gradient"
+_FILTERS_OF_BLOCK = 32  # whose bias gradient a block of the reduction adds
 _MAX_INT = 2**31 - 1
 _SHARED_BYTES = 227 << 10
 _MAX_DATA_STRIDE = 2
@@ -274,12 +278,28 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
 
 
 def _reduction(tiling: WgmmaTiling, first: KernelStep) -> KernelStep:
-    """The step that adds the partials of split-K; a fused one takes where the statistics' partials go, too."""
+    """The step that adds the partials of split-K; a fused one takes where partials of second outputs are, too."""
     split_k, problem = _split_k(tiling), tiling.product.problem
     if problem.epilogue.statistics:
         return split_k.summing_reduction(first, problem, PARTIAL_STATISTICS)
     reduction = split_k.fused_reduction(split_k.vector_reduction(first), problem)
-    return replace(reduction, args=(*reduction.args, *partial_statistics(problem)))
+    reduction = replace(reduction, args=(*reduction.args, *_sums(tiling)))
+    if not problem.epilogue.bias_gradient:
+        return reduction
+    blocks, _, _ = reduction.grid
+    return replace(
+        reduction,
+        grid=(blocks + ceil_div(problem.k, _FILTERS_OF_BLOCK), 1, 1),
+        args=(*reduction.args, Pointer(buffer="bias_gradient"), *int32s(problem.k)),
+    )
+
+
+def _sums(tiling: WgmmaTiling) -> tuple[Pointer, ...]:
+    """Where a fused kernel leaves sums for second outputs; the output, to which it leaves none, without them."""
+    problem = tiling.product.problem
+    if not problem.epilogue.bias_gradient:
+        return partial_statistics(problem)
+    return (Pointer(buffer=_PARTIAL_BIAS_GRADIENT if tiling.splits > 1 else "bias_gradient"),)
 
 
 def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | Pointer | EpilogueArgument, ...]:
@@ -289,7 +309,7 @@ def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | Pointer | EpilogueArgume
         return ()
     if problem.epilogue.has_residual and target.pointer.buffer == problem.direction.output:
         target = replace(target, pointer=Pointer(buffer="residual"))
-    return target, *partial_statistics(problem), *epilogue_arguments(problem)
+    return target, *_sums(tiling), *epilogue_arguments(problem)
 
 
 def _fused_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
@@ -393,15 +413,18 @@ class ConvImplicitGemmWgmma(Solver):
             conv(x=(3, 72, 9, 9), w=(40, 72, 3, 3), padding=1, epilogue="statistics"),
             conv(x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW, epilogue="bias.relu.statistics"),
             conv(weights, x=(2, 24, 18, 10), w=(40, 24, 3, 3), layout=y_first),
+            conv(weights, x=(2, 64, 14, 14), w=(72, 64, 3, 3), padding=1, epilogue="bias_gradient"),
+            conv(weights, x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW, epilogue="float32.bias_gradient"),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
 
     def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        if not problem.epilogue.statistics:
+        if not problem.epilogue.outputs:
             return super().fuses_training(problem)
-        return Applicability("" if problem.y.dtype.itemsize == 2 else "sums up 16-bit results alone")
+        what = "results" if problem.epilogue.statistics else "gradients"
+        return Applicability("" if problem.y.dtype.itemsize == 2 else f"sums up 16-bit {what} alone")
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
@@ -452,6 +475,8 @@ class ConvImplicitGemmWgmma(Solver):
         if tiling.splits > 1:
             steps.append(_reduction(tiling, multiply))
             regions.append(_split_k(tiling).partials)
+            if problem.epilogue.bias_gradient:
+                regions.append(Region(name=_PARTIAL_BIAS_GRADIENT, bytes=4 * tiling.splits * problem.k))
         solution = ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
         return with_statistics(solution, problem, tiling.summed_parts)
 
