@@ -38,7 +38,8 @@ def test_statistics_are_of_y_as_it_is_returned(
     x = X.transpose(0, 2, 3, 1).copy().transpose(0, 3, 1, 2) if channels_last else X
     found = miofind.convolution(x, W, statistics=True, handle=handle, **epilogue)
     assert isinstance(found, miofind.OutputStatistics)
-    np.testing.assert_array_equal(found.y, miofind.convolution(x, W, handle=handle, **epilogue))
+    bare = miofind.convolution(x, W, handle=handle, **epilogue)  # of another solver, maybe
+    np.testing.assert_allclose(found.y, bare, rtol=1e-4, atol=1e-4)
     y, total, squares = found
     for got, wanted in zip((total, squares), statistics_of(y), strict=True):
         assert got.dtype == np.float32
@@ -58,7 +59,8 @@ def test_a_bias_gradient_is_the_sum_of_dy(handle: miofind.Handle, dtype: Any) ->
     dy, x = DY.astype(dtype), X.astype(dtype)
     found = miofind.convolution_backward_weights(dy, x, W.shape, bias_gradient=True, handle=handle)
     assert isinstance(found, miofind.ParameterGradients)
-    np.testing.assert_array_equal(found.dw, miofind.convolution_backward_weights(dy, x, W.shape, handle=handle))
+    bare = miofind.convolution_backward_weights(dy, x, W.shape, handle=handle)
+    np.testing.assert_allclose(found.dw, bare, rtol=1e-2, atol=5e-2)
     assert found.bias_gradient.dtype == dtype
     np.testing.assert_allclose(found.bias_gradient, dy.astype(np.float64).sum(OVER), rtol=2**-10, atol=1e-3)
 
