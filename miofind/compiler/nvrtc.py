@@ -34,13 +34,11 @@ class Toolchain:
         version: NVRTC's, such as "13.0".
         headers_version: CUDART_VERSION of the CUDA headers, such as 13000.
         sms: compute capabilities that NVRTC can compile for, as ints.
-        include_options: -I options for the CUDA headers; paths of this machine, so no part of a key.
     """
 
     version: str
     headers_version: int
     sms: frozenset[int]
-    include_options: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +73,8 @@ def toolchain() -> Toolchain:
     except (ImportError, RuntimeError) as error:
         message = f"NVRTC cannot be used, so kernels cannot be compiled ({error}): {INSTALL_NVRTC}"
         raise MissingLibraryError(message) from error
-    directories = _header_directories()
-    return Toolchain(
-        version=f"{major}.{minor}",
-        headers_version=_headers_version(directories[0]),
-        sms=frozenset(sms),
-        include_options=tuple(f"-I{directory}" for directory in directories),
-    )
+    headers_version = _headers_version(_runtime_headers())
+    return Toolchain(version=f"{major}.{minor}", headers_version=headers_version, sms=frozenset(sms))
 
 
 def compile_options(
@@ -157,7 +150,7 @@ def _compiled(program: Any, source: KernelSource, options: tuple[str, ...], arch
     from cuda.bindings import nvrtc
 
     tools = toolchain()
-    given = [option.encode() for option in (*options, *tools.include_options)]
+    given = [option.encode() for option in (*options, *include_options())]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
     (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
     buffer = bytearray(size)
@@ -179,21 +172,35 @@ def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return result[1:]
 
 
-def _header_directories() -> tuple[Path, ...]:
-    """Folders of the CUDA headers, the runtime's first.
+@functools.cache
+def include_options() -> tuple[str, ...]:
+    """NVRTC's -I options for the CUDA headers, the runtime's first: paths of this machine, so no part of a key.
+
+    Asked for where a kernel is compiled, and nowhere else: for headers that are not installed cuda-pathfinder starts a
+    Python process, which takes 0.2 s.
 
     Raises:
         MissingLibraryError: the runtime's headers are not installed.
+    """
+    runtime = _runtime_headers()
+    found = [runtime, _header_directory("cccl")]
+    if not (runtime / "crt").is_dir():  # mma.h includes crt/mma.h, which the CUDA 12 wheels ship with nvcc
+        found.append(_header_directory("nvcc"))
+    return tuple(f"-I{directory}" for directory in found if directory is not None)
+
+
+def _runtime_headers() -> Path:
+    """Folder of the CUDA runtime's headers.
+
+    Raises:
+        MissingLibraryError: they are not installed.
     """
     runtime = _header_directory("cudart")
     if runtime is None:
         raise MissingLibraryError(
             f"the CUDA runtime's headers are not installed, so kernels cannot be compiled: {INSTALL_NVRTC}"
         )
-    found = [runtime, _header_directory("cccl")]
-    if not (runtime / "crt").is_dir():  # mma.h includes crt/mma.h, which the CUDA 12 wheels ship with nvcc
-        found.append(_header_directory("nvcc"))
-    return tuple(directory for directory in found if directory is not None)
+    return runtime
 
 
 def _header_directory(library: str) -> Path | None:

@@ -182,9 +182,23 @@ def test_where_the_headers_are_does_not_change_the_key(
     compiler: Compiler, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = compiler.key(package.step(), ARCH)
-    other = dataclasses.replace(toolchain(), include_options=("-I/elsewhere",))
-    monkeypatch.setattr(build, "toolchain", lambda: other)
+    monkeypatch.setattr(nvrtc, "include_options", lambda: ("-I/elsewhere",))
     assert compiler.key(package.step(), ARCH) == before
+
+
+def test_a_binary_of_the_cache_asks_for_no_headers_to_compile_with(
+    compiler: Compiler, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are not installed are searched for in a process of their own."""
+    built = compiler.build(package.step(), ARCH)
+    monkeypatch.setattr(nvrtc, "include_options", lambda: pytest.fail("it is compiled again"))
+    asked = []
+    monkeypatch.setattr(
+        nvrtc, "_header_directory", lambda library, find=nvrtc._header_directory: asked.append(library) or find(library)
+    )
+    toolchain.cache_clear()
+    assert Compiler(compiler.cache).build(package.step(), ARCH).cubin == built.cubin
+    assert asked == ["cudart"]
 
 
 def test_kernel_hash_covers_every_step(package: CudaPackage) -> None:

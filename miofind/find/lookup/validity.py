@@ -42,7 +42,7 @@ def is_current(solver: Solver | None, version: int, sources: str, device: Device
 
 def has_sources(solver: Solver, sources: str) -> bool:
     """Whether a hash is that of a solver's sources for bare problems or for fused ones: none has rows of both."""
-    return sources in (solver_hash(solver), solver_hash(solver, fused=True))
+    return any(solver_hash(solver, fused=fused) == sources for fused in (False, True))
 
 
 @functools.cache
