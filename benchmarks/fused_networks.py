@@ -4,11 +4,12 @@
     python benchmarks/fused_networks.py --networks resnet50 --dtypes float16 --layouts NHWC --batches 32
 
 Times the suites `*_fused` and the passes of `resnet50_training`, the most telling case first. What the FindDB does not
-answer is found first, within --budget seconds of measuring a problem and --rival-budget for a search of cuDNN's
-engines, and recorded in --db. Each GPU has a process of its own (CUDA_VISIBLE_DEVICES) for its share. The files of
---folder keep what was timed: the same command goes on with what is left, and begins anew where they are of another
-commit. The last lines are a table of the networks: sums of a forward pass in milliseconds, and the others' time over
-miofind's by the sums (in brackets: the geometric mean over the distinct layers).
+answer is found first, within --budget seconds of measuring a problem, and recorded in --db; cuDNN's sides are the
+fastest of what its heuristics propose, or of a search of --search-cudnn seconds each. Each GPU has a process of its own
+(CUDA_VISIBLE_DEVICES) for its share. The files of --folder keep what was timed: the same command goes on with what is
+left, and begins anew where they are of another commit. The last lines are a table of the networks: sums of a forward
+pass in milliseconds, and the others' time over miofind's by the sums (in brackets: the geometric mean over the distinct
+layers).
 """
 
 from __future__ import annotations
@@ -156,12 +157,17 @@ def time_share(arguments: argparse.Namespace) -> None:
         timing = Timing(
             handle=handle,
             options=FindOptions(time_budget_s=arguments.budget),
-            rival_options=FindOptions(time_budget_s=arguments.rival_budget, tuning=True),
+            rival_options=rival_options(arguments.search_cudnn),
             deadline=deadline,
             workers=processors() // every,
         )
         with contextlib.suppress(Late):
             time_all([each.entry for each in left], timing, take)
+
+
+def rival_options(search_s: float) -> FindOptions:
+    """How cuDNN's sides are found: of what its heuristics propose, or by a search of its engines for so many seconds."""
+    return FindOptions(time_budget_s=search_s, tuning=True) if search_s else FindOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +176,7 @@ class Timing:
 
     Attributes:
         options: of a find.
-        rival_options: of a search of cuDNN's engines, so that a rival is its best.
+        rival_options: of a find of cuDNN's sides.
         deadline: when no further layer begins, by time.monotonic.
         workers: compiling processes.
     """
@@ -218,7 +224,7 @@ def share_command(arguments: argparse.Namespace, number: int, file: Path) -> lis
     """The command of one GPU's process."""
     words = ["--share", f"{number + 1}/{arguments.gpus}", "--rows", str(file), "--folder", str(arguments.folder)]
     words += ["--stop-after", str(arguments.stop_after)]
-    words += ["--budget", str(arguments.budget), "--rival-budget", str(arguments.rival_budget)]
+    words += ["--budget", str(arguments.budget), "--search-cudnn", str(arguments.search_cudnn)]
     words += ["--commit", arguments.commit, *(["--db", str(arguments.db)] if arguments.db else [])]
     for name in ("networks", "dtypes", "layouts", "batches"):
         words += [f"--{name}", ",".join(getattr(arguments, name))]
@@ -249,7 +255,7 @@ def content_of(
         "gpu": told["gpu"],
         "commit": arguments.commit,
         "command": f"python benchmarks/{NAME}.py --budget {arguments.budget:g} "
-        f"--rival-budget {arguments.rival_budget:g}",
+        f"--search-cudnn {arguments.search_cudnn:g}",
         "versions": told["versions"],
         "networks": [network_json(network) for network in networks_of(case, rows)],
         "rows": list(rows),
@@ -313,9 +319,7 @@ def main() -> None:
     parser.add_argument("--layouts", type=script.several(LAYOUTS), default=LAYOUTS, help=",".join(LAYOUTS))
     parser.add_argument("--batches", type=script.several(BATCHES), default=BATCHES[:2], help=",".join(BATCHES))
     parser.add_argument("--budget", type=script.seconds, default=10.0, help="seconds of measuring in a problem's find")
-    parser.add_argument(
-        "--rival-budget", type=script.seconds, default=4.0, help="seconds of a search of cuDNN's engines"
-    )
+    parser.add_argument("--search-cudnn", type=script.seconds, default=0.0, help="seconds of a search of its engines")
     parser.add_argument("--db", type=Path, help="FindDB that what is found is recorded in; by default none")
     parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host, a process each")
     parser.add_argument("--stop-after", type=script.seconds, default=500.0, help="begin no problem after so long")

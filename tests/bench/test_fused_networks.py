@@ -42,7 +42,7 @@ def arguments(fused: ModuleType, folder: Path, **changed: Any) -> argparse.Names
         "folder": folder,
         "commit": "abc",
         "budget": 6.0,
-        "rival_budget": 3.0,
+        "search_cudnn": 3.0,
         "stop_after": 500.0,
         "gpus": 2,
         "db": None,
@@ -163,12 +163,17 @@ def test_a_share_is_asked_for_what_the_whole_was(
         "folder",
         "commit",
         "budget",
-        "rival_budget",
+        "search_cudnn",
         "stop_after",
         "db",
     ):
         assert [*map(str, [getattr(share, name)])] == [*map(str, [_listed(getattr(whole, name))])], name
     assert share.share == (1, 2)
+
+
+def test_cudnns_engines_are_searched_where_time_is_given(fused: ModuleType) -> None:
+    assert not fused.rival_options(0.0).searches
+    assert fused.rival_options(3.0) == FindOptions(time_budget_s=3.0, tuning=True)
 
 
 def _listed(value: Any) -> Any:
