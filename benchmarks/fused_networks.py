@@ -166,7 +166,7 @@ def time_share(arguments: argparse.Namespace) -> None:
 
 
 def rival_options(search_s: float) -> FindOptions:
-    """How cuDNN's sides are found: of what its heuristics propose, or by a search of its engines for so many seconds."""
+    """How cuDNN's sides are found: of what its heuristics propose, or by a search of so many seconds."""
     return FindOptions(time_budget_s=search_s, tuning=True) if search_s else FindOptions()
 
 
