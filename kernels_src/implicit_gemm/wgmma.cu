@@ -34,7 +34,9 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
     float acc[ROWS][kAccumulators];
 #ifdef EPILOGUE
     const TermsAhead terms_ahead = read_tile_terms_ahead(shape, tile, epilogue, consumer);
-    if constexpr (kLoadsResidual)
+    if constexpr (kCopiesRows) {
+      if (shape.grid.splits.by == 1) copy_first_blocks(shape, tile, epilogue, staging, other, consumer);
+    } else if constexpr (kLoadsResidual)
       if (threadIdx.x % 128 == 0 && (SWAPPED || shape.grid.splits.by == 1))
         load_first_residuals(shape, tile, residual, staging, other, consumer);
 #if EPILOGUE_BIAS_GRADIENT
@@ -42,7 +44,11 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
     const bool sums_up = sums_filters(tile);
 #endif
 #endif
+#ifdef EPILOGUE
+    if (STRIDED && tile.phase == shape.phases_with_taps - 1) write_zeros(shape, tile, epilogue, out, consumer);
+#else
     if (STRIDED && tile.phase == shape.phases_with_taps - 1) write_zeros(shape, tile, out, consumer);
+#endif
     int before = -1;
     for (int k_tile = tile.first_k_tile; k_tile < tile.end_k_tile; k_tile++) {
       mbarrier_wait(full + 8 * stage, parity);
@@ -107,8 +113,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
 #ifdef EPILOGUE
                         const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape,
-                        const __grid_constant__ TensorMap map_residual, float* statistics,
-                        const __grid_constant__ Epilogue epilogue) {
+                        const __grid_constant__ TensorMap map_residual, const __grid_constant__ TensorMap map_saved,
+                        float* statistics, const __grid_constant__ Epilogue epilogue) {
   __shared__ alignas(8) unsigned long long residual_barriers[2 * CONSUMERS];
   const unsigned residual_full = shared_address(residual_barriers);
 #else
@@ -133,8 +139,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     }
 #ifdef EPILOGUE
     const unsigned base = staging + role * 2 * kOutBlockBytes;
-    consume(shape, &map_out, out, role, epilogue, {&map_residual, base, residual_full + 16 * role, 0}, statistics,
-            stages, full, empty, base);
+    consume(shape, &map_out, out, role, epilogue, {&map_residual, &map_saved, base, residual_full + 16 * role, 0},
+            statistics, stages, full, empty, base);
 #else
     consume(shape, &map_out, out, role, stages, full, empty, staging + role * 2 * kOutBlockBytes);
 #endif

@@ -4,11 +4,14 @@
 
 #include "implicit_gemm/wgmma_producer.cuh"
 #ifdef EPILOGUE
+#include "common/copy_bytes.cuh"
 #include "common/epilogue.cuh"
+#include "common/epilogue_vectors.cuh"
 #include "common/mma.cuh"
 #include "common/opaque.cuh"
 #include "common/statistics.cuh"
-static_assert(KIND == FORWARD || EPILOGUE_BIAS_GRADIENT, "a problem's epilogue follows forward sums");
+#include "common/tile.cuh"
+static_assert(KIND != WEIGHTS || EPILOGUE_BIAS_GRADIENT, "a problem's epilogue follows sums of pixels");
 #endif
 
 // Offset in a swizzled block of 64 rows of a row's 16-byte word.
@@ -84,8 +87,9 @@ __device__ __forceinline__ ResultPlace result_place(const Shape& shape, const Wo
     return {tile.group * shape.size_m + row, kHasChannelBias ? static_cast<int>(plane / image_size) : 0,
             plane + static_cast<int64>(row) * shape.image_pixels};
   } else {
-    const int pixel = SWAPPED ? column : row, channel = SWAPPED ? row : column;
+    const int pixel = SWAPPED ? column : out_row(shape, tile, row), channel = SWAPPED ? row : column;
     const int channels = SWAPPED ? shape.size_m : shape.size_n;
+    if (STRIDED && pixel < 0) return {0, 0, -1};
     return {tile.group * channels + channel, kHasChannelBias ? pixel / shape.image_pixels : 0,
             (static_cast<int64>(pixel) * shape.groups + tile.group) * channels + channel};
   }
@@ -101,13 +105,18 @@ __device__ __forceinline__ float result_of(float sum, const Shape& shape, const 
   return finish_at(sum, epilogue, place.image, place.channel, channels, place.at);
 }
 
-// Whether a tile's residual is loaded by TMA to where its results will be staged.
-constexpr bool kLoadsResidual = kHasResidual && CLUSTER_K == 1 && NCHW != NCHW_OUTPUT;
+// Whether a tile's residual, or `saved` where there is no residual, is loaded to where its results will be staged: by
+// TMA, or of strided backward data, whose rows are not neighbours in dx, by copies of all threads. With both `saved` is
+// loaded to buffers behind those of all consumers.
+constexpr bool kLoadsResidual = (kHasResidual || kHasSaved) && CLUSTER_K == 1 && NCHW != NCHW_OUTPUT;
+constexpr bool kCopiesRows = kLoadsResidual && STRIDED;
+constexpr bool kLoadsBoth = kLoadsResidual && kHasResidual && kHasSaved;
+constexpr unsigned kSavedOffset = 2 * CONSUMERS * kOutBlockBytes;
 
 // The residual of a consumer's tiles. `base` is the first of its two buffers in shared memory, `full` its mbarriers,
 // one a buffer; `parity` has a bit for each, of the phase that is next to complete.
 struct ResidualLoads {
-  const TensorMap* map;
+  const TensorMap *map, *map_saved;
   unsigned base, full, parity;
 
   __device__ __forceinline__ int number(unsigned buffer) const { return buffer == base ? 0 : 1; }
@@ -116,15 +125,20 @@ struct ResidualLoads {
   __device__ __forceinline__ void load(const Shape& shape, const WorkTile& tile, unsigned buffer, int first_m,
                                        int block) const {
     const unsigned barrier = full + 8 * number(buffer);
-    mbarrier_arrive_expect_tx(barrier, kOutBlockBytes);
+    mbarrier_arrive_expect_tx(barrier, kLoadsBoth ? 2 * kOutBlockBytes : kOutBlockBytes);
     if constexpr (SWAPPED) {
-      tma_load_tiled(buffer, map, barrier, first_m, tile.group, tile.tile_n * kTileN + kOutBlockN * block);
+      load_box(buffer, barrier, first_m, tile.group, tile.tile_n * kTileN + kOutBlockN * block);
     } else if constexpr (kNchwN) {
       const Pixel pixels = pixel_at(shape.walk, tile.tile_n * kNBlocks + block);
-      tma_load_tiled(buffer, map, barrier, pixels.w * kBlockN, tile.group * shape.size_m + first_m, pixels.n);
+      load_box(buffer, barrier, pixels.w * kBlockN, tile.group * shape.size_m + first_m, pixels.n);
     } else {
-      tma_load_tiled(buffer, map, barrier, n_block_at(shape, tile.tile_n, block).first, tile.group, first_m);
+      load_box(buffer, barrier, n_block_at(shape, tile.tile_n, block).first, tile.group, first_m);
     }
+  }
+
+  __device__ __forceinline__ void load_box(unsigned buffer, unsigned barrier, int first, int second, int third) const {
+    tma_load_tiled(buffer, map, barrier, first, second, third);
+    if constexpr (kLoadsBoth) tma_load_tiled(buffer + kSavedOffset, map_saved, barrier, first, second, third);
   }
 
   __device__ __forceinline__ void wait(unsigned buffer) {
@@ -164,6 +178,38 @@ __device__ __forceinline__ void load_first_residuals(const Shape& shape, const W
   residual.load(shape, tile, buffer, at.first_m, at.block);
   at = next_block(shape, tile, consumer, at);
   if (is_written(shape, tile, at)) residual.load(shape, tile, other, at.first_m, at.block);
+}
+
+// Of strided backward data: begins to copy what is read with a block of dx to where `write_rows` takes such a block
+// from, if the block is written.
+__device__ __forceinline__ void copy_block(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
+                                           unsigned buffer, const OutBlock& at) {
+  constexpr int kWords = kOutSwizzle / 16, kRows = 128 / kWords;
+  if (!is_written(shape, tile, at)) return;
+  const int word = threadIdx.x % 128 % kWords;
+  const int column = n_block_at(shape, tile.tile_n, at.block).first + word * (16 / kElementBytes);
+  if (column >= shape.size_n) return;
+#pragma unroll 1  // else the widest accumulators would spill
+  for (int row = threadIdx.x % 128 / kWords; row < 64; row += kRows) {
+    const int line = out_row(shape, tile, at.first_m + row);
+    if (line < 0) continue;
+    const int64 from = (static_cast<int64>(line) * shape.groups + tile.group) * shape.size_n + column;
+    const unsigned to = buffer + swizzled_offset(row, word);
+    copy_bytes<16>(to, (kHasResidual ? epilogue.residual : epilogue.saved) + from, true);
+    if constexpr (kLoadsBoth) copy_bytes<16>(to + kSavedOffset, epilogue.saved + from, true);
+  }
+}
+
+// Begins to copy it for a tile's first two blocks, once all threads of the warpgroup have written those of the tile
+// before. The kernel before (PDL) may write what is copied.
+__device__ __forceinline__ void copy_first_blocks(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
+                                                  unsigned buffer, unsigned other, int consumer) {
+  const OutBlock at = {tile.tile_m * kTileM + 64 * consumer * ROWS, 0};
+  griddepcontrol_wait();
+  warpgroup_sync(1 + consumer);  // both buffers have been read
+  copy_block(shape, tile, epilogue, buffer, at);
+  if (is_written(shape, tile, at)) copy_block(shape, tile, epilogue, other, next_block(shape, tile, consumer, at));
+  commit_copies();
 }
 
 // Scale and bias of the channels of a consumer's part of a tile. The kernel before (PDL) may write them.
@@ -362,15 +408,19 @@ __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile&
       pairs[g + 1][1] = terms.read(16 * g + 24);
       residual[g + 1] = read_residual(staged_group(first, g + 1));
     }
+    const ResidualGroup saved = kLoadsBoth ? read_residual(staged_group(first, g) + kSavedOffset) : residual[g];
     float results[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const int below = i / 2 % 2, behind = 16 * g + i / 4 * 8 + i % 2;
-      float added = kLoadsResidual ? residual[g].at(i) : 0;
-      if constexpr (kHasResidual && !kLoadsResidual)
-        if (const ResultPlace place = result_place(shape, tile, row + 8 * below, column + behind); place.at >= 0)
-          added = convert<float>(epilogue.residual[place.at]);
-      results[i] = finish(acc[8 * g + i], terms.at(pairs[g][i / 4], below, behind), added, epilogue);
+      float added = kLoadsResidual && kHasResidual ? residual[g].at(i) : 0;
+      float argument = kLoadsResidual && kHasSaved ? saved.at(i) : 0;
+      if constexpr ((kHasResidual || kHasSaved) && !kLoadsResidual)
+        if (const ResultPlace place = result_place(shape, tile, row + 8 * below, column + behind); place.at >= 0) {
+          if constexpr (kHasResidual) added = convert<float>(epilogue.residual[place.at]);
+          if constexpr (kHasSaved) argument = convert<float>(epilogue.saved[place.at]);
+        }
+      results[i] = finish(acc[8 * g + i], terms.at(pairs[g][i / 4], below, behind), added, argument, epilogue);
     }
     stage_group(staged_group(first, g), results);
   }
@@ -519,7 +569,12 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       const int first_column = tile.tile_n * kTileN + block * kOutBlockN;
       if (SWAPPED ? first_column >= shape.size_n : !is_inside(shape, n_block_at(shape, tile.tile_n, block))) break;
 #ifdef EPILOGUE
-      if constexpr (kLoadsResidual) residual.wait(buffer);
+      if constexpr (kCopiesRows) {
+        wait_for_copies<0>();
+        warpgroup_sync(1 + consumer);  // all threads' copies have arrived
+      } else if constexpr (kLoadsResidual) {
+        residual.wait(buffer);
+      }
       if constexpr (KIND == WEIGHTS)
         stage_block(buffer, thread / 32, thread % 32, acc[r] + block * kOutBlockN / 2);
       else
@@ -530,13 +585,20 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       fence_proxy_async();
       if (thread == 0) tma_store_wait_group_read();  // the other buffer, where the next block goes
 #ifdef EPILOGUE
-      if constexpr (kLoadsResidual)
+      if constexpr (kLoadsResidual && !kCopiesRows)
         if (thread == 0 && (r > 0 || block > 0)) {
           const OutBlock next = next_block(shape, tile, consumer, {first_m, block});
           if (is_written(shape, tile, next)) residual.load(shape, tile, other, next.first_m, next.block);
         }
 #endif
       warpgroup_sync(1 + consumer);  // the block is staged
+#ifdef EPILOGUE
+      if constexpr (kCopiesRows)  // all have written the block before
+        if (r > 0 || block > 0) {
+          copy_block(shape, tile, epilogue, other, next_block(shape, tile, consumer, {first_m, block}));
+          commit_copies();
+        }
+#endif
       if constexpr (NCHW == NCHW_OUTPUT)
         write_nchw(shape, tile, buffer, first_m, first_column, result);
       else if constexpr (STRIDED)
@@ -596,10 +658,15 @@ __device__ __forceinline__ void write_partial_nchw(const Shape& shape, const Wor
   }
 }
 
-// Strided backward data: writes zeros to the pixels of phases without taps that belong to this consumer's rows of the
-// tile, in the output or in a split-K partial. It waits for the kernel before (PDL) itself: all other writes follow a
-// TMA load, whose thread has waited.
+// Strided backward data: writes zeros, or what an epilogue makes of them, to the pixels of phases without taps that
+// belong to this consumer's rows of the tile, in the output or, as they are, in a split-K partial. It waits for the
+// kernel before (PDL) itself: all other writes follow a TMA load, whose thread has waited.
+#ifdef EPILOGUE
+__device__ __forceinline__ void write_zeros(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
+                                            float* out, int consumer) {
+#else
 __device__ __forceinline__ void write_zeros(const Shape& shape, const WorkTile& tile, float* out, int consumer) {
+#endif
   constexpr int kVector = 16 / kElementBytes, kVectors = kTileN / kVector, kRows = 64 * ROWS;
   const bool is_partial = CLUSTER_K == 1 && shape.grid.splits.by > 1;
   if (!is_partial && (tile.split > 0 || tile.first_k_tile == tile.end_k_tile)) return;
@@ -615,6 +682,17 @@ __device__ __forceinline__ void write_zeros(const Shape& shape, const WorkTile& 
       const int line = dx_pixel(shape, phase_at(shape, phase), pixel);
       if (line < 0) continue;
       const int64 element = (static_cast<int64>(line) * shape.groups + tile.group) * shape.size_n + column;
+#ifdef EPILOGUE
+      if (!is_partial) {
+        const auto residual = read_residual<kVector>(epilogue.residual + element, true);
+        const auto saved = read_saved<kVector>(epilogue.saved + element, true);
+        ChannelTerms terms[kVector];
+        for (ChannelTerms& each : terms) each = {1, 0, 0};
+        *reinterpret_cast<Vector<EpilogueElement, kVector>*>(reinterpret_cast<EpilogueElement*>(out) + element) =
+            finished<kVector>({}, terms, residual, saved, epilogue);
+        continue;
+      }
+#endif
       Vector<float, 4>* const there =
           reinterpret_cast<Vector<float, 4>*>(to + element * (is_partial ? 4 : kElementBytes));
       there[0] = {};

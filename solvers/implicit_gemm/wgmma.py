@@ -303,13 +303,19 @@ def _sums(tiling: WgmmaTiling) -> tuple[Pointer, ...]:
 
 
 def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | Pointer | EpilogueArgument, ...]:
-    """Tensor map of the residual, laid out as the output, statistics and the epilogue; nothing for a bare problem."""
+    """Tensor maps of what is read with the output, statistics and the epilogue; nothing for a bare problem.
+
+    Two maps, laid out as the output: of the residual and of `saved`, of one of them first, else of the output.
+    """
     problem, target = tiling.product.problem, _maps(tiling)[2]
     if not problem.epilogue:
         return ()
-    if problem.epilogue.has_residual and target.pointer.buffer == problem.direction.output:
-        target = replace(target, pointer=Pointer(buffer="residual"))
-    return target, *_sums(tiling), *epilogue_arguments(problem)
+    read = [name for name in ("residual", "saved") if name in problem.epilogue.operands]
+    if target.pointer.buffer != problem.direction.output:
+        read = []
+    maps = [replace(target, pointer=Pointer(buffer=name)) for name in read]
+    first, second, *_ = (*maps, target, target)
+    return first, second, *_sums(tiling), *epilogue_arguments(problem)
 
 
 def _fused_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
@@ -415,12 +421,17 @@ class ConvImplicitGemmWgmma(Solver):
             conv(weights, x=(2, 24, 18, 10), w=(40, 24, 3, 3), layout=y_first),
             conv(weights, x=(2, 64, 14, 14), w=(72, 64, 3, 3), padding=1, epilogue="bias_gradient"),
             conv(weights, x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW, epilogue="float32.bias_gradient"),
+            conv(data, x=(2, 72, 12, 11), w=(64, 72, 3, 3), padding=1, epilogue="residual.drelu"),
+            conv(data, x=(2, 72, 13, 14), w=(64, 72, 1, 1), stride=2, epilogue="residual.dsilu"),
+            conv(data, x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW, epilogue="drelu"),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
 
     def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        if problem.direction is Direction.BACKWARD_DATA:
+            return APPLICABLE
         if not problem.epilogue.outputs:
             return super().fuses_training(problem)
         what = "results" if problem.epilogue.statistics else "gradients"

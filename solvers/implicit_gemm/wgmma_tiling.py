@@ -198,12 +198,17 @@ class WgmmaTiling:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the pipeline, and two output buffers of each consumer."""
+        """Dynamic shared memory: the pipeline, and two output buffers of each consumer.
+
+        As many more hold what is saved for a derivative where the residual is loaded to those.
+        """
         pipeline = self.stages * self.stage_bytes
         if self.cluster[2] > 1:  # partials take the place of the pipeline
             return _ALIGNMENT_BYTES + max(pipeline, 4 * self.tile_m * (self.tile_n + 8))
         columns = WGMMA_M if self.swapped else self.block_n
-        return _ALIGNMENT_BYTES + pipeline + 2 * self.consumers * self.product.element_bytes * WGMMA_M * columns
+        epilogue = self.product.problem.epilogue
+        buffers = 4 if epilogue.has_residual and "saved" in epilogue.operands else 2
+        return _ALIGNMENT_BYTES + pipeline + buffers * self.consumers * self.product.element_bytes * WGMMA_M * columns
 
     def is_valid(self, shared_bytes: int) -> bool:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""

@@ -38,6 +38,28 @@ WGMMA: dict[str, dict[str, Any]] = {
     "y_first_groups": {"x": (3, 128, 9, 11), "w": (192, 64, 2, 3), "padding": 1, "groups": 2, **Y_FIRST},
     "1d": {"x": (3, 24, 50), "w": (40, 24, 9), "padding": 4, "dtype": "float16", "layout": "NWC"},
 }
+WGMMA_DATA: dict[str, dict[str, Any]] = {
+    "walked": {"x": (2, 136, 13, 12), "w": (72, 136, 2, 3), "padding": 1, **NHWC},
+    "groups": {"x": (2, 128, 13, 12), "w": (256, 64, 3, 3), "padding": ((1, 0), (2, 1)), "groups": 2, **NHWC},
+    "pointwise": {"x": (3, 296, 9, 11), "w": (264, 296, 1, 1), **NHWC},
+    "few_channels": {"x": (2, 24, 9, 7), "w": (72, 24, 3, 3), "padding": 1, "dtype": "bfloat16", "layout": "NHWC"},
+    "many_tiles": {"x": (16, 64, 28, 28), "w": (64, 64, 3, 3), "padding": 1, **NHWC},
+    "strided": {"x": (2, 136, 13, 14), "w": (72, 136, 3, 3), "padding": ((1, 0), (0, 2)), "stride": 2, **NHWC},
+    "strided_many_tiles": {"x": (16, 256, 29, 28), "w": (64, 256, 3, 3), "padding": 1, "stride": 2, **NHWC},
+    "no_taps": {"x": (3, 264, 17, 16), "w": (64, 264, 1, 1), "stride": 2, **NHWC},
+    "no_taps_groups": {"x": (3, 256, 9, 8), "w": (128, 128, 1, 1), "stride": (1, 2), "groups": 2, **NHWC},
+    "tf32": {"x": (2, 68, 9, 9), "w": (36, 68, 3, 3), "padding": 1, "math": "tf32", "layout": "NHWC"},
+    "tf32_no_taps": {"x": (2, 68, 9, 9), "w": (36, 68, 1, 1), "stride": 2, "math": "tf32", "layout": "NHWC"},
+    "nchw": {"x": (3, 72, 16, 17), "w": (136, 72, 1, 1), "dtype": "float16"},
+    "x_first": {
+        "x": (3, 136, 11, 13),
+        "w": (136, 136, 3, 3),
+        "padding": 1,
+        "dtype": "float16",
+        "layout": {"x": "NCHW", "w": "NHWC", "y": "NHWC"},
+    },
+    "1d": {"x": (3, 40, 50), "w": (24, 40, 9), "padding": 4, "dtype": "float16", "layout": "NWC"},
+}
 DIRECT: dict[str, dict[str, Any]] = {
     "nchw": {"x": (2, 19, 17, 15), "w": (38, 19, 3, 3), "padding": 1, "dtype": "float16"},
     "nhwc": {"x": (2, 16, 14, 13), "w": (24, 8, 3, 3), "groups": 2, "stride": 2, "layout": "NHWC"},
@@ -77,6 +99,17 @@ def test_every_exit_of_wgmma_applies_it(shape: str, epilogue: str, device: Devic
     if device.arch != "90a":
         pytest.skip("needs compute capability 9.0")
     problem = fused(WGMMA[shape], epilogue)
+    configs = [*solver.default_configs(problem, device)[:2], *drawn_wgmma(solver, problem, device, 2, 1)]
+    check(solver, problem, device, list(dict.fromkeys(configs)))
+
+
+@pytest.mark.parametrize("epilogue", GRADIENTS)
+@pytest.mark.parametrize("shape", WGMMA_DATA)
+def test_every_exit_of_wgmma_fuses_gradients(shape: str, epilogue: str, device: Device) -> None:
+    solver = Registry.default()["ConvImplicitGemmWgmma"]
+    if device.arch != "90a":
+        pytest.skip("needs compute capability 9.0")
+    problem = fused({**WGMMA_DATA[shape], "direction": "backward_data"}, epilogue)
     configs = [*solver.default_configs(problem, device)[:2], *drawn_wgmma(solver, problem, device, 2, 1)]
     check(solver, problem, device, list(dict.fromkeys(configs)))
 
