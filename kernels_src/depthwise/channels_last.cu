@@ -11,6 +11,7 @@
 #include "depthwise/channels_last_rows.cuh"
 #ifdef EPILOGUE
 #include "common/epilogue_vectors.cuh"
+#include "common/statistics.cuh"
 #endif
 
 #if !defined(ELEMENT) || !defined(BACKWARD) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(MULTIPLIER)
@@ -156,10 +157,48 @@ __device__ __forceinline__ void start_rows(Accumulators& accumulators, float val
         if (first_met(out) == kRow) accumulators[out][i][v] = value;
 }
 
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+using ChannelSums = float[2][kVector];  // of a thread's results, and of their squares
+static_assert(SHARED_BYTES >= 4 * kThreadGroups * kOutChannels, "a sum of each channel of all groups is staged");
+
+// Results that have been added to the sums.
+__device__ __forceinline__ Vector<ELEMENT, kVector> added(ChannelSums& sums, const Vector<ELEMENT, kVector>& results) {
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    const float result = convert<float>(results.at[v]);
+    sums[0][v] += result;
+    sums[1][v] += result * result;
+  }
+  return results;
+}
+
+// Writes a block's sums, through `shared`, where nothing is needed any more once all threads are here.
+__device__ __forceinline__ void write_sums(const ChannelSums& sums, float* shared, int first_channel, int channels,
+                                           int part, int parts, float* statistics) {
+  const int group = threadIdx.x / kSegments, channel = threadIdx.x % kSegments * kVector;
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
+    __syncthreads();  // what was here has been read
+    if (group < kThreadGroups)
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) shared[group * kOutChannels + channel + v] = sums[q][v];
+    __syncthreads();  // the sums of all groups are there
+    for (int c = threadIdx.x; c < kOutChannels && first_channel + c < channels; c += kThreads) {
+      float total = 0;
+#pragma unroll 8
+      for (int i = 0; i < kThreadGroups; ++i) total += shared[i * kOutChannels + c];
+      statistics[static_cast<int64>(q * parts + part) * channels + first_channel + c] = total;
+    }
+  }
+}
+#endif
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     depthwise_channels_last(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter,
 #ifdef EPILOGUE
-                            ELEMENT* __restrict__ out, const __grid_constant__ Shape shape,
+                            ELEMENT* __restrict__ out, const __grid_constant__ Shape shape, float* statistics,
                             const __grid_constant__ Epilogue epilogue) {
 #else
                             ELEMENT* __restrict__ out, const __grid_constant__ Shape shape) {
@@ -226,6 +265,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #ifdef EPILOGUE
   ChannelTerms terms[kVector] = {};
   if (computes) read_terms(terms, epilogue, rest, channel_block * kOutChannels + channel, out_channels);
+#if EPILOGUE_STATISTICS
+  ChannelSums sums = {};
+#endif
 #endif
 
   Filters taps;
@@ -271,7 +313,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             if ((!DILATED || j >= first_stored) && (WHOLE_GROUPS || j < end_stored))
               *reinterpret_cast<Vector<ELEMENT, kVector>*>(stored + j * COLUMN_STEP) =
 #ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+                  added(sums, finished(accumulators[kFirst + i][j], terms, residual[j], epilogue));
+#else
                   finished(accumulators[kFirst + i][j], terms, residual[j], epilogue);
+#endif
 #else
                   rounded<ELEMENT>(accumulators[kFirst + i][j]);
 #endif
@@ -279,4 +325,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
     }
   });
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+  write_sums(sums, reinterpret_cast<float*>(staged), channel_block * kOutChannels, out_channels,
+             blockIdx.x / shape.channel_blocks, gridDim.x / shape.channel_blocks, statistics);
+#endif
+#endif
 }
+
+#ifdef EPILOGUE
+#if EPILOGUE_STATISTICS
+extern "C" __global__ void __launch_bounds__(1024)
+    depthwise_channels_last_statistics(const float* partials, float* sum, float* sum_of_squares, int channels,
+                                       int parts) {
+  finish_statistics<8>(partials, sum, sum_of_squares, channels, parts);
+}
+#endif
+#endif

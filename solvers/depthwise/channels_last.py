@@ -21,6 +21,7 @@ from miofind.solvers.common.divisor import DIVISOR
 from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
+from miofind.solvers.common.statistics import partial_statistics, with_statistics
 from miofind.solvers.depthwise.channels_last_rows import (
     DIMENSION,
     KEYS,
@@ -126,6 +127,7 @@ class _Tiling:
             + sums
             + window * vector
             + epilogue_registers(problem, vector, columns * vector)
+            + 2 * vector * problem.epilogue.statistics
             + 40,
         )
 
@@ -143,6 +145,7 @@ def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
             SHAPE(channels=problem.c, **dimensions(problem), **tiling.blocks.divisors),
+            *partial_statistics(problem),
             *epilogue_arguments(problem),
         ),
     )
@@ -283,10 +286,17 @@ class ConvDepthwiseChannelsLast(Solver):
             depthwise(24, x=(3, 24, 14, 13), w=(7, 7), padding=3, dtype=brain, epilogue="float32.bias.silu.residual"),
             depthwise(16, x=(1, 16, 20, 19), w=(3, 3), padding=6, dilation=(6, 2), epilogue="scale.bias.residual.relu"),
             depthwise(4, k=12, x=(2, 4, 9, 10), w=(3, 3), padding=1, dtype=half, epilogue="channel_bias.residual.relu"),
+            depthwise(40, x=(2, 40, 15, 17), w=(3, 3), padding=1, stride=2, dtype=half, epilogue="statistics"),
+            depthwise(16, x=(1, 16, 20, 19), w=(3, 3), padding=6, dilation=(6, 2), epilogue="bias.relu.statistics"),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        if not problem.epilogue.statistics:
+            return super().fuses_training(problem)
+        return Applicability("sums up one output of each channel" if problem.k != problem.c else "")
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
@@ -323,7 +333,9 @@ class ConvDepthwiseChannelsLast(Solver):
         return _work(problem, config, tiling).time_ms(tiling.blocks, device, _RATES)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        return ConvSolution(steps=(_launch(problem, config),))
+        blocks = _Tiling.of(problem, config).blocks
+        parts = blocks.blocks // blocks.channel_blocks
+        return with_statistics(ConvSolution(steps=(_launch(problem, config),)), problem, parts)
 
 
 SOLVERS = (ConvDepthwiseChannelsLast(),)

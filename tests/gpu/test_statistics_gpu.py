@@ -47,6 +47,27 @@ FIRST_LAYERS: dict[str, dict[str, Any]] = {
     "two_outputs_nchw": {"x": (2, 1, 28, 29), "w": (6, 1, 5, 5), "padding": 2, "dtype": "float16"},
     "wide": {"x": (1, 3, 32, 224), "w": (64, 3, 4, 4), "stride": 4, "dtype": "bfloat16", "layout": "NHWC"},
 }
+DEPTHWISE: dict[str, dict[str, Any]] = {
+    "odd": {"x": (2, 40, 15, 17), "w": (40, 1, 3, 3), "padding": 1, "stride": 2, "groups": 40, **NHWC},
+    "wide": {"x": (8, 104, 56, 57), "w": (104, 1, 3, 3), "padding": 1, "groups": 104, **NHWC},
+    "large": {
+        "x": (3, 24, 14, 13),
+        "w": (24, 1, 7, 7),
+        "padding": 3,
+        "groups": 24,
+        "dtype": "bfloat16",
+        "layout": "NHWC",
+    },
+    "dilated": {
+        "x": (1, 16, 20, 19),
+        "w": (16, 1, 3, 3),
+        "padding": 6,
+        "dilation": (6, 2),
+        "groups": 16,
+        "layout": "NHWC",
+    },
+    "1d": {"x": (3, 32, 100), "w": (32, 1, 7), "padding": 3, "groups": 32, "dtype": "float16", "layout": "NWC"},
+}
 EPILOGUES = ("statistics", "scale.bias.residual.clamp.statistics", "float32.bias.silu.statistics")
 
 
@@ -80,12 +101,20 @@ def test_first_layers_sum_what_they_write(shape: str, epilogue: str, device: Dev
     check(solver, problem, configs, device, compiler)
 
 
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", DEPTHWISE)
+def test_depthwise_kernels_sum_what_they_write(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
+    solver, problem = served("ConvDepthwiseChannelsLast", DEPTHWISE[shape], epilogue, device)
+    configs = [*solver.default_configs(problem, device)[:3], *drawn(solver, problem, device, 4)]
+    check(solver, problem, configs, device, compiler)
+
+
 def served(solver_id: str, fields: dict[str, Any], epilogue: str, device: Device) -> tuple[Solver, ProblemDescription]:
     """A solver, and a problem that it serves; the test is skipped on devices that it does not."""
     solver, problem = Registry.default()[solver_id], ProblemDescription.convolution(**fields, epilogue=epilogue)
-    if device.arch != "90a":
-        pytest.skip("needs compute capability 9.0")
     answer = solver.applicability(problem, device)
+    if not answer and device.arch != "90a":
+        pytest.skip(answer.reason)
     assert answer, answer.reason
     return solver, problem
 

@@ -98,6 +98,23 @@ def test_first_layers_leave_a_part_for_each_row_of_warpgroups(w: tuple[int, ...]
         assert len(solver.solution(own.bare, DEVICE, config).steps) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_depthwise_blocks_of_equal_channels_leave_a_part_each(dtype: str) -> None:
+    solver = Registry.default()["ConvDepthwiseChannelsLast"]
+    own = problem(x=(4, 72, 28, 28), w=(72, 1, 3, 3), padding=1, groups=72, dtype=dtype)
+    for config in solver.default_configs(own, DEVICE):
+        first, last = solver.solution(own, DEVICE, config).kernels
+        parts = first.grid[0] // -(-own.k // config["channels"])
+        assert (last.entry, last.args[-1]) == ("depthwise_channels_last_statistics", int32s(parts)[0])
+
+
+def test_a_depthwise_kernel_sums_one_output_of_each_channel() -> None:
+    solver = Registry.default()["ConvDepthwiseChannelsLast"]
+    own = problem(x=(2, 8, 9, 10), w=(24, 1, 3, 3), groups=8)
+    assert "one output" in solver.applicability(own, DEVICE).reason
+    assert solver.applicability(own.bare, DEVICE)
+
+
 def test_wgmma_sums_no_float32_results() -> None:
     own = problem(x=(2, 36, 14, 14), w=(20, 36, 3, 3), dtype="float32", math="tf32")
     assert "16-bit" in WGMMA.applicability(own, DEVICE).reason
