@@ -42,6 +42,8 @@ class ConvChannelsLast(ChannelsLastSolver):
             conv(weights, x=(2, 64, 14, 13), w=(72, 64, 3, 3), padding=1, dilation=2),
             conv(x=(2, 64, 14, 13), w=(72, 64, 3, 3), padding=1, epilogue="bias.residual.relu"),
             conv(x=(2, 24, 15, 9), w=(40, 24, 1, 1), stride=2, epilogue="channel_bias.silu"),
+            conv(x=(2, 64, 14, 13), w=(72, 64, 3, 3), padding=1, stride=2, epilogue="bias.statistics"),
+            conv(weights, x=(2, 64, 14, 13), w=(72, 64, 3, 3), padding=1, epilogue="bias_gradient"),
         )
 
 

@@ -88,6 +88,11 @@ class ChannelsLastSolver(DelegatingSolver):
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return self.inner_solver.fuses(problem)
 
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        if not problem.epilogue.outputs:  # more tensors of pixels would have to be transposed
+            return super().fuses_training(problem)
+        return self.inner_solver.fuses_training(problem)
+
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         form = _form(self.inner_solver, problem, device)
         if form is None:

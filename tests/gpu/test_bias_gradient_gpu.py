@@ -1,4 +1,7 @@
-"""Solvers that sum dy up while they compute dw, on a GPU: every form, tails of filters and pixels, equal bits."""
+"""Solvers that sum dy up while they compute dw, on a GPU: every form, tails of filters and pixels, equal bits.
+
+And statistics and bias gradients of channels-first tensors, by kernels for channels last.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from both_gates import check_both_gates
 from device_buffers import Buffer, addresses, integers, upload
 from device_runs import DeviceRun
 from drawn_configs import drawn_wgmma
@@ -78,3 +82,27 @@ def test_every_form_of_wgmma_sums_dy(shape: str, epilogue: str, device: Device, 
             if (found := gradient(run, inputs)).tolist() != wanted.tolist():
                 failures.append(f"{config.json}: {found} is not {wanted}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("epilogue", ["statistics", "bias.relu.statistics", "bias_gradient", "float32.bias_gradient"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x": (3, 72, 14, 13), "w": (136, 72, 3, 3), "padding": 1},
+        {"x": (3, 128, 15, 14), "w": (64, 128, 1, 1), "stride": 2},
+        {"x": (8, 128, 16, 16), "w": (64, 128, 3, 3), "padding": 1},
+    ],
+    ids=str,
+)
+def test_channels_first_tensors_by_kernels_for_channels_last(
+    fields: dict[str, Any], epilogue: str, device: Device, compiler: Compiler
+) -> None:
+    solver = Registry.default()["ConvChannelsLast"]
+    if device.arch != "90a":
+        pytest.skip("needs compute capability 9.0")
+    direction = "backward_weights" if "gradient" in epilogue else "forward"
+    problem = ProblemDescription.convolution(**fields, dtype="bfloat16", direction=direction, epilogue=epilogue)
+    answer = solver.applicability(problem, device)
+    assert answer, answer.reason
+    for config in solver.default_configs(problem, device)[:3]:
+        check_both_gates(problem, solver, config, device, compiler)
