@@ -34,17 +34,18 @@ class Config(Mapping[str, Any]):
     Configurations with equal text are equal, and the text is all that names a candidate outside this process.
     """
 
-    __slots__ = ("_values", "json")
-
-    json: str
+    __slots__ = ("_json", "_values")
 
     def __init__(self, values: Mapping[str, ConfigValue] | None = None) -> None:
         self._values = dict(values or {})
-        try:
-            self.json = json.dumps(self._values, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            names = ", ".join(f"{name!r:.40}" for name in self._values)
-            raise InvalidConfigError(f"a config of {names:.200} cannot be written as JSON: {error}") from error
+        self._json: str | None = _text_of(self._values)
+
+    @property
+    def json(self) -> str:
+        """The canonical text."""
+        if self._json is None:
+            self._json = _text_of(self._values)
+        return self._json
 
     @staticmethod
     def of(**values: ConfigValue) -> Config:
@@ -55,11 +56,20 @@ class Config(Mapping[str, Any]):
     def product(table: Mapping[str | tuple[str, ...], Iterable[Any]]) -> tuple[Config, ...]:
         """Every combination of a table's rows, the last row's values side by side.
 
+        Their texts are written when they are asked for: the solvers' spaces are ten thousand configurations, and a
+        process asks for few of them.
+
         Args:
             table: a parameter and its values; for several that vary together their names and tuples of values.
         """
         rows = [[_part(names, choice) for choice in choices] for names, choices in table.items()]
-        return tuple(Config(functools.reduce(operator.or_, parts, {})) for parts in itertools.product(*rows))
+        return tuple(Config._unwritten(functools.reduce(operator.or_, parts, {})) for parts in itertools.product(*rows))
+
+    @staticmethod
+    def _unwritten(values: dict[str, ConfigValue]) -> Config:
+        made = object.__new__(Config)
+        made._values, made._json = values, None
+        return made
 
     @staticmethod
     def from_json(text: str) -> Config:
@@ -93,6 +103,14 @@ class Config(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Config({self.json})"
+
+
+def _text_of(values: Mapping[str, ConfigValue]) -> str:
+    try:
+        return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        names = ", ".join(f"{name!r:.40}" for name in values)
+        raise InvalidConfigError(f"a config of {names:.200} cannot be written as JSON: {error}") from error
 
 
 def _part(names: str | tuple[str, ...], choice: Any) -> dict[str, ConfigValue]:
