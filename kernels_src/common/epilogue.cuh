@@ -87,7 +87,7 @@ __device__ __forceinline__ T activation_of(T v, T first, T second) {
   if constexpr (kActivation == Activation::clamp) return at_least(at_most(v, second), first);
   if constexpr (kActivation == Activation::leaky_relu) return v < 0 ? first * v : v;
   if constexpr (kActivation == Activation::silu) {
-    if constexpr (kIsShort) return short_silu(v);
+    if constexpr (kIsShort) return short_gated(v, short_silu_gate(v));
     return times(v, sigmoid_of(v));
   }
   if constexpr (kActivation == Activation::gelu) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ T activation_of(T v, T first, T second) {
     return times(v, T(0.5) * erfc(v * T(-0.70710678118654752440)));
   }
   if constexpr (kActivation == Activation::gelu_tanh) {
-    if constexpr (kIsShort) return short_gelu_tanh(v);
+    if constexpr (kIsShort) return short_gated(v, short_gelu_tanh_gate(v));
     const T cubic = v + T(0.044715) * v * v * v;
     return times(v, sigmoid_of(T(1.59576912160573071176) * cubic));  // (1 + tanh(u)) / 2 = sigmoid(2 u)
   }
@@ -188,15 +188,22 @@ __device__ __forceinline__ void keep_terms_ahead(const TermsAhead& ahead) {
 // How many neighbouring channels' scale, or bias, one read ahead brings.
 constexpr int kTermsAhead = 32 / sizeof(EpilogueParameter);
 
-// The result of a sum, not rounded yet; `residual` and `saved` mean nothing without one.
-__device__ __forceinline__ EpilogueNumber finish(EpilogueNumber sum, const ChannelTerms& terms, EpilogueNumber residual,
-                                                 EpilogueNumber saved, const Epilogue& epilogue) {
-  if constexpr (!kChangesResults) return sum;
+// What the activation or the derivative is applied to.
+__device__ __forceinline__ EpilogueNumber argument_of(EpilogueNumber sum, const ChannelTerms& terms,
+                                                      EpilogueNumber residual, const Epilogue& epilogue) {
   EpilogueNumber v = epilogue.alpha * sum;
   if constexpr (kHasScale) v *= terms.scale;
   if constexpr (kHasBias) v += terms.bias;
   if constexpr (kHasChannelBias) v += terms.channel_bias;
   if constexpr (kHasResidual && !kResidualAfter) v += epilogue.beta * residual;
+  return v;
+}
+
+// The result of a sum, not rounded yet; `residual` and `saved` mean nothing without one.
+__device__ __forceinline__ EpilogueNumber finish(EpilogueNumber sum, const ChannelTerms& terms, EpilogueNumber residual,
+                                                 EpilogueNumber saved, const Epilogue& epilogue) {
+  if constexpr (!kChangesResults) return sum;
+  EpilogueNumber v = argument_of(sum, terms, residual, epilogue);
   if constexpr (kHasSaved) return times_derivative(v, saved, epilogue.first, epilogue.second);
   v = activation_of(v, epilogue.first, epilogue.second);
   if constexpr (kResidualAfter) v += epilogue.beta * residual;
@@ -207,6 +214,26 @@ __device__ __forceinline__ EpilogueNumber finish(EpilogueNumber sum, const Chann
 __device__ __forceinline__ EpilogueNumber finish(EpilogueNumber sum, const ChannelTerms& terms, EpilogueNumber residual,
                                                  const Epilogue& epilogue) {
   return finish(sum, terms, residual, EpilogueNumber(0), epilogue);
+}
+
+// The same in place of two sums, by one reciprocal where the activation takes one: for kernels whose warps all finish
+// at once. Where other warps compute meanwhile, its two more instructions cost more than the reciprocal.
+__device__ __forceinline__ void finish_pair(EpilogueNumber& first, EpilogueNumber& second,
+                                            const ChannelTerms& first_terms, const ChannelTerms& second_terms,
+                                            const EpilogueNumber (&residual)[2], const EpilogueNumber (&saved)[2],
+                                            const Epilogue& epilogue) {
+  constexpr bool kIsSilu = kActivation == Activation::silu;
+  if constexpr (kIsShort && (kIsSilu || kActivation == Activation::gelu_tanh)) {
+    float v[2] = {argument_of(first, first_terms, residual[0], epilogue),
+                  argument_of(second, second_terms, residual[1], epilogue)};
+    short_gate_pair(v, kIsSilu ? short_silu_gate(v[0]) : short_gelu_tanh_gate(v[0]),
+                    kIsSilu ? short_silu_gate(v[1]) : short_gelu_tanh_gate(v[1]));
+    first = kResidualAfter ? v[0] + epilogue.beta * residual[0] : v[0];
+    second = kResidualAfter ? v[1] + epilogue.beta * residual[1] : v[1];
+  } else {
+    first = finish(first, first_terms, residual[0], saved[0], epilogue);
+    second = finish(second, second_terms, residual[1], saved[1], epilogue);
+  }
 }
 
 // The result of the sum of output element `at` in memory, of an image's output channel; reads all that it needs.

@@ -411,16 +411,24 @@ __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile&
     const ResidualGroup saved = kLoadsBoth ? read_residual(staged_group(first, g) + kSavedOffset) : residual[g];
     float results[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int below = i / 2 % 2, behind = 16 * g + i / 4 * 8 + i % 2;
-      float added = kLoadsResidual && kHasResidual ? residual[g].at(i) : 0;
-      float argument = kLoadsResidual && kHasSaved ? saved.at(i) : 0;
-      if constexpr ((kHasResidual || kHasSaved) && !kLoadsResidual)
-        if (const ResultPlace place = result_place(shape, tile, row + 8 * below, column + behind); place.at >= 0) {
-          if constexpr (kHasResidual) added = convert<float>(epilogue.residual[place.at]);
-          if constexpr (kHasSaved) argument = convert<float>(epilogue.saved[place.at]);
-        }
-      results[i] = finish(acc[8 * g + i], terms.at(pairs[g][i / 4], below, behind), added, argument, epilogue);
+    for (int i = 0; i < 8; i += 2) {  // a pair of a row's neighbouring columns
+      const int below = i / 2 % 2, behind = 16 * g + i / 4 * 8;
+      float added[2] = {}, arguments[2] = {};
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        if constexpr (kLoadsResidual && kHasResidual) added[k] = residual[g].at(i + k);
+        if constexpr (kLoadsResidual && kHasSaved) arguments[k] = saved.at(i + k);
+        if constexpr ((kHasResidual || kHasSaved) && !kLoadsResidual)
+          if (const ResultPlace place = result_place(shape, tile, row + 8 * below, column + behind + k);
+              place.at >= 0) {
+            if constexpr (kHasResidual) added[k] = convert<float>(epilogue.residual[place.at]);
+            if constexpr (kHasSaved) arguments[k] = convert<float>(epilogue.saved[place.at]);
+          }
+      }
+      results[i] = acc[8 * g + i];
+      results[i + 1] = acc[8 * g + i + 1];
+      finish_pair(results[i], results[i + 1], terms.at(pairs[g][i / 4], below, behind),
+                  terms.at(pairs[g][i / 4], below, behind + 1), added, arguments, epilogue);
     }
     stage_group(staged_group(first, g), results);
   }

@@ -85,7 +85,8 @@ def short(activation: Activation, v: np.ndarray, dtype: str, sign: int) -> np.nd
         if activation is Activation.GELU_TANH:
             factor = Single(2.30220819) + Single(0.10294324) * magnitude * magnitude
         small = exp2(-magnitude * factor)
-        return above - magnitude * small * reciprocal(one + small)
+        divisor = one + small  # of two results at once, by one reciprocal
+        return above - magnitude * small * (reciprocal(divisor * divisor[::-1]) * divisor[::-1])
     if activation is Activation.GELU:
         end, terms = gelu_terms(dtype)
         magnitude, exponent = np.minimum(np.abs(v), end), np.full_like(v, terms[-1])
