@@ -49,9 +49,6 @@ constexpr int kSummed = kBackward ? MULTIPLIER : 1;  // channels of the input th
 constexpr int kSegments = kOutChannels / kVector, kThreads = round_up(kSegments * kThreadGroups, 32);
 static_assert(kOutChannels % kVector == 0 && (MULTIPLIER == 1 || kVector == 1), "a thread must have whole vectors");
 static_assert(kThreads == THREADS && kThreads <= 1024, "THREADS differs from this layout: the solver computes another");
-#ifdef EPILOGUE
-static_assert(!kBackward, "only a forward convolution has an epilogue");
-#endif
 static_assert(kStages >= 2 && kStep >= 1, "STAGES must be at least 2: one is computed while others are copied");
 
 // Input indices that `outputs` neighbouring units of output meet: how many, and the first less the first unit's own.
@@ -279,16 +276,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   unrolled<0, kInRows>([&](auto index) __attribute__((always_inline)) {
     constexpr int kRow = decltype(index)::value;
 #ifdef EPILOGUE
-    // The residual of the row that this input row completes is under way while that arrives and is multiplied.
-    constexpr int kResult = first_complete(kRow);
-    Vector<ELEMENT, kVector> residual[kOutColumns] = {};
-    if constexpr (kHasResidual && kResult >= 0 && kResult < kOutRows) {
-      const bool exists = computes && (WHOLE_ROWS || out_rows.holds(first_out_row + kResult));
+    // What is read with the rows that this input row completes is under way while that arrives and is multiplied.
+    constexpr int kResult = first_complete(kRow), kFirstUnit = kResult < 0 ? -kResult : 0;
+    Vector<ELEMENT, kVector> residual[kUnitRows][kOutColumns] = {}, saved[kUnitRows][kOutColumns] = {};
+    if constexpr (kHasResidual || kHasSaved) {
 #pragma unroll
-      for (int j = 0; j < kOutColumns; ++j)
-        residual[j] =
-            read_residual<kVector>(epilogue.residual + (stored - out) + j * COLUMN_STEP,
-                                   exists && (!DILATED || j >= first_stored) && (WHOLE_GROUPS || j < end_stored));
+      for (int i = kFirstUnit; i < kUnitRows && kResult + i < kOutRows; ++i) {
+        const bool exists = computes && (WHOLE_ROWS || out_rows.holds(first_out_row + kResult + i));
+#pragma unroll
+        for (int j = 0; j < kOutColumns; ++j) {
+          const int64 at = (stored - out) + (i - kFirstUnit) * row_step + j * COLUMN_STEP;
+          const bool is_stored = exists && (!DILATED || j >= first_stored) && (WHOLE_GROUPS || j < end_stored);
+          residual[i][j] = read_residual<kVector>(epilogue.residual + at, is_stored);
+          saved[i][j] = read_saved<kVector>(epilogue.saved + at, is_stored);
+        }
+      }
     }
 #endif
     if constexpr (kRow > 0 && kRow % kStep == 0) {
@@ -314,9 +316,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
               *reinterpret_cast<Vector<ELEMENT, kVector>*>(stored + j * COLUMN_STEP) =
 #ifdef EPILOGUE
 #if EPILOGUE_STATISTICS
-                  added(sums, finished(accumulators[kFirst + i][j], terms, residual[j], epilogue));
+                  added(sums, finished(accumulators[kFirst + i][j], terms, residual[i][j], saved[i][j], epilogue));
 #else
-                  finished(accumulators[kFirst + i][j], terms, residual[j], epilogue);
+                  finished(accumulators[kFirst + i][j], terms, residual[i][j], saved[i][j], epilogue);
 #endif
 #else
                   rounded<ELEMENT>(accumulators[kFirst + i][j]);

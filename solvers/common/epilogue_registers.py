@@ -13,10 +13,12 @@ def epilogue_registers(problem: ProblemDescription, channels: int, residuals: in
 
     Args:
         channels: whose terms a thread keeps.
-        residuals: elements of the residual that a thread has on their way at once.
+        residuals: elements of the residual, and of what is saved for a derivative, that a thread has on their way at
+            once, of each.
     """
     epilogue = problem.epilogue
     if not epilogue:
         return 0
     terms = channels * (epilogue.scale + epilogue.bias + epilogue.channel_bias)
-    return terms + (ceil_div(residuals * problem.y.dtype.itemsize, 4) + _ADDRESS if epilogue.has_residual else 0)
+    tensors = sum(name in epilogue.operands for name in ("residual", "saved"))
+    return terms + tensors * (ceil_div(residuals * problem.output.dtype.itemsize, 4) + _ADDRESS)

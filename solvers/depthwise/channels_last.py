@@ -126,7 +126,7 @@ class _Tiling:
             registers=taps * vector * (multiplier if backward else 1)
             + sums
             + window * vector
-            + epilogue_registers(problem, vector, columns * vector)
+            + epilogue_registers(problem, vector, out_rows * out_columns * vector)
             + 2 * vector * problem.epilogue.statistics
             + 40,
         )
@@ -285,6 +285,10 @@ class ConvDepthwiseChannelsLast(Solver):
             depthwise(40, x=(2, 40, 15, 17), w=(3, 3), padding=1, stride=2, dtype=half, epilogue="bias.clamp"),
             depthwise(24, x=(3, 24, 14, 13), w=(7, 7), padding=3, dtype=brain, epilogue="float32.bias.silu.residual"),
             depthwise(16, x=(1, 16, 20, 19), w=(3, 3), padding=6, dilation=(6, 2), epilogue="scale.bias.residual.relu"),
+            depthwise(
+                24, x=(3, 24, 14, 13), w=(5, 5), padding=2, dtype=half, direction=back, epilogue="residual.drelu"
+            ),
+            depthwise(40, x=(2, 40, 15, 16), w=(3, 3), stride=2, dtype=brain, direction=back, epilogue="dhardswish"),
             depthwise(4, k=12, x=(2, 4, 9, 10), w=(3, 3), padding=1, dtype=half, epilogue="channel_bias.residual.relu"),
             depthwise(40, x=(2, 40, 15, 17), w=(3, 3), padding=1, stride=2, dtype=half, epilogue="statistics"),
             depthwise(16, x=(1, 16, 20, 19), w=(3, 3), padding=6, dilation=(6, 2), epilogue="bias.relu.statistics"),
@@ -294,6 +298,8 @@ class ConvDepthwiseChannelsLast(Solver):
         return APPLICABLE
 
     def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        if problem.direction is Direction.BACKWARD_DATA:
+            return APPLICABLE
         if not problem.epilogue.statistics:
             return super().fuses_training(problem)
         return Applicability("sums up one output of each channel" if problem.k != problem.c else "")

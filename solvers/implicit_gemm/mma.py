@@ -355,12 +355,17 @@ class ConvImplicitGemmMma(Solver):
             conv(x=(2, 32, 5, 8, 8), w=(48, 32, 3, 3, 3), padding=1, dtype=half, layout=Layout.NDHWC),
             conv(x=(2, 18, 15, 14), w=(20, 18, 3, 3), padding=1, direction=data),
             conv(x=(2, 32, 20, 20), w=(48, 32, 3, 3), padding=1, layout=last, direction=weights, math=MathMode.TF32),
+            conv(x=(2, 24, 15, 16), w=(40, 24, 1, 1), stride=2, dtype=half, direction=data, epilogue="residual.dclamp"),
+            conv(x=(2, 18, 15, 14), w=(20, 18, 3, 3), dtype=half, layout=last, direction=data, epilogue="dgelu_tanh"),
             conv(x=(2, 20, 9, 11), w=(36, 10, 3, 3), groups=2, dtype=half, epilogue="channel_bias.residual.relu"),
             conv(x=(2, 32, 14, 13), w=(40, 32, 3, 3), padding=1, layout=last, epilogue="scale.bias.silu.residual"),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := refuse_tensors(problem)).refused:

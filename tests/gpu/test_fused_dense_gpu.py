@@ -127,8 +127,8 @@ def test_direct_kernels_apply_it(solver_id: str, shape: str, epilogue: str, devi
 
 @pytest.mark.parametrize("epilogue", GRADIENTS)
 @pytest.mark.parametrize("shape", DIRECT)
-@pytest.mark.parametrize("solver_id", ["ConvDirectNaive", "ConvDirectTiled"])
-def test_direct_kernels_fuse_gradients(solver_id: str, shape: str, epilogue: str, device: Device) -> None:
+@pytest.mark.parametrize("solver_id", ["ConvDirectNaive", "ConvDirectTiled", "ConvImplicitGemmMma"])
+def test_gathering_kernels_fuse_gradients(solver_id: str, shape: str, epilogue: str, device: Device) -> None:
     """Some of these strides leave pixels that no tap meets."""
     for stride in (1, 3):
         fields = {**DIRECT[shape], "direction": "backward_data", "stride": stride}

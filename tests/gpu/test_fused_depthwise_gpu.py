@@ -70,6 +70,29 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("epilogue", ["residual", "drelu", "residual.dclamp", "residual.dhardswish"])
+@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
+@pytest.mark.parametrize("shape", [*NHWC, *ROWS])
+def test_gradients_are_the_references(
+    shape: str, dtype: str, epilogue: str, device: Device, compiler: Compiler
+) -> None:
+    """Strides of 1 and more, some of which leave pixels that no tap meets."""
+    fields, solver = (NHWC | ROWS)[shape], Registry.default()["ConvDepthwiseChannelsLast"]
+    for stride in (1, 2, 4):
+        problem = ProblemDescription.convolution(
+            **{**fields, "stride": stride},
+            groups=fields["x"][1],
+            dtype=dtype,
+            layout="NHWC",
+            direction="backward_data",
+            epilogue=epilogue,
+        )
+        if not solver.applicability(problem, device):
+            continue
+        for config in (*solver.default_configs(problem, device)[:2], *drawn(solver, problem, device, 1)):
+            check_fused(problem, solver, config, device, compiler)
+
+
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize(("solver_id", "layout", "fields", "dtype"), CASES)
 def test_results_are_the_references(
