@@ -16,6 +16,7 @@
 #endif
 
 constexpr int kThreads = 256;  // of a block that sums a part, at most
+constexpr int kBlocks = 3;     // of a multiprocessor, as many as it is given
 constexpr int kWarps = 32;     // of a block that finishes
 constexpr int kQuantities = 1 + SQUARES;
 using Element = ELEMENT;
@@ -48,7 +49,7 @@ __device__ __forceinline__ unsigned block_number(int from_end) {
 
 #if CHANNELS_LAST
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     channel_sums(const Element* __restrict__ from, Number* __restrict__ partials, int64 elements, int64 rows,
                  int64 rows_of_part, unsigned columns, unsigned lanes, unsigned strips, int from_end) {
   __shared__ Number of_threads[VECTOR][kThreads];
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #else
 
 // `vectors` of 16 bytes that a plane of `size` elements touches at most.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     channel_sums(const Element* __restrict__ from, Number* __restrict__ partials, int64 elements, int64 size,
                  int64 vectors, int64 vectors_of_part, int64 vectors_of_channel, unsigned channels, int from_end) {
   __shared__ Number of_warps[kQuantities][kThreads / 32];
@@ -107,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int64 end = begin + vectors_of_part < vectors_of_channel ? begin + vectors_of_part : vectors_of_channel;
   int64 image = (begin + threadIdx.x) / vectors, vector = begin + threadIdx.x - image * vectors;
   const int64 images_of_step = kThreads / vectors, vectors_of_step = kThreads - images_of_step * vectors;
-  Number sums[kQuantities][VECTOR] = {};
+  Number sums[kQuantities] = {};
   griddepcontrol_wait();
   for (int64 i = begin + threadIdx.x; i < end; i += kThreads * UNROLL) {
     Elements loaded[UNROLL];
@@ -127,19 +128,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
     }
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++)
+    for (int u = 0; u < UNROLL; u++) {
+      Number of_vector[kQuantities] = {};
 #pragma unroll
       for (int e = 0; e < VECTOR; e++)
         if (e >= first[u] && e < behind[u]) {
 #pragma unroll
-          for (int q = 0; q < kQuantities; q++) sums[q][e] += quantity_of(loaded[u].at[e], q);
+          for (int q = 0; q < kQuantities; q++) of_vector[q] += quantity_of(loaded[u].at[e], q);
         }
+#pragma unroll
+      for (int q = 0; q < kQuantities; q++) sums[q] += of_vector[q];
+    }
   }
 #pragma unroll
   for (int q = 0; q < kQuantities; q++) {
-    Number sum = 0;
-#pragma unroll
-    for (int e = 0; e < VECTOR; e++) sum += sums[q][e];
+    Number sum = sums[q];
 #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_down_sync(~0u, sum, lane);
     if (threadIdx.x % 32 == 0) of_warps[q][threadIdx.x / 32] = sum;
