@@ -106,10 +106,12 @@ __device__ __forceinline__ float result_of(float sum, const Shape& shape, const 
 }
 
 // Whether a tile's residual, or `saved` where there is no residual, is loaded to where its results will be staged: by
-// TMA, or of strided backward data, whose rows are not neighbours in dx, by copies of all threads. With both `saved` is
-// loaded to buffers behind those of all consumers.
-constexpr bool kLoadsResidual = (kHasResidual || kHasSaved) && CLUSTER_K == 1 && NCHW != NCHW_OUTPUT;
-constexpr bool kCopiesRows = kLoadsResidual && STRIDED;
+// TMA, or by copies of all threads, of segments of an NCHW output and of strided backward data, whose rows are not
+// neighbours in dx. With both `saved` is loaded to buffers behind those of all consumers.
+constexpr bool kCopiesSegments = NCHW == NCHW_OUTPUT && SEGMENT * kElementBytes >= 4 && !(kHasResidual && kHasSaved);
+constexpr bool kLoadsResidual =
+    (kHasResidual || kHasSaved) && CLUSTER_K == 1 && (NCHW != NCHW_OUTPUT || kCopiesSegments);
+constexpr bool kCopiesResidual = kLoadsResidual && (STRIDED || NCHW == NCHW_OUTPUT);
 constexpr bool kLoadsBoth = kLoadsResidual && kHasResidual && kHasSaved;
 constexpr unsigned kSavedOffset = 2 * CONSUMERS * kOutBlockBytes;
 
@@ -180,24 +182,48 @@ __device__ __forceinline__ void load_first_residuals(const Shape& shape, const W
   if (is_written(shape, tile, at)) residual.load(shape, tile, other, at.first_m, at.block);
 }
 
-// Of strided backward data: begins to copy what is read with a block of dx to where `write_rows` takes such a block
-// from, if the block is written.
-__device__ __forceinline__ void copy_block(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
-                                           unsigned buffer, const OutBlock& at) {
+// Begins to copy what is read with a block of dx of strided backward data, to where `write_rows` takes such a block
+// from.
+__device__ __forceinline__ void copy_rows(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
+                                          unsigned buffer, int first_m, int first_column) {
   constexpr int kWords = kOutSwizzle / 16, kRows = 128 / kWords;
-  if (!is_written(shape, tile, at)) return;
-  const int word = threadIdx.x % 128 % kWords;
-  const int column = n_block_at(shape, tile.tile_n, at.block).first + word * (16 / kElementBytes);
+  const int word = threadIdx.x % 128 % kWords, column = first_column + word * (16 / kElementBytes);
   if (column >= shape.size_n) return;
 #pragma unroll 1  // else the widest accumulators would spill
   for (int row = threadIdx.x % 128 / kWords; row < 64; row += kRows) {
-    const int line = out_row(shape, tile, at.first_m + row);
+    const int line = out_row(shape, tile, first_m + row);
     if (line < 0) continue;
     const int64 from = (static_cast<int64>(line) * shape.groups + tile.group) * shape.size_n + column;
     const unsigned to = buffer + swizzled_offset(row, word);
     copy_bytes<16>(to, (kHasResidual ? epilogue.residual : epilogue.saved) + from, true);
     if constexpr (kLoadsBoth) copy_bytes<16>(to + kSavedOffset, epilogue.saved + from, true);
   }
+}
+
+// The same of an NCHW output, for `write_nchw`.
+__device__ __forceinline__ void copy_segments(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
+                                              unsigned buffer, int first_m, int first_column) {
+  constexpr int kSegments = kBlockN / SEGMENT, kBytes = kCopiesSegments ? SEGMENT * kElementBytes : 16;
+  const int at = threadIdx.x % 128 % kSegments * SEGMENT, column = first_column + at;
+  if (column >= shape.size_n) return;
+  const EpilogueElement* const plane =
+      (kHasResidual ? epilogue.residual : epilogue.saved) + nchw_offset(shape, tile, column);
+#pragma unroll 1
+  for (int row = threadIdx.x % 128 / kSegments; row < 64 && first_m + row < shape.size_m; row += 128 / kSegments) {
+    const unsigned to = buffer + swizzled_offset(row, kElementBytes * at / 16) + kElementBytes * at % 16;
+    copy_bytes<kBytes>(to, plane + static_cast<int64>(first_m + row) * shape.image_pixels, true);
+  }
+}
+
+// Begins to copy what is read with a block, if the block is written.
+__device__ __forceinline__ void copy_block(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
+                                           unsigned buffer, const OutBlock& at) {
+  if (!is_written(shape, tile, at)) return;
+  const int first_column = n_block_at(shape, tile.tile_n, at.block).first;
+  if constexpr (kCopiesSegments)
+    copy_segments(shape, tile, epilogue, buffer, at.first_m, first_column);
+  else
+    copy_rows(shape, tile, epilogue, buffer, at.first_m, first_column);
 }
 
 // Begins to copy it for a tile's first two blocks, once all threads of the warpgroup have written those of the tile
@@ -577,7 +603,7 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       const int first_column = tile.tile_n * kTileN + block * kOutBlockN;
       if (SWAPPED ? first_column >= shape.size_n : !is_inside(shape, n_block_at(shape, tile.tile_n, block))) break;
 #ifdef EPILOGUE
-      if constexpr (kCopiesRows) {
+      if constexpr (kCopiesResidual) {
         wait_for_copies<0>();
         warpgroup_sync(1 + consumer);  // all threads' copies have arrived
       } else if constexpr (kLoadsResidual) {
@@ -593,7 +619,7 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       fence_proxy_async();
       if (thread == 0) tma_store_wait_group_read();  // the other buffer, where the next block goes
 #ifdef EPILOGUE
-      if constexpr (kLoadsResidual && !kCopiesRows)
+      if constexpr (kLoadsResidual && !kCopiesResidual)
         if (thread == 0 && (r > 0 || block > 0)) {
           const OutBlock next = next_block(shape, tile, consumer, {first_m, block});
           if (is_written(shape, tile, next)) residual.load(shape, tile, other, next.first_m, next.block);
@@ -601,7 +627,7 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
 #endif
       warpgroup_sync(1 + consumer);  // the block is staged
 #ifdef EPILOGUE
-      if constexpr (kCopiesRows)  // all have written the block before
+      if constexpr (kCopiesResidual)  // all have written the block before
         if (r > 0 || block > 0) {
           copy_block(shape, tile, epilogue, other, next_block(shape, tile, consumer, {first_m, block}));
           commit_copies();
