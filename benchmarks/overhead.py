@@ -52,7 +52,8 @@ def timed(function: Callable[[], Any], count: int) -> list[float]:
 def finddb_hit(problems: int = 2_000, lookups: int = 10_000) -> dict[str, Any]:
     """A FindDB hit with the process cache bypassed, over random keys, from query to list of solutions.
 
-    The first look-up of a problem asks its solvers whether they still do what the rows say; later ones remember.
+    The first look-up of a problem asks its solvers whether they still do what the rows say. Later ones read the FindDB,
+    and remember what the same text gave.
     """
     with tempfile.TemporaryDirectory() as folder:
         handle = miofind.Handle(database=Path(folder) / "finddb.db", strict=True)

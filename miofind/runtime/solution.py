@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -259,14 +258,24 @@ def reordered(solutions: Iterable[Solution], handle: Handle) -> list[Solution]:
 
 
 def _copied(solution: Solution, found: SolutionList, position: int) -> Solution:
-    """A solution in another list: what `dataclasses.replace` does, in a third of its time."""
+    """A solution in another list: what `dataclasses.replace` does, in a quarter of its time."""
     made = object.__new__(Solution)
-    for set_field, value in zip(_SETTERS, (*_values_of(solution), found, position), strict=True):
-        set_field(made, value)
+    _set_fields(made, solution, found, position)
     return made
 
 
-_FIELDS = tuple(item.name for item in fields(Solution))
-_SETTERS = tuple(Solution.__dict__[name].__set__ for name in _FIELDS)
-assert _FIELDS[-2:] == ("solution_list", "position")
-_values_of = operator.attrgetter(*_FIELDS[:-2])
+def _fields_setter() -> Callable[[Solution, Solution, SolutionList, int], object]:
+    """What sets a solution's fields to those of another, but for its list and position.
+
+    Written out, since a loop over the fields takes three times as long, which is most of a look-up.
+    """
+    values = {item.name: f"other.{item.name}" for item in fields(Solution)}
+    values |= {"solution_list": "solution_list", "position": "position"}
+    calls = ", ".join(f"set_{name}(made, {value})" for name, value in values.items())
+    setters = {f"set_{name}": Solution.__dict__[name].__set__ for name in values}
+    setter: Callable[[Solution, Solution, SolutionList, int], object]
+    setter = eval(f"lambda made, other, solution_list, position: ({calls})", setters)
+    return setter
+
+
+_set_fields = _fields_setter()
