@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.driver.line import driver_line, parse_driver_line
 from miofind.driver.shapes import parse_shapes
 from miofind.errors import InvalidProblemError
+from miofind.suites.suite import load_csv
 
 _SHAPES = ["--x", "2,4,9,9", "--w", "8,4,3,3"]
 _BARE = ProblemDescription.convolution(x=(2, 4, 9, 9), w=(8, 4, 3, 3))
@@ -146,3 +149,29 @@ def test_refused_lines_of_fused_convolutions(flags: str, told: str) -> None:
     with pytest.raises(InvalidProblemError) as caught:
         parse_driver_line(f"CBAInfer {flags}")
     assert told in str(caught.value)
+
+
+def test_a_bias_gradient_asks_for_backward_weights() -> None:
+    (problem,) = parse_shapes([*_SHAPES, "--epilogue", "bias_gradient"])
+    assert problem.direction is Direction.BACKWARD_WEIGHTS
+    assert parse_driver_line(driver_line(problem)) == (problem,)
+    (own,) = parse_driver_line(f"{_LINE} --epilogue bias_gradient")
+    assert own.direction is Direction.BACKWARD_WEIGHTS
+    with pytest.raises(
+        InvalidProblemError, match="asks for forward, and epilogue bias_gradient is of backward_weights"
+    ):
+        parse_shapes([*_SHAPES, "--epilogue", "bias_gradient", "--direction", "forward"])
+
+
+def test_rows_of_a_bias_gradient_are_in_their_direction_alone(tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    rows = ("n,c,h,w,k,fy,fx,direction,epilogue", "2,8,9,9,16,3,3,backward_weights,bias_gradient", "2,8,9,9,16,3,3,,")
+    table.write_text("\n".join(rows) + "\n")
+    suite = load_csv(table)
+    asked = suite.problems(directions=["forward", "backward_weights"], dtype="float16")
+    found = [(entry.problem.direction, entry.problem.epilogue.text) for entry in asked]
+    assert found == [
+        (Direction.BACKWARD_WEIGHTS, "bias_gradient"),
+        (Direction.FORWARD, ""),
+        (Direction.BACKWARD_WEIGHTS, ""),
+    ]
