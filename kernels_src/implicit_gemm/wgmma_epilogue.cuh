@@ -467,12 +467,10 @@ constexpr bool kChannelsAreColumns = SWAPPED || !kPixelsAreN;
 constexpr int kBlockChannels = kChannelsAreColumns && !SWAPPED ? kBlockN : 64;
 constexpr int kBlockPixels = kChannelsAreColumns ? 64 : kBlockN;
 constexpr int kWarpChannels = (kBlockChannels + 31) / 32;  // eights of channels that a warp sums
+static_assert(kBlockChannels % 32 == 0 || kBlockChannels == 16, "all warps sum as many eights, or two one each");
 static_assert(kBlockPixels % 32 == 0, "32 pixels are loaded at once");
 
-// What a lane that `holds_channel` has of its warp's channels.
-struct ChannelSums {
-  float sum[kWarpChannels], squares[kWarpChannels];
-};
+using ChannelSums = float[kWarpChannels][4];  // a warp's products, as `add_pixels` makes them
 
 // Pixels of a block that the output has; the first `kBlockPixels` of more.
 __device__ __forceinline__ int pixels_inside(const Shape& shape, const WorkTile& tile, int first_m, int first_column) {
@@ -481,35 +479,34 @@ __device__ __forceinline__ int pixels_inside(const Shape& shape, const WorkTile&
   return shape.size_n - first_column;
 }
 
-// Adds the sums of a staged block, of its first `inside` pixels.
+// 32 pixels of 8 channels of a staged block as `add_pixels` takes them, 0 from pixel number `inside` on.
+__device__ __forceinline__ void load_pixels(unsigned (&pixels)[4], unsigned from, int eight, int part, int inside) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (kChannelsAreColumns)
+    load_transposed(pixels, from + swizzled_offset(32 * part + lane, eight));
+  else
+    load_matrices(pixels, from + swizzled_offset(8 * eight + lane % 8, 4 * part + lane / 8));
+  if (inside >= kBlockPixels) return;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int behind = 32 * part + 8 * i + 2 * (lane % 4) - opaque(inside);  // at least 0: beyond the output
+    pixels[i] &= behind >= 0 ? 0 : behind == -1 ? 0xffff : ~0u;
+  }
+}
+
+// Adds the sums of a staged block, of its first `inside` pixels. Neighbouring products do not wait for each other.
 __device__ __forceinline__ void add_sums(ChannelSums& sums, unsigned from, int inside) {
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x % 128 / 32;
+  if (kBlockChannels % 32 != 0 && warp >= kBlockChannels / 8) return;
 #pragma unroll
-  for (int i = 0; i < kWarpChannels; i++) {
-    const int eight = warp + 4 * i;
-    if (kBlockChannels % 32 != 0 && eight >= kBlockChannels / 8) break;
-    float products[kBlockPixels / 32][4] = {};
+  for (int part = 0; part < kBlockPixels / 32; part++) {
+    unsigned pixels[kWarpChannels][4];
 #pragma unroll
-    for (int part = 0; part < kBlockPixels / 32; part++) {
-      unsigned pixels[4];
-      if constexpr (kChannelsAreColumns)
-        load_transposed(pixels, from + swizzled_offset(32 * part + lane, eight));
-      else
-        load_matrices(pixels, from + swizzled_offset(8 * eight + lane % 8, 4 * part + lane / 8));
-      if (inside < kBlockPixels)
+    for (int i = 0; i < kWarpChannels; i++) load_pixels(pixels[i], from, warp + 4 * i, part, inside);
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const int behind = 32 * part + 8 * k + 2 * (lane % 4) - opaque(inside);  // at least 0: beyond the output
-          pixels[k] &= behind >= 0 ? 0 : behind == -1 ? 0xffff : ~0u;
-        }
+    for (int k = 0; k < 4; k += 2)
 #pragma unroll
-      for (int k = 0; k < 4; k += 2) add_pixels<ELEMENT>(products[part], pixels[k], pixels[k + 1]);
-    }
-#pragma unroll
-    for (int part = 0; part < kBlockPixels / 32; part++) {
-      sums.sum[i] += sum_of(products[part], lane);
-      sums.squares[i] += squares_of(products[part], lane);
-    }
+      for (int i = 0; i < kWarpChannels; i++) add_pixels<ELEMENT>(sums[i], pixels[i][k], pixels[i][k + 1]);
   }
 }
 
@@ -523,10 +520,9 @@ __device__ __forceinline__ void write_sums(const Shape& shape, const WorkTile& t
 #pragma unroll
   for (int i = 0; i < kWarpChannels; i++) {
     const int eight = warp + 4 * i, channel = first + 8 * eight + lane / 4;
-    if (kBlockChannels % 32 != 0 && eight >= kBlockChannels / 8) break;
-    if (!holds_channel(lane) || channel >= of_group) continue;
-    statistics[part * channels + tile.group * of_group + channel] = sums.sum[i];
-    statistics[(part + parts) * channels + tile.group * of_group + channel] = sums.squares[i];
+    if (!holds_channel(lane) || eight >= kBlockChannels / 8 || channel >= of_group) continue;
+    statistics[part * channels + tile.group * of_group + channel] = sum_of(sums[i], lane);
+    statistics[(part + parts) * channels + tile.group * of_group + channel] = squares_of(sums[i], lane);
   }
 }
 #endif
@@ -596,6 +592,7 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
 #ifdef EPILOGUE
 #if EPILOGUE_STATISTICS
     ChannelSums sums = {};
+    int summed = -1;  // first column of the last block that they are of; a cluster's tile may have none
 #endif
 #endif
 #pragma unroll
@@ -641,11 +638,15 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
         tma_store_block(shape, tile, target, buffer, first_m, block);
 #ifdef EPILOGUE
 #if EPILOGUE_STATISTICS
-      add_sums(sums, buffer, pixels_inside(shape, tile, first_m, first_column));
-      if constexpr (!kPixelsAreN) {
-        write_sums(shape, tile, sums, first_column, first_m / 64, statistics);
-        sums = {};
+      if (!kPixelsAreN && block > 0) {  // not right after the products, which take a while
+        write_sums(shape, tile, sums, summed, first_m / 64, statistics);
+#pragma unroll
+        for (int i = 0; i < kWarpChannels; i++)
+#pragma unroll
+          for (int k = 0; k < 4; k++) sums[i][k] = 0;
       }
+      summed = first_column;
+      add_sums(sums, buffer, pixels_inside(shape, tile, first_m, first_column));
       if constexpr (kLoadsResidual) warpgroup_sync(1 + consumer);  // all have read it: the next residual may come
 #endif
 #endif
@@ -655,7 +656,9 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
     }
 #ifdef EPILOGUE
 #if EPILOGUE_STATISTICS
-    if constexpr (kPixelsAreN) write_sums(shape, tile, sums, first_m, tile.tile_n, statistics);
+    if (summed >= 0)
+      write_sums(shape, tile, sums, kPixelsAreN ? first_m : summed, kPixelsAreN ? tile.tile_n : first_m / 64,
+                 statistics);
 #endif
 #endif
   }
