@@ -34,6 +34,8 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
     float acc[ROWS][kAccumulators];
 #ifdef EPILOGUE
     const TermsAhead terms_ahead = read_tile_terms_ahead(shape, tile, epilogue, consumer);
+    if constexpr (CLUSTER_K > 1 && kReducesVectors && (kHasResidual || kHasSaved))
+      prefetch_cluster_residual(shape, tile, epilogue);
     if constexpr (kCopiesResidual) {
       if (shape.grid.splits.by == 1) copy_first_blocks(shape, tile, epilogue, staging, other, consumer);
     } else if constexpr (kLoadsResidual)

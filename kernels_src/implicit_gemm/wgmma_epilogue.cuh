@@ -796,6 +796,27 @@ __device__ __forceinline__ void write_cluster_partial(unsigned to, int consumer,
                           acc[r][4 * j + 2 * below], acc[r][4 * j + 2 * below + 1]);
 }
 
+#ifdef EPILOGUE
+// Whether neighbouring results of a cluster's split-K are neighbouring channels.
+constexpr bool kReducesVectors = !kPixelsAreN && KIND != WEIGHTS;
+
+// Cluster split-K: brings the residual of the rows that this block will write to the L2 cache.
+__device__ __forceinline__ void prefetch_cluster_residual(const Shape& shape, const WorkTile& tile,
+                                                          const Epilogue& epilogue) {
+  constexpr int kLine = 128 / kElementBytes, kRowLines = (kTileN + kLine - 1) / kLine;
+  const int rows = kTileM >> log2_cluster_k(shape, tile.phase);
+  if (STRIDED && tile.group >= shape.groups) return;
+  for (int number = threadIdx.x; number < rows * kRowLines; number += 128 * CONSUMERS) {
+    const int line = out_row(shape, tile, tile.tile_m * kTileM + tile.split * rows + number / kRowLines);
+    const int column = tile.tile_n * kTileN + number % kRowLines * kLine;
+    if (line < 0 || column >= shape.size_n) continue;
+    const int64 element = (static_cast<int64>(line) * shape.groups + tile.group) * shape.size_n + column;
+    if constexpr (kHasResidual) asm volatile("prefetch.global.L2 [%0];" ::"l"(epilogue.residual + element));
+    if constexpr (kHasSaved) asm volatile("prefetch.global.L2 [%0];" ::"l"(epilogue.saved + element));
+  }
+}
+#endif
+
 // Cluster split-K: adds this block's rows of all blocks' partials, in order of ranks, and writes them.
 #ifdef EPILOGUE
 __device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, const Epilogue& epilogue, unsigned from,
@@ -817,6 +838,17 @@ __device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, unsi
     const int row = tile.tile_m * kTileM + tile_row, column = n_block.first + tile_column % kBlockN;
     const int row_of_all = out_row(shape, tile, row);
     if (row_of_all < 0 || column >= shape.size_n || !is_inside(shape, n_block)) continue;
+#ifdef EPILOGUE
+    ChannelTerms terms[kVector] = {};
+    Vector<EpilogueElement, kVector> residual = {}, saved = {};
+    if constexpr (kReducesVectors) {  // on their way with the partials
+      const int64 element = (static_cast<int64>(row_of_all) * shape.groups + tile.group) * shape.size_n + column;
+      const int image = kHasChannelBias ? row_of_all / shape.image_pixels : 0;
+      residual = read_residual<kVector>(epilogue.residual + element, true);
+      saved = read_saved<kVector>(epilogue.saved + element, true);
+      read_terms(terms, epilogue, image, tile.group * shape.size_n + column, shape.groups * shape.size_n);
+    }
+#endif
     Vector<float, kVector> partials[CLUSTER_K];  // all on their way before the first is added
 #pragma unroll
     for (int k = 0; k < CLUSTER_K; k++)
@@ -831,7 +863,10 @@ __device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, unsi
       for (int k = 1; k < CLUSTER_K; k++)
         if (!STRIDED || k >> power == 0) total += partials[k].at[i];
 #ifdef EPILOGUE
-      total = result_of(total, shape, tile, epilogue, row, column + i);
+      if constexpr (kReducesVectors)
+        total = finish(total, terms[i], convert<float>(residual.at[i]), convert<float>(saved.at[i]), epilogue);
+      else
+        total = result_of(total, shape, tile, epilogue, row, column + i);
 #endif
       rounded.at[i] = convert<ELEMENT>(total);
     }
