@@ -68,7 +68,13 @@ DEPTHWISE: dict[str, dict[str, Any]] = {
     },
     "1d": {"x": (3, 32, 100), "w": (32, 1, 7), "padding": 3, "groups": 32, "dtype": "float16", "layout": "NWC"},
 }
-EPILOGUES = ("statistics", "scale.bias.residual.clamp.statistics", "float32.bias.silu.statistics")
+OTHER_EPILOGUES = ("scale.bias.residual.clamp.statistics", "float32.bias.silu.statistics")
+
+
+def cases(shapes: dict[str, dict[str, Any]], *fused: str) -> list[tuple[str, str]]:
+    """All shapes with statistics alone, some of them with more of an epilogue, too."""
+    alone = [(shape, "statistics") for shape in shapes]
+    return alone + [(shape, epilogue) for shape in fused for epilogue in OTHER_EPILOGUES]
 
 
 def outputs(run: DeviceRun, inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -85,27 +91,24 @@ def outputs(run: DeviceRun, inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, 
     return y.swapaxes(0, 1).reshape(run.problem.k, -1), sums
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("shape", WGMMA)
+@pytest.mark.parametrize(("shape", "epilogue"), cases(WGMMA, "groups", "pointwise", "many_tiles", "nchw", "y_first"))
 def test_every_exit_of_wgmma_sums_what_it_writes(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
     solver, problem = served("ConvImplicitGemmWgmma", WGMMA[shape], epilogue, device)
-    configs = [*solver.default_configs(problem, device)[:3], *drawn_wgmma(solver, problem, device, 2, 1)]
+    configs = [*solver.default_configs(problem, device)[:2], *drawn_wgmma(solver, problem, device, 1, 1)]
     check(solver, problem, configs, device, compiler)
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("shape", FIRST_LAYERS)
+@pytest.mark.parametrize(("shape", "epilogue"), cases(FIRST_LAYERS, "stem", "two_outputs_nchw"))
 def test_first_layers_sum_what_they_write(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
     solver, problem = served("ConvFirstLayerWgmma", FIRST_LAYERS[shape], epilogue, device)
-    configs = [*solver.default_configs(problem, device)[:4], *drawn(solver, problem, device, 4)]
+    configs = [*solver.default_configs(problem, device)[:3], *drawn(solver, problem, device, 2)]
     check(solver, problem, configs, device, compiler)
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("shape", DEPTHWISE)
+@pytest.mark.parametrize(("shape", "epilogue"), cases(DEPTHWISE, "odd", "large"))
 def test_depthwise_kernels_sum_what_they_write(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
     solver, problem = served("ConvDepthwiseChannelsLast", DEPTHWISE[shape], epilogue, device)
-    configs = [*solver.default_configs(problem, device)[:3], *drawn(solver, problem, device, 4)]
+    configs = [*solver.default_configs(problem, device)[:2], *drawn(solver, problem, device, 2)]
     check(solver, problem, configs, device, compiler)
 
 
@@ -134,7 +137,7 @@ def check(
             wanted = {"sum": y.sum(1), "sum_of_squares": np.square(y).sum(1)}
             scale = {"sum": np.abs(y).sum(1), "sum_of_squares": wanted["sum_of_squares"]}
             for name in STATISTICS:
-                if (np.abs(sums[name] - wanted[name]) > 2.0**-19 * scale[name]).any():
+                if not (np.abs(sums[name] - wanted[name]) <= 2.0**-19 * scale[name]).all():
                     failures.append(f"{config.json}: {name} is {sums[name]}, not {wanted[name]}")
                 if (sums[name] != again[name]).any():
                     failures.append(f"{config.json}: {name} differs from run to run")
