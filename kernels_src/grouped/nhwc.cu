@@ -287,7 +287,14 @@ __device__ __forceinline__ void store_nchw(ELEMENT* out, const unsigned char* re
 }
 
 #ifdef EPILOGUE
-static_assert(!kFlipped && AxisW::kPhases == 1 && AxisH::kPhases == 1, "only a forward convolution has an epilogue");
+static_assert(AxisW::kPhases == 1 && AxisH::kPhases == 1, "an epilogue follows sums of one phase");
+// What is read with results is staged where these will be: the residual, or `saved` where there is none. With both,
+// `saved` is read where it is needed.
+constexpr bool kStagesResidual = kHasResidual || kHasSaved;
+
+__device__ __forceinline__ const EpilogueElement* staged_tensor(const Epilogue& epilogue) {
+  return kHasResidual ? epilogue.residual : epilogue.saved;
+}
 
 // Starts to copy what of the residual belongs to results of channels last to where these are staged.
 __device__ __forceinline__ void copy_residual(unsigned char* results, const EpilogueElement* residual,
@@ -372,6 +379,19 @@ __device__ __forceinline__ void read_unit_terms(Terms& terms, const Epilogue& ep
       read_terms(terms[j], epilogue, target.first_n, channel + 8 * j, target.channels);
 }
 
+// What was saved for a pair of neighbouring channels' results.
+__device__ __forceinline__ Vector<EpilogueElement, 2> read_saved_pair(const EpilogueElement* saved,
+                                                                      const Images& target, int n, int channel, int row,
+                                                                      int column) {
+  const int h = target.first_row + row, v = target.first_column + column;
+  if (h >= target.height || v >= target.width) return {};
+  if constexpr (kLast)
+    return *reinterpret_cast<const Vector<EpilogueElement, 2>*>(
+        saved + static_cast<int64>(n * target.height + h) * kOutRow + (v * target.channels + channel));
+  const int64 at = (static_cast<int64>(n * target.channels + channel) * target.height + h) * target.width + v;
+  return {saved[at], saved[at + target.height * target.width]};
+}
+
 // Makes results of a warp's sums; what of the residual belongs to them lies where stage_accumulators writes them.
 __device__ __forceinline__ void finish_sums(Accumulators& accumulators, const unsigned char* results,
                                             const WarpTile& warp_tile, const Images& target, const Terms& unit_terms,
@@ -395,16 +415,19 @@ __device__ __forceinline__ void finish_sums(Accumulators& accumulators, const un
       if constexpr (kHasChannelBias) read_terms(terms, epilogue, n, channel + 8 * j, target.channels);
 #pragma unroll
       for (int row = 0; row < kWarpRows; ++row) {
-        Vector<ELEMENT, 2> residual = {};
-        if constexpr (kHasResidual && kLast)
+        Vector<ELEMENT, 2> residual = {}, saved = {};
+        if constexpr (kStagesResidual && kLast)
           residual = *reinterpret_cast<const Vector<ELEMENT, 2>*>(pixels + row * kSpan * kResultBytes + 16 * j);
-        else if constexpr (kHasResidual)
+        else if constexpr (kStagesResidual)
           residual = {planes[8 * j * kChannelPitch + row * kTileColumns],
                       planes[(8 * j + 1) * kChannelPitch + row * kTileColumns]};
+        if constexpr (kHasSaved)
+          saved = kHasResidual ? read_saved_pair(epilogue.saved, target, n, channel + 8 * j, segment.row + row, column)
+                               : residual;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& sum = accumulators[0][row][j][2 * half + e];
-          sum = finish(sum, terms[e], convert<float>(residual.at[e]), epilogue);
+          sum = finish(sum, terms[e], convert<float>(residual.at[e]), convert<float>(saved.at[e]), epilogue);
         }
       }
     }
@@ -437,11 +460,11 @@ __device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* result
     if (kOverlaid || (kLast && phase > 0))
       __syncthreads();  // every warp has read the patch, or stored the phase before
 #ifdef EPILOGUE
-    if constexpr (kHasResidual) {
+    if constexpr (kStagesResidual) {
       if constexpr (!kLast) {
-        read_residual_nchw(results, epilogue.residual, target);
+        read_residual_nchw(results, staged_tensor(epilogue), target);
       } else if constexpr (kOverlaid) {
-        copy_residual(results, epilogue.residual, target);
+        copy_residual(results, staged_tensor(epilogue), target);
         wait_for_copies<0>();
       } else {
         wait_for_copies<1>();  // it was copied just before the next patch
@@ -551,8 +574,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       wait_for_copies<kStages - 2>();
       __syncthreads();  // the patch has arrived, and every warp has read the one before and stored its results
 #ifdef EPILOGUE
-      if constexpr (kHasResidual && kLast)
-        copy_residual(staged + kResultsAt, epilogue.residual, target_of(shape, tile_at(tile)));
+      if constexpr (kStagesResidual && kLast)
+        copy_residual(staged + kResultsAt, staged_tensor(epilogue), target_of(shape, tile_at(tile)));
 #endif
       const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
       if (next < tiles)

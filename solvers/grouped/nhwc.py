@@ -236,12 +236,19 @@ class ConvGrouped(Solver):
             grouped(8, 3, 5, x=(2, 11, 12), w=(4, 3), stride=(2, 3), dilation=(3, 1), direction=data),
             grouped(4, 2, 4, x=(2, 50), w=(7,), stride=2, layout=Layout.NWC),
             grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3), epilogue="bias.relu"),
+            grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3), direction=data, epilogue="residual.drelu"),
             grouped(2, 16, 32, x=(3, 15, 14), w=(3, 3), stride=2, dtype=brain, epilogue="scale.bias.residual.silu"),
             grouped(4, 8, 8, x=(3, 14, 13), w=(3, 3), layout=Layout.NCHW, epilogue="channel_bias.silu.residual"),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_DATA:
+            return super().fuses_training(problem)
+        is_strided = max(problem.conv.stride) > 1
+        return Applicability(f"fuses gradients of stride 1, not {problem.conv.stride}" if is_strided else "")
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:

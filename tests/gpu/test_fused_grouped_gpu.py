@@ -52,3 +52,21 @@ def test_results_are_the_references(
     defaults = solver.default_configs(problem, device)[:2]
     for config in dict.fromkeys([*defaults, *drawn(solver, problem, device, 3)]):
         check_fused(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("epilogue", ["residual", "drelu", "residual.dclamp", "residual.dsilu"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "stride"])
+def test_gradients_are_the_references(
+    shape: str, layout: str, dtype: str, epilogue: str, device: Device, compiler: Compiler
+) -> None:
+    problem = ProblemDescription.convolution(
+        **SHAPES[shape], dtype=dtype, layout=layout, direction="backward_data", epilogue=epilogue
+    )
+    solver: Solver = Registry.default()["ConvGrouped"]
+    answer = solver.applicability(problem, device)
+    assert answer, answer.reason
+    defaults = solver.default_configs(problem, device)[:2]
+    for config in dict.fromkeys([*defaults, *drawn(solver, problem, device, 2)]):
+        check_fused(problem, solver, config, device, compiler)
