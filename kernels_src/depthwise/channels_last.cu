@@ -264,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (computes) read_terms(terms, epilogue, rest, channel_block * kOutChannels + channel, out_channels);
 #if EPILOGUE_STATISTICS
   ChannelSums sums = {};
+  griddepcontrol_launch_dependents();  // the last step, which waits
 #endif
 #endif
 

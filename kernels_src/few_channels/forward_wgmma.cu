@@ -467,6 +467,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   read_terms(terms, epilogue, to, shape.out_channels);
 #if EPILOGUE_STATISTICS
   FilterSums sums = {};
+  griddepcontrol_launch_dependents();  // the last step, which waits
 #endif
 #endif
 

@@ -361,7 +361,7 @@ class ConvImplicitGemmWgmma(Solver):
     served where outputs meet one pixel each, in order, and images take multiples of 16 bytes; the result alone may be
     NCHW where backward data has stride 1, and y alone for backward weights where its images take multiples of 128
     bytes. Split-K partials are added in order, by a reduction kernel or within a cluster, so equal inputs give
-    equal bits.
+    equal bits. Statistics of 16-bit results are summed up where these are staged, or by the reduction kernel.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies of each direction; PTX ISA, wgmma.
     """
