@@ -196,7 +196,7 @@ def test_kernels_that_say_that_they_wait_do(solver: Solver) -> None:
     for problem in solver.examples():
         for config in solver.default_configs(problem, HOPPER) if solver.applicability(problem, HOPPER) else ():
             for step in solver.solution(problem, HOPPER, config).kernels:
-                source = read_source(step.source, step.package)
+                source = read_source(step.source, step.package, fused=step.is_fused)
                 waits = any("griddepcontrol_wait();" in text for text in (source.text, *source.headers.values()))
                 assert waits or not step.pdl, step.entry
 
