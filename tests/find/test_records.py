@@ -13,7 +13,7 @@ from miofind import find_solutions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find import recording as recording_module
-from miofind.find.lookup import failures, known, records, scopes, validity
+from miofind.find.lookup import failures, known, records, scopes, stored, validity
 from miofind.find.lookup.scopes import Coverage
 from miofind.find.pipeline import estimates
 from miofind.find.plan import make_plan
@@ -351,6 +351,14 @@ def test_equal_look_ups_share_no_list(handle: Handle) -> None:
     only = records.look_up(PROBLEM, FindOptions(only=(first[-1].solver_id,)), handle)
     assert [each.id for each in only or ()] == [each.id for each in first if each.solver_id == first[-1].solver_id]
     assert records.look_up(PROBLEM, OPTIONS, handle) == first
+
+
+def test_sources_of_solvers_that_are_not_asked_are_not_hashed(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(handle, *map(outcome, candidates(handle)))
+    hashed = []
+    monkeypatch.setattr(stored, "is_current", lambda solver, *others: hashed.append(solver.id) or True)
+    assert records.look_up(PROBLEM, FindOptions(only=("ConvCpuDirect",)), handle)
+    assert set(hashed) == {"ConvCpuDirect"}
 
 
 def test_a_look_up_sees_what_another_store_recorded_since(handle: Handle, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import Measured, Refusals, Selected, Selection, stored_config
 from miofind.runtime.solution import Solution, SolutionList, Source, reordered
 from miofind.solver.candidate import Status
+from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def of_rows(rows: Iterable[Row]) -> Iterator[Stored]:
 def admits(row: Row, problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether a request takes a row of a solver's present version and sources."""
     stored, solver = Stored._make(_fields_of(row)), handle.registry[row.solver_id]
-    if not _is_within(stored, solver, options) or answers_no_more(stored, problem, handle):
+    if not options.allows(solver) or not _is_within(stored, options) or answers_no_more(stored, problem, handle):
         return False
     return _is_of_kind(stored, solver, problem, options)
 
@@ -105,7 +106,7 @@ def selected(
     void, stale = set(), False
     kept: Counter[str] = Counter()
     passed_over: set[str] = set()
-    for row in rows:
+    for row in _asked(rows, options, registry):
         version = row[:3]
         if version not in current:
             known = registry.get(row.solver_id)
@@ -115,7 +116,7 @@ def selected(
             void.add(row.solver_id)
             continue
         kept[row.solver_id] += 1
-        if not _is_within(row, solver, options):
+        if not _is_within(row, options):
             continue
         if _is_refused(row, solver, refusals):
             void.add(row.solver_id)
@@ -131,14 +132,22 @@ def selected(
     return Selection(found.solutions, frozenset(void), is_thin, stale)
 
 
-def _is_within(row: Stored, solver: Solver, options: FindOptions) -> bool:
+def _asked(rows: Iterable[Stored], options: FindOptions, registry: Registry) -> Iterable[Stored]:
+    """Rows but for those of solvers that a request does not ask: nobody need hash the sources of these."""
+    if not (options.only or options.exclude):
+        return rows
+    listed = list(rows)
+    solvers = {row.solver_id: registry.get(row.solver_id) for row in listed}
+    others = {name for name, solver in solvers.items() if solver is not None and not options.allows(solver)}
+    return [row for row in listed if row.solver_id not in others]
+
+
+def _is_within(row: Stored, options: FindOptions) -> bool:
     """Whether a row keeps the caller's limits."""
     limit = options.workspace_limit_bytes
     if limit is not None and row.workspace_bytes > limit:
         return False
     if options.deterministic and not row.deterministic:
-        return False
-    if (options.only or options.exclude) and not options.allows(solver):
         return False
     return options.max_error is None or (row.max_error is not None and row.max_error <= options.max_error)
 
