@@ -5,7 +5,8 @@
 //     of `lanes` columns in some rows, blockDim.x / lanes (a power of two) side by side; width is VECTOR * columns.
 //   CHANNELS_LAST 0: a block takes vectors of one channel's planes, which begin anywhere; width is `channels`.
 // channel_sums_finish: each result from its partials, [quantity][count][channels], 32 channels a block of 32 warps;
-// blockIdx.y is the quantity. Nothing depends on the order in which blocks run.
+// blockIdx.y is the quantity. Nothing depends on the order in which blocks run. Pointers are not const __restrict__, for
+// the kernel before (PDL) writes what they read: see common/split_k.cuh.
 // Defines: ELEMENT, NUMBER, RESULT (dtype names), CHANNELS_LAST, VECTOR, UNROLL, SQUARES (0, 1).
 #include "common/pdl.cuh"
 #include "common/types.cuh"
@@ -50,8 +51,8 @@ __device__ __forceinline__ unsigned block_number(int from_end) {
 #if CHANNELS_LAST
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
-    channel_sums(const Element* __restrict__ from, Number* __restrict__ partials, int64 elements, int64 rows,
-                 int64 rows_of_part, unsigned columns, unsigned lanes, unsigned strips, int from_end) {
+    channel_sums(const Element* from, Number* partials, int64 elements, int64 rows, int64 rows_of_part,
+                 unsigned columns, unsigned lanes, unsigned strips, int from_end) {
   __shared__ Number of_threads[VECTOR][kThreads];
   const unsigned block = block_number(from_end), part = block / strips, parts = gridDim.x / strips;
   const unsigned row_in_block = threadIdx.x / lanes, side = blockDim.x / lanes;
@@ -99,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 
 // `vectors` of 16 bytes that a plane of `size` elements touches at most.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
-    channel_sums(const Element* __restrict__ from, Number* __restrict__ partials, int64 elements, int64 size,
-                 int64 vectors, int64 vectors_of_part, int64 vectors_of_channel, unsigned channels, int from_end) {
+    channel_sums(const Element* from, Number* partials, int64 elements, int64 size, int64 vectors,
+                 int64 vectors_of_part, int64 vectors_of_channel, unsigned channels, int from_end) {
   __shared__ Number of_warps[kQuantities][kThreads / 32];
   const unsigned block = block_number(from_end), part = block / channels, channel = block - part * channels;
   const unsigned parts = gridDim.x / channels;
@@ -159,8 +160,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
-    channel_sums_finish(const Number* __restrict__ partials, RESULT* __restrict__ sum,
-                        RESULT* __restrict__ sum_of_squares, unsigned channels, unsigned count) {
+    channel_sums_finish(const Number* partials, RESULT* sum, RESULT* sum_of_squares, unsigned channels,
+                        unsigned count) {
   __shared__ Number of_warps[kWarps][33];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, channel = blockIdx.x * 32 + lane;
   const Number* mine = partials + static_cast<int64>(blockIdx.y) * count * channels + channel;
