@@ -64,8 +64,25 @@ __device__ __forceinline__ float short_sigmoid(float v) {
   return reciprocal_of(1.0f + exp2_of(-kLog2E * v));
 }
 
-// What silu and gelu_tanh multiply v by is sigmoid(exponent), of one sign with v: v * sigmoid(exponent) = max(v, 0) -
-// |v| * sigmoid(-|exponent|). `magnitude` is |v| up to where the product is 0, `small` e^-|exponent|.
+// v * sigmoid(v), bounded where it is 0: the exponential may be infinite.
+__device__ __forceinline__ float short_silu(float v) {
+  const float bounded = at_least(v, -89.0f);
+  return bounded * reciprocal_of(1.0f + exp2_of(-kLog2E * bounded));
+}
+
+// (1 + tanh(u)) / 2 = sigmoid(2 u): the exponent is 2 u * log2(e), and bounded as that of silu.
+__device__ __forceinline__ float gelu_tanh_exponent(float v) {
+  return v * (2.30220819f + 0.10294324f * v * v);
+}
+
+__device__ __forceinline__ float short_gelu_tanh(float v) {
+  const float bounded = at_least(v, -10.5f);
+  return bounded * reciprocal_of(1.0f + exp2_of(-gelu_tanh_exponent(bounded)));
+}
+
+// Two of silu or gelu_tanh by one reciprocal: v * sigmoid(exponent) = max(v, 0) - |v| * sigmoid(-|exponent|), so that
+// exponentials are 1 at most and their sums with 1 have a product. `magnitude` is |v| up to where the product is 0,
+// `small` e^-|exponent|.
 struct ShortGate {
   float magnitude, small;
 };
@@ -75,17 +92,11 @@ __device__ __forceinline__ ShortGate short_silu_gate(float v) {
   return {magnitude, exp2_of(-kLog2E * magnitude)};
 }
 
-// (1 + tanh(u)) / 2 = sigmoid(2 u)
 __device__ __forceinline__ ShortGate short_gelu_tanh_gate(float v) {
   const float magnitude = fminf(fabsf(v), 16.0f);
-  return {magnitude, exp2_of(-magnitude * (2.30220819f + 0.10294324f * magnitude * magnitude))};
+  return {magnitude, exp2_of(-gelu_tanh_exponent(magnitude))};
 }
 
-__device__ __forceinline__ float short_gated(float v, const ShortGate& gate) {
-  return at_least(v, 0.0f) - gate.magnitude * gate.small * reciprocal_of(1.0f + gate.small);
-}
-
-// Two at once, by one reciprocal: of special functions a multiprocessor has an eighth of its other throughput.
 __device__ __forceinline__ void short_gate_pair(float (&v)[2], const ShortGate& first, const ShortGate& second) {
   const float of_first = 1.0f + first.small, of_second = 1.0f + second.small;
   const float reciprocal = reciprocal_of(of_first * of_second);

@@ -87,7 +87,7 @@ __device__ __forceinline__ T activation_of(T v, T first, T second) {
   if constexpr (kActivation == Activation::clamp) return at_least(at_most(v, second), first);
   if constexpr (kActivation == Activation::leaky_relu) return v < 0 ? first * v : v;
   if constexpr (kActivation == Activation::silu) {
-    if constexpr (kIsShort) return short_gated(v, short_silu_gate(v));
+    if constexpr (kIsShort) return short_silu(v);
     return times(v, sigmoid_of(v));
   }
   if constexpr (kActivation == Activation::gelu) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ T activation_of(T v, T first, T second) {
     return times(v, T(0.5) * erfc(v * T(-0.70710678118654752440)));
   }
   if constexpr (kActivation == Activation::gelu_tanh) {
-    if constexpr (kIsShort) return short_gated(v, short_gelu_tanh_gate(v));
+    if constexpr (kIsShort) return short_gelu_tanh(v);
     const T cubic = v + T(0.044715) * v * v * v;
     return times(v, sigmoid_of(T(1.59576912160573071176) * cubic));  // (1 + tanh(u)) / 2 = sigmoid(2 u)
   }
@@ -217,7 +217,7 @@ __device__ __forceinline__ EpilogueNumber finish(EpilogueNumber sum, const Chann
 }
 
 // The same in place of two sums, by one reciprocal where the activation takes one: for kernels whose warps all finish
-// at once. Where other warps compute meanwhile, its two more instructions cost more than the reciprocal.
+// at once. Where other warps compute meanwhile, its more instructions cost more than the reciprocal.
 __device__ __forceinline__ void finish_pair(EpilogueNumber& first, EpilogueNumber& second,
                                             const ChannelTerms& first_terms, const ChannelTerms& second_terms,
                                             const EpilogueNumber (&residual)[2], const EpilogueNumber (&saved)[2],
