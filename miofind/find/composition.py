@@ -72,7 +72,8 @@ def out_of_reach(found: Sequence[Solution], options: FindOptions) -> dict[str, s
 
 def is_light(epilogue: Epilogue) -> bool:
     """Whether an epilogue costs next to nothing, so that the fastest configurations are those without it."""
-    return not epilogue.has_residual and epilogue.activation.is_exact
+    reads_tensors = not {"residual", "saved"}.isdisjoint(epilogue.operands)
+    return not reads_tensors and epilogue.activation.is_exact
 
 
 def is_bare_known(

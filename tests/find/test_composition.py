@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from miofind.core.epilogue import EpilogueParameters
+from miofind.core.epilogue import Epilogue, EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.epilogue_reference import apply_epilogue
 from miofind.errors import NoSolutionError, UnknownSolverError
-from miofind.find.composition import MAX_COMPOSED, bare_solutions, fastest_bare
+from miofind.find.composition import MAX_COMPOSED, bare_solutions, fastest_bare, is_light
 from miofind.find.lookup import validity
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.pipeline import estimates, find
@@ -341,3 +341,18 @@ def test_a_tuning_measures_fused_problems_and_then_knows_them(database: Path) ->
                 "Direct+Pointwise",
                 "Im2colGemm+Pointwise",
             }
+
+
+@pytest.mark.parametrize(
+    ("text", "light"),
+    [
+        ("bias.relu", True),
+        ("scale.clamp", True),
+        ("bias.silu", False),
+        ("residual", False),
+        ("drelu", False),
+        ("residual.dsilu", False),
+    ],
+)
+def test_epilogues_that_read_no_tensor_and_compute_little_are_light(text: str, light: bool) -> None:
+    assert is_light(Epilogue.of(text)) is light
