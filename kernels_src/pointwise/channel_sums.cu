@@ -6,8 +6,8 @@
 //   CHANNELS_LAST 0: a block takes vectors of one channel's planes, which begin anywhere; width is `channels`.
 // channel_sums_finish: each result from its partials, [quantity][count][channels], 32 channels a block of 32 warps;
 // blockIdx.y is the quantity. Nothing depends on the order in which blocks run. Pointers are not const __restrict__,
-// for the kernel before (PDL) writes what they read: see common/split_k.cuh. Defines: ELEMENT, NUMBER, RESULT (dtype
-// names), CHANNELS_LAST, VECTOR, UNROLL, SQUARES (0, 1).
+// for the kernel before (PDL) writes what they read: see common/split_k.cuh.
+// Defines: ELEMENT, NUMBER, RESULT (dtype names), CHANNELS_LAST, VECTOR, UNROLL, SQUARES (0, 1).
 #include "common/pdl.cuh"
 #include "common/types.cuh"
 
