@@ -263,20 +263,21 @@ __device__ __forceinline__ void store_pairs(ELEMENT* to, const float (&accumulat
 }
 
 #ifdef EPILOGUE
-static_assert(!FLIPPED && AxisW::kPhases == 1 && AxisH::kPhases == 1, "only a forward convolution has an epilogue");
+static_assert(AxisW::kPhases == 1 && AxisH::kPhases == 1, "an epilogue follows sums of one phase");
 
-// What a lane reads of the residual: as much as it stores.
+// What a lane reads of the residual, or of what was saved: as much as it stores.
 using Residual = Vector<unsigned, 2 * kHalves>;
 
-// The epilogue of a walk: terms of the channels of a lane's sums, and the residual from where a lane stores row 0 on.
+// The epilogue of a walk: terms of the channels of a lane's sums, and what is read with the results, from where a lane
+// stores row 0 on.
 struct WalkEpilogue {
   const Epilogue& all;
-  const EpilogueElement* residual;
+  const EpilogueElement *residual, *saved;
   ChannelTerms terms[kHalves][2] = {};
 
   // Of an image, and of a warp's channels from `channel` on.
   __device__ __forceinline__ WalkEpilogue(const Epilogue& epilogue, int image, int channel, int64 stored)
-      : all(epilogue), residual(epilogue.residual + stored) {
+      : all(epilogue), residual(epilogue.residual + stored), saved(epilogue.saved + stored) {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
       if (channel + 8 * half < kAllChannels)
@@ -285,23 +286,26 @@ struct WalkEpilogue {
 };
 
 // Makes results of a lane's sums.
-__device__ __forceinline__ void finish_pairs(float (&sums)[kHalves][4], Residual residual,
+__device__ __forceinline__ void finish_pairs(float (&sums)[kHalves][4], Residual residual, Residual saved,
                                              const WalkEpilogue& epilogue) {
   if constexpr (kHasResidual) transpose_words(residual.at);  // as the sums lie before those are stored
+  if constexpr (kHasSaved) transpose_words(saved.at);
 #pragma unroll
   for (int i = 0; i < 2 * kHalves; ++i) {
     const auto pair = reinterpret_cast<const Vector<ELEMENT, 2>&>(residual.at[i]);
+    const auto arguments = reinterpret_cast<const Vector<ELEMENT, 2>&>(saved.at[i]);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       float& sum = sums[i % kHalves][i / kHalves * 2 + k];
-      sum = finish(sum, epilogue.terms[i % kHalves][k], convert<float>(pair.at[k]), epilogue.all);
+      sum = finish(sum, epilogue.terms[i % kHalves][k], convert<float>(pair.at[k]), convert<float>(arguments.at[k]),
+                   epilogue.all);
     }
   }
 }
 
 // Whether row `row` of a walk is where the residual of a unit is read: one row of results before it is needed.
 constexpr bool is_read_at(int row, int unit) {
-  return kHasResidual && row == maximum(0, last_met(unit, 0) - AxisH::kStep);
+  return (kHasResidual || kHasSaved) && row == maximum(0, last_met(unit, 0) - AxisH::kStep);
 }
 #endif
 
@@ -324,15 +328,18 @@ __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& 
   Accumulators accumulators = {};
   Row<kPhase> rows[kWalked];
 #ifdef EPILOGUE
-  Residual residuals[kTileRows] = {};
+  Residual residuals[kTileRows] = {}, saved[kTileRows] = {};
 #endif
 #pragma unroll
   for (int row = 0; row < kWalked; ++row) {
 #ifdef EPILOGUE
 #pragma unroll
     for (int unit = 0; unit < kTileRows; ++unit)
-      if (is_read_at(row, unit) && walk.stores && (kWalks * kTileRows == OUT_H || unit < walk.rows))
-        residuals[unit] = *reinterpret_cast<const Residual*>(epilogue.residual + unit * OUT_W * kAllChannels);
+      if (is_read_at(row, unit) && walk.stores && (kWalks * kTileRows == OUT_H || unit < walk.rows)) {
+        const int at = unit * OUT_W * kAllChannels;
+        if constexpr (kHasResidual) residuals[unit] = *reinterpret_cast<const Residual*>(epilogue.residual + at);
+        if constexpr (kHasSaved) saved[unit] = *reinterpret_cast<const Residual*>(epilogue.saved + at);
+      }
 #endif
 #pragma unroll
     for (int loaded = 0; loaded < kWalked; ++loaded)
@@ -350,7 +357,7 @@ __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& 
         const int result = unit * AxisH::kPhases + phase;
 #ifdef EPILOGUE
         if (kWalks * kTileRows == OUT_H || result < walk.rows)
-          finish_pairs(accumulators[unit][phase], residuals[unit], epilogue);
+          finish_pairs(accumulators[unit][phase], residuals[unit], saved[unit], epilogue);
 #endif
         if (kWalks * kTileRows * AxisH::kPhases == OUT_H || result < walk.rows)
           store_pairs(walk.results + result * OUT_W * kAllChannels, accumulators[unit][phase], walk.stores);

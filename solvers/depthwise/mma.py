@@ -175,10 +175,17 @@ class ConvDepthwiseMma(Solver):
             depthwise(48, x=(3, 48, 14, 15), w=(3, 3), padding=1, epilogue="bias.clamp"),
             depthwise(24, x=(2, 24, 9, 7), w=(7, 7), padding=3, dtype=brain, epilogue="scale.bias.residual.relu"),
             depthwise(40, x=(2, 40, 15, 14), w=(5, 5), padding=2, stride=2, epilogue="channel_bias.silu.residual"),
+            depthwise(40, x=(2, 40, 15, 14), w=(5, 5), padding=2, direction=data, epilogue="residual.drelu"),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_DATA:
+            return super().fuses_training(problem)
+        is_strided = max(problem.conv.stride) > 1
+        return Applicability(f"fuses gradients of stride 1, not {problem.conv.stride}" if is_strided else "")
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:

@@ -73,11 +73,12 @@ CASES = [
 @pytest.mark.parametrize("epilogue", ["residual", "drelu", "residual.dclamp", "residual.dhardswish"])
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 @pytest.mark.parametrize("shape", [*NHWC, *ROWS])
+@pytest.mark.parametrize("solver_id", ["ConvDepthwiseChannelsLast", "ConvDepthwiseMma"])
 def test_gradients_are_the_references(
-    shape: str, dtype: str, epilogue: str, device: Device, compiler: Compiler
+    solver_id: str, shape: str, dtype: str, epilogue: str, device: Device, compiler: Compiler
 ) -> None:
     """Strides of 1 and more, some of which leave pixels that no tap meets."""
-    fields, solver = (NHWC | ROWS)[shape], Registry.default()["ConvDepthwiseChannelsLast"]
+    fields, solver = (NHWC | ROWS)[shape], Registry.default()[solver_id]
     for stride in (1, 2, 4):
         problem = ProblemDescription.convolution(
             **{**fields, "stride": stride},
