@@ -211,11 +211,10 @@ def test_an_epilogues_reference_reads_the_operands_of_the_run(monkeypatch: pytes
     invoker = FakeInvoker(problem, lambda tensors, _: given.append(tensors))
     for setting in SETTINGS:
         assert made.check(invoker, setting, 1.0).is_right
-    for run, (_, _, _, scale, bias, channel_bias, residual, results, bounds, terms), (_, _, sums, scales, of, _) in zip(
-        given, seen[::2], seen[1::2], strict=True
-    ):
+    for run, made_of, (_, _, sums, scales, of, _) in zip(given, seen[::2], seen[1::2], strict=True):
+        _, _, _, scale, bias, channel_bias, residual, saved, results, bounds, terms = made_of
         assert (bias, residual) == (run["bias"], run["residual"])
-        assert (scale, channel_bias) == (0, 0)
+        assert (scale, channel_bias, saved) == (0, 0, 0)
         assert (results, bounds) == (sums, scales)
         numbers = fields_of(terms)
         assert (numbers["alpha"], numbers["beta"]) == (run[RUN_PARAMETERS].alpha, run[RUN_PARAMETERS].beta)
