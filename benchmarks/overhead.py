@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import script
+from commit import commit
 
 import miofind
 from miofind.device.device import Device
@@ -49,7 +50,7 @@ def timed(function: Callable[[], Any], count: int) -> list[float]:
     return samples
 
 
-def finddb_hit(problems: int = 2_000, lookups: int = 10_000) -> dict[str, Any]:
+def finddb_hit(problems: int = 400, lookups: int = 10_000) -> dict[str, Any]:
     """A FindDB hit with the process cache bypassed, over random keys, from query to list of solutions.
 
     The first look-up of a problem asks its solvers whether they still do what the rows say. Later ones read the FindDB,
@@ -236,6 +237,7 @@ def cold_find() -> dict[str, Any]:
 def main() -> None:
     parser = script.parser(__doc__)
     parser.add_argument("--json", type=script.output, help="write the figures to this file")
+    parser.add_argument("--commit", default=commit(), help="of the code; by default git's")
     arguments = parser.parse_args()
     Device.cuda()  # raises where there is no GPU
     handle = miofind.default_handle()
@@ -243,6 +245,7 @@ def main() -> None:
     figures = {
         "gpu": handle.device.name,
         "versions": versions(handle.device),
+        "commit": arguments.commit,
         "command": "python benchmarks/overhead.py",
         "finddb_hit": finddb_hit() | {"bound_us": 100},
         "repeated_find": repeated_find(handle, problem) | {"bound_us": 5},
