@@ -118,10 +118,12 @@ def fused_section(folder: Path = figures.RESULTS) -> str:
     table = "\n".join([f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines])
     return f"""## Networks of fused convolutions
 
-The convolutions of inference with batch norms folded, each with its bias, residual and activation. *One pass* is
-cuDNN's best convolution and one element-wise kernel behind it, which is what a compiler of networks makes; *PyTorch* is
-eager; *cuDNN* is the best of its own fused engines. *Sum* compares the sums of a forward pass (a dash where a layer has
-no such engine), *mean* is the geometric mean over the distinct layers.
+The convolutions of inference with batch norms folded, each with its bias, residual and activation; of ResNet-50 also
+the passes of a training step: forward with batch norm's statistics, backward data through the ReLU before (and beside
+the skip), backward weights with the bias gradient. *One pass* is cuDNN's best convolution and one kernel of miofind's
+behind it, which is what a compiler of networks makes; *PyTorch* is eager; *cuDNN* is the best of its own fused engines.
+*Sum* compares the sums of a pass through the network (a dash where a layer lacks one), *mean* is the geometric mean
+over the distinct layers.
 
 {table}
 
