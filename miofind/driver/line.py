@@ -96,7 +96,11 @@ def read_driver_line(text: str) -> DriverLine:
     epilogue = epilogue_of({name: flags.text(name) for name in FLAG_NAMES if name in flags and flags.given[name] != 0})
     directions = _directions(flags, epilogue)
     if flags.text("mode") == "trans":
-        check_directions(epilogue, [Direction.BACKWARD_DATA], "-m trans")
+        if epilogue:
+            raise InvalidProblemError(
+                f"-m trans takes no epilogue, {epilogue.text} is given: ask for the convolution that it mirrors, "
+                "whose backward data it is forward"
+            )
         mirrored = tuple(_MIRRORED[direction] for direction in directions)
         return DriverLine(problem=_transposed(flags, rank, mirrored[0], dtypes, layouts), directions=mirrored)
     problem = _ordinary(flags, rank, directions[0], dtypes, layouts)

@@ -77,9 +77,10 @@ def test_lines_of_backward_directions_take_none(bits: str) -> None:
         parse_driver_line(f"{_LINE} --bias -F {bits}")
 
 
-def test_transposed_convolutions_take_none() -> None:
-    with pytest.raises(InvalidProblemError, match="-m trans asks for backward_data"):
-        parse_driver_line(f"{_LINE} --bias -m trans")
+@pytest.mark.parametrize("flags", ["--bias", "--epilogue residual", "--epilogue drelu", "--epilogue bias_gradient"])
+def test_transposed_convolutions_take_none(flags: str) -> None:
+    with pytest.raises(InvalidProblemError, match="-m trans takes no epilogue"):
+        parse_driver_line(f"{_LINE} {flags} -m trans")
 
 
 @pytest.mark.parametrize("direction", ["all", "backward_data", "forward,backward_weights"])
