@@ -305,7 +305,7 @@ def sd_vae_decoder() -> Network:
 
 
 def unet_segmentation() -> Network:
-    """Its transposed convolutions are backward data problems, which take no epilogue."""
+    """Its transposed convolutions are backward data problems, which take no bias."""
     net, relu = Network(), "bias.relu"
 
     def double(name: str, x: Image, k: int) -> Image:

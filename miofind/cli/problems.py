@@ -222,7 +222,7 @@ def named_requests(
     if not requests:
         if any(table.rows for table in tables) and asked.directions:
             wanted = ", ".join(asked.directions)
-            raise InvalidOptionError(f"--direction {wanted}: all rows have an epilogue, and are forward problems alone")
+            raise InvalidOptionError(f"--direction {wanted}: all rows have an epilogue that goes with other directions")
         raise InvalidOptionError("the files named hold no problem: add one")
     kept = [request for request in requests if not classes or problem_class(request.problem) in classes]
     if not kept:

@@ -247,7 +247,7 @@ class EpilogueArgument:
     @property
     def bytes(self) -> int:
         """Size of the structure."""
-        return 40 + 4 * (8 if self.number == "float64" else 4)
+        return 8 * len(self.pointers) + 4 * (8 if self.number == "float64" else 4)
 
     def on_buffers(self, names: Mapping[str, str]) -> EpilogueArgument:
         """The same with buffers of some names under others."""

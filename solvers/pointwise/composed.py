@@ -20,6 +20,13 @@ from miofind.solver.steps import Config, ConvSolution, Packing, WorkspacePlan
 from miofind.solvers.pointwise.channel_sums import channel_sums_ms, channel_sums_regions, channel_sums_steps
 from miofind.solvers.pointwise.epilogue_pass import VECTOR_BYTES, pass_ms, pass_step
 
+_EXAMPLES = {
+    Direction.FORWARD: ("bias.relu", "statistics"),
+    Direction.BACKWARD_DATA: ("residual.drelu",),
+    Direction.BACKWARD_WEIGHTS: ("bias_gradient",),
+}
+"""Epilogues that a composed solver is tried with, by direction."""
+
 
 class Composed(Solver):
     """A solver on the bare problem, then the passes; of fused problems alone. Its configurations are the other's.
@@ -128,14 +135,6 @@ class Composed(Solver):
 
     def rounds_twice(self, problem: ProblemDescription, config: Config) -> bool:
         return problem.epilogue.changes_results and problem.output.dtype.itemsize < problem.accumulator.itemsize
-
-
-_EXAMPLES = {
-    Direction.FORWARD: ("bias.relu", "statistics"),
-    Direction.BACKWARD_DATA: ("residual.drelu",),
-    Direction.BACKWARD_WEIGHTS: ("bias_gradient",),
-}
-"""Epilogues that it is tried with, by direction."""
 
 
 def _with_passes(solution: ConvSolution, problem: ProblemDescription, device: Device) -> ConvSolution:
