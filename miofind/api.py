@@ -14,14 +14,14 @@ from miofind.arrays.array_problem import (
     problem_from_views,
     refuse_epilogue,
 )
-from miofind.core.epilogue import EPILOGUE_VECTORS
+from miofind.core.epilogue import EPILOGUE_NUMBERS, EPILOGUE_VECTORS
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidArrayError, InvalidOptionError, brief
 from miofind.find.pipeline import find, find_mode
 from miofind.options import FindEnforce, FindMode, FindOptions
 from miofind.runtime.handle import Handle, default_handle
-from miofind.runtime.runner import EPILOGUE_NAMES, NUMBERS, EpilogueArguments, parameters_of
+from miofind.runtime.runner import EPILOGUE_NAMES, EpilogueArguments, parameters_of
 from miofind.runtime.solution import Solution
 
 _DEFAULT_OPTIONS = FindOptions()
@@ -263,7 +263,7 @@ def _taken_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidOptionError: bounds of an activation whose name has them.
     """
-    taken = {name: arguments.pop(name) for name in NUMBERS if name in arguments}
+    taken = {name: arguments.pop(name) for name in EPILOGUE_NUMBERS if name in arguments}
     numbers = {name: value for name, value in taken.items() if value is not None}
     bounds = [f"{name}={brief(numbers[name])}" for name in ("low", "high") if name in numbers]
     if bounds and "relu6" in (str(arguments.get(name)).lower() for name in ("activation", "derivative")):

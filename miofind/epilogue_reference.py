@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.core.epilogue import DEFAULT_PARAMETERS, Activation, EpilogueParameters, ResidualPosition
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EPILOGUE_TENSORS, Activation, EpilogueParameters, ResidualPosition
 from miofind.core.problem import ProblemDescription
 
 
@@ -76,7 +76,7 @@ def along_output(
     shape = problem.output.shape
     operand = np.asarray(operands[name], dtype=np.float64)
     ones = (1,) * (len(shape) - 2)
-    if name not in ("residual", "saved"):
+    if name not in EPILOGUE_TENSORS:
         operand = operand.reshape((1,) * (operand.ndim == 1) + operand.shape + ones)
     wide = np.broadcast_to(operand, shape)
     return wide if indices is None else wide[np.unravel_index(indices, shape)]

@@ -13,9 +13,12 @@ from miofind.arrays import arrays
 from miofind.arrays.arrays import ArrayView
 from miofind.core.epilogue import (
     DERIVATIVES,
+    EPILOGUE_NUMBERS,
     EPILOGUE_OPERANDS,
+    EPILOGUE_TENSORS,
     EPILOGUE_VECTORS,
     NO_EPILOGUE,
+    OUTPUT_SWITCHES,
     SECOND_OUTPUTS,
     STATISTICS,
     Activation,
@@ -30,7 +33,6 @@ from miofind.errors import InvalidArrayError, InvalidProblemError, brief, sugges
 EPILOGUE_ARGUMENTS = frozenset({"activation", "residual_position", "statistics", "derivative", "bias_gradient"})
 """What else says which epilogue a problem has."""
 
-_SWITCHES = ("statistics", "bias_gradient")
 _OF_DIRECTION = {
     Direction.FORWARD: EPILOGUE_ARGUMENTS - {"derivative", "bias_gradient"},
     Direction.BACKWARD_DATA: frozenset({"derivative"}),
@@ -41,10 +43,9 @@ _OF_DIRECTION = {
 _ARRAYS = frozenset({"x", "w", "dy", "out", "x_shape", "w_shape", *EPILOGUE_OPERANDS})
 _ARGUMENTS = frozenset({"padding", "stride", "dilation", "groups", "math"})
 
-_NUMBERS = ("alpha", "beta", "low", "high", "slope")
 GIVEN_OF_DIRECTION = {
-    Direction.FORWARD: frozenset({*EPILOGUE_VECTORS, "residual", *_NUMBERS}),
-    Direction.BACKWARD_DATA: frozenset({"residual", "saved", *_NUMBERS}),
+    Direction.FORWARD: frozenset({*EPILOGUE_VECTORS, "residual", *EPILOGUE_NUMBERS}),
+    Direction.BACKWARD_DATA: frozenset({*EPILOGUE_TENSORS, *EPILOGUE_NUMBERS}),
     Direction.BACKWARD_WEIGHTS: frozenset[str](),
 }
 """What else an epilogue of each direction is given."""
@@ -157,7 +158,7 @@ def _hashable(name: str, value: Any) -> Any:
     """
     if isinstance(value, (list, tuple)):
         return tuple(_hashable(name, item) for item in value)
-    if name in _SWITCHES:
+    if name in OUTPUT_SWITCHES:
         if not isinstance(value, bool):
             raise InvalidProblemError(f"{name}={brief(value)} must be True or False")
         return value
@@ -221,7 +222,7 @@ def _check_fits(operand: Operand, fact: _Facts, direction: Direction) -> None:
         raise InvalidArrayError(f"{told}, {output} has {wanted.dtype}: convert {name}")
     if arrays.strides_fit(wanted, fact.strides):
         return
-    if name in ("residual", "saved"):
+    if name in EPILOGUE_TENSORS:
         output, other = ("y", "x") if direction is Direction.FORWARD else ("dx", "dy")
         raise InvalidArrayError(
             f"{name} of shape {fact.shape} has strides {fact.strides}, {output} is {operand.tensor.layout} and wants "

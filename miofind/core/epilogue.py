@@ -38,8 +38,14 @@ from miofind.errors import InvalidOptionError, InvalidProblemError, brief, sugge
 EPILOGUE_VECTORS = ("scale", "bias", "channel_bias")
 """Operands of the output's channels that an epilogue may read, in the order of computation."""
 
-EPILOGUE_OPERANDS = (*EPILOGUE_VECTORS, "residual", "saved")
+EPILOGUE_TENSORS = ("residual", "saved")
+"""Operands of the output's shape, dtype and layout that an epilogue may read, in the order of computation."""
+
+EPILOGUE_OPERANDS = (*EPILOGUE_VECTORS, *EPILOGUE_TENSORS)
 """All operands that it may read."""
+
+EPILOGUE_NUMBERS = ("alpha", "beta", "low", "high", "slope")
+"""All numbers that a run of it may be given: the fields of `EpilogueParameters`."""
 
 STATISTICS = ("sum", "sum_of_squares")
 """Operands that a forward convolution writes with statistics."""
@@ -47,7 +53,8 @@ STATISTICS = ("sum", "sum_of_squares")
 SECOND_OUTPUTS = (*STATISTICS, "bias_gradient")
 """All operands that may be written besides the convolution's own output."""
 
-_SWITCHES = ("statistics", "bias_gradient")
+OUTPUT_SWITCHES = ("statistics", "bias_gradient")
+"""Fields of `Epilogue` that ask for second outputs."""
 
 
 class Activation(StrEnum):
@@ -137,7 +144,7 @@ class Epilogue:
     derivative: Activation = Activation.NONE
 
     def __post_init__(self) -> None:
-        for name in (*EPILOGUE_VECTORS, *_SWITCHES):
+        for name in (*EPILOGUE_VECTORS, *OUTPUT_SWITCHES):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidProblemError(f"{name}={brief(getattr(self, name))} of an epilogue must be True or False")
         residual = enum_value(ResidualPosition, self.residual, "residual")
@@ -263,7 +270,7 @@ class Epilogue:
         words += [self.activation.value] * (self.activation is not Activation.NONE)
         words += [f"d{self.derivative}"] * (self.derivative is not Activation.NONE)
         words += ["residual"] * (self.residual is ResidualPosition.AFTER)
-        words += [name for name in _SWITCHES if getattr(self, name)]
+        words += [name for name in OUTPUT_SWITCHES if getattr(self, name)]
         return ".".join(words)
 
     def __str__(self) -> str:
@@ -302,7 +309,7 @@ def _read(text: str) -> Epilogue:
     activations = [a.value for a in Activation if a is not Activation.NONE]
     derivatives = {f"d{a}": a for a in DERIVATIVES}
     dtypes = [dtype.value for dtype in DataType]
-    known = (*EPILOGUE_VECTORS, "residual", *activations, *derivatives, *_SWITCHES, *dtypes)
+    known = (*EPILOGUE_VECTORS, "residual", *activations, *derivatives, *OUTPUT_SWITCHES, *dtypes)
     for word in words:
         if word not in known:
             near = suggestion(word, known) or f": known are {', '.join(known)}"
@@ -349,7 +356,7 @@ class EpilogueParameters:
     slope: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "low", "high", "slope"):
+        for name in EPILOGUE_NUMBERS:
             value = getattr(self, name)
             if name == "slope" and value is None:
                 continue

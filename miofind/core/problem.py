@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miofind.core.epilogue import NO_EPILOGUE, Epilogue
+from miofind.core.epilogue import EPILOGUE_TENSORS, NO_EPILOGUE, Epilogue
 from miofind.core.network_config import parse_network_config, write_network_config
 from miofind.core.operand import Operand, Role
 from miofind.core.tensor import (
@@ -255,6 +255,11 @@ class ProblemDescription:
         return tuple(operand for operand in self.operands if not operand.is_input)
 
     @property
+    def second_outputs(self) -> tuple[Operand, ...]:
+        """Those of the outputs that the epilogue adds, in order; none for most problems."""
+        return self.outputs[1:]
+
+    @property
     def trains(self) -> bool:
         """Whether its epilogue is one of training: of a gradient, or with outputs of its own."""
         return bool(self.epilogue.outputs) or (bool(self.epilogue) and self.direction is not Direction.FORWARD)
@@ -363,7 +368,7 @@ def _epilogue_operands(problem: ProblemDescription) -> Iterator[Operand]:
     batch, channels = y.shape[:2]
     ones = (1,) * problem.spatial_dims
     for name in epilogue.operands:
-        if name in ("residual", "saved"):
+        if name in EPILOGUE_TENSORS:
             yield Operand(name=name, tensor=output, role=Role.INPUT)
         elif name == "channel_bias":
             tensor = TensorDescriptor(shape=(batch, channels, *ones), dtype=y.dtype, layout=y.layout)

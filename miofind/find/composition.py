@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from miofind.core.epilogue import Epilogue
+from miofind.core.epilogue import EPILOGUE_TENSORS, Epilogue
 from miofind.core.problem import ProblemDescription
 from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
@@ -72,7 +72,7 @@ def out_of_reach(found: Sequence[Solution], options: FindOptions) -> dict[str, s
 
 def is_light(epilogue: Epilogue) -> bool:
     """Whether an epilogue costs next to nothing, so that the fastest configurations are those without it."""
-    reads_tensors = not {"residual", "saved"}.isdisjoint(epilogue.operands)
+    reads_tensors = any(name in EPILOGUE_TENSORS for name in epilogue.operands)
     return not reads_tensors and epilogue.activation.is_exact
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from miofind.arrays import arrays, operands
-from miofind.core.epilogue import DEFAULT_PARAMETERS, EPILOGUE_OPERANDS, EpilogueParameters
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EPILOGUE_NUMBERS, EPILOGUE_OPERANDS, EpilogueParameters
 from miofind.core.problem import DataType, Direction, Operand, ProblemDescription
 from miofind.device.device import Place, check_fork
 from miofind.errors import (
@@ -55,10 +55,7 @@ class EpilogueArguments(TypedDict, total=False):
     slope: float | None
 
 
-NUMBERS = ("alpha", "beta", "low", "high", "slope")
-"""Those of EpilogueArguments that are numbers."""
-
-EPILOGUE_NAMES = (*EPILOGUE_OPERANDS, *NUMBERS)
+EPILOGUE_NAMES = (*EPILOGUE_OPERANDS, *EPILOGUE_NUMBERS)
 """All of EpilogueArguments."""
 
 _KNOWN = frozenset(EPILOGUE_NAMES)
@@ -121,7 +118,7 @@ def parameters_of(problem: ProblemDescription, given: Mapping[str, Any]) -> Epil
     """
     made = problem.epilogue.parameters(given)
     if problem.accumulator is DataType.FLOAT32:
-        for name in NUMBERS:
+        for name in EPILOGUE_NUMBERS:
             value = getattr(made, name) or 0.0
             if _FLOAT32_MAX < abs(value) < math.inf:
                 raise InvalidOptionError(f"{name}={value} is beyond float32, in which the epilogue is computed")
@@ -252,7 +249,7 @@ class Runner:
     ) -> Any:
         """The same with what `EpilogueArguments` names."""
         refuse_unknown(given)
-        parameters_of(self.problem, {name: given.get(name) for name in NUMBERS})
+        parameters_of(self.problem, {name: given.get(name) for name in EPILOGUE_NUMBERS})
         read = {name: given[name] for name in EPILOGUE_OPERANDS if given.get(name) is not None}
         if read:
             self._check_given({"x": x, "w": w, "dy": dy, **read})
@@ -340,9 +337,10 @@ class FusedRunner(Runner):
         super().__init__(problem, solver_id, config, handle, kernel_hash)
         names = problem.epilogue.operands
         self._read_of = _picker(names)
-        self._taken = frozenset((*names, *NUMBERS))
+        self._taken = frozenset((*names, *EPILOGUE_NUMBERS))
         self._outputs_type = outputs_type(problem)
-        self._last_numbers = _Numbers((None,) * len(NUMBERS), (type(None),) * len(NUMBERS), DEFAULT_PARAMETERS)
+        none = (None,) * len(EPILOGUE_NUMBERS)
+        self._last_numbers = _Numbers(none, tuple(map(type, none)), DEFAULT_PARAMETERS)
 
     def run(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
         return self.run_fused({}, x, w, dy, out, workspace, stream)
@@ -417,12 +415,12 @@ class FusedRunner(Runner):
         Raises:
             InvalidOptionError: a number that is none or not the epilogue's.
         """
-        numbers = tuple(map(given.get, NUMBERS))
+        numbers = tuple(map(given.get, EPILOGUE_NUMBERS))
         last = self._last_numbers
         kinds = tuple(map(type, numbers))
         if kinds == last.kinds and numbers == last.given:  # arrays, which compare otherwise, are never the last ones
             return last.parameters
-        made = parameters_of(self.problem, dict(zip(NUMBERS, numbers, strict=True)))
+        made = parameters_of(self.problem, dict(zip(EPILOGUE_NUMBERS, numbers, strict=True)))
         if made == last.parameters:
             made = last.parameters
         self._last_numbers = _Numbers(numbers, kinds, made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miofind.core.epilogue import ResidualPosition
+from miofind.core.epilogue import EPILOGUE_TENSORS, ResidualPosition
 from miofind.core.problem import ProblemDescription
 from miofind.solver.steps import EpilogueArgument, Pointer
 
@@ -38,6 +38,6 @@ def epilogue_arguments(problem: ProblemDescription, first: int = 0) -> tuple[Epi
     """
     if not problem.epilogue:
         return ()
-    offsets = dict.fromkeys(("residual", "saved"), first * problem.output.dtype.itemsize)
+    offsets = dict.fromkeys(EPILOGUE_TENSORS, first * problem.output.dtype.itemsize)
     pointers = {name: Pointer(buffer=name, offset_bytes=offsets.get(name, 0)) for name in problem.epilogue.operands}
     return (EpilogueArgument(activation=problem.epilogue.nonlinearity, number=problem.accumulator.value, **pointers),)

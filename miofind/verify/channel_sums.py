@@ -9,7 +9,7 @@ partial sums that are added pairwise, or nearly so, and no long sum one after an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,12 +130,11 @@ def channel_sums_terms(problem: ProblemDescription, output: Operand) -> Struct:
 
 def wrong_sums(problem: ProblemDescription, arrays: Mapping[str, NDArray[Any]]) -> tuple[WrongSum, ...]:
     """The second outputs that are wrong, of arrays of all operands by name in their logical shapes."""
-    seconds = [operand for operand in problem.outputs if operand.name in problem.epilogue.outputs]
-    if not seconds:
+    if not problem.second_outputs:
         return ()
     rows = arrays[SUMMED].reshape(problem.n, problem.k, -1).swapaxes(0, 1)
     with np.errstate(all="ignore"):  # infinities are among the numbers
-        found = [_wrong(problem, operand, rows, arrays[operand.name].reshape(-1)) for operand in seconds]
+        found = [_wrong(problem, operand, rows, arrays[operand.name].reshape(-1)) for operand in problem.second_outputs]
     return tuple(wrong for wrong in found if wrong is not None)
 
 
@@ -189,18 +188,18 @@ def _held(standard: SumStandard, channel: NDArray[Any], got: float) -> _Held:
         bound = arithmetic + float(half_ulp(np.array([abs(total) + arithmetic]), standard.dtype)[0])
     error = abs(got - total)
     share = error / bound if bound else math.inf
-    return _Held(is_wrong=not error <= bound, wanted=total, bound=bound, share=share if share == share else math.inf)
+    return _Held(is_wrong=not error <= bound, wanted=total, bound=bound, share=math.inf if math.isnan(share) else share)
 
 
 def _is_exact(standard: SumStandard, values: Wide, magnitude: float) -> bool:
     """Whether all sums of some of the values are numbers of the accumulator's type."""
-    quantum = min(_quanta(values), default=0)
+    quantum = _quantum(values)
     return quantum >= standard.least_quantum and magnitude <= math.ldexp(1.0, quantum + standard.digits)
 
 
-def _quanta(values: Wide) -> Iterator[int]:
-    """Exponents of the last binary ones of all values that are not 0."""
+def _quantum(values: Wide) -> int:
+    """Exponent of the last binary one of all values; 0 where all are 0."""
     mantissas, exponents = np.frexp(values[values != 0])
     whole = np.ldexp(np.abs(mantissas), 53).astype(np.int64)
     lowest = np.frexp((whole & -whole).astype(np.float64))[1] - 1
-    return iter((exponents - 53 + lowest).tolist())
+    return int(np.min(exponents - 53 + lowest)) if lowest.size else 0

@@ -471,7 +471,7 @@ class CudaHarness(CheckHarness):
     def _compare_sums(self) -> None:
         """Hold the second outputs against sums of what the tensor that they sum holds."""
         summed, tensor = self._buffers[SUMMED].address, self.problem.tensor(SUMMED)
-        for i, operand in enumerate(self.problem.outputs[1:]):
+        for i, operand in enumerate(self.problem.second_outputs):
             addresses = {
                 "from": summed,
                 "results": self._buffers[operand.name].address,
@@ -490,7 +490,7 @@ class CudaHarness(CheckHarness):
 
     def _wrong_sums(self, report: NDArray[np.uint64]) -> Iterator[WrongSum]:
         """The second outputs that a report says are wrong."""
-        for i, operand in enumerate(self.problem.outputs[1:]):
+        for i, operand in enumerate(self.problem.second_outputs):
             wrong, channel = int(report[self._sums + 2 * i]), int(report[self._sums + 2 * i + 1]) & 0xFFFFFFFF
             if wrong:
                 where = self._details[operand.name] + _DETAIL_BYTES * channel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import ProblemDescription
 from miofind.solvers.common.correlation import ceil_div
 
@@ -20,5 +21,5 @@ def epilogue_registers(problem: ProblemDescription, channels: int, residuals: in
     if not epilogue:
         return 0
     terms = channels * (epilogue.scale + epilogue.bias + epilogue.channel_bias)
-    tensors = sum(name in epilogue.operands for name in ("residual", "saved"))
+    tensors = sum(name in epilogue.operands for name in EPILOGUE_TENSORS)
     return terms + tensors * (ceil_div(residuals * problem.output.dtype.itemsize, 4) + _ADDRESS)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
@@ -310,7 +311,7 @@ def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | Pointer | EpilogueArgume
     problem, target = tiling.product.problem, _maps(tiling)[2]
     if not problem.epilogue:
         return ()
-    read = [name for name in ("residual", "saved") if name in problem.epilogue.operands]
+    read = [name for name in EPILOGUE_TENSORS if name in problem.epilogue.operands]
     if target.pointer.buffer != problem.direction.output:
         read = []
     maps = [replace(target, pointer=Pointer(buffer=name)) for name in read]

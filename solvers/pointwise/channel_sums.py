@@ -149,7 +149,7 @@ class _ChannelSums:
     @property
     def steps(self) -> tuple[KernelStep, KernelStep]:
         """The launches."""
-        outputs = [operand for operand in self.problem.outputs if operand.name in self.problem.epilogue.outputs]
+        outputs = self.problem.second_outputs
         defines = (
             ("ELEMENT", self.problem.y.dtype.value),
             ("NUMBER", self.problem.accumulator.value),
@@ -205,7 +205,6 @@ def sum_channels(problem: ProblemDescription, config: Config, buffers: Mapping[s
     for image in buffers["y"]:
         elements = image.reshape(problem.k, -1).astype(np.float64)
         sums += elements.sum(axis=1), np.square(elements).sum(axis=1)
-    for operand in problem.outputs:
-        if operand.name in problem.epilogue.outputs:
-            found = sums[int(operand.name == "sum_of_squares")]
-            buffers[operand.name][...] = round_once(found, operand.tensor.dtype)
+    for operand in problem.second_outputs:
+        found = sums[int(operand.name == "sum_of_squares")]
+        buffers[operand.name][...] = round_once(found, operand.tensor.dtype)

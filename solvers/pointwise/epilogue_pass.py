@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import ProblemDescription, TensorDescriptor
 from miofind.device.device import Device, Place
 from miofind.epilogue_reference import apply_epilogue
@@ -172,7 +173,7 @@ def apply_in_place(problem: ProblemDescription, config: Config, buffers: Mapping
     output, epilogue = buffers[problem.direction.output], problem.epilogue
     for part, images in _parts(problem):
         operands = {
-            name: buffers[name][images] if name in ("channel_bias", "residual", "saved") else buffers[name]
+            name: buffers[name][images] if name in ("channel_bias", *EPILOGUE_TENSORS) else buffers[name]
             for name in epilogue.operands
         }
         results = apply_epilogue(part, output[images].astype("float64"), operands, buffers[RUN_PARAMETERS])
