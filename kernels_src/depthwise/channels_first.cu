@@ -172,7 +172,7 @@ __device__ __forceinline__ void write_tile(ELEMENT* to, const float (&accumulato
 }
 
 #ifdef EPILOGUE
-static_assert(!TRANSPOSED, "only a forward convolution has an epilogue");
+static_assert(!TRANSPOSED, "this kernel fuses forward epilogues alone");
 
 // What a tile's results need of the residual, of results that are not STAGED: vectors as they are written.
 using ResidualTile = Vector<ELEMENT, kOutVector>[TILE_ROWS][TILE_COLUMNS / kOutVector];

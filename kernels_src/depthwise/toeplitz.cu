@@ -212,7 +212,7 @@ struct WarpTile {
 };
 
 #ifdef EPILOGUE
-static_assert(!FLIPPED, "only a forward convolution has an epilogue");
+static_assert(!FLIPPED, "this kernel fuses forward epilogues alone");
 
 // The epilogue of a warp's channel: terms of the two images of a lane's sums, and the residual of the image that a lane
 // writes.

@@ -327,7 +327,7 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const ELEMENT* resul
 }
 
 #ifdef EPILOGUE
-static_assert(!kFlipped && AxisW::kPhases == 1 && AxisH::kPhases == 1, "only a forward convolution has an epilogue");
+static_assert(!kFlipped && AxisW::kPhases == 1 && AxisH::kPhases == 1, "this kernel fuses forward epilogues alone");
 
 // Starts to copy what of the residual belongs to results to where these are staged: see store_results.
 __device__ __forceinline__ void copy_residual(ELEMENT* results, const EpilogueElement* residual,

@@ -18,7 +18,7 @@
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map_out, float* out, int consumer,
 #ifdef EPILOGUE
-                                        const Epilogue& epilogue, ResidualLoads residual, float* statistics,
+                                        const Epilogue& epilogue, ResidualLoads residual, float* sums,
 #endif
                                         unsigned stages, unsigned full, unsigned empty, unsigned staging) {
   cluster_sync();  // mbarriers are initialised
@@ -88,7 +88,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
       write_cluster_partial(stages, consumer, acc);
     else if (SWAPPED || shape.grid.splits.by == 1)
 #ifdef EPILOGUE
-      write_tile(shape, done, map_out, epilogue, residual, statistics, reinterpret_cast<ELEMENT*>(out), staging, other,
+      write_tile(shape, done, map_out, epilogue, residual, sums, reinterpret_cast<ELEMENT*>(out), staging, other,
                  consumer, acc);
 #else
       write_tile(shape, done, map_out, reinterpret_cast<ELEMENT*>(out), staging, other, consumer, acc);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
       write_partial(shape, done, out, consumer, acc);
 #ifdef EPILOGUE
 #if EPILOGUE_BIAS_GRADIENT
-    if (sums_filters(done)) write_filter_sums(shape, done, filter_sums, consumer, statistics, stages);
+    if (sums_filters(done)) write_filter_sums(shape, done, filter_sums, consumer, sums, stages);
 #endif
 #endif
   }
@@ -116,7 +116,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
 #ifdef EPILOGUE
                         const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape,
                         const __grid_constant__ TensorMap map_residual, const __grid_constant__ TensorMap map_saved,
-                        float* statistics, const __grid_constant__ Epilogue epilogue) {
+                        float* sums, const __grid_constant__ Epilogue epilogue) {
   __shared__ alignas(8) unsigned long long residual_barriers[2 * CONSUMERS];
   const unsigned residual_full = shared_address(residual_barriers);
 #else
@@ -141,8 +141,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     }
 #ifdef EPILOGUE
     const unsigned base = staging + role * 2 * kOutBlockBytes;
-    consume(shape, &map_out, out, role, epilogue, {&map_residual, &map_saved, base, residual_full + 16 * role, 0},
-            statistics, stages, full, empty, base);
+    consume(shape, &map_out, out, role, epilogue, {&map_residual, &map_saved, base, residual_full + 16 * role, 0}, sums,
+            stages, full, empty, base);
 #else
     consume(shape, &map_out, out, role, stages, full, empty, staging + role * 2 * kOutBlockBytes);
 #endif
@@ -160,7 +160,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
 #ifdef EPILOGUE
     reduce_cluster_partials(shape, epilogue, stages, reinterpret_cast<ELEMENT*>(out));
 #if EPILOGUE_BIAS_GRADIENT
-    reduce_cluster_filter_sums(shape, stages, reinterpret_cast<EpilogueParameter*>(statistics));
+    reduce_cluster_filter_sums(shape, stages, reinterpret_cast<EpilogueParameter*>(sums));
 #endif
 #else
     reduce_cluster_partials(shape, stages, reinterpret_cast<ELEMENT*>(out));
@@ -177,17 +177,17 @@ extern "C" __global__ void __launch_bounds__(kReductionThreads)
     implicit_gemm_wgmma_finish(const float* partials, ELEMENT* out, int size, int splits, int lanes,
                                const __grid_constant__ ResultOrder order, const __grid_constant__ Epilogue epilogue,
 #if EPILOGUE_BIAS_GRADIENT
-                               float* statistics, EpilogueParameter* bias_gradient, int filters) {
+                               float* sums, EpilogueParameter* bias_gradient, int filters) {
   const int first = static_cast<int>(gridDim.x) - (filters + 31) / 32, block = static_cast<int>(blockIdx.x);
   if (block >= first) {
-    reduce_filter_sums<kReductionThreads>(statistics, bias_gradient, filters, splits, first);
+    reduce_filter_sums<kReductionThreads>(sums, bias_gradient, filters, splits, first);
     return;
   }
 #else
-                               float* statistics) {
+                               float* sums) {
 #endif
 #if EPILOGUE_STATISTICS
-  reduce_split_k_and_sum<kReductionThreads, 4, 8, 2>(partials, out, size, splits, order, epilogue, statistics);
+  reduce_split_k_and_sum<kReductionThreads, 4, 8, 2>(partials, out, size, splits, order, epilogue, sums);
 #else
   reduce_split_k<kReductionThreads, 4>(partials, out, size, splits, lanes, order, epilogue);
 #endif

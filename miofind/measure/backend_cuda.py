@@ -6,7 +6,6 @@ reading: lines dirtied by writing would be written back during the timed runs.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -124,20 +123,15 @@ class CudaTimingBackend(TimingBackend):
         self.memory.set_bytes(self._outputs, 0, count * output_bytes)
         sets = []
         for number in range(count):
-            outputs = itertools.accumulate(
-                (_aligned(operand.tensor.bytes) for operand in self._problem.outputs),
-                initial=self._outputs + number * output_bytes,
-            )
-            written = {operand.name: at for operand, at in zip(self._problem.outputs, outputs, strict=False)}
-            addresses = tuple(
-                self.memory.allocate(_aligned(operand.tensor.bytes)) if operand.is_input else written[operand.name]
-                for operand in operands
-            )
-            for i, (operand, address) in enumerate(zip(operands, addresses, strict=True)):
+            read = (operand for operand in operands if operand.is_input)
+            addresses = {operand.name: self.memory.allocate(_aligned(operand.tensor.bytes)) for operand in read}
+            end = self._outputs + number * output_bytes
+            for operand in self._problem.outputs:
+                addresses[operand.name], end = end, end + _aligned(operand.tensor.bytes)
+            for i, operand in enumerate(operands):
                 seed, stream = len(operands) * number + i, self.memory.stream_address
-                self._kernels.fill(operand.tensor, address, Values.NORMAL, seed, stream)
-            named = {operand.name: address for operand, address in zip(operands, addresses, strict=True)}
-            sets.append(bases_of(self._problem, named, 0)[:-1])
+                self._kernels.fill(operand.tensor, addresses[operand.name], Values.NORMAL, seed, stream)
+            sets.append(bases_of(self._problem, addresses, 0)[:-1])
         return sets
 
     @property

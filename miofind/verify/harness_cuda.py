@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from miofind.arrays.operands import WORKSPACE_ALIGNMENT
 from miofind.core.epilogue import EPILOGUE_OPERANDS
+from miofind.core.operand import Operand
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device
@@ -470,13 +471,18 @@ class CudaHarness(CheckHarness):
 
     def _compare_sums(self) -> None:
         """Hold the second outputs against sums of what the tensor that they sum holds."""
-        summed, tensor = self._buffers[SUMMED].address, self.problem.tensor(SUMMED)
         for i, operand in enumerate(self.problem.second_outputs):
-            addresses = {
-                "from": summed,
-                "results": self._buffers[operand.name].address,
-                "details": self._details[operand.name],
-            }
+            self._compare_sum(operand, _slot(self._sums + 2 * i))
+
+    def _compare_sum(self, operand: Operand, slot: Pointer) -> None:
+        tensor = self.problem.tensor(SUMMED)
+        addresses = {
+            "from": self._buffers[SUMMED].address,
+            "results": self._buffers[operand.name].address,
+            "details": self._details[operand.name],
+        }
+
+        def launch() -> _Launch:
             kernel = GridStride(
                 source="harness/channel_sums.cu",
                 entry="verify_channel_sums",
@@ -484,9 +490,9 @@ class CudaHarness(CheckHarness):
                 dtype=tensor.dtype,
                 defines=(("RESULT", operand.tensor.dtype.value), CHANNEL_SUMS.define),
             )
-            terms = channel_sums_terms(self.problem, operand)
-            launch = _Launch(kernel, (*addresses, terms, _slot(self._sums + 2 * i)), addresses)
-            self._start(("sums", *addresses.values()), functools.partial(_same, launch))
+            return _Launch(kernel, (*addresses, channel_sums_terms(self.problem, operand), slot), addresses)
+
+        self._start(("sums", *addresses.values()), launch)
 
     def _wrong_sums(self, report: NDArray[np.uint64]) -> Iterator[WrongSum]:
         """The second outputs that a report says are wrong."""
@@ -603,10 +609,6 @@ class CudaHarness(CheckHarness):
             squares = (scale * scales[1:].astype(np.float64)) ** 2
             bound = float(error_bounds(wanted, squares, factor, output.dtype).total[0])
         return WrongElement(index=index, got=got, wanted=float(wanted[0]), bound=bound, exponent=exponent)
-
-
-def _same(launch: _Launch) -> _Launch:
-    return launch
 
 
 def _slot(number: int) -> Pointer:

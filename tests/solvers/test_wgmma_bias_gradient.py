@@ -1,12 +1,8 @@
-"""The bias gradient in ConvImplicitGemmWgmma: how its warps read dy's k-tiles, and the steps and the workspace."""
+"""The bias gradient in ConvImplicitGemmWgmma: the steps and the workspace, and who refuses it."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import numpy as np
-import pytest
-from numpy.typing import NDArray
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
@@ -18,67 +14,10 @@ WGMMA = Registry.default()["ConvImplicitGemmWgmma"]
 NHWC = {"dtype": "float16", "layout": "NHWC"}
 BASE = {"blocks": 1, "consumers": 1, "depth_bytes": 128, "rows": 1, "stages": 3, "swapped": 0, "tile_n": 64}
 
-PIXELS, FILTERS = 64, 64
-"""Of a k-tile of one block of rows."""
-
 
 def problem(epilogue: str = "bias_gradient", **fields: Any) -> ProblemDescription:
     given: dict[str, Any] = {"x": (5, 64, 9, 9), "w": (72, 64, 3, 3), "padding": 1, **NHWC, **fields}
     return ProblemDescription.convolution(**given, direction=Direction.BACKWARD_WEIGHTS, epilogue=epilogue)
-
-
-def _in_shared(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows of 64 elements as copies lay them: word w of row r, of 16 bytes, is at w ^ r % 8."""
-    words = rows.reshape(rows.shape[0], 8, 8)
-    laid = np.empty_like(words)
-    for row in range(rows.shape[0]):
-        for word in range(8):
-            laid[row, word ^ row % 8] = words[row, word]
-    return laid.reshape(-1)
-
-
-def _loaded(shared: NDArray[np.int64], addresses: list[int], *, transposed: bool) -> NDArray[np.int64]:
-    """What ldmatrix gives each lane of four 8 x 8 matrices, 8 elements: lanes 8 m ... have the rows of matrix m."""
-    found = np.empty((32, 4, 2), np.int64)
-    for matrix in range(4):
-        rows = np.array([shared[a // 2 : a // 2 + 8] for a in addresses[8 * matrix : 8 * matrix + 8]])
-        rows = rows.T if transposed else rows
-        for lane in range(32):
-            found[lane, matrix] = rows[lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2]
-    return found.reshape(32, 8)
-
-
-@pytest.mark.parametrize("k_major", [False, True])
-def test_lanes_read_every_pixel_of_their_filters_once(k_major: bool) -> None:
-    """As `add_filters` of kernels_src/implicit_gemm/wgmma_bias_gradient.cuh counts."""
-    elements = np.arange(PIXELS)[:, None] + 1000 * np.arange(FILTERS)  # pixel and filter of each
-    shared = _in_shared(elements.T if k_major else elements)
-    seen: dict[int, list[int]] = {}
-    for warp in range(4):
-        for i in range(2):
-            for part in range(2):
-                addresses = []
-                for lane in range(32):
-                    if k_major:
-                        row, word = 16 * warp + 8 * i + lane % 8, 4 * part + lane // 8
-                    else:
-                        row, word = 32 * part + lane, 2 * warp + i
-                    addresses.append(128 * row + 16 * (word ^ row % 8))
-                loaded = _loaded(shared, addresses, transposed=not k_major)
-                assert len({a // 16 % 8 for a in addresses[:8]}) == 8, "the rows of a matrix are in different banks"
-                for lane in range(32):
-                    filter_of_lane = 16 * warp + 8 * i + lane // 4
-                    assert set(loaded[lane] // 1000) == {filter_of_lane}
-                    seen.setdefault(filter_of_lane, []).extend(loaded[lane] % 1000)
-    assert {number: sorted(pixels) for number, pixels in seen.items()} == {
-        number: list(range(PIXELS)) for number in range(FILTERS)
-    }
-
-
-def test_each_filter_is_written_by_one_lane() -> None:
-    """As `write_filter_sums` counts: lanes whose rest is 0 or 1 have the first or the second eight filters."""
-    rows = [16 * warp + lane % 4 * 8 + lane // 4 for warp in range(4) for lane in range(32) if lane % 4 < 2]
-    assert sorted(rows) == list(range(64))
 
 
 def test_without_split_k_the_product_writes_the_results() -> None:
