@@ -33,7 +33,7 @@ from miofind.core.epilogue import DERIVATIVES, Activation, Epilogue, ResidualPos
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library
 from miofind.device.environment import versions
-from miofind.errors import MiofindError
+from miofind.errors import LaunchError, MiofindError
 from miofind.evaluate.health import context_error
 from miofind.launch.invoker import make_invoker
 from miofind.runtime.refusals import forms
@@ -68,13 +68,21 @@ def verified(
 ) -> tuple[Status, str]:
     """What became of a solver's first default configuration that passes, else of its last."""
     status, message = Status.LAUNCH_FAILED, "no configuration"
-    for config in solver.default_configs(problem, handle.device):
+    for config in defaults(solver, problem, handle):
         if not solver.keeps_bound(problem, config):
             continue
         status, message = verdict_of(problem, solver, config, handle, verifier)
         if status is Status.OK:
             break
     return status, message
+
+
+def defaults(solver: Solver, problem: ProblemDescription, handle: miofind.Handle) -> tuple[Config, ...]:
+    """A solver's default configurations; none where its library lists none for the problem."""
+    try:
+        return tuple(solver.default_configs(problem, handle.device))
+    except LaunchError:
+        return ()
 
 
 def run_drawn(
@@ -97,11 +105,13 @@ def run_drawn(
 
 def drawn(solver: Solver, problem: ProblemDescription, handle: miofind.Handle, count: int) -> list[Config]:
     """The first default configuration and `count` more: random ones, or other defaults where no parameters are."""
-    defaults = solver.default_configs(problem, handle.device)
+    listed = defaults(solver, problem, handle)
     draw = random.Random(problem.network_config)
+    if not listed:
+        return []
     if not solver.parameters:
-        return [defaults[0], *draw.sample(defaults[1:], min(count, len(defaults) - 1))]
-    configs = {defaults[0]: None}
+        return [listed[0], *draw.sample(listed[1:], min(count, len(listed) - 1))]
+    configs = {listed[0]: None}
     for _ in range(200 * count):
         if len(configs) > count:
             break
@@ -164,6 +174,9 @@ def run_problem(
                 applicability = form.applicability(problem, handle.device)
                 if not applicability:
                     tally["refusals"][f"{form.id}: {applicability.reason}"] += 1
+                    continue
+                if not defaults(form, problem, handle):
+                    tally["refusals"][f"{form.id}: its library has no plan"] += 1
                     continue
                 status, message = verified(problem, form, handle, verifier)
                 tally["outcomes"][f"{form.id}: {status}"] += 1
