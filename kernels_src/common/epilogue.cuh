@@ -33,6 +33,9 @@ using EpilogueNumber = EPILOGUE_NUMBER;
 using EpilogueElement = EPILOGUE_ELEMENT;
 using EpilogueParameter = EPILOGUE_PARAMETER;
 
+// Whether results are rounded to 16 bits from float32.
+constexpr bool kIsShort = sizeof(EpilogueElement) == 2 && sizeof(EpilogueNumber) == 4;
+
 // first, second: clamp's bounds; first: the slope of leaky_relu, elu's alpha.
 struct Epilogue {
   const EpilogueParameter* scale;       // [k]
@@ -61,7 +64,7 @@ __device__ __forceinline__ T sigmoid_of(T v) {
 template <typename T>
 __device__ __forceinline__ void sigmoids_of(T v, T& sigmoid, T& rest) {
   T small, larger;
-  if constexpr (sizeof(T) == 4 && sizeof(EpilogueElement) == 2) {
+  if constexpr (kIsShort) {
     small = __expf(-fabsf(v));
     larger = __fdividef(T(1), T(1) + small);
   } else {
@@ -77,9 +80,6 @@ template <typename T>
 __device__ __forceinline__ T times(T v, T factor) {
   return factor == 0 ? T(0) : v * factor;
 }
-
-// Whether results are rounded to 16 bits from float32.
-constexpr bool kIsShort = sizeof(EpilogueElement) == 2 && sizeof(EpilogueNumber) == 4;
 
 template <typename T>
 __device__ __forceinline__ T activation_of(T v, T first, T second) {

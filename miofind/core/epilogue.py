@@ -174,8 +174,7 @@ class Epilogue:
         if self.derivative not in DERIVATIVES:
             known = ", ".join(DERIVATIVES)
             raise InvalidProblemError(f"derivative={self.derivative} is not computed: use one of {known}")
-        others = (*self.operands[: -2 if self.has_residual else -1], *self.outputs)
-        if others or self.activation is not Activation.NONE:
+        if replace(self, residual=ResidualPosition.NONE, derivative=Activation.NONE):
             raise InvalidProblemError(
                 f"epilogue={self.text}: beside a derivative stands a residual alone: leave out all else"
             )
