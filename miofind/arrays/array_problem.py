@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from miofind.arrays import arrays
+from miofind.arrays import arrays, operands
 from miofind.arrays.arrays import ArrayView
 from miofind.core.epilogue import (
     DERIVATIVES,
@@ -121,14 +121,11 @@ def output_views(direction: Direction, out: Any, arguments: Mapping[str, Any]) -
         return {}
     if not seconds:
         return {direction.output: arrays.view(out, "out")}
-    names = (direction.output, *seconds)
-    if not isinstance(out, (tuple, list)) or len(out) != len(names):
-        told = ", ".join((f"d{names[0]}" if direction is not Direction.FORWARD else names[0], *seconds))
-        raise InvalidArrayError(f"out={brief(out)} must be a tuple of {len(names)} arrays: ({told})")
-    return {
-        name: arrays.view(array, "out" if name == direction.output else name)
-        for name, array in zip(names, out, strict=True)
-        if array is not None
+    main = direction.output if direction is Direction.FORWARD else f"d{direction.output}"
+    first, *others = operands.several_outputs(out, (main, *seconds))
+    views = {} if first is None else {direction.output: arrays.view(first, "out")}
+    return views | {
+        name: arrays.view(array, name) for name, array in zip(seconds, others, strict=True) if array is not None
     }
 
 

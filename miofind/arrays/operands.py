@@ -148,6 +148,19 @@ def check_of_all(checks: Sequence[Check], memory: OperandMemory, device_index: i
     return check_on_host if device_index < 0 else check_on_device
 
 
+def several_outputs(out: Any, names: Sequence[str]) -> tuple[Any, ...]:
+    """The outputs of these names that `out` gives, in order; None for each that it does not.
+
+    Raises:
+        InvalidArrayError: `out` is no tuple of as many.
+    """
+    if out is None:
+        return (None,) * len(names)
+    if isinstance(out, (tuple, list)) and len(out) == len(names):
+        return tuple(out)
+    raise InvalidArrayError(f"out={brief(out)} must be a tuple of {len(names)} arrays: ({', '.join(names)})")
+
+
 def _check_also_written(addresses: Sequence[int], memory: OperandMemory) -> None:
     """Do nothing where the outputs beside the main one share memory with no operand.
 

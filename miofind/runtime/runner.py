@@ -22,7 +22,6 @@ from miofind.errors import (
     InvalidOptionError,
     LaunchError,
     MissingLibraryError,
-    brief,
     suggestion,
 )
 from miofind.launch.invoker import Invoker
@@ -353,7 +352,7 @@ class FusedRunner(Runner):
             read = self._read_of(given)
         except KeyError:  # what is missing is told there
             return self._run_fused_completed(given, x, w, dy, out, workspace, stream)
-        outs = (out,) if self._outputs_type is None else self._several(out)
+        outs = (out,) if self._outputs_type is None else operands.several_outputs(out, self._outputs_type._fields)
         direction = self._direction
         if direction is _FORWARD:
             first, in_order, unused = x, (x, w, outs[0], *read, *outs[1:]), dy
@@ -387,27 +386,13 @@ class FusedRunner(Runner):
     def _completed(self, first: Any, out: Any, alignment_bytes: int) -> Any:
         if self._outputs_type is None:
             return super()._completed(first, out, alignment_bytes)
-        given = zip(self._several(out), self.problem.outputs, strict=True)
+        given = zip(operands.several_outputs(out, self._outputs_type._fields), self.problem.outputs, strict=True)
         return self._outputs_type(
             *(
                 arrays.allocate(first, operand.array, self._index, alignment_bytes) if array is None else array
                 for array, operand in given
             )
         )
-
-    def _several(self, out: Any) -> tuple[Any, ...]:
-        """The outputs of a run in order, None for each that is not given.
-
-        Raises:
-            InvalidArrayError: `out` is no tuple of as many.
-        """
-        assert self._outputs_type is not None
-        names = self._outputs_type._fields
-        if out is None:
-            return (None,) * len(names)
-        if isinstance(out, (tuple, list)) and len(out) == len(names):
-            return tuple(out)
-        raise InvalidArrayError(f"out={brief(out)} must be a tuple of {len(names)} arrays: ({', '.join(names)})")
 
     def _parameters(self, given: Mapping[str, Any]) -> EpilogueParameters:
         """The numbers of a run; the very object of the last run where they are the same, which launches tell by that.

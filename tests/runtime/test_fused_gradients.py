@@ -69,7 +69,7 @@ def test_a_solution_runs_with_what_its_problem_reads(handle: miofind.Handle) -> 
     )
     assert problem.epilogue.text == "residual.drelu"
     solutions = miofind.find_solutions(problem, handle=handle)
-    assert all(solution.solver_id.endswith("+Pointwise") for solution in solutions)
+    assert solutions
     out = np.full(X_SHAPE, np.nan, np.float32)
     for solution in solutions:
         given = {"dy": DY, "out": out, "residual": RESIDUAL, "saved": SAVED}
