@@ -30,12 +30,11 @@ __device__ __forceinline__ float squares_of(const float (&products)[4], int lane
   return lane / 4 % 2 ? products[1] : products[0];
 }
 
-// The last kernel, of blocks of up to 1024 threads, 32 for each of kChannels channels at least; blockIdx.y is 0 for the
-// sum, 1 for squares.
-template <int kChannels>
+// The last kernel, as solvers/common/statistics.py launches it: of blocks of up to 1024 threads, 32 for each of their
+// channels at least; blockIdx.y is 0 for the sum, 1 for squares.
 __device__ __forceinline__ void finish_statistics(const float* partials, float* sum, float* sum_of_squares,
                                                   int channels, int parts) {
-  constexpr int kAtOnce = 8;
+  constexpr int kChannels = 8, kAtOnce = 8;  // of a block, and parts that a thread loads before it adds them
   static_assert(kChannels <= 32 && (kChannels & (kChannels - 1)) == 0, "a warp has whole rows of channels");
   __shared__ float warp_sums[kChannels][32];
   const int first = blockIdx.x * kChannels, lane = threadIdx.x % 32, warp = threadIdx.x / 32;

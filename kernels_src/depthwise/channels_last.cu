@@ -341,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(1024)
     depthwise_channels_last_statistics(const float* partials, float* sum, float* sum_of_squares, int channels,
                                        int parts) {
-  finish_statistics<8>(partials, sum, sum_of_squares, channels, parts);
+  finish_statistics(partials, sum, sum_of_squares, channels, parts);
 }
 #endif
 #endif

@@ -540,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 extern "C" __global__ void __launch_bounds__(1024)
     few_channels_forward_wgmma_statistics(const float* partials, float* sum, float* sum_of_squares, int channels,
                                           int parts) {
-  finish_statistics<8>(partials, sum, sum_of_squares, channels, parts);
+  finish_statistics(partials, sum, sum_of_squares, channels, parts);
 }
 #endif
 #endif

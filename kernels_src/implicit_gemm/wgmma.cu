@@ -111,6 +111,8 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
 #define IN_CLUSTERS
 #endif
 
+// `sums` takes what a fused kernel sums up for second outputs: partial statistics, or the bias gradient, or a partial
+// of that for each split.
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
 #ifdef EPILOGUE
@@ -202,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kReductionThreads)
 #if EPILOGUE_STATISTICS
 extern "C" __global__ void __launch_bounds__(1024)
     implicit_gemm_wgmma_statistics(const float* partials, float* sum, float* sum_of_squares, int channels, int parts) {
-  finish_statistics<8>(partials, sum, sum_of_squares, channels, parts);
+  finish_statistics(partials, sum, sum_of_squares, channels, parts);
 }
 #endif
 #endif

@@ -19,7 +19,7 @@ _MAX_LANES = 32
 _SPLITS_OF_LANE = 4
 _THREADS = 256
 _VECTOR = 4  # results of a thread, unless the kernel says otherwise
-_SUMMED_PIXELS, _SUMMED_CHANNELS = 64, 32  # of a block that sums results up, too
+_SUMMED_PIXELS, _SUMMED_CHANNELS = 64, 32  # of a block that sums results up, too: kernels choose it by template
 
 
 RESULT_ORDER = StructType("ResultOrder", channels=DIVISOR, channel_stride=DIVISOR, image_stride=DIVISOR)

@@ -16,7 +16,7 @@ PARTIAL_STATISTICS = "partial statistics"
 """The region of the workspace."""
 
 _THREADS = (256, 512, 1024)  # of a block
-_CHANNELS = 8  # of a block: 32 bytes of a part
+_CHANNELS = 8  # of a block, as in the kernel: 32 bytes of a part
 _AT_ONCE = 8  # parts that a thread loads before it adds them
 
 

@@ -54,7 +54,7 @@ from miofind.solvers.implicit_gemm.wgmma_tiling import SWIZZLES_BYTES, WGMMA_M, 
 _SOURCE = "implicit_gemm/wgmma.cu"
 _FILTERS = "filters"
 _PARTIAL_BIAS_GRADIENT = "partial bias gradient"
-_FILTERS_OF_BLOCK = 32  # whose bias gradient a block of the reduction adds
+_FILTERS_OF_BLOCK = 32  # whose bias gradient a block of the reduction adds, as in the kernel
 _MAX_INT = 2**31 - 1
 _SHARED_BYTES = 227 << 10
 _MAX_DATA_STRIDE = 2

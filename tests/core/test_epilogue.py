@@ -92,7 +92,7 @@ def test_the_outputs_dtype_is_the_default_of_parameters() -> None:
 
 
 @pytest.mark.parametrize("direction", [Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS])
-def test_gradients_take_no_epilogue(direction: Direction) -> None:
+def test_gradients_take_no_bias(direction: Direction) -> None:
     with pytest.raises(InvalidProblemError, match="is of forward problems, not of"):
         fused("bias", direction=direction)
 

@@ -81,7 +81,7 @@ class Call:
         """Write the second outputs: sums of y or dy as it is, or of another tensor in its place, for each channel."""
         tensor = self.tensors["y"] if summed is None else summed
         channels = tensor.astype(np.float64).swapaxes(0, 1).reshape(self.problem.k, -1)
-        for operand in self.problem.outputs[1:]:
+        for operand in self.problem.second_outputs:
             values = np.square(channels) if operand.name == "sum_of_squares" else channels
             self.tensors[operand.name][...] = round_once(values.sum(1), operand.tensor.dtype)
 
