@@ -314,12 +314,12 @@ class _BoundPlan:
         self._packs: dict[tuple[float, ...], _Pack] = {}
 
     def launch(self, addresses: tuple[int, ...], stream: int, parameters: EpilogueParameters) -> None:
-        key: tuple[float, ...] = addresses
+        factors: tuple[float, ...] = ()
         if self._factors:
-            key = (*addresses, *(getattr(parameters, name) for name in self._factors))
-        pack = self._packs.get(key)
+            factors = tuple(getattr(parameters, name) for name in self._factors)
+        pack = self._packs.get(addresses + factors)
         if pack is None:
-            pack = self._pack(key)
+            pack = self._packs[addresses + factors] = self._pack(addresses, factors)
         handle = self.handle
         if stream != handle.stream:
             handle.use(stream)
@@ -327,20 +327,18 @@ class _BoundPlan:
         if status:
             backend.check(status, "executing a plan")
 
-    def _pack(self, key: tuple[float, ...]) -> _Pack:
+    def _pack(self, addresses: tuple[int, ...], numbers: tuple[float, ...]) -> _Pack:
         if len(self._packs) == _PACKS:
             del self._packs[next(iter(self._packs))]
         descriptor = Descriptor(Kind.VARIANT_PACK)
-        count = len(key) - len(self._factors)
-        *operands, workspace = key[:count]
-        factors = (ctypes.c_float * len(self._factors))(*key[count:])
+        *operands, workspace = addresses
+        factors = (ctypes.c_float * len(numbers))(*numbers)
         start = ctypes.addressof(factors)
         of_factors = (start + 4 * place for place in range(len(factors)))
         descriptor.set(Attribute.PACK_UNIQUE_IDS, Type.INT64, *self._ids)
         descriptor.set(Attribute.PACK_DATA_POINTERS, Type.VOID_PTR, *operands, *of_factors)
         descriptor.set(Attribute.PACK_WORKSPACE, Type.VOID_PTR, workspace).finalize()
-        pack = self._packs[key] = _Pack(descriptor=descriptor, factors=factors)
-        return pack
+        return _Pack(descriptor=descriptor, factors=factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

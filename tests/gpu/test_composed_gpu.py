@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 
 EPILOGUES = {
     Direction.FORWARD: ("bias.channel_bias.clamp", "scale.bias.residual.silu.statistics"),
+    Direction.BACKWARD_DATA: ("residual.drelu", "dsilu"),
     Direction.BACKWARD_WEIGHTS: ("bias_gradient",),
 }
 SOLVERS = [
