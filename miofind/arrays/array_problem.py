@@ -244,11 +244,7 @@ def _epilogue(
         InvalidProblemError: an unknown activation or position, or a derivative without what was saved.
     """
     activation = enum_value(Activation, _SAME_AS.get(str(activation).lower(), activation), "activation")
-    derivative = enum_value(Activation, _SAME_AS.get(str(derivative).lower(), derivative), "derivative")
-    if "saved" in facts and derivative is Activation.NONE:
-        raise InvalidProblemError(f"saved is what a derivative is taken at: name it, derivative={DERIVATIVES[0]}")
-    if "saved" not in facts and derivative is not Activation.NONE:
-        raise InvalidProblemError(f"derivative={derivative} is taken at an array: pass saved, of the shape of dx")
+    derivative = _derivative(facts, derivative)
     position = enum_value(ResidualPosition, residual_position, "residual_position")
     if position is ResidualPosition.NONE:
         raise InvalidProblemError("residual_position=none is unknown: use one of before, after")
@@ -273,6 +269,20 @@ def _epilogue(
         statistics=statistics,
         derivative=derivative,
     )
+
+
+def _derivative(facts: Mapping[str, _Facts], name: Any) -> Activation:
+    """The activation of that name, by whose derivative at `saved` results are multiplied.
+
+    Raises:
+        InvalidProblemError: an unknown one, one without `saved`, or `saved` without one.
+    """
+    derivative = enum_value(Activation, _SAME_AS.get(str(name).lower(), name), "derivative")
+    if "saved" in facts and derivative is Activation.NONE:
+        raise InvalidProblemError(f"saved is what a derivative is taken at: name it, derivative={DERIVATIVES[0]}")
+    if "saved" not in facts and derivative is not Activation.NONE:
+        raise InvalidProblemError(f"derivative={derivative} is taken at an array: pass saved, of the shape of dx")
+    return derivative
 
 
 def problem_from_arrays(

@@ -149,8 +149,38 @@ class _ChannelSums:
     @property
     def steps(self) -> tuple[KernelStep, KernelStep]:
         """The launches."""
+        sums = KernelStep(
+            source=SOURCE,
+            entry="channel_sums",
+            grid=(self.strips * self.parts, 1, 1),
+            block=(self.side * self.lanes if self.is_last else _THREADS, 1, 1),
+            defines=self._defines,
+            args=(Pointer(buffer="y"), Pointer(buffer=PARTIALS), *self._arguments()),
+            pdl=True,
+        )
+        return sums, self._finish
+
+    @property
+    def _finish(self) -> KernelStep:
+        """The launch that adds the partial sums."""
         outputs = self.problem.second_outputs
-        defines = (
+        return KernelStep(
+            source=SOURCE,
+            entry="channel_sums_finish",
+            grid=(ceil_div(self.problem.k, _FINISHING_CHANNELS), len(outputs), 1),
+            block=(_FINISHING_THREADS, 1, 1),
+            defines=self._defines,
+            args=(
+                *(Pointer(buffer=name) for name in (PARTIALS, outputs[0].name, outputs[-1].name)),
+                *(Scalar(ctype="uint32", value=count) for count in (self.problem.k, self.partials)),
+            ),
+            pdl=True,
+        )
+
+    @property
+    def _defines(self) -> tuple[tuple[str, str | int], ...]:
+        outputs = self.problem.second_outputs
+        return (
             ("ELEMENT", self.problem.y.dtype.value),
             ("NUMBER", self.problem.accumulator.value),
             ("RESULT", outputs[0].tensor.dtype.value),
@@ -159,32 +189,6 @@ class _ChannelSums:
             ("UNROLL", self.unroll),
             ("SQUARES", len(outputs) - 1),
         )
-        partials, k = Pointer(buffer=PARTIALS), self.problem.k
-        sums = KernelStep(
-            source=SOURCE,
-            entry="channel_sums",
-            grid=(self.strips * self.parts, 1, 1),
-            block=(self.side * self.lanes if self.is_last else _THREADS, 1, 1),
-            defines=defines,
-            args=(Pointer(buffer="y"), partials, *self._arguments()),
-            pdl=True,
-        )
-        finish = KernelStep(
-            source=SOURCE,
-            entry="channel_sums_finish",
-            grid=(ceil_div(k, _FINISHING_CHANNELS), len(outputs), 1),
-            block=(_FINISHING_THREADS, 1, 1),
-            defines=defines,
-            args=(
-                partials,
-                Pointer(buffer=outputs[0].name),
-                Pointer(buffer=outputs[-1].name),
-                Scalar(ctype="uint32", value=k),
-                Scalar(ctype="uint32", value=self.partials),
-            ),
-            pdl=True,
-        )
-        return sums, finish
 
     def _arguments(self) -> tuple[Argument, ...]:
         """Sizes, and whether the tensor's end is read first: a convolution has just written that, a pass not."""
