@@ -113,7 +113,7 @@ def find(
       --direction forward        backward_data, backward_weights, all
 
     \b
-    An epilogue of a forward problem, in either form:
+    An epilogue, of a forward problem in either form:
       --epilogue bias.residual.relu
                                  what is done to the sums, in this order
       --scale --bias             a factor, a summand of each output channel
@@ -123,8 +123,11 @@ def find(
       --activation relu          clamp (relu6), leaky_relu, silu, gelu,
                                  gelu_tanh, hardswish, sigmoid, tanh, elu, mish
       --parameter-dtype float32  of scale and bias; else the output's
+      --epilogue bias.relu.statistics
+                                 and each channel's sum, and that of squares
       --epilogue residual.drelu  of backward data: a gradient is added, and the
                                  sum multiplied by a derivative
+      --epilogue bias_gradient   of backward weights: dy's sum of each channel
 
     \b
     MIOpenDriver's CBAInfer, CBAInferfp16 and CBAInferbfp16 have other flags:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from miofind.arrays import arrays, operands
+from miofind.arrays.array_problem import GIVEN_OF_DIRECTION
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EPILOGUE_NUMBERS, EPILOGUE_OPERANDS, EpilogueParameters
 from miofind.core.problem import DataType, Direction, Operand, ProblemDescription
 from miofind.device.device import Place, check_fork
@@ -283,9 +284,11 @@ class Runner:
         fused = f" with the epilogue {epilogue.text}" if epilogue else ""
         needed = f"{', '.join(wanted[:-1])} and {wanted[-1]}"
         told = f"a {self.problem.direction} solution{fused} takes {needed}; given: {', '.join(given) or 'none'}"
-        surplus = [name for name in EPILOGUE_OPERANDS if name in given and name not in wanted]
-        if not surplus or self._direction is not _FORWARD:
+        known = GIVEN_OF_DIRECTION[self._direction]
+        surplus = [name for name in EPILOGUE_OPERANDS if name in known and name in given and name not in wanted]
+        if not surplus:
             return told
+        surplus = ["a derivative" if name == "saved" else name for name in surplus]
         return f"{told}. Find solutions of a problem whose epilogue has {' and '.join(surplus)}"
 
     def _allocated(self, first: Any, out: Any, workspace: Any, stream: Any) -> _Made:

@@ -83,6 +83,27 @@ def test_a_solution_runs_with_what_its_problem_reads(handle: miofind.Handle) -> 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
+        ({}, "Find solutions of a problem whose epilogue has residual and a derivative$"),
+        ({"scale": W[0, 0]}, "given: w, dy, scale, residual, saved. Find solutions"),
+    ],
+)
+def test_a_bare_gradient_is_told_what_it_takes(handle: miofind.Handle, given: dict[str, Any], told: str) -> None:
+    problem = miofind.ProblemDescription.from_arrays(dy=DY, w=W, x_shape=X_SHAPE, **STRIDED)
+    solution = miofind.find_solutions(problem, handle=handle)[0]
+    with pytest.raises(InvalidArrayError, match=told):
+        miofind.run_solution(solution, w=W, dy=DY, residual=RESIDUAL, saved=SAVED, **given)
+
+
+def test_no_forward_epilogue_is_advised_for_what_was_saved(handle: miofind.Handle) -> None:
+    problem = miofind.ProblemDescription.from_arrays(x=RESIDUAL, w=W)
+    solution = miofind.find_solutions(problem, handle=handle)[0]
+    with pytest.raises(InvalidArrayError, match=r"takes x and w; given: x, w, saved$"):
+        miofind.run_solution(solution, RESIDUAL, W, saved=SAVED)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
         ({"saved": SAVED}, "saved is what a derivative is taken at: name it"),
         ({"derivative": "relu"}, "derivative=relu is taken at an array: pass saved"),
         ({"derivative": "tanh", "saved": SAVED}, "derivative=tanh is not computed"),
