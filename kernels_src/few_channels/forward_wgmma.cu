@@ -1,6 +1,5 @@
 // y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_top + r*DILATION_Y, j*STRIDE_X - pad_left + s] * w[k,c,r,s] for
-// CHANNELS
-// <= 4 channels, on Hopper's tensor cores (wgmma) with float32 accumulators.
+// CHANNELS <= 4 channels, on Hopper's tensor cores (wgmma) with float32 accumulators.
 //
 // M is filters, FILTER_BLOCKS blocks of 64, laid out once with zeros around the taps and once more for each output of a
 // window (few_channels/window_rows.cuh), in registers if FILTERS_IN_REGISTERS. N is COLUMNS windows of a row of y, read
