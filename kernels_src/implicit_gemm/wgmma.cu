@@ -18,7 +18,7 @@
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map_out, float* out, int consumer,
 #ifdef EPILOGUE
-                                        const Epilogue& epilogue, ResidualLoads residual, float* sums,
+                                        const Epilogue& epilogue, TensorLoads loads, float* sums,
 #endif
                                         unsigned stages, unsigned full, unsigned empty, unsigned staging) {
   cluster_sync();  // mbarriers are initialised
@@ -35,12 +35,12 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
 #ifdef EPILOGUE
     const TermsAhead terms_ahead = read_tile_terms_ahead(shape, tile, epilogue, consumer);
     if constexpr (CLUSTER_K > 1 && kReducesVectors && (kHasResidual || kHasSaved))
-      prefetch_cluster_residual(shape, tile, epilogue);
-    if constexpr (kCopiesResidual) {
+      prefetch_cluster_tensors(shape, tile, epilogue);
+    if constexpr (kCopiesTensors) {
       if (shape.grid.splits.by == 1) copy_first_blocks(shape, tile, epilogue, staging, other, consumer);
-    } else if constexpr (kLoadsResidual)
+    } else if constexpr (kLoadsTensors)
       if (threadIdx.x % 128 == 0 && (SWAPPED || shape.grid.splits.by == 1))
-        load_first_residuals(shape, tile, residual, staging, other, consumer);
+        load_first_tensors(shape, tile, loads, staging, other, consumer);
 #if EPILOGUE_BIAS_GRADIENT
     FilterSums filter_sums = {};
     const bool sums_up = sums_filters(tile);
@@ -88,8 +88,8 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* map
       write_cluster_partial(stages, consumer, acc);
     else if (SWAPPED || shape.grid.splits.by == 1)
 #ifdef EPILOGUE
-      write_tile(shape, done, map_out, epilogue, residual, sums, reinterpret_cast<ELEMENT*>(out), staging, other,
-                 consumer, acc);
+      write_tile(shape, done, map_out, epilogue, loads, sums, reinterpret_cast<ELEMENT*>(out), staging, other, consumer,
+                 acc);
 #else
       write_tile(shape, done, map_out, reinterpret_cast<ELEMENT*>(out), staging, other, consumer, acc);
 #endif
@@ -117,10 +117,10 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
 #ifdef EPILOGUE
                         const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape,
-                        const __grid_constant__ TensorMap map_residual, const __grid_constant__ TensorMap map_saved,
+                        const __grid_constant__ TensorMap map_first, const __grid_constant__ TensorMap map_saved,
                         float* sums, const __grid_constant__ Epilogue epilogue) {
-  __shared__ alignas(8) unsigned long long residual_barriers[2 * CONSUMERS];
-  const unsigned residual_full = shared_address(residual_barriers);
+  __shared__ alignas(8) unsigned long long tensor_barriers[2 * CONSUMERS];
+  const unsigned tensor_full = shared_address(tensor_barriers);
 #else
                         const __grid_constant__ TensorMap map_out, float* out, const __grid_constant__ Shape shape) {
 #endif
@@ -137,13 +137,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
         mbarrier_init(empty + 8 * i, 4 * CONSUMERS * (CLUSTER_M + CLUSTER_N - 1));
       }
 #ifdef EPILOGUE
-      for (int i = 0; i < 2 * CONSUMERS; i++) mbarrier_init(residual_full + 8 * i, 1);
+      for (int i = 0; i < 2 * CONSUMERS; i++) mbarrier_init(tensor_full + 8 * i, 1);
 #endif
       fence_mbarrier_init();
     }
 #ifdef EPILOGUE
     const unsigned base = staging + role * 2 * kOutBlockBytes;
-    consume(shape, &map_out, out, role, epilogue, {&map_residual, &map_saved, base, residual_full + 16 * role, 0}, sums,
+    consume(shape, &map_out, out, role, epilogue, {&map_first, &map_saved, base, tensor_full + 16 * role, 0}, sums,
             stages, full, empty, base);
 #else
     consume(shape, &map_out, out, role, stages, full, empty, staging + role * 2 * kOutBlockBytes);

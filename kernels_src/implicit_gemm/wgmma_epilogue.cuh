@@ -105,25 +105,25 @@ __device__ __forceinline__ float result_of(float sum, const Shape& shape, const 
   return finish_at(sum, epilogue, place.image, place.channel, channels, place.at);
 }
 
-// Whether a tile's residual, or `saved` where there is no residual, is loaded to where its results will be staged: by
-// TMA, or by copies of all threads, of segments of an NCHW output and of strided backward data, whose rows are not
-// neighbours in dx. With both `saved` is loaded to buffers behind those of all consumers.
+// Whether what is read with a tile's results is loaded to where these will be staged: the residual, or `saved` where
+// there is none. It is loaded by TMA, or by copies of all threads, of segments of an NCHW output and of strided backward
+// data, whose rows are not neighbours in dx. With both `saved` is loaded to buffers behind those of all consumers.
 constexpr bool kCopiesSegments = NCHW == NCHW_OUTPUT && SEGMENT * kElementBytes >= 4 && !(kHasResidual && kHasSaved);
-constexpr bool kLoadsResidual =
+constexpr bool kLoadsTensors =
     (kHasResidual || kHasSaved) && CLUSTER_K == 1 && (NCHW != NCHW_OUTPUT || kCopiesSegments);
-constexpr bool kCopiesResidual = kLoadsResidual && (STRIDED || NCHW == NCHW_OUTPUT);
-constexpr bool kLoadsBoth = kLoadsResidual && kHasResidual && kHasSaved;
+constexpr bool kCopiesTensors = kLoadsTensors && (STRIDED || NCHW == NCHW_OUTPUT);
+constexpr bool kLoadsBoth = kLoadsTensors && kHasResidual && kHasSaved;
 constexpr unsigned kSavedOffset = 2 * CONSUMERS * kOutBlockBytes;
 
-// The residual of a consumer's tiles. `base` is the first of its two buffers in shared memory, `full` its mbarriers,
-// one a buffer; `parity` has a bit for each, of the phase that is next to complete.
-struct ResidualLoads {
+// The loads of these for a consumer's tiles. `base` is the first of its two buffers in shared memory, `full` its
+// mbarriers, one a buffer; `parity` has a bit for each, of the phase that is next to complete.
+struct TensorLoads {
   const TensorMap *map, *map_saved;
   unsigned base, full, parity;
 
   __device__ __forceinline__ int number(unsigned buffer) const { return buffer == base ? 0 : 1; }
 
-  // Begins to load the residual of a block of the output, as `tma_store_block` stores it.
+  // Begins to load what is read with a block of the output, as `tma_store_block` stores it.
   __device__ __forceinline__ void load(const Shape& shape, const WorkTile& tile, unsigned buffer, int first_m,
                                        int block) const {
     const unsigned barrier = full + 8 * number(buffer);
@@ -168,18 +168,17 @@ __device__ __forceinline__ OutBlock next_block(const Shape& shape, const WorkTil
   return {at.first_m + 64 < end ? at.first_m + 64 : shape.size_m, 0};
 }
 
-// Begins to load the residual of a tile's first two blocks, once stores have left their buffers. The kernel before
+// Begins to load what is read with a tile's first two blocks, once stores have left their buffers. The kernel before
 // (PDL) may write it.
-__device__ __forceinline__ void load_first_residuals(const Shape& shape, const WorkTile& tile,
-                                                     const ResidualLoads& residual, unsigned buffer, unsigned other,
-                                                     int consumer) {
+__device__ __forceinline__ void load_first_tensors(const Shape& shape, const WorkTile& tile, const TensorLoads& loads,
+                                                   unsigned buffer, unsigned other, int consumer) {
   OutBlock at = {tile.tile_m * kTileM + 64 * consumer * ROWS, 0};
   if (!is_written(shape, tile, at)) return;
   griddepcontrol_wait();
   tma_store_wait_group_read();
-  residual.load(shape, tile, buffer, at.first_m, at.block);
+  loads.load(shape, tile, buffer, at.first_m, at.block);
   at = next_block(shape, tile, consumer, at);
-  if (is_written(shape, tile, at)) residual.load(shape, tile, other, at.first_m, at.block);
+  if (is_written(shape, tile, at)) loads.load(shape, tile, other, at.first_m, at.block);
 }
 
 // Begins to copy what is read with a block of dx of strided backward data, to where `write_rows` takes such a block
@@ -267,8 +266,8 @@ __device__ __forceinline__ unsigned staged_pair(unsigned group, int i) {
   return (group ^ i / 4 * 32) + i / 2 % 2 * 8 * kOutSwizzle;
 }
 
-// The residual of 8 accumulators of each thread, as it is in memory.
-struct ResidualGroup {
+// What is read with 8 accumulators of each thread, as it is in memory.
+struct TensorGroup {
   unsigned words[kElementBytes / 2][4];
 
   __device__ __forceinline__ float at(int i) const {
@@ -276,24 +275,24 @@ struct ResidualGroup {
   }
 };
 
-// The residual where a group will be staged; none unless it is loaded.
-__device__ __forceinline__ ResidualGroup read_residual(unsigned group) {
-  ResidualGroup residual = {};
-  if constexpr (!kLoadsResidual) return residual;
+// What was loaded to where a group will be staged; nothing unless tensors are loaded.
+__device__ __forceinline__ TensorGroup read_group(unsigned group) {
+  TensorGroup read = {};
+  if constexpr (!kLoadsTensors) return read;
   if constexpr (SWAPPED) {
-    load_transposed(residual.words[0], group);
+    load_transposed(read.words[0], group);
   } else if constexpr (kElementBytes == 2) {
-    load_matrices(residual.words[0], group);
+    load_matrices(read.words[0], group);
   } else {
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       unsigned pair[2];
       load_shared(pair, staged_pair(group, i));
-      residual.words[i / 4][i % 4] = pair[0];
-      residual.words[i / 4][i % 4 + 1] = pair[1];
+      read.words[i / 4][i % 4] = pair[0];
+      read.words[i / 4][i % 4 + 1] = pair[1];
     }
   }
-  return residual;
+  return read;
 }
 
 // Two neighbours in memory as they are there.
@@ -415,8 +414,8 @@ __device__ __forceinline__ void stage_group(unsigned group, const float (&result
   }
 }
 
-// Stages the results of a block of 64 rows of accumulators, 16 columns at a time: all results at once would spill. The
-// residual is where they will be staged, if it is loaded; a group's inputs are read ahead of the group before.
+// Stages the results of a block of 64 rows of accumulators, 16 columns at a time: all results at once would spill. What
+// is loaded is where they will be staged; a group's inputs are read ahead of the group before.
 __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile& tile, const Epilogue& epilogue,
                                              unsigned staging, int first_m, int first_column, const float* acc) {
   constexpr int kGroups = kOutBlockN / 16;
@@ -426,15 +425,15 @@ __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile&
   const unsigned first = opaque(first_staged(staging));  // else addresses of all blocks are kept in registers
   const BlockTerms<kPixelsAreN> terms(shape, tile, epilogue, row, column);
   typename BlockTerms<kPixelsAreN>::Pair pairs[kGroups][2] = {{terms.read(0), terms.read(8)}};
-  ResidualGroup residual[kGroups] = {read_residual(first)};
+  TensorGroup loaded[kGroups] = {read_group(first)};
 #pragma unroll
   for (int g = 0; g < kGroups; g++) {
     if (g + 1 < kGroups) {
       pairs[g + 1][0] = terms.read(16 * g + 16);
       pairs[g + 1][1] = terms.read(16 * g + 24);
-      residual[g + 1] = read_residual(staged_group(first, g + 1));
+      loaded[g + 1] = read_group(staged_group(first, g + 1));
     }
-    const ResidualGroup saved = kLoadsBoth ? read_residual(staged_group(first, g) + kSavedOffset) : residual[g];
+    const TensorGroup saved = kLoadsBoth ? read_group(staged_group(first, g) + kSavedOffset) : loaded[g];
     float results[8];
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {  // a pair of a row's neighbouring columns
@@ -442,9 +441,9 @@ __device__ __forceinline__ void finish_block(const Shape& shape, const WorkTile&
       float added[2] = {}, arguments[2] = {};
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        if constexpr (kLoadsResidual && kHasResidual) added[k] = residual[g].at(i + k);
-        if constexpr (kLoadsResidual && kHasSaved) arguments[k] = saved.at(i + k);
-        if constexpr ((kHasResidual || kHasSaved) && !kLoadsResidual)
+        if constexpr (kLoadsTensors && kHasResidual) added[k] = loaded[g].at(i + k);
+        if constexpr (kLoadsTensors && kHasSaved) arguments[k] = saved.at(i + k);
+        if constexpr ((kHasResidual || kHasSaved) && !kLoadsTensors)
           if (const ResultPlace place = result_place(shape, tile, row + 8 * below, column + behind + k);
               place.at >= 0) {
             if constexpr (kHasResidual) added[k] = convert<float>(epilogue.residual[place.at]);
@@ -580,7 +579,7 @@ __device__ __forceinline__ void tma_store_block(const Shape& shape, const WorkTi
 // `buffer` is the next block's, `other` the one after's.
 __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& tile, const TensorMap* target,
 #ifdef EPILOGUE
-                                           const Epilogue& epilogue, ResidualLoads& residual, float* statistics,
+                                           const Epilogue& epilogue, TensorLoads& loads, float* statistics,
 #endif
                                            ELEMENT* result, unsigned& buffer, unsigned& other, int consumer,
                                            const float (&acc)[ROWS][kAccumulators]) {
@@ -600,11 +599,11 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       const int first_column = tile.tile_n * kTileN + block * kOutBlockN;
       if (SWAPPED ? first_column >= shape.size_n : !is_inside(shape, n_block_at(shape, tile.tile_n, block))) break;
 #ifdef EPILOGUE
-      if constexpr (kCopiesResidual) {
+      if constexpr (kCopiesTensors) {
         wait_for_copies<0>();
         warpgroup_sync(1 + consumer);  // all threads' copies have arrived
-      } else if constexpr (kLoadsResidual) {
-        residual.wait(buffer);
+      } else if constexpr (kLoadsTensors) {
+        loads.wait(buffer);
       }
       if constexpr (KIND == WEIGHTS)
         stage_block(buffer, thread / 32, thread % 32, acc[r] + block * kOutBlockN / 2);
@@ -616,15 +615,15 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       fence_proxy_async();
       if (thread == 0) tma_store_wait_group_read();  // the other buffer, where the next block goes
 #ifdef EPILOGUE
-      if constexpr (kLoadsResidual && !kCopiesResidual)
+      if constexpr (kLoadsTensors && !kCopiesTensors)
         if (thread == 0 && (r > 0 || block > 0)) {
           const OutBlock next = next_block(shape, tile, consumer, {first_m, block});
-          if (is_written(shape, tile, next)) residual.load(shape, tile, other, next.first_m, next.block);
+          if (is_written(shape, tile, next)) loads.load(shape, tile, other, next.first_m, next.block);
         }
 #endif
       warpgroup_sync(1 + consumer);  // the block is staged
 #ifdef EPILOGUE
-      if constexpr (kCopiesResidual)  // all have written the block before
+      if constexpr (kCopiesTensors)  // all have written the block before
         if (r > 0 || block > 0) {
           copy_block(shape, tile, epilogue, other, next_block(shape, tile, consumer, {first_m, block}));
           commit_copies();
@@ -647,7 +646,7 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& t
       }
       summed = first_column;
       add_sums(sums, buffer, pixels_inside(shape, tile, first_m, first_column));
-      if constexpr (kLoadsResidual) warpgroup_sync(1 + consumer);  // all have read it: the next residual may come
+      if constexpr (kLoadsTensors) warpgroup_sync(1 + consumer);  // all have read it: the next load may come
 #endif
 #endif
       const unsigned written = buffer;
@@ -800,9 +799,9 @@ __device__ __forceinline__ void write_cluster_partial(unsigned to, int consumer,
 // Whether neighbouring results of a cluster's split-K are neighbouring channels.
 constexpr bool kReducesVectors = !kPixelsAreN && KIND != WEIGHTS;
 
-// Cluster split-K: brings the residual of the rows that this block will write to the L2 cache.
-__device__ __forceinline__ void prefetch_cluster_residual(const Shape& shape, const WorkTile& tile,
-                                                          const Epilogue& epilogue) {
+// Cluster split-K: brings what is read with the rows that this block will write to the L2 cache.
+__device__ __forceinline__ void prefetch_cluster_tensors(const Shape& shape, const WorkTile& tile,
+                                                         const Epilogue& epilogue) {
   constexpr int kLine = 128 / kElementBytes, kRowLines = (kTileN + kLine - 1) / kLine;
   const int rows = kTileM >> log2_cluster_k(shape, tile.phase);
   if (STRIDED && tile.group >= shape.groups) return;
