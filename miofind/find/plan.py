@@ -46,7 +46,7 @@ _LISTED = 256
 _BARE_WINNERS = 2
 _DEFAULTS_BESIDE = 2
 """Default configurations of a solver that are tried beside those that were its fastest without the epilogue, where
-that is light: a residual or a costly activation is hidden by configurations of another kind."""
+that is light and they take it: a residual or a costly activation is hidden by configurations of another kind."""
 _LONGEST_NAME = 300
 
 
@@ -228,7 +228,8 @@ class _Request:
 
     Attributes:
         earlier: configurations that were measured with its earlier code, or without the epilogue, fastest first.
-        most_defaults: how many of its default configurations are asked for beside them; None for all.
+        most_defaults: how many of its default configurations are asked for beside them, unless the solver does not take
+            the fastest; None for all.
     """
 
     problem: ProblemDescription
@@ -250,8 +251,10 @@ class _Request:
 
     def defaults(self) -> tuple[Config, ...]:
         """The solver's default configurations, then the earlier ones that it still takes."""
-        defaults = tuple(self.solver.default_configs(self.problem, self.device))[: self.most_defaults]
-        return (*defaults, *(config for config in self.earlier if config not in defaults and self.admits(config)))
+        taken = tuple(filter(self.admits, self.earlier))
+        most = self.most_defaults if taken[:1] == self.earlier[:1] else None
+        defaults = tuple(self.solver.default_configs(self.problem, self.device))[:most]
+        return (*defaults, *(config for config in taken if config not in defaults))
 
     def planned(self, config: Config) -> Planned:
         """A configuration with what decides about it."""

@@ -177,6 +177,27 @@ def test_a_costly_epilogue_is_tried_with_all_default_configurations(monkeypatch:
     assert every > 2
 
 
+@pytest.mark.parametrize(("cluster", "is_taken"), [("1x1x1", True), ("1x1x8", False)])
+def test_all_defaults_are_tried_where_the_bare_winner_does_not_take_the_epilogue(
+    cluster: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miofind.find.plan.bare_solutions", lambda problem, *others: estimates(problem.bare, *others))
+    problem = ProblemDescription.convolution(
+        x=(1, 256, 14, 14), w=(256, 256, 3, 3), padding=1, dtype="float16", layout="NHWC", epilogue="statistics"
+    )
+    values = {"blocks": 1, "consumers": 1, "depth_bytes": 128, "rows": 1, "splits": 1, "stages": 8, "swapped": 0}
+    winner = Config(values | {"cluster": cluster, "tile_n": 96})
+    with Handle(Device.virtual("90a")) as handle:
+        solver = handle.registry["ConvImplicitGemmWgmma"]
+        solver.check_config(problem.bare, handle.device, winner)
+        monkeypatch.setattr("miofind.find.plan.stored_configs", lambda *_: {solver.id: (winner,)})
+        plan = make_plan(problem, FindOptions(), handle)
+        planned = [each.candidate.config for each in plan.candidates if each.solver is solver]
+        every = solver.default_configs(problem, handle.device)
+    assert (winner in planned) is is_taken
+    assert len(planned) == (3 if is_taken else len(every))
+
+
 class FusedColumns(ConvCpuIm2colGemm):
     """Says that it fuses, and does so by the pass."""
 
