@@ -106,8 +106,9 @@ __device__ __forceinline__ float result_of(float sum, const Shape& shape, const 
 }
 
 // Whether what is read with a tile's results is loaded to where these will be staged: the residual, or `saved` where
-// there is none. It is loaded by TMA, or by copies of all threads, of segments of an NCHW output and of strided backward
-// data, whose rows are not neighbours in dx. With both `saved` is loaded to buffers behind those of all consumers.
+// there is none. It is loaded by TMA, or by copies of all threads, of segments of an NCHW output and of strided
+// backward data, whose rows are not neighbours in dx. With both `saved` is loaded to buffers behind those of all
+// consumers.
 constexpr bool kCopiesSegments = NCHW == NCHW_OUTPUT && SEGMENT * kElementBytes >= 4 && !(kHasResidual && kHasSaved);
 constexpr bool kLoadsTensors =
     (kHasResidual || kHasSaved) && CLUSTER_K == 1 && (NCHW != NCHW_OUTPUT || kCopiesSegments);
