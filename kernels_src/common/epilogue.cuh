@@ -122,7 +122,7 @@ __device__ __forceinline__ T times_derivative(T v, T saved, T first, T second) {
   if constexpr (kDerivative == Activation::clamp) return saved <= first || saved >= second ? T(0) : v;
   if constexpr (kDerivative == Activation::leaky_relu) return saved > 0 ? v : v * first;
   if constexpr (kDerivative == Activation::hardswish)
-    return saved <= -3 ? T(0) : saved < 3 ? v * (saved * T(1.0 / 3) + T(0.5)) : v;
+    return saved <= -3 ? T(0) : saved < 3 ? v * ((saved + T(1.5)) * T(1.0 / 3)) : v;  // 0 at -1.5, as in exact numbers
   if constexpr (kDerivative == Activation::silu) {
     T sigmoid, rest;
     sigmoids_of(saved, sigmoid, rest);

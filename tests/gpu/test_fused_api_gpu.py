@@ -199,3 +199,13 @@ def test_a_folded_batch_norm(handle: miofind.Handle, library: str) -> None:
     y = miofind.convolution(arrays["x"], w, bias=bias, padding=1, activation="relu", handle=handle)
     folded = dict(zip(("w", "bias"), miofind.fold_batch_norm(given["w"], given["bias"], mean, variance), strict=True))
     assert_right(y, problem, {**given, **folded})
+
+
+def test_an_infinite_gradient_where_hardswish_is_level_is_nan(handle: miofind.Handle) -> None:
+    """At -1.5 its derivative is 0, which kernels must not round to another number."""
+    dy, w = cupy.full((1, 4, 3, 3), cupy.inf, cupy.float32), cupy.ones((4, 4, 1, 1), cupy.float32)
+    saved = cupy.full((1, 4, 3, 3), -1.5, cupy.float32)
+    for only in ("ConvDirectNaive", "ConvDirectNaive+Pointwise"):
+        options = miofind.FindOptions(only=(only,))
+        call = {"derivative": "hardswish", "saved": saved, "handle": handle, "options": options}
+        assert cupy.isnan(miofind.convolution_backward_data(dy, w, saved.shape, **call)).all(), only
