@@ -253,12 +253,15 @@ class FusedConvPlan:
         plan = self._plans.get(kind)
         if plan is None:
             with self._lock:
+                plan = self._plans.get(kind)  # another thread may have built it meanwhile
+                if plan is not None:
+                    return plan
                 if len(self._plans) == _MOST_NUMBERS:
                     raise LaunchError(
                         f"cuDNN makes an activation's numbers part of a plan, and {_MOST_NUMBERS} sets of them are in "
                         "use: numbers that change with each run are for solvers of miofind's own"
                     )
-                plan = self._plans.setdefault(kind, self._made(parameters))
+                plan = self._plans[kind] = self._made(parameters)
         return plan
 
     def _made(self, parameters: EpilogueParameters) -> ConvPlan:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 import types
 from collections.abc import Mapping
 from typing import Any, Self
@@ -156,6 +158,30 @@ def test_each_kind_of_numbers_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPa
         fused.launch((1, 2, 3, 4, EpilogueParameters(high=7.0 + number), 5000), 7)
     with pytest.raises(LaunchError, match="numbers part of a plan"):
         fused.launch((1, 2, 3, 4, EpilogueParameters(low=0.25), 5000), 7)
+
+
+def test_threads_build_a_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[EpilogueParameters] = []
+    together = threading.Barrier(4)
+
+    def plan(problem: object, step: object, device: object, made: EpilogueParameters) -> types.SimpleNamespace:
+        built.append(made)
+        return types.SimpleNamespace(launch=lambda *_: None, prepare=lambda: time.sleep(0.02))
+
+    monkeypatch.setattr(cudnn, "ConvPlan", plan)
+    problem = ProblemDescription.convolution(x=(2, 3, 4, 5), w=(6, 3, 1, 1), epilogue="bias.relu")
+    fused = FusedConvPlan(problem, CudnnStep(engine=0, knobs=(), fused=True), None)  # type: ignore[arg-type]
+
+    def launch() -> None:
+        together.wait()
+        fused.launch((1, 2, 3, 4, SOME, 5000), 7)
+
+    threads = [threading.Thread(target=launch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == [SOME]
 
 
 def test_launches_are_given_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
