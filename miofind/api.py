@@ -14,7 +14,7 @@ from miofind.arrays.array_problem import (
     problem_from_views,
     refuse_epilogue,
 )
-from miofind.core.epilogue import EPILOGUE_NUMBERS, EPILOGUE_VECTORS
+from miofind.core.epilogue import EPILOGUE_NUMBERS, EPILOGUE_VECTORS, SECOND_OUTPUTS
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidArrayError, InvalidOptionError, brief
@@ -243,9 +243,10 @@ def _placed(
 ) -> _Placed:
     """The first solution whose alignment the tensors have, else the first of all with copies of those that lack it.
 
-    The vectors of an epilogue are small, and copied rather than that another solution runs.
+    The vectors of an epilogue are small, and copied rather than that another solution runs. Second outputs may begin
+    anywhere.
     """
-    addresses = [v.address for name, v in views.items() if name not in EPILOGUE_VECTORS]
+    addresses = [v.address for name, v in views.items() if name not in (*EPILOGUE_VECTORS, *SECOND_OUTPUTS)]
     # A generator: runners behind the first that fits are not made on every call.
     fitting = (s for s in solutions if not any(a % s.runner.alignment_bytes for a in addresses))
     solution = next(fitting, solutions[0])

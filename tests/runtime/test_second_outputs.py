@@ -131,3 +131,34 @@ def test_second_outputs_go_with_their_direction(handle: miofind.Handle) -> None:
         miofind.convolution(X, W, statistics=1, handle=handle)
     with pytest.raises(InvalidOptionError, match="the epilogue statistics has no factor"):
         miofind.convolution(X, W, statistics=True, alpha=2.0, handle=handle)
+
+
+def test_second_outputs_begin_anywhere(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever alignment a solution wants of tensors, and without a copy of these."""
+    solver = handle.registry["ConvCpuDirect"]
+    monkeypatch.setattr(type(solver), "alignment_bytes", 64)
+    x, w, y = (_aligned(shape) for shape in (X.shape, W.shape, DY.shape))
+    x[:], w[:] = X, W
+    both = np.zeros(25, np.float32)
+    out = (y, both[1:13], both[13:])
+    options = miofind.FindOptions(only=(f"{solver.id}+Pointwise",))
+    found = miofind.convolution(x, w, out=out, statistics=True, handle=handle, options=options)
+    assert found.y is y
+    for got, wanted in zip((both[1:13], both[13:]), statistics_of(y), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-5)
+    problem = miofind.ProblemDescription.from_arrays(x=x, w=w, statistics=True)
+    solution = miofind.find_solutions(problem, options=options, handle=handle)[0]
+    assert solution.runner.alignment_bytes == 64
+    both[:] = 0
+    miofind.run_solution(solution, x, w, out=out)
+    np.testing.assert_allclose(both[1:13], statistics_of(y)[0], rtol=1e-6, atol=1e-5)
+    with pytest.raises(InvalidArrayError, match="out begins at address"):
+        miofind.run_solution(solution, x, w, out=(_aligned(DY.shape, 4), both[1:13], both[13:]))
+
+
+def _aligned(shape: tuple[int, ...], beyond: int = 0) -> np.ndarray[Any, Any]:
+    """A float32 array that begins `beyond` bytes behind a multiple of 64."""
+    size = 4 * int(np.prod(shape))
+    memory = np.zeros(size + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + beyond
+    return memory[start : start + size].view(np.float32).reshape(shape)
