@@ -9,6 +9,10 @@ KERNELS = $(shell find kernels_src tests -name '*.cu' -o -name '*.cuh')
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v $$p && break; done)
 
+# A machine without a GPU tests with PyTorch's build for CPUs: 190 MB, where the one for GPUs is ten times that.
+CPU_TORCH = torch==2.13.0+cpu
+CPU_TORCH_INDEX = https://download.pytorch.org/whl/cpu
+
 GPU_DEMO = --batch 32 --dtype float16 --layout NHWC
 CPU_DEMO = --batch 1
 
@@ -63,5 +67,6 @@ $(VENV)/.run: pyproject.toml $(VENV)/.extra
 # With the tools of the tests, and NVRTC where no CUDA extra brings it.
 $(VENV)/.dev: pyproject.toml $(VENV)/.extra
 	@echo "Installing into $(VENV), tools included; the first time takes a few minutes."
+	@[ -s $(VENV)/.extra ] || $(BIN)/python -m pip install -q --retries 1 "$(CPU_TORCH)" --extra-index-url $(CPU_TORCH_INDEX)
 	@extra=$$(cat $(VENV)/.extra); $(BIN)/python -m pip install -q -e ".[dev,$${extra:-compile}]"
 	@touch $@

@@ -1,0 +1,1 @@
+"""miofind in PyTorch."""
