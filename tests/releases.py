@@ -61,7 +61,7 @@ class OfRelease(Solver):
         return tuple(Config.of(tile=tile) for tile in self.terms.tiles)
 
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
-        if set(config) != {"tile"} or config["tile"] not in self.terms.tiles:
+        if config not in self.default_configs(problem, device):  # 1.0 is no 1
             raise InvalidConfigError(f"{self.id}: config {config.json} is none of this release")
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
