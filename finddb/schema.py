@@ -1,9 +1,11 @@
-"""The tables of a FindDB and their version. Nothing here opens a file.
+"""The tables of a FindDB and their version. Nothing here opens a file or knows a server.
 
 `measurement`, `scope` and `verdict` are append-only facts named by content; `answer` is derived from them and can be
 rebuilt. Numbers that name devices and problems are of one file only: everything that leaves it goes by text.
 
 A release is packed: its answers are compressed and hold all there is, its tables are fewer, and nothing writes to it.
+
+PostgreSQL has the same tables, made by `migrations`. Its texts are compared byte by byte, as SQLite's are.
 """
 
 from __future__ import annotations
@@ -62,35 +64,39 @@ OLDER_AS_THIS: Mapping[int, tuple[str, ...]] = {
 }
 """Statements that let a connection read each older version as if it were this one, with nothing written."""
 
+_NAME = String().with_variant(String(collation="C"), "postgresql")
+_TEXT = Text().with_variant(Text(collation="C"), "postgresql")
+_NUMBER = Integer().with_variant(BigInteger(), "postgresql")
+
 metadata = MetaData()
 
 meta = Table(
     "meta",
     metadata,
-    Column("key", String, primary_key=True),
-    Column("value", String, nullable=False),
+    Column("key", _NAME, primary_key=True),
+    Column("value", _NAME, nullable=False),
 )
 
 device = Table(
     "device",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("identity", String, nullable=False, unique=True),
+    Column("id", _NUMBER, primary_key=True),
+    Column("identity", _NAME, nullable=False, unique=True),
 )
 
 environment = Table(
     "environment",
     metadata,
-    Column("id", String, primary_key=True),
-    Column("versions", Text, nullable=False),
+    Column("id", _NAME, primary_key=True),
+    Column("versions", _TEXT, nullable=False),
 )
 
 problem = Table(
     "problem",
     metadata,
-    Column("id", Integer, primary_key=True),
+    Column("id", _NUMBER, primary_key=True),
     Column("device_id", ForeignKey(device.c.id), nullable=False),
-    Column("network_config", String, nullable=False),
+    Column("network_config", _NAME, nullable=False),
     UniqueConstraint("device_id", "network_config"),
 )
 
@@ -104,27 +110,27 @@ measurement = Table(
     "measurement",
     metadata,
     _problem_id(),
-    Column("id", String, primary_key=True),
-    Column("solver_id", String, nullable=False),
+    Column("id", _NAME, primary_key=True),
+    Column("solver_id", _NAME, nullable=False),
     Column("solver_version", BigInteger, nullable=False),
-    Column("config", Text, nullable=False),
-    Column("status", String, nullable=False),
-    Column("algorithm", String, nullable=False),
-    Column("library", String, nullable=False),
-    Column("source_hash", String, nullable=False),
-    Column("kernel_hash", String, nullable=False),
-    Column("message", Text, nullable=False),
+    Column("config", _TEXT, nullable=False),
+    Column("status", _NAME, nullable=False),
+    Column("algorithm", _NAME, nullable=False),
+    Column("library", _NAME, nullable=False),
+    Column("source_hash", _NAME, nullable=False),
+    Column("kernel_hash", _NAME, nullable=False),
+    Column("message", _TEXT, nullable=False),
     Column("time_ms", Float),
     Column("min_ms", Float),
     Column("p20_ms", Float),
     Column("p80_ms", Float),
     Column("samples", BigInteger, nullable=False),
-    Column("protocol", String, nullable=False),
+    Column("protocol", _NAME, nullable=False),
     Column("workspace_bytes", BigInteger, nullable=False),
     Column("deterministic", Boolean, nullable=False),
     Column("max_error", Float),
-    Column("environment", String, nullable=False),
-    Column("created_at", String, nullable=False),
+    Column("environment", _NAME, nullable=False),
+    Column("created_at", _NAME, nullable=False),
     Column("contended", Boolean, nullable=False, server_default="0", info={"since": 2}),
     Column("dropped_samples", BigInteger, nullable=False, server_default="0", info={"since": 2}),
     sqlite_with_rowid=False,
@@ -134,13 +140,13 @@ scope = Table(
     "scope",
     metadata,
     _problem_id(),
-    Column("id", String, primary_key=True),
-    Column("solvers", Text, nullable=False),
-    Column("filters", Text, nullable=False),
+    Column("id", _NAME, primary_key=True),
+    Column("solvers", _TEXT, nullable=False),
+    Column("filters", _TEXT, nullable=False),
     Column("workspace_limit_bytes", BigInteger),
-    Column("effort", String, nullable=False),
+    Column("effort", _NAME, nullable=False),
     Column("complete", Boolean, nullable=False),
-    Column("created_at", String, nullable=False),
+    Column("created_at", _NAME, nullable=False),
     sqlite_with_rowid=False,
 )
 
@@ -148,14 +154,14 @@ verdict = Table(
     "verdict",
     metadata,
     _problem_id(),
-    Column("id", String, primary_key=True),
-    Column("winner", Text, nullable=False),
-    Column("ties", Text, nullable=False),
-    Column("comparisons", Text, nullable=False),
+    Column("id", _NAME, primary_key=True),
+    Column("winner", _TEXT, nullable=False),
+    Column("ties", _TEXT, nullable=False),
+    Column("comparisons", _TEXT, nullable=False),
     Column("blocks", BigInteger, nullable=False),
-    Column("protocol", String, nullable=False),
-    Column("environment", String, nullable=False),
-    Column("created_at", String, nullable=False),
+    Column("protocol", _NAME, nullable=False),
+    Column("environment", _NAME, nullable=False),
+    Column("created_at", _NAME, nullable=False),
     sqlite_with_rowid=False,
     info={"since": 2},
 )
@@ -163,10 +169,10 @@ verdict = Table(
 recheck = Table(
     "recheck",
     metadata,
-    Column("device", String, primary_key=True),
-    Column("network_config", String, primary_key=True),
-    Column("reason", String, primary_key=True),
-    Column("created_at", String, nullable=False),
+    Column("device", _NAME, primary_key=True),
+    Column("network_config", _NAME, primary_key=True),
+    Column("reason", _NAME, primary_key=True),
+    Column("created_at", _NAME, nullable=False),
     sqlite_with_rowid=False,
 )
 
@@ -174,7 +180,19 @@ answer = Table(
     "answer",
     metadata,
     Column("problem_id", ForeignKey(problem.c.id, ondelete="CASCADE"), primary_key=True),
-    Column("payload", Text, nullable=False),
+    Column("payload", _TEXT, nullable=False),
+)
+
+server_metadata = MetaData()
+"""Of what a server has beside."""
+
+# Rows stay when their problem goes: a mirror learns of that, too.
+change = Table(
+    "change",
+    server_metadata,
+    Column("device", _NAME, primary_key=True),
+    Column("network_config", _NAME, primary_key=True),
+    Column("transaction", BigInteger, nullable=False, index=True),
 )
 
 packed_metadata = MetaData()
