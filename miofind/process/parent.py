@@ -101,11 +101,27 @@ def end_with_parent(parent: int) -> None:
     Args:
         parent: its process id, told by itself: this process may have another one by now.
     """
-    is_seen_to = sys.platform.startswith("linux") and not ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not is_seen_to:
+    if not _signalled_with_parent(signal.SIGKILL):
         threading.Thread(target=_watch, args=(parent,), name="miofind-parent", daemon=True).start()
     if os.getppid() != parent:  # it ended before
         os._exit(1)
+
+
+def run_told_of_parent(parent: int, arguments: list[str]) -> None:
+    """Become another Python program, which Linux sends SIGTERM when its parent ends, however that ends.
+
+    Args:
+        parent: its process id, told by itself.
+        arguments: the program's, without the interpreter.
+    """
+    _signalled_with_parent(signal.SIGTERM)
+    if os.getppid() == parent:
+        os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _signalled_with_parent(number: signal.Signals) -> bool:
+    """Have the kernel send this process a signal when the thread that started it ends; whether it can."""
+    return sys.platform.startswith("linux") and not ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _watch(parent: int) -> None:
