@@ -24,7 +24,8 @@ class Order(StrEnum):
 class FindMode(StrEnum):
     """How a request is answered.
 
-    NORMAL always measures. FAST takes the FindDB, else estimates. HYBRID takes the FindDB, else measures.
+    NORMAL always measures. FAST never does: it ranks the FindDB's solutions and predictions of what the FindDB lacks
+    by time. HYBRID takes the FindDB, else measures: all that it answers was verified.
     DYNAMIC_HYBRID takes the FindDB, too, whosever solutions it has, else measures shape-generic solvers only.
     TRUST_VERIFY times the FindDB's answer once more, and measures anew where it no longer holds.
 
@@ -53,7 +54,11 @@ class FindEnforce(StrEnum):
 
 
 class OnMiss(StrEnum):
-    """What happens where the FindDB has no answer."""
+    """What happens where the FindDB has no answer.
+
+    ESTIMATE answers as the mode FAST does, where the FindDB's answer lacks solvers, too; with TRUST_VERIFY only where
+    there is none.
+    """
 
     FIND = "find"
     ESTIMATE = "estimate"

@@ -289,9 +289,9 @@ _FIND = (
     click.option(
         "--find-mode",
         type=choice(FindMode),
-        help="Source of the answer. normal: measurement. hybrid: the FindDB, else measurement. fast: the FindDB, else "
-        "estimates. dynamic_hybrid: the FindDB, else solvers that compile nothing for one shape alone. trust_verify: "
-        "the FindDB, measured once more.  [default: MIOFIND_FIND_MODE, else hybrid]",
+        help="Source of the answer. normal: measurement. hybrid: the FindDB, else measurement. fast: the FindDB and "
+        "predictions of what it lacks. dynamic_hybrid: the FindDB, else solvers that compile nothing for one shape "
+        "alone. trust_verify: the FindDB, measured once more.  [default: MIOFIND_FIND_MODE, else hybrid]",
     ),
     click.option(
         "--enforce",

@@ -15,13 +15,14 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place, check_fork
 from miofind.device.environment import versions
 from miofind.driver.line import driver_line
-from miofind.errors import LaunchError, NoPlaceError, NoSolutionError
+from miofind.errors import LaunchError, NoSolutionError
 from miofind.evaluate.evaluate import Job
 from miofind.find.composition import bare_request, is_bare_known
+from miofind.find.immediate.answer import predicted, with_predictions
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import candidate_of, incumbent, known_times
 from miofind.find.lookup.scopes import Coverage
-from miofind.find.plan import Plan, make_plan, stored_plan
+from miofind.find.plan import Plan, make_plan, nothing_found, stored_plan
 from miofind.find.recording import Recording, row_of, storable
 from miofind.find.rounds import FindRequest, Measuring, searched
 from miofind.find.search import Search
@@ -29,7 +30,7 @@ from miofind.find.warm_start import shared_warm_start
 from miofind.measure.effort import Effort
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
 from miofind.runtime.handle import Handle
-from miofind.runtime.solution import Gaps, Solution, SolutionList, Source, reordered
+from miofind.runtime.solution import Gaps, Solution, reordered
 from miofind.solver.candidate import Candidate, Outcome, Status
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 TRUST_TOLERANCE = 1.25
 """How much slower than recorded a solution may be for TRUST_VERIFY to keep it."""
 
-_NOTHING_TO_ASK = "  no solver is registered, or the FindDB holds nothing to measure again"
 _ALWAYS_MEASURES = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE)
 
 
@@ -57,11 +57,14 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
         handle.forget_answers(problem.network_config)
     if mode is not FindMode.NORMAL and options.find_enforce not in _ALWAYS_MEASURES:
         dynamic_only = mode is FindMode.DYNAMIC_HYBRID
+        is_immediate = _is_immediate(mode, options)
         coverage = _coverage(dynamic_only)
         queue = mode is not FindMode.FAST or handle.database.is_recorded  # it only reads, so it makes no FindDB
         hit = records.look_up(problem, options, handle, coverage=coverage, queue=queue)
         if hit is not None:
             logger.debug("the FindDB has %d solutions: %s", len(hit), problem)
+            if is_immediate:
+                return _ordered(with_predictions(hit, options, handle, dynamic_only=dynamic_only), options)
             verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)
             return _ordered(hit if verified else measure(problem, options, handle, also=hit, afresh=True), options)
         if options.on_miss is OnMiss.ERROR:
@@ -69,8 +72,8 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
                 f"the FindDB has no answer for {problem} on {handle.device.name} and on_miss is 'error': "
                 f"tune it with `miofind tune`, or allow a find. Problem: {driver_line(problem)}"
             )
-        if mode is FindMode.FAST or options.on_miss is OnMiss.ESTIMATE:
-            return _ordered(estimates(problem, options, handle, dynamic_only=dynamic_only), options)
+        if is_immediate or options.on_miss is OnMiss.ESTIMATE:
+            return _ordered(predicted(problem, options, handle, dynamic_only=dynamic_only), options)
         with handle.measuring:
             # another thread may have measured it meanwhile
             answer = records.look_up(problem, options, handle, coverage=coverage)
@@ -78,6 +81,11 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
                 answer = measure(problem, options, handle, dynamic_only=dynamic_only)
         return _ordered(answer, options)
     return _ordered(measure(problem, options, handle, afresh=True), options)
+
+
+def _is_immediate(mode: FindMode, options: FindOptions) -> bool:
+    """Whether an answer may have predictions in it, so that nothing is measured for it."""
+    return mode is FindMode.FAST or (options.on_miss is OnMiss.ESTIMATE and mode is not FindMode.TRUST_VERIFY)
 
 
 def find_mode(options: FindOptions) -> FindMode:
@@ -142,7 +150,7 @@ def measure(
     if measured:
         answer = records.look_up(problem, options, handle, measured=measured, coverage=_coverage(dynamic_only))
     if not answer:
-        raise _nothing_found(problem, plan, outcomes)
+        raise nothing_found(problem, plan, outcomes)
     answer[0].solution_list.gaps = gaps
     return answer
 
@@ -230,18 +238,6 @@ def _search(
     )
 
 
-def _nothing_found(problem: ProblemDescription, plan: Plan, outcomes: list[Outcome]) -> NoSolutionError:
-    reasons = [f"{name}: {reason}" for name, reason in plan.refusals.items()]
-    reasons += [f"{o.candidate.id}: {o.status} {o.message}" for o in outcomes if not o.status.usable]
-    if plan.left_out:
-        which = f"{len(plan.left_out)} others" if reasons else f"all {len(plan.left_out)} solvers"
-        reasons.append(f"{which}: left out by only, exclude or the find mode")
-    listed = "\n".join(f"  {reason}" for reason in reasons) or _NOTHING_TO_ASK
-    is_elsewhere = not outcomes and bool(plan.refusals) and plan.refusals.keys() <= plan.absent
-    kind = NoPlaceError if is_elsewhere else NoSolutionError
-    return kind(f"no solution of {problem} is usable ({driver_line(problem)}):\n{listed}")
-
-
 def _candidate(solution: Solution) -> Candidate:
     network_config = solution.problem.network_config
     return Candidate(network_config=network_config, solver_id=solution.solver_id, config=solution.config)
@@ -270,45 +266,6 @@ def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
         return True
     logger.info("the FindDB's answer no longer holds for: %s", driver_line(best.problem))
     return False
-
-
-def estimates(
-    problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool = False
-) -> list[Solution]:
-    """Solutions ordered by their solvers' estimates; nothing is measured.
-
-    Args:
-        dynamic_only: leave out solvers that compile for each shape.
-
-    Raises:
-        NoSolutionError: no solver applies.
-    """
-    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only)
-    failed = failures.failures(problem, handle)
-    planned = [p for p in plan.candidates if p.candidate.id not in failed]
-    planned = planned or [p for p in plan.last_resort if p.candidate.id not in failed]
-    if not planned:
-        raise _nothing_found(problem, plan, [])
-    found = SolutionList(handle)
-    found.solutions = [
-        Solution(
-            problem=problem,
-            device=handle.device,
-            solver_id=p.solver.id,
-            algorithm=p.solver.algorithm,
-            library=p.solver.library,
-            config=p.candidate.config,
-            time_ms=p.estimate_ms,
-            workspace_bytes=p.workspace_bytes,
-            deterministic=p.deterministic,
-            max_error=None,
-            source=Source.PREDICTED,
-            solution_list=found,
-            position=i,
-        )
-        for i, p in enumerate(planned)
-    ]
-    return found.solutions
 
 
 def _ordered(solutions: list[Solution], options: FindOptions) -> list[Solution]:

@@ -7,13 +7,21 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.errors import InvalidConfigError, MiofindError, described, raise_if_interrupted
+from miofind.driver.line import driver_line
+from miofind.errors import (
+    InvalidConfigError,
+    MiofindError,
+    NoPlaceError,
+    NoSolutionError,
+    described,
+    raise_if_interrupted,
+)
 from miofind.find.composition import (
     Choices,
     bare_request,
@@ -31,7 +39,7 @@ from miofind.options import FindEnforce, FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import applicability_of, forms
 from miofind.runtime.solution import Solution
-from miofind.solver.candidate import Candidate
+from miofind.solver.candidate import Candidate, Outcome
 from miofind.solver.registry import composed, composed_id, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config, KernelStep
@@ -48,6 +56,7 @@ _DEFAULTS_BESIDE = 2
 """Default configurations of a solver that are tried beside those that were its fastest without the epilogue, where
 that is light and they take it: a residual or a costly activation is hidden by configurations of another kind."""
 _LONGEST_NAME = 300
+_NOTHING_TO_ASK = "  no solver is registered, or the FindDB holds nothing to measure again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +130,14 @@ def make_plan(
     *,
     dynamic_only: bool = False,
     winners: Mapping[str, Sequence[Config]] | None = None,
+    asks: Callable[[Solver], bool] = lambda solver: True,
 ) -> Plan:
     """The candidates of a request: configurations of the handle's solvers.
 
     Args:
         dynamic_only: leave out solvers that compile for each shape.
         winners: by solver, configurations that won at near problems: a search begins with those that are valid here.
+        asks: which of the solvers that the options allow are asked; the others count as left out.
 
     Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
     fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
@@ -139,12 +150,16 @@ def make_plan(
     options.check_names(handle.registry)
     device = handle.device
     draft = _Draft()
+
+    def taken(solver: Solver) -> bool:
+        return (solver.is_dynamic or not dynamic_only) and asks(solver)
+
     earlier = _earlier(problem, handle)
-    bare = _bare(problem, options, handle, dynamic_only=dynamic_only) if problem.epilogue else ()
+    bare = _bare(problem, options, handle, taken) if problem.epilogue else ()
     slow = out_of_reach(bare, options)
     few = {solution.solver_id for solution in bare if is_light(problem.epilogue) and not options.searches}
     for solver in handle.registry.values():
-        if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
+        if not options.allows(solver) or not taken(solver):
             draft.left_out.append(solver.id)
             continue
         most = _DEFAULTS_BESIDE if solver.id in few else None
@@ -154,12 +169,26 @@ def make_plan(
         else:
             draft.ask(request, (winners or {}).get(solver.id, ()))
     if problem.epilogue:
-        for solver_id, configs in _choices(problem, options, handle, bare, dynamic_only=dynamic_only).items():
+        choices = fastest_bare(bare, options) if bare else _estimated_bare(problem, options, handle, taken)
+        for solver_id, configs in choices.items():
             draft.ask_composed(_Request(problem, device, composed(handle.registry[solver_id]), options, configs))
         counted = counted_solvers(options, handle.registry, fused=True)
-        asked = (each for each in counted if each.is_dynamic or not dynamic_only)
+        asked = (each for each in counted if taken(each))
         draft.count_forms(_Request(problem, device, each, options) for each in asked)
     return draft.plan(is_filtered=dynamic_only)
+
+
+def nothing_found(problem: ProblemDescription, plan: Plan, outcomes: Sequence[Outcome] = ()) -> NoSolutionError:
+    """The error that says why nothing of a plan is usable, by what became of its candidates."""
+    reasons = [f"{name}: {reason}" for name, reason in plan.refusals.items()]
+    reasons += [f"{o.candidate.id}: {o.status} {o.message}" for o in outcomes if not o.status.usable]
+    if plan.left_out:
+        which = f"{len(plan.left_out)} others" if reasons else f"all {len(plan.left_out)} solvers"
+        reasons.append(f"{which}: left out by only, exclude or the find mode")
+    listed = "\n".join(f"  {reason}" for reason in reasons) or _NOTHING_TO_ASK
+    is_elsewhere = not outcomes and bool(plan.refusals) and plan.refusals.keys() <= plan.absent
+    kind = NoPlaceError if is_elsewhere else NoSolutionError
+    return kind(f"no solution of {problem} is usable ({driver_line(problem)}):\n{listed}")
 
 
 def _earlier(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Config, ...]]:
@@ -172,21 +201,19 @@ def _earlier(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Con
 
 
 def _bare(
-    problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool
+    problem: ProblemDescription, options: FindOptions, handle: Handle, asks: Callable[[Solver], bool]
 ) -> tuple[Solution, ...]:
     """The FindDB's answer to the bare problem, for the solvers that are asked."""
     found = bare_solutions(problem, options, handle)
-    return tuple(each for each in found if not dynamic_only or handle.registry[each.solver_id].is_dynamic)
+    return tuple(each for each in found if asks(handle.registry[each.solver_id]))
 
 
-def _choices(
-    problem: ProblemDescription, options: FindOptions, handle: Handle, bare: Sequence[Solution], *, dynamic_only: bool
+def _estimated_bare(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, asks: Callable[[Solver], bool]
 ) -> Choices:
-    """What is composed for a fused problem: what is fastest without the epilogue, measured or else estimated."""
-    if bare:
-        return fastest_bare(bare, options)
+    """What is composed for a fused problem of whose bare one nothing is known: what estimates have first there."""
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
-    plan = make_plan(problem.bare, request, handle, dynamic_only=dynamic_only)
+    plan = make_plan(problem.bare, request, handle, asks=asks)
     planned = plan.candidates or plan.last_resort
     return first_of_each(((each.solver.id, each.candidate.config) for each in planned), options)
 

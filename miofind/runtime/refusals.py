@@ -43,12 +43,14 @@ class Selection(NamedTuple):
         is_thin: whether the history may have faster rows that the request takes: of a solver of which an answer keeps
             the best alone, some of these are not selected.
         is_stale: whether other versions of libraries or driver measured some of the solutions.
+        limited: solvers with rows that hold, none of which keeps the request's limits.
     """
 
     solutions: list[Solution]
     void: frozenset[str]
     is_thin: bool
     is_stale: bool
+    limited: frozenset[str]
 
 
 class Selected(NamedTuple):

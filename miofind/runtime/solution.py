@@ -157,12 +157,14 @@ class Gaps:
         unmeasured: those of the candidates that the time budget left out.
         ended_early: whether a budget ended all finds of the FindDB that the answer comes from.
         solvers: ids of those that may serve, and that came or changed since the FindDB's answer was measured.
+        limited: ids of those of which the request's limits take none of the rows that answer.
     """
 
     candidates: int = 0
     unmeasured: int = 0
     ended_early: bool = False
     solvers: tuple[str, ...] = ()
+    limited: tuple[str, ...] = ()
 
 
 class SolutionList:

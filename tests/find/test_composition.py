@@ -15,9 +15,10 @@ from miofind.device.device import Device
 from miofind.epilogue_reference import apply_epilogue
 from miofind.errors import NoSolutionError, UnknownSolverError
 from miofind.find.composition import MAX_COMPOSED, bare_solutions, fastest_bare, is_light
+from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import validity
 from miofind.find.lookup.validity import solver_hash
-from miofind.find.pipeline import estimates, find
+from miofind.find.pipeline import find
 from miofind.find.plan import Plan, make_plan, stored_plan
 from miofind.find.row_check import RowCheck, Shipping
 from miofind.finddb import ReleaseRules, Store, write_release
@@ -162,7 +163,7 @@ def test_a_find_leaves_out_what_was_slow_without_the_epilogue(database: Path, mo
 
 
 def test_a_costly_epilogue_is_tried_with_all_default_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miofind.find.plan.bare_solutions", lambda problem, *others: estimates(problem.bare, *others))
+    monkeypatch.setattr("miofind.find.plan.bare_solutions", lambda problem, *others: predicted(problem.bare, *others))
     counts, name = {}, "ConvImplicitGemmWgmma"
     with Handle(Device.virtual("90a")) as handle:
         for epilogue in ("bias.relu", "bias.residual.relu", "bias.gelu"):
@@ -181,7 +182,7 @@ def test_a_costly_epilogue_is_tried_with_all_default_configurations(monkeypatch:
 def test_all_defaults_are_tried_where_the_bare_winner_does_not_take_the_epilogue(
     cluster: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("miofind.find.plan.bare_solutions", lambda problem, *others: estimates(problem.bare, *others))
+    monkeypatch.setattr("miofind.find.plan.bare_solutions", lambda problem, *others: predicted(problem.bare, *others))
     problem = ProblemDescription.convolution(
         x=(1, 256, 14, 14), w=(256, 256, 3, 3), padding=1, dtype="float16", layout="NHWC", epilogue="statistics"
     )

@@ -13,9 +13,9 @@ from miofind import find_solutions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find import recording as recording_module
+from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import failures, known, records, scopes, stored, validity
 from miofind.find.lookup.scopes import Coverage
-from miofind.find.pipeline import estimates
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import History, Row, Store
@@ -262,7 +262,7 @@ def test_solutions_tell_ties(handle: Handle, is_judged: bool) -> None:
     assert found is not None
     ties = {each.id for each in found if each.ties_with_best}
     assert ties == ({first.id, second.id} if is_judged else {second.id, third.id})
-    assert not estimates(PROBLEM, OPTIONS, handle)[0].ties_with_best
+    assert not predicted(PROBLEM, OPTIONS, handle)[0].ties_with_best
 
 
 def test_a_verdict_outlives_a_find_that_is_broken_off(handle: Handle) -> None:

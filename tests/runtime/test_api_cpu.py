@@ -28,8 +28,8 @@ from miofind.errors import (
 from miofind.evaluate.evaluate import Job
 from miofind.evaluate.executors import InProcess
 from miofind.find import pipeline
+from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import records, validity
-from miofind.find.pipeline import estimates
 from miofind.finddb import Row
 from miofind.reference import reference_on_host
 from miofind.runtime.solution import Source, reordered
@@ -483,7 +483,7 @@ def recorded_failure(handle: miofind.Handle, status: str) -> str:
 def test_estimates_leave_out_what_failed_here(handle: miofind.Handle, status: str) -> None:
     failed = recorded_failure(handle, status)
     options = miofind.FindOptions(find_mode="fast", only=failed.split(":")[0])
-    assert failed not in {s.id for s in estimates(PROBLEM, options, handle)}
+    assert failed not in {s.id for s in predicted(PROBLEM, options, handle)}
 
 
 def test_what_crashed_before_is_not_tried_again_in_this_process(

@@ -31,12 +31,14 @@ class _Hit(NamedTuple):
         late: solvers that might serve, and that came or changed since it was measured.
         is_stale: whether other versions of libraries or driver measured some of it.
         ended_early: whether the request asks for the defaults and a budget ended all finds that answer it.
+        limited: solvers of whose rows the request's limits take none.
     """
 
     solutions: list[Solution]
     late: tuple[str, ...]
     is_stale: bool
     ended_early: bool
+    limited: frozenset[str]
 
 
 def look_up(
@@ -69,14 +71,21 @@ def look_up(
     if found is None or (found.late and not partial):
         return None
     if others and (whole := asked.of_all_histories()).solutions:
-        found = found._replace(solutions=whole.solutions, is_stale=whole.is_stale)
+        found = found._replace(solutions=whole.solutions, is_stale=whole.is_stale, limited=whole.limited)
     if queue and not asked.fresh:
         if found.late:
             handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(found.late)}")
         elif found.is_stale:
             handle.database.queue_recheck(device, problem.network_config, "measured with other versions")
-    found.solutions[0].solution_list.gaps = Gaps(solvers=found.late, ended_early=found.ended_early)
+    gaps = Gaps(solvers=found.late, ended_early=found.ended_early, limited=tuple(sorted(found.limited)))
+    found.solutions[0].solution_list.gaps = gaps
     return found.solutions
+
+
+def all_rows(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
+    """Solutions that FindDBs have within a request's limits, fastest first, whatever their finds considered."""
+    request = requested_scope(options, handle.device, handle.registry, False, bool(problem.epilogue))
+    return _Request(problem, options, handle, request, frozenset(), True).of_all_histories().solutions
 
 
 def is_answered(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
@@ -127,7 +136,7 @@ class _Request(NamedTuple):
         if not found.solutions:
             return None
         ended_early = is_covered and not self.fresh and self._ended_early(answer)
-        return _Hit(found.solutions, late, found.is_stale, ended_early)
+        return _Hit(found.solutions, late, found.is_stale, ended_early, found.limited)
 
     def _ended_early(self, answer: Answer) -> bool:
         """Whether the request asks for the defaults and a budget ended all finds that an answer covers it by."""

@@ -129,7 +129,8 @@ def selected(
         found.solutions.append(_as_solution(problem, row, found, source))
         stale = stale or row.environment != environment
     is_thin = any(kept[solver_id] >= BEST_PER_SOLVER for solver_id in passed_over)
-    return Selection(found.solutions, frozenset(void), is_thin, stale)
+    limited = kept.keys() - void - {solution.solver_id for solution in found.solutions}
+    return Selection(found.solutions, frozenset(void), is_thin, stale, frozenset(limited))
 
 
 def _asked(rows: Iterable[Stored], options: FindOptions, registry: Registry) -> Iterable[Stored]:

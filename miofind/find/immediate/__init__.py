@@ -1,0 +1,1 @@
+"""Answers that nothing is measured for: stored rows and predictions, ranked together."""

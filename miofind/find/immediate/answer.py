@@ -1,0 +1,146 @@
+"""What a request is answered with where nothing is to be measured: predictions, and stored rows among them.
+
+cuDNN's plans are predicted only where nothing of ours serves: to list them takes 0.2 s on a GPU, and their estimates
+are no better than a guess, while our own best is within 0.3 % of theirs (geometric mean of the shipped problems).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Library
+from miofind.find.lookup import failures, records
+from miofind.find.lookup.stored import answers_no_more
+from miofind.find.plan import Plan, Planned, make_plan, nothing_found
+from miofind.options import FindOptions
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution, SolutionList, Source, reordered
+from miofind.solver.registry import COMPOSED_SUFFIX
+from miofind.solver.solver import Solver
+
+
+def predicted(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool = False
+) -> list[Solution]:
+    """Solutions of a problem that the FindDB has no answer to, fastest first: predictions, and rows that it has.
+
+    A find of other solvers or under other limits may have left rows. They count as they are.
+
+    Args:
+        dynamic_only: leave out solvers that compile for each shape.
+
+    Raises:
+        NoSolutionError: no solver applies.
+    """
+    stored = records.all_rows(problem, options, handle)
+    known = {solution.solver_id for solution in stored}
+    plan = _plan(problem, options, handle, lambda solver: solver.id not in known, dynamic_only=dynamic_only)
+    if not plan.candidates and not stored:
+        plan = _of_last_resort(problem, options, handle, plan, dynamic_only=dynamic_only)
+    if not plan.candidates and not stored:
+        raise nothing_found(problem, plan)
+    return _merged(stored, plan.candidates, problem, handle)
+
+
+def with_predictions(
+    hit: list[Solution], options: FindOptions, handle: Handle, *, dynamic_only: bool = False
+) -> list[Solution]:
+    """The FindDB's answer and predictions of the solvers that it lacks, fastest first.
+
+    Those are the solvers whose rows are void or beyond the request's limits, and those that came since.
+
+    Args:
+        hit: what `records.look_up` gave.
+        dynamic_only: leave out solvers that compile for each shape.
+    """
+    gaps = hit[0].solution_list.gaps
+    lacking = {*gaps.solvers, *gaps.limited}
+    if not lacking:
+        return hit
+    lacking |= {name.removesuffix(COMPOSED_SUFFIX) for name in lacking}
+    problem = hit[0].problem
+    plan = _plan(problem, options, handle, lambda solver: solver.id in lacking, dynamic_only=dynamic_only)
+    if not plan.candidates:
+        return hit
+    answer = _merged(hit, plan.candidates, problem, handle)
+    answer[0].solution_list.gaps = gaps
+    return answer
+
+
+def _plan(
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    asks: Callable[[Solver], bool],
+    *,
+    dynamic_only: bool,
+) -> Plan:
+    """The candidates of those solvers but cuDNN that are not known from the FindDB, neither as failed nor by a time."""
+
+    def is_asked(solver: Solver) -> bool:
+        return solver.library is not Library.CUDNN and asks(solver)
+
+    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, asks=is_asked)
+    return plan.without(_tried(problem, handle))
+
+
+def _of_last_resort(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, plan: Plan, *, dynamic_only: bool
+) -> Plan:
+    """A plan of cuDNN's candidates, else of the last resort, where there is nothing else."""
+    cudnn = make_plan(
+        problem, options, handle, dynamic_only=dynamic_only, asks=lambda solver: solver.library is Library.CUDNN
+    ).without(_tried(problem, handle))
+    refusals = plan.refusals | cudnn.refusals
+    left_out = tuple(name for name in plan.left_out if name in cudnn.left_out)
+    return Plan(
+        candidates=cudnn.candidates or plan.last_resort,
+        last_resort=(),
+        considered=plan.considered | cudnn.considered,
+        is_filtered=plan.is_filtered,
+        refusals=refusals,
+        left_out=left_out,
+        absent=plan.absent | cudnn.absent,
+    )
+
+
+def _tried(problem: ProblemDescription, handle: Handle) -> dict[str, str]:
+    """By id, the candidates that were measured or failed here, and why they are not predicted."""
+    newest = failures.newest_rows(problem, handle, ignored=frozenset())
+    return {
+        name: "failed here before" if not row.usable else "was measured"
+        for name, row in newest.items()
+        if not row.usable or not answers_no_more(row, problem, handle)
+    }
+
+
+def _merged(
+    stored: Sequence[Solution], planned: Collection[Planned], problem: ProblemDescription, handle: Handle
+) -> list[Solution]:
+    """Stored solutions in their order, and each prediction before the first of them that it is faster than."""
+    found = SolutionList(handle)
+    predictions = [_as_solution(p, problem, found) for p in planned]
+    merged: list[Solution] = []
+    for solution in stored:
+        while predictions and predictions[0].time_ms < solution.time_ms:
+            merged.append(predictions.pop(0))
+        merged.append(solution)
+    return reordered([*merged, *predictions], handle)
+
+
+def _as_solution(planned: Planned, problem: ProblemDescription, found: SolutionList) -> Solution:
+    return Solution(
+        problem=problem,
+        device=found.handle.device,
+        solver_id=planned.solver.id,
+        algorithm=planned.solver.algorithm,
+        library=planned.solver.library,
+        config=planned.candidate.config,
+        time_ms=planned.estimate_ms,
+        workspace_bytes=planned.workspace_bytes,
+        deterministic=planned.deterministic,
+        max_error=None,
+        source=Source.PREDICTED,
+        solution_list=found,
+    )

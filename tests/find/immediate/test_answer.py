@@ -1,0 +1,122 @@
+"""What is answered without measuring: stored rows and predictions ranked together, and cuDNN where it is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import miofind
+from miofind import FindOptions
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Library
+from miofind.errors import NoSolutionError
+from miofind.evaluate.executors import InProcess
+from miofind.runtime.solution import Source
+from miofind.solver.registry import Registry
+from miofind.solver.steps import Config
+from miofind.solvers.cpu.direct import ConvCpuDirect
+
+PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
+H200 = replace(Device.virtual("90a"), name="NVIDIA H200", clock_hz=1.98e9, bandwidth_bytes_per_s=4.9e12)
+IMMEDIATE = (
+    FindOptions(find_mode="fast"),
+    FindOptions(on_miss="estimate"),
+    FindOptions(find_mode="fast", only="plain"),
+)
+VERIFIED = (FindOptions(), FindOptions(find_mode="trust_verify", on_miss="estimate"))
+
+
+def later(estimate_ms: float, **fields: object) -> Registry:
+    """The solvers that there are, and one more with that estimate."""
+    body = {"id": "vendor/Later", "estimate_ms": lambda *_: estimate_ms} | fields
+    return Registry.default().with_solvers(type("Later", (ConvCpuDirect,), body)())
+
+
+@pytest.fixture
+def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A FindDB that knows all of today's solvers of the CPU place."""
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    path = tmp_path / "finddb.db"
+    with miofind.Handle("cpu", database=path, strict=True) as handle:
+        miofind.find_solutions(PROBLEM, handle=handle)
+    return path
+
+
+@pytest.mark.parametrize("options", IMMEDIATE, ids=["fast", "estimate", "fast-plain"])
+def test_what_the_finddb_lacks_is_predicted_and_ranked_with_what_it_has(
+    database: Path, options: FindOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("something was measured"))
+    for estimate_ms, place in ((1e-6, 0), (1e6, -1)):
+        with miofind.Handle("cpu", database=database, registry=later(estimate_ms)) as handle:
+            found = miofind.find_solutions(PROBLEM, options=options, handle=handle)
+        assert (found[place].solver_id, found[place].source) == ("vendor/Later", Source.PREDICTED)
+        assert [each.source for each in found].count(Source.FINDDB) == len(found) - 1 > 0
+        assert [found[0].solution_list.solutions.index(each) for each in found] == list(range(len(found)))
+
+
+@pytest.mark.parametrize("options", VERIFIED, ids=["hybrid", "trust_verify"])
+def test_modes_that_promise_verified_answers_predict_nothing_beside_a_hit(database: Path, options: FindOptions) -> None:
+    with miofind.Handle("cpu", database=database, registry=later(1e-6)) as handle:
+        found = miofind.find_solutions(PROBLEM, options=options, handle=handle)
+    assert Source.PREDICTED not in {each.source for each in found}
+
+
+def test_what_was_measured_beyond_a_limit_is_not_predicted_within_it(database: Path) -> None:
+    """Its error was measured: an estimate of the same candidate would be taken for one that keeps the limit."""
+    with miofind.Handle("cpu", database=database) as handle:
+        known = {each.id: each for each in miofind.find_solutions(PROBLEM, handle=handle)}
+        limit = min(each.max_error for each in known.values() if each.max_error is not None)
+        fast = FindOptions(find_mode="fast", max_error=limit)
+        found = miofind.find_solutions(PROBLEM, options=replace(fast, exclude=("fft", "winograd")), handle=handle)
+    assert 0 < len(found) < len(known)
+    assert not {each.id for each in found if each.source is Source.PREDICTED} & known.keys()
+
+
+def test_rows_of_a_find_of_others_count_beside_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        (only,) = miofind.find_solutions(PROBLEM, options=FindOptions(only="ConvCpuDirect"), handle=handle)
+        found = miofind.find_solutions(PROBLEM, options=FindOptions(find_mode="fast"), handle=handle)
+    stored = [each for each in found if each.source is Source.FINDDB]
+    assert [each.id for each in stored] == [only.id]
+    assert len({each.solver_id for each in found}) > 1
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[miofind.Handle]:
+    """A described GPU without any FindDB, on which cuDNN has a plan that seems to take no time."""
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    cudnn = type(Registry.default()["ConvCudnn"])
+    config = Config({"accumulate": "float32", "engine": 1, "knobs": {}, "notes": ""})
+    monkeypatch.setattr(cudnn, "default_configs", lambda *_: (config,))
+    naive = Registry.default()["ConvDirectNaive"]
+    monkeypatch.setattr(cudnn, "keeps_bound", lambda *_: True)
+    monkeypatch.setattr(cudnn, "estimate_ms", lambda *_: 1e-9)
+    monkeypatch.setattr(cudnn, "solution", lambda _, problem, device, config: naive.solution(problem, device, config))
+    with miofind.Handle(H200, database=":memory:") as handle:
+        yield handle
+
+
+@pytest.mark.parametrize(
+    ("only", "library"),
+    [((), Library.PLAIN), (("cudnn",), Library.CUDNN), (("cudnn", "ConvDirectNaive"), Library.CUDNN)],
+    ids=["all", "alone", "beside-the-last-resort"],
+)
+def test_cudnn_is_predicted_only_where_nothing_else_serves(
+    gpu: miofind.Handle, only: tuple[str, ...], library: Library
+) -> None:
+    problem = ProblemDescription.convolution(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16")
+    found = miofind.find_solutions(problem, options=FindOptions(find_mode="fast", only=only), handle=gpu)
+    assert {each.source for each in found} == {Source.PREDICTED}
+    assert (found[0].library is Library.CUDNN) is (library is Library.CUDNN)
+    assert only or Library.CUDNN not in {each.library for each in found}
+
+
+def test_who_predicts_nothing_is_told_each_reason(gpu: miofind.Handle) -> None:
+    problem = ProblemDescription.convolution(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16")
+    with pytest.raises(NoSolutionError, match="ConvDepthwiseMma: "):
+        miofind.find_solutions(problem, options=FindOptions(find_mode="fast", only="ConvDepthwiseMma"), handle=gpu)
