@@ -14,7 +14,8 @@ from miofind.cli.output import Sheet, bytes_text, print_error, print_json, print
 from miofind.cli.problems import request_options, requests_of
 from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
-from miofind.compiler import BinaryCache, Compiler, KernelResources, toolchain
+from miofind.cli.store import cache_over, sharing, store_options
+from miofind.compiler import Compiler, KernelResources, toolchain
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import (
@@ -74,6 +75,7 @@ class _Report:
 @click.option(
     "--workers", type=click.IntRange(min=1), metavar="N", help="Number of threads.  [default: one a processor]"
 )
+@store_options
 @json_option
 @verbose_option
 def compile_(
@@ -82,17 +84,20 @@ def compile_(
     only: tuple[str, ...],
     exclude: tuple[str, ...],
     workers: int | None,
+    store: str | None,
+    store_secret: str | None,
     as_json: bool,
     **values: Any,
 ) -> None:
     """Compile kernels ahead of time, without a GPU.
 
-    The kernels are those that a find of the problems would try, for architectures that need not be present.
+    The kernels are those that a find of the problems would try, for architectures that need not be present. With
+    --store they are shared: what another host has compiled is taken from there, what is compiled here goes there.
     """
     problems = [request.problem for request in requests_of(**values)]
     options = FindOptions(only=only, exclude=exclude, tuning=search)
     devices = _known(archs) or (_present_device(),)
-    compiler, report, began = Compiler(BinaryCache()), _Report(), time.monotonic()
+    compiler, report, began = Compiler(cache_over(store, store_secret)), _Report(), time.monotonic()
     for device in devices:
         steps = _steps(problems, device, options, report)
         report.built += _build(compiler, steps, device.arch, workers)
@@ -206,6 +211,8 @@ def _show(report: _Report, compiler: Compiler, seconds: float) -> None:
         f"kernels: {len(report.built)} in {seconds_text(seconds)}, {failed} failed, {stats.hits} known already, some "
         f"in one binary; the cache holds {stats.entries}, {bytes_text(stats.bytes)}, {where}"
     )
+    if shared := sharing(compiler.cache):
+        print_text(f"store: {shared['fetched']} taken, {shared['published']} given")
 
 
 def _named(built: _Built) -> str:
@@ -226,6 +233,7 @@ def _json(report: _Report, compiler: Compiler) -> dict[str, object]:
             "hits": stats.hits,
             "misses": stats.misses,
         },
+        "store": sharing(compiler.cache),
     }
 
 

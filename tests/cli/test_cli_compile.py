@@ -97,3 +97,22 @@ def test_a_cache_that_keeps_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("MIOFIND_CACHE_DIR", str(file / "cache"))
     result = run("compile", *FORWARD, "--arch", "90a", "--only", "ConvDirectNaive", code=1)
     assert "no kernel is kept" in result.stderr
+
+
+def test_what_one_host_compiled_another_takes_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("fsspec")
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    store = ("--store", str(tmp_path / "store"), "--store-secret", str(secret))
+    asked = ("compile", *FORWARD, "--arch", "80", "--only", "ConvDirectNaive", *store)
+    assert run_json(*asked)["store"] == {"fetched": 0, "published": 1}
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "another host's"))
+    assert run_json(*asked)["store"] == {"fetched": 1, "published": 0}
+    assert "store: 0 taken, 0 given" in run(*asked).stdout
+
+
+def test_a_store_needs_a_secret(tmp_path: Path) -> None:
+    refused = run("compile", *FORWARD, "--arch", "80", "--store", str(tmp_path), code=2)
+    assert "--store-secret" in refused.stderr
