@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Unpack
 from miofind.arrays import arrays, operands
 from miofind.arrays.array_problem import (
     EPILOGUE_ARGUMENTS,
-    GIVEN_OF_DIRECTION,
     epilogue_arrays,
     output_views,
     problem_from_views,
     refuse_epilogue,
 )
+from miofind.core.arguments import EPILOGUE_OF_DIRECTION, EpilogueArguments
 from miofind.core.epilogue import EPILOGUE_NUMBERS, EPILOGUE_VECTORS, SECOND_OUTPUTS
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
@@ -21,7 +21,7 @@ from miofind.errors import InvalidArrayError, InvalidOptionError, brief
 from miofind.find.pipeline import find, find_mode
 from miofind.options import FindEnforce, FindMode, FindOptions
 from miofind.runtime.handle import Handle, default_handle
-from miofind.runtime.runner import EPILOGUE_NAMES, EpilogueArguments, parameters_of
+from miofind.runtime.runner import EPILOGUE_NAMES, parameters_of
 from miofind.runtime.solution import Solution
 
 _DEFAULT_OPTIONS = FindOptions()
@@ -218,7 +218,7 @@ def _call(
         read = epilogue_arrays(arguments)
         given |= read
         views |= {name: arrays.view(array, name) for name, array in read.items()}
-    keywords = _KEYWORDS | GIVEN_OF_DIRECTION[direction]
+    keywords = _KEYWORDS | EPILOGUE_OF_DIRECTION[direction]
     problem = problem_from_views(direction, views, missing_shape, arguments, keywords)
     if numbers:
         parameters_of(problem, numbers)

@@ -11,9 +11,9 @@ import numpy as np
 
 from miofind.arrays import arrays, operands
 from miofind.arrays.arrays import ArrayView
+from miofind.core.arguments import EPILOGUE_OF_DIRECTION, ConvolutionArguments, PosedEpilogue
 from miofind.core.epilogue import (
     DERIVATIVES,
-    EPILOGUE_NUMBERS,
     EPILOGUE_OPERANDS,
     EPILOGUE_TENSORS,
     EPILOGUE_VECTORS,
@@ -30,25 +30,11 @@ from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Direction, enum_value, one_size, sizes
 from miofind.errors import InvalidArrayError, InvalidProblemError, brief, suggestion
 
-EPILOGUE_ARGUMENTS = frozenset({"activation", "residual_position", "statistics", "derivative", "bias_gradient"})
+EPILOGUE_ARGUMENTS = frozenset(PosedEpilogue.__annotations__) - set(EPILOGUE_OPERANDS)
 """What else says which epilogue a problem has."""
 
-_OF_DIRECTION = {
-    Direction.FORWARD: EPILOGUE_ARGUMENTS - {"derivative", "bias_gradient"},
-    Direction.BACKWARD_DATA: frozenset({"derivative"}),
-    Direction.BACKWARD_WEIGHTS: frozenset({"bias_gradient"}),
-}
-"""Those of EPILOGUE_ARGUMENTS that go with each direction."""
-
 _ARRAYS = frozenset({"x", "w", "dy", "out", "x_shape", "w_shape", *EPILOGUE_OPERANDS})
-_ARGUMENTS = frozenset({"padding", "stride", "dilation", "groups", "math"})
-
-GIVEN_OF_DIRECTION = {
-    Direction.FORWARD: frozenset({*EPILOGUE_VECTORS, "residual", *EPILOGUE_NUMBERS}),
-    Direction.BACKWARD_DATA: frozenset({*EPILOGUE_TENSORS, *EPILOGUE_NUMBERS}),
-    Direction.BACKWARD_WEIGHTS: frozenset[str](),
-}
-"""What else an epilogue of each direction is given."""
+_ARGUMENTS = frozenset(ConvolutionArguments.__annotations__)
 
 _SAME_AS = {"relu6": Activation.CLAMP.value}
 """Activations under names of others: clamp's bounds are 0 and 6 unless a run is given others."""
@@ -85,9 +71,10 @@ def problem_from_views(
     Raises:
         InvalidArrayError, InvalidProblemError: the message names the array or field.
     """
-    unknown = set(arguments) - _ARGUMENTS - _OF_DIRECTION[direction]
+    asked = EPILOGUE_ARGUMENTS & EPILOGUE_OF_DIRECTION[direction]
+    unknown = set(arguments) - _ARGUMENTS - asked
     if unknown:
-        known = sorted(_ARGUMENTS | _OF_DIRECTION[direction] | others)
+        known = sorted(_ARGUMENTS | asked | others)
         near = suggestion(min(unknown), known) or "."
         raise InvalidProblemError(f"unknown arguments {sorted(unknown)}{near} Known are {', '.join(known)}")
     facts = tuple(_Facts(name, v.shape, v.strides, v.dtype) for name, v in views.items())
@@ -135,9 +122,9 @@ def refuse_epilogue(direction: Direction, names: Iterable[str]) -> None:
     Raises:
         InvalidProblemError: one of them does not.
     """
-    wrong = sorted(set(names) - _OF_DIRECTION[direction] - GIVEN_OF_DIRECTION[direction])
+    wrong = sorted(set(names) - EPILOGUE_OF_DIRECTION[direction])
     if wrong:
-        takers = [d for d in Direction if wrong[0] in _OF_DIRECTION[d] | GIVEN_OF_DIRECTION[d]]
+        takers = [d for d in Direction if wrong[0] in EPILOGUE_OF_DIRECTION[d]]
         told = f"{', '.join(wrong)}: {direction} takes none"
         raise InvalidProblemError(f"{told}: {wrong[0]} is of the epilogues of {' and '.join(takers)}")
 

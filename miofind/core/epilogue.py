@@ -32,7 +32,8 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any, Self
 
-from miofind.core.tensor import DataType, Direction, enum_value
+from miofind.core.arguments import EPILOGUE_OF_DIRECTION, EpilogueNumbers
+from miofind.core.tensor import DataType, Direction, data_type, enum_value
 from miofind.errors import InvalidOptionError, InvalidProblemError, brief, suggestion
 
 EPILOGUE_VECTORS = ("scale", "bias", "channel_bias")
@@ -44,7 +45,7 @@ EPILOGUE_TENSORS = ("residual", "saved")
 EPILOGUE_OPERANDS = (*EPILOGUE_VECTORS, *EPILOGUE_TENSORS)
 """All operands that it may read."""
 
-EPILOGUE_NUMBERS = ("alpha", "beta", "low", "high", "slope")
+EPILOGUE_NUMBERS = tuple(EpilogueNumbers.__annotations__)
 """All numbers that a run of it may be given: the fields of `EpilogueParameters`."""
 
 STATISTICS = ("sum", "sum_of_squares")
@@ -155,7 +156,7 @@ class Epilogue:
         dtype = self.parameter_dtype
         if dtype is not None:
             has_parameters = self.scale or self.bias or self.bias_gradient
-            dtype = enum_value(DataType, dtype, "parameter_dtype") if has_parameters else None
+            dtype = data_type(dtype, "parameter_dtype") if has_parameters else None
         object.__setattr__(self, "residual", residual)
         object.__setattr__(self, "activation", activation)
         object.__setattr__(self, "derivative", derivative)
@@ -212,14 +213,14 @@ class Epilogue:
     @property
     def directions(self) -> tuple[Direction, ...]:
         """Those that it goes with."""
-        if not self:
-            return tuple(Direction)
-        if self.bias_gradient:
-            return (Direction.BACKWARD_WEIGHTS,)
-        if self.derivative is not Activation.NONE:
-            return (Direction.BACKWARD_DATA,)
-        is_residual = self == Epilogue(residual=ResidualPosition.BEFORE)
-        return (Direction.FORWARD, Direction.BACKWARD_DATA) if is_residual else (Direction.FORWARD,)
+        named = {
+            "activation": self.activation is not Activation.NONE,
+            "derivative": self.derivative is not Activation.NONE,
+            "statistics": self.statistics,
+            "bias_gradient": self.bias_gradient,
+        }
+        asked = {*self.operands, *(name for name, is_there in named.items() if is_there)}
+        return tuple(direction for direction in Direction if asked <= EPILOGUE_OF_DIRECTION[direction])
 
     @property
     def nonlinearity(self) -> Activation:

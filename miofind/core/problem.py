@@ -14,8 +14,9 @@ import functools
 import math as _math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
+from miofind.core.arguments import Padding, ProblemArguments, Sizes
 from miofind.core.epilogue import EPILOGUE_TENSORS, NO_EPILOGUE, Epilogue
 from miofind.core.network_config import parse_network_config, write_network_config
 from miofind.core.operand import Operand, Role
@@ -28,7 +29,9 @@ from miofind.core.tensor import (
     Layout,
     MathMode,
     TensorDescriptor,
+    data_type,
     enum_value,
+    named_padding,
     sizes,
 )
 from miofind.errors import InvalidProblemError, brief, with_known_keywords
@@ -105,12 +108,12 @@ class ProblemDescription:
         *,
         x: Sequence[int],
         w: Sequence[int],
-        padding: object = 0,
-        stride: object = 1,
-        dilation: object = 1,
+        padding: Padding = 0,
+        stride: Sizes = 1,
+        dilation: Sizes = 1,
         groups: int = 1,
         direction: Direction | str = Direction.FORWARD,
-        dtype: DataType | str | Mapping[str, DataType | str] = DataType.FLOAT32,
+        dtype: object = DataType.FLOAT32,
         layout: Layout | str | Mapping[str, Layout | str] | None = None,
         math: MathMode | str = MathMode.IEEE,
         epilogue: Epilogue | str | None = None,
@@ -120,11 +123,13 @@ class ProblemDescription:
         Args:
             x: (n, c, *spatial), 1 to 3 spatial dimensions, logical order.
             w: (k, c/groups, *filter).
-            padding: an int, an int a dimension, or a (before, after) pair a dimension.
+            padding: an int, an int a dimension, a (before, after) pair a dimension, "valid" for none, or "same" for
+                outputs as large as inputs, with stride 1 alone: of an odd number the larger half comes after.
             stride, dilation: an int, or an int a dimension.
             groups: group count; divides c and k.
             direction: "forward", "backward_data" or "backward_weights"; the shapes are the forward ones in each.
-            dtype: one for all tensors, or a mapping with keys "x", "w", "y".
+            dtype: one for all tensors, or a mapping with keys "x", "w", "y": "float64", "float32", "float16",
+                "bfloat16", other names of them such as "half", or a dtype of NumPy, CuPy, PyTorch or ml_dtypes.
             layout: memory order, one for all tensors or a mapping with keys "x", "w", "y"; channels first if left out.
             math: float32 only: "ieee" or "tf32".
             epilogue: what is done to the sums, and second outputs: an `Epilogue` or its text, such as
@@ -140,6 +145,8 @@ class ProblemDescription:
             raise InvalidProblemError(f"x={brief(x_shape)} must have 3 to 5 dimensions: (n, c, *spatial)")
         if len(w_shape) != rank + 2:
             raise InvalidProblemError(f"w={brief(w_shape)} must have {rank + 2} dimensions like x={x_shape}")
+        if isinstance(padding, str):
+            padding = named_padding(padding, w_shape[2:], stride, dilation)
         conv = ConvolutionDescriptor.of(rank, padding=padding, stride=stride, dilation=dilation, groups=groups)
         out = tuple(conv.output_size(x_shape[i + 2], w_shape[i + 2], i) for i in range(rank))
         dtypes = _per_tensor(dtype, "dtype")
@@ -149,7 +156,7 @@ class ProblemDescription:
             name: _named_tensor(
                 name,
                 shape,
-                enum_value(DataType, dtypes[name], "dtype"),
+                data_type(dtypes[name], "dtype"),
                 enum_value(Layout, layouts[name], "layout"),
             )
             for name, shape in shapes.items()
@@ -294,7 +301,7 @@ class ProblemDescription:
         out: Any = None,
         x_shape: Sequence[int] | None = None,
         w_shape: Sequence[int] | None = None,
-        **arguments: Any,
+        **arguments: Unpack[ProblemArguments],
     ) -> ProblemDescription:
         """The problem that two arrays pose: x and w forward, dy and w backward data, dy and x backward weights.
 

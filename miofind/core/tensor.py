@@ -5,12 +5,15 @@ Pure values, validated on construction.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeGuard, TypeVar
+
+import numpy as np
 
 from miofind.errors import InvalidProblemError, brief, suggestion
 
@@ -104,6 +107,19 @@ class MathMode(StrEnum):
     TF32 = "tf32"
 
 
+_DTYPE_NAMES = {
+    name: dtype
+    for dtype, names in {
+        DataType.FLOAT64: ("double", "fp64", "f8", "d"),
+        DataType.FLOAT32: ("single", "fp32", "f4", "f"),
+        DataType.FLOAT16: ("half", "fp16", "f2", "e"),
+        DataType.BFLOAT16: ("bf16",),
+    }.items()
+    for name in (dtype.value, *names)
+}
+"""Those of NumPy and PyTorch, and their short forms; "float" is not among them: NumPy's has 64 bits, PyTorch's 32."""
+
+
 _E = TypeVar("_E", bound=StrEnum)
 
 
@@ -122,6 +138,27 @@ def enum_value(kind: type[_E], value: object, field_name: str) -> _E:
     known = ", ".join(member.value for member in kind)
     near = suggestion(name, (member.value for member in kind))
     raise InvalidProblemError(f"{field_name}={brief(value)} is unknown: use one of {known}{near}")
+
+
+def data_type(value: object, field_name: str) -> DataType:
+    """The element type that a value names: a `DataType`, its name, or a dtype of NumPy, CuPy, PyTorch or ml_dtypes.
+
+    Such as "float16", "f2", "half", numpy.float16, numpy.dtype("f2"), torch.float16, "bf16", ml_dtypes.bfloat16.
+
+    Raises:
+        InvalidProblemError: no such type, the bytes of its elements swapped, or "float", which means two types.
+    """
+    if isinstance(value, DataType):
+        return value
+    if isinstance(value, (type, np.dtype)):
+        with contextlib.suppress(TypeError):
+            dtype = np.dtype(value)
+            value = dtype.name if dtype.isnative else dtype.str
+    name = str(value).removeprefix("torch.").lower()
+    if name == "float":
+        raise InvalidProblemError(f"{field_name}='float' is float64 in NumPy and float32 in PyTorch: write which")
+    known = _DTYPE_NAMES.get(name.lstrip("=<"))
+    return enum_value(DataType, value, field_name) if known is None else known
 
 
 def one_size(value: object, field_name: str, least: int = 1) -> int:
@@ -188,7 +225,7 @@ class TensorDescriptor:
     def __post_init__(self) -> None:
         shape = sizes(self.shape, "shape")
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "dtype", enum_value(DataType, self.dtype, "dtype"))
+        object.__setattr__(self, "dtype", data_type(self.dtype, "dtype"))
         object.__setattr__(self, "layout", enum_value(Layout, self.layout, "layout"))
         if len(shape) != self.layout.spatial_dims + 2:
             raise InvalidProblemError(
@@ -275,6 +312,30 @@ class ConvolutionDescriptor:
                 f"dimension {dimension}, but the padded input is {padded}: enlarge the input or the padding"
             )
         return (padded - reach) // self.stride[dimension] + 1
+
+
+def named_padding(
+    name: str, filter_sizes: Sequence[int], stride: object, dilation: object
+) -> int | tuple[tuple[int, int], ...]:
+    """The padding that a name stands for, in numbers: "valid" none, "same" one that makes outputs as large as inputs.
+
+    Where that is an odd number of elements, there is one more behind than before. Source: PyTorch, torch.nn.Conv2d.
+
+    Raises:
+        InvalidProblemError: another name, or a stride with "same".
+    """
+    rank = len(filter_sizes)
+    if name.lower() == "valid":
+        return ((0, 0),) * rank
+    if name.lower() != "same":
+        near = suggestion(name, ("same", "valid"))
+        known = "'same', 'valid', an integer, or one a dimension"
+        raise InvalidProblemError(f"padding={brief(name)} must be {known}{near}")
+    if any(step != 1 for step in sizes(stride, "stride", rank)):
+        raise InvalidProblemError(f"padding='same' needs stride 1, not {stride}: give the padding in numbers")
+    reaches = zip(sizes(dilation, "dilation", rank), filter_sizes, strict=True)
+    totals = [step * (taps - 1) for step, taps in reaches]
+    return tuple((total // 2, total - total // 2) for total in totals)
 
 
 def _padding(value: object, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

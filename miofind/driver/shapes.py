@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from miofind.core.arguments import Padding
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription, enum_value
 from miofind.driver.epilogue import FLAG_NAMES, SWITCHES, check_directions, epilogue_of
 from miofind.errors import InvalidProblemError, suggestion
@@ -99,7 +100,7 @@ def _one_or_each(name: str, text: str) -> int | tuple[int, ...]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _padding(text: str) -> object:
+def _padding(text: str) -> Padding:
     """One number, one a spatial dimension, or before:after a dimension."""
     if ":" not in text:
         return _one_or_each("padding", text)

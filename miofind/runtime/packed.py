@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from miofind.arrays import arrays, operands
+from miofind.core.arguments import EpilogueArguments
 from miofind.core.problem import Direction, Operand
 from miofind.device.device import Place, check_fork
 from miofind.errors import InvalidArrayError, InvalidOptionError
 from miofind.launch.invoker import Invoker, bases_of, make_invoker, stay
 from miofind.runtime.handle import check_kernels, check_serves
-from miofind.runtime.runner import EpilogueArguments, FusedRunner, Runner
+from miofind.runtime.runner import FusedRunner, Runner
 from miofind.solver.steps import ConvSolution, Packing
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from miofind.arrays import arrays, operands
-from miofind.arrays.array_problem import GIVEN_OF_DIRECTION
+from miofind.core.arguments import EPILOGUE_OF_DIRECTION
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EPILOGUE_NUMBERS, EPILOGUE_OPERANDS, EpilogueParameters
 from miofind.core.problem import DataType, Direction, Operand, ProblemDescription
 from miofind.device.device import Place, check_fork
@@ -40,28 +40,17 @@ _FORWARD = Direction.FORWARD
 _BACKWARD_DATA = Direction.BACKWARD_DATA
 
 
-class EpilogueArguments(TypedDict, total=False):
-    """What a run of a problem with an epilogue is given besides x and w: arrays and numbers by name."""
-
-    scale: Any
-    bias: Any
-    channel_bias: Any
-    residual: Any
-    saved: Any
-    alpha: float | None
-    beta: float | None
-    low: float | None
-    high: float | None
-    slope: float | None
-
-
 EPILOGUE_NAMES = (*EPILOGUE_OPERANDS, *EPILOGUE_NUMBERS)
 """All of EpilogueArguments."""
 
 _KNOWN = frozenset(EPILOGUE_NAMES)
 
 
-class OutputStatistics(NamedTuple):
+A = TypeVar("A")
+"""An array's type: PyTorch's, CuPy's, NumPy's."""
+
+
+class OutputStatistics(NamedTuple, Generic[A]):
     """What a forward run with statistics returns.
 
     Attributes:
@@ -69,12 +58,12 @@ class OutputStatistics(NamedTuple):
         sum, sum_of_squares: (k,), of y as it is stored, over n and space; float32, float64 for float64.
     """
 
-    y: Any
-    sum: Any
-    sum_of_squares: Any
+    y: A
+    sum: A
+    sum_of_squares: A
 
 
-class ParameterGradients(NamedTuple):
+class ParameterGradients(NamedTuple, Generic[A]):
     """What a run of backward weights with a bias gradient returns.
 
     Attributes:
@@ -82,11 +71,11 @@ class ParameterGradients(NamedTuple):
         bias_gradient: (k,), the sum of dy over n and space.
     """
 
-    dw: Any
-    bias_gradient: Any
+    dw: A
+    bias_gradient: A
 
 
-Outputs = OutputStatistics | ParameterGradients
+Outputs = OutputStatistics[Any] | ParameterGradients[Any]
 """What a run returns that has several outputs; `out` may be one, or a plain tuple of as many arrays."""
 
 
@@ -286,7 +275,7 @@ class Runner:
         fused = f" with the epilogue {epilogue.text}" if epilogue else ""
         needed = f"{', '.join(wanted[:-1])} and {wanted[-1]}"
         told = f"a {self.problem.direction} solution{fused} takes {needed}; given: {', '.join(given) or 'none'}"
-        known = GIVEN_OF_DIRECTION[self._direction]
+        known = EPILOGUE_OF_DIRECTION[self._direction]
         surplus = [name for name in EPILOGUE_OPERANDS if name in known and name in given and name not in wanted]
         if not surplus:
             return told

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
+import numpy as np
 import pytest
 from hypothesis import given
 from problem_strategies import problems, refusal
@@ -50,7 +52,11 @@ def convolution(**arguments: object) -> ProblemDescription:
         ({"padding": ((1, 2),)}, ["padding=((1, 2),)", "2 (before, after) pairs"]),
         ({"padding": ((1, 2, 3), (0, 0))}, ["padding[0]=(1, 2, 3)", "2 entries"]),
         ({"padding": ((1, -2), (0, 0))}, ["padding[0][1]=-2", "between 0"]),
-        ({"padding": "same"}, ["padding='same'", "integer"]),
+        ({"padding": "sam"}, ["padding='sam'", "'same', 'valid'", "Did you mean same"]),
+        ({"padding": "same", "stride": 2}, ["padding='same'", "stride 1, not 2"]),
+        ({"dtype": "float"}, ["dtype='float'", "float64 in NumPy"]),
+        ({"dtype": np.dtype(">f4")}, ["dtype='>f4'", "bfloat16"]),
+        ({"dtype": int}, ["dtype='int64'", "bfloat16"]),
         ({"stride": 0}, ["stride=0", "between 1"]),
         ({"stride": (1, 0)}, ["stride[1]=0", "between 1"]),
         ({"stride": None}, ["stride=None", "integer"]),
@@ -70,6 +76,34 @@ def test_refusal_names_field_and_value(arguments: dict[str, object], words: list
     message = refusal(**arguments)
     assert message
     assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spellings"),
+    [
+        ("float64", ["float64", "double", "fp64", "f8", "d", float, np.float64, np.dtype("<f8")]),
+        ("float32", ["Float32", "single", "fp32", "<f4", "f", np.float32, np.dtype("f4")]),
+        ("float16", ["float16", "half", "fp16", "=f2", "e", "torch.float16", np.float16, np.dtype("e")]),
+        ("bfloat16", ["bfloat16", "bf16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), DataType.BFLOAT16]),
+    ],
+)
+def test_every_spelling_of_a_dtype(dtype: str, spellings: list[object]) -> None:
+    torch = pytest.importorskip("torch")
+    for spelling in (*spellings, getattr(torch, dtype)):
+        problem = convolution(dtype=spelling)
+        assert problem.network_config == convolution(dtype=dtype).network_config, spelling
+        assert TensorDescriptor(shape=(1, 2, 3, 4), dtype=spelling).dtype is DataType(dtype)
+
+
+@pytest.mark.parametrize(("taps", "dilation"), [((3, 3), 1), ((4, 1), (1, 3)), ((2, 5), (3, 2))])
+def test_same_padding_is_pytorchs(taps: tuple[int, int], dilation: object) -> None:
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Conv2d(2, 2, taps, padding="same", dilation=dilation)
+    left, right, top, bottom = layer._reversed_padding_repeated_twice
+    problem = ProblemDescription.convolution(x=(1, 2, 9, 7), w=(2, 2, *taps), padding="same", dilation=dilation)
+    assert (problem.conv.pad_before, problem.conv.pad_after) == ((top, left), (bottom, right))
+    assert problem.out_spatial == problem.spatial
+    assert convolution(padding="valid") == convolution(padding=0)
 
 
 def test_output_tensor_must_fit() -> None:
