@@ -80,6 +80,9 @@ class _RemoteQueue:
         """See `TaskQueue.give_back`."""
         return bool(self._asked(QueueCall.Method.GIVE_BACK, task))
 
+    def close(self) -> None:
+        """See `TaskQueue.close`: the parent's to do."""
+
     def _asked(self, method: QueueCall.Method, *arguments: object) -> Any:
         self._parent.send(QueueCall(method, arguments))
         return self._parent.receive()

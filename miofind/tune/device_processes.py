@@ -20,9 +20,8 @@ from miofind.process.service import End, Service, Silence
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import reordered
 from miofind.tune.device_process import DeviceProcessSetup, QueueCall, serve
-from miofind.tune.queue import TaskQueue
 from miofind.tune.values import Task, TuneFinished, TuneLost, TuneOptions, TuneResult, TuneStarted, WorkerEvent
-from miofind.tune.worker import failed
+from miofind.tune.worker import Tasks, failed
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class DeviceProcesses:
         self,
         handles: Sequence[Handle],
         options: TuneOptions,
-        queue: TaskQueue,
+        queue: Tasks,
         *,
         compiles: bool = False,
     ) -> None:
@@ -132,7 +131,7 @@ class _DeviceThread(threading.Thread):
         self,
         setup: DeviceProcessSetup,
         handle: Handle,
-        queue: TaskQueue,
+        queue: Tasks,
         tell: Callable[[WorkerEvent | _Left], None],
         stopping: threading.Event,
     ) -> None:

@@ -50,30 +50,37 @@ class Precompiler:
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
 
-    def prepare(self, problems: Iterable[ProblemDescription], handle: Handle) -> None:
-        """Begin to compile what measuring the problems will launch first, unless they are known."""
+    def prepare(
+        self, problems: Iterable[ProblemDescription], handle: Handle, options: TuneOptions | None = None
+    ) -> None:
+        """Begin to compile what measuring the problems will launch first, unless they are known.
+
+        Args:
+            options: how they will be measured; None for the tuning's own.
+        """
         if handle.device.place is Place.CUDA:
             for problem in problems:
-                self._helper.submit(functools.partial(self._prepare, problem, handle))
+                self._helper.submit(functools.partial(self._prepare, problem, handle, options or self._options))
 
     def close(self) -> None:
         """Plan nothing more."""
         self._helper.give_up()
         sys.setswitchinterval(self._switch_s)
 
-    def _prepare(self, problem: ProblemDescription, handle: Handle) -> None:
+    def _prepare(self, problem: ProblemDescription, handle: Handle, options: TuneOptions) -> None:
         try:
-            if known_solutions(problem, self._options, handle, queue=False):
+            if known_solutions(problem, options, handle, queue=False):
                 return
-            self.pool.submit(list(self._steps(problem, handle)), handle.device.arch)
+            self.pool.submit(list(_steps(problem, handle, options)), handle.device.arch)
         except BaseException as error:  # measuring the problem meets the same error, and says so
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
 
-    def _steps(self, problem: ProblemDescription, handle: Handle) -> Iterator[KernelStep]:
-        """Kernels of as many candidates of each solver as a find begins with, of what is measured first."""
-        first, *_ = tuning_plans(problem, self._options, handle)
-        counts: Counter[str] = Counter()
-        for planned in first.candidates:
-            counts[planned.solver.id] += 1
-            if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
-                yield from planned.kernels(handle.device)
+
+def _steps(problem: ProblemDescription, handle: Handle, options: TuneOptions) -> Iterator[KernelStep]:
+    """Kernels of as many candidates of each solver as a find begins with, of what is measured first."""
+    first, *_ = tuning_plans(problem, options, handle)
+    counts: Counter[str] = Counter()
+    for planned in first.candidates:
+        counts[planned.solver.id] += 1
+        if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
+            yield from planned.kernels(handle.device)

@@ -73,12 +73,16 @@ class Task:
         kind: `Device.identity` of those that may take it.
         estimate_s: how long measuring it may take, from its size alone.
         losses: devices that were lost over it.
+        options: how it is measured; None for the tuning's own.
+        ticket: what a queue that serves several tunings knows it by: they may have tasks of one problem.
     """
 
     request: SuiteProblem
     kind: str
     estimate_s: float
     losses: int = 0
+    options: TuneOptions | None = None
+    ticket: int = 0
 
     @property
     def weight(self) -> float:

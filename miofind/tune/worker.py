@@ -53,6 +53,9 @@ class Tasks(Protocol):
     def give_back(self, task: Task) -> bool:
         """Leave the task of a lost device to another; False where it has cost too many."""
 
+    def close(self) -> None:
+        """Give out nothing more."""
+
 
 class Worker:
     """Tunes what a queue has for one device.
@@ -91,12 +94,12 @@ class Worker:
         while (task := self._queue.take(kind)) is not None:
             self._tell(TuneStarted(device=self.number, task=task))
             if self._precompiler is not None:
-                following = self._queue.ahead(kind, self._precompiler.depth)
-                self._precompiler.prepare((each.request.problem for each in following), self._handle)
+                for each in self._queue.ahead(kind, self._precompiler.depth):
+                    self._precompiler.prepare([each.request.problem], self._handle, each.options)
             began = time.monotonic()
             try:
                 pool = self._precompiler.pool if self._precompiler else None
-                result = tuned(task, self._handle, self._options, pool)
+                result = tuned(task, self._handle, task.options or self._options, pool)
             except (DeviceLostError, NoDeviceError) as error:
                 self._lose(task, str(error), time.monotonic() - began)
                 return

@@ -1,0 +1,339 @@
+"""The queue of a fleet on a real PostgreSQL: who gets what, what a lease is worth, and what becomes of the lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from uuid import UUID, uuid4
+
+import pytest
+from postgres_server import new_database, new_server
+from sqlalchemy import text
+
+from miofind.core.problem import ProblemDescription
+from miofind.errors import DatabaseError, InvalidOptionError
+from miofind.fleet.campaign_options import options_json, options_of
+from miofind.fleet.campaigns import retry, set_paused, submit
+from miofind.fleet.database import FleetDatabase, UnreachableError
+from miofind.fleet.queue import MOST_ATTEMPTS, Queue
+from miofind.fleet.values import Agent, CampaignRequest, Finish, Hold, Kind, Submitted
+from miofind.options import FindOptions
+from miofind.suites import SuiteProblem
+from miofind.tune.values import TuneOptions
+
+KIND, OTHER = Kind(device="A|1|9.0|", stack="s1"), Kind(device="A|1|9.0|", stack="s2")
+NIGHTLY = CampaignRequest(name="nightly", options=TuneOptions())
+
+
+def problems(count: int) -> list[SuiteProblem]:
+    return [
+        SuiteProblem(
+            problem=ProblemDescription.convolution(x=(1, 2, 4, 4), w=(k, 2, 3, 3)),
+            suite="s",
+            layer=f"layer{k}",
+            count=1,
+        )
+        for k in range(1, count + 1)
+    ]
+
+
+def heavier_with_k(problem: ProblemDescription) -> float:
+    return float(problem.k)
+
+
+@pytest.fixture
+def database(postgres_url: str) -> Iterator[FleetDatabase]:
+    made = FleetDatabase(postgres_url)
+    made.create()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def queue(database: FleetDatabase) -> Queue:
+    return Queue(database)
+
+
+def submitted(
+    database: FleetDatabase, count: int = 3, request: CampaignRequest = NIGHTLY, kind: Kind = KIND
+) -> Submitted:
+    found = submit(database, request, problems(count), heavier_with_k)
+    Queue(database).enrol(kind)
+    return found
+
+
+def scalar(database: FleetDatabase, statement: str, **values: object) -> object:
+    with database.transaction() as connection:
+        return connection.execute(text(statement), values).scalar()
+
+
+def states(database: FleetDatabase) -> dict[str, int]:
+    with database.transaction() as connection:
+        found = connection.execute(text("SELECT state, count(*) FROM job GROUP BY state")).all()
+        return {str(state): int(count) for state, count in found}
+
+
+def expire(database: FleetDatabase) -> None:
+    """Let all leases run out on the server's clock, the only one there is."""
+    with database.transaction() as connection:
+        connection.execute(text("UPDATE job SET lease_until = now() - interval '1 s' WHERE state = 'leased'"))
+
+
+def holds(queue: Queue, worker: UUID, most: int = 1, kind: Kind = KIND) -> list[Hold]:
+    return [claimed.hold for claimed in queue.claim(worker, kind, most)]
+
+
+def done(hold: Hold) -> Finish:
+    return Finish(hold=hold, outcome="tuned", seconds=0.5)
+
+
+def test_the_heaviest_go_first_and_to_their_kind_alone(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database)
+    assert queue.claim(uuid4(), OTHER, 5) == [], "another stack has no jobs until it enrols"
+    found = queue.claim(uuid4(), KIND, 2)
+    assert [claimed.task.request.problem.k for claimed in found if claimed.task] == [3, 2]
+    assert {claimed.task.kind for claimed in found if claimed.task} == {KIND.device}
+    assert len(queue.claim(uuid4(), KIND, 5)) == 1
+    assert queue.claim(uuid4(), KIND, 5) == []
+
+
+def test_submitting_again_resumes(database: FleetDatabase, queue: Queue) -> None:
+    first = submitted(database)
+    queue.finish([done(hold) for hold in holds(queue, uuid4(), 2)])
+    again = submitted(database, 5)
+    assert (first.problems, first.added, again.problems, again.added) == (3, 3, 5, 2)
+    assert (again.campaign, again.jobs) == (first.campaign, 0), "no GPU has registered"
+    assert states(database) == {"done": 2, "new": 3}
+    assert queue.enrol(OTHER) == 5
+    assert queue.enrol(OTHER) == 0
+    with pytest.raises(DatabaseError, match="the campaign nightly has other options"):
+        submit(database, replace(NIGHTLY, options=TuneOptions(force=True)), problems(1))
+
+
+def test_a_campaign_for_named_kinds_is_left_alone_by_others(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, request=replace(NIGHTLY, stacks=("s2",)))
+    assert (queue.enrol(KIND), states(database)) == (0, {})
+    assert queue.enrol(OTHER) == 3
+
+
+def test_campaigns_go_by_priority_and_paused_ones_not_at_all(database: FleetDatabase, queue: Queue) -> None:
+    low = submitted(database, 2).campaign
+    high = submitted(database, 2, replace(NIGHTLY, name="urgent", priority=5)).campaign
+    assert [claimed.campaign for claimed in queue.claim(uuid4(), KIND, 1)] == [high]
+    set_paused(database, "urgent", paused=True)
+    assert queue.paused([low, high]) == {high}
+    assert {claimed.campaign for claimed in queue.claim(uuid4(), KIND, 9)} == {low}
+    assert queue.claim(uuid4(), KIND, 9) == []
+    set_paused(database, "urgent", paused=False)
+    assert [claimed.campaign for claimed in queue.claim(uuid4(), KIND, 9)] == [high]
+    with pytest.raises(DatabaseError, match="there is no campaign 'daily': there are urgent, nightly"):
+        set_paused(database, "daily", paused=True)
+
+
+def test_who_comes_late_is_refused(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 1)
+    (late,) = holds(queue, uuid4())
+    expire(database)
+    assert queue.reap() == 1
+    assert queue.finish([done(late)]) == set(), "it is nobody's"
+    (ours,) = holds(queue, uuid4())
+    assert (queue.renew([late, ours]), queue.finish([done(late)])) == ({ours}, set())
+    assert queue.finish([done(ours)]) == {ours}
+    assert queue.finish([done(ours)]) == set(), "the second telling, its answer lost, changes nothing"
+    assert states(database) == {"done": 1}
+
+
+def test_leases_that_are_renewed_hold(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 3)
+    mine, theirs = holds(queue, uuid4(), 2), holds(queue, uuid4(), 1)
+    expire(database)
+    assert queue.renew(mine) == set(mine), "what nobody took meanwhile is still ours"
+    assert queue.reap() == 1
+    assert states(database) == {"leased": 2, "new": 1}
+    assert queue.renew(theirs) == set()
+
+
+def test_only_what_was_begun_costs_a_loss_and_the_second_parks_it(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 3)
+    for losses in (1, 2):
+        batch = holds(queue, uuid4(), 3)
+        queue.begin(batch[:1])
+        expire(database)
+        assert queue.reap() == 3
+        assert scalar(database, "SELECT max(losses) FROM job") == losses
+    assert states(database) == {"parked": 1, "new": 2}
+    assert scalar(database, "SELECT count(*) FROM event WHERE kind = 'parked'") == 1
+    assert "the host that measured it is gone" in str(scalar(database, "SELECT message FROM job WHERE losses = 2"))
+    assert retry(database, "nightly") == 1
+    assert states(database) == {"new": 3}
+
+
+def test_a_job_that_is_lost_again_and_again_unbegun_is_parked(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 1)
+    for _ in range(MOST_ATTEMPTS):
+        assert states(database) == {"new": 1}
+        holds(queue, uuid4())
+        expire(database)
+        queue.reap()
+    assert states(database) == {"parked": 1}
+
+
+def test_a_device_lost_over_a_job_is_told_at_once(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 1)
+    for expected in ({"new": 1}, {"parked": 1}):
+        queue.lose(holds(queue, uuid4())[0], "the GPU fell off the bus")
+        assert states(database) == expected
+
+
+def test_what_is_given_back_costs_nothing(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 3)
+    worker = uuid4()
+    batch = holds(queue, worker, 3)
+    queue.begin(batch)
+    queue.release(batch[1:])
+    assert states(database) == {"leased": 1, "new": 2}
+    assert scalar(database, "SELECT sum(attempts) FROM job") == 1
+    unheard = holds(queue, worker, 1)  # the answer to this claim is lost
+    queue.release_unknown(worker, batch[:1])
+    assert (states(database), queue.renew(unheard)) == ({"leased": 1, "new": 2}, set())
+
+
+def test_an_agent_that_starts_again_frees_what_its_dead_predecessor_held(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 3)
+    dead, other = Agent(id=uuid4(), host="h"), uuid4()
+    queue.register(dead, "1")
+    queue.begin(holds(queue, dead.id, 2)[:1])
+    holds(queue, other, 1)
+    queue.lose_worker(dead.id)
+    assert states(database) == {"leased": 1, "new": 2}
+    assert scalar(database, "SELECT sum(losses) FROM job") == 1
+    assert scalar(database, "SELECT state FROM worker") == "gone"
+
+
+def claim_all(url: str, chunk: int, told: multiprocessing.SimpleQueue[list[int]]) -> None:
+    database = FleetDatabase(url)
+    queue, worker, found = Queue(database), uuid4(), []
+    while batch := holds(queue, worker, chunk):
+        found += [hold.job for hold in batch]
+        assert queue.finish([done(hold) for hold in batch]) == set(batch)
+    database.close()
+    told.put(found)
+
+
+def test_two_claimers_never_share_a_job(database: FleetDatabase, postgres_url: str) -> None:
+    """1,000 jobs, three processes and three threads, in batches of many sizes."""
+    submitted(database, 1000)
+    context = multiprocessing.get_context("spawn")
+    told: multiprocessing.SimpleQueue[list[int]] = context.SimpleQueue()
+    processes = [context.Process(target=claim_all, args=(postgres_url, chunk, told)) for chunk in (1, 7)]
+    for process in processes:
+        process.start()
+    with ThreadPoolExecutor(3) as pool:
+        for chunk in (1, 3, 20):
+            pool.submit(claim_all, postgres_url, chunk, told)
+    claimed = [told.get() for _ in range(5)]
+    for process in processes:
+        process.join()
+    found = [job for part in claimed for job in part]
+    assert (len(found), len(set(found)), states(database)) == (1000, 1000, {"done": 1000})
+
+
+def test_one_reaper_at_a_time(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 1)
+    holds(queue, uuid4())
+    expire(database)
+    locked, over = threading.Event(), threading.Event()
+
+    def hold_lock() -> None:
+        with database.transaction() as connection:
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": int.from_bytes(b"mioreap", "big")})
+            locked.set()
+            over.wait()
+
+    holder = threading.Thread(target=hold_lock)
+    holder.start()
+    locked.wait()
+    try:
+        assert queue.reap() == 0
+    finally:
+        over.set()
+        holder.join()
+    assert queue.reap() == 1
+
+
+def test_a_restart_of_the_server_extends_all_leases() -> None:
+    with new_server() as server, new_database(server.url) as url:
+        database = FleetDatabase(url)
+        database.create()
+        queue = Queue(database)
+        submitted(database, 1)
+        (hold,) = holds(queue, uuid4())
+        queue.reap()
+        server.kill()
+        with pytest.raises(UnreachableError, match="is out of reach"):
+            queue.renew([hold])
+        server.start()
+        expire(database)  # the outage outlasted the lease
+        assert queue.reap() == 0
+        assert queue.finish([done(hold)]) == {hold}
+        assert scalar(database, "SELECT count(*) FROM event WHERE kind = 'outage'") == 1
+        database.close()
+
+
+def test_clocks_of_clients_are_nobodys(database: FleetDatabase, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(database, 2)
+    first = holds(queue, uuid4())
+    monkeypatch.setattr("time.time", lambda: 4e9)
+    second = holds(queue, uuid4())
+    assert queue.reap() == 0
+    monkeypatch.setattr("time.time", lambda: 1.0)
+    assert queue.renew([*first, *second]) == {*first, *second}
+    spread = "SELECT extract(epoch FROM max(lease_until) - min(lease_until)) FROM job"
+    assert float(str(scalar(database, spread))) < 60
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "told"),
+    [
+        ("network_config", "conv9d-nonsense", "conv9d-nonsense"),
+        ("estimate_s", "NaN", "are no time and no count"),
+        ("count", "0", "are no time and no count"),
+    ],
+)
+def test_a_job_that_cannot_be_read_is_refused(
+    database: FleetDatabase, queue: Queue, column: str, value: str, told: str
+) -> None:
+    submitted(database, 1)
+    with database.transaction() as connection:
+        connection.execute(text(f"UPDATE job SET {column} = '{value}'"))
+    (claimed,) = queue.claim(uuid4(), KIND, 1)
+    assert claimed.task is None
+    assert told in claimed.refusal
+
+
+def test_options_cross_as_plain_json() -> None:
+    find = FindOptions(only=("ConvCpuDirect",), tuning=True, trials=7, time_budget_s=float("inf"), isolate=True)
+    options = TuneOptions(find=find, force=True)
+    assert options_of(options_json(options)) == options
+    assert options_of({}) == TuneOptions(find=FindOptions(isolate=True)), "candidates always run in a sandbox"
+    with pytest.raises(InvalidOptionError, match="recheck goes by the notes"):
+        options_json(TuneOptions(recheck=True))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [None, [], {"isolate": False}, {"only": 3}, {"trials": -1}, {"force": 1}, {"only": ["nothing"]}, {"seed": "x"}],
+)
+def test_options_of_another_form_are_refused(values: object) -> None:
+    with pytest.raises(DatabaseError):
+        options_of(values)
+
+
+def test_a_url_tells_no_password() -> None:
+    for url in ("postgresql://user:secret@nowhere.invalid/db", "mysql://user:secret@host/db", "secret"):
+        with pytest.raises(DatabaseError) as raised:
+            FleetDatabase(url).create()
+        assert "secret" not in str(raised.value)
