@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from miofind.driver.shapes import is_shape_line, parse_shapes
 from miofind.errors import InvalidOptionError, suggestion
 from miofind.suites import PROBLEM_CLASSES, Suite, SuiteProblem, load, load_csv, load_lines, problem_class
 from miofind.suites.find_db_text import load_find_db, parse_find_db_key
+from miofind.suites.onnx_file import load_onnx
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +123,29 @@ def _directions(
     return tuple(direction for direction in Direction if direction.value in values or "all" in values)
 
 
+def _sizes(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    pairs = [value.rpartition("=") for value in values]
+    for value, (name, _, size) in zip(values, pairs, strict=True):
+        if not name or re.fullmatch(r"[0-9]{1,10}", size, re.ASCII) is None:
+            raise click.BadParameter(f"{value!r} is no size: write NAME=N, such as batch=32")
+    return {name: int(size) for name, _, size in pairs}
+
+
 _REQUESTS = (
     click.option(
-        "--suite", "suites", multiple=True, metavar="NAME", help="Name of a shipped suite, or a file; repeatable."
+        "--suite",
+        "suites",
+        multiple=True,
+        metavar="NAME",
+        help="Name of a shipped suite, or a file: a .csv table, an .onnx network, MIOpenDriver lines; repeatable.",
+    ),
+    click.option(
+        "--size",
+        "sizes",
+        multiple=True,
+        metavar="NAME=N",
+        callback=_sizes,
+        help="Number for a symbolic size of a network's inputs, such as batch=32; repeatable.",
     ),
     click.option(
         "--csv",
@@ -195,6 +216,7 @@ def named_requests(
     line_files: Sequence[str],
     fdbs: Sequence[str],
     line: Sequence[str],
+    sizes: Mapping[str, int],
     classes: Sequence[str],
     limit: int | None,
     **variant: Any,
@@ -202,6 +224,7 @@ def named_requests(
     """As `requests_of`; None where nothing was named and nothing is `needed`.
 
     Args:
+        sizes: numbers for symbolic sizes of networks.
         variant: the fields of `SuiteOverrides`.
     """
     if not (suites or csvs or line_files or fdbs or line):
@@ -217,7 +240,7 @@ def named_requests(
         named = [SuiteProblem(problem=p, suite="", layer=problem_class(p), count=1) for p in problems]
     else:
         named = []
-    tables = [*map(load, suites), *map(load_csv, csvs), *map(load_lines, line_files), *map(_find_db, fdbs)]
+    tables = [*_suites(suites, sizes), *map(load_csv, csvs), *map(load_lines, line_files), *map(_find_db, fdbs)]
     requests = _distinct([*(request for table in tables for request in asked.of(table)), *named])
     if not requests:
         if any(table.rows for table in tables) and asked.directions:
@@ -243,6 +266,29 @@ def _check_epilogue_flags(line: Sequence[str]) -> None:
         raise click.UsageError(
             f"{flags[0]} is of a driver line or of --x and --w: suites and tables have a column epilogue"
         )
+
+
+def _suites(names: Sequence[str], sizes: Mapping[str, int]) -> list[Suite]:
+    """The suites and files of those names.
+
+    Raises:
+        UsageError: sizes that no network takes.
+    """
+    if sizes and not any(map(_is_network, names)):
+        raise click.UsageError(f"--size {next(iter(sizes))}: it is of a network, --suite FILE.onnx")
+    return [_network(name, sizes) if _is_network(name) else load(name) for name in names]
+
+
+def _is_network(name: str) -> bool:
+    return name.lower().endswith(".onnx")
+
+
+def _network(path: str, sizes: Mapping[str, int]) -> Suite:
+    """The problems of a network in a file, with one warning about convolutions that are left out."""
+    found = load_onnx(path, sizes=sizes)
+    if found.warning:
+        logger.warning("%s", found.warning)
+    return found.suite
 
 
 def _find_db(path: str) -> Suite:

@@ -8,6 +8,8 @@ from miofind.suites.suite import (
     load_csv,
     load_lines,
     load_suite,
+    save_csv,
+    save_lines,
     suite_names,
 )
 from miofind.suites.table import SuiteRow
@@ -22,5 +24,7 @@ __all__ = [
     "load_lines",
     "load_suite",
     "problem_class",
+    "save_csv",
+    "save_lines",
     "suite_names",
 ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import TextIO
 
 from miofind.core.problem import (
     DataType,
@@ -17,9 +18,11 @@ from miofind.core.problem import (
     ProblemDescription,
     enum_value,
 )
-from miofind.driver.line import read_driver_line
+from miofind.driver.line import driver_line, read_driver_line
 from miofind.errors import InvalidOptionError, InvalidProblemError, suggestion
-from miofind.suites.table import SuiteRow, read_table
+from miofind.files import replacing
+from miofind.printable import printable
+from miofind.suites.table import SuiteRow, read_table, write_table
 from miofind.suites.text import read_lines
 
 _MOST_SAMPLE_IMAGES = 2
@@ -190,6 +193,39 @@ def load_csv(path: str | Path) -> Suite:
     """
     lines = read_lines(Path(path))
     return Suite(name=Path(path).stem, rows=tuple(read_table(lines, source=str(path), suite=Path(path).stem)))
+
+
+def save_csv(suite: Suite, path: str | Path) -> None:
+    """Write a suite as a table that `load_csv` reads, whole or not at all.
+
+    Raises:
+        InvalidOptionError: the file cannot be written.
+    """
+    _write(Path(path), lambda target: write_table(suite.rows, target))
+
+
+def save_lines(suite: Suite, path: str | Path) -> None:
+    """Write a suite as MIOpenDriver lines, which `load_lines` reads, whole or not at all; counts become comments.
+
+    Raises:
+        InvalidOptionError: the file cannot be written.
+    """
+
+    def write(target: TextIO) -> None:
+        for row in suite.rows:
+            target.write(f"# {printable(row.layer)}: {row.count}\n")
+            target.writelines(f"{driver_line(row.problem.in_direction(d))}\n" for d in row.directions)
+
+    _write(Path(path), write)
+
+
+def _write(path: Path, write: Callable[[TextIO], None]) -> None:
+    try:
+        with replacing(path) as target:
+            write(target)
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise InvalidOptionError(f"file {path} cannot be written: {reason}") from error
 
 
 def load_lines(path: str | Path) -> Suite:

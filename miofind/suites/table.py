@@ -1,4 +1,4 @@
-"""Reads CSV tables of convolution problems. An error names the file, the line, the column and the value."""
+"""Reads and writes CSV tables of convolution problems. An error names the file, the line, the column and the value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from miofind.core.problem import DataType, Direction, Epilogue, Layout, ProblemDescription, enum_value
 from miofind.errors import InvalidProblemError
@@ -20,6 +20,8 @@ _OPTIONAL_SIZES = {
     "count": 1,
 }
 _TEXTS = ("suite", "layer", "spatial_dims", "layout", "dtype", "direction", "epilogue")
+_PROBLEM = "problem"
+_BESIDE_PROBLEM = ("suite", "layer", "count")
 _MOST_SHOWN = 40
 _FILTER = {"d": "fz", "h": "fy", "w": "fx"}
 _DEPTH = {"d", "fz", "pad_d", "stride_d", "dil_d"}
@@ -89,7 +91,7 @@ def read_table(lines: Iterable[str], *, source: str, suite: str) -> Iterator[Sui
         if len(values) != len(columns):
             raise InvalidProblemError(f"{where}: {len(values)} values for {len(columns)} columns")
         cells = _Cells(where, dict(zip(columns, (value.strip() for value in values), strict=True)))
-        yield _row(cells, suite)
+        yield _row(cells, suite, _named_problem(cells) if _PROBLEM in columns else _sized_problem(cells))
 
 
 class _Row(NamedTuple):
@@ -111,19 +113,55 @@ def _rows(lines: Iterable[str], source: str) -> Iterator[_Row]:
         yield _Row(f"{source}, line {reader.line_num}", values)
 
 
+def write_table(rows: Iterable[SuiteRow], target: TextIO) -> None:
+    """Write rows as a table that says of each problem all that there is to say, in its column `problem`.
+
+    A row of several directions becomes as many.
+    """
+    writer = csv.writer(target, lineterminator="\n")
+    writer.writerow((*_BESIDE_PROBLEM, _PROBLEM))
+    for row in rows:
+        for direction in row.directions:
+            problem = row.problem.in_direction(direction)
+            writer.writerow((row.suite, row.layer, row.count, problem.network_config))
+
+
 def _check_columns(columns: list[str], source: str) -> None:
-    known = {*_SIZES, *_OPTIONAL_SIZES, *_TEXTS}
+    known = [*_SIZES, *_OPTIONAL_SIZES, *_TEXTS, _PROBLEM]
+    if _PROBLEM in columns:
+        known = [*_BESIDE_PROBLEM, _PROBLEM]
     if unknown := [name for name in columns if name not in known]:
-        names = ", ".join((*_SIZES, *_OPTIONAL_SIZES, *_TEXTS))
+        names = ", ".join(known)
         raise InvalidProblemError(f"{source}, line 1: column {unknown[0]!r} is unknown: known are {names}")
     if len(set(columns)) != len(columns):
         raise InvalidProblemError(f"{source}, line 1: a column stands twice in {','.join(columns)}")
+    if _PROBLEM in columns:
+        return
     needed = [name for name in _SIZES if _DEPTH & set(columns) or name not in _DEPTH]
     if missing := [name for name in needed if name not in columns]:
         raise InvalidProblemError(f"{source}, line 1: column {missing[0]!r} is missing")
 
 
-def _row(cells: _Cells, suite: str) -> SuiteRow:
+def _row(cells: _Cells, suite: str, problem: ProblemDescription) -> SuiteRow:
+    return SuiteRow(
+        problem=problem,
+        suite=cells.values.get("suite") or suite,
+        layer=cells.values.get("layer") or cells.where.rpartition(", ")[2],
+        count=cells.integer("count"),
+        directions=(problem.direction,),
+    )
+
+
+def _named_problem(cells: _Cells) -> ProblemDescription:
+    """The problem whose network_config stands in the row."""
+    try:
+        return ProblemDescription.from_network_config(cells.values[_PROBLEM])
+    except InvalidProblemError as error:
+        raise InvalidProblemError(f"{cells.where}, column {_PROBLEM}: {error}") from error
+
+
+def _sized_problem(cells: _Cells) -> ProblemDescription:
+    """The problem that the row's columns describe, one a size."""
     values = cells.values
     dims = "dhw" if "d" in values else "hw"
     rank = values.get("spatial_dims") or str(len(dims))
@@ -137,7 +175,7 @@ def _row(cells: _Cells, suite: str) -> SuiteRow:
     direction, dtype, layout = _direction(cells), _dtype(cells), _layout(cells)
     epilogue = _epilogue(cells)
     try:
-        problem = ProblemDescription.convolution(
+        return ProblemDescription.convolution(
             x=x,
             w=w,
             padding=padding,
@@ -151,13 +189,6 @@ def _row(cells: _Cells, suite: str) -> SuiteRow:
         )
     except InvalidProblemError as error:
         raise InvalidProblemError(f"{cells.where}: {error}") from error
-    return SuiteRow(
-        problem=problem,
-        suite=values.get("suite") or suite,
-        layer=values.get("layer") or cells.where.rpartition(", ")[2],
-        count=cells.integer("count"),
-        directions=(direction,),
-    )
 
 
 def _dtype(cells: _Cells) -> DataType:

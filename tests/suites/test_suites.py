@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,15 @@ from miofind.driver.line import driver_line, parse_driver_line
 from miofind.errors import InvalidOptionError, InvalidProblemError
 from miofind.suites import (
     PROBLEM_CLASSES,
+    Suite,
+    SuiteRow,
     load,
     load_csv,
     load_lines,
     load_suite,
     problem_class,
+    save_csv,
+    save_lines,
     suite_names,
 )
 
@@ -168,6 +173,8 @@ def test_short_table(tmp_path: Path) -> None:
         (["n,c,h,w,k,fy,fx,dtype", "1,1,1,1,1,1,1,INT8"], ["line 2", "column dtype", "'INT8'"]),
         (["n,c,h,w,k,fy,fx,direction", "1,1,1,1,1,1,1,D"], ["line 2", "column direction", "'D'"]),
         (["n,c,h,w,k,fy,fx,layout", "1,1,1,1,1,1,1,NCDHW"], ["line 2", "layout=NCDHW"]),
+        (["problem,n", "x,1"], ["line 1", "column 'n' is unknown", "problem"]),
+        (["problem", "conv2d-forward"], ["line 2", "column problem", "conv2d-forward"]),
         (["spatial_dims,n,c,h,w,k,fy,fx", "3,1,1,1,1,1,1,1"], ["line 2", "column spatial_dims", "'3'"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
@@ -177,6 +184,30 @@ def test_bad_table_names_file_line_column_and_value(tmp_path: Path, lines: list[
     with pytest.raises(InvalidProblemError) as caught:
         load_csv(table)
     assert [word for word in [str(table), *words] if word not in str(caught.value)] == []
+
+
+def test_what_is_saved_is_read_back_whole(tmp_path: Path) -> None:
+    """Whatever a problem has that the columns of sizes cannot say: one dimension, mixed layouts, TF32, an epilogue."""
+    problems = [
+        "conv1d-forward-n2-c4-i9-k6-f3-p2_0-float32-NCW-tf32",
+        "conv2d-backward_weights-n1-c3-i8x8-k4-f3x3-s2x1-float16.float32.float16-NHWC.NCHW.NHWC",
+        "conv3d-forward-n1-c4-i4x5x6-k8-f3x3x3-p1x1x1-g2-bfloat16-NDHWC-e.bias.relu",
+    ]
+    rows = [
+        SuiteRow(problem=problem, suite="net", layer='a,"b"', count=3, directions=(problem.direction,))
+        for problem in map(ProblemDescription.from_network_config, problems)
+    ]
+    both = replace(rows[0], layer="all", directions=(Direction.FORWARD, Direction.BACKWARD_DATA))
+    suite = Suite(name="net", rows=(*rows, both))
+    csv, lines = tmp_path / "net.csv", tmp_path / "net.txt"
+    save_csv(suite, csv)
+    save_lines(suite, lines)
+    read = load(str(csv))
+    assert read.rows[:3] == tuple(rows)
+    assert [(row.layer, row.directions) for row in read.rows[3:]] == [("all", (d,)) for d in both.directions]
+    assert [row.problem for row in load(str(lines)).rows] == [row.problem for row in read.rows]
+    with pytest.raises(InvalidOptionError, match="cannot be written"):
+        save_csv(suite, tmp_path / "none" / "net.csv")
 
 
 @pytest.mark.parametrize("read", [load_csv, load_lines])
