@@ -1,0 +1,219 @@
+"""Launches: functions of two tensors that allocate a result of a call and run a bound solution.
+
+This is the hot path: the addresses of tensors go straight to the invoker. What the tensors are like was checked when
+their plan was made, by whose key calls find it.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from miofind.errors import CompileError, InvalidConfigError, LaunchError, MissingLibraryError, brief
+from miofind.launch.invoker import Invoker
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
+from miofind.torch import formats
+from miofind.torch.calls import ConvolutionCall, Unserved
+from miofind.torch.memory import host_array, is_capturing, stream_reader
+
+logger = logging.getLogger(__name__)
+
+Launch = Callable[[Any, Any], Any]
+"""Computes a result of a call from two of its tensors: y from (x, w), dx from (grad, w), dw from (x, grad).
+
+It returns None where a tensor's address has the alignment of no solution."""
+
+INPUTS = {"y": ("x", "w"), "dx": ("grad", "w"), "dw": ("x", "grad")}
+"""What a launch of each result is given, in order."""
+
+_NOT_READY = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
+
+
+class Arguments(NamedTuple):
+    """A call's tensors and numbers.
+
+    Attributes:
+        x, w: input and weights.
+        grad: gradient of the output, None in a forward call.
+        bias: a tensor, its sizes in a backward call, or None.
+        geometry: stride, padding, dilation, transposed, output_padding and groups.
+    """
+
+    x: Any
+    w: Any
+    grad: Any
+    bias: Any
+    geometry: tuple[Any, ...]
+
+
+class Made(NamedTuple):
+    """A launch, and the solution that it runs."""
+
+    launch: Launch
+    solution: Solution
+
+
+class ReadySolutions:
+    """Solutions in order, made ready one after another; those that cannot be are left out."""
+
+    def __init__(self, solutions: Sequence[Solution], handle: Handle) -> None:
+        self._left = list(solutions)
+        self._handle = handle
+
+    def next(self, below_bytes: int | None = None) -> tuple[Solution, Invoker]:
+        """The next solution that can be made ready, and what runs it.
+
+        Args:
+            below_bytes: an alignment; only solutions whose tensors need less.
+
+        Raises:
+            Unserved: there is none.
+        """
+        told: list[str] = []
+        while self._left:
+            solution = self._left.pop(0)
+            try:
+                invoker = self._handle.invoker(
+                    solution.problem, solution.solver_id, solution.config, solution.kernel_hash
+                )
+            except _NOT_READY as error:
+                logger.warning("%s cannot run %s: %s", solution.id, solution.problem, error)
+                told.append(f"{solution.solver_id}: {first_line(error)}")
+                continue
+            if below_bytes is None or invoker.alignment_bytes < below_bytes:
+                return solution, invoker
+        raise Unserved("; ".join(told) or "no solution is left")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, as long as a reason may be."""
+    return brief(str(error).partition("\n")[0])
+
+
+class _Form(NamedTuple):
+    """How a launch makes its result and reads its tensors.
+
+    Attributes:
+        shape, strides: of the result.
+        layout: memory order of all tensors.
+        copies: whether each of the two tensors has to be packed first.
+        pick: puts the two tensors, the result and the workspace in an invoker's order.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    layout: Any
+    copies: tuple[bool, bool]
+    pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+class Launches:
+    """The launches of one result of calls that look alike, a solution behind the other.
+
+    Args:
+        computed: "y", "dx" or "dw".
+        arguments: one such call's.
+    """
+
+    def __init__(self, computed: str, call: ConvolutionCall, arguments: Arguments, solutions: ReadySolutions) -> None:
+        layout, names = call.backend_format, INPUTS[computed]
+        shapes = {"y": call.output_shape, "dx": call.x.shape, "dw": call.w.shape}
+        order = [(*names, computed).index(name) for name in call.operands(computed)]
+        copies = [name != "grad" and not formats.is_dense(getattr(arguments, name), layout) for name in names]
+        self._form = _Form(
+            shape=shapes[computed],
+            strides=formats.strides(shapes[computed], layout),
+            layout=layout,
+            copies=(copies[0], copies[1]),
+            pick=operator.itemgetter(*order, 3),
+        )
+        self._device = arguments.x.device
+        self._solutions = solutions
+        self._lock = threading.Lock()
+
+    def first(self) -> Made:
+        """The launch of the first solution that can be made ready.
+
+        Raises:
+            Unserved: there is none.
+        """
+        solution, invoker = self._solutions.next()
+        return Made(self._launch(invoker), solution)
+
+    def _launch(self, invoker: Invoker) -> Launch:
+        if self._device.type != "cuda":
+            return _host_launch(self._form, invoker)
+        return _device_launch(self._form, invoker, self._device.index or 0, self._behind(invoker))
+
+    def _behind(self, invoker: Invoker) -> Launch:
+        """A launch of the next solution that needs a smaller alignment, made at its first call."""
+        made: list[Launch] = []
+
+        def launch(first: Any, second: Any) -> Any:
+            if not made:
+                if is_capturing(self._device):
+                    return None
+                with self._lock:
+                    if not made:
+                        made.append(self._made_behind(invoker))
+            return made[0](first, second)
+
+        return launch
+
+    def _made_behind(self, invoker: Invoker) -> Launch:
+        try:
+            _, following = self._solutions.next(below_bytes=invoker.alignment_bytes)
+        except Unserved:
+            return lambda first, second: None
+        return self._launch(following)
+
+
+def _device_launch(form: _Form, invoker: Invoker, index: int, behind: Launch) -> Launch:
+    """A launch on a GPU."""
+    shape, strides, layout, (copies_first, copies_second), pick = form
+    run, read_stream, workspace_bytes = invoker.run, stream_reader(), invoker.workspace_bytes
+    misaligned = invoker.alignment_bytes - 1
+    empty, uint8 = torch.empty, torch.uint8
+
+    def launch(first: Any, second: Any) -> Any:
+        if copies_first:
+            first = formats.dense(first, layout)
+        if copies_second:
+            second = formats.dense(second, layout)
+        first_address, second_address = first.data_ptr(), second.data_ptr()
+        if (first_address | second_address) & misaligned:
+            return behind(first, second)
+        made = first.new_empty_strided(shape, strides)
+        workspace = 0
+        if workspace_bytes:
+            scratch = empty(workspace_bytes, dtype=uint8, device=first.device)
+            workspace = scratch.data_ptr()
+        run(pick((first_address, second_address, made.data_ptr(), workspace)), read_stream(index))
+        return made
+
+    return launch
+
+
+def _host_launch(form: _Form, invoker: Invoker) -> Launch:
+    """A launch on the CPU place, on NumPy's views of the tensors' memory."""
+    shape, strides, layout, (copies_first, copies_second), pick = form
+    run, workspace_bytes = invoker.run, invoker.workspace_bytes
+
+    def launch(first: Any, second: Any) -> Any:
+        if copies_first:
+            first = formats.dense(first, layout)
+        if copies_second:
+            second = formats.dense(second, layout)
+        made = first.new_empty_strided(shape, strides)
+        workspace = np.empty(workspace_bytes, np.uint8) if workspace_bytes else None
+        run(pick((host_array(first), host_array(second), host_array(made), workspace)), 0)
+        return made
+
+    return launch

@@ -1,0 +1,52 @@
+"""Memory and streams as PyTorch has them: what a launch is given, and room for a find beside PyTorch's own cache.
+
+Results and workspaces come from PyTorch's allocator, which hands memory out again in the order of the stream that it
+was asked on: that is the stream that the kernels go to, so nothing has to be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import torch
+
+from miofind.core.problem import ProblemDescription
+
+_ROOM = 16
+"""Times the bytes of a problem's tensors that a find is sure to do with, its copies and rotating buffers included."""
+
+_LEAST_ROOM_BYTES = 1 << 30
+
+
+def stream_reader() -> Callable[[int], int]:
+    """Reads the address of PyTorch's current stream on a device by its ordinal."""
+    short_cut: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return short_cut or (lambda index: int(torch.cuda.current_stream(index).cuda_stream))
+
+
+def host_array(tensor: Any) -> Any:
+    """The memory of a tensor of the CPU as a NumPy array of the same shape and strides."""
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def is_capturing(device: Any) -> bool:
+    """Whether a CUDA graph is being captured on the device's current stream."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_current_stream_capturing())
+
+
+def make_room(problem: ProblemDescription, device: Any) -> None:
+    """Have PyTorch give cached memory back to the driver where a find, which asks the driver, might lack it."""
+    if device.type != "cuda":
+        return
+    wanted = max(_LEAST_ROOM_BYTES, _ROOM * problem.bytes)
+    if torch.cuda.mem_get_info(device)[0] < wanted:
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()

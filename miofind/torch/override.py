@@ -1,0 +1,414 @@
+"""Kernels of miofind at PyTorch's dispatcher: `aten::convolution` and `aten::convolution_backward`.
+
+PyTorch's own kernels stay behind them and run whatever miofind does not. Everything above the dispatcher's backend keys
+stays PyTorch's: autograd and its double backward, autocast, torch.func, torch.compile.
+
+Source: pytorch, torch/_native/registry.py, which overrides operators in the same way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from miofind.errors import InvalidOptionError, LaunchError, MissingLibraryError, brief, with_known_keywords
+from miofind.runtime.handle import Handle
+from miofind.torch import formats
+from miofind.torch.flags import state
+from miofind.torch.launches import Arguments
+from miofind.torch.plans import Plan, Planner
+from miofind.torch.settings import DEFAULT_WORKSPACE_LIMIT_BYTES, MissPolicy, Settings
+
+logger = logging.getLogger(__name__)
+
+MAX_PLANS = 4096
+"""Plans of one operator that an override keeps; the oldest go first."""
+
+_KEYS = {"cuda": "CUDA", "cpu": "CPU"}
+_FORWARD, _BACKWARD = "aten::convolution", "aten::convolution_backward"
+
+
+class Override:
+    """What `enable` began: miofind's kernels with one choice of settings.
+
+    Attributes:
+        settings: what was asked for.
+        devices: kinds of PyTorch's devices whose kernels were replaced.
+    """
+
+    def __init__(self, settings: Settings, devices: tuple[str, ...]) -> None:
+        self.settings = settings
+        self.devices = devices
+        self._planner = Planner(settings)
+        self._lock = threading.Lock()
+        self._forward: dict[Any, Plan] = {}
+        self._backward: dict[Any, Plan] = {}
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether calls on one of its devices come to it."""
+        return any(_routers[device].current is self for device in self.devices)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans made so far, of forward calls first."""
+        with self._lock:
+            return (*self._forward.values(), *self._backward.values())
+
+    def disable(self) -> None:
+        """Give the calls back to the override that was enabled before, else to PyTorch; nothing where that was done."""
+        _switch_off(self)
+
+    def forget_plans(self) -> None:
+        """Decide anew for all calls to come, since FindDBs may have more answers now."""
+        with self._lock:
+            self._forward.clear()
+            self._backward.clear()
+
+    def planned_forward(self, key: Any, arguments: Arguments, switches: tuple[Any, ...]) -> Plan:
+        """The plan of a call of `aten::convolution` that there was none for."""
+        return self._kept(self._forward, key, self._planner.planned(arguments, ("y",), switches))
+
+    def planned_backward(self, key: Any, arguments: Arguments, mask: Any, switches: tuple[Any, ...]) -> Plan:
+        """The plan of a call of `aten::convolution_backward` that there was none for."""
+        wanted = [name for name, is_wanted in zip(("dx", "dw"), mask, strict=False) if is_wanted]
+        return self._kept(self._backward, key, self._planner.planned(arguments, wanted, switches))
+
+    def _kept(self, plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
+        """The plan of a key: the first where two threads made one."""
+        if not plan.is_final:
+            return plan
+        with self._lock:
+            while len(plans) >= MAX_PLANS:
+                plans.pop(next(iter(plans)))
+            return plans.setdefault(key, plan)
+
+    def __enter__(self) -> Override:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.disable()
+
+
+class _Router:
+    """The kernels at one key of the dispatcher.
+
+    Attributes:
+        current: the override that takes the calls; None while PyTorch's kernels are the only ones.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.current: Override | None = None
+        self._libraries: list[Any] = []
+
+    def use(self, override: Override | None) -> None:
+        """Send calls to an override, or have PyTorch's kernels be the only ones."""
+        self.current = override
+        if override is None:
+            while self._libraries:
+                self._libraries.pop()._destroy()
+        elif not self._libraries:
+            self._register()
+
+    def _register(self) -> None:
+        key = _KEYS[self.device]
+        kernels = {_FORWARD: self._forward_kernel(key), _BACKWARD: self._backward_kernel(key)}
+        try:
+            for name, kernel in kernels.items():
+                library = torch.library.Library("aten", "IMPL")
+                self._libraries.append(library)
+                _implement(library, name.removeprefix("aten::"), kernel, key)
+        except BaseException:
+            self.use(None)
+            raise
+
+    def _forward_kernel(self, key: str) -> Any:
+        native = _native_forward(key)
+        router = self
+
+        def convolution(
+            keyset: Any,
+            x: Any,
+            w: Any,
+            bias: Any,
+            stride: Any,
+            padding: Any,
+            dilation: Any,
+            transposed: Any,
+            output_padding: Any,
+            groups: Any,
+        ) -> Any:
+            override = router.current
+            if override is None:
+                return native(keyset, x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
+            switches = state()
+            key = (
+                x.shape,
+                x.stride(),
+                w.shape,
+                w.stride(),
+                x.dtype,
+                w.dtype,
+                x.get_device(),
+                w.get_device(),
+                bias if bias is None else (bias.shape, bias.dtype),
+                *stride,
+                *padding,
+                *dilation,
+                transposed,
+                *output_padding,
+                groups,
+                switches,
+            )
+            plan = override._forward.get(key)
+            if plan is None:
+                geometry = (stride, padding, dilation, transposed, output_padding, groups)
+                plan = override.planned_forward(key, Arguments(x, w, None, bias, geometry), switches)
+            plan.calls += 1
+            launch = plan.launch
+            if launch is not None:
+                try:
+                    y = launch(x, w)
+                except LaunchError as error:
+                    plan.fail("y", error)
+                    y = None
+                if y is not None:
+                    return y if bias is None else y.add_(bias.view(plan.bias_shape))
+            plan.native_calls += 1
+            return native(keyset, x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+        return convolution
+
+    def _backward_kernel(self, key: str) -> Any:
+        native = torch.library.get_kernel(_BACKWARD, key).call_boxed
+        router = self
+
+        def convolution_backward(
+            keyset: Any,
+            grad: Any,
+            x: Any,
+            w: Any,
+            bias_sizes: Any,
+            stride: Any,
+            padding: Any,
+            dilation: Any,
+            transposed: Any,
+            output_padding: Any,
+            groups: Any,
+            mask: Any,
+        ) -> Any:
+            geometry = (stride, padding, dilation, transposed, output_padding, groups)
+            override = router.current
+            if override is None:
+                return native(keyset, grad, x, w, bias_sizes, *geometry, mask)
+            switches = state()
+            key = (
+                grad.shape,
+                grad.stride(),
+                x.shape,
+                x.stride(),
+                w.shape,
+                w.stride(),
+                grad.dtype,
+                x.dtype,
+                w.dtype,
+                grad.get_device(),
+                x.get_device(),
+                w.get_device(),
+                *stride,
+                *padding,
+                *dilation,
+                transposed,
+                *output_padding,
+                groups,
+                *mask,
+                switches,
+            )
+            plan = override._backward.get(key)
+            if plan is None:
+                plan = override.planned_backward(key, Arguments(x, w, grad, bias_sizes, geometry), mask, switches)
+            plan.calls += 1
+            wants_dx, wants_dw, wants_db = mask
+            dx = dw = db = None
+            ours_dx, ours_dw = plan.launch_dx, plan.launch_dw
+            if ours_dx is not None or ours_dw is not None:
+                dense = grad if plan.grad_layout is None else formats.dense(grad, plan.grad_layout)
+                if ours_dx is not None:
+                    dx = plan.run("dx", ours_dx, dense, w)
+                if ours_dw is not None:
+                    dw = plan.run("dw", ours_dw, x, dense)
+            wants_dx, wants_dw = wants_dx and dx is None, wants_dw and dw is None
+            if wants_dx or wants_dw:
+                plan.native_calls += 1
+                rest = native(keyset, grad, x, w, bias_sizes, *geometry, [wants_dx, wants_dw, wants_db])
+                return (dx if dx is not None else rest[0], dw if dw is not None else rest[1], rest[2])
+            if wants_db:
+                db = grad.sum(plan.bias_dimensions)
+            return dx, dw, db
+
+        return convolution_backward
+
+
+_routers = {device: _Router(device) for device in _KEYS}
+_enabled: list[Override] = []
+_switching = threading.RLock()
+
+
+def _implement(library: Any, name: str, kernel: Any, key: str) -> None:
+    """Register a kernel, and let PyTorch not warn that it stands before another, which stays in use."""
+    keywords = {"with_keyset": True}
+    if "allow_override" in inspect.signature(library.impl).parameters:
+        keywords["allow_override"] = True
+    with warnings.catch_warnings():
+        for said in ("Warning only once for all operators", "Overriding a previously registered kernel"):
+            warnings.filterwarnings("ignore", message=rf"\s*{said}", category=UserWarning)
+        library.impl(name, kernel, key, **keywords)
+
+
+def _native_forward(key: str) -> Any:
+    """The kernel of `aten::convolution` that runs without ours.
+
+    It is PyTorch's composite one unless somebody registered another: then what that does is called by name, since
+    PyTorch parses its arguments in half the time that a boxed call takes.
+    Source: pytorch, aten/src/ATen/native/Convolution.cpp, convolution.
+    """
+    boxed = torch.library.get_kernel(_FORWARD, key).call_boxed
+    call = getattr(torch, "_convolution", None)
+    if call is None or torch._C._dispatch_has_kernel_for_dispatch_key(_FORWARD, key):
+        return boxed
+
+    def native(keyset: Any, *arguments: Any) -> Any:
+        precision, deterministic_algorithms, deterministic, enabled, benchmark, _ = state()
+        is_deterministic = deterministic or deterministic_algorithms
+        return call(*arguments, benchmark, is_deterministic, enabled, precision == "tf32")
+
+    return native
+
+
+def _switch_on(override: Override) -> None:
+    with _switching:
+        for device in override.devices:
+            _routers[device].use(override)
+        _enabled.append(override)
+
+
+def _switch_off(override: Override) -> None:
+    with _switching:
+        if override in _enabled:
+            _enabled.remove(override)
+        for device, router in _routers.items():
+            if router.current is override:
+                before = [other for other in _enabled if device in other.devices]
+                router.use(before[-1] if before else None)
+
+
+@with_known_keywords
+def enable(
+    on_miss: MissPolicy | str = MissPolicy.AUTO,
+    *,
+    min_gain: float = 1.0,
+    workspace_limit_bytes: int | None = DEFAULT_WORKSPACE_LIMIT_BYTES,
+    only: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    dtypes: Iterable[Any] | None = None,
+    directions: Iterable[str] | None = None,
+    time_budget_s: float | None = None,
+    handle: Handle | None = None,
+    devices: Iterable[str] = ("cuda",),
+) -> Override:
+    """Have miofind run PyTorch's convolutions, forward and backward, in this process from now on.
+
+    Models, their state and their graphs stay as they are. What miofind has no faster answer to, PyTorch's own kernels
+    run. Each call counts on top of earlier ones: `disable` of what it returns goes back to those.
+
+    Args:
+        on_miss: what becomes of a convolution that no FindDB has an answer to. In all PyTorch's kernel runs it and the
+            problem is noted, unless: "auto" measures it first where `torch.backends.cudnn.benchmark` is True, "find"
+            always, "estimate" runs what estimates say is fastest, "error" raises NoSolutionError. "record" notes all
+            problems and runs none. "fallback" measures nothing.
+        min_gain: miofind runs what is at least that many times as fast as cuDNN was where a FindDB has both.
+        workspace_limit_bytes: largest workspace of a convolution; None for no limit.
+        only, exclude: solver ids, algorithms or libraries, as in `FindOptions`.
+        dtypes: element types of convolutions that miofind runs, such as torch.float16 or "float16"; all if left out.
+        directions: "forward", "backward_data" and "backward_weights": what miofind computes; all if left out.
+        time_budget_s: seconds of measuring for a problem, as in `FindOptions`.
+        handle: a device and its FindDB; each GPU's default one if left out.
+        devices: kinds of PyTorch's devices: "cuda", and "cpu", whose solvers are for tests.
+
+    Returns:
+        A handle with `disable()` and `plans`, and a context manager that disables. With MIOFIND_TORCH=0 in the
+        environment nothing is replaced.
+
+    Raises:
+        MissingLibraryError: PyTorch is older than 2.9.
+        InvalidOptionError, UnknownSolverError: the message names the argument and the value.
+    """
+    settings = Settings(
+        on_miss=on_miss,  # type: ignore[arg-type]
+        min_gain=min_gain,
+        workspace_limit_bytes=workspace_limit_bytes,
+        only=only,  # type: ignore[arg-type]
+        exclude=exclude,  # type: ignore[arg-type]
+        dtypes=dtypes,  # type: ignore[arg-type]
+        directions=directions,  # type: ignore[arg-type]
+        time_budget_s=time_budget_s,
+        handle=handle,
+    )
+    _require_release()
+    override = Override(settings, _checked_devices(devices))
+    if os.environ.get("MIOFIND_TORCH") == "0":
+        logger.warning("MIOFIND_TORCH=0 is set: miofind.torch.enable() leaves PyTorch's convolutions as they are")
+        return override
+    _switch_on(override)
+    return override
+
+
+def disable() -> None:
+    """Have PyTorch run all convolutions itself again, whoever enabled miofind."""
+    with _switching:
+        for override in reversed(_enabled.copy()):
+            _switch_off(override)
+
+
+@contextmanager
+def use(*arguments: Any, **keywords: Any) -> Iterator[Override]:
+    """`enable` for a with block; it counts for all threads of the process meanwhile."""
+    override = enable(*arguments, **keywords)
+    try:
+        yield override
+    finally:
+        override.disable()
+
+
+def current(device: str = "cuda") -> Override | None:
+    """The override that takes the calls on a kind of device; None where PyTorch's kernels are the only ones."""
+    return _routers[device].current
+
+
+def _checked_devices(devices: Iterable[str]) -> tuple[str, ...]:
+    given = (devices,) if isinstance(devices, str) else tuple(devices)
+    if not given or not set(given) <= _KEYS.keys():
+        raise InvalidOptionError(f"devices={brief(devices)} must be some of {', '.join(_KEYS)}")
+    return given
+
+
+def _require_release() -> None:
+    """Do nothing where PyTorch's kernels can be replaced and still be called.
+
+    Raises:
+        MissingLibraryError: PyTorch is too old.
+    """
+    if hasattr(torch.library, "get_kernel") and hasattr(torch._C, "_get_fp32_precision_getter"):
+        return
+    raise MissingLibraryError(
+        f"miofind.torch needs PyTorch 2.9 or newer, and {torch.__version__} is installed: pip install 'torch>=2.9'"
+    )

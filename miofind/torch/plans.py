@@ -1,0 +1,297 @@
+"""Plans: what runs a call of PyTorch's convolution operators, decided once for all calls that look alike.
+
+A plan holds a launch for each result that miofind computes: a function of two tensors that allocates the result in
+PyTorch's memory and runs the bound solution on PyTorch's current stream. For all else it says why PyTorch's own kernel
+runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from miofind.api import find_solutions
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.errors import LaunchError, MiofindError, NoSolutionError
+from miofind.find.lookup import records
+from miofind.options import FindOptions, OnMiss
+from miofind.runtime.handle import Handle, default_handle
+from miofind.runtime.solution import Solution
+from miofind.torch import formats
+from miofind.torch.calls import COMPUTED, ConvolutionCall, Unserved
+from miofind.torch.flags import Flags
+from miofind.torch.launches import Arguments, Launch, Launches, ReadySolutions, first_line
+from miofind.torch.memory import is_capturing, make_room
+from miofind.torch.settings import MissPolicy, Settings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Part:
+    """What becomes of one result of a call.
+
+    Attributes:
+        computed: "y", "dx" or "dw".
+        problem: what it asks, None where miofind has no such problem.
+        solution: what runs it.
+        launch: runs it; None where PyTorch does.
+        reason: why PyTorch does, "" where it does not.
+        is_missing: whether no FindDB has an answer to the problem.
+        is_final: whether a later call would be answered alike.
+    """
+
+    computed: str
+    problem: ProblemDescription | None = None
+    solution: Solution | None = None
+    launch: Launch | None = None
+    reason: str = ""
+    is_missing: bool = False
+    is_final: bool = True
+
+    def fail(self, error: Exception) -> None:
+        """Leave it to PyTorch from now on."""
+        logger.warning("%s failed in PyTorch, whose own kernel runs from now on: %s", self.problem, error)
+        self.launch, self.solution, self.reason = None, None, f"it failed: {error}"
+
+
+class Plan:
+    """What runs calls that look alike.
+
+    Attributes:
+        parts: what becomes of each result.
+        launch, launch_dx, launch_dw: those of y, dx and dw; None where PyTorch computes them, or nobody.
+        calls: how many there were.
+        native_calls: those of them in which PyTorch's kernel computed all or some.
+        bias_shape: of a view of the bias that is added to y.
+        bias_dimensions: of the gradient of y, over which the gradient of the bias sums.
+        grad_layout: that the gradient of y is packed in first; None where it is.
+    """
+
+    __slots__ = (
+        "bias_dimensions",
+        "bias_shape",
+        "calls",
+        "grad_layout",
+        "launch",
+        "launch_dw",
+        "launch_dx",
+        "native_calls",
+        "parts",
+    )
+
+    def __init__(self, parts: tuple[Part, ...], rank: int, grad_layout: Any = None) -> None:
+        self.parts = parts
+        self._take_launches()
+        self.calls = 0
+        self.native_calls = 0
+        self.bias_shape = (1, -1) + (1,) * (rank - 2)
+        self.bias_dimensions = (0, *range(2, rank))
+        self.grad_layout = grad_layout
+
+    def _take_launches(self) -> None:
+        launches = {part.computed: part.launch for part in self.parts}
+        self.launch, self.launch_dx, self.launch_dw = (launches.get(name) for name in COMPUTED)
+
+    def fail(self, computed: str, error: LaunchError) -> None:
+        """Leave a result to PyTorch from now on."""
+        for part in self.parts:
+            if part.computed == computed:
+                part.fail(error)
+        self._take_launches()
+
+    def run(self, computed: str, launch: Launch, first: Any, second: Any) -> Any:
+        """What a launch gives; None where it fails, and PyTorch is to compute the result."""
+        try:
+            return launch(first, second)
+        except LaunchError as error:
+            self.fail(computed, error)
+            return None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether later calls may be answered by it."""
+        return all(part.is_final for part in self.parts)
+
+
+class Planner:
+    """Makes plans by what a user asked of the override and by PyTorch's switches."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def planned(self, arguments: Arguments, wanted: Sequence[str], state: tuple[Any, ...]) -> Plan:
+        """The plan of a call.
+
+        Args:
+            wanted: results that are asked for, of "y", "dx" and "dw".
+            state: of PyTorch's switches.
+
+        Raises:
+            NoSolutionError: the policy is to raise it where the FindDB has no answer.
+        """
+        x, grad = arguments.x, arguments.grad
+        rank = x.dim()
+        try:
+            flags = Flags.of(state, on_gpu=x.device.type == "cuda")
+            _refuse_tensors(arguments)
+            call = ConvolutionCall.of(x, arguments.w, arguments.bias, *arguments.geometry)
+            _refuse_call(call, arguments, flags)
+        except Unserved as reason:
+            return Plan(tuple(Part(computed, reason=str(reason)) for computed in wanted), rank)
+        parts = tuple(self._part(call, computed, arguments, flags) for computed in wanted)
+        grad_layout = None
+        if grad is not None and not formats.is_dense(grad, call.backend_format):
+            grad_layout = call.backend_format
+        return Plan(parts, rank, grad_layout)
+
+    def _part(self, call: ConvolutionCall, computed: str, arguments: Arguments, flags: Flags) -> Part:
+        part = Part(computed)
+        try:
+            self.settings.refuse(call, computed)
+            part.problem = call.problem(computed, flags.math)
+            solutions = self._solutions(part, arguments.x.device, flags)
+            self._bind(part, call, solutions, arguments)
+        except Unserved as reason:
+            part.reason = str(reason)
+        except NoSolutionError as error:
+            if self.settings.on_miss is MissPolicy.ERROR:
+                raise
+            part.reason = f"no solution is usable: {first_line(error)}"
+        except Exception as error:  # whatever goes wrong, PyTorch's own kernel can run the call
+            logger.warning("PyTorch's own kernel runs %s: %s", part.problem or call, error, exc_info=True)
+            part.reason = f"{type(error).__name__}: {first_line(error)}"
+        return part
+
+    def handle_of(self, device: Any) -> Handle:
+        """The handle for a PyTorch device.
+
+        Raises:
+            Unserved: there is none.
+        """
+        given = self.settings.handle
+        index = device.index or 0
+        if given is not None:
+            wanted = (Place.CUDA, index) if device.type == "cuda" else (Place.CPU, given.device.index)
+            if (given.device.place, given.device.index) != wanted:
+                raise Unserved(f"the handle given is for {given.device.name}, not for {device}")
+            return given
+        try:
+            return default_handle(Device.cuda(index) if device.type == "cuda" else Device.cpu())
+        except MiofindError as error:
+            raise Unserved(f"miofind cannot use {device}: {error}") from error
+
+    def _solutions(self, part: Part, device: Any, flags: Flags) -> list[Solution]:
+        """Solutions that may run a problem, fastest first.
+
+        Raises:
+            Unserved: PyTorch's own kernel is to run it.
+            NoSolutionError: a find found none, or the policy is to raise it where the FindDB has none.
+        """
+        problem, settings = part.problem, self.settings
+        assert problem is not None
+        if settings.on_miss is MissPolicy.RECORD:
+            part.is_missing = True
+            raise Unserved("problems are only recorded")
+        handle = self.handle_of(device)
+        options = settings.options(deterministic=flags.deterministic)
+        found = records.look_up(problem, options, handle, queue=handle.database.is_recorded)
+        if found is None:
+            part.is_missing = True
+            found = self._missed(part, options, handle, device, measures=settings.measures(flags))
+            part.is_missing = False
+        return self._gaining(found)
+
+    def _missed(
+        self, part: Part, options: FindOptions, handle: Handle, device: Any, *, measures: bool
+    ) -> list[Solution]:
+        problem = part.problem
+        assert problem is not None
+        if self.settings.on_miss is MissPolicy.ERROR:
+            return find_solutions(problem, options=self.settings.changed(options, on_miss=OnMiss.ERROR), handle=handle)
+        if self.settings.on_miss is MissPolicy.ESTIMATE:
+            estimate = self.settings.changed(options, on_miss=OnMiss.ESTIMATE)
+            return find_solutions(problem, options=estimate, handle=handle)
+        if not measures:
+            raise Unserved("no FindDB has an answer to it")
+        if is_capturing(device):
+            part.is_final = False
+            raise Unserved("no FindDB has an answer to it, and nothing is measured while a CUDA graph is captured")
+        make_room(problem, device)
+        return find_solutions(problem, options=options, handle=handle)
+
+    def _gaining(self, found: list[Solution]) -> list[Solution]:
+        """Those that are faster than cuDNN by the factor asked for; all where no time of cuDNN is known.
+
+        Raises:
+            Unserved: none is.
+        """
+        least_gain = self.settings.min_gain
+        known = [s.time_ms for s in found if s.library is Library.CUDNN and s.samples]
+        if not known:
+            return found
+        gaining = [s for s in found if s.time_ms * least_gain <= min(known)]
+        if not gaining:
+            gain = min(known) / found[0].time_ms
+            raise Unserved(f"{found[0].solver_id} is {gain:.2f} times as fast as cuDNN, less than {least_gain:.2f}")
+        return gaining
+
+    def _bind(self, part: Part, call: ConvolutionCall, solutions: list[Solution], arguments: Arguments) -> None:
+        """Give a part its launch.
+
+        Raises:
+            Unserved: no solution can be made ready, or not now.
+        """
+        if is_capturing(arguments.x.device):
+            part.is_final = False
+            raise Unserved("its kernels were not loaded before a CUDA graph was captured")
+        handle = self.handle_of(arguments.x.device)
+        made = Launches(part.computed, call, arguments, ReadySolutions(solutions, handle)).first()
+        part.solution, part.launch = made.solution, made.launch
+
+
+def _refuse_tensors(arguments: Arguments) -> None:
+    """Do nothing where all tensors are plain memory of one device and one element type.
+
+    The dispatcher sends most others elsewhere before they come here.
+
+    Raises:
+        Unserved: one is not.
+    """
+    bias = arguments.bias if isinstance(arguments.bias, torch.Tensor) else None
+    given = {"input": arguments.x, "weight": arguments.w, "gradient": arguments.grad, "bias": bias}
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        if tensor.device != arguments.x.device:
+            raise Unserved(f"its {name} is on {tensor.device}, its input on {arguments.x.device}")
+        if tensor.dtype is not arguments.x.dtype:
+            raise Unserved(f"its {name} has the element type {tensor.dtype}, its input {arguments.x.dtype}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise Unserved(f"its {name} is not dense (strided)")
+        if tensor.is_neg() or tensor.is_conj():
+            raise Unserved(f"its {name} is a negated or conjugated view")
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise Unserved(f"its {name} is inside a transform of torch.func")
+
+
+def _refuse_call(call: ConvolutionCall, arguments: Arguments, flags: Flags) -> None:
+    """Do nothing where PyTorch's switches leave a call to miofind, and PyTorch would not refuse it.
+
+    Raises:
+        Unserved: PyTorch's own kernel is to run it.
+    """
+    if not flags.enabled:
+        raise Unserved("torch.backends.cudnn.enabled is False")
+    if flags.depthwise_kernel != "auto" and call.w.shape[1] == 1:
+        raise Unserved(f"torch.backends.cudnn.depthwise_kernel is {flags.depthwise_kernel!r}")
+    channels = call.output_shape[1]
+    if isinstance(arguments.bias, torch.Tensor) and tuple(arguments.bias.shape) != (channels,):
+        raise Unserved(f"its bias has the shape {tuple(arguments.bias.shape)}")
+    if arguments.grad is not None and tuple(arguments.grad.shape) != call.output_shape:
+        raise Unserved(f"the gradient has the shape {tuple(arguments.grad.shape)}, the output {call.output_shape}")
