@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Table, delete, func, select, union
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Select,
+    Table,
+    Text,
+    bindparam,
+    cast,
+    delete,
+    func,
+    insert,
+    select,
+    union,
+    union_all,
+)
+from sqlalchemy.dialects import postgresql, sqlite
 
 from miofind.finddb import answers, packing, schema
+from miofind.finddb.legible import checked_text, legible
 from miofind.finddb.packing import HistoryCodec
-from miofind.finddb.sqlite_file import checked_text, legible
 from miofind.finddb.validation import (
     LAST_STAMP,
     RefusedEntryError,
@@ -44,6 +58,22 @@ _ROW_COLUMNS = [schema.measurement.c[name] for name in ROW_FIELDS]
 _SCOPE_COLUMNS = [schema.scope.c[name] for name in SCOPE_FIELDS]
 _VERDICT_COLUMNS = [schema.verdict.c[name] for name in VERDICT_FIELDS]
 
+_ROW_ORDER = [schema.measurement.c[name] for name in ("solver_id", "config", "created_at", "id")]
+_SCOPE_ORDER = [schema.scope.c[name] for name in ("created_at", "id")]
+_VERDICT_ORDER = [schema.verdict.c[name] for name in ("created_at", "id")]
+_MOST_NAMED = 500  # values in one statement
+
+_HELD = (
+    select(schema.problem.c.id)
+    .join(schema.device, schema.problem.c.device_id == schema.device.c.id)
+    .where(
+        schema.device.c.identity == bindparam("device"),
+        schema.problem.c.network_config == bindparam("network_config"),
+    )
+    .with_for_update(of=schema.problem)
+)
+_THIS_TRANSACTION = cast(cast(func.pg_current_xact_id(), Text), BigInteger)
+
 
 def checked(history: History) -> History:
     """The history as it will be stored: of known form, with the ids of its entries.
@@ -64,26 +94,31 @@ def checked(history: History) -> History:
     )
 
 
-def add(connection: Connection, history: History) -> int:
-    """Store a checked history's entries and environments that are not there yet, and derive the answer anew.
+def add(connection: Connection, histories: Iterable[History]) -> int:
+    """Store what is not there yet of checked histories' entries and environments, and derive their answers anew.
+
+    In the order of their keys, so that two who do this do not wait for each other.
 
     Returns:
         How many rows, scopes and verdicts were new.
 
     Raises:
-        RefusedEntryError: an entry names an environment that neither the history nor the database knows.
+        RefusedEntryError: an entry names an environment that neither a history nor the database knows.
     """
-    if not history.rows and not history.scopes and not history.verdicts:
-        return 0
-    problem_id = _problem_id(connection, history.device, history.network_config)
-    versions: list[dict[str, object]] = [
-        {"id": name, "versions": canonical_json(dict(v))} for name, v in history.environments.items()
-    ]
-    _insert(connection, schema.environment, versions)
+    told = [history for history in histories if history.rows or history.scopes or history.verdicts]
+    versions = {name: canonical_json(dict(v)) for history in told for name, v in history.environments.items()}
+    insert_new(connection, schema.environment, [{"id": name, "versions": versions[name]} for name in sorted(versions)])
+    told.sort(key=lambda history: (history.device, history.network_config))
+    return sum(_add_one(connection, history) for history in told)
+
+
+def _add_one(connection: Connection, history: History) -> int:
+    problem_id = hold(connection, history.device, history.network_config)
     _check_environments(connection, history)
-    added = _insert(connection, schema.measurement, [_row_values(problem_id, row) for row in history.rows])
-    added += _insert(connection, schema.scope, [_scope_values(problem_id, scope) for scope in history.scopes])
-    added += _insert(connection, schema.verdict, [_verdict_values(problem_id, item) for item in history.verdicts])
+    rows, scopes, verdicts = history.rows, history.scopes, history.verdicts
+    added = insert_new(connection, schema.measurement, [_row_values(problem_id, row) for row in rows])
+    added += insert_new(connection, schema.scope, [_scope_values(problem_id, scope) for scope in scopes])
+    added += insert_new(connection, schema.verdict, [_verdict_values(problem_id, item) for item in verdicts])
     if added:
         rebuild(connection, problem_id)
     return added
@@ -92,8 +127,8 @@ def add(connection: Connection, history: History) -> int:
 def rebuild(connection: Connection, problem_id: int) -> None:
     """Derive a problem's answer anew."""
     payload = _derived(connection, problem_id)
-    statement = insert(schema.answer).values(problem_id=problem_id, payload=payload)
-    connection.execute(statement.on_conflict_do_update(index_elements=["problem_id"], set_={"payload": payload}))
+    _upsert(connection, schema.answer, {"problem_id": problem_id}, {"payload": payload})
+    _note_change(connection, problem_id)
 
 
 def outdated(connection: Connection) -> list[int]:
@@ -122,17 +157,21 @@ def next_stamp(connection: Connection, device: str, network_config: str, present
     What stands in the place of a time and is none counts for nothing. What would be past the end of times is that end.
     """
     problem_id = find_problem(connection, device, network_config)
-    later: list[str] = []
-    for table in _FACTS:
-        columns = table.c
-        newer = (columns.created_at >= present, columns.created_at <= LAST_STAMP)  # of texts: SQLite orders them apart
-        statement = select(columns.created_at).where(columns.problem_id == problem_id, *newer).distinct()
-        later += filter(is_stamp, connection.execute(statement).scalars())
+    if problem_id is None:
+        return present
+    stamps: Any = union_all(*(_stamps_from(table, problem_id, present) for table in _FACTS))
+    later = list(filter(is_stamp, connection.execute(stamps).scalars()))
     if not later:
         return present
     if (latest := max(later)) == LAST_STAMP:
         return LAST_STAMP
     return (datetime.fromisoformat(latest) + timedelta(microseconds=1)).strftime(_TIME_FORM)
+
+
+def _stamps_from(table: Table, problem_id: int, present: str) -> Select[Any]:
+    columns = table.c
+    newer = (columns.created_at >= present, columns.created_at <= LAST_STAMP)  # of texts: SQLite orders them apart
+    return select(columns.created_at).where(columns.problem_id == problem_id, *newer).distinct()
 
 
 def find_problem(connection: Connection, device: str, network_config: str) -> int | None:
@@ -191,10 +230,62 @@ def history(connection: Connection, problem_id: int, key: ProblemKey, packed: Hi
     else:
         with legible():
             found = packed.history(key, payload(connection, problem_id))
+    return _with_environments(connection, [found])[0]
+
+
+def histories(
+    connection: Connection, problems: Mapping[int, ProblemKey], packed: HistoryCodec | None = None
+) -> list[History]:
+    """All that is stored of some problems, in their order, by a few statements for all.
+
+    Args:
+        packed: as for `history`.
+    """
+    if packed is not None:
+        return [history(connection, number, key, packed) for number, key in problems.items()]
+    rows = _of_problems(connection, _ROW_COLUMNS, _ROW_ORDER, problems)
+    scopes = _of_problems(connection, _SCOPE_COLUMNS, _SCOPE_ORDER, problems)
+    verdicts = _of_problems(connection, _VERDICT_COLUMNS, _VERDICT_ORDER, problems)
+    found = [
+        History(
+            device=key.device,
+            network_config=key.network_config,
+            rows=tuple(map(_row, rows.get(number, ()))),
+            scopes=tuple(map(_scope, scopes.get(number, ()))),
+            verdicts=tuple(map(_verdict, verdicts.get(number, ()))),
+        )
+        for number, key in problems.items()
+    ]
+    return _with_environments(connection, found)
+
+
+def _of_problems(
+    connection: Connection, columns: Sequence[Any], order: Sequence[Any], problems: Iterable[int]
+) -> dict[int, list[Sequence[Any]]]:
+    """The values of each problem's entries in one table."""
+    number = columns[0].table.c.problem_id
+    statement = select(number, *columns).where(number.in_(list(problems))).order_by(number, *order)
+    found: dict[int, list[Sequence[Any]]] = {}
+    for of, *values in connection.execute(statement):
+        found.setdefault(of, []).append(values)
+    return found
+
+
+def _with_environments(connection: Connection, found: Sequence[History]) -> list[History]:
+    named = sorted({name for history in found for name in history.named_environments})
     table = schema.environment
-    chosen = table.c.id.in_(sorted(found.named_environments))
-    versions = connection.execute(select(table.c.id, table.c.versions).where(chosen)).all()
-    return replace(found, environments={name: _versions(text) for name, text in versions})
+    versions: dict[str, dict[str, str]] = {}
+    for start in range(0, len(named), _MOST_NAMED):
+        chosen = table.c.id.in_(named[start : start + _MOST_NAMED])
+        for name, text in connection.execute(select(table.c.id, table.c.versions).where(chosen)):
+            versions[name] = _versions(text)
+    return [
+        replace(
+            history,
+            environments={name: versions[name] for name in sorted(history.named_environments & versions.keys())},
+        )
+        for history in found
+    ]
 
 
 def payload(connection: Connection, problem_id: int) -> Any:
@@ -204,28 +295,25 @@ def payload(connection: Connection, problem_id: int) -> Any:
 
 def rows_of(connection: Connection, problem_id: int) -> list[Row]:
     """All rows of a problem, by solver, configuration and time."""
-    columns = schema.measurement.c
-    statement = select(*_ROW_COLUMNS).where(columns.problem_id == problem_id)
-    statement = statement.order_by(columns.solver_id, columns.config, columns.created_at, columns.id)
-    return [_row(values) for values in connection.execute(statement)]
+    return [_row(values) for values in _of_problem(connection, _ROW_COLUMNS, _ROW_ORDER, problem_id)]
 
 
 def scopes_of(connection: Connection, problem_id: int) -> list[Scope]:
     """All scopes of a problem, by time."""
-    columns = schema.scope.c
-    statement = select(*_SCOPE_COLUMNS).where(columns.problem_id == problem_id)
-    return [
-        _scope(values) for values in connection.execute(statement.order_by(columns.created_at, columns.id)).mappings()
-    ]
+    return [_scope(values) for values in _of_problem(connection, _SCOPE_COLUMNS, _SCOPE_ORDER, problem_id)]
 
 
 def verdicts_of(connection: Connection, problem_id: int) -> list[Verdict]:
     """All verdicts of a problem, by time."""
-    columns = schema.verdict.c
-    statement = select(*_VERDICT_COLUMNS).where(columns.problem_id == problem_id)
-    return [
-        _verdict(values) for values in connection.execute(statement.order_by(columns.created_at, columns.id)).mappings()
-    ]
+    return [_verdict(values) for values in _of_problem(connection, _VERDICT_COLUMNS, _VERDICT_ORDER, problem_id)]
+
+
+def _of_problem(
+    connection: Connection, columns: Sequence[Any], order: Sequence[Any], problem_id: int
+) -> Iterable[Sequence[Any]]:
+    """The values of a problem's entries in one table."""
+    of = columns[0].table.c.problem_id == problem_id
+    return connection.execute(select(*columns).where(of).order_by(*order))
 
 
 def remove(connection: Connection, problem_id: int, entries: Sequence[Entry]) -> int:
@@ -239,11 +327,14 @@ def remove(connection: Connection, problem_id: int, entries: Sequence[Entry]) ->
             connection.execute(delete(table).where(table.c.problem_id == problem_id, chosen))
     if rows or scopes:
         rebuild(connection, problem_id)
+    elif verdicts:
+        _note_change(connection, problem_id)
     return len(rows)
 
 
 def remove_problem(connection: Connection, problem_id: int) -> int:
     """Remove a problem with its rows, scopes and answer; returns how many rows went."""
+    _note_change(connection, problem_id)
     table = schema.measurement
     count = connection.execute(select(func.count()).where(table.c.problem_id == problem_id)).scalar_one()
     connection.execute(delete(schema.problem).where(schema.problem.c.id == problem_id))
@@ -279,7 +370,7 @@ def write_packed(connection: Connection, histories: Sequence[History], notes: Ma
     devices = {name: number for number, name in enumerate(sorted({history.device for history in histories}), 1)}
     connection.execute(insert(schema.device), [{"id": id_, "identity": name} for name, id_ in devices.items()])
     versions = {name: canonical_json(dict(v)) for history in histories for name, v in history.environments.items()}
-    _insert(connection, schema.environment, [{"id": name, "versions": versions[name]} for name in sorted(versions)])
+    insert_new(connection, schema.environment, [{"id": name, "versions": versions[name]} for name in sorted(versions)])
     payloads = [
         {"problem_id": number, "payload": packing.pack(history.device, history.network_config, text)}
         for number, (history, text) in enumerate(zip(histories, texts, strict=True), 1)
@@ -298,17 +389,24 @@ def _derived(connection: Connection, problem_id: int) -> str:
         return answers.encode(rows, scopes, verdicts_of(connection, problem_id))
 
 
-def _problem_id(connection: Connection, device: str, network_config: str) -> int:
-    found = find_problem(connection, device, network_config)
+def hold(connection: Connection, device: str, network_config: str) -> int:
+    """Number of a problem, which is made where there is none; nobody else adds to it until the transaction ends.
+
+    Of a file nobody does anyway. On a server two who add at once would each derive an answer without the other's rows.
+    """
+    found = _held(connection, device, network_config)
     if found is not None:
         return found
-    connection.execute(insert(schema.device).values(identity=device).on_conflict_do_nothing())
+    insert_new(connection, schema.device, [{"identity": device}])
     device_id = connection.execute(select(schema.device.c.id).where(schema.device.c.identity == device)).scalar_one()
-    values = {"device_id": device_id, "network_config": network_config}
-    connection.execute(insert(schema.problem).values(**values))
-    number = find_problem(connection, device, network_config)
+    insert_new(connection, schema.problem, [{"device_id": device_id, "network_config": network_config}])
+    number = _held(connection, device, network_config)
     assert number is not None
     return number
+
+
+def _held(connection: Connection, device: str, network_config: str) -> int | None:
+    return connection.execute(_HELD, {"device": device, "network_config": network_config}).scalar()
 
 
 def _check_environments(connection: Connection, history: History) -> None:
@@ -317,11 +415,41 @@ def _check_environments(connection: Connection, history: History) -> None:
             raise RefusedEntryError(f"environment {name!r} of an entry is unknown: give its versions with it")
 
 
-def _insert(connection: Connection, table: Table, values: list[dict[str, object]]) -> int:
+def insert_new(connection: Connection, table: Table, values: Sequence[Mapping[str, object]]) -> int:
     """Insert what is not there yet; returns how many were new."""
     if not values:
         return 0
-    return max(connection.execute(insert(table).on_conflict_do_nothing(), values).rowcount, 0)
+    if connection.dialect.name == "sqlite":
+        return max(connection.execute(sqlite.insert(table).on_conflict_do_nothing(), values).rowcount, 0)
+    # Of several rows PostgreSQL's driver counts none (rowcount is -1): those that were inserted are told.
+    statement = postgresql.insert(table).on_conflict_do_nothing().returning(*table.primary_key.columns)
+    return len(connection.execute(statement, values).all())
+
+
+def _upsert(connection: Connection, table: Table, key: Mapping[str, object], rest: Mapping[str, object]) -> None:
+    kind = sqlite if connection.dialect.name == "sqlite" else postgresql
+    statement: Any = kind.insert(table).values(**key, **rest)
+    connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=rest))
+
+
+def _note_change(connection: Connection, problem_id: int) -> None:
+    """Note on a server which transaction changed a problem, or removes it: `mirror` reads on from there."""
+    if connection.dialect.name == "sqlite":
+        return
+    table = schema.change
+    named = (
+        select(schema.device.c.identity, schema.problem.c.network_config, _THIS_TRANSACTION)
+        .join(schema.device, schema.problem.c.device_id == schema.device.c.id)
+        .where(schema.problem.c.id == problem_id)
+    )
+    columns = [table.c.device, table.c.network_config, table.c.transaction]
+    statement = postgresql.insert(table).from_select(columns, named)
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=columns[:2],
+            set_={"transaction": statement.excluded.transaction},
+        )
+    )
 
 
 def _row_values(problem_id: int, row: Row) -> dict[str, object]:
@@ -360,13 +488,15 @@ def _row(values: Sequence[Any]) -> Row:
         return Row(**dict(zip(ROW_FIELDS, values, strict=True)))
 
 
-def _scope(values: RowMapping) -> Scope:
-    decoded = {name: _object(values[name]) for name in ("solvers", "filters")}
+def _scope(values: Sequence[Any]) -> Scope:
+    named = dict(zip(SCOPE_FIELDS, values, strict=True))
+    decoded = {name: _object(named[name]) for name in ("solvers", "filters")}
     with legible():
-        return answers.scope_of([decoded.get(name, values[name]) for name in SCOPE_FIELDS])
+        return answers.scope_of([decoded.get(name, named[name]) for name in SCOPE_FIELDS])
 
 
-def _verdict(values: RowMapping) -> Verdict:
+def _verdict(values: Sequence[Any]) -> Verdict:
+    named = dict(zip(VERDICT_FIELDS, values, strict=True))
     with legible():
-        decoded = {name: from_json(values[name]) for name in ("ties", "comparisons")}
-        return answers.verdict_of([decoded.get(name, values[name]) for name in VERDICT_FIELDS])
+        decoded = {name: from_json(named[name]) for name in ("ties", "comparisons")}
+        return answers.verdict_of([decoded.get(name, named[name]) for name in VERDICT_FIELDS])

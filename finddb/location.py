@@ -1,17 +1,22 @@
 """Where the FindDBs are: the user's, the shipped ones, and whether a folder can hold one.
 
-Nothing here opens a database.
+Nothing here opens a database. A server's URL may hold a password, so no message quotes one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from miofind.errors import DatabaseError, brief
+from miofind.errors import DatabaseError, brief, suggestion
 
 MEMORY = ":memory:"
+SERVER_SCHEMES = ("postgresql", "postgres")
+
+# One slash is left of two where a URL was taken for a path.
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*(?=://)|postgres[a-z]*(?=:/)):(?P<rest>//?)", re.ASCII)
 
 # fmt: off
 NETWORK_FILE_SYSTEMS = frozenset({
@@ -24,7 +29,10 @@ NETWORK_FILE_SYSTEMS = frozenset({
 
 
 def user_path(environ: Mapping[str, str] = os.environ) -> str:
-    """Path of the user's FindDB: MIOFIND_DB, else finddb.db in the user's data directory; ":memory:" is one."""
+    """Address of the user's FindDB: MIOFIND_DB, else finddb.db in the user's data directory.
+
+    MIOFIND_DB names a file, ":memory:", or a server by its URL.
+    """
     named = environ.get("MIOFIND_DB", "")
     if named:
         return named
@@ -50,21 +58,54 @@ def shipped_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     return tuple(sorted(folder.glob("*.db")))
 
 
+def server_url(address: str | Path) -> str | None:
+    """The URL of a server as it is, None where the address is a file's, or memory's.
+
+    Raises:
+        DatabaseError: it is a URL, and none of a PostgreSQL server; or no address.
+    """
+    if not isinstance(address, str | os.PathLike):
+        raise DatabaseError(f"database={brief(address)} must be the path of a file, or a server's URL")
+    text = str(address)
+    begins = _URL.match(text)
+    if begins is None:
+        return None
+    if isinstance(address, str) and begins["scheme"] in SERVER_SCHEMES and begins["rest"] == "//":
+        return text
+    near = suggestion(begins["scheme"], SERVER_SCHEMES) or "."
+    raise DatabaseError(
+        f"a FindDB named by {begins['scheme']}:{begins['rest']}... cannot be used{near} Name a local SQLite file, or a "
+        "PostgreSQL server as text of the form postgresql://user@host:5432/database"
+    )
+
+
 def checked_path(path: str | Path) -> Path | None:
     """The file a path names, None for memory.
 
     Raises:
         DatabaseError: it is a server's URL, or no path.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise DatabaseError(f"database={brief(path)} must be the path of a file")
+    if server_url(path) is not None:
+        raise DatabaseError("a server's URL is given where a file is wanted: name a local file")
     text = str(path)
-    if text == MEMORY:
-        return None
-    scheme, separator, _ = text.partition("://")
-    if separator:
-        raise DatabaseError(f"a FindDB on {scheme} cannot be used by this release: name a local SQLite file")
-    return _expanded(text, "database")
+    return None if text == MEMORY else _expanded(text, "database")
+
+
+def shown_url(url: str) -> str:
+    """A server's URL for messages: its scheme, host and database.
+
+    Raises:
+        DatabaseError: it has a character of a password where none can be.
+    """
+    before, _, settings = url.partition("?")
+    authority, _, name = before.partition("://")[2].partition("/")
+    if "@" in name + settings or authority.count("@") > 1:
+        raise DatabaseError(
+            "the URL of the FindDB's server has an @ after its host's place: in a user's name or password write @ as "
+            "%40, : as %3A, / as %2F and ? as %3F"
+        )
+    host = authority.rpartition("@")[2]
+    return f"postgresql://{host}/{name}"
 
 
 def _expanded(text: str, name: str) -> Path:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Executable, Table, func, select
 
 from miofind.errors import DatabaseError
 from miofind.finddb import answers, entries, exchange, schema
+from miofind.finddb.legible import UnreadableEntryError, checked_text, legible
 from miofind.finddb.packing import HistoryCodec, text_of
-from miofind.finddb.sqlite_file import UnreadableEntryError, checked_text, legible
 from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope, checked_verdict
 from miofind.finddb.values import Entry, History, ProblemKey, Release, Row, Scope, Stats
 
 
-def stats(connection: Connection, path: Path | None, packing: HistoryCodec | None) -> Stats:
-    """Counts of what is stored; `file_bytes` counts the log beside the file too, and is 0 in memory."""
-    names = [] if path is None else [path, path.with_name(path.name + "-wal")]
+def stats(connection: Connection, size_bytes: int, packing: HistoryCodec | None) -> Stats:
+    """Counts of what is stored, beside the room that it takes."""
     per_device = (
         select(schema.device.c.identity, func.count())
         .join(schema.problem, schema.problem.c.device_id == schema.device.c.id)
@@ -31,18 +29,10 @@ def stats(connection: Connection, path: Path | None, packing: HistoryCodec | Non
         problems=_count(connection, schema.problem),
         environments=_count(connection, schema.environment),
         rechecks=_count(connection, schema.recheck),
-        file_bytes=sum(name.stat().st_size for name in names if name.exists()),
+        file_bytes=size_bytes,
         by_device=_counts(connection, per_device),
         **(_entry_counts(connection) if packing is None else _packed_counts(connection, packing)),
     )
-
-
-def file_findings(connection: Connection, version: int) -> list[str]:
-    """What is wrong with the file and its tables, given its schema version."""
-    lines = [str(line) for (line,) in connection.exec_driver_sql("PRAGMA integrity_check(20)") if line != "ok"]
-    findings = [f"damaged: {line}" for line in lines] or schema.column_findings(connection, version)
-    broken = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
-    return findings + [f"a row of table {line[0]} belongs to no row of table {line[2]}" for line in broken[:20]]
 
 
 def problem_findings(

@@ -22,8 +22,9 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from miofind.errors import DatabaseError, MiofindError
+from miofind.errors import DatabaseError
 from miofind.finddb import location, logs, open_files
+from miofind.finddb.legible import UnreadableEntryError
 from miofind.finddb.open_files import OpenFile
 
 logger = logging.getLogger("miofind")
@@ -114,32 +115,6 @@ class LastingConnection(_ReleasingConnection):
 
 
 _Opened = TypeVar("_Opened", bound=_ReleasingConnection)
-
-
-class UnreadableEntryError(Exception):
-    """An entry of the database that makes no sense; it leaves `read` and `write` as a DatabaseError."""
-
-
-@contextmanager
-def legible() -> Iterator[None]:
-    """Marks a block that makes sense of what is stored."""
-    try:
-        yield
-    except (ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, MiofindError):
-            raise
-        raise UnreadableEntryError(str(error)) from error
-
-
-def checked_text(value: object) -> str:
-    """What a column of texts holds: SQLite keeps values of any kind in it.
-
-    Raises:
-        UnreadableEntryError: it is no text.
-    """
-    if isinstance(value, str):
-        return value
-    raise UnreadableEntryError(f"{value!r:.60} is no text" if value is not None else "a text is missing")
 
 
 def check_writable_place(path: Path) -> None:

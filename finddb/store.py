@@ -8,19 +8,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from sqlalchemy import Connection, delete, select
-from sqlalchemy.dialects.sqlite import insert
 
 from miofind.errors import DatabaseError
 from miofind.finddb import answers, entries, exchange, location, ranking, schema, soundness
 from miofind.finddb.answers import Answer
-from miofind.finddb.database import Database
+from miofind.finddb.database import BATCH, Database
+from miofind.finddb.legible import checked_text, legible
 from miofind.finddb.packing import HistoryCodec
-from miofind.finddb.sqlite_file import checked_text, legible
+from miofind.finddb.sqlite_database import SqliteFile
 from miofind.finddb.validation import checked_environment, checked_key, checked_reason
 from miofind.finddb.values import (
     Entry,
@@ -39,39 +40,54 @@ from miofind.finddb.values import (
 _MOST_ANSWERS = 1 << 12
 """Answers of stores that a process keeps decoded, of some 10 KB each."""
 
-_BATCH = 100
-"""Problems a transaction in work on a whole database, so that others get their turn between."""
-
 
 class Store:
-    """A FindDB in one SQLite file or in memory. Threads and processes may share it; it is opened on first use.
+    """A FindDB in one SQLite file, in memory or on a server. Threads and processes may share it.
+
+    It is opened on first use.
 
     Args:
-        path: the file, made with its folder when first used; ":memory:" for one that ends with the process.
-        read_only: only read; the file must exist and can be on read-only media.
+        address: the file, made with its folder when first used; ":memory:" for one that ends with the process; or a
+            PostgreSQL server's URL, postgresql://user@host:5432/database, whose tables are made when first written to.
+        read_only: only read; the file or the tables must exist, a file can be on read-only media.
 
     Raises:
-        DatabaseError: the path is a server's URL. Every method raises it where the file cannot be used as asked, and
+        DatabaseError: the address cannot be one. Every method raises it where the database cannot be used as asked, and
             SchemaVersionError where a newer release wrote it; nothing of the call is stored then.
     """
 
-    def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
-        self._database = Database(location.checked_path(path), read_only=read_only)
+    def __init__(self, address: str | Path, *, read_only: bool = False) -> None:
+        self._database = _database(address, read_only=read_only)
         self._devices: dict[tuple[int, str], bool] = {}
 
     @property
     def path(self) -> Path | None:
-        """The file, None in memory."""
+        """The file, None in memory and on a server."""
         return self._database.path
 
     @property
     def where(self) -> str:
-        """The file in a form fit for logs."""
+        """Its name in a form fit for logs."""
         return self._database.where
 
     @property
+    def location(self) -> str:
+        """What a user is told it is: a whole path, ":memory:", or a server's URL without who asks."""
+        return self._database.location
+
+    @property
+    def address(self) -> str:
+        """What opens it again. A server's may hold a password: it goes into no message, log or report."""
+        return self._database.address
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it ends with the process, and no other can open it."""
+        return self._database.address == location.MEMORY
+
+    @property
     def exists(self) -> bool:
-        """Whether there is anything to read: a file, or memory. A file is made by the first use."""
+        """Whether there may be anything to read: a file, memory or tables. They are made by the first write."""
         return self._database.exists
 
     @property
@@ -81,9 +97,9 @@ class Store:
 
     @property
     def schema_version(self) -> int:
-        """The schema version of the file; an older one is read as it is, and written once it was upgraded.
+        """The schema version of a file; an older one is read as it is, and written once it was upgraded.
 
-        A release has one of its own, and is only read.
+        A release has one of its own, and is only read. A server has that of this release, or cannot be used.
         """
         return self._database.version
 
@@ -93,6 +109,15 @@ class Store:
             self._database.prepare_to_write()
         with self._database.read():
             return self
+
+    @contextmanager
+    def one_instant(self) -> Iterator[Store]:
+        """This store; what the block reads from a server is of one instant, whatever others write meanwhile.
+
+        Of a file each problem is, and no more: a file that is read for long would keep its log from being emptied.
+        """
+        with self._database.one_instant():
+            yield self
 
     def best(self, key: ProblemKey) -> Row | None:
         """The first row of a problem's answer, None if it has none."""
@@ -104,11 +129,8 @@ class Store:
         with self._database.read() as connection:
             if self._database.is_immutable and not self._knows(connection, device):
                 return None
-            parameters = {"device": device, "network_config": network_config}
-            driver = connection.connection.driver_connection
-            assert driver is not None
-            found = driver.execute(schema.ANSWER_SQL, parameters).fetchone()
-            return None if found is None else _decoded(device, network_config, found[0], self._database.packing)
+            payload = self._database.payload(connection, device, network_config)
+            return None if payload is None else _decoded(device, network_config, payload, self._database.packing)
 
     def record(
         self,
@@ -144,14 +166,20 @@ class Store:
             environments=versions,
         )
         history = entries.checked(entries.stamped(given, now := entries.now()))
-        with self._database.write() as connection:
-            stamp = entries.next_stamp(connection, device, network_config, now)
-            if stamp != now:  # the clock was set back, or others recorded while this waited for the lock
-                history = entries.checked(entries.stamped(given, stamp))
-            entries.add(connection, history)
+
+        def store(connection: Connection) -> Any:
+            if history.rows or history.scopes or history.verdicts:
+                entries.hold(connection, device, network_config)
+            present = self._database.clock(connection, now)
+            stamp = entries.next_stamp(connection, device, network_config, present)
+            # The clock was set back, or is another's, or others recorded while this waited for them.
+            found = history if stamp == now else entries.checked(entries.stamped(given, stamp))
+            entries.add(connection, [found])
             parameters = {"device": device, "network_config": network_config}
-            payload = connection.execute(schema.ANSWER_QUERY, parameters).scalar()
-            return None if payload is None else _decoded(device, network_config, payload)
+            return connection.execute(schema.ANSWER_QUERY, parameters).scalar()
+
+        payload = self._database.transact(store)
+        return None if payload is None else _decoded(device, network_config, payload)
 
     def add(self, histories: Iterable[History]) -> int:
         """Store histories in one transaction, each entry once however often it comes; returns how many were new."""
@@ -169,7 +197,7 @@ class Store:
         other.refuse_altered()
         added = 0
         histories = other.histories()
-        while batch := list(itertools.islice(histories, _BATCH)):
+        while batch := list(itertools.islice(histories, BATCH)):
             added += self.add(batch)
         return added
 
@@ -184,19 +212,11 @@ class Store:
 
     def histories(self, device: str | None = None) -> Iterator[History]:
         """The histories of all problems, in the order of their keys."""
-        with self._database.read() as connection:
-            files = self._database.files
-            remaining = iter(entries.problems(connection, device).values())
-        while batch := list(itertools.islice(remaining, _BATCH)):
-            with self._database.snapshot(of=files) as connection:
-                packing = self._database.packing
-                # Numbers are of one instant: what took the place of a problem that went meanwhile may have its number.
-                numbers = [entries.find_problem(connection, key.device, key.network_config) for key in batch]
-                found = [
-                    entries.history(connection, number, key, packing)
-                    for number, key in zip(numbers, batch, strict=True)
-                    if number is not None
-                ]
+
+        def read(connection: Connection, batch: Mapping[int, ProblemKey]) -> list[History]:
+            return entries.histories(connection, batch, self._database.packing)
+
+        for found in self._database.in_batches(device, read):
             yield from found
 
     def rows(self, device: str | None = None) -> Iterator[tuple[ProblemKey, Row]]:
@@ -218,9 +238,12 @@ class Store:
 
     def clean(self, device: str, network_config: str) -> int:
         """Forget a problem; returns how many rows went. Another database that is merged in can bring it back."""
-        with self._database.write() as connection:
+
+        def remove(connection: Connection) -> int:
             number = entries.find_problem(connection, device, network_config)
             return 0 if number is None else entries.remove_problem(connection, number)
+
+        return self._database.transact(remove, alone=True)
 
     def prune(self, what: Prune | str, *, device: str = "") -> int:
         """Remove rows that no answer needs, and give their room back to the disk; returns how many went.
@@ -233,23 +256,30 @@ class Store:
         what = Prune(what)
         if what is Prune.OTHER_DEVICES:
             checked_key(device, "-")
-        with self._database.write() as connection:
+
+        def remove(connection: Connection) -> int:
             removed = sum(
                 _prune_problem(connection, number, what, keep=key.device == device)
                 for number, key in entries.problems(connection).items()
             )
             entries.remove_orphans(connection)
+            return removed
+
+        removed = self._database.transact(remove, alone=True)
         if removed:
-            self._database.execute_alone("VACUUM")
+            self._database.shrink()
         return removed
 
     def rebuild(self) -> int:
         """Derive every answer anew from the rows; returns how many there are."""
-        with self._database.write() as connection:
+
+        def derive(connection: Connection) -> int:
             numbers = entries.problems(connection)
             for number in numbers:
                 entries.rebuild(connection, number)
             return len(numbers)
+
+        return self._database.transact(derive, alone=True)
 
     def queue_recheck(self, device: str, network_config: str, reason: str) -> bool:
         """Note that a problem wants measuring again; returns whether that is news. Cheap when it is not."""
@@ -261,10 +291,13 @@ class Store:
         with self._database.read() as connection:
             if connection.execute(known).first() is not None:
                 return False
-        with self._database.write() as connection:
-            stamp = entries.next_stamp(connection, device, network_config, entries.now())
-            values = key | {"created_at": stamp}
-            return connection.execute(insert(table).values(**values).on_conflict_do_nothing()).rowcount == 1
+
+        def note(connection: Connection) -> int:
+            present = self._database.clock(connection, entries.now())
+            stamp = entries.next_stamp(connection, device, network_config, present)
+            return entries.insert_new(connection, table, [key | {"created_at": stamp}])
+
+        return self._database.transact(note) == 1
 
     def rechecks(self, device: str | None = None) -> tuple[Recheck, ...]:
         """The problems that want measuring again, the oldest note first."""
@@ -283,8 +316,7 @@ class Store:
         with self._database.read() as connection:
             if connection.execute(select(table.c.reason).where(*chosen)).first() is None:
                 return 0
-        with self._database.write() as connection:
-            return connection.execute(delete(table).where(*chosen)).rowcount
+        return self._database.transact(lambda connection: connection.execute(delete(table).where(*chosen)).rowcount)
 
     def environment(self, environment_id: str) -> Mapping[str, str] | None:
         """The versions that an environment's id stands for, None if it is unknown."""
@@ -294,7 +326,7 @@ class Store:
     def stats(self) -> Stats:
         """Counts of what is stored."""
         with self._database.read() as connection:
-            return soundness.stats(connection, self.path, self._database.packing)
+            return soundness.stats(connection, self._database.size_bytes(connection), self._database.packing)
 
     def check(self, validate: Callable[[ProblemKey, Row], str | None] | None = None) -> tuple[str, ...]:
         """Findings against the file, its schema and its contents, one line each; empty if it is sound.
@@ -358,18 +390,17 @@ class Store:
 
     def _own_findings(self) -> list[str]:
         with self._database.read() as connection:
-            findings = soundness.file_findings(connection, self._database.version)
+            findings = self._database.findings(connection)
             if findings:
                 return findings
-            files = self._database.files
-            keys = tuple(entries.problems(connection).values())
-        for key in keys:
-            with self._database.snapshot(of=files) as connection:
-                number = entries.find_problem(connection, key.device, key.network_config)
-                if number is not None:
-                    findings += soundness.problem_findings(
-                        connection, self._database.version, number, key, self._database.packing
-                    )
+
+        def check(connection: Connection, batch: Mapping[int, ProblemKey]) -> list[list[str]]:
+            version, packing = self._database.version, self._database.packing
+            return [
+                soundness.problem_findings(connection, version, number, key, packing) for number, key in batch.items()
+            ]
+
+        findings = [finding for batch in self._database.in_batches(None, check) for of in batch for finding in of]
         release = self.release()
         if release is None and self._database.packing is not None:
             findings.append("it is packed as a release is, and names none: it was altered")
@@ -378,8 +409,8 @@ class Store:
         return findings
 
     def _add_checked(self, histories: Iterable[History]) -> int:
-        with self._database.write() as connection:
-            return sum(entries.add(connection, history) for history in histories)
+        added = list(histories)
+        return self._database.transact(lambda connection: entries.add(connection, added))
 
     def _knows(self, connection: Connection, device: str) -> bool:
         """Whether a file that does not change is of a device: most shipped files are of others."""
@@ -388,6 +419,15 @@ class Store:
             found = connection.execute(select(schema.device.c.id).where(schema.device.c.identity == device)).first()
             self._devices[place] = found is not None
         return self._devices[place]
+
+
+def _database(address: str | Path, *, read_only: bool) -> Database:
+    url = location.server_url(address)
+    if url is None:
+        return SqliteFile(location.checked_path(address), read_only=read_only)
+    from miofind.finddb.server import Server
+
+    return Server(url, read_only=read_only)
 
 
 @functools.lru_cache(maxsize=_MOST_ANSWERS)  # of the text, so that what others write meanwhile is seen

@@ -31,7 +31,10 @@ from miofind.finddb.values import (
 Checked = TypeVar("Checked", Row, Scope, Verdict)
 
 MAX_NAME_CHARS = 200
-MAX_KEY_CHARS = 2000
+MAX_KEY_BYTES = 2000
+"""Of a device and a network_config together: PostgreSQL's indexes hold 2.7 kB."""
+
+_MAX_REASON_BYTES = 500
 MAX_JSON_CHARS = 20_000
 MAX_MESSAGE_CHARS = 2000
 MAX_INT = 2**63 - 1
@@ -58,8 +61,10 @@ def checked_key(device: str, network_config: str) -> None:
     Raises:
         RefusedEntryError: the message names the field and the value.
     """
-    _text("device", device, MAX_KEY_CHARS, required=True)
-    _text("network_config", network_config, MAX_KEY_CHARS, required=True)
+    _text("device", device, MAX_KEY_BYTES, required=True)
+    _text("network_config", network_config, MAX_KEY_BYTES, required=True)
+    if len(device.encode()) + len(network_config.encode()) > MAX_KEY_BYTES:
+        raise _refused("network_config", network_config, f"at most {MAX_KEY_BYTES} bytes with its device's name")
 
 
 def checked_row(device: str, network_config: str, row: Row) -> Row:
@@ -191,6 +196,8 @@ def checked_reason(reason: str) -> None:
         RefusedEntryError: the message shows the reason.
     """
     _text("reason", reason, MAX_NAME_CHARS, required=True)
+    if len(reason.encode()) > _MAX_REASON_BYTES:
+        raise _refused("reason", reason, f"at most {_MAX_REASON_BYTES} bytes")
 
 
 def without_folders(text: str) -> str:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from postgres_server import postgres_server, postgres_url
+from postgres_server import _finddb_of_worker, finddb_url, postgres_server, postgres_url
 
-__all__ = ["postgres_server", "postgres_url"]
+__all__ = ["_finddb_of_worker", "finddb_url", "postgres_server", "postgres_url"]
 
 # Workers of pytest share the cores: threads of each one's BLAS would wait for each other while they spin. On two busy
 # cores that made tests of small products take 40 s instead of one.

@@ -32,7 +32,10 @@ _LIMIT_S = 900.0
 _IDLE_S = 60.0
 """How long a keeper waits for its first user."""
 
-_SETTINGS = ("listen_addresses=", "full_page_writes=off", "shared_buffers=32MB", "jit=off", "max_connections=200")
+_SETTINGS = (
+    *("listen_addresses=", "max_connections=200", "shared_buffers=32MB", "full_page_writes=off", "jit=off"),
+    "deadlock_timeout=50ms",
+)
 _KEEPER = "keeper.sock"
 
 
@@ -120,6 +123,29 @@ def postgres_url(postgres_server: str) -> Iterator[str]:
     """The URL of an empty database."""
     with new_database(postgres_server) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def _finddb_of_worker(postgres_server: str) -> Iterator[str]:
+    from miofind.finddb import Store
+
+    with new_database(postgres_server) as url:
+        with Store(url) as store:
+            store.open()
+        yield url
+
+
+@pytest.fixture
+def finddb_url(_finddb_of_worker: str) -> str:
+    """The URL of a FindDB with nothing in it: one of a worker's that is emptied, which takes less than a new one."""
+    import psycopg
+
+    from miofind.finddb import schema
+
+    tables = [*schema.metadata.sorted_tables, *schema.server_metadata.sorted_tables]
+    with psycopg.connect(_finddb_of_worker) as connection:
+        connection.execute(f"TRUNCATE {', '.join(table.name for table in tables)} RESTART IDENTITY CASCADE")
+    return _finddb_of_worker
 
 
 def _shared(root: Path) -> PostgresServer:

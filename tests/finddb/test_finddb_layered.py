@@ -23,9 +23,9 @@ from miofind.finddb import (
     LayeredStore,
     RefusedEntryError,
     Store,
-    database,
     location,
     open_layered,
+    sqlite_database,
     sqlite_file,
     upgrade,
     write_release,
@@ -283,7 +283,9 @@ def record_until_full(layered: LayeredStore) -> int:
 
 
 def test_a_full_disk(tmp_path, shipped, caplog, monkeypatch):
-    monkeypatch.setattr(database, "WRITER_PRAGMAS", (*database.WRITER_PRAGMAS, "PRAGMA max_page_count=40"))
+    monkeypatch.setattr(
+        sqlite_database, "WRITER_PRAGMAS", (*sqlite_database.WRITER_PRAGMAS, "PRAGMA max_page_count=40")
+    )
     with LayeredStore(Store(tmp_path / "user.db"), [shipped]) as layered:
         held = record_until_full(layered)
         for number in range(held, held + 5):
@@ -303,7 +305,9 @@ def test_a_full_disk(tmp_path, shipped, caplog, monkeypatch):
 
 
 def test_a_full_disk_in_strict_mode(tmp_path, monkeypatch):
-    monkeypatch.setattr(database, "WRITER_PRAGMAS", (*database.WRITER_PRAGMAS, "PRAGMA max_page_count=40"))
+    monkeypatch.setattr(
+        sqlite_database, "WRITER_PRAGMAS", (*sqlite_database.WRITER_PRAGMAS, "PRAGMA max_page_count=40")
+    )
     with LayeredStore(Store(tmp_path / "user.db"), strict=True) as layered:
         held = record_until_full(layered)
         with pytest.raises(DatabaseError, match="disk is full"):
@@ -468,9 +472,9 @@ def test_open_layered_reads_the_environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_open_layered_refuses_a_server(monkeypatch, strict):
-    monkeypatch.setenv("MIOFIND_DB", "postgresql://host/finddb")
-    with pytest.raises(DatabaseError, match="name a local SQLite file"):
+def test_open_layered_refuses_other_servers(monkeypatch, strict):
+    monkeypatch.setenv("MIOFIND_DB", "mysql://host/finddb")
+    with pytest.raises(DatabaseError, match="Name a local SQLite file, or a PostgreSQL server"):
         open_layered(strict=strict)
 
 

@@ -449,7 +449,8 @@ def test_a_release_follows_links(tmp_path, store):
     ("name", "told"),
     [
         (":memory:", "is a file"),
-        ("http://host/x.db", "on http"),
+        ("http://host/x.db", "named by http"),
+        ("postgresql://host/x.db", "where a file is wanted"),
         ("pipe", "no regular file"),
         ("", "no regular file"),
         ("file/x.db", "file/x.db"),

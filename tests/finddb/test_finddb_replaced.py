@@ -20,7 +20,7 @@ from finddb_entries import DEVICE, PROBLEM, VERSIONS, contents, row, scope
 from waiting import LIMIT_S
 
 from miofind.errors import DatabaseError
-from miofind.finddb import MEMORY, LayeredStore, Store, database, upgrade, write_release
+from miofind.finddb import MEMORY, LayeredStore, Store, sqlite_database, upgrade, write_release
 
 OLD, NEW = "old", "new"
 MANY = 40
@@ -326,7 +326,7 @@ def test_a_shipped_file_that_was_replaced_is_read_anew(path, tmp_path):
 
 
 def test_a_history_is_never_put_together_from_two_files(path, tmp_path, monkeypatch):
-    monkeypatch.setattr("miofind.finddb.store._BATCH", 10)
+    monkeypatch.setattr("miofind.finddb.sqlite_database.BATCH", 10)
     with Store(filled(path, OLD)) as store:
         histories = store.histories()
         assert next(histories).rows[0].solver_id == OLD
@@ -336,7 +336,7 @@ def test_a_history_is_never_put_together_from_two_files(path, tmp_path, monkeypa
 
 
 def test_a_history_is_never_that_of_a_problem_which_took_anothers_number(path, monkeypatch):
-    monkeypatch.setattr("miofind.finddb.store._BATCH", 10)
+    monkeypatch.setattr("miofind.finddb.sqlite_database.BATCH", 10)
     with Store(filled(path, OLD)) as store, Store(path) as other:
         histories = store.histories()
         read = [next(histories) for _ in range(10)]
@@ -350,12 +350,12 @@ def test_a_history_is_never_that_of_a_problem_which_took_anothers_number(path, m
 
 
 def test_a_fork_while_a_file_is_read_changes_no_file(path, monkeypatch):
-    monkeypatch.setattr("miofind.finddb.store._BATCH", 10)
+    monkeypatch.setattr("miofind.finddb.sqlite_database.BATCH", 10)
     with Store(filled(path, OLD)) as store:
         histories = store.histories()
         next(histories)
-        database._before_fork()
-        database._after_fork()
+        sqlite_database._before_fork()
+        sqlite_database._after_fork()
         assert len(list(histories)) == MANY - 1
 
 

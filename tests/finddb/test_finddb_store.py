@@ -64,18 +64,15 @@ def test_statuses_are_those_of_candidates():
     assert {status for status in Status if status.usable} == USABLE_STATUSES
 
 
-def test_unknown_problem_has_no_answer(store):
-    assert store.answer(DEVICE, PROBLEM) is None
-    assert store.history(DEVICE, PROBLEM) is None
-    assert store.problems() == ()
+def test_unknown_problem_has_no_answer(any_store):
+    assert any_store.answer(DEVICE, PROBLEM) is None
+    assert any_store.history(DEVICE, PROBLEM) is None
+    assert any_store.problems() == ()
 
 
-@pytest.mark.parametrize("where", ["file", "memory"])
-def test_a_row_keeps_all_its_fields(tmp_path, where):
-    path = MEMORY if where == "memory" else tmp_path / "new" / "folder" / "finddb.db"
-    with Store(path) as store:
-        returned = store.record(DEVICE, PROBLEM, [FULL], scope=scope(), environment=VERSIONS)
-        answer = store.answer(DEVICE, PROBLEM)
+def test_a_row_keeps_all_its_fields(any_store):
+    returned = any_store.record(DEVICE, PROBLEM, [FULL], scope=scope(), environment=VERSIONS)
+    answer = any_store.answer(DEVICE, PROBLEM)
     assert answer == returned
     (stored,) = answer.rows
     assert stored.environment == environment_id(VERSIONS)
@@ -98,48 +95,52 @@ def test_rows_outlive_the_store(tmp_path):
         assert store.environment("unknown") is None
 
 
-def test_devices_and_problems_are_apart(store):
-    store.record(DEVICE, PROBLEM, [row("ConvA")])
-    store.record("cpu|2||", PROBLEM, [row("ConvB")])
-    store.record(DEVICE, "other", [row("ConvC")])
-    assert [row.solver_id for row in store.answer(DEVICE, PROBLEM).rows] == ["ConvA"]
-    assert store.problems("cpu|2||") == (ProblemKey(device="cpu|2||", network_config=PROBLEM),)
-    assert len(store.problems()) == 3
-    assert [(key.network_config, row.solver_id) for key, row in store.rows(DEVICE)] == [
+def test_devices_and_problems_are_apart(any_store):
+    any_store.record(DEVICE, PROBLEM, [row("ConvA")])
+    any_store.record("cpu|2||", PROBLEM, [row("ConvB")])
+    any_store.record(DEVICE, "other", [row("ConvC")])
+    assert [row.solver_id for row in any_store.answer(DEVICE, PROBLEM).rows] == ["ConvA"]
+    assert any_store.problems("cpu|2||") == (ProblemKey(device="cpu|2||", network_config=PROBLEM),)
+    assert len(any_store.problems()) == 3
+    assert [(key.network_config, row.solver_id) for key, row in any_store.rows(DEVICE)] == [
         (PROBLEM, "ConvA"),
         ("other", "ConvC"),
     ]
 
 
-def test_recording_nothing_stores_nothing(store):
-    assert store.record(DEVICE, PROBLEM) is None
-    assert store.problems() == ()
+def test_recording_nothing_stores_nothing(any_store):
+    assert any_store.record(DEVICE, PROBLEM) is None
+    assert any_store.problems() == ()
 
 
-def test_failures_are_kept_and_give_an_answer_without_rows(store):
-    store.record(DEVICE, PROBLEM, [row(status="crashed", time_ms=None, message="illegal address")], scope=scope())
-    answer = store.answer(DEVICE, PROBLEM)
+def test_failures_are_kept_and_give_an_answer_without_rows(any_store):
+    any_store.record(DEVICE, PROBLEM, [row(status="crashed", time_ms=None, message="illegal address")], scope=scope())
+    answer = any_store.answer(DEVICE, PROBLEM)
     assert len(answer.rows) == 0
     assert answer.covers(scope())
-    assert store.history(DEVICE, PROBLEM).rows[0].message == "illegal address"
+    assert any_store.history(DEVICE, PROBLEM).rows[0].message == "illegal address"
 
 
-def test_a_later_row_ranks_as_later_though_the_clock_was_set_back(store):
-    store.record(DEVICE, PROBLEM, [row(time_ms=1.0, created_at="2150-01-01T00:00:00.000000Z")])
-    store.record(DEVICE, PROBLEM, [row(time_ms=5.0)])
-    assert store.answer(DEVICE, PROBLEM).rows[0].time_ms == 5.0
+def test_a_later_row_ranks_as_later_though_the_clock_was_set_back(any_store):
+    any_store.record(DEVICE, PROBLEM, [row(time_ms=1.0, created_at="2150-01-01T00:00:00.000000Z")])
+    any_store.record(DEVICE, PROBLEM, [row(time_ms=5.0)])
+    assert any_store.answer(DEVICE, PROBLEM).rows[0].time_ms == 5.0
 
 
 @pytest.mark.parametrize("clock", ["2026-01-01T00:00:00.000000Z", LAST_STAMP, "2200-01-01T00:00:00.000000Z"])
-def test_at_the_end_of_what_times_can_be_recording_goes_on(store, monkeypatch, clock):
+def test_at_the_end_of_what_times_can_be_recording_goes_on(any_store, monkeypatch, clock):
     monkeypatch.setattr(entries, "datetime", _Clock(clock))
     last = {"created_at": LAST_STAMP}
-    store.record(DEVICE, PROBLEM, [row("Old", **last)], scope=scope("Old", **last), verdict=verdict("Old:{}", **last))
+    any_store.record(
+        DEVICE, PROBLEM, [row("Old", **last)], scope=scope("Old", **last), verdict=verdict("Old:{}", **last)
+    )
     for number in range(3):
-        store.record(DEVICE, PROBLEM, [row(f"New{number}")], scope=scope("New"), verdict=verdict(f"New{number}:{{}}"))
-    assert store.queue_recheck(DEVICE, PROBLEM, "why")
-    assert {row.solver_id for row in store.answer(DEVICE, PROBLEM).rows} == {"Old", "New0", "New1", "New2"}
-    assert store.check() == ()
+        any_store.record(
+            DEVICE, PROBLEM, [row(f"New{number}")], scope=scope("New"), verdict=verdict(f"New{number}:{{}}")
+        )
+    assert any_store.queue_recheck(DEVICE, PROBLEM, "why")
+    assert {row.solver_id for row in any_store.answer(DEVICE, PROBLEM).rows} == {"Old", "New0", "New1", "New2"}
+    assert any_store.check() == ()
 
 
 class _Clock:
@@ -156,14 +157,14 @@ class _Clock:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_is_text(store, text):
+def test_hostile_text_is_text(any_store, text):
     config = '{"a":"\'; DROP TABLE answer; --"}'
-    store.record(text, text, [row(text, config)], scope=scope(text))
-    store.queue_recheck(text, text, text)
-    assert store.answer(text, text).rows[0].config == config
-    assert store.rechecks(text)[0].reason == text
-    assert store.answer(DEVICE, PROBLEM) is None
-    assert store.check() == ()
+    any_store.record(text, text, [row(text, config)], scope=scope(text))
+    any_store.queue_recheck(text, text, text)
+    assert any_store.answer(text, text).rows[0].config == config
+    assert any_store.rechecks(text)[0].reason == text
+    assert any_store.answer(DEVICE, PROBLEM) is None
+    assert any_store.check() == ()
 
 
 @settings(max_examples=30)
@@ -264,26 +265,26 @@ def test_messages_lose_folders_and_length(store, message, kept):
     assert store.check() == ()
 
 
-def test_rechecks_are_queued_once_and_dropped(store):
-    assert store.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
-    assert not store.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
-    assert store.queue_recheck(DEVICE, PROBLEM, "new solver ConvB")
-    assert store.queue_recheck("cpu|2||", PROBLEM, "driver 13.1")
-    assert [note.reason for note in store.rechecks(DEVICE)] == ["driver 13.1", "new solver ConvB"]
-    assert store.drop_rechecks(DEVICE, PROBLEM) == 2
-    assert store.drop_rechecks(DEVICE, PROBLEM) == 0
-    assert [note.device for note in store.rechecks()] == ["cpu|2||"]
+def test_rechecks_are_queued_once_and_dropped(any_store):
+    assert any_store.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
+    assert not any_store.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
+    assert any_store.queue_recheck(DEVICE, PROBLEM, "new solver ConvB")
+    assert any_store.queue_recheck("cpu|2||", PROBLEM, "driver 13.1")
+    assert [note.reason for note in any_store.rechecks(DEVICE)] == ["driver 13.1", "new solver ConvB"]
+    assert any_store.drop_rechecks(DEVICE, PROBLEM) == 2
+    assert any_store.drop_rechecks(DEVICE, PROBLEM) == 0
+    assert [note.device for note in any_store.rechecks()] == ["cpu|2||"]
 
 
-def test_clean_forgets_one_problem(store):
-    store.record(DEVICE, PROBLEM, [row("ConvA"), row("ConvB")], scope=scope())
-    store.record(DEVICE, "other", [row()])
-    assert store.clean(DEVICE, PROBLEM) == 2
-    assert store.clean(DEVICE, PROBLEM) == 0
-    assert store.answer(DEVICE, PROBLEM) is None
-    assert store.answer(DEVICE, "other") is not None
-    assert store.stats().scopes == 0
-    assert store.check() == ()
+def test_clean_forgets_one_problem(any_store):
+    any_store.record(DEVICE, PROBLEM, [row("ConvA"), row("ConvB")], scope=scope())
+    any_store.record(DEVICE, "other", [row()])
+    assert any_store.clean(DEVICE, PROBLEM) == 2
+    assert any_store.clean(DEVICE, PROBLEM) == 0
+    assert any_store.answer(DEVICE, PROBLEM) is None
+    assert any_store.answer(DEVICE, "other") is not None
+    assert any_store.stats().scopes == 0
+    assert any_store.check() == ()
 
 
 def filled(store: Store) -> None:
@@ -294,51 +295,51 @@ def filled(store: Store) -> None:
 
 
 @pytest.mark.parametrize("what", [Prune.SUPERSEDED, Prune.FAILED])
-def test_prune_changes_no_answer(store, what):
-    filled(store)
-    before = [tuple(answer.rows) for answer in answers(store)]
-    covered = [answer.covers(scope("ConvA", "ConvB")) for answer in answers(store)]
-    assert store.prune(what) > 0
-    assert store.prune(what) == 0
-    assert [tuple(answer.rows) for answer in answers(store)] == before
-    assert [answer.covers(scope("ConvA", "ConvB")) for answer in answers(store)] == covered
-    assert store.check() == ()
+def test_prune_changes_no_answer(any_store, what):
+    filled(any_store)
+    before = [tuple(answer.rows) for answer in answers(any_store)]
+    covered = [answer.covers(scope("ConvA", "ConvB")) for answer in answers(any_store)]
+    assert any_store.prune(what) > 0
+    assert any_store.prune(what) == 0
+    assert [tuple(answer.rows) for answer in answers(any_store)] == before
+    assert [answer.covers(scope("ConvA", "ConvB")) for answer in answers(any_store)] == covered
+    assert any_store.check() == ()
 
 
-def test_prune_failed_leaves_no_failure_and_brings_nothing_back(store):
-    filled(store)
-    store.prune("failed")
-    assert {row.status for _, row in store.rows()} == {"ok"}
-    assert {row.solver_id for _, row in store.rows(DEVICE)} == {"ConvA"}
+def test_prune_failed_leaves_no_failure_and_brings_nothing_back(any_store):
+    filled(any_store)
+    any_store.prune("failed")
+    assert {row.status for _, row in any_store.rows()} == {"ok"}
+    assert {row.solver_id for _, row in any_store.rows(DEVICE)} == {"ConvA"}
 
 
-def test_prune_other_devices(store):
-    filled(store)
-    assert store.prune(Prune.OTHER_DEVICES, device=DEVICE) == 1
-    assert {key.device for key in store.problems()} == {DEVICE}
+def test_prune_other_devices(any_store):
+    filled(any_store)
+    assert any_store.prune(Prune.OTHER_DEVICES, device=DEVICE) == 1
+    assert {key.device for key in any_store.problems()} == {DEVICE}
     with pytest.raises(RefusedEntryError):
-        store.prune(Prune.OTHER_DEVICES)
+        any_store.prune(Prune.OTHER_DEVICES)
 
 
-def test_stats_count(store):
-    filled(store)
-    stats = store.stats()
+def test_stats_count(any_store):
+    filled(any_store)
+    stats = any_store.stats()
     assert (stats.problems, stats.rows, stats.scopes, stats.environments) == (2, 6, 2, 2)
     assert stats.by_device == {DEVICE: 1, "cpu|2||": 1}
     assert stats.by_solver == {"ConvA": 2, "ConvB": 2, "ConvC": 1, "ConvD": 1}
     assert stats.by_status == {"crashed": 1, "ok": 4, "timed_out": 1}
-    assert stats.file_bytes > 0
+    assert (stats.file_bytes > 0) != any_store.in_memory
 
 
-def test_check_asks_the_caller_of_each_row(store):
-    filled(store)
+def test_check_asks_the_caller_of_each_row(any_store):
+    filled(any_store)
     asked = []
 
     def validate(key, row):
         asked.append(key)
         return f"unknown solver {row.solver_id}" if row.solver_id == "ConvD" else None
 
-    (finding,) = store.check(validate)
+    (finding,) = any_store.check(validate)
     assert len(asked) == 6
     assert "cpu|2||" in finding
     assert "unknown solver ConvD" in finding
@@ -366,14 +367,14 @@ def test_check_finds(store, statement, said):
     assert any(said in finding for finding in findings), findings
 
 
-def test_rebuild_mends_answers(store):
-    filled(store)
-    before = answers(store)
-    with store._database.write() as connection:
+def test_rebuild_mends_answers(any_store):
+    filled(any_store)
+    before = answers(any_store)
+    with any_store._database.write() as connection:
         connection.exec_driver_sql("UPDATE answer SET payload = '[]'")
-    assert store.rebuild() == 2
-    assert answers(store) == before
-    assert store.check() == ()
+    assert any_store.rebuild() == 2
+    assert answers(any_store) == before
+    assert any_store.check() == ()
 
 
 def test_an_unreadable_answer_says_so(store):
@@ -434,9 +435,23 @@ def test_what_a_full_disk_leaves_of_a_new_file_is_empty(tmp_path):
         assert store.check() == ()
 
 
-def test_a_url_of_a_server_is_refused():
-    with pytest.raises(DatabaseError, match="postgresql cannot be used by this release"):
-        Store("postgresql://somewhere/finddb")
+LONGEST = 2000 - len(DEVICE)
+
+
+@pytest.mark.parametrize("name", ["x" * LONGEST, "\N{SNOWMAN}" * (LONGEST // 3)])
+def test_the_longest_names_are_stored(any_store, name):
+    any_store.record(DEVICE, name, [row()])
+    assert any_store.queue_recheck(DEVICE, name, "y" * 200)
+    assert any_store.answer(DEVICE, name) is not None
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * (LONGEST + 1), "\N{SNOWMAN}" * (LONGEST // 3 + 1)])
+def test_names_that_a_server_could_not_keep_are_refused(any_store, name):
+    with pytest.raises(RefusedEntryError):
+        any_store.record(DEVICE, name, [row()])
+    with pytest.raises(RefusedEntryError):
+        any_store.queue_recheck(DEVICE, PROBLEM, name[:1] + "\N{SNOWMAN}" * 199)
+    assert any_store.problems() == ()
 
 
 def test_solved_problems_are_those_with_a_usable_row(tmp_path):

@@ -27,33 +27,33 @@ def times(store: Store) -> list[float]:
     return [row.time_ms for row in store.answer(DEVICE, PROBLEM).rows]
 
 
-def test_a_verdict_keeps_all_its_fields(store):
+def test_a_verdict_keeps_all_its_fields(any_store):
     given_one = verdict("ConvA:{}", 'ConvB:{"tile":1}', low=1, high=1.5)
-    store.record(DEVICE, PROBLEM, [row()], verdict=given_one, environment=VERSIONS)
-    (kept,) = store.history(DEVICE, PROBLEM).verdicts
+    any_store.record(DEVICE, PROBLEM, [row()], verdict=given_one, environment=VERSIONS)
+    (kept,) = any_store.history(DEVICE, PROBLEM).verdicts
     assert kept.id
-    assert kept.created_at == store.history(DEVICE, PROBLEM).rows[0].created_at
+    assert kept.created_at == any_store.history(DEVICE, PROBLEM).rows[0].created_at
     assert kept.environment == environment_id(VERSIONS)
     assert replace(kept, id="", created_at="", environment="") == given_one
     assert type(kept.comparisons[0].low) is float
-    assert store.stats().verdicts == 1
-    assert store.check() == ()
+    assert any_store.stats().verdicts == 1
+    assert any_store.check() == ()
 
 
-def test_a_verdict_alone_is_no_answer_and_no_harm(store):
-    store.record(DEVICE, PROBLEM, verdict=verdict())
-    assert len(store.answer(DEVICE, PROBLEM).rows) == 0
-    assert store.check() == ()
-    assert store.clean(DEVICE, PROBLEM) == 0
-    assert store.stats().verdicts == 0
+def test_a_verdict_alone_is_no_answer_and_no_harm(any_store):
+    any_store.record(DEVICE, PROBLEM, verdict=verdict())
+    assert len(any_store.answer(DEVICE, PROBLEM).rows) == 0
+    assert any_store.check() == ()
+    assert any_store.clean(DEVICE, PROBLEM) == 0
+    assert any_store.stats().verdicts == 0
 
 
-def test_contention_and_dropped_samples_are_kept(store):
-    store.record(DEVICE, PROBLEM, [row(contended=True, dropped_samples=3), row("ConvB", dropped_samples=1)])
-    by_solver = {row.solver_id: row for row in store.answer(DEVICE, PROBLEM).rows}
+def test_contention_and_dropped_samples_are_kept(any_store):
+    any_store.record(DEVICE, PROBLEM, [row(contended=True, dropped_samples=3), row("ConvB", dropped_samples=1)])
+    by_solver = {row.solver_id: row for row in any_store.answer(DEVICE, PROBLEM).rows}
     assert (by_solver["ConvA"].contended, by_solver["ConvA"].dropped_samples) == (True, 3)
     assert (by_solver["ConvB"].contended, by_solver["ConvB"].dropped_samples) == (False, 1)
-    found = store.answer(DEVICE, PROBLEM).rows.columns("solver_id", "contended", "dropped_samples")
+    found = any_store.answer(DEVICE, PROBLEM).rows.columns("solver_id", "contended", "dropped_samples")
     assert sorted(found) == [("ConvA", True, 3), ("ConvB", False, 1)]
 
 
@@ -103,16 +103,16 @@ def test_refused_rows(store, changes):
         store.record(DEVICE, PROBLEM, [row(**changes)])
 
 
-def test_the_newest_verdict_is_in_force_and_survives_pruning(store):
-    store.record(DEVICE, PROBLEM, [row()], verdict=verdict("ConvA:{}"))
-    store.record(DEVICE, PROBLEM, [row("ConvB")], verdict=verdict("ConvB:{}"), environment=VERSIONS)
-    assert [item.winner for item in store.history(DEVICE, PROBLEM).verdicts] == ["ConvA:{}", "ConvB:{}"]
-    assert store.prune(Prune.FAILED) == 0
-    assert store.stats().verdicts == 2
-    store.prune(Prune.SUPERSEDED)
-    assert [item.winner for item in store.history(DEVICE, PROBLEM).verdicts] == ["ConvB:{}"]
-    assert store.environment(environment_id(VERSIONS)) == VERSIONS
-    assert store.check() == ()
+def test_the_newest_verdict_is_in_force_and_survives_pruning(any_store):
+    any_store.record(DEVICE, PROBLEM, [row()], verdict=verdict("ConvA:{}"))
+    any_store.record(DEVICE, PROBLEM, [row("ConvB")], verdict=verdict("ConvB:{}"), environment=VERSIONS)
+    assert [item.winner for item in any_store.history(DEVICE, PROBLEM).verdicts] == ["ConvA:{}", "ConvB:{}"]
+    assert any_store.prune(Prune.FAILED) == 0
+    assert any_store.stats().verdicts == 2
+    any_store.prune(Prune.SUPERSEDED)
+    assert [item.winner for item in any_store.history(DEVICE, PROBLEM).verdicts] == ["ConvB:{}"]
+    assert any_store.environment(environment_id(VERSIONS)) == VERSIONS
+    assert any_store.check() == ()
 
 
 @pytest.mark.parametrize(

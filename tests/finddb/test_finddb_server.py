@@ -1,0 +1,437 @@
+"""What a FindDB on a server does beside what every FindDB does: many write at once, and it may be gone."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import finddb_entries as made
+import psycopg
+import pytest
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope, verdict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from postgres_server import PostgresServer, new_server
+from sqlalchemy import text
+from waiting import wait_until
+
+from miofind.errors import DatabaseError, SchemaVersionError
+from miofind.finddb import MEMORY, History, LayeredStore, Prune, Store, entries, open_layered, schema, server
+from miofind.finddb.location import server_url, shown_url
+
+SECRET = "s3cret-word"
+NOWHERE = f"postgresql://ann:{SECRET}@127.0.0.1:1/results"
+
+
+@pytest.fixture
+def store(finddb_url: str) -> Iterator[Store]:
+    with Store(finddb_url) as opened:
+        yield opened
+
+
+@contextmanager
+def running(work: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Another thread, whose result is there after the block."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    try:
+        yield results
+    finally:
+        thread.join()
+
+
+def wait_until_one_waits(url: str) -> None:
+    """Return once a connection to the database waits for another's lock."""
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with psycopg.connect(url, autocommit=True) as connection:
+        wait_until(lambda: connection.execute(waits).fetchone() == (1,), "a connection waits for a lock")
+
+
+def exported(store: Store) -> str:
+    file = io.StringIO()
+    store.export_jsonl(file)
+    return file.getvalue()
+
+
+def test_new_entries_are_counted_and_give_an_answer(store):
+    """The driver counts no rows of a statement for several: no answer was derived of them."""
+    rows = tuple(row(f"Conv{number}", created_at=at(number)) for number in (1, 2))
+    history = History(device=DEVICE, network_config=PROBLEM, rows=rows)
+    assert store.add([history]) == 2
+    assert len(store.answer(DEVICE, PROBLEM).rows) == 2
+    more = History(device=DEVICE, network_config=PROBLEM, rows=(*history.rows, row("Conv3", created_at=at(3))))
+    assert store.add([more]) == 1
+    assert store.add([more]) == 0
+    assert len(store.answer(DEVICE, PROBLEM).rows) == 3
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_who_adds_to_one_problem_at_once_derives_an_answer_of_all(store, finddb_url, known):
+    if known:
+        store.record(DEVICE, PROBLEM, [row("Old")])
+    history = entries.checked(History(device=DEVICE, network_config=PROBLEM, rows=(row("Slow", created_at=at(1)),)))
+    with Store(finddb_url) as other, store._database.write() as connection:
+        entries.add(connection, [history])
+        with running(lambda: other.record(DEVICE, PROBLEM, [row("Quick")])) as results:
+            wait_until_one_waits(finddb_url)
+            connection.commit()
+    assert {found.solver_id for found in results[0].rows} == {"Slow", "Quick"} | ({"Old"} if known else set())
+    assert store.answer(DEVICE, PROBLEM) == results[0]
+    assert store.check() == ()
+
+
+def test_who_waits_for_each_other_both_succeed(store):
+    for name in ("a", "b"):
+        store.record(DEVICE, name, [row()])
+    meeting = threading.Barrier(2)
+    tries: list[str] = []
+
+    def hold_both(first: str, second: str) -> Callable[[Any], bool]:
+        def work(connection: Any) -> bool:
+            tries.append(first)
+            entries.hold(connection, DEVICE, first)
+            if len(tries) <= 2:
+                meeting.wait()
+            entries.hold(connection, DEVICE, second)
+            return True
+
+        return work
+
+    with running(lambda: store._database.transact(hold_both("a", "b"))) as results:
+        assert store._database.transact(hold_both("b", "a"))
+    assert results == [True]
+    assert len(tries) >= 3
+
+
+def test_who_adds_to_a_device_that_is_removed_meanwhile_tries_again(store, finddb_url):
+    store.record(DEVICE, PROBLEM, [row()])
+    with Store(finddb_url) as other, store._database.write() as connection:
+        number = entries.find_problem(connection, DEVICE, PROBLEM)
+        assert number is not None
+        entries.remove_problem(connection, number)
+        entries.remove_orphans(connection)
+        with running(lambda: other.record(DEVICE, "new", [row()], environment=VERSIONS)) as results:
+            wait_until_one_waits(finddb_url)
+            connection.commit()
+    assert results[0] is not None
+    assert [key.network_config for key in store.problems()] == ["new"]
+    assert store.check() == ()
+
+
+def test_a_prune_waits_for_who_adds(store, finddb_url):
+    """An environment that nothing names yet went, and the rows that name it came."""
+    history = History(
+        device=DEVICE,
+        network_config=PROBLEM,
+        rows=(row(created_at=at(1), environment=made.environment_id(VERSIONS)),),
+        environments={made.environment_id(VERSIONS): VERSIONS},
+    )
+    with store._database.write() as connection:
+        connection.execute(schema.environment.insert().values(id="unused", versions="{}"))
+    with Store(finddb_url) as other, store._database.write() as connection:
+        entries.add(connection, [entries.checked(history)])
+        with running(lambda: other.prune(Prune.SUPERSEDED)):
+            wait_until_one_waits(finddb_url)
+            connection.commit()
+    assert store.environment("unused") is None
+    assert store.environment(made.environment_id(VERSIONS)) == VERSIONS
+    assert store.check() == ()
+
+
+def test_texts_are_ordered_as_in_a_file(store):
+    """The server orders texts as people do, unless it is told otherwise: a before B."""
+    names = ["a", "B", "_", "Ä", "b", "A", "1", "é", "-", "a b", "ab"]
+    with Store(MEMORY) as memory:
+        for each in (store, memory):
+            rows = tuple(row(name, created_at=at(1)) for name in names)
+            each.add(History(device=device, network_config=name, rows=rows) for device in "aB" for name in names)
+        assert contents(store) == contents(memory)
+        assert answers(store) == answers(memory)
+        assert exported(store) == exported(memory)
+
+
+def test_numbers_of_problems_have_64_bits(store):
+    with store._database.write() as connection:
+        for table in ("device", "problem"):
+            connection.execute(text(f"SELECT setval('{table}_id_seq', 1099511627776)"))
+    store.record(DEVICE, PROBLEM, [row()], scope=scope(), verdict=verdict())
+    assert [found.solver_id for found in store.answer(DEVICE, PROBLEM).rows] == ["ConvA"]
+    assert store.check() == ()
+
+
+def test_the_servers_clock_says_what_is_newer(store, monkeypatch):
+    """Clocks of hosts differ, and the newest row is in force."""
+    for clock, name in (("2190-01-01T00:00:00.000000Z", "First"), ("2001-01-01T00:00:00.000000Z", "Second")):
+        monkeypatch.setattr(entries, "now", lambda clock=clock: clock)
+        store.record(DEVICE, PROBLEM, [row(name)], scope=scope(name))
+        assert store.queue_recheck(DEVICE, PROBLEM, name)
+    stamps = {found.solver_id: datetime.fromisoformat(found.created_at) for found in store.answer(DEVICE, PROBLEM).rows}
+    assert stamps["First"] < stamps["Second"]
+    assert all(abs(datetime.now(UTC) - stamp) < timedelta(days=1) for stamp in stamps.values())
+    assert [note.reason for note in store.rechecks()] == ["First", "Second"]
+
+
+def test_a_history_of_all_is_of_one_instant(store, finddb_url, monkeypatch):
+    monkeypatch.setattr(server, "BATCH", 1)
+    for name in ("a", "b", "c"):
+        store.record(DEVICE, name, [row("Old")])
+    with Store(finddb_url) as other:
+        reading = store.histories()
+        found = [next(reading)]
+        other.clean(DEVICE, "b")
+        other.record(DEVICE, "c", [row("New")])
+        found += reading
+    assert [(each.network_config, len(each.rows)) for each in found] == [("a", 1), ("b", 1), ("c", 1)]
+    assert [each.network_config for each in store.histories()] == ["a", "c"]
+
+
+def test_all_that_a_block_reads_is_of_one_instant(store, finddb_url):
+    store.record(DEVICE, PROBLEM, [row("Old")])
+    with Store(finddb_url) as other, store.one_instant():
+        before = (contents(store), answers(store), store.stats(), exported(store))
+        other.record(DEVICE, PROBLEM, [row("New")])
+        other.record(DEVICE, "another", [row("New")])
+        with store.one_instant():
+            assert (contents(store), answers(store), store.stats(), exported(store)) == before
+    assert store.stats().rows == 3
+
+
+def test_a_forked_child_has_connections_of_its_own(store):
+    store.record(DEVICE, PROBLEM, [row("Parent")])
+    with store._database.read():  # one is in use, and one lies idle
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                store.record(DEVICE, PROBLEM, [row("Child")])
+                status = len(store.answer(DEVICE, PROBLEM).rows)
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert len(store.answer(DEVICE, PROBLEM).rows) == 2
+    assert len(store.record(DEVICE, PROBLEM, [row("Again")]).rows) == 3
+
+
+def test_a_connection_that_the_server_ended_is_made_anew(store, finddb_url):
+    store.record(DEVICE, PROBLEM, [row()])
+    with psycopg.connect(finddb_url, autocommit=True) as connection:
+        for _ in range(2):
+            ended = connection.execute(
+                "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE datname = current_database() AND "
+                "pid <> pg_backend_pid() AND application_name = 'miofind'"
+            ).fetchall()
+            assert ended
+            assert store.answer(DEVICE, PROBLEM) is not None
+    assert store.record(DEVICE, PROBLEM, [row("ConvB")]) is not None
+
+
+@pytest.fixture
+def power() -> Iterator[PostgresServer]:
+    """A server that may be killed."""
+    with new_server() as server:
+        yield server
+
+
+def test_a_server_that_is_gone_is_told_once_and_done_without(power, caplog):
+    with Store(power.url) as store, LayeredStore(Store(power.url)) as layered:
+        store.record(DEVICE, PROBLEM, [row()])
+        assert layered.answer(DEVICE, PROBLEM) is not None
+        power.kill()
+        for use in (lambda: store.answer(DEVICE, PROBLEM), lambda: store.record(DEVICE, PROBLEM, [row()])):
+            with pytest.raises(DatabaseError, match="see that the server runs"):
+                use()
+        with caplog.at_level(logging.WARNING):
+            for number in range(3):
+                assert layered.record(DEVICE, f"new-{number}", [row()]) is not None
+        assert len([entry for entry in caplog.records if "Going on in memory" in entry.message]) == 1
+        assert layered.answer(DEVICE, "new-0") is not None
+        power.start()
+        assert store.answer(DEVICE, PROBLEM) is not None
+
+
+def test_a_server_that_goes_while_it_is_written_stores_nothing(power):
+    def lose(connection: Any) -> None:
+        entries.hold(connection, DEVICE, "new")
+        power.kill()
+        entries.hold(connection, DEVICE, "newer")
+
+    with Store(power.url) as store:
+        store.record(DEVICE, PROBLEM, [row()])
+        with pytest.raises(DatabaseError, match=r"try again when it runs|see that the server runs"):
+            store._database.transact(lose)
+        power.start()
+        assert [key.network_config for key in store.problems()] == [PROBLEM]
+
+
+@pytest.fixture
+def reader_url(postgres_server: str, postgres_url: str) -> Iterator[str]:
+    """The URL of a filled FindDB, as a role that may only read."""
+    with Store(postgres_url) as store:
+        store.record(DEVICE, PROBLEM, [row()], scope=scope())
+    role = f"miofind_reader_{os.getpid()}"
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE {role} LOGIN PASSWORD '{SECRET}'")
+        connection.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}")
+        try:
+            yield postgres_url.replace("postgres@", f"{role}:{SECRET}@")
+        finally:
+            connection.execute(f"DROP OWNED BY {role}")
+            connection.execute(f"DROP ROLE {role}")
+
+
+def test_a_role_that_only_reads(reader_url, caplog, monkeypatch):
+    with Store(reader_url) as store:
+        assert store.answer(DEVICE, PROBLEM) is not None
+        assert store.check() == ()
+        for use in (store.open, lambda: store.record(DEVICE, PROBLEM, [row()])):
+            with pytest.raises(DatabaseError, match=r"rights that docs/fleet\.md lists"):
+                use()
+    monkeypatch.setenv("MIOFIND_DB", reader_url)
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    with open_layered() as layered, caplog.at_level(logging.WARNING):
+        for number in range(2):
+            assert layered.record(DEVICE, f"new-{number}", [row()]) is not None
+            assert layered.answer(DEVICE, f"new-{number}") is not None
+        assert len(layered.record(DEVICE, PROBLEM, [row("ConvB")]).rows) == 2
+    assert len([entry for entry in caplog.records if "Going on in memory" in entry.message]) == 1
+    assert SECRET not in caplog.text
+    with open_layered(strict=True) as strict, pytest.raises(DatabaseError):
+        strict.record(DEVICE, PROBLEM, [row()])
+
+
+def test_a_lookup_makes_no_tables(postgres_url):
+    with LayeredStore(Store(postgres_url), strict=True) as layered:
+        assert layered.answer(DEVICE, PROBLEM) is None
+        assert not layered.is_recorded
+        with Store(postgres_url, read_only=True) as reading, pytest.raises(DatabaseError, match="empty database"):
+            reading.stats()
+        layered.record(DEVICE, PROBLEM, [row()])
+        assert layered.is_recorded
+    with Store(postgres_url, read_only=True) as reading:
+        assert reading.answer(DEVICE, PROBLEM) is not None
+        with pytest.raises(DatabaseError, match="read only"):
+            reading.record(DEVICE, PROBLEM, [row()])
+
+
+def test_a_database_of_something_else_is_left_alone(postgres_url):
+    with psycopg.connect(postgres_url) as connection:
+        connection.execute("CREATE TABLE device (serial text)")
+    with Store(postgres_url) as store, pytest.raises(DatabaseError, match="tables of something else"):
+        store.record(DEVICE, PROBLEM, [row()])
+    with Store(f"{postgres_url}&options=-csearch_path%3Dmine") as store:
+        with psycopg.connect(postgres_url) as connection:
+            connection.execute("CREATE SCHEMA mine")
+        assert store.record(DEVICE, PROBLEM, [row()]) is not None
+        assert store.check() == ()
+
+
+def test_tables_of_a_newer_release_are_refused(postgres_url):
+    with Store(postgres_url) as store:
+        store.open()
+    with psycopg.connect(postgres_url) as connection:
+        connection.execute("UPDATE miofind_alembic SET version_num = '9999_future'")
+    with Store(postgres_url) as store, pytest.raises(SchemaVersionError, match=r"9999_future.*upgrade miofind"):
+        store.answer(DEVICE, PROBLEM)
+
+
+def test_check_tells_what_a_table_lacks(postgres_url):
+    with Store(postgres_url) as store:
+        store.open()
+        with psycopg.connect(postgres_url) as connection:
+            connection.execute("ALTER TABLE measurement DROP COLUMN protocol")
+            connection.execute('ALTER TABLE verdict ALTER COLUMN winner TYPE text COLLATE "POSIX"')
+        findings = store.check()
+    assert findings[0] == "column measurement.protocol is missing"
+    assert "column verdict.winner has texts in the order of POSIX" in findings[1]
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        (NOWHERE, "cannot be reached"),
+        (f"postgresql://ann:{SECRET}@127.0.0.1:1/results?sslmod=require", "no setting sslmod"),
+        (f"postgresql://ann:%zz{SECRET}@127.0.0.1:1/results", "malformed"),
+        (f"postgresql://ann:p@{SECRET}@127.0.0.1:1/results", "write @ as %40"),
+        (f"postgresql://ann:p/{SECRET}@127.0.0.1:1/results", "write @ as %40"),
+        (f"postgresql://ann:p?{SECRET}@127.0.0.1:1/results", "write @ as %40"),
+        (f"postgres://127.0.0.1:1/results?user=ann&password={SECRET}", "cannot be reached"),
+        (f"postgressql://ann:{SECRET}@127.0.0.1:1/results", "Did you mean postgresql"),
+        (f"postgresql:/ann:{SECRET}@127.0.0.1:1/results", "postgresql://user@host:5432/database"),
+        (f"mysql://ann:{SECRET}@127.0.0.1:1/results", "named by mysql"),
+    ],
+    ids=lambda value: value.replace(SECRET, "x")[:60],
+)
+def test_what_cannot_be_reached_says_what_to_do_and_no_password(url, told, caplog):
+    caplog.set_level(logging.DEBUG)
+
+    def use() -> None:
+        with Store(url) as store:
+            assert SECRET not in f"{store!r}{store.where}{store.location}{store._database!r}"
+            store.answer(DEVICE, PROBLEM)
+
+    with pytest.raises(DatabaseError) as caught:
+        use()
+    assert told in str(caught.value)
+    assert SECRET not in "".join(traceback.format_exception(caught.value)) + caplog.text
+
+
+def test_without_the_driver_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with Store(NOWHERE) as store, pytest.raises(DatabaseError, match=r"pip install 'miofind\[server\]'"):
+        store.answer(DEVICE, PROBLEM)
+
+
+def test_urls_are_told_from_paths():
+    assert server_url(NOWHERE) == NOWHERE
+    assert server_url("some:folder/finddb.db") is server_url(MEMORY) is server_url("~/x.db") is None
+    assert shown_url(NOWHERE) == "postgresql://127.0.0.1:1/results"
+    assert shown_url("postgresql:///results?host=/run") == "postgresql:///results"
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.lists(made.histories, max_size=2)),
+        st.tuples(st.just("clean"), made.histories),
+        st.tuples(st.just("prune"), st.sampled_from([Prune.SUPERSEDED, Prune.FAILED])),
+        st.tuples(st.just("import"), st.lists(made.histories, max_size=2)),
+        st.tuples(st.just("merge"), st.lists(made.histories, max_size=2)),
+    ),
+    max_size=5,
+)
+
+
+def applied(store: Store, what: str, argument: Any) -> int:
+    """What an operation returns."""
+    if what == "add":
+        return store.add(argument)
+    if what == "clean":
+        return store.clean(argument.device, argument.network_config)
+    if what == "prune":
+        return store.prune(argument)
+    with Store(MEMORY) as other:
+        other.add(argument)
+        return store.merge(other) if what == "merge" else store.import_jsonl(io.StringIO(exported(other)))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(steps=operations)
+def test_any_operations_leave_what_they_leave_in_a_file(finddb_url, steps):
+    with Store(finddb_url) as store, Store(MEMORY) as memory:
+        for key in store.problems():
+            store.clean(key.device, key.network_config)
+        store.prune(Prune.SUPERSEDED)
+        for what, argument in steps:
+            assert applied(store, what, argument) == applied(memory, what, argument)
+        assert exported(store) == exported(memory)
+        assert contents(store) == contents(memory)
+        assert answers(store) == answers(memory)
+        assert store.check() == ()
