@@ -1,0 +1,182 @@
+"""Records the convolutions of PyTorch programs: every call that reaches the dispatcher, forward and backward.
+
+A TorchDispatchMode sees calls below autograd and autocast, so with the element types that are computed with, and with
+the results that a backward pass asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from miofind.torch import formats
+from miofind.torch.calls import ConvolutionCall, Unserved
+from miofind.torch.flags import Flags, state
+from miofind.torch.layers import LayerNames
+from miofind.torch.recording import RecordedCall, Recording, check_ending
+
+_CONVOLUTION = torch.ops.aten.convolution.default
+_BACKWARD = torch.ops.aten.convolution_backward.default
+_COMPOSED = ("aten::conv", "aten::_convolution")
+
+
+@contextlib.contextmanager
+def record(path: str | Path | None = None) -> Iterator[Recording]:
+    """A recording of the convolutions that run in the block, on any device, in backward passes, too.
+
+    Calls of compiled functions run uncompiled meanwhile.
+
+    Args:
+        path: where the problems are saved when the block ends, also where it raises; see `Recording.save`.
+
+    Raises:
+        InvalidOptionError: the path has another ending than .csv or .txt, or cannot be written.
+    """
+    recording = Recording()
+    if path is not None:
+        check_ending(path)
+        recording.name = Path(path).stem
+    try:
+        with LayerNames() as layers, Recorder(recording, layers):
+            yield recording
+    finally:
+        if path is not None:
+            recording.save(path)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes convolutions, and has them computed as ever."""
+
+    def __init__(self, recording: Recording, layers: LayerNames) -> None:
+        super().__init__()
+        self._recording = recording
+        self._layers = layers
+        self._layer_of_weights: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _CONVOLUTION:
+            return self._forward(func, args, kwargs)
+        if func is _BACKWARD:
+            return self._backward(func, args, kwargs)
+        if func._schema.name.startswith(_COMPOSED):  # not taken apart yet in inference mode
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        return func(*args, **kwargs)
+
+    def _forward(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        x, w, bias, *geometry = _all_arguments(func, args, kwargs)
+        layer = self._layers.current
+        self._layer_of_weights[_storage(w)] = layer
+        call = self._note(layer, (x, w, bias, *geometry), ("y",))
+        return self._computed(call, func, args, kwargs, ("y",))[0]
+
+    def _backward(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        _, x, w, bias_sizes, *geometry, mask = _all_arguments(func, args, kwargs)
+        wanted = tuple(name for name, is_wanted in zip(("dx", "dw"), mask, strict=False) if is_wanted)
+        layer = self._layer_of_weights.get(_storage(w)) or self._layers.current
+        call = self._note(layer, (x, w, bias_sizes, *geometry), wanted)
+        return self._computed(call, func, args, kwargs, wanted)
+
+    def _note(self, layer: str, arguments: Sequence[Any], computed: Sequence[str]) -> ConvolutionCall | None:
+        """Note a call; what it is, None where miofind cannot describe it."""
+        call = None
+        try:
+            call = self._described(arguments)
+        except Unserved as reason:
+            for name in computed:
+                self._recording.note(RecordedCall(layer=layer, computed=name, reason=str(reason)))
+            return None
+        math = Flags.of(state(), on_gpu=self._is_on_gpu(arguments[0])).math
+        for name in computed:
+            self._recording.note(recorded_call(call, layer, name, math))
+        return call
+
+    def _described(self, arguments: Sequence[Any]) -> ConvolutionCall:
+        return ConvolutionCall.of(*arguments)
+
+    def _is_on_gpu(self, x: Any) -> bool:
+        return bool(x.device.type == "cuda")
+
+    def _computed(
+        self, call: ConvolutionCall | None, func: Any, args: Sequence[Any], kwargs: Any, computed: Sequence[str]
+    ) -> Any:
+        """What the call gives: a tuple, of one tensor forward."""
+        result = func(*args, **kwargs)
+        return (result,) if computed == ("y",) else result
+
+
+def recorded_call(call: ConvolutionCall, layer: str, computed: str, math: Any) -> RecordedCall:
+    """One result of a call as it is noted."""
+    try:
+        return RecordedCall(layer=layer, computed=computed, call=call, problem=call.problem(computed, math))
+    except Unserved as reason:
+        return RecordedCall(layer=layer, computed=computed, call=call, reason=str(reason))
+
+
+class StandInRecorder(Recorder):
+    """Notes the convolutions of fake tensors on the CPU as if they were on a GPU; their results look as there."""
+
+    def _described(self, arguments: Sequence[Any]) -> ConvolutionCall:
+        x, w, bias, *geometry = arguments
+        bias = list(bias.shape) if isinstance(bias, torch.Tensor) else bias
+        with _as_on_gpu() as device:
+            moved = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in (x, w))
+            return ConvolutionCall.of(*moved, bias, *geometry)
+
+    def _is_on_gpu(self, x: Any) -> bool:
+        return True
+
+    def _computed(
+        self, call: ConvolutionCall | None, func: Any, args: Sequence[Any], kwargs: Any, computed: Sequence[str]
+    ) -> Any:
+        given = super()._computed(call, func, args, kwargs, computed)  # PyTorch checks the arguments
+        if call is None:
+            return given
+        x, w = args[:2] if computed == ("y",) else args[1:3]
+
+        def empty(shape: Any) -> Any:
+            shape = tuple(shape)
+            return x.new_empty_strided(shape, formats.strides(shape, call.backend_format))
+
+        if computed == ("y",):
+            return (empty(call.output_shape),)
+        mask = _all_arguments(func, args, kwargs)[-1]
+        shapes = (x.shape, w.shape, (call.output_shape[1],))
+        made = (empty, empty, x.new_empty)
+        return tuple(make(shape) if wanted else None for make, shape, wanted in zip(made, shapes, mask, strict=True))
+
+
+@contextlib.contextmanager
+def _as_on_gpu() -> Iterator[str]:
+    """A device for tensors without memory that stands for a GPU, whether there is one or not."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        if not torch.backends.cuda.is_built():
+            yield "meta"
+            return
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        stack.enter_context(FakeTensorMode())
+        yield "cuda"
+
+
+def _all_arguments(func: Any, args: Sequence[Any], kwargs: Any) -> list[Any]:
+    """The arguments of an operator in the order of its schema, whichever were given by name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return [*args, *(kwargs[name] for name in names[len(args) :])]
+
+
+def _storage(tensor: Any) -> int:
+    """What names the memory of a tensor as long as that is in use; 0 for tensors that have none to name."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0

@@ -1,0 +1,99 @@
+"""The problems of a network that is not run are those of one that is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_networks import Mixed, OneAndThree, mixed_input
+from torch import nn
+
+import miofind.torch
+from miofind.errors import InvalidOptionError
+from miofind.torch.recording import Recording
+
+
+def counts(recording: Recording) -> dict[tuple[str, str, str], int]:
+    calls = recording.calls
+    return {(c.layer, c.computed, c.problem.network_config if c.problem else c.reason): c.count for c in calls}
+
+
+def real_step(model: Any, *inputs: Any, amp: Any, training: bool, **named: Any) -> Recording:
+    with miofind.torch.record() as recording:
+        with torch.autocast("cpu", dtype=amp, enabled=amp is not None), torch.set_grad_enabled(training):
+            outputs = model.train(training)(*inputs, **named)
+        if training:
+            outputs = list(outputs.values()) if isinstance(outputs, dict) else [outputs]
+            sum(output.float().sum() for output in outputs).backward()
+    return recording
+
+
+@pytest.mark.parametrize("memory_format", [None, torch.channels_last], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_network_s_problems_are_those_of_a_real_step(training: bool, amp: Any, memory_format: Any) -> None:
+    model, x = Mixed(), mixed_input()
+    asked = {"training": training, "amp": amp, "memory_format": memory_format}
+    found = miofind.torch.problems(model, x, device="cpu", **asked)
+    on_gpu = miofind.torch.problems(model, x, **asked)
+    if memory_format is not None:
+        model, x = model.to(memory_format=memory_format), x.to(memory_format=memory_format)
+    assert counts(found) == counts(real_step(model, x, amp=amp, training=training))
+    assert len(found.calls) == (13 if training else 5)
+    # cuDNN takes as many layers in the same formats; only float32 is computed otherwise.
+    assert {(*key[:2], key[2].removesuffix("-tf32")): count for key, count in counts(on_gpu).items()} == counts(found)
+    assert all(key[2].endswith("-tf32") == (amp is None) for key in counts(on_gpu))
+
+
+def test_other_dimensions_and_inputs_by_name() -> None:
+    model, sound, video = OneAndThree(), torch.randn(2, 4, 9), torch.randn(1, 2, 2, 7, 7)
+    found = miofind.torch.problems(
+        model, sound, keywords={"video": (1, 2, 2, 7, 7)}, training=True, amp=torch.bfloat16, device="cpu"
+    )
+    assert counts(found) == counts(real_step(model, sound, video=video, amp=torch.bfloat16, training=True))
+    assert found.name == "oneandthree"
+
+
+def test_a_network_without_memory_is_followed() -> None:
+    with torch.device("meta"):
+        model = Mixed()
+    real = miofind.torch.problems(Mixed(), mixed_input(), training=True)
+    assert counts(miofind.torch.problems(model, (2, 3, 8, 10), training=True)) == counts(real)
+    with torch.device("meta"):
+        vast = nn.Conv2d(4096, 4096, 33)
+    (call,) = miofind.torch.problems(vast.half(), (64, 4096, 256, 256)).calls
+    assert call.problem.network_config == "conv2d-forward-n64-c4096-i256x256-k4096-f33x33-float16-NCHW"
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = Mixed()
+    model.stem[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    miofind.torch.problems(model, mixed_input(), training=True)
+    assert (model.training, model.stem[1].training, model.stem.training) == (True, False, True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class DependsOnValues(nn.Module):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return x if x.sum().item() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "words"),
+    [
+        (lambda x: x, {}, ["torch.nn.Module"]),
+        (nn.Conv2d(3, 1, 1), {"amp": torch.float32}, ["amp=torch.float32"]),
+        (nn.Conv2d(3, 1, 1), {"memory_format": "NHWC"}, ["memory_format='NHWC'", "channels_last"]),
+        (nn.Conv2d(3, 1, 1), {"device": "tpu"}, ["device='tpu'"]),
+        (nn.Conv2d(4, 1, 1), {}, ["Conv2d cannot be followed", "channels", "miofind.torch.record"]),
+        (DependsOnValues(), {}, ["DependsOnValues cannot be followed", "miofind.torch.record"]),
+        (nn.Conv2d(3, 1, 1).requires_grad_(False), {"training": True}, ["no output", "training=True"]),
+    ],
+)
+def test_what_cannot_be_followed_is_one_error(model: Any, arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(InvalidOptionError) as caught:
+        miofind.torch.problems(model, (2, 3, 8, 8), **arguments)
+    assert [word for word in words if word not in str(caught.value)] == []

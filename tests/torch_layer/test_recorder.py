@@ -1,0 +1,129 @@
+"""Recorded convolutions are those that ran: forward and backward, with their layers, types, formats and counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_networks import Mixed, OneAndThree, mixed_input
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import miofind.torch
+from miofind.errors import InvalidOptionError
+from miofind.suites import load
+from miofind.torch.recording import Recording
+
+STEM = "conv2d-{}-n2-c3-i8x10-k8-f3x3-p1x1-float32-NCHW"
+DEPTHWISE = "conv2d-{}-n2-c8-i8x10-k8-f3x3-p1x1-g8-float32-NCHW"
+FROZEN = "conv2d-{}-n2-c8-i8x10-k8-f1x1-s2x2-float32-NCHW"
+UP = "conv2d-{}-n2-c4-i10x12-k8-f3x3-s2x2-float32-NCHW"
+FUNCTIONAL = "conv2d-{}-n2-c4-i10x12-k2-f2x3-d2x2-float32-NCHW"
+
+
+def table(recording: Recording) -> Counter[tuple[str, str, str]]:
+    calls = recording.calls
+    return Counter({(call.layer, call.computed, call.problem.network_config): call.count for call in calls})
+
+
+def test_a_step_s_calls_by_layer() -> None:
+    with miofind.torch.record() as recording:
+        Mixed()(mixed_input()).sum().backward()
+    assert table(recording) == {
+        ("stem.0", "y", STEM.format("forward")): 1,
+        ("depthwise", "y", DEPTHWISE.format("forward")): 2,
+        ("frozen", "y", FROZEN.format("forward")): 1,
+        ("up", "y", UP.format("backward_data")): 1,
+        ("Mixed", "y", FUNCTIONAL.format("forward")): 1,
+        ("Mixed", "dx", FUNCTIONAL.format("backward_data")): 1,
+        ("Mixed", "dw", FUNCTIONAL.format("backward_weights")): 1,
+        ("up", "dx", UP.format("forward")): 1,
+        ("up", "dw", UP.format("backward_weights")): 1,
+        ("frozen", "dx", FROZEN.format("backward_data")): 1,
+        ("depthwise", "dx", DEPTHWISE.format("backward_data")): 2,
+        ("depthwise", "dw", DEPTHWISE.format("backward_weights")): 2,
+        ("stem.0", "dw", STEM.format("backward_weights")): 1,
+    }
+
+
+def test_recording_changes_no_result() -> None:
+    model, x = Mixed(), mixed_input()
+    expected = model(x)
+    with miofind.torch.record():
+        result = model(x)
+        again = torch.compile(model.eval(), backend="eager")
+    torch.testing.assert_close(result, expected)
+    assert again is not None
+
+
+def test_autocast_and_memory_format_show() -> None:
+    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    with miofind.torch.record() as recording, torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randn(1, 4, 5, 5)).sum().backward()
+    found = {call.problem.network_config.partition("-f3x3-")[2] for call in recording.calls if call.problem}
+    assert (found, len(recording.calls)) == ({"bfloat16-NHWC"}, 2)
+
+
+def test_inference_mode_and_padding_by_name_are_seen() -> None:
+    model = nn.Conv1d(4, 4, 5, padding="same").eval()
+    with torch.inference_mode(), miofind.torch.record() as recording:
+        model(torch.randn(4, 9))
+    (call,) = recording.calls
+    assert (call.layer, call.problem.network_config) == ("Conv1d", "conv1d-forward-n1-c4-i9-k4-f5-p2-float32-NCW")
+
+
+def test_what_is_computed_again_counts_again() -> None:
+    inner = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU())
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), inner)
+    with miofind.torch.record() as recording:
+        checkpoint(inner, model[0](torch.randn(1, 2, 3, 3)), use_reentrant=False).sum().backward()
+        model(torch.randn(1, 2, 3, 3))
+    forwards = {call.layer: call.count for call in recording.calls if call.computed == "y"}
+    assert forwards == {"Conv2d": 1, "0": 3, "1.0": 1}
+
+
+def test_calls_that_are_no_problems_have_a_reason() -> None:
+    with miofind.torch.record() as recording:
+        torch.conv2d(torch.randn(0, 1, 4, 4), torch.randn(1, 1, 2, 2))
+    assert recording.problems == []
+    reasons = " ".join(call.reason for call in recording.left_out)
+    assert "empty" in reasons
+    assert "left out" in repr(recording)
+
+
+@pytest.mark.parametrize("ending", ["csv", "txt"])
+def test_a_recording_is_a_suite(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"step.{ending}"
+    model = OneAndThree()
+    with miofind.torch.record(path) as recording:
+        outputs = model(torch.randn(2, 4, 9), video=torch.randn(1, 2, 2, 7, 7))
+        (outputs["sound"].sum() + outputs["video"].sum()).backward()
+    read = load(str(path)).problems()
+    assert {each.problem for each in read} == {each.problem for each in recording.problems}
+    assert len(read) == 7
+    if ending == "csv":
+        expected = [(each.layer, each.count, "step") for each in recording.problems]
+        assert [(each.layer, each.count, each.suite) for each in read] == expected
+
+
+def test_a_step_that_fails_is_saved_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+
+    def step() -> None:
+        with miofind.torch.record(path):
+            Mixed()(mixed_input())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert len(load(str(path)).problems()) == 5
+
+
+def test_another_ending_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    ran: list[Any] = []
+    with pytest.raises(InvalidOptionError, match=r"step\.json.*\.csv"), miofind.torch.record(tmp_path / "step.json"):
+        ran.append(1)
+    assert ran == []
