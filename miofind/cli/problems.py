@@ -18,7 +18,7 @@ from miofind.driver.flags import FLAGS
 from miofind.driver.line import OPERATIONS, driver_line, parse_driver_line
 from miofind.driver.shapes import NAMES as SHAPE_FLAGS
 from miofind.driver.shapes import is_shape_line, parse_shapes
-from miofind.errors import InvalidOptionError, suggestion
+from miofind.errors import InvalidOptionError, MissingLibraryError, suggestion
 from miofind.suites import PROBLEM_CLASSES, Suite, SuiteProblem, load, load_csv, load_lines, problem_class
 from miofind.suites.find_db_text import load_find_db, parse_find_db_key
 from miofind.suites.onnx_file import load_onnx
@@ -137,7 +137,7 @@ _REQUESTS = (
         "suites",
         multiple=True,
         metavar="NAME",
-        help="Name of a shipped suite, or a file: a .csv table, an .onnx network, MIOpenDriver lines; repeatable.",
+        help="Name of a shipped suite, or a file: table (.csv), network (.onnx, .pt2), MIOpenDriver lines; repeatable.",
     ),
     click.option(
         "--size",
@@ -275,19 +275,32 @@ def _suites(names: Sequence[str], sizes: Mapping[str, int]) -> list[Suite]:
         UsageError: sizes that no network takes.
     """
     if sizes and not any(map(_is_network, names)):
-        raise click.UsageError(f"--size {next(iter(sizes))}: it is of a network, --suite FILE.onnx")
+        raise click.UsageError(f"--size {next(iter(sizes))}: it is of a network, --suite FILE.onnx or FILE.pt2")
     return [_network(name, sizes) if _is_network(name) else load(name) for name in names]
 
 
 def _is_network(name: str) -> bool:
-    return name.lower().endswith(".onnx")
+    return name.lower().endswith((".onnx", ".pt2"))
 
 
 def _network(path: str, sizes: Mapping[str, int]) -> Suite:
     """The problems of a network in a file, with one warning about convolutions that are left out."""
+    if path.lower().endswith(".pt2"):
+        return _exported(path, sizes)
     found = load_onnx(path, sizes=sizes)
     if found.warning:
         logger.warning("%s", found.warning)
+    return found.suite
+
+
+def _exported(path: str, sizes: Mapping[str, int]) -> Suite:
+    try:
+        from miofind.torch.export import exported_problems
+    except ImportError as error:
+        raise MissingLibraryError(f"PyTorch reads {path}, and is not installed: pip install 'torch>=2.9'") from error
+    found = exported_problems(path, sizes=sizes)
+    for call in found.left_out:
+        logger.warning("%s: a convolution of %s is left out: %s", path, call.layer, call.reason)
     return found.suite
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from miofind.torch import formats
@@ -127,7 +128,7 @@ class StandInRecorder(Recorder):
     def _described(self, arguments: Sequence[Any]) -> ConvolutionCall:
         x, w, bias, *geometry = arguments
         bias = list(bias.shape) if isinstance(bias, torch.Tensor) else bias
-        with _as_on_gpu() as device:
+        with as_on("cuda") as device:
             moved = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in (x, w))
             return ConvolutionCall.of(*moved, bias, *geometry)
 
@@ -155,17 +156,15 @@ class StandInRecorder(Recorder):
 
 
 @contextlib.contextmanager
-def _as_on_gpu() -> Iterator[str]:
-    """A device for tensors without memory that stands for a GPU, whether there is one or not."""
+def as_on(device: str) -> Iterator[str]:
+    """A device for tensors that have no memory and are taken for such of "cuda" or "cpu", whatever there is here."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
-        if not torch.backends.cuda.is_built():
+        if device == "cuda" and not torch.backends.cuda.is_built():
             yield "meta"
             return
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         stack.enter_context(FakeTensorMode())
-        yield "cuda"
+        yield device
 
 
 def _all_arguments(func: Any, args: Sequence[Any], kwargs: Any) -> list[Any]:
