@@ -2,7 +2,7 @@
 
 from miofind.torch.export import exported_problems
 from miofind.torch.network import problems
-from miofind.torch.override import Override, disable, enable, use
+from miofind.torch.override import Override, disable, enable, report, use
 from miofind.torch.recorder import record
 from miofind.torch.recording import RecordedCall, Recording
 
@@ -15,5 +15,6 @@ __all__ = [
     "exported_problems",
     "problems",
     "record",
+    "report",
     "use",
 ]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from miofind.errors import CompileError, InvalidConfigError, LaunchError, MissingLibraryError, brief
+from miofind.errors import CompileError, InvalidConfigError, LaunchError, MissingLibraryError
 from miofind.launch.invoker import Invoker
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
@@ -33,6 +33,7 @@ It returns None where a tensor's address has the alignment of no solution."""
 INPUTS = {"y": ("x", "w"), "dx": ("grad", "w"), "dw": ("x", "grad")}
 """What a launch of each result is given, in order."""
 
+_LONGEST_REASON = 300
 _NOT_READY = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
 
 
@@ -94,7 +95,7 @@ class ReadySolutions:
 
 def first_line(error: BaseException) -> str:
     """What an error says, as long as a reason may be."""
-    return brief(str(error).partition("\n")[0])
+    return str(error).partition("\n")[0][:_LONGEST_REASON]
 
 
 class _Form(NamedTuple):
@@ -147,8 +148,12 @@ class Launches:
         solution, invoker = self._solutions.next()
         return Made(self._launch(invoker), solution)
 
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(self._device.type == "cuda")
+
     def _launch(self, invoker: Invoker) -> Launch:
-        if self._device.type != "cuda":
+        if not self._on_gpu:
             return _host_launch(self._form, invoker)
         return _device_launch(self._form, invoker, self._device.index or 0, self._behind(invoker))
 

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
-from miofind.errors import InvalidOptionError, LaunchError, MissingLibraryError, brief, with_known_keywords
+from miofind.device.device import INSTALL_CUDA, has_cupy
+from miofind.errors import InvalidOptionError, MissingLibraryError, brief, with_known_keywords
 from miofind.runtime.handle import Handle
 from miofind.torch import formats
+from miofind.torch.counts import CallReport
 from miofind.torch.flags import state
 from miofind.torch.launches import Arguments
 from miofind.torch.plans import Plan, Planner
@@ -66,6 +68,10 @@ class Override:
     def disable(self) -> None:
         """Give the calls back to the override that was enabled before, else to PyTorch; nothing where that was done."""
         _switch_off(self)
+
+    def report(self) -> CallReport:
+        """What ran the calls so far, and why; a call counts once for each result that was asked for."""
+        return CallReport.of(self.plans)
 
     def forget_plans(self) -> None:
         """Decide anew for all calls to come, since FindDBs may have more answers now."""
@@ -176,14 +182,9 @@ class _Router:
             plan.calls += 1
             launch = plan.launch
             if launch is not None:
-                try:
-                    y = launch(x, w)
-                except LaunchError as error:
-                    plan.fail("y", error)
-                    y = None
+                y = plan.run("y", launch, x, w)
                 if y is not None:
                     return y if bias is None else y.add_(bias.view(plan.bias_shape))
-            plan.native_calls += 1
             return native(keyset, x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
 
         return convolution
@@ -248,7 +249,6 @@ class _Router:
                     dw = plan.run("dw", ours_dw, x, dense)
             wants_dx, wants_dw = wants_dx and dx is None, wants_dw and dw is None
             if wants_dx or wants_dw:
-                plan.native_calls += 1
                 rest = native(keyset, grad, x, w, bias_sizes, *geometry, [wants_dx, wants_dw, wants_db])
                 return (dx if dx is not None else rest[0], dw if dw is not None else rest[1], rest[2])
             if wants_db:
@@ -345,7 +345,7 @@ def enable(
         devices: kinds of PyTorch's devices: "cuda", and "cpu", whose solvers are for tests.
 
     Returns:
-        A handle with `disable()` and `plans`, and a context manager that disables. With MIOFIND_TORCH=0 in the
+        A handle with `disable()` and `report()`, and a context manager that disables. With MIOFIND_TORCH=0 in the
         environment nothing is replaced.
 
     Raises:
@@ -368,6 +368,8 @@ def enable(
     if os.environ.get("MIOFIND_TORCH") == "0":
         logger.warning("MIOFIND_TORCH=0 is set: miofind.torch.enable() leaves PyTorch's convolutions as they are")
         return override
+    if "cuda" in override.devices and torch.backends.cuda.is_built() and not has_cupy():
+        logger.warning("CuPy is not installed, so PyTorch's own kernels run on GPUs: %s", INSTALL_CUDA)
     _switch_on(override)
     return override
 
@@ -387,6 +389,12 @@ def use(*arguments: Any, **keywords: Any) -> Iterator[Override]:
         yield override
     finally:
         override.disable()
+
+
+def report() -> CallReport:
+    """What ran PyTorch's convolutions while miofind was enabled, and why, over all that is enabled now."""
+    with _switching:
+        return CallReport.of(plan for override in _enabled for plan in override.plans)
 
 
 def current(device: str = "cuda") -> Override | None:

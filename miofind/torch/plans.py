@@ -42,8 +42,10 @@ class Part:
         solution: what runs it.
         launch: runs it; None where PyTorch does.
         reason: why PyTorch does, "" where it does not.
-        is_missing: whether no FindDB has an answer to the problem.
+        is_missing: whether no FindDB had an answer to the problem.
         is_final: whether a later call would be answered alike.
+        declined: calls in which PyTorch computed it although it has a launch, as no solution takes tensors at such
+            addresses.
     """
 
     computed: str
@@ -53,6 +55,7 @@ class Part:
     reason: str = ""
     is_missing: bool = False
     is_final: bool = True
+    declined: int = 0
 
     def fail(self, error: Exception) -> None:
         """Leave it to PyTorch from now on."""
@@ -67,7 +70,6 @@ class Plan:
         parts: what becomes of each result.
         launch, launch_dx, launch_dw: those of y, dx and dw; None where PyTorch computes them, or nobody.
         calls: how many there were.
-        native_calls: those of them in which PyTorch's kernel computed all or some.
         bias_shape: of a view of the bias that is added to y.
         bias_dimensions: of the gradient of y, over which the gradient of the bias sums.
         grad_layout: that the gradient of y is packed in first; None where it is.
@@ -81,7 +83,6 @@ class Plan:
         "launch",
         "launch_dw",
         "launch_dx",
-        "native_calls",
         "parts",
     )
 
@@ -89,7 +90,6 @@ class Plan:
         self.parts = parts
         self._take_launches()
         self.calls = 0
-        self.native_calls = 0
         self.bias_shape = (1, -1) + (1,) * (rank - 2)
         self.bias_dimensions = (0, *range(2, rank))
         self.grad_layout = grad_layout
@@ -98,20 +98,24 @@ class Plan:
         launches = {part.computed: part.launch for part in self.parts}
         self.launch, self.launch_dx, self.launch_dw = (launches.get(name) for name in COMPUTED)
 
-    def fail(self, computed: str, error: LaunchError) -> None:
+    def _part(self, computed: str) -> Part:
+        return next(part for part in self.parts if part.computed == computed)
+
+    def _fail(self, computed: str, error: LaunchError) -> None:
         """Leave a result to PyTorch from now on."""
-        for part in self.parts:
-            if part.computed == computed:
-                part.fail(error)
+        self._part(computed).fail(error)
         self._take_launches()
 
     def run(self, computed: str, launch: Launch, first: Any, second: Any) -> Any:
-        """What a launch gives; None where it fails, and PyTorch is to compute the result."""
+        """What a launch gives; None where it gives nothing or fails, and PyTorch is to compute the result."""
         try:
-            return launch(first, second)
+            made = launch(first, second)
         except LaunchError as error:
-            self.fail(computed, error)
+            self._fail(computed, error)
             return None
+        if made is None:
+            self._part(computed).declined += 1
+        return made
 
     @property
     def is_final(self) -> bool:
@@ -142,8 +146,8 @@ class Planner:
             _refuse_tensors(arguments)
             call = ConvolutionCall.of(x, arguments.w, arguments.bias, *arguments.geometry)
             _refuse_call(call, arguments, flags)
-        except Unserved as reason:
-            return Plan(tuple(Part(computed, reason=str(reason)) for computed in wanted), rank)
+        except Exception as error:
+            return Plan(tuple(Part(computed, reason=_reason(error, "a convolution")) for computed in wanted), rank)
         parts = tuple(self._part(call, computed, arguments, flags) for computed in wanted)
         grad_layout = None
         if grad is not None and not formats.is_dense(grad, call.backend_format):
@@ -157,15 +161,10 @@ class Planner:
             part.problem = call.problem(computed, flags.math)
             solutions = self._solutions(part, arguments.x.device, flags)
             self._bind(part, call, solutions, arguments)
-        except Unserved as reason:
-            part.reason = str(reason)
-        except NoSolutionError as error:
-            if self.settings.on_miss is MissPolicy.ERROR:
+        except Exception as error:
+            if isinstance(error, NoSolutionError) and self.settings.on_miss is MissPolicy.ERROR:
                 raise
-            part.reason = f"no solution is usable: {first_line(error)}"
-        except Exception as error:  # whatever goes wrong, PyTorch's own kernel can run the call
-            logger.warning("PyTorch's own kernel runs %s: %s", part.problem or call, error, exc_info=True)
-            part.reason = f"{type(error).__name__}: {first_line(error)}"
+            part.reason = _reason(error, part.problem or call)
         return part
 
     def handle_of(self, device: Any) -> Handle:
@@ -295,3 +294,13 @@ def _refuse_call(call: ConvolutionCall, arguments: Arguments, flags: Flags) -> N
         raise Unserved(f"its bias has the shape {tuple(arguments.bias.shape)}")
     if arguments.grad is not None and tuple(arguments.grad.shape) != call.output_shape:
         raise Unserved(f"the gradient has the shape {tuple(arguments.grad.shape)}, the output {call.output_shape}")
+
+
+def _reason(error: Exception, what: object) -> str:
+    """Why PyTorch's own kernel runs a call: it can, whatever goes wrong here."""
+    if isinstance(error, Unserved):
+        return str(error)
+    if isinstance(error, NoSolutionError):
+        return f"no solution is usable: {first_line(error)}"
+    logger.warning("PyTorch's own kernel runs %s: %s", what, error, exc_info=True)
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -1,0 +1,111 @@
+"""What a launch hands to a bound solution, told by one that runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from miofind.core.tensor import MathMode
+from miofind.torch import launches
+from miofind.torch.calls import ConvolutionCall, Unserved
+from miofind.torch.launches import INPUTS, Arguments, Launches
+
+STREAM = 1234
+
+
+@dataclass
+class _Invoker:
+    """Stands for a bound solution of a GPU."""
+
+    alignment_bytes: int
+    workspace_bytes: int = 0
+    runs: list[Any] = field(default_factory=list)
+
+    def run(self, bases: tuple[Any, ...], stream: int) -> None:
+        self.runs.append((*bases, stream))
+
+
+class _Ready:
+    """Stands for solutions that can be made ready."""
+
+    def __init__(self, *invokers: _Invoker) -> None:
+        self._left = list(invokers)
+
+    def next(self, below_bytes: int | None = None) -> tuple[str, _Invoker]:
+        while self._left:
+            invoker = self._left.pop(0)
+            if below_bytes is None or invoker.alignment_bytes < below_bytes:
+                return "solution", invoker
+        raise Unserved("none is left")
+
+
+@pytest.fixture(autouse=True)
+def _launches_of_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The launches of GPUs over memory of the host, which is addressed alike."""
+    monkeypatch.setattr(launches, "stream_reader", lambda: lambda index: STREAM)
+    monkeypatch.setattr(Launches, "_on_gpu", property(lambda self: True))
+    yield
+
+
+def _arguments(transposed: bool = False) -> Arguments:
+    x, w = torch.randn(2, 4, 6, 6), torch.randn(4, 4, 3, 3)
+    grad = torch.randn(2, 4, 8, 8) if transposed else torch.randn(2, 4, 4, 4)
+    return Arguments(x, w, grad, None, ([1, 1], [0, 0], [1, 1], transposed, [0, 0], 1))
+
+
+def _launches(computed: str, arguments: Arguments, *invokers: _Invoker) -> Launches:
+    call = ConvolutionCall.of(arguments.x, arguments.w, None, *arguments.geometry)
+    return Launches(computed, call, arguments, _Ready(*invokers))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("computed", ["y", "dx", "dw"])
+def test_addresses_are_in_the_order_of_the_problems_operands(computed: str, transposed: bool) -> None:
+    arguments, invoker = _arguments(transposed), _Invoker(16, workspace_bytes=256)
+    tensors = [getattr(arguments, name) for name in INPUTS[computed]]
+    made = _launches(computed, arguments, invoker).first().launch(*tensors)
+    call = ConvolutionCall.of(arguments.x, arguments.w, None, *arguments.geometry)
+    problem = call.problem(computed, MathMode.IEEE)
+    known = dict(zip((*INPUTS[computed], computed), (*tensors, made), strict=True))
+    ((*addresses, workspace, stream),) = invoker.runs
+    assert addresses == [known[name].data_ptr() for name in call.operands(computed)]
+    assert call.operands(computed)["xwy".index(problem.direction.output)] == computed
+    assert (bool(workspace), stream) == (True, STREAM)
+
+
+def test_tensors_in_another_memory_order_are_packed_first() -> None:
+    arguments, invoker = _arguments(), _Invoker(16)
+    last = arguments._replace(x=arguments.x.to(memory_format=torch.channels_last))
+    made = _launches("y", last, invoker).first().launch(last.x, last.w)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    ((x, w, y, _, _),) = invoker.runs
+    assert (x, y) == (last.x.data_ptr(), made.data_ptr())
+    assert w != last.w.data_ptr()
+
+
+def test_a_misaligned_tensor_takes_the_next_solution_that_allows_it() -> None:
+    arguments = _arguments()
+    first, second, third = _Invoker(16), _Invoker(16), _Invoker(4)
+    launch = _launches("y", arguments, first, second, third).first().launch
+    shifted = torch.empty(arguments.x.numel() + 1)[1:].view(arguments.x.shape)
+    for _ in range(2):
+        launch(shifted, arguments.w)
+        launch(arguments.x, arguments.w)
+    assert [len(each.runs) for each in (first, second, third)] == [2, 0, 2]
+
+
+def test_where_no_solution_allows_it_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = _arguments()
+    first, second = _Invoker(16), _Invoker(4)
+    shifted = torch.empty(arguments.x.numel() + 1)[1:].view(arguments.x.shape)
+    assert _launches("y", arguments, first).first().launch(shifted, arguments.w) is None
+    launch = _launches("y", arguments, first, second).first().launch
+    with monkeypatch.context() as patch:
+        patch.setattr(launches, "is_capturing", lambda device: True)
+        assert launch(shifted, arguments.w) is None, "nothing is loaded while a graph is captured"
+    assert launch(shifted, arguments.w) is not None
+    assert (len(first.runs), len(second.runs)) == (0, 1)
