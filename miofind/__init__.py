@@ -8,9 +8,15 @@ if _interrupts.is_program():
     _interrupts.end_at_once()  # what follows takes a while
 
 from miofind.api import (
+    BoundGradients,
+    Convolution,
+    Gradients,
     convolution,
     convolution_backward_data,
     convolution_backward_weights,
+    convolution_gradients,
+    convolution_transpose,
+    convolution_transpose_gradients,
     find_solutions,
     run_solution,
 )
@@ -37,6 +43,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Activation",
+    "BoundGradients",
+    "Convolution",
     "ConvolutionDescriptor",
     "DataType",
     "Device",
@@ -45,6 +53,7 @@ __all__ = [
     "FindEnforce",
     "FindMode",
     "FindOptions",
+    "Gradients",
     "Handle",
     "Layout",
     "MathMode",
@@ -62,6 +71,9 @@ __all__ = [
     "convolution",
     "convolution_backward_data",
     "convolution_backward_weights",
+    "convolution_gradients",
+    "convolution_transpose",
+    "convolution_transpose_gradients",
     "default_handle",
     "find_solutions",
     "fold_batch_norm",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from miofind.arrays import arrays, operands
-from miofind.arrays.arrays import ArrayView
+from miofind.arrays.arrays import ArrayView, strides_fit
+from miofind.arrays.facts import LIKE, Facts, Form, batched, filled, packed, user_name
 from miofind.core.arguments import EPILOGUE_OF_DIRECTION, ConvolutionArguments, PosedEpilogue
 from miofind.core.epilogue import (
     DERIVATIVES,
@@ -27,7 +28,7 @@ from miofind.core.epilogue import (
 )
 from miofind.core.operand import Operand
 from miofind.core.problem import ProblemDescription
-from miofind.core.tensor import DataType, Direction, enum_value, one_size, sizes
+from miofind.core.tensor import Direction, enum_value, one_size, sizes
 from miofind.errors import InvalidArrayError, InvalidProblemError, brief, suggestion
 
 EPILOGUE_ARGUMENTS = frozenset(PosedEpilogue.__annotations__) - set(EPILOGUE_OPERANDS)
@@ -41,49 +42,74 @@ _SAME_AS = {"relu6": Activation.CLAMP.value}
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
-    """What of an array shapes the problem."""
+class Posed:
+    """The problem of given arrays, and what must become of them before it is run with them.
 
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: DataType
+    Attributes:
+        problem: of packed arrays with a batch of one image at least.
+        copied: names of the inputs that lie in memory in another order than the problem's.
+        unbatched: the images have no batch.
+        empty: the batch has no images; the problem is that of one.
+    """
+
+    problem: ProblemDescription
+    copied: frozenset[str] = frozenset()
+    unbatched: bool = False
+    empty: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the problem is run with the arrays as they are."""
+        return not (self.copied or self.unbatched or self.empty)
 
 
-def problem_from_views(
+def posed(
     direction: Direction,
     views: Mapping[str, ArrayView],
     missing_shape: Sequence[int] | None,
     arguments: Mapping[str, Any],
     others: frozenset[str] = frozenset(),
-) -> ProblemDescription:
+    *,
+    strict: bool = False,
+) -> Posed:
     """The problem of two inputs, perhaps the output, and what an epilogue reads; cached by what of them matters.
 
     Args:
         direction: which tensor is computed.
-        views: by tensor name, "x", "w" or "y", then those of EPILOGUE_OPERANDS and SECOND_OUTPUTS; dy is "y".
+        views: by tensor name, "x", "w" or "y", then those of EPILOGUE_OPERANDS and SECOND_OUTPUTS; dy is "y". An array
+            named LIKE stands for an output that is not there.
         missing_shape: shape of the output where the inputs leave it open: x for backward data, w for backward weights.
         arguments: padding, stride, dilation, groups and math as in `ProblemDescription.convolution`; forward,
             activation, residual_position and statistics; derivative for backward data, bias_gradient for backward
             weights.
         others: names of the caller's other keywords, for its message.
+        strict: refuse arrays that the problem is not run with as they are.
 
     Raises:
         InvalidArrayError, InvalidProblemError: the message names the array or field.
     """
     asked = EPILOGUE_ARGUMENTS & EPILOGUE_OF_DIRECTION[direction]
-    unknown = set(arguments) - _ARGUMENTS - asked
-    if unknown:
-        known = sorted(_ARGUMENTS | asked | others)
-        near = suggestion(min(unknown), known) or "."
-        raise InvalidProblemError(f"unknown arguments {sorted(unknown)}{near} Known are {', '.join(known)}")
-    facts = tuple(_Facts(name, v.shape, v.strides, v.dtype) for name, v in views.items())
+    if not arguments.keys() <= _ARGUMENTS | asked:
+        refuse_unknown(arguments.keys() - _ARGUMENTS - asked, _ARGUMENTS | asked | others)
+    facts = tuple(Facts(name, v.shape, v.strides, v.dtype) for name, v in views.items())
     output = direction.output
-    if missing_shape is None and output not in views and direction is not Direction.FORWARD:
+    if missing_shape is None and direction is not Direction.FORWARD and output not in views and LIKE not in views:
         raise InvalidProblemError(f"{direction} needs {output}_shape: several forward shapes give the same dy")
-    shape = None if missing_shape is None else sizes(_sequence(missing_shape), f"{output}_shape")
+    shape = None if missing_shape is None else sizes(_sequence(missing_shape), f"{output}_shape", least=0)
     given = tuple((name, _hashable(name, value)) for name, value in sorted(arguments.items()))
-    return _problem(direction, facts, shape, given)
+    return _strict(direction, facts, shape, given) if strict else _posed(direction, facts, shape, given)
+
+
+def refuse_unknown(unknown: Collection[str], known: Collection[str]) -> None:
+    """Do nothing where no keywords are unknown.
+
+    Raises:
+        InvalidProblemError: some are; the message suggests one that was meant.
+    """
+    if unknown:
+        names = sorted(known)
+        near = suggestion(min(unknown), names) or "."
+        raise InvalidProblemError(f"unknown arguments {sorted(unknown)}{near} Known are {', '.join(names)}")
 
 
 def epilogue_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -154,21 +180,56 @@ def _hashable(name: str, value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
+def _posed(
+    direction: Direction,
+    facts: tuple[Facts, ...],
+    missing_shape: tuple[int, ...] | None,
+    arguments: tuple[tuple[str, Any], ...],
+) -> Posed:
+    form = batched(direction, Form({fact.name: fact for fact in facts}, missing_shape))
+    form = filled(direction, form)
+    read = [name for name in form.facts if name in (*direction.inputs, *EPILOGUE_TENSORS, LIKE)]
+    copies = packed(form.facts, read)
+    problem = _problem(direction, {**form.facts, **copies}, form.missing_shape, arguments)
+    inputs = [operand for operand in problem.inputs if operand.name in form.facts]
+    copied = frozenset(
+        operand.name for operand in inputs if not strides_fit(operand.array, form.facts[operand.name].strides)
+    )
+    return Posed(problem, copied, form.unbatched, form.empty)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strict(
+    direction: Direction,
+    facts: tuple[Facts, ...],
+    missing_shape: tuple[int, ...] | None,
+    arguments: tuple[tuple[str, Any], ...],
+) -> Posed:
+    by_name = {fact.name: fact for fact in facts}
+    problem = _problem(direction, by_name, missing_shape, arguments)
+    for operand in problem.operands:
+        if operand.name in by_name:
+            _check_strides(operand, by_name[operand.name], direction)
+    return Posed(problem)
+
+
 def _problem(
     direction: Direction,
-    facts: tuple[_Facts, ...],
+    by_name: Mapping[str, Facts],
     missing_shape: tuple[int, ...] | None,
     arguments: tuple[tuple[str, Any], ...],
 ) -> ProblemDescription:
-    by_name = {fact.name: fact for fact in facts}
-    shapes = {name: fact.shape for name, fact in by_name.items()}
+    """The problem of packed arrays; the inputs may lie in another memory order than it has."""
+    known = {direction.output if name == LIKE else name: fact for name, fact in by_name.items()}
+    shapes = {name: fact.shape for name, fact in known.items()}
     if missing_shape is not None:
         shapes[direction.output] = missing_shape
-    dtype = by_name[direction.inputs[0]].dtype
+    dtype = known[direction.inputs[0]].dtype
     options = dict(arguments)
     asked = {name: options.pop(name) for name in EPILOGUE_ARGUMENTS & options.keys()}
-    epilogue = _epilogue(by_name, **asked)
-    spatial = {name: fact for name, fact in by_name.items() if name not in (*EPILOGUE_VECTORS, *SECOND_OUTPUTS)}
+    epilogue = _epilogue(known, **asked)
+    spatial = {name: fact for name, fact in known.items() if name not in (*EPILOGUE_VECTORS, *SECOND_OUTPUTS)}
+    _refuse_no_elements(spatial.values(), direction)
     layouts = arrays.infer_layouts({name: (fact.shape, fact.strides) for name, fact in spatial.items()})
     leading = layouts[direction.inputs[0]]
     names = (*direction.inputs, direction.output)
@@ -176,26 +237,41 @@ def _problem(
         x=shapes["x"],
         w=shapes["w"],
         direction=direction,
-        dtype={name: by_name[name].dtype if name in by_name else dtype for name in names},
+        dtype={name: known[name].dtype if name in known else dtype for name in names},
         layout={name: layouts.get(name, leading) for name in names},
         epilogue=epilogue,
         **options,
     )
     for operand in problem.operands:
+        if operand.name in known:
+            _check_fits(operand, known[operand.name], direction)
+    for operand in problem.outputs:
         if operand.name in by_name:
-            _check_fits(operand, by_name[operand.name], direction)
+            _check_strides(operand, by_name[operand.name], direction)
     return problem
 
 
-def _check_fits(operand: Operand, fact: _Facts, direction: Direction) -> None:
-    """Do nothing where an array has the shape that the problem wants of it and, of an epilogue's, dtype and strides.
+def _refuse_no_elements(facts: Iterable[Facts], direction: Direction) -> None:
+    """Do nothing where arrays have elements.
+
+    Raises:
+        InvalidArrayError: one has none.
+    """
+    for fact in facts:
+        if 0 in fact.shape:
+            told = f"{user_name(fact.name, direction)} has shape {fact.shape}, without elements"
+            raise InvalidArrayError(f"{told}: the batch alone may be 0, in calls that find and run at once")
+
+
+def _check_fits(operand: Operand, fact: Facts, direction: Direction) -> None:
+    """Do nothing where an array has the shape that the problem wants of it and, of an epilogue's, the dtype.
 
     Raises:
         InvalidArrayError: it has others.
     """
     name, wanted = operand.name, operand.array
     if fact.shape != wanted.shape:
-        given = "dy" if name == "y" and direction is not Direction.FORWARD else name
+        given = user_name(name, direction)
         advice = f": pass {given}.reshape{wanted.shape}" if arrays.is_reshaped(fact.shape, wanted.shape) else ""
         raise InvalidArrayError(f"{given} has shape {fact.shape}, the convolution has {wanted.shape}{advice}")
     if fact.dtype is not wanted.dtype:  # x, w and y have their own
@@ -204,7 +280,16 @@ def _check_fits(operand: Operand, fact: _Facts, direction: Direction) -> None:
             raise InvalidArrayError(f"{told}, the convolution writes {wanted.dtype}: pass such an array, or None")
         output = "y" if direction is Direction.FORWARD else f"d{direction.output}"
         raise InvalidArrayError(f"{told}, {output} has {wanted.dtype}: convert {name}")
-    if arrays.strides_fit(wanted, fact.strides):
+
+
+def _check_strides(operand: Operand, fact: Facts, direction: Direction) -> None:
+    """Do nothing where an array lies in memory as the problem wants it.
+
+    Raises:
+        InvalidArrayError: it does not.
+    """
+    name, wanted = operand.name, operand.array
+    if strides_fit(wanted, fact.strides):
         return
     if name in EPILOGUE_TENSORS:
         output, other = ("y", "x") if direction is Direction.FORWARD else ("dx", "dy")
@@ -217,7 +302,7 @@ def _check_fits(operand: Operand, fact: _Facts, direction: Direction) -> None:
 
 
 def _epilogue(
-    facts: Mapping[str, _Facts],
+    facts: Mapping[str, Facts],
     activation: Any = "none",
     residual_position: Any = "before",
     derivative: Any = "none",
@@ -258,7 +343,7 @@ def _epilogue(
     )
 
 
-def _derivative(facts: Mapping[str, _Facts], name: Any) -> Activation:
+def _derivative(facts: Mapping[str, Facts], name: Any) -> Activation:
     """The activation of that name, by whose derivative at `saved` results are multiplied.
 
     Raises:
@@ -301,4 +386,4 @@ def problem_from_arrays(
     views = {name.removeprefix("d"): arrays.view(array, name) for name, array in given.items()}
     views |= output_views(direction, out, arguments)
     views |= {name: arrays.view(array, name) for name, array in read.items()}
-    return problem_from_views(direction, views, missing, arguments, _ARRAYS)
+    return posed(direction, views, missing, arguments, _ARRAYS, strict=True).problem

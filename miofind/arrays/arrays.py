@@ -6,6 +6,7 @@ that the caller has not imported already.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -293,17 +294,77 @@ def _back(like: Any, result: Any) -> Any:
     return namespace().from_dlpack(result)
 
 
-def aligned_copy(array: Any, tensor: TensorDescriptor | FlatTensor, device_index: int, alignment: int) -> Any:
-    """The array itself where its address is a multiple of `alignment`, else a copy of it in the tensor's layout."""
-    if view(array, "array").address % alignment == 0:
-        return array
+def packed_copy(array: Any, tensor: TensorDescriptor | FlatTensor, device_index: int, alignment: int = 1) -> Any:
+    """A copy of an array in the tensor's layout, at a multiple of `alignment`; of other libraries' a CuPy array."""
     framework = framework_of(array)
-    if framework in (Framework.TORCH, Framework.NUMPY):
-        copy = allocate(array, tensor, device_index, alignment)
-        copy[...] = array
-        return copy
-    cupy_array = array if framework is Framework.CUPY else as_cupy(array, "array")
-    return cupy_array.copy(order="K")
+    source = as_cupy(array, "array") if framework is Framework.OTHER else array
+    copy = allocate(source, tensor, device_index, alignment)
+    with device_of(copy, device_index):
+        copy[...] = source
+    return copy
+
+
+def device_of(array: Any, device_index: int) -> contextlib.AbstractContextManager[object]:
+    """A block in which CuPy computes on a device; PyTorch does so on each tensor's by itself."""
+    if framework_of(array) is not Framework.CUPY:
+        return contextlib.nullcontext()
+    import cupy
+
+    on_device: contextlib.AbstractContextManager[object] = cupy.cuda.Device(device_index)
+    return on_device
+
+
+def with_batch(array: Any, name: str) -> Any:
+    """The array as one image of a batch, over the same memory; of other libraries' a CuPy array."""
+    return (as_cupy(array, name) if framework_of(array) is Framework.OTHER else array)[None]
+
+
+def fill_with_zeros(array: Any, device_index: int) -> None:
+    """Write zeros, on the current stream of the array's library."""
+    target = as_cupy(array, "out") if framework_of(array) is Framework.OTHER else array
+    with device_of(target, device_index):
+        target[...] = 0
+
+
+def channel_sums(array: Any, dtype: DataType, device_index: int, out: Any = None) -> Any:
+    """The sum of each channel of (n, k, *spatial) over n and space, (k,), rounded once; written to `out` if given.
+
+    In float32, float64 on the host and of float64. On the current stream of the array's library.
+    """
+    framework = framework_of(array)
+    source = as_cupy(array, "array") if framework is Framework.OTHER else array
+    axes = (0, *range(2, len(source.shape)))
+    if framework is Framework.TORCH:
+        torch: Any = sys.modules["torch"]
+        on_host = source.device.type == "cpu" or source.dtype is torch.float64
+        result = source.detach().sum(axes, dtype=torch.float64 if on_host else torch.float32)
+        result = result.to(getattr(torch, dtype.value))
+    else:
+        wide = np.float64 if device_index < 0 or source.dtype == np.float64 else np.float32
+        with device_of(source, device_index):
+            result = source.astype(wide).sum(axis=axes).astype(NUMPY_DTYPES[dtype])
+    if out is None:
+        return _back(array, result) if framework is Framework.OTHER else result
+    target = as_cupy(out, "out") if framework_of(out) is Framework.OTHER else out
+    with device_of(target, device_index):
+        target[...] = result
+    return out
+
+
+def add_to_channels(array: Any, vector: Any, rank: int, device_index: int) -> None:
+    """Add (c,) to an array of (n, c, *spatial) or (c, *spatial), in place.
+
+    Args:
+        array: what is added to.
+        vector: what is added, of the same library.
+        rank: spatial dimensions.
+        device_index: where they are.
+    """
+    if framework_of(array) is Framework.OTHER:
+        array, vector = as_cupy(array, "out"), as_cupy(vector, "bias")
+    with device_of(array, device_index):
+        memory = array[...]
+        memory += vector.reshape(-1, *(1,) * rank)
 
 
 def allocate_bytes(like: Any, size: int, device_index: int) -> Any:

@@ -54,13 +54,6 @@ class EpilogueArguments(_Summands, EpilogueNumbers, total=False):
     saved: Any
 
 
-class ForwardEpilogue(_Summands, EpilogueNumbers, total=False):
-    """The epilogue of a forward convolution, but for statistics."""
-
-    activation: Activation | str | None
-    residual_position: ResidualPosition | Literal["before", "after"]
-
-
 class DataEpilogue(EpilogueNumbers, total=False):
     """The epilogue of backward data."""
 
@@ -69,12 +62,21 @@ class DataEpilogue(EpilogueNumbers, total=False):
     derivative: Activation | str | None
 
 
-class PosedEpilogue(_Summands, total=False):
+class PosedForwardEpilogue(_Summands, total=False):
+    """What says which epilogue a forward problem has, but for statistics."""
+
+    activation: Activation | str | None
+    residual_position: ResidualPosition | Literal["before", "after"]
+
+
+class ForwardEpilogue(PosedForwardEpilogue, EpilogueNumbers, total=False):
+    """The epilogue of a forward convolution, but for statistics."""
+
+
+class PosedEpilogue(PosedForwardEpilogue, total=False):
     """What says which epilogue a problem has, in any direction."""
 
     saved: Any
-    activation: Activation | str | None
-    residual_position: ResidualPosition | Literal["before", "after"]
     derivative: Activation | str | None
     statistics: bool
     bias_gradient: bool

@@ -330,7 +330,7 @@ def test_a_bias_that_begins_anywhere_is_copied_and_changes_no_solution(
     problem = described("bias.residual.relu")
     given = arrays_of(problem)
     first = reordered(sorted(solutions_of(problem, handle), key=lambda s: s.workspace_bytes), handle)
-    monkeypatch.setattr("miofind.api.find_solutions", lambda *_, **__: first)
+    monkeypatch.setattr("miofind.api.array_call.find_solutions", lambda *_, **__: first)
     memory = np.zeros(16, np.float32)  # at a multiple of 16
     memory[1:7] = given["bias"]
     given["bias"] = memory[1:7]
@@ -367,13 +367,8 @@ X, W = ones(2, 4, 6, 5), ones(6, 2, 3, 3)
         ({"bias": ones(6, dtype="float64")}, "scale and bias are float16 as y or float32, not float64"),
         ({"bias": ones(1, 6, 1, 1)}, r"bias has shape .*has \(6,\): pass bias.reshape\(6,\)"),
         ({"channel_bias": ones(2, 6, dtype="float32")}, "channel_bias has dtype float32, y has float16"),
-        ({"channel_bias": ones(2, 12)[:, ::2]}, r"channel_bias .*pass a contiguous copy"),
         ({"residual": ones(2, 6, 6, 5, dtype="float32")}, "residual has dtype float32, y has float16"),
         ({"residual": ones(1, 6, 1, 1)}, "residual has shape"),
-        (
-            {"residual": in_order(ones(2, 6, 6, 5), channels_last=True)},
-            r"residual of shape .*, y is NCHW .*out decides y's layout, else x.*: pass a copy of the residual",
-        ),
         ({"activation": "rellu"}, r"activation=.*rellu.* is unknown.*Did you mean relu"),
         ({"activation": 3}, "activation=3 must be a name"),
         ({"residual_position": "none"}, "residual_position=none is unknown: use one of before"),
@@ -389,9 +384,24 @@ def test_convolution_refuses_before_it_finds(
     arguments: dict[str, Any],
     told: str,
 ) -> None:
-    monkeypatch.setattr("miofind.api.find", lambda *_: pytest.fail("something was found"))
+    monkeypatch.setattr("miofind.api.solutions.find", lambda *_: pytest.fail("something was found"))
     with pytest.raises((InvalidArrayError, InvalidOptionError, InvalidProblemError), match=told):
         miofind.convolution(X, W, padding=1, groups=2, handle=handle, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"channel_bias": ones(2, 12)[:, ::2]}, r"channel_bias .*pass a contiguous copy"),
+        (
+            {"residual": in_order(ones(2, 6, 6, 5), channels_last=True)},
+            r"residual of shape .*, y is NCHW .*out decides y's layout, else x.*: pass a copy of the residual",
+        ),
+    ],
+)
+def test_a_problem_is_posed_by_packed_arrays_alone(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidArrayError, match=told):
+        miofind.ProblemDescription.from_arrays(x=X, w=W, padding=1, groups=2, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""The public functions: find solutions, run one, or do both at once with the answer cached.
+
+`solutions.py` is the strict part, `calls.py`, `gradients.py` and `transposed.py` take arrays of any form, and
+`bound.py` has convolutions that are prepared once.
+"""
+
+from __future__ import annotations
+
+from miofind.api.bound import BoundGradients, Convolution
+from miofind.api.calls import convolution, convolution_backward_data, convolution_backward_weights
+from miofind.api.gradients import Gradients, convolution_gradients
+from miofind.api.solutions import find_solutions, run_solution
+from miofind.api.transposed import convolution_transpose, convolution_transpose_gradients
+
+__all__ = [
+    "BoundGradients",
+    "Convolution",
+    "Gradients",
+    "convolution",
+    "convolution_backward_data",
+    "convolution_backward_weights",
+    "convolution_gradients",
+    "convolution_transpose",
+    "convolution_transpose_gradients",
+    "find_solutions",
+    "run_solution",
+]
