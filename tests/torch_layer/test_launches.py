@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,11 +43,10 @@ class _Ready:
 
 
 @pytest.fixture(autouse=True)
-def _launches_of_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _launches_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launches of GPUs over memory of the host, which is addressed alike."""
     monkeypatch.setattr(launches, "stream_reader", lambda: lambda index: STREAM)
     monkeypatch.setattr(Launches, "_on_gpu", property(lambda self: True))
-    yield
 
 
 def _arguments(transposed: bool = False) -> Arguments:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import conv1d, conv2d
 from waiting import LIMIT_S
 
 import miofind.torch
@@ -41,11 +41,11 @@ def _nothing_stays_enabled() -> Any:
 def test_enable_disable_and_enable_again(cpu_handle: Handle) -> None:
     for _ in range(3):
         made = _enabled(cpu_handle)
-        F.conv2d(X, W)
+        conv2d(X, W)
         assert _own(made) == 1
         made.disable()
         assert not made.is_enabled
-        F.conv2d(X, W)
+        conv2d(X, W)
         assert _own(made) == 1
         made.disable()
 
@@ -53,13 +53,13 @@ def test_enable_disable_and_enable_again(cpu_handle: Handle) -> None:
 def test_the_last_of_several_counts_until_it_is_disabled(cpu_handle: Handle) -> None:
     first = _enabled(cpu_handle)
     with miofind.torch.use("estimate", handle=cpu_handle, devices="cpu") as second:
-        F.conv2d(X, W)
+        conv2d(X, W)
         assert (_own(first), _own(second)) == (0, 1)
-    F.conv2d(X, W)
+    conv2d(X, W)
     assert (_own(first), _own(second)) == (1, 1)
     third = _enabled(cpu_handle)
     first.disable()
-    F.conv2d(X, W)
+    conv2d(X, W)
     assert (_own(first), _own(third)) == (1, 1)
     third.disable()
     assert override.current("cpu") is None
@@ -84,20 +84,20 @@ def test_kernels_that_others_registered_stay_in_use(cpu_handle: Handle) -> None:
     library.impl("convolution", others, "CPU", with_keyset=True)
     try:
         with miofind.torch.use("fallback", handle=cpu_handle, devices="cpu"):
-            F.conv2d(X, W)
+            conv2d(X, W)
         assert seen == [9]
         with miofind.torch.use("estimate", handle=cpu_handle, devices="cpu") as made:
-            F.conv2d(X, W)
+            conv2d(X, W)
             assert (seen, _own(made)) == ([9], 1)
     finally:
         library._destroy()
     with miofind.torch.use("estimate", handle=cpu_handle, devices="cpu") as made:
         library = torch.library.Library("aten", "IMPL")
         library.impl("convolution", others, "CPU", with_keyset=True, allow_override=True)
-        F.conv2d(X, W)
+        conv2d(X, W)
         assert (seen, made.plans) == ([9, 9], ())
         library._destroy()
-        F.conv2d(X, W)
+        conv2d(X, W)
         assert _own(made) == 1
 
 
@@ -128,7 +128,7 @@ def test_misspelt_names_are_told() -> None:
 
 def test_an_old_pytorch_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.library, "get_kernel")
-    with pytest.raises(MissingLibraryError, match="needs PyTorch 2.9 or newer"):
+    with pytest.raises(MissingLibraryError, match=r"needs PyTorch 2\.9 or newer"):
         miofind.torch.enable()
 
 
@@ -137,7 +137,7 @@ def test_the_environment_switches_it_off(
 ) -> None:
     monkeypatch.setenv("MIOFIND_TORCH", "0")
     made = _enabled(cpu_handle)
-    F.conv2d(X, W)
+    conv2d(X, W)
     assert (made.is_enabled, made.plans) == (False, ())
     assert "MIOFIND_TORCH=0" in caplog.text
     made.disable()
@@ -152,36 +152,36 @@ def _reason(made: Override) -> str:
 
 def test_what_is_left_to_pytorch_says_why(cpu_handle: Handle) -> None:
     with _enabled(cpu_handle, dtypes=[torch.float32], directions="forward") as made:
-        F.conv2d(X.double(), W.double())
+        conv2d(X.double(), W.double())
         assert "float64 is not among the dtypes" in _reason(made)
-        F.conv2d(X[:0], W)
+        conv2d(X[:0], W)
         assert "empty" in _reason(made)
-        F.conv2d(X, W.clone().requires_grad_()).sum().backward()
+        conv2d(X, W.clone().requires_grad_()).sum().backward()
         assert "backward_weights is not among the directions" in _reason(made)
     with pytest.raises(RuntimeError, match="should be the same"), _enabled(cpu_handle):
-        F.conv2d(X, W.double())
+        conv2d(X, W.double())
 
 
 def test_pytorch_refuses_what_it_refuses_without_miofind(override_on_cpu: Override) -> None:
     for bias in (torch.randn(3), torch.randn(8, 1)):
         with pytest.raises(RuntimeError, match="bias"):
-            F.conv2d(X, W, bias)
-    with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
-        F.conv2d(X[..., :2], W)
-    with pytest.raises(RuntimeError, match="to have 4 channels|expected input"):
-        F.conv2d(X[:, :3], W)
+            conv2d(X, W, bias)
+    with pytest.raises(RuntimeError, match="Kernel size"):
+        conv2d(X[..., :2], W)
+    with pytest.raises(RuntimeError, match=r"to have 4 channels|expected input"):
+        conv2d(X[:, :3], W)
     assert _own(override_on_cpu) == 0
 
 
 def test_switches_of_pytorch_are_obeyed_at_once(override_on_cpu: Override) -> None:
-    F.conv2d(X, W)
+    conv2d(X, W)
     with torch.backends.cudnn.flags(enabled=False):
-        F.conv2d(X, W)
+        conv2d(X, W)
     assert "cudnn.enabled" in _reason(override_on_cpu)
     with torch.backends.cudnn.flags(enabled=True, depthwise_kernel="native"):
-        F.conv2d(X, W[:, :1], groups=4)
+        conv2d(X, W[:, :1], groups=4)
         assert "depthwise_kernel" in _reason(override_on_cpu)
-        F.conv2d(X, W)
+        conv2d(X, W)
     assert _own(override_on_cpu) == 2
 
 
@@ -191,11 +191,11 @@ def test_a_failing_solution_leaves_its_calls_to_pytorch(
     def fail(*arguments: Any) -> None:
         raise LaunchError("no such device any more")
 
-    native = F.conv2d(X, W)
+    native = conv2d(X, W)
     override_on_cpu.forget_plans()
     monkeypatch.setattr("miofind.launch.invoker._HostInvoker.run", fail)
     for _ in range(2):
-        assert torch.allclose(F.conv2d(X, W), native, atol=1e-4)
+        assert torch.allclose(conv2d(X, W), native, atol=1e-4)
     assert "no such device any more" in _reason(override_on_cpu)
     assert caplog.text.count("own kernel runs from now on") == 1
 
@@ -210,7 +210,7 @@ def test_a_planner_that_raises_leaves_calls_to_pytorch(
         override_on_cpu.forget_plans()
         with monkeypatch.context() as patch:
             patch.setattr(plans, name, fail)
-            F.conv2d(X, W)
+            conv2d(X, W)
         assert "KeyError" in _reason(override_on_cpu)
     assert "unforeseen" in caplog.text
 
@@ -219,22 +219,23 @@ def test_misses(cpu_handle: Handle) -> None:
     for policy in ("auto", "fallback", "record"):
         with _enabled(cpu_handle, policy) as made:
             for _ in range(3):
-                F.conv2d(X, W)
+                conv2d(X, W)
             problem = ProblemDescription.convolution(x=X.shape, w=W.shape)
             assert (_own(made), made.report().missing) == (0, {problem: 3})
     with _enabled(cpu_handle, "error") as made, pytest.raises(NoSolutionError, match="on_miss is 'error'"):
-        F.conv2d(X, W)
+        conv2d(X, W)
 
 
 def test_benchmark_measures_what_is_missing(tmp_path: Path) -> None:
-    with Handle("cpu", database=tmp_path / "finddb.db") as handle, _enabled(handle, "auto", only="ConvCpuDirect") as made:
-        F.conv2d(X, W)
+    handle = Handle("cpu", database=tmp_path / "finddb.db")
+    with handle, _enabled(handle, "auto", only="ConvCpuDirect") as made:
+        conv2d(X, W)
         assert _own(made) == 0
         with torch.backends.cudnn.flags(enabled=True, benchmark=True):
-            F.conv2d(X, W)
+            conv2d(X, W)
         assert (_own(made), made.plans[-1].parts[0].solution.samples > 0) == (1, True)
         made.forget_plans()
-        F.conv2d(X, W)
+        conv2d(X, W)
         assert _own(made) == 1, "the FindDB has an answer now"
 
 
@@ -243,9 +244,9 @@ def test_nothing_is_made_ready_while_a_graph_is_captured(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(plans, "is_capturing", lambda device: True)
-        F.conv2d(X, W)
+        conv2d(X, W)
         assert override_on_cpu.plans == ()
-    F.conv2d(X, W)
+    conv2d(X, W)
     assert _own(override_on_cpu) == 1
 
 
@@ -263,7 +264,7 @@ def test_cudnn_is_left_to_pytorch_unless_ours_gains(cpu_handle: Handle, monkeypa
     cpu_handle.forget()
     for least_gain, is_ours in ((1.0, True), (1.15, True), (1.25, False)):
         with _enabled(cpu_handle, min_gain=least_gain) as made:
-            F.conv2d(X, W)
+            conv2d(X, W)
             assert (_own(made) == 1) is is_ours
     assert "1.20 times as fast as cuDNN" in _reason(made)
     cpu_handle.forget()
@@ -273,7 +274,7 @@ def test_plans_do_not_grow_with_shapes(override_on_cpu: Override, monkeypatch: p
     monkeypatch.setattr(override, "MAX_PLANS", 20)
     w = torch.randn(1, 1, 1)
     for length in range(1, 100):
-        F.conv1d(torch.randn(1, 1, length), w)
+        conv1d(torch.randn(1, 1, length), w)
     assert len(override_on_cpu.plans) == 20
     assert [plan.parts[0].problem.x.shape[2] for plan in override_on_cpu.plans] == [*range(80, 100)]
 
@@ -282,7 +283,7 @@ def test_threads_share_plans(override_on_cpu: Override) -> None:
     def run() -> None:
         ready.wait(LIMIT_S)
         for _ in range(20):
-            results.append(F.conv2d(X, W, padding=1))
+            results.append(conv2d(X, W, padding=1))
 
     results: list[Any] = []
     ready = threading.Barrier(4)
@@ -306,8 +307,8 @@ def test_models_stay_as_they_are(override_on_cpu: Override) -> None:
 
 
 def test_reports_say_what_ran(override_on_cpu: Override) -> None:
-    F.conv2d(X, W)
-    F.conv2d(X[:0], W)
+    conv2d(X, W)
+    conv2d(X[:0], W)
     report = override_on_cpu.report()
     assert (report.calls, report.own_calls) == (2, 1)
     assert "computed 1 of 2" in str(report)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, jvp, vmap
+from torch.nn.functional import conv2d, pad
 from torch_layer.drawn_calls import DrawnCall, drawn_calls, tensors_of
 
 from miofind import Handle, find_solutions
@@ -60,27 +60,27 @@ def test_every_call_gives_pytorchs_numbers_and_strides(
 
 
 def _double_backward(x: Any, w: Any) -> Any:
-    y = F.conv2d(x, w, padding=1)
+    y = conv2d(x, w, padding=1)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     return torch.autograd.grad(dx.square().sum(), (x, w))
 
 
 def _per_sample_gradients(x: Any, w: Any) -> Any:
-    return vmap(grad(lambda w, x: F.conv2d(x[None], w).square().sum()), in_dims=(None, 0))(w, x)
+    return vmap(grad(lambda w, x: conv2d(x[None], w).square().sum()), in_dims=(None, 0))(w, x)
 
 
 _TRANSFORMS: dict[str, Callable[[Any, Any], Any]] = {
     "double backward": _double_backward,
     "per-sample gradients": _per_sample_gradients,
-    "vmap over weights": lambda x, w: vmap(lambda w: F.conv2d(x, w))(torch.stack([w, -w])),
-    "jvp": lambda x, w: jvp(F.conv2d, (x, w), (torch.ones_like(x), torch.ones_like(w))),
-    "unbatched": lambda x, w: F.conv2d(x[0], w),
-    "padding same": lambda x, w: F.conv2d(x, w, padding="same", dilation=2),
-    "circular padding": lambda x, w: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), w),
-    "complex": lambda x, w: F.conv2d(torch.complex(x, -x), torch.complex(w, w)),
-    "strided input": lambda x, w: F.conv2d(x[..., ::2, :], w),
-    "negated view": lambda x, w: F.conv2d(torch.complex(x, x).conj().imag, w),
-    "inference mode": lambda x, w: torch.inference_mode()(F.conv2d)(x, w),
+    "vmap over weights": lambda x, w: vmap(lambda w: conv2d(x, w))(torch.stack([w, -w])),
+    "jvp": lambda x, w: jvp(conv2d, (x, w), (torch.ones_like(x), torch.ones_like(w))),
+    "unbatched": lambda x, w: conv2d(x[0], w),
+    "padding same": lambda x, w: conv2d(x, w, padding="same", dilation=2),
+    "circular padding": lambda x, w: conv2d(pad(x, (1, 1, 1, 1), mode="circular"), w),
+    "complex": lambda x, w: conv2d(torch.complex(x, -x), torch.complex(w, w)),
+    "strided input": lambda x, w: conv2d(x[..., ::2, :], w),
+    "negated view": lambda x, w: conv2d(torch.complex(x, x).conj().imag, w),
+    "inference mode": lambda x, w: torch.inference_mode()(conv2d)(x, w),
 }
 
 
@@ -105,7 +105,7 @@ def _flat(values: Any) -> list[Any]:
 def test_just_the_gradients_that_are_asked_for_are_computed(override_on_cpu: Override, mask: tuple[bool, ...]) -> None:
     x, w, b = torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3), torch.randn(8)
     wanted = [tensor.requires_grad_() for tensor, is_wanted in zip((x, w, b), mask, strict=True) if is_wanted]
-    y = F.conv2d(x, w, b)
+    y = conv2d(x, w, b)
     assert y.requires_grad is bool(wanted)
     if wanted:
         y.sum().backward()
@@ -116,10 +116,10 @@ def test_just_the_gradients_that_are_asked_for_are_computed(override_on_cpu: Ove
 
 def test_one_gradient_may_be_pytorchs(cpu_handle: Handle) -> None:
     x, w, b = (_integers(torch.empty(shape)).requires_grad_() for shape in ((2, 4, 6, 6), (8, 4, 3, 3), (8,)))
-    native = torch.autograd.grad(F.conv2d(x, w, b).sum(), (x, w, b))
+    native = torch.autograd.grad(conv2d(x, w, b).sum(), (x, w, b))
     for direction in ("backward_data", "backward_weights"):
         with use("estimate", handle=cpu_handle, devices="cpu", directions=direction) as override:
-            ours = torch.autograd.grad(F.conv2d(x, w, b).sum(), (x, w, b))
+            ours = torch.autograd.grad(conv2d(x, w, b).sum(), (x, w, b))
             assert [count.direction for count in override.report().counts if count.solver_id] == [direction]
         assert all(map(torch.equal, ours, native))
 
@@ -136,7 +136,7 @@ def test_autocast_arrives_in_its_element_type(override_on_cpu: Override) -> None
 
 def test_empty_batches_are_empty(override_on_cpu: Override) -> None:
     x = torch.empty(0, 4, 6, 6, requires_grad=True)
-    y = F.conv2d(x, torch.randn(8, 4, 3, 3))
+    y = conv2d(x, torch.randn(8, 4, 3, 3))
     y.sum().backward()
     assert (y.shape, x.grad.shape) == ((0, 8, 4, 4), x.shape)
 
@@ -146,7 +146,7 @@ def test_determinism_is_asked_of_finds(
     override_on_cpu: Override, algorithms: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compute() -> None:
-        F.conv2d(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3))
+        conv2d(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3))
 
     def asked(problem: Any, *, options: Any, handle: Any) -> Any:
         deterministic.append(options.deterministic)
