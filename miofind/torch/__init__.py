@@ -1,18 +1,29 @@
-"""miofind in PyTorch: `enable()` has its kernels run the convolutions of any model, forward and backward."""
+"""miofind in PyTorch: `enable()` has its kernels run the convolutions of any model, forward and backward.
 
+`fuse` makes a network for inference of one, whose convolutions compute what follows them; `convolution` is such a call.
+"""
+
+from miofind.torch.differentiable import convolution
 from miofind.torch.export import exported_problems
+from miofind.torch.fuse import FusedLayer, FusionReport, fuse
+from miofind.torch.fused_modules import FusedConvolution
 from miofind.torch.network import problems
 from miofind.torch.override import Override, disable, enable, report, use
 from miofind.torch.recorder import record
 from miofind.torch.recording import RecordedCall, Recording
 
 __all__ = [
+    "FusedConvolution",
+    "FusedLayer",
+    "FusionReport",
     "Override",
     "RecordedCall",
     "Recording",
+    "convolution",
     "disable",
     "enable",
     "exported_problems",
+    "fuse",
     "problems",
     "record",
     "report",

@@ -44,11 +44,13 @@ class Override:
     Attributes:
         settings: what was asked for.
         devices: kinds of PyTorch's devices whose kernels were replaced.
+        generation: how often it was to decide anew.
     """
 
     def __init__(self, settings: Settings, devices: tuple[str, ...]) -> None:
         self.settings = settings
         self.devices = devices
+        self.generation = 0
         self._planner = Planner(settings)
         self._lock = threading.Lock()
         self._forward: dict[Any, Plan] = {}
@@ -76,6 +78,7 @@ class Override:
     def forget_plans(self) -> None:
         """Decide anew for all calls to come, since FindDBs may have more answers now."""
         with self._lock:
+            self.generation += 1
             self._forward.clear()
             self._backward.clear()
 

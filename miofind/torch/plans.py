@@ -159,7 +159,7 @@ class Planner:
         try:
             self.settings.refuse(call, computed)
             part.problem = call.problem(computed, flags.math)
-            solutions = self._solutions(part, arguments.x.device, flags)
+            solutions = self.solutions(part, arguments.x.device, flags)
             self._bind(part, call, solutions, arguments)
         except Exception as error:
             if isinstance(error, NoSolutionError) and self.settings.on_miss is MissPolicy.ERROR:
@@ -185,7 +185,7 @@ class Planner:
         except MiofindError as error:
             raise Unserved(f"miofind cannot use {device}: {error}") from error
 
-    def _solutions(self, part: Part, device: Any, flags: Flags) -> list[Solution]:
+    def solutions(self, part: Part, device: Any, flags: Flags) -> list[Solution]:
         """Solutions that may run a problem, fastest first.
 
         Raises:

@@ -1,0 +1,159 @@
+"""What runs the problems of fused convolutions: the FindDB's answers by `enable`'s settings, bound and launched."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from miofind.core.epilogue import EpilogueParameters
+from miofind.core.problem import ProblemDescription
+from miofind.core.tensor import Direction
+from miofind.errors import LaunchError, MiofindError, NoSolutionError
+from miofind.launch.invoker import Invoker
+from miofind.torch.calls import Unserved
+from miofind.torch.flags import Flags
+from miofind.torch.launches import ReadySolutions, first_line
+from miofind.torch.memory import host_array, is_capturing, stream_reader
+from miofind.torch.override import Override, current
+from miofind.torch.plans import Part, Planner
+from miofind.torch.settings import MissPolicy, Settings
+
+logger = logging.getLogger(__name__)
+
+_COMPUTED = {Direction.FORWARD: "y", Direction.BACKWARD_DATA: "dx", Direction.BACKWARD_WEIGHTS: "dw"}
+_unset = Planner(Settings())
+
+
+def planner_of(override: Override | None) -> Planner:
+    """What decides: the settings of the override in force, else `enable`'s defaults."""
+    return _unset if override is None else Planner(override.settings)
+
+
+class Answer:
+    """What becomes of a problem: the invokers of its solutions, or PyTorch's own operations.
+
+    Attributes:
+        part: the problem, its fastest solution, and why PyTorch computes it where it does.
+    """
+
+    __slots__ = ("_invokers", "_lock", "_names", "_read_stream", "_solutions", "part")
+
+    def __init__(self, part: Part, solutions: ReadySolutions | None, first: Invoker | None) -> None:
+        self.part = part
+        self._solutions = solutions
+        self._invokers = [] if first is None else [first]
+        self._names = () if part.problem is None else tuple(operand.name for operand in part.problem.operands)
+        self._lock = threading.Lock()
+        self._read_stream = stream_reader()
+
+    def run(self, tensors: Mapping[str, Any], parameters: EpilogueParameters) -> bool:
+        """Run a solution; False, and nothing written, where PyTorch is to compute the problem.
+
+        Args:
+            tensors: of the problem's operands by name, packed as it has them, on one device.
+            parameters: the epilogue's numbers.
+        """
+        if not self._invokers:
+            return False
+        ordered = [tensors[name] for name in self._names]
+        try:
+            if ordered[0].is_cuda:
+                return self._run_on_device(ordered, parameters)
+            return self._run_on_host(ordered, parameters)
+        except LaunchError as error:
+            self.part.fail(error)
+            self._invokers = []
+            return False
+
+    def _run_on_device(self, tensors: list[Any], parameters: EpilogueParameters) -> bool:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        together = 0
+        for address in addresses:
+            together |= address
+        invoker = self._fitting(together, tensors[0].device)
+        if invoker is None:
+            return False
+        scratch = 0
+        if invoker.workspace_bytes:
+            workspace = torch.empty(invoker.workspace_bytes, dtype=torch.uint8, device=tensors[0].device)
+            scratch = workspace.data_ptr()
+        numbers = (parameters,) if invoker.problem.epilogue else ()
+        invoker.run((*addresses, *numbers, scratch), self._read_stream(tensors[0].get_device()))
+        return True
+
+    def _run_on_host(self, tensors: list[Any], parameters: EpilogueParameters) -> bool:
+        invoker = self._invokers[0]
+        numbers = (parameters,) if invoker.problem.epilogue else ()
+        workspace = torch.empty(invoker.workspace_bytes, dtype=torch.uint8).numpy() if invoker.workspace_bytes else None
+        invoker.run((*map(host_array, tensors), *numbers, workspace), 0)
+        return True
+
+    def _fitting(self, addresses: int, device: Any) -> Invoker | None:
+        """The invoker of the first solution whose alignment the addresses have, which are or-ed into one."""
+        for invoker in self._invokers:
+            if not addresses % invoker.alignment_bytes:
+                return invoker
+        if self._solutions is None or is_capturing(device):
+            return None
+        with self._lock:
+            try:
+                _, invoker = self._solutions.next(below_bytes=self._invokers[-1].alignment_bytes)
+            except Unserved:
+                self._solutions = None
+                return None
+            self._invokers = [*self._invokers, invoker]
+        return self._fitting(addresses, device)
+
+
+def answer(problem: ProblemDescription, device: Any, flags: Flags, planner: Planner) -> Answer:
+    """What runs a problem on a PyTorch device; measured now where the settings ask for that.
+
+    Raises:
+        NoSolutionError: the policy is to raise it where the FindDB has no answer.
+    """
+    part = Part(_COMPUTED[problem.direction], problem=problem)
+    try:
+        _refuse(problem, planner.settings, flags)
+        found = planner.solutions(part, device, flags)
+        if is_capturing(device):
+            part.is_final = False
+            raise Unserved("its kernels were not loaded before a CUDA graph was captured")
+        solutions = ReadySolutions(found, planner.handle_of(device))
+        part.solution, invoker = solutions.next()
+    except Unserved as reason:
+        part.reason = str(reason)
+    except NoSolutionError as error:
+        if planner.settings.on_miss is MissPolicy.ERROR:
+            raise
+        part.reason = f"no solution is usable: {first_line(error)}"
+    except MiofindError as error:
+        logger.warning("PyTorch's own operations run %s: %s", problem, error)
+        part.reason = f"{type(error).__name__}: {first_line(error)}"
+    else:
+        return Answer(part, solutions, invoker)
+    return Answer(part, None, None)
+
+
+def _refuse(problem: ProblemDescription, settings: Settings, flags: Flags) -> None:
+    """Do nothing where PyTorch's switches and the settings leave a problem to miofind.
+
+    Raises:
+        Unserved: PyTorch's own operations are to compute it.
+    """
+    if not flags.enabled:
+        raise Unserved("torch.backends.cudnn.enabled is False")
+    if flags.depthwise_kernel != "auto" and problem.w.shape[1] == 1:
+        raise Unserved(f"torch.backends.cudnn.depthwise_kernel is {flags.depthwise_kernel!r}")
+    if settings.dtypes is not None and problem.x.dtype not in settings.dtypes:
+        raise Unserved(f"{problem.x.dtype} is not among the dtypes asked for")
+    if settings.directions is not None and problem.direction not in settings.directions:
+        raise Unserved(f"{problem.direction} is not among the directions asked for")
+
+
+def override_of(tensor: Any) -> Override | None:
+    """The override that is in force on a tensor's device."""
+    return current("cuda" if tensor.is_cuda else "cpu")

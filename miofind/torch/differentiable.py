@@ -1,0 +1,264 @@
+"""`convolution`: a convolution with an epilogue that PyTorch differentiates.
+
+Forward and backward run `miofind::convolution` and the operators of its gradients. Where gradients are recorded, what
+their formulas cannot take back from the result alone is left to PyTorch: an activation other than relu, clamp and
+leaky_relu is a separate operation then, and a scale is multiplied into the weights. Second derivatives are those of
+PyTorch's own operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from miofind.core.epilogue import Activation, EpilogueParameters, ResidualPosition
+from miofind.core.tensor import enum_value
+from miofind.errors import InvalidArrayError, InvalidOptionError, brief
+from miofind.torch import ops, unfused
+from miofind.torch.unfused import Nonlinearity, Window
+
+_BY_RESULT = ("none", "relu", "clamp", "leaky_relu")
+"""Activations whose derivative the result tells."""
+
+
+def convolution(
+    x: Any,
+    w: Any,
+    bias: Any = None,
+    *,
+    scale: Any = None,
+    residual: Any = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    activation: str = "none",
+    residual_position: str = "before",
+    beta: float = 1.0,
+    low: float = 0.0,
+    high: float = 6.0,
+    slope: float | None = None,
+) -> Any:
+    """y = activation(x * w * scale + bias + beta * residual), in one kernel where the FindDB has one, with gradients.
+
+    What is left out is not computed. In one kernel all of it is computed in the type that products are summed in, and
+    rounded once. Where the FindDB has no answer the same is computed by PyTorch's convolution and its element-wise
+    operations, each of which rounds; nothing is measured. Works under autocast (x, w and residual take its dtype, bias
+    and scale keep theirs), torch.compile, torch.export, torch.func and vmap.
+
+    Args:
+        x: (n, c, *spatial), 1 to 3 spatial dimensions, or without n.
+        w: (k, c/groups, *filter), of x's dtype.
+        bias, scale: (k,), of x's dtype or float32.
+        residual: of y's shape.
+        stride, dilation: a number, or one a spatial dimension.
+        padding: the same, or "valid" or "same" (stride 1), as in PyTorch.
+        groups: group count.
+        activation: a name of `miofind.Activation`, or "relu6", which is clamp with its bounds of 0 and 6.
+        residual_position: "before" the activation or "after" it.
+        beta: factor of the residual.
+        low, high: bounds of clamp.
+        slope: of leaky_relu (0.01 if left out) or elu (1).
+
+    Returns:
+        (n, k, *out_spatial), of x's dtype and in the memory format that PyTorch's convolution gives it.
+
+    Raises:
+        RuntimeError: shapes or dtypes that do not go together.
+        InvalidProblemError, InvalidOptionError: an unknown activation, position or padding, or a number that is none.
+    """
+    rank = w.dim() - 2
+    numbers = _numbers(activation, residual_position, beta, low, high, slope)
+    window = Window(
+        stride=_each(stride, rank, "stride"),
+        padding=padding_of(padding, stride, dilation, w.shape[2:]),
+        dilation=_each(dilation, rank, "dilation"),
+        groups=groups,
+    )
+    is_single = x.dim() == rank + 1
+    if is_single:
+        x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
+    y = run(Tensors(x, w, bias, scale, residual), window, numbers)
+    return y.squeeze(0) if is_single else y
+
+
+class Tensors(NamedTuple):
+    """What a convolution reads; x and residual are batched."""
+
+    x: Any
+    w: Any
+    bias: Any
+    scale: Any
+    residual: Any
+
+    @property
+    def need_gradients(self) -> bool:
+        """Whether a gradient of any of them may be asked for."""
+        return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in self)
+
+
+def run(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
+    """`convolution` of batched tensors, with all arguments checked."""
+    device_type = given.x.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        given = Tensors(*(ops.in_autocast(tensor, dtype) for tensor in given))
+        with torch.autocast(device_type, enabled=False):
+            return run(given, window, numbers)
+    if not given.need_gradients:
+        return _operator(given, window, numbers)
+    return _recorded(given, window, numbers)
+
+
+def _operator(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
+    """The operator itself."""
+    return torch.ops.miofind.convolution(
+        *given,
+        numbers.activation,
+        window.stride,
+        window.padding,
+        window.dilation,
+        window.groups,
+        numbers.residual_position,
+        numbers.beta,
+        numbers.low,
+        numbers.high,
+        numbers.slope,
+    )
+
+
+def _recorded(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
+    """The same with gradients: what the operator's formulas cannot differentiate stands outside of it."""
+    x, w, bias, scale, residual = given
+    if scale is not None:
+        w = (w * scale.view(-1, *(1,) * (w.dim() - 1))).to(w.dtype)
+    inner, after = numbers, None
+    is_after = residual is not None and numbers.residual_position == "after"
+    if is_after:
+        residual, after = None, residual
+    is_leak = numbers.activation == "leaky_relu" and numbers.leak < 0
+    if numbers.activation not in _BY_RESULT or is_leak:
+        inner = replace(numbers, activation="none")
+    y = _Convolution.apply(x, w, bias, residual, window, replace(inner, residual_position="before"))
+    if inner.activation != numbers.activation:
+        y = unfused.activated(y, numbers)
+    return y if after is None else torch.add(y, after.to(y.dtype), alpha=numbers.beta)
+
+
+class _Convolution(torch.autograd.Function):
+    """activation(x * w + bias + beta * residual), where the result tells the activation's derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any, w: Any, bias: Any, residual: Any, window: Window, numbers: Nonlinearity) -> Any:
+        return _operator(Tensors(x, w, bias, None, residual), window, numbers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, w, bias, residual, ctx.window, ctx.numbers = inputs
+        has_mask = ctx.numbers.activation != "none"
+        ctx.save_for_backward(x, w, output if has_mask else None)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
+        x, w, y = ctx.saved_tensors
+        wants_x, wants_w, wants_bias, wants_residual, *_ = ctx.needs_input_grad
+        if y is not None:
+            dy = unfused.derivative(dy, y, ctx.numbers)
+        call = _Gradients(dy, x, w, ctx.window)
+        if torch.is_grad_enabled():  # the gradients' own gradients are asked for
+            dx, dw, of_bias = call.by_pytorch((wants_x, wants_w, wants_bias))
+        else:
+            dx = call.of_data() if wants_x else None
+            dw, of_bias = call.of_weights(ctx.bias_dtype if wants_bias else None, wants_w)
+        of_bias = None if of_bias is None else of_bias.to(ctx.bias_dtype)
+        of_residual = (dy * ctx.numbers.beta).to(ctx.residual_dtype) if wants_residual else None
+        return dx, dw, of_bias, of_residual, None, None
+
+
+class _Gradients(NamedTuple):
+    """The gradients of a convolution's x, w and bias."""
+
+    dy: Any
+    x: Any
+    w: Any
+    window: Window
+
+    def by_pytorch(self, wanted: tuple[bool, bool, bool]) -> tuple[Any, Any, Any]:
+        """By operations that have gradients themselves."""
+        *_, wants_bias = wanted
+        dx, dw, _ = unfused.gradients(self.dy, self.x, self.w, self.window, (*wanted[:2], False))
+        return dx, dw, unfused.bias_gradient(self.dy) if wants_bias else None
+
+    def of_data(self) -> Any:
+        """dx."""
+        return torch.ops.miofind.convolution_backward_data(self.dy, self.x, self.w, None, None, "none", *self._geometry)
+
+    def of_weights(self, bias_dtype: Any, wants_w: bool) -> tuple[Any, Any]:
+        """dw and the bias gradient, each None where it is not wanted."""
+        if not wants_w:
+            return None, None if bias_dtype is None else unfused.bias_gradient(self.dy)
+        dw, of_bias = torch.ops.miofind.convolution_backward_weights(
+            self.dy, self.x, self.w, *self._geometry, bias_dtype
+        )
+        return dw, None if bias_dtype is None else of_bias
+
+    @property
+    def _geometry(self) -> tuple[Any, ...]:
+        window = self.window
+        return window.stride, window.padding, window.dilation, window.groups
+
+
+def _numbers(activation: str, position: str, beta: float, low: float, high: float, slope: float | None) -> Nonlinearity:
+    """The numbers of an epilogue, checked.
+
+    Raises:
+        InvalidProblemError, InvalidOptionError: an unknown name, or a number that is none.
+    """
+    if activation == "relu6":
+        activation, low, high = Activation.CLAMP.value, 0.0, 6.0
+    name = enum_value(Activation, activation, "activation").value
+    place = enum_value(ResidualPosition, position, "residual_position")
+    if place is ResidualPosition.NONE:
+        raise InvalidOptionError(f"residual_position={position}: use before or after")
+    if not torch.compiler.is_compiling():  # Dynamo does not trace its checks
+        EpilogueParameters(beta=beta, low=low, high=high, slope=slope)
+    return Nonlinearity(activation=name, residual_position=place.value, beta=beta, low=low, high=high, slope=slope)
+
+
+def _each(value: Any, rank: int, name: str) -> tuple[Any, ...]:
+    """One number a spatial dimension.
+
+    Raises:
+        InvalidArrayError: another count of them.
+    """
+    numbers = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,) * rank
+    numbers = numbers * rank if len(numbers) == 1 else numbers
+    if len(numbers) != rank:
+        raise InvalidArrayError(f"{name}={brief(value)}: w has {rank} spatial dimensions, pass a number for each")
+    return numbers
+
+
+def padding_of(padding: Any, stride: Any, dilation: Any, filter_shape: Sequence[int]) -> tuple[Any, ...]:
+    """Padding before and after, one number a dimension.
+
+    Raises:
+        InvalidOptionError: another word than "valid" and "same", or "same" with a stride or uneven padding.
+    """
+    rank = len(filter_shape)
+    if not isinstance(padding, str):
+        return _each(padding, rank, "padding")
+    if padding == "valid":
+        return (0,) * rank
+    gaps = _each(dilation, rank, "dilation")
+    sums = [gap * (taps - 1) for gap, taps in zip(gaps, filter_shape, strict=True)]
+    if padding != "same" or any(step != 1 for step in _each(stride, rank, "stride")) or any(n % 2 for n in sums):
+        told = 'numbers, "valid", or "same" with stride 1 and filters whose reach is odd'
+        raise InvalidOptionError(f"padding={brief(padding)} with stride={brief(stride)}: pass {told}")
+    return tuple(n // 2 for n in sums)

@@ -1,0 +1,324 @@
+"""`fuse`: a network for inference whose convolutions compute what follows them.
+
+torch.fx writes the network's graph down; chains of convolution, batch norm, activation and addition become
+`FusedConvolution` modules. Whatever is not known exactly stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from miofind.arrays.batch_norm import fold_batch_norm
+from miofind.errors import InvalidOptionError, brief
+from miofind.torch.differentiable import padding_of
+from miofind.torch.fused_modules import FusedConvolution
+from miofind.torch.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks
+from miofind.torch.unfused import Nonlinearity, Window
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """One convolution of a fused network.
+
+    Attributes:
+        name: of the convolution in the network that was given.
+        parts: what it computes now, in order, such as ("convolution", "batch_norm", "residual", "relu").
+    """
+
+    name: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FusionReport:
+    """What `fuse` did to a network; its text is a line for each of these.
+
+    Attributes:
+        fused: the convolutions that became `FusedConvolution`, in the order they run.
+        kept: by name, convolutions that stayed, and why.
+        untraced: by name of a submodule ("" for the network itself), why torch.fx could not trace it; its own
+            submodules were fused one by one.
+    """
+
+    fused: tuple[FusedLayer, ...]
+    kept: Mapping[str, str]
+    untraced: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{layer.name}: {' + '.join(layer.parts)}" for layer in self.fused]
+        lines += [f"{name}: kept, {reason}" for name, reason in self.kept.items()]
+        lines += [f"{name or 'the network'}: not traced, {reason}" for name, reason in self.untraced.items()]
+        return "\n".join(lines)
+
+
+def fuse(model: Any) -> Any:
+    """A copy of a network for inference with its convolutions fused, and what was done in its `fusion_report`.
+
+    Batch norms are folded into weights and bias in float64, then rounded to the weights' dtype. Convolution, bias,
+    activation and the addition of a tensor of the same shape, before or after the activation, become one
+    `FusedConvolution`, where nothing else uses what is between them. Activations are those of `miofind.Activation`, as
+    modules, functions and methods, in place or not; dropouts and identities between them are nothing in inference.
+
+    The network given stays as it is. The copy is a torch.fx.GraphModule where torch.fx can trace the network, else one
+    of its class with its submodules fused one by one. It runs eagerly, under autocast, torch.compile and in CUDA
+    graphs; it can be pickled, copied and moved to a device, dtype or memory format. Its gradients with respect to its
+    input are right; its weights are constants. Convolutions with hooks, parametrizations, padding other than zeros or
+    classes of their own stay.
+
+    Args:
+        model: a torch.nn.Module in eval mode.
+
+    Raises:
+        InvalidOptionError: no module, or one in training mode.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidOptionError(f"model={brief(model)} must be a torch.nn.Module")
+    training = next((name for name, module in model.named_modules() if module.training), None)
+    if training is not None:
+        raise InvalidOptionError(f"{training or 'the model'} is in training mode: pass model.eval()")
+    work = _Work()
+    made = _fused(copy.deepcopy(model), "", work)
+    made.fusion_report = FusionReport(tuple(work.fused), work.kept, work.untraced)
+    return made
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a report is made of."""
+
+    fused: list[FusedLayer] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    untraced: dict[str, str] = field(default_factory=dict)
+
+
+class _Tracer(fx.Tracer):
+    """Takes modules with hooks for single operations: inlined they would lose them."""
+
+    def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
+        return isinstance(m, FusedConvolution) or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _has_convolution(module: Any) -> bool:
+    return any(isinstance(each, CONVOLUTIONS) for each in module.modules())
+
+
+def _fused(module: Any, path: str, work: _Work) -> Any:
+    """A module with what is in it fused: its graph where it can be traced, else itself with its submodules' graphs."""
+    if not _has_convolution(module) or isinstance(module, CONVOLUTIONS):
+        return module
+    if has_hooks(module):
+        reason = "it has hooks"
+    elif path and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        reason = ""  # what holds it was not traced, and may take it apart or look at what is between its modules
+    else:
+        try:
+            graph = _Tracer().trace(module)
+        except Exception as error:  # whatever a network's own code raises when it is given no tensors
+            reason = f"{type(error).__name__}: {brief(str(error).strip().partition(chr(10))[0])}"
+        else:
+            return _rewritten(module, graph, path, work)
+    if reason:
+        work.untraced[path] = reason
+    for name, child in module.named_children():
+        module._modules[name] = _fused(child, f"{path}.{name}".removeprefix("."), work)
+    return module
+
+
+def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
+    """The graph of a module with its chains fused, as a module with what the module has beside submodules."""
+    for node in graph.nodes:
+        node.type = None  # annotations, which are texts with `from __future__ import annotations`, break its pickles
+    made = fx.GraphModule(module, graph, type(module).__name__)
+    _Rewriting(made, path, work).run()
+    for name, value in vars(module).items():
+        if name not in vars(made):
+            setattr(made, name, value)
+    return made
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A convolution and what follows it.
+
+    Attributes:
+        nodes: in order, the convolution first.
+        parts: their names.
+        norm: the batch norm's statistics and parameters, by the names of `fold_batch_norm`; empty for none.
+        numbers: the activation, and what is done with the residual.
+        residual: what is added, or None.
+    """
+
+    nodes: list[fx.Node]
+    parts: list[str] = field(default_factory=lambda: ["convolution"])
+    norm: dict[str, Any] = field(default_factory=dict)
+    numbers: Nonlinearity = field(default_factory=Nonlinearity)
+    residual: fx.Node | None = None
+
+
+class _Rewriting:
+    """Fuses the chains of one graph."""
+
+    def __init__(self, made: fx.GraphModule, path: str, work: _Work) -> None:
+        self.made = made
+        self.path = path
+        self.work = work
+        self.steps = Steps(made)
+        self.names: dict[tuple[Any, ...], str] = {}
+
+    def run(self) -> None:
+        """Rewrite the graph."""
+        for node in list(self.made.graph.nodes):
+            module = self.steps.module(node)
+            name = f"{self.path}.{node.target}".removeprefix(".")
+            if isinstance(module, CONVOLUTIONS):
+                self._fuse(node, module, name)
+            elif module is not None and _has_convolution(module):  # it has hooks, and is a single step here
+                self.made.add_submodule(str(node.target), _fused(module, name, self.work))
+        self.made.graph.lint()
+        self.made.delete_all_unused_submodules()
+        self.made.recompile()
+
+    def _fuse(self, node: fx.Node, module: Any, name: str) -> None:
+        """Replace a convolution and what follows it, or note why it stays."""
+        reason = _why_kept(module, node)
+        chain = _Chain([node]) if reason else self._chain(node, with_residual=True)
+        if chain.residual is not None and self._is_written(chain):
+            chain = self._chain(node, with_residual=False)
+        if not reason and len(chain.parts) == 1 and module.bias is None:
+            reason = "nothing follows it that it could compute"
+        if reason:
+            self.work.kept[name] = reason
+            return
+        last = chain.nodes[-1]
+        with self.made.graph.inserting_after(node if chain.residual is None else last):
+            read = node.args if chain.residual is None else (*node.args, chain.residual)
+            fused = self.made.graph.call_module(self._name(node, module, chain), read)
+        last.replace_all_uses_with(fused)
+        for each in reversed(chain.nodes):
+            self.made.graph.erase_node(each)
+        bias = ["bias"] if module.bias is not None and not chain.norm else []
+        self.work.fused.append(FusedLayer(name, (chain.parts[0], *bias, *chain.parts[1:])))
+
+    def _name(self, node: fx.Node, module: Any, chain: _Chain) -> str:
+        """The name of the chain's module: the convolution's own, unless others run that convolution differently."""
+        key = (node.target, chain.numbers, *map(id, chain.norm.values()))
+        if key not in self.names:
+            calls = sum(each.op == "call_module" and each.target == node.target for each in self.made.graph.nodes)
+            is_own = calls == 1 and node.target not in self.names.values()
+            self.names[key] = str(node.target) if is_own else f"{node.target}_fused{len(self.names)}"
+            fused = _module(module, chain)
+            self.made.add_submodule(self.names[key], fused)
+            self.steps.add(self.names[key], fused)
+        return self.names[key]
+
+    def _chain(self, node: fx.Node, *, with_residual: bool) -> _Chain:
+        """What follows a convolution and can be computed with it: steps each of which alone reads the one before."""
+        chain = _Chain([node])
+        while len(chain.nodes[-1].users) == 1:
+            last = chain.nodes[-1]
+            (user,) = last.users
+            if _times_read(user, last) != 1 or not (
+                self.steps.is_nothing(user)
+                or self._takes_norm(chain, user)
+                or self._takes_activation(chain, user)
+                or (with_residual and self._takes_residual(chain, user))
+            ):
+                break
+            chain.nodes.append(user)
+        return chain
+
+    def _takes_norm(self, chain: _Chain, user: fx.Node) -> bool:
+        norm = self.steps.batch_norm(user, chain.nodes[-1]) if len(chain.parts) == 1 else None
+        if norm is not None:
+            chain.norm = norm
+            chain.parts.append("batch_norm")
+        return norm is not None
+
+    def _takes_activation(self, chain: _Chain, user: fx.Node) -> bool:
+        found = self.steps.activation(user, chain.nodes[-1]) if chain.numbers.activation == "none" else None
+        if found is not None:
+            chain.numbers = replace(found, beta=chain.numbers.beta)
+            chain.parts.append(found.activation)
+        return found is not None
+
+    def _takes_residual(self, chain: _Chain, user: fx.Node) -> bool:
+        is_addition = user.op in ("call_function", "call_method") and user.target in ADDITIONS
+        if chain.residual is not None or not is_addition or len(user.args) != 2 or user.kwargs.keys() - {"alpha"}:
+            return False
+        first, second = user.args
+        is_first = first is chain.nodes[-1]
+        other, alpha = second if is_first else first, user.kwargs.get("alpha", 1)
+        if not isinstance(other, fx.Node) or not isinstance(alpha, (int, float)):
+            return False
+        if not is_first and (alpha != 1 or self.steps.writes(user)):
+            return False  # a factor of the convolution, or written into what others may read
+        position = "before" if chain.numbers.activation == "none" else "after"
+        chain.residual = other
+        chain.numbers = replace(chain.numbers, residual_position=position, beta=float(alpha))
+        chain.parts.append("residual")
+        return True
+
+    def _is_written(self, chain: _Chain) -> bool:
+        """Whether a chain's inputs may be written to between its convolution and its end, where it is computed."""
+        nodes = list(self.made.graph.nodes)
+        between = nodes[nodes.index(chain.nodes[0]) : nodes.index(chain.nodes[-1])]
+        writing = [node for node in between if node not in chain.nodes and self.steps.writes(node)]
+        inputs = [chain.residual, *chain.nodes[0].all_input_nodes]
+        read = set[fx.Node]().union(*(self.steps.memory(node) for node in inputs if node is not None))
+        return any(not read.isdisjoint(self.steps.memory(given)) for node in writing for given in node.all_input_nodes)
+
+
+def _times_read(user: fx.Node, node: fx.Node) -> int:
+    """How often a step reads another."""
+    count = 0
+
+    def see(each: fx.Node) -> fx.Node:
+        nonlocal count
+        count += each is node
+        return each
+
+    fx.map_arg((user.args, user.kwargs), see)
+    return count
+
+
+def _why_kept(module: Any, node: fx.Node) -> str:
+    """Why a convolution stays as it is; "" where it may be fused."""
+    if type(module) not in CONVOLUTIONS:
+        return f"its class is {type(module).__name__}"
+    if has_hooks(module):
+        return "it has hooks"
+    if module.padding_mode != "zeros":
+        return f"its padding is {module.padding_mode}"
+    if len(node.args) != 1 or node.kwargs:
+        return "it is called with keywords"
+    try:
+        _window(module)
+    except InvalidOptionError as error:
+        return str(error)
+    return ""
+
+
+def _window(module: Any) -> Window:
+    return Window(
+        stride=tuple(module.stride),
+        padding=padding_of(module.padding, module.stride, module.dilation, module.kernel_size),
+        dilation=tuple(module.dilation),
+        groups=module.groups,
+    )
+
+
+def _module(module: Any, chain: _Chain) -> Any:
+    """What computes a chain."""
+    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+    if chain.norm:
+        given = {
+            name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in chain.norm.items()
+        }
+        weight, bias = fold_batch_norm(weight, bias, **given)
+    return FusedConvolution(weight, bias, _window(module), chain.numbers).eval()

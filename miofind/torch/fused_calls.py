@@ -1,0 +1,296 @@
+"""The arguments of the operators `miofind::convolution...`: what they make, and the problems that they pose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
+from miofind.core.problem import ProblemDescription
+from miofind.core.tensor import DataType, Layout, MathMode
+from miofind.errors import InvalidProblemError
+from miofind.torch.calls import ConvolutionCall, TensorForm, Unserved
+from miofind.torch.formats import output_layout
+from miofind.torch.unfused import Nonlinearity, Window
+
+
+class Forward(NamedTuple):
+    """The arguments of `miofind::convolution`; see `differentiable.convolution`.
+
+    Attributes:
+        channels_last: memory format of y; None for that of PyTorch's own convolution of x and w.
+    """
+
+    x: Any
+    w: Any
+    bias: Any
+    scale: Any
+    residual: Any
+    activation: str
+    stride: Sequence[Any]
+    padding: Sequence[Any]
+    dilation: Sequence[Any]
+    groups: Any
+    residual_position: str = "before"
+    beta: float = 1.0
+    low: float = 0.0
+    high: float = 6.0
+    slope: float | None = None
+    channels_last: bool | None = None
+
+    @property
+    def window(self) -> Window:
+        """How the filter moves over x."""
+        return _window(self)
+
+    @property
+    def nonlinearity(self) -> Nonlinearity:
+        """The activation with its numbers, and what is done with the residual."""
+        return Nonlinearity(
+            activation=self.activation,
+            residual_position=self.residual_position,
+            beta=self.beta,
+            low=self.low,
+            high=self.high,
+            slope=self.slope,
+        )
+
+    def layout(self) -> Layout:
+        """The memory order of y."""
+        return _layout(self)
+
+    def output(self, layout: Layout) -> Any:
+        """A new y, (n, k, *out_spatial)."""
+        self.check()
+        return empty(self.window.output_shape(self.x.shape, self.w.shape), self.x, layout)
+
+    def check(self) -> None:
+        """Do nothing where the tensors go together.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        x, w = self.x, self.w
+        _check_convolution(self)
+        shape = self.window.output_shape(x.shape, w.shape)
+        _check(all(size >= 0 for size in shape), lambda: f"x {_told(x)} is smaller than the filters of w {_told(w)}")
+        for name in ("bias", "scale"):
+            _check_shape(getattr(self, name), name, (w.shape[0],))
+        _check_shape(self.residual, "residual", shape)
+
+
+class BackwardData(NamedTuple):
+    """The arguments of `miofind::convolution_backward_data`: dx = (gradient + beta * residual) * derivative'(saved).
+
+    Attributes:
+        dy: (n, k, *out_spatial).
+        x: (n, c, *spatial), for the shape and strides of dx alone.
+        w: (k, c/groups, *filter).
+        residual, saved: (n, c, *spatial), or None.
+        derivative: a name of `miofind.Activation`, "none" without `saved`.
+        channels_last: memory format of dx; None for that of PyTorch's own.
+    """
+
+    dy: Any
+    x: Any
+    w: Any
+    residual: Any
+    saved: Any
+    derivative: str
+    stride: Sequence[Any]
+    padding: Sequence[Any]
+    dilation: Sequence[Any]
+    groups: Any
+    beta: float = 1.0
+    low: float = 0.0
+    high: float = 6.0
+    slope: float | None = None
+    channels_last: bool | None = None
+
+    @property
+    def window(self) -> Window:
+        """How the filter moves over x."""
+        return _window(self)
+
+    @property
+    def nonlinearity(self) -> Nonlinearity:
+        """The activation whose derivative is taken, with its numbers."""
+        return Nonlinearity(activation=self.derivative, beta=self.beta, low=self.low, high=self.high, slope=self.slope)
+
+    def layout(self) -> Layout:
+        """The memory order of dx."""
+        return _layout(self)
+
+    def output(self, layout: Layout) -> Any:
+        """A new dx."""
+        self.check()
+        return empty(self.x.shape, self.dy, layout)
+
+    def check(self) -> None:
+        """Do nothing where the tensors go together.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        _check_convolution(self)
+        _check_shape(self.dy, "dy", self.window.output_shape(self.x.shape, self.w.shape))
+        for name in ("residual", "saved"):
+            _check_shape(getattr(self, name), name, self.x.shape)
+
+
+class BackwardWeights(NamedTuple):
+    """The arguments of `miofind::convolution_backward_weights`: dw, and the sum of dy of each channel.
+
+    Attributes:
+        dy: (n, k, *out_spatial).
+        x: (n, c, *spatial).
+        w: (k, c/groups, *filter), for the shape and strides of dw alone.
+        bias_dtype: of the bias gradient, (k,); None for none, and an empty tensor in its place.
+        channels_last: memory format of dw; None for that of PyTorch's own.
+    """
+
+    dy: Any
+    x: Any
+    w: Any
+    stride: Sequence[Any]
+    padding: Sequence[Any]
+    dilation: Sequence[Any]
+    groups: Any
+    bias_dtype: Any = None
+    channels_last: bool | None = None
+
+    @property
+    def window(self) -> Window:
+        """How the filter moves over x."""
+        return _window(self)
+
+    def layout(self) -> Layout:
+        """The memory order of dw."""
+        return _layout(self)
+
+    def output(self, layout: Layout) -> tuple[Any, Any]:
+        """A new dw and a new bias gradient."""
+        self.check()
+        size, dtype = (0, self.dy.dtype) if self.bias_dtype is None else (self.w.shape[0], self.bias_dtype)
+        return empty(self.w.shape, self.dy, layout), torch.empty(size, dtype=dtype, device=self.dy.device)
+
+    def check(self) -> None:
+        """Do nothing where the tensors go together.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        _check_convolution(self)
+        _check_shape(self.dy, "dy", self.window.output_shape(self.x.shape, self.w.shape))
+
+
+Call = Forward | BackwardData | BackwardWeights
+
+
+def empty(shape: Sequence[Any], like: Any, layout: Layout) -> Any:
+    """A new packed tensor in a memory order, of the dtype and on the device of another."""
+    made = {"dtype": like.dtype, "device": like.device}
+    if not layout.channels_last:
+        return torch.empty(shape, **made)
+    if len(shape) == 3:
+        formed = torch.empty((shape[0], shape[1], 1, shape[2]), memory_format=torch.channels_last, **made)
+        return formed.squeeze(2)
+    memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    return torch.empty(shape, memory_format=memory_format, **made)
+
+
+def _window(call: Call) -> Window:
+    return Window(
+        stride=tuple(call.stride), padding=tuple(call.padding), dilation=tuple(call.dilation), groups=call.groups
+    )
+
+
+def _layout(call: Call) -> Layout:
+    """The memory order of what a call makes."""
+    if call.channels_last is not None:
+        return Layout.of(call.x.dim() - 2, channels_last=call.channels_last)
+    return output_layout(call.x, call.w, None, call.window.geometry)
+
+
+def _check(condition: Any, message: Callable[[], str]) -> None:
+    torch._check(condition, lambda: f"miofind::convolution: {message()}")
+
+
+def _check_convolution(call: Call) -> None:
+    x, w = call.x, call.w
+    _check(w.dim() == x.dim(), lambda: f"x {_told(x)} and w {_told(w)} differ in dimensions")
+    _check(x.dtype == w.dtype, lambda: f"x has {x.dtype} and w {w.dtype}: convert one")
+    _check(w.shape[1] * call.groups == x.shape[1], lambda: f"w {_told(w)}, groups={call.groups}, x {_told(x)}")
+
+
+def _check_shape(tensor: Any, name: str, shape: Sequence[Any]) -> None:
+    if tensor is not None:
+        is_same = tensor.dim() == len(shape) and all(a == b for a, b in zip(tensor.shape, shape, strict=True))
+        _check(is_same, lambda: f"{name} {_told(tensor)} must have the shape {tuple(shape)}")
+
+
+def _told(tensor: Any) -> str:
+    return f"of shape {tuple(tensor.shape)}"
+
+
+def of_one_dtype(call: Forward) -> Forward:
+    """The call with bias and scale both of x's dtype or both in float32, and the residual of x's dtype."""
+    vectors = [vector for vector in (call.bias, call.scale) if vector is not None]
+    if len({vector.dtype for vector in vectors} | {call.x.dtype}) > 1:
+        wide = torch.promote_types(torch.float32, call.x.dtype)
+        made = [vector if vector is None else vector.to(wide) for vector in (call.bias, call.scale)]
+        call = call._replace(bias=made[0], scale=made[1])
+    if call.residual is not None and call.residual.dtype != call.x.dtype:
+        call = call._replace(residual=call.residual.to(call.x.dtype))
+    return call
+
+
+def problem_of(call: Call, layout: Layout, math: MathMode) -> ProblemDescription:
+    """What a call has solved, all tensors in one memory order.
+
+    Raises:
+        Unserved: a convolution that miofind does not have.
+    """
+    if isinstance(call, Forward):
+        computed, like, epilogue = "y", call.x, _forward_epilogue(call)
+    elif isinstance(call, BackwardData):
+        computed, like = "dx", call.dy
+        epilogue = Epilogue(
+            residual=ResidualPosition.NONE if call.residual is None else ResidualPosition.BEFORE,
+            derivative=Activation.NONE if call.saved is None else Activation(call.derivative),
+        )
+    else:
+        computed, like = "dw", call.dy
+        of_bias = None if call.bias_dtype is None else DataType(str(call.bias_dtype).removeprefix("torch."))
+        epilogue = Epilogue(bias_gradient=of_bias is not None, parameter_dtype=of_bias)
+    dtype = TensorForm.of(like).dtype
+    window = call.window
+    aten = ConvolutionCall(
+        x=TensorForm(tuple(call.x.shape), (), dtype),
+        w=TensorForm(tuple(call.w.shape), (), dtype),
+        stride=window.stride,
+        padding=window.padding,
+        dilation=window.dilation,
+        output_padding=(0,) * len(window.stride),
+        transposed=False,
+        groups=window.groups,
+        backend_format=layout,
+    )
+    try:
+        return replace(aten.problem(computed, math), epilogue=epilogue)
+    except InvalidProblemError as error:
+        raise Unserved(f"miofind has no such epilogue: {error}") from error
+
+
+def _forward_epilogue(call: Forward) -> Epilogue:
+    vectors = [vector for vector in (call.bias, call.scale) if vector is not None]
+    return Epilogue(
+        scale=call.scale is not None,
+        bias=call.bias is not None,
+        residual=ResidualPosition(call.residual_position) if call.residual is not None else ResidualPosition.NONE,
+        activation=Activation(call.activation),
+        parameter_dtype=TensorForm.of(vectors[0]).dtype if vectors else None,
+    )

@@ -1,0 +1,151 @@
+"""Plans of fused calls: what runs calls of `miofind::convolution...` that look alike, decided once.
+
+A call that has a plan costs a look-up, its outputs, and the launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
+from miofind.torch import formats
+from miofind.torch.answers import Answer, answer, override_of, planner_of
+from miofind.torch.calls import Unserved
+from miofind.torch.flags import Flags, state
+from miofind.torch.fused_calls import Call, Forward, of_one_dtype, problem_of
+from miofind.torch.override import Override
+from miofind.torch.plans import Part
+
+MAX_PLANS = 4096
+
+Run = Callable[[Any], tuple[Any, ...] | None]
+"""Runs a call; gives its outputs, or None where PyTorch is to compute them."""
+
+_READ = {"x": "x", "w": "w", "dy": "y", "bias": "bias", "scale": "scale", "residual": "residual", "saved": "saved"}
+"""Operands by the names of a call's tensors."""
+
+
+class Plan:
+    """What runs calls that look alike.
+
+    Attributes:
+        answer: the solutions, or why there are none; None for calls of which miofind has no such problem.
+        reason: why there is no such problem.
+    """
+
+    __slots__ = ("_inputs", "_like", "_outputs", "_parameters", "answer", "layout", "reason")
+
+    def __init__(self, call: Call, override: Override | None, switches: tuple[Any, ...]) -> None:
+        call.check()
+        self.layout = call.layout()
+        self.answer: Answer | None = None
+        self.reason = ""
+        narrowed = of_one_dtype(call) if isinstance(call, Forward) else call
+        flags = Flags.of(switches, on_gpu=call.x.is_cuda)
+        try:
+            problem = problem_of(narrowed, self.layout, flags.math)
+        except Unserved as reason:
+            self.reason = str(reason)
+            return
+        read = {operand.name for operand in problem.inputs}
+        self._like = "x" if isinstance(call, Forward) else "dy"
+        self._inputs = tuple(
+            (field, name, getattr(narrowed, field).dtype, not self._is_packed(getattr(call, field)))
+            for field, name in _READ.items()
+            if field in call._fields and name in read
+        )
+        self._outputs = tuple(
+            (operand.name, operand.array.shape, self._strides(operand.array.shape), _torch_dtype(operand.array.dtype))
+            for operand in problem.outputs
+        )
+        self._parameters = _parameters(call, problem.epilogue.numbers)
+        self.answer = answer(problem, call.x.device, flags, planner_of(override))
+
+    def run(self, call: Call) -> tuple[Any, ...] | None:
+        """The outputs of a call, or None where PyTorch is to compute them."""
+        if self.answer is None:
+            return None
+        tensors = {}
+        for field, name, dtype, copies in self._inputs:
+            tensor = getattr(call, field)
+            if tensor.dtype is not dtype:
+                tensor = tensor.to(dtype)
+            if copies:
+                tensor = formats.dense(tensor, self.layout) if tensor.dim() > 1 else tensor.contiguous()
+            tensors[name] = tensor
+        like = getattr(call, self._like)
+        outputs = []
+        for name, shape, strides, dtype in self._outputs:
+            tensors[name] = made = like.new_empty_strided(shape, strides, dtype=dtype)
+            outputs.append(made)
+        return tuple(outputs) if self.answer.run(tensors, self._parameters) else None
+
+    def _is_packed(self, tensor: Any) -> bool:
+        return formats.is_dense(tensor, self.layout) if tensor.dim() > 1 else bool(tensor.is_contiguous())
+
+    def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return formats.strides(shape, self.layout) if len(shape) > 1 else (1,)
+
+
+def _torch_dtype(dtype: Any) -> Any:
+    return getattr(torch, dtype.value)
+
+
+def _parameters(call: Call, names: tuple[str, ...]) -> EpilogueParameters:
+    """The numbers of a call, of those that its epilogue has."""
+    given = {name: getattr(call, name) for name in names if name in call._fields}
+    return EpilogueParameters(**given) if given else DEFAULT_PARAMETERS
+
+
+_plans: dict[Any, Plan] = {}
+_lock = threading.Lock()
+
+
+def planned(call: Call) -> Run | None:
+    """What runs a call; None for an empty one.
+
+    Raises:
+        RuntimeError: its tensors do not go together.
+    """
+    if not (call.x.numel() and call.w.numel()):
+        return None
+    override, switches = override_of(call.x), state()
+    key = (*map(_form, call), type(call), switches, override, None if override is None else override.generation)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _made(call, key, override, switches)
+    return plan.run
+
+
+def _form(value: Any) -> Any:
+    """What of an argument decides a plan."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.get_device()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _made(call: Call, key: Any, override: Override | None, switches: tuple[Any, ...]) -> Plan:
+    plan = Plan(call, override, switches)
+    if plan.answer is not None and not plan.answer.part.is_final:
+        return plan
+    with _lock:
+        while len(_plans) >= MAX_PLANS:
+            _plans.pop(next(iter(_plans)))
+        return _plans.setdefault(key, plan)
+
+
+def parts() -> tuple[Part, ...]:
+    """What became of the problems of fused calls in this process, each once."""
+    with _lock:
+        found = [plan.answer.part for plan in _plans.values() if plan.answer is not None]
+    return tuple({part.problem.network_config: part for part in found if part.problem is not None}.values())
+
+
+def forget() -> None:
+    """Decide anew for all calls to come, since FindDBs may have more answers now."""
+    with _lock:
+        _plans.clear()

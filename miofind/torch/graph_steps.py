@@ -1,0 +1,231 @@
+"""What the steps of a torch.fx graph of modules are: activations, additions, batch norms, and what they write to."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import fx, nn
+
+from miofind.torch.fused_modules import FusedConvolution
+from miofind.torch.unfused import Nonlinearity
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+"""Modules that in inference give what they are given."""
+
+ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+
+
+def _of(name: str) -> Callable[..., Nonlinearity]:
+    """An activation without numbers; `inplace` changes nothing that it gives."""
+
+    def read(inplace: bool = False) -> Nonlinearity:
+        return Nonlinearity(activation=name)
+
+    return read
+
+
+def _relu6(inplace: bool = False) -> Nonlinearity:
+    return Nonlinearity(activation="clamp", low=0.0, high=6.0)
+
+
+def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Nonlinearity:
+    return Nonlinearity(activation="clamp", low=min_val, high=max_val)
+
+
+def _clamp(min: float, max: float) -> Nonlinearity:
+    return Nonlinearity(activation="clamp", low=min, high=max)
+
+
+def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Nonlinearity:
+    return Nonlinearity(activation="leaky_relu", slope=negative_slope)
+
+
+def _elu(alpha: float = 1.0, inplace: bool = False) -> Nonlinearity:
+    return Nonlinearity(activation="elu", slope=alpha)
+
+
+def _gelu(approximate: str = "none") -> Nonlinearity:
+    return Nonlinearity(activation="gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+_OF_MODULE: Mapping[type, Callable[[Any], Nonlinearity]] = {
+    nn.ReLU: lambda module: _of("relu")(),
+    nn.ReLU6: lambda module: _relu6(),
+    nn.Hardtanh: lambda module: _hardtanh(module.min_val, module.max_val),
+    nn.LeakyReLU: lambda module: _leaky_relu(module.negative_slope),
+    nn.SiLU: lambda module: _of("silu")(),
+    nn.GELU: lambda module: _gelu(module.approximate),
+    nn.Hardswish: lambda module: _of("hardswish")(),
+    nn.Sigmoid: lambda module: _of("sigmoid")(),
+    nn.Tanh: lambda module: _of("tanh")(),
+    nn.ELU: lambda module: _elu(module.alpha),
+    nn.Mish: lambda module: _of("mish")(),
+}
+
+_OF_CALL: Mapping[Any, Callable[..., Nonlinearity]] = {
+    **dict.fromkeys((functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_"), _of("relu")),
+    functional.relu6: _relu6,
+    **dict.fromkeys((functional.hardtanh, functional.hardtanh_), _hardtanh),
+    **dict.fromkeys((torch.clamp, torch.clamp_, torch.clip, "clamp", "clamp_", "clip"), _clamp),
+    **dict.fromkeys((functional.leaky_relu, functional.leaky_relu_), _leaky_relu),
+    functional.silu: _of("silu"),
+    functional.gelu: _gelu,
+    functional.hardswish: _of("hardswish"),
+    **dict.fromkeys((functional.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"), _of("sigmoid")),
+    **dict.fromkeys((functional.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_"), _of("tanh")),
+    **dict.fromkeys((functional.elu, functional.elu_), _elu),
+    functional.mish: _of("mish"),
+}
+"""By function, or by the name of a method: takes the call's other arguments."""
+
+_FRESH_MODULES = (
+    FusedConvolution,
+    *CONVOLUTIONS,
+    *NORMS,
+    nn.Linear,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    *_OF_MODULE,
+)
+_FRESH_FUNCTIONS = (operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.cat, *_OF_CALL)
+_IN_PLACE_OPERATORS = (
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.imatmul,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+    operator.ilshift,
+    operator.irshift,
+)
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether something is called before or after a module's forward or backward."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)
+
+
+class Steps:
+    """The steps of one graph.
+
+    Args:
+        root: has the modules and tensors that the graph names.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._modules = dict(root.named_modules())
+
+    def add(self, name: str, module: Any) -> None:
+        """Know a module that the graph calls from now on."""
+        self._modules[name] = module
+
+    def module(self, node: fx.Node) -> Any:
+        """The module that a step calls, or None."""
+        return self._modules.get(node.target) if node.op == "call_module" else None
+
+    def is_nothing(self, node: fx.Node) -> bool:
+        """Whether a step gives what it is given: an identity, or dropout in inference."""
+        module = self.module(node)
+        if module is not None:
+            return type(module) in NOTHING and not has_hooks(module) and _reads_one(node)
+        return node.target is functional.dropout and node.kwargs.get("training") is False
+
+    def activation(self, node: fx.Node, given: fx.Node) -> Nonlinearity | None:
+        """The activation of `given` that a step is, or None."""
+        module = self.module(node)
+        if module is not None:
+            read_module = _OF_MODULE.get(type(module))
+            is_plain = read_module is not None and not has_hooks(module) and _reads_one(node)
+            return read_module(module) if read_module is not None and is_plain else None
+        read = _OF_CALL.get(node.target) if node.op in ("call_function", "call_method") else None
+        if read is None or not node.args or node.args[0] is not given:
+            return None
+        try:
+            made = read(*node.args[1:], **node.kwargs)
+        except TypeError:  # arguments that it does not know
+            return None
+        numbers = (made.low, made.high, made.slope)
+        return made if all(number is None or isinstance(number, (int, float)) for number in numbers) else None
+
+    def batch_norm(self, node: fx.Node, given: fx.Node) -> dict[str, Any] | None:
+        """What of a batch norm of `given` in inference `fold_batch_norm` is given, or None where a step is none."""
+        module = self.module(node)
+        if module is not None:
+            if type(module) not in NORMS or has_hooks(module) or module.running_mean is None or not _reads_one(node):
+                return None
+            statistics = {"mean": module.running_mean, "variance": module.running_var}
+            return {**statistics, "gamma": module.weight, "beta": module.bias, "epsilon": module.eps}
+        if node.target is not functional.batch_norm:
+            return None
+        call = dict(zip(_NORM_ARGUMENTS, node.args, strict=False)) | node.kwargs
+        tensors = [self._tensor(call.get(name)) for name in ("running_mean", "running_var", "weight", "bias")]
+        is_inference = call.get("training", False) is False and call["input"] is given
+        if not is_inference or any(each is _UNKNOWN for each in tensors) or tensors[0] is None or tensors[1] is None:
+            return None
+        names = ("mean", "variance", "gamma", "beta")
+        return dict(zip(names, tensors, strict=True)) | {"epsilon": call.get("eps", 1e-5)}
+
+    def _tensor(self, value: Any) -> Any:
+        """A tensor of the network that a step reads, None for None, _UNKNOWN for whatever else."""
+        if value is None:
+            return None
+        if not isinstance(value, fx.Node) or value.op != "get_attr":
+            return _UNKNOWN
+        return operator.attrgetter(str(value.target))(self._root)
+
+    def writes(self, node: fx.Node) -> bool:
+        """Whether a step may write to what it is given."""
+        if node.op == "call_module":
+            module = self.module(node)
+            is_known = type(module) is FusedConvolution or type(module).__module__.startswith("torch.nn.modules.")
+            return bool(getattr(module, "inplace", False)) or not is_known or has_hooks(module)
+        if node.op not in ("call_function", "call_method"):
+            return False
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
+        in_place = node.kwargs.get("inplace", False) is not False or any(value is True for value in node.args)
+        is_named_so = name.endswith("_") or name in ("__setitem__", "setitem") or "out" in node.kwargs
+        return in_place or is_named_so or node.target in _IN_PLACE_OPERATORS
+
+    def memory(self, node: fx.Node) -> set[fx.Node]:
+        """The steps whose results a step's result may share memory with, its own among them."""
+        found, pending = set[fx.Node](), [node]
+        while pending:
+            each = pending.pop()
+            if each not in found:
+                found.add(each)
+                pending += () if self._is_fresh(each) else each.all_input_nodes
+        return found
+
+    def _is_fresh(self, node: fx.Node) -> bool:
+        if self.writes(node):
+            return False
+        if node.op == "call_module":
+            return isinstance(self.module(node), _FRESH_MODULES)
+        return node.target in _FRESH_FUNCTIONS
+
+
+_UNKNOWN = object()
+_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+
+def _reads_one(node: fx.Node) -> bool:
+    return len(node.args) == 1 and not node.kwargs

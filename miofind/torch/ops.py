@@ -1,0 +1,177 @@
+"""The operators `miofind::convolution`, `convolution_backward_data` and `convolution_backward_weights`.
+
+They run the fastest solution that the FindDB has, else PyTorch's own operations (`unfused`). They have fake kernels,
+for torch.compile and torch.export, and rules for autocast and vmap, but no gradients: `differentiable` has those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from miofind.torch import unfused
+from miofind.torch.formats import dense
+from miofind.torch.fused_calls import BackwardData, BackwardWeights, Forward, of_one_dtype
+from miofind.torch.fused_plans import planned
+
+LIBRARY = torch.library.Library("miofind", "FRAGMENT")
+
+_WINDOW = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
+_NUMBERS = "float beta=1., float low=0., float high=6., float? slope=None"
+LIBRARY.define(
+    f"convolution(Tensor x, Tensor w, Tensor? bias, Tensor? scale, Tensor? residual, str activation, {_WINDOW}, "
+    f"str residual_position='before', {_NUMBERS}, bool? channels_last=None) -> Tensor"
+)
+LIBRARY.define(
+    "convolution_backward_data(Tensor dy, Tensor x, Tensor w, Tensor? residual, Tensor? saved, str derivative, "
+    f"{_WINDOW}, {_NUMBERS}, bool? channels_last=None) -> Tensor"
+)
+LIBRARY.define(
+    f"convolution_backward_weights(Tensor dy, Tensor x, Tensor w, {_WINDOW}, ScalarType? bias_dtype=None, "
+    "bool? channels_last=None) -> (Tensor, Tensor)"
+)
+
+
+def _forward(*arguments: Any, **named: Any) -> Any:
+    call = Forward(*arguments, **named)
+    run = planned(call)
+    made = None if run is None else run(call)
+    if made is not None:
+        return made[0]
+    call, layout = of_one_dtype(call), call.layout()
+    y = call.output(layout)
+    if not y.numel():
+        return y
+    vectors = (call.bias, call.scale, call.residual)
+    return dense(unfused.convolution(call.x, call.w, vectors, call.window, call.nonlinearity), layout)
+
+
+def _forward_fake(*arguments: Any, **named: Any) -> Any:
+    call = Forward(*arguments, **named)
+    return call.output(call.layout())
+
+
+def _backward_data(*arguments: Any, **named: Any) -> Any:
+    call = BackwardData(*arguments, **named)
+    run = planned(call)
+    made = None if run is None else run(call)
+    if made is not None:
+        return made[0]
+    layout = call.layout()
+    if not call.x.numel() or not call.dy.numel():
+        return call.output(layout).zero_()
+    dx = unfused.gradients(call.dy, call.x, call.w, call.window, (True, False, False))[0]
+    if call.residual is not None:
+        dx = torch.add(dx, call.residual, alpha=call.beta)
+    if call.saved is not None:
+        dx = unfused.derivative(dx, call.saved, call.nonlinearity)
+    return dense(dx, layout)
+
+
+def _backward_data_fake(*arguments: Any, **named: Any) -> Any:
+    call = BackwardData(*arguments, **named)
+    return call.output(call.layout())
+
+
+def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
+    call = BackwardWeights(*arguments, **named)
+    run = planned(call)
+    made = None if run is None else run(call)
+    layout = call.layout()
+    if made is not None:
+        return made[0], made[1] if call.bias_dtype is not None else call.output(layout)[1]
+    if not call.x.numel() or not call.dy.numel():
+        dw, of_bias = call.output(layout)
+        return dw.zero_(), of_bias.zero_()
+    dw = unfused.gradients(call.dy, call.x, call.w, call.window, (False, True, False))[1]
+    if call.bias_dtype is None:
+        return dense(dw, layout), call.output(layout)[1]
+    return dense(dw, layout), unfused.bias_gradient(call.dy).to(call.bias_dtype)
+
+
+def _backward_weights_fake(*arguments: Any, **named: Any) -> tuple[Any, Any]:
+    call = BackwardWeights(*arguments, **named)
+    return call.output(call.layout())
+
+
+def _autocast(operator: Any, device_type: str) -> Callable[..., Any]:
+    """The operator under autocast: all tensors but vectors in the dtype of autocast.
+
+    Bias and scale keep theirs: float32 ones are added before the result is rounded.
+    """
+    key = torch._C.DispatchKey.AutocastCUDA if device_type == "cuda" else torch._C.DispatchKey.AutocastCPU
+    excluded = torch._C.DispatchKeySet(key)
+
+    def kernel(*arguments: Any, **named: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            cast = [in_autocast(value, dtype) for value in arguments]
+            return operator(*cast, **{name: in_autocast(value, dtype) for name, value in named.items()})
+
+    return kernel
+
+
+def in_autocast(value: Any, dtype: Any) -> Any:
+    """A tensor of more than one dimension in the dtype of autocast, unless it is float64; whatever else as it is."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.dtype == torch.float64:
+        return value
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+_KERNELS = {
+    "convolution": (_forward, _forward_fake),
+    "convolution_backward_data": (_backward_data, _backward_data_fake),
+    "convolution_backward_weights": (_backward_weights, _backward_weights_fake),
+}
+for _name, (_kernel, _fake) in _KERNELS.items():
+    for _place in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _kernel, _place)
+        LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
+    torch.library.register_fake(f"miofind::{_name}", _fake, lib=LIBRARY)
+
+
+def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named: Any) -> tuple[Any, int]:
+    """The operator over a batch: one of more images, where x and the residual alone have it."""
+    operator = torch.ops.miofind.convolution
+    shared = all(place is None for place in in_dims[1:4])
+    if not shared or in_dims[0] is None:
+        return _one_by_one(operator, info.batch_size, in_dims, arguments, named)
+    call = Forward(*arguments, **named)
+    x = call.x.movedim(in_dims[0], 0)
+    residual = call.residual
+    if residual is not None:
+        residual = residual.expand(len(x), *residual.shape) if in_dims[4] is None else residual.movedim(in_dims[4], 0)
+        residual = residual.flatten(0, 1)
+    y = operator(*call._replace(x=x.flatten(0, 1), residual=residual))
+    return y.unflatten(0, x.shape[:2]), 0
+
+
+def _vmap_backward(operator: Any) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named: Any) -> tuple[Any, Any]:
+        return _one_by_one(operator, info.batch_size, in_dims, arguments, named)
+
+    return rule
+
+
+def _one_by_one(
+    operator: Any, count: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """An operator over a batch, one element after another."""
+    places = (*in_dims, *(None,) * (len(arguments) - len(in_dims)))
+    made = []
+    for i in range(count):
+        each = [
+            value if place is None or not isinstance(value, torch.Tensor) else value.select(place, i)
+            for value, place in zip(arguments, places, strict=True)
+        ]
+        made.append(operator(*each, **named))
+    if isinstance(made[0], torch.Tensor):
+        return torch.stack(made), 0
+    return tuple(torch.stack(column) for column in zip(*made, strict=True)), (0,) * len(made[0])
+
+
+torch.library.register_vmap("miofind::convolution", _vmap_forward, lib=LIBRARY)
+for _name in ("convolution_backward_data", "convolution_backward_weights"):
+    torch.library.register_vmap(f"miofind::{_name}", _vmap_backward(getattr(torch.ops.miofind, _name)), lib=LIBRARY)

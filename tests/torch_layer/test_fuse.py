@@ -1,0 +1,319 @@
+"""`miofind.torch.fuse`: which chains become one module, that they compute the same, and what stays."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from fused_answers import answers_of
+from torch import nn
+
+from miofind import Handle
+from miofind.errors import InvalidOptionError
+from miofind.torch import FusedConvolution, fuse
+
+
+class Bottleneck(nn.Module):
+    """ResNet's block."""
+
+    def __init__(self, channels: int, width: int, stride: int = 1, groups: int = 1) -> None:
+        super().__init__()
+        out = 2 * width
+        self.conv1, self.bn1 = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, groups=groups, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        is_alike = stride == 1 and channels == out
+        self.downsample = (
+            nn.Sequential(nn.Conv2d(channels, out, 1, stride), nn.BatchNorm2d(out)) if not is_alike else None
+        )
+
+    def forward(self, x: Any) -> Any:
+        identity = x
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        y += identity
+        return self.relu(y)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.SiLU())
+        self.blocks = nn.Sequential(Bottleneck(16, 8), Bottleneck(16, 16, stride=2, groups=4))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def prepared(model: Any) -> Any:
+    """The model for inference, with batch norms that do something."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    return model.eval()
+
+
+def parts(model: Any) -> dict[str, str]:
+    return {layer.name: " ".join(layer.parts[1:]) for layer in model.fusion_report.fused}
+
+
+def check_same(fused: Any, model: Any, *inputs: Any) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(fused(*(x.clone() for x in inputs)), model(*(x.clone() for x in inputs)))
+
+
+def test_a_residual_network(cpu_handle: Handle) -> None:
+    model, x = prepared(Net()), torch.randn(2, 3, 16, 16)
+    fused = fuse(model)
+    assert parts(fused) == {
+        "stem.0": "batch_norm silu",
+        "blocks.0.conv1": "batch_norm relu",
+        "blocks.0.conv2": "batch_norm relu",
+        "blocks.0.conv3": "batch_norm residual relu",
+        "blocks.1.conv1": "batch_norm relu",
+        "blocks.1.conv2": "batch_norm relu",
+        "blocks.1.conv3": "batch_norm residual relu",
+        "blocks.1.downsample.0": "batch_norm",
+    }
+    assert not any(isinstance(m, (nn.BatchNorm2d, nn.ReLU, nn.Conv2d)) for m in fused.modules())
+    assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules()), "the model given stays"
+    check_same(fused, model, x)
+    with answers_of(cpu_handle) as ran:
+        check_same(fused, model, x.to(memory_format=torch.channels_last))
+    assert len(ran) == 8
+    assert sum("residual.relu" in config for config in ran) == 2
+
+
+def test_copies_pickles_and_state_dicts() -> None:
+    model, x = prepared(Net()), torch.randn(2, 3, 16, 16)
+    fused = fuse(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        half = fused(x)
+        torch.testing.assert_close(half.float(), model(x).float(), rtol=0.05, atol=0.05)
+    for made in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        check_same(made, model, x)
+    state = {name: torch.zeros_like(tensor) for name, tensor in fused.state_dict().items()}
+    assert {"stem.0.weight", "stem.0.bias", "blocks.0.conv3.bias"} <= state.keys()
+    fused.load_state_dict(state)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert not fused(x).any(), "weights kept in the dtype of autocast are made again"
+    check_same(fuse(model).double(), copy.deepcopy(model).double(), x.double())
+
+
+def test_the_gradient_of_the_input() -> None:
+    model, x = prepared(Net()), torch.randn(2, 3, 16, 16)
+    gradients = []
+    for each in (model, fuse(model)):
+        given = x.clone().requires_grad_()
+        each(given).sum().backward()
+        gradients.append(given.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_traced_by_torch_compile_and_export() -> None:
+    model, x = prepared(Net()), torch.randn(2, 3, 16, 16)
+    fused = fuse(model)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        exported = torch.export.export(fused, (x,))
+        torch.testing.assert_close(exported.module()(x), model(x))
+    assert "miofind.convolution" in exported.graph_module.code
+
+
+class Tail(nn.Module):
+    """A convolution and what a function does with its result and x."""
+
+    def __init__(self, tail: Callable[..., Any], **modules: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.tail = tail
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x: Any) -> Any:
+        return self.tail(self, self.conv(x), x)
+
+
+FUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "bias alone": (lambda m, y, x: y, "bias"),
+    "functional": (lambda m, y, x: functional.relu(y, inplace=True), "bias relu"),
+    "torch": (lambda m, y, x: torch.relu(y), "bias relu"),
+    "method": (lambda m, y, x: y.relu_(), "bias relu"),
+    "relu6": (lambda m, y, x: functional.relu6(y), "bias clamp"),
+    "hardtanh": (lambda m, y, x: functional.hardtanh(y, -0.1, max_val=0.2), "bias clamp"),
+    "clamp": (lambda m, y, x: y.clamp(-0.1, max=0.2), "bias clamp"),
+    "leaky_relu": (lambda m, y, x: functional.leaky_relu(y, 0.2), "bias leaky_relu"),
+    "silu": (lambda m, y, x: functional.silu(y), "bias silu"),
+    "gelu": (lambda m, y, x: functional.gelu(y), "bias gelu"),
+    "gelu_tanh": (lambda m, y, x: functional.gelu(y, approximate="tanh"), "bias gelu_tanh"),
+    "hardswish": (lambda m, y, x: functional.hardswish(y), "bias hardswish"),
+    "sigmoid": (lambda m, y, x: y.sigmoid(), "bias sigmoid"),
+    "tanh": (lambda m, y, x: torch.tanh(y), "bias tanh"),
+    "elu": (lambda m, y, x: functional.elu(y, alpha=0.5), "bias elu"),
+    "mish": (lambda m, y, x: functional.mish(y), "bias mish"),
+    "add": (lambda m, y, x: x + y, "bias residual"),
+    "add with a factor": (lambda m, y, x: torch.add(y, x, alpha=0.5).relu(), "bias residual relu"),
+    "add in place": (lambda m, y, x: y.add_(x).relu_(), "bias residual relu"),
+    "add after": (lambda m, y, x: y.relu() + x, "bias relu residual"),
+    "relu after it": (lambda m, y, x: (y.relu() + x).relu(), "bias relu residual"),
+    "dropout between": (lambda m, y, x: functional.dropout(y, 0.5, training=False).relu(), "bias relu"),
+    "a smaller residual": (lambda m, y, x: (y + x.mean((2, 3), keepdim=True)).relu(), "bias residual relu"),
+    "a wider residual": (lambda m, y, x: (y + x.double()).relu(), "bias residual relu"),
+    "a number": (lambda m, y, x: (y + 1.0).relu(), "bias"),
+    "itself": (lambda m, y, x: y + y, "bias"),
+    "two users": (lambda m, y, x: y.relu() + y.sigmoid(), "bias"),
+    "a factor of the convolution": (lambda m, y, x: torch.add(x, y, alpha=2), "bias"),
+    "into x": (lambda m, y, x: x.add_(y), "bias"),
+    "x written before the sum": (lambda m, y, x: (y, x.mul_(2), y + x)[2], "bias"),
+    "x written after the sum": (lambda m, y, x: (y + x, x.mul_(2))[0], "bias residual"),
+    "x written through a view": (lambda m, y, x: (x.view(-1).mul_(2), y + x)[1], "bias"),
+    "x written before the activation": (lambda m, y, x: (y, x.mul_(2), y.relu())[2], "bias relu"),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_what_is_fused(case: str) -> None:
+    tail, expected = FUSED[case]
+    model, x = prepared(Tail(tail)), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    assert parts(fused) == {"conv": expected}
+    check_same(fused, model, x)
+
+
+MODULES = {
+    "relu": nn.ReLU(inplace=True),
+    "clamp": nn.Hardtanh(-0.5, 0.5),
+    "leaky_relu": nn.LeakyReLU(0.3),
+    "silu": nn.SiLU(),
+    "gelu_tanh": nn.GELU("tanh"),
+    "hardswish": nn.Hardswish(),
+    "sigmoid": nn.Sigmoid(),
+    "tanh": nn.Tanh(),
+    "elu": nn.ELU(0.7),
+    "mish": nn.Mish(),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str) -> None:
+    model = prepared(nn.Sequential(nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6), nn.Identity(), MODULES[name], nn.Dropout()))
+    fused = fuse(model)
+    assert parts(fused) == {"0": f"batch_norm {name}"}
+    check_same(fused, model, torch.randn(2, 4, 9))
+
+
+class NormAct(nn.BatchNorm2d):
+    """A batch norm with an activation of its own, as timm has."""
+
+    def forward(self, x: Any) -> Any:
+        norm = functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return functional.silu(norm)
+
+
+def test_batch_norm_as_a_function() -> None:
+    model = prepared(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), NormAct(4)))
+    fused = fuse(model)
+    assert parts(fused) == {"0": "batch_norm silu"}
+    check_same(fused, model, torch.randn(2, 3, 5, 5))
+
+
+class Shared(nn.Module):
+    """A head that runs on two images, the second time with another end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Any, z: Any) -> Any:
+        return self.conv(x).relu().sum() + self.conv(z).relu().sum() + self.conv(z).sigmoid().sum()
+
+
+def test_a_convolution_that_runs_several_times() -> None:
+    model = prepared(Shared())
+    fused = fuse(model)
+    assert [layer.parts[-1] for layer in fused.fusion_report.fused] == ["relu", "relu", "sigmoid"]
+    assert sum(isinstance(m, FusedConvolution) for m in fused.modules()) == 2
+    check_same(fused, model, torch.randn(2, 3, 5, 5), torch.randn(1, 3, 7, 7))
+
+
+class Untraceable(nn.Module):
+    """Looks at values, and takes a Sequential apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Bottleneck(4, 2)
+        self.layers = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU())
+        self.names = {"block": "kept"}
+
+    def forward(self, x: Any) -> Any:
+        x = self.block(x)
+        first = self.layers[0](x)
+        return self.layers[1](first) + first if float(x.sum()) > -1e9 else x
+
+
+def test_what_cannot_be_traced_as_a_whole() -> None:
+    model = prepared(Untraceable())
+    fused = fuse(model)
+    assert type(fused) is Untraceable
+    assert parts(fused) == {
+        "block.conv1": "batch_norm relu",
+        "block.conv2": "batch_norm relu",
+        "block.conv3": "batch_norm residual relu",
+    }
+    assert list(fused.fusion_report.untraced) == [""]
+    assert "the network: not traced, " in str(fused.fusion_report)
+    check_same(fused, model, torch.randn(2, 4, 6, 6))
+
+
+def hooked() -> Any:
+    conv = nn.Conv2d(3, 4, 3)
+    conv.register_forward_hook(lambda module, given, y: 2 * y)
+    return conv
+
+
+KEPT = {
+    "hooks": (hooked, "hooks"),
+    "circular padding": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), "circular"),
+    "a parametrization": (lambda: torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), "Parametrized"),
+    "uneven padding": (lambda: nn.Conv2d(3, 4, 2, padding="same"), "same"),
+    "nothing to fuse": (lambda: nn.Conv2d(3, 4, 3, bias=False), "nothing follows"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_what_stays(case: str) -> None:
+    make, reason = KEPT[case]
+    tail = nn.MaxPool2d(2) if "nothing" in case else nn.ReLU()
+    model = prepared(nn.Sequential(make(), tail))
+    fused = fuse(model)
+    assert parts(fused) == {}
+    assert reason in fused.fusion_report.kept["0"]
+    check_same(fused, model, torch.randn(2, 3, 6, 6))
+
+
+def test_a_model_in_training_is_refused() -> None:
+    model = Net().eval()
+    model.blocks[1].bn2.train()
+    with pytest.raises(InvalidOptionError, match=r"blocks\.1\.bn2 is in training mode"):
+        fuse(model)
+    with pytest.raises(InvalidOptionError, match=r"torch\.nn\.Module"):
+        fuse(torch.relu)

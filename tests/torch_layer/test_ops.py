@@ -1,0 +1,256 @@
+"""The operators miofind::convolution... and `miofind.torch.convolution` on the CPU place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from fused_answers import answers_of
+
+import miofind.torch
+from miofind import Handle
+from miofind.errors import InvalidOptionError, InvalidProblemError
+from miofind.torch import unfused
+from miofind.torch.unfused import Nonlinearity, Window
+
+OPERATORS = torch.ops.miofind
+ACTIVATIONS = ("none", "relu", "clamp", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish", "sigmoid", "tanh",
+               "elu", "mish")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(cpu_handle: Handle) -> Iterator[list[str]]:
+    with answers_of(cpu_handle) as ran:
+        yield ran
+
+
+@pytest.fixture
+def ran(found: list[str]) -> list[str]:
+    found.clear()
+    return found
+
+
+def drawn(*shapes: tuple[int, ...], dtype: Any = torch.float64, channels_last: bool = False) -> list[Any]:
+    torch.manual_seed(len(shapes))
+    made = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    return [t.to(memory_format=torch.channels_last) if channels_last and t.dim() == 4 else t for t in made]
+
+
+X, W, Y = (2, 4, 5, 6), (6, 2, 3, 3), (2, 6, 5, 6)
+VECTOR = (6,)
+
+
+def called(x: Any, w: Any, bias: Any = None, scale: Any = None, residual: Any = None, **named: Any) -> Any:
+    activation = named.pop("activation", "none")
+    return OPERATORS.convolution(x, w, bias, scale, residual, activation, [1, 1], [1, 1], [1, 1], 2, **named)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_pytorch_computes(activation: str, ran: list[str]) -> None:
+    channels_last = ACTIVATIONS.index(activation) % 2 > 0
+    x, w, bias, residual = drawn(X, W, VECTOR, Y, dtype=torch.float32, channels_last=channels_last)
+    y = called(x, w, bias, None, residual, activation=activation)
+    numbers = Nonlinearity(activation=activation)
+    window = Window(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=2)
+    expected = unfused.convolution(x, w, (bias, None, residual), window, numbers)
+    assert len(ran) == 1
+    assert y.stride() == expected.stride()
+    torch.testing.assert_close(y, expected)
+
+
+def test_scale_bias_and_a_residual_after(ran: list[str]) -> None:
+    x, w, bias, scale, residual = drawn(X, W, VECTOR, VECTOR, Y)
+    y = called(x, w, bias, scale, residual, activation="clamp", residual_position="after", beta=0.5, low=-1.0, high=2.0)
+    plain = functional.conv2d(x, w, None, padding=1, groups=2) * scale.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
+    assert len(ran) == 1
+    torch.testing.assert_close(y, functional.hardtanh(plain, -1.0, 2.0) + 0.5 * residual)
+
+
+def test_float32_vectors_beside_half_tensors(ran: list[str]) -> None:
+    x, w, residual = drawn(X, W, Y, dtype=torch.bfloat16)
+    bias, scale = drawn(VECTOR, VECTOR, dtype=torch.float32)
+    y = called(x, w, bias, scale.bfloat16(), residual.float(), activation="relu")
+    assert y.dtype == torch.bfloat16
+    assert "float32.scale.bias.residual.relu" in ran[0]
+    exact = called(*(t.double() for t in (x, w, bias, scale.bfloat16(), residual)), activation="relu")
+    torch.testing.assert_close(y.double(), exact, rtol=2**-6, atol=2**-6)  # a pass rounds twice
+
+
+def test_a_miss_is_pytorchs(cpu_handle: Handle) -> None:
+    x, w, bias = drawn(X, W, VECTOR)
+    with answers_of(cpu_handle, "auto") as ran:
+        y = called(x, w, bias, activation="silu")
+    assert ran == []
+    torch.testing.assert_close(y, functional.silu(functional.conv2d(x, w, bias, padding=1, groups=2)))
+
+
+def test_pytorchs_switch_for_cudnn_is_miofinds_too(ran: list[str]) -> None:
+    x, w = drawn(X, W)
+    with torch.backends.cudnn.flags(enabled=False):
+        called(x, w, activation="relu")
+    assert ran == []
+    called(x, w, activation="relu")
+    assert len(ran) == 1
+
+
+def test_empty_batches(ran: list[str]) -> None:
+    x, w = torch.empty(0, 4, 5, 6), torch.ones(W)
+    assert called(x, w).shape == (0, 6, 5, 6)
+    dw, bias = OPERATORS.convolution_backward_weights(torch.empty(0, 6, 5, 6), x, w, *[[1, 1]] * 3, 2, torch.float32)
+    assert not dw.any()
+    assert not bias.any()
+    assert ran == []
+
+
+OPCHECKED: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
+    "forward": lambda: (
+        OPERATORS.convolution,
+        (*drawn(X, W, VECTOR, VECTOR, Y, channels_last=True), "silu", [1, 1], [1, 1], [1, 1], 2),
+    ),
+    "forward-1d": lambda: (
+        OPERATORS.convolution,
+        (*drawn((2, 4, 9), (6, 4, 3)), None, None, None, "none", [2], [1], [1], 1),
+    ),
+    "backward-data": lambda: (
+        OPERATORS.convolution_backward_data,
+        (*drawn(Y, X, W), None, drawn(X)[0], "relu", [1, 1], [1, 1], [1, 1], 2),
+    ),
+    "backward-weights": lambda: (
+        OPERATORS.convolution_backward_weights,
+        (*drawn(Y, X, W), [1, 1], [1, 1], [1, 1], 2, torch.float64),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPCHECKED)
+def test_pytorchs_own_checks_of_operators(case: str, ran: list[str]) -> None:
+    operator, arguments = OPCHECKED[case]()
+    torch.library.opcheck(operator, arguments)
+    assert ran
+
+
+@pytest.mark.parametrize("channels_last", [None, False, True])
+@pytest.mark.parametrize("mixed", ["x", "w", "neither", "expanded"])
+def test_fake_strides_are_the_real_ones(mixed: str, channels_last: bool | None, ran: list[str]) -> None:
+    x, w = drawn(X, W, dtype=torch.float32)
+    x = x.to(memory_format=torch.channels_last) if mixed in ("x", "both") else x
+    w = w.to(memory_format=torch.channels_last) if mixed in ("w", "both") else w
+    x = x[:, :1].expand(X) if mixed == "expanded" else x
+    y = called(x, w, channels_last=channels_last)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = called(mode.from_tensor(x), mode.from_tensor(w), channels_last=channels_last)
+    assert y.stride() == fake.stride()
+    if channels_last is None:
+        assert y.stride() == functional.conv2d(x, w, padding=1, groups=2).stride()
+    torch.testing.assert_close(y, functional.conv2d(x, w, padding=1, groups=2))
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize(
+    ("activation", "position"),
+    [("none", "before"), ("relu", "before"), ("clamp", "after"), ("leaky_relu", "before"), ("silu", "after")],
+)
+def test_gradients_and_their_gradients(activation: str, position: str, ran: list[str]) -> None:
+    inputs = [t.requires_grad_() for t in drawn((1, 4, 3, 2), (4, 2, 3, 3), (4,), (4,), (1, 4, 3, 2))]
+
+    def run(x: Any, w: Any, bias: Any, scale: Any, residual: Any) -> Any:
+        named: dict[str, Any] = {"activation": activation, "residual_position": position, "beta": 0.5}
+        return miofind.torch.convolution(
+            x, w, bias, scale=scale, residual=residual, padding=1, groups=2, low=-0.5, high=1.5, **named
+        )
+
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+    assert sum("backward" in config for config in ran) >= 2
+    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3, 4, 6, 8, 15])
+def test_every_choice_of_gradients(wanted: int, ran: list[str]) -> None:
+    tensors = drawn(X, W, VECTOR, Y)
+    mine, pytorchs = (
+        [t.clone().requires_grad_(bool(wanted >> i & 1)) for i, t in enumerate(tensors)] for _ in range(2)
+    )
+    miofind.torch.convolution(*mine[:3], residual=mine[3], padding=1, groups=2, activation="relu").sum().backward()
+    x, w, bias, residual = pytorchs
+    functional.relu(functional.conv2d(x, w, bias, padding=1, groups=2) + residual).sum().backward()
+    for ours, theirs in zip(mine, pytorchs, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert sum("backward" in config for config in ran) == bool(wanted & 1) + bool(wanted & 2)
+
+
+def test_autocast(ran: list[str]) -> None:
+    x, w, bias = drawn(X, W, VECTOR, dtype=torch.float32)
+    w.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = miofind.torch.convolution(x, w, bias, padding=1, groups=2, activation="relu")
+        direct = called(x, w.detach(), bias, activation="relu")
+    y.sum().backward()
+    assert y.dtype == direct.dtype == torch.bfloat16
+    assert w.grad is not None
+    assert w.grad.dtype == torch.float32
+    torch.testing.assert_close(y, direct)
+    assert len(ran) == 3
+
+
+def test_gradients_of_each_sample(ran: list[str]) -> None:
+    batch, w, bias = drawn((3, *X), W, VECTOR)
+
+    def loss(x: Any, w: Any, bias: Any) -> Any:
+        return miofind.torch.convolution(x, w, bias, padding=1, groups=2, activation="relu").square().sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 1, 2))
+    together = torch.func.vmap(gradient, in_dims=(0, None, None))(batch, w, bias)
+    alone = [gradient(x, w, bias) for x in batch]
+    for made, each in zip(together, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(made, torch.stack(each))
+    assert any("-n6-" in config for config in ran), "images of all samples in one run"
+
+
+def test_a_batch_of_weights(ran: list[str]) -> None:
+    x, weights, residuals = drawn(X, (3, *W), (*Y[:1], 3, *Y[1:]))
+    made = torch.func.vmap(
+        lambda w, residual: miofind.torch.convolution(x, w, residual=residual, padding=1, groups=2), in_dims=(0, 1)
+    )(weights, residuals)
+    expected = [functional.conv2d(x, weights[i], padding=1, groups=2) + residuals[:, i] for i in range(3)]
+    torch.testing.assert_close(made, torch.stack(expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of Dynamo's own making
+def test_traced_with_its_backward() -> None:
+    x, w, bias = (t.requires_grad_() for t in drawn(X, W, VECTOR))
+
+    def step(x: Any, w: Any, bias: Any) -> Any:
+        return miofind.torch.convolution(x, w, bias, padding=1, groups=2, activation="relu").sum()
+
+    gradients = torch.autograd.grad(step(x, w, bias), (x, w, bias))
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    for made, expected in zip(torch.autograd.grad(compiled(x, w, bias), (x, w, bias)), gradients, strict=True):
+        torch.testing.assert_close(made, expected)
+
+
+@pytest.mark.parametrize(
+    ("named", "error", "told"),
+    [
+        ({"activation": "relo"}, InvalidProblemError, "relo"),
+        ({"residual_position": "none"}, InvalidOptionError, "before or after"),
+        ({"beta": float("nan")}, InvalidOptionError, "beta"),
+        ({"padding": "same", "stride": 2}, InvalidOptionError, "same"),
+        ({"residual": torch.ones(1)}, RuntimeError, "residual"),
+        ({"groups": 1}, RuntimeError, "groups=1"),
+    ],
+)
+def test_what_is_refused(named: dict[str, Any], error: type[Exception], told: str) -> None:
+    x, w = drawn(X, W)
+    with pytest.raises(error, match=told):
+        miofind.torch.convolution(x, w, **{"groups": 2, **named})
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_forms_of_pytorchs_functions(padding: str) -> None:
+    x, w = drawn(X[1:], W)
+    y = miofind.torch.convolution(x, w, padding=padding, groups=2, dilation=(1, 2), activation="relu6")
+    expected = functional.relu6(functional.conv2d(x, w, padding=padding, groups=2, dilation=(1, 2)))
+    torch.testing.assert_close(y, expected)
