@@ -1,37 +1,28 @@
-"""The fleet's connection to its PostgreSQL server: engines, and errors that tell an outage from a defect."""
+"""The fleet's tables on its PostgreSQL server: transactions, and errors that tell an outage from a refusal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, Engine, create_engine, make_url
-from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from miofind.errors import DatabaseError
-from miofind.fleet import schema
+from miofind.finddb import migrations
+from miofind.finddb.location import server_url, shown_url
+from miofind.finddb.postgresql import Connector, engine_of, state_of, translated
 
-_SETTINGS = {
-    "application_name": "miofind fleet",
-    "connect_timeout": "5",
-    "keepalives_idle": "10",
-    "keepalives_interval": "5",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "15000",
-}
-"""Of a connection, unless its URL says otherwise: who waits for a server that is gone renews no leases."""
+FLEET = "0002_fleet"
+"""The first revision that has all tables of a fleet as this release reads and writes them."""
 
-
-# https://www.postgresql.org/docs/current/errcodes-appendix.html
-_ADVICE = {
-    "42P01": ": run `miofind fleet init` on it",
-    "42703": ": run `miofind fleet init` on it",
-    "42501": ": its role may not do that: ask for the rights that docs/fleet.md lists",
-}
+# https://www.postgresql.org/docs/current/errcodes-appendix.html: connections, transactions that others got in the way
+# of, a lack of room, locks, cancelled statements and servers that end or begin, and what the disk refuses.
+_PASSING = ("08", "40", "53", "55", "57", "58")
 
 
 class UnreachableError(DatabaseError):
-    """The server does not answer, or ended a connection: what was asked may be asked again."""
+    """The server does not answer, ends, or is too full: what was asked may be asked again."""
 
 
 class FleetDatabase:
@@ -45,7 +36,10 @@ class FleetDatabase:
     """
 
     def __init__(self, url: str) -> None:
-        self.where, self._engine = _opened(url)
+        if server_url(url) is None:
+            raise DatabaseError("a fleet needs a PostgreSQL server: give --database postgresql://user@host:5432/name")
+        self.where = shown_url(url)
+        self._engine = engine_of(Connector(url, self.where))
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -55,60 +49,47 @@ class FleetDatabase:
             UnreachableError: the server is away, or others got in the way; nothing says whether it was committed.
             DatabaseError: the server refuses.
         """
-        try:
-            with self._engine.begin() as connection:
-                yield connection
-        except (OperationalError, InterfaceError) as error:
-            raise UnreachableError(f"{self.where} is out of reach: {_told(error)}") from error
-        except SQLAlchemyError as error:
-            advice = _ADVICE.get(getattr(getattr(error, "orig", None), "sqlstate", ""), "")
-            raise DatabaseError(f"{self.where}: {_told(error)}{advice}") from error
+        with self._told(), self._engine.begin() as connection:
+            yield connection
 
     def create(self) -> None:
-        """Create the tables that are not there.
+        """Make the tables of the FindDB and of the fleet, or bring those of an older release up to this one's.
 
         Raises:
-            DatabaseError: as `transaction`.
+            DatabaseError: as `transaction`; SchemaVersionError: a newer release made them.
         """
         with self.transaction() as connection:
-            schema.create(connection)
+            migrations.bring_up(connection, self.where)
+
+    def require(self) -> None:
+        """Do nothing where the tables are those of this release.
+
+        Raises:
+            DatabaseError: as `create`, and where they are missing or older.
+        """
+        with self.transaction() as connection:
+            found = migrations.revision(connection)
+        if found is None:
+            raise DatabaseError(f"{self.where} is an empty database: run `miofind fleet init` on it")
+        migrations.require(found, self.where, FLEET)
 
     def close(self) -> None:
         """Close all connections. Harmless when repeated."""
         self._engine.dispose()
 
-
-def _opened(url: str) -> tuple[str, Engine]:
-    """The server's name for messages, and an engine; nothing is connected yet."""
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        raise DatabaseError(
-            "the URL of the fleet's database is malformed: its form is postgresql://user@host:5432/database"
-        ) from None  # the driver's words may quote a password
-    if parsed.get_backend_name() not in ("postgresql", "postgres"):
-        raise DatabaseError(
-            f"a fleet needs a PostgreSQL server, not {parsed.get_backend_name()}: give "
-            "--database postgresql://user@host:5432/database"
-        )
-    host = parsed.host or parsed.query.get("host") or "localhost"
-    where = f"{host}/{parsed.database or ''}"
-    arguments = {name: value for name, value in _SETTINGS.items() if name not in parsed.query}
-    try:
-        return where, create_engine(
-            parsed.set(drivername="postgresql+psycopg"),
-            connect_args=arguments,
-            hide_parameters=True,
-            pool_size=2,
-            max_overflow=8,
-            pool_pre_ping=True,
-            use_native_hstore=False,
-        )
-    except ImportError as error:
-        raise DatabaseError("a fleet speaks to PostgreSQL by psycopg: pip install 'miofind[fleet]'") from error
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            with translated(self.where):
+                yield
+        except DatabaseError as error:
+            if _is_passing(error.__cause__):
+                raise UnreachableError(*error.args) from error.__cause__
+            raise
 
 
-def _told(error: SQLAlchemyError) -> str:
-    """The first line of what the server said."""
-    original = getattr(error, "orig", None) or error
-    return (str(original).strip().splitlines() or [type(original).__name__])[0][:300]
+def _is_passing(cause: BaseException | None) -> bool:
+    """Whether an error speaks of the moment: without a state the server said nothing at all."""
+    if isinstance(cause, SQLAlchemyError) and not isinstance(cause, DBAPIError):
+        return False
+    return cause is not None and state_of(cause)[:2] in ("", *_PASSING)

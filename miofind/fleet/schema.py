@@ -1,7 +1,7 @@
 """The tables of a fleet on PostgreSQL: campaigns, their problems and jobs, who works on them, and what happened.
 
 They stand beside the tables of the FindDB, and none of those names one of these: with all of them dropped no
-measurement is lost.
+measurement is lost. `finddb.migrations` makes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
-    Connection,
     DateTime,
     Float,
     ForeignKey,
@@ -23,7 +22,6 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
-    event,
     func,
     text,
 )
@@ -50,7 +48,7 @@ campaign = Table(
     Column("priority", Integer, nullable=False, server_default="0"),
     Column("paused", Boolean, nullable=False, server_default="false"),
     Column("revision", BigInteger, nullable=False, server_default="0"),  # counts what was submitted under its name
-    Column("created_by", Text, nullable=False, server_default=func.current_user()),
+    Column("created_by", _C, nullable=False, server_default=func.current_user()),
     Column("created_at", _AT, nullable=False, server_default=func.now()),
 )
 
@@ -59,8 +57,8 @@ campaign_problem = Table(
     metadata,
     _campaign_id(primary_key=True),
     Column("network_config", _C, primary_key=True),
-    Column("suite", Text, nullable=False),
-    Column("layer", Text, nullable=False),
+    Column("suite", _C, nullable=False),
+    Column("layer", _C, nullable=False),
     Column("count", Integer, nullable=False),
     Column("estimate_s", Float, nullable=False),
 )
@@ -85,20 +83,20 @@ job = Table(
     Column("device", _C, nullable=False),
     Column("stack", _C, nullable=False),
     Column("network_config", _C, nullable=False),
-    Column("suite", Text, nullable=False),
-    Column("layer", Text, nullable=False),
+    Column("suite", _C, nullable=False),
+    Column("layer", _C, nullable=False),
     Column("count", Integer, nullable=False),
     Column("estimate_s", Float, nullable=False),
     Column("weight", Float, nullable=False),
-    Column("state", Text, CheckConstraint(f"state IN {JOB_STATES}"), nullable=False, server_default="new"),
+    Column("state", _C, CheckConstraint(f"state IN {JOB_STATES}"), nullable=False, server_default="new"),
     Column("attempts", Integer, nullable=False, server_default="0"),
     Column("losses", SmallInteger, nullable=False, server_default="0"),
     Column("begun", Boolean, nullable=False, server_default="false"),  # as far as its worker has told
     Column("worker_id", UUID(as_uuid=True)),
     Column("lease_until", _AT),
     Column("fence", BigInteger, nullable=False, server_default="0"),  # counts claims: of two holders the later has it
-    Column("outcome", Text, nullable=False, server_default=""),
-    Column("message", Text, nullable=False, server_default=""),
+    Column("outcome", _C, nullable=False, server_default=""),
+    Column("message", _C, nullable=False, server_default=""),
     Column("seconds", Float, nullable=False, server_default="0"),
     Column("finished_at", _AT),
     UniqueConstraint("campaign_id", "device", "stack", "network_config"),
@@ -111,27 +109,14 @@ Index(
 Index("job_leased", job.c.lease_until, postgresql_where=text("state = 'leased'"))
 Index("job_held", job.c.worker_id, postgresql_where=text("state = 'leased'"))
 
-# Of 300,000 jobs the claimed ones leave dead entries at the head of job_ready, which every claim reads past until they
-# are vacuumed: 800 pages, 12 ms. A share of the table is too many.
-VACUUM_SOON = (
-    "ALTER TABLE job SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, "
-    "autovacuum_vacuum_cost_delay = 0)"
-)
-
-
-@event.listens_for(job, "after_create")
-def _vacuum_soon(target: object, connection: Connection, **_: object) -> None:
-    connection.execute(text(VACUUM_SOON))
-
-
 # An agent: a process that has a lease on every job of a batch.
 worker = Table(
     "worker",
     metadata,
     Column("id", UUID(as_uuid=True), primary_key=True),
-    Column("host", Text, nullable=False),
-    Column("version", Text, nullable=False),
-    Column("state", Text, CheckConstraint("state IN ('ready', 'draining', 'gone')"), nullable=False),
+    Column("host", _C, nullable=False),
+    Column("version", _C, nullable=False),
+    Column("state", _C, CheckConstraint("state IN ('ready', 'draining', 'gone')"), nullable=False),
     Column("outbox_problems", Integer, nullable=False, server_default="0"),
     Column("outbox_age_s", Float, nullable=False, server_default="0"),
     Column("began_at", _AT, nullable=False, server_default=func.now()),
@@ -143,12 +128,12 @@ gpu = Table(
     "gpu",
     metadata,
     Column("name", _C, primary_key=True),
-    Column("host", Text, nullable=False),
+    Column("host", _C, nullable=False),
     Column("device", _C, nullable=False),
     Column("stack", _C, nullable=False),
     Column("worker_id", UUID(as_uuid=True)),
-    Column("state", Text, CheckConstraint("state IN ('ready', 'suspect', 'quarantined')"), nullable=False),
-    Column("reason", Text, nullable=False, server_default=""),
+    Column("state", _C, CheckConstraint("state IN ('ready', 'suspect', 'quarantined')"), nullable=False),
+    Column("reason", _C, nullable=False, server_default=""),
     Column("factor", Float),
     Column("canaries", JSONB, nullable=False, server_default="{}"),
     Column("strikes", Integer, nullable=False, server_default="0"),
@@ -161,7 +146,7 @@ happening = Table(
     metadata,
     Column("id", BigInteger, Identity(), primary_key=True),
     Column("at", _AT, nullable=False, server_default=func.now()),
-    Column("kind", Text, nullable=False),
+    Column("kind", _C, nullable=False),
     Column("worker_id", UUID(as_uuid=True)),
     Column("job_id", BigInteger),
     Column("detail", JSONB, nullable=False, server_default="{}"),
@@ -175,8 +160,3 @@ reaper = Table(
     Column("single", Boolean, CheckConstraint("single"), primary_key=True, server_default="true"),
     Column("reaped_at", _AT, nullable=False, server_default=func.now()),
 )
-
-
-def create(connection: Connection) -> None:
-    """Create the tables that are not there. Runs in the caller's transaction."""
-    metadata.create_all(connection)

@@ -18,11 +18,12 @@ from sqlalchemy.pool import NullPool
 
 from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb import migrations, schema
+from miofind.fleet import schema as fleet_schema
 
 
 def described() -> list[MetaData]:
     """The tables that the revisions make, as queries know them."""
-    return [schema.metadata, schema.server_metadata]
+    return [schema.metadata, schema.server_metadata, fleet_schema.metadata]
 
 
 @pytest.fixture

@@ -1,0 +1,192 @@
+"""The agent of a host: a member for each of its devices, which measure what the fleet's queue has for them.
+
+Rows go into the host's FindDB as in any tuning, and from there to the server's. While the server is away the members go
+on with what was claimed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+from miofind.errors import InvalidOptionError
+from miofind.fleet.courier import Courier, Facts
+from miofind.fleet.holdings import GpuTasks, Holdings
+from miofind.fleet.link import Link, Stores
+from miofind.fleet.outbox import Outbox
+from miofind.fleet.queue import Queue
+from miofind.fleet.stack import kind_of
+from miofind.fleet.values import Agent, Kind
+from miofind.runtime.handle import Handle
+from miofind.tune.device_processes import DeviceProcesses
+from miofind.tune.values import TuneFinished, TuneLost, TuneOptions, WorkerEvent
+
+logger = logging.getLogger(__name__)
+
+MEMBERS_DRAIN_S = 12.0
+"""How long a member may take for the problem that it is at; then it gives it back."""
+DRAIN_S = 30.0
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEnd:
+    """How an agent ended.
+
+    Attributes:
+        done: problems that were measured, or were known.
+        failed: problems without a solution.
+        lost: what became of the devices that no longer answer.
+        is_merged: whether the server has all that was measured; else the next agent here brings it.
+    """
+
+    done: int
+    failed: int
+    lost: tuple[str, ...]
+    is_merged: bool
+
+
+class Member(threading.Thread):
+    """One device's process, and the thread that serves it.
+
+    Attributes:
+        name_here: of the device: its UUID, or the place on this host.
+        lost: why it no longer answers, "" while it does.
+        error: what would fail every problem.
+    """
+
+    def __init__(self, handle: Handle, holdings: Holdings, *, compiles: bool) -> None:
+        super().__init__(name=f"miofind-member-{handle.device.index}", daemon=True)
+        self.device_name = handle.device.uuid or f"cpu:{socket.gethostname()}"
+        self.kind = kind_of(handle.device, handle.registry)
+        self.tasks = GpuTasks(holdings, handle.device.identity)
+        self.done = self.failed = 0
+        self.lost = ""
+        self.error: Exception | None = None
+        self._holdings = holdings
+        self._processes = DeviceProcesses([handle], TuneOptions(), self.tasks, compiles=compiles)
+
+    def run(self) -> None:
+        """Measure until nothing more is given out."""
+        try:
+            for event in self._processes.events():
+                self._take(event)
+        except Exception as error:  # the agent's thread raises it
+            self.error = error
+
+    def stop(self) -> None:
+        """End its process, by force where it must be; what it was at is given back."""
+        for event in self._processes.stop():
+            self._take(event)
+
+    def _take(self, event: WorkerEvent) -> None:
+        match event:
+            case TuneFinished():
+                if event.task.ticket >= 0:
+                    self.done += bool(event.result.solutions)
+                    self.failed += not event.result.solutions
+                    self._holdings.measured(event.task, event.result)
+            case TuneLost():
+                self.lost = event.message
+
+
+class FleetAgent:
+    """Works for a fleet until it is told to end.
+
+    Args:
+        handles: one a device, strict ones over one FindDB in a file.
+        server: the fleet's FindDB.
+
+    Raises:
+        InvalidOptionError: the handles have no FindDB in a file.
+        DatabaseError: another agent uses the FindDB.
+    """
+
+    def __init__(self, handles: Sequence[Handle], queue: Queue, server: Facts) -> None:
+        local = handles[0].database.user
+        if local.path is None:
+            raise InvalidOptionError("an agent needs a FindDB in a file, by which it outlives its end: give --db FILE")
+        self.agent = Agent(id=uuid4(), host=socket.gethostname())
+        self.holdings = Holdings()
+        self._outbox = Outbox(local.path)
+        predecessors = self._outbox.succeed(self.agent.id)
+        self._courier = Courier(self.holdings, self._outbox, local, server)
+        stores = Stores(local=local, server=server, outbox=self._outbox, courier=self._courier)
+        self.link = Link(self.agent, queue, self.holdings, stores, predecessors=predecessors)
+        self.members = [Member(handle, self.holdings, compiles=bool(handle.device.uuid)) for handle in handles]
+        self.holdings.wanting = self.link.wake
+
+    def run(self, *, until_idle_s: float | None = None, for_s: float | None = None) -> AgentEnd:
+        """Work until Ctrl-C, SIGTERM under `terminable`, or an end that was asked for; then drain, within DRAIN_S.
+
+        Args:
+            until_idle_s: end after so many seconds without work.
+            for_s: begin to drain after so many seconds.
+
+        Raises:
+            MiofindError: what would fail every problem: a FindDB that cannot be written, a queue that refuses.
+        """
+        began = time.monotonic()
+        self.link.devices = self._devices()
+        for thread in (self._courier, self.link, *self.members):
+            thread.start()
+        with contextlib.suppress(KeyboardInterrupt):
+            while self._is_to_go_on():
+                self._courier.hurry()
+                if for_s is not None and time.monotonic() - began >= for_s:
+                    break
+                if until_idle_s is not None and self._idle_s() >= until_idle_s:
+                    break
+                time.sleep(_LOOK_S)
+        return self._drained()
+
+    def _is_to_go_on(self) -> bool:
+        """Whether anything can be done here still."""
+        alive = [member for member in self.members if member.is_alive()]
+        self.link.devices = self._devices()
+        return bool(alive) and self.link.is_alive() and not any(member.error for member in self.members)
+
+    def _devices(self) -> dict[Kind, int]:
+        kinds = [member.kind for member in self.members if not member.lost]
+        return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+    def _idle_s(self) -> float:
+        since = self.link.idle_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _drained(self) -> AgentEnd:
+        """End members, bring the server what was measured, and tell it of all jobs."""
+        deadline = time.monotonic() + DRAIN_S
+        self.link.drain()
+        for member in self.members:
+            member.tasks.close()
+        members_until = time.monotonic() + MEMBERS_DRAIN_S
+        for member in self.members:
+            member.join(max(0.0, members_until - time.monotonic()))
+        stopping = [threading.Thread(target=member.stop) for member in self.members]
+        for thread in stopping:
+            thread.start()
+        for thread in stopping:
+            thread.join()
+        self.holdings.give_back_unfinished()
+        is_merged = self._courier.finish_by(deadline - 3.0)
+        is_told = self.link.finish_by(deadline)
+        self._outbox.close()
+        self._raise_errors()
+        return AgentEnd(
+            done=sum(member.done for member in self.members),
+            failed=sum(member.failed for member in self.members),
+            lost=tuple(f"{member.device_name}: {member.lost}" for member in self.members if member.lost),
+            is_merged=is_merged and is_told,
+        )
+
+    def _raise_errors(self) -> None:
+        for error in (self.link.error, *(member.error for member in self.members)):
+            if error is not None:
+                raise error

@@ -1,0 +1,107 @@
+"""Which problems of a host's FindDB its server may lack: noted before they are measured, until they are merged.
+
+The rows themselves are in the FindDB, where an agent that is killed leaves them; the next one finds here which. The
+note is a file beside the FindDB's, and says as well that an agent uses it: two would wait for each other's locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from uuid import UUID
+
+from miofind.errors import DatabaseError
+from miofind.finddb import ProblemKey
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS pending (
+    device TEXT, network_config TEXT, job INTEGER, PRIMARY KEY (device, network_config, job)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS agent (id TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+ORPHANED = -1
+"""Stands for the jobs of agents that are gone."""
+
+
+class Outbox:
+    """The note beside one FindDB. One process at a time has it; its threads share it.
+
+    Args:
+        finddb: the FindDB's file.
+
+    Raises:
+        DatabaseError: another agent uses it, or the file cannot be written.
+    """
+
+    def __init__(self, finddb: Path) -> None:
+        self._path = Path(f"{finddb}.fleet")
+        self._lock = threading.Lock()
+        try:
+            self._file = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self._check_alone()
+            self._connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+            self._connection.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise DatabaseError(f"{self._path.name}, the fleet's note beside the FindDB: {error}") from error
+
+    def succeed(self, agent: UUID) -> list[UUID]:
+        """Note the agent that has it now; returns those before it, which are dead. All that they noted is orphaned."""
+        with self._transaction() as connection:
+            found = connection.execute("SELECT id FROM agent").fetchall()
+            connection.execute("DELETE FROM agent")
+            connection.execute("INSERT INTO agent VALUES (?)", (str(agent),))
+            connection.execute("UPDATE OR REPLACE pending SET job = ?", (ORPHANED,))
+        return [UUID(row[0]) for row in found]
+
+    def expect(self, keys: Iterable[tuple[ProblemKey, int]]) -> None:
+        """Note problems that are about to be measured, and the job of each."""
+        rows = [(key.device, key.network_config, job) for key, job in keys]
+        with self._transaction() as connection:
+            connection.executemany("INSERT OR IGNORE INTO pending VALUES (?, ?, ?)", rows)
+
+    def forget(self, keys: Iterable[tuple[ProblemKey, int]]) -> None:
+        """Drop notes: the server has what they speak of, or nothing was measured."""
+        rows = [(key.device, key.network_config, job) for key, job in keys]
+        with self._transaction() as connection:
+            connection.executemany("DELETE FROM pending WHERE device = ? AND network_config = ? AND job = ?", rows)
+
+    def orphans(self) -> list[ProblemKey]:
+        """The problems that agents which are gone may have measured, and nobody has merged."""
+        with self._transaction() as connection:
+            statement = "SELECT device, network_config FROM pending WHERE job = ?"
+            return [
+                ProblemKey(device=row[0], network_config=row[1]) for row in connection.execute(statement, (ORPHANED,))
+            ]
+
+    def __len__(self) -> int:
+        with self._transaction() as connection:
+            return int(connection.execute("SELECT count(*) FROM pending").fetchone()[0])
+
+    def close(self) -> None:
+        """Let another agent have it."""
+        with self._lock:
+            self._connection.close()
+        os.close(self._file)
+
+    def _check_alone(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            raise DatabaseError(
+                "another agent of the fleet uses this FindDB: one agent has all GPUs of a host (--gpus all), or give "
+                "each a FindDB of its own by --db FILE"
+            ) from None
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._lock, self._connection:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield self._connection
+        except sqlite3.Error as error:
+            raise DatabaseError(f"{self._path.name}, the fleet's note beside the FindDB: {error}") from error
