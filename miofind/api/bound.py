@@ -12,13 +12,13 @@ from miofind.api.gradients import NAMES, Gradients, Wanted, checked_names, given
 from miofind.api.keywords import BoundArguments
 from miofind.api.solutions import find_solutions
 from miofind.arrays import arrays
-from miofind.core.arguments import EpilogueArguments
+from miofind.core.arguments import A, EpilogueArguments
 from miofind.core.epilogue import Activation, Epilogue
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.errors import InvalidArrayError, InvalidProblemError
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle, default_handle
-from miofind.runtime.runner import A, OutputStatistics, ParameterGradients
+from miofind.runtime.runner import OutputStatistics, ParameterGradients
 from miofind.runtime.solution import Solution
 
 R = TypeVar("R")
@@ -40,7 +40,11 @@ class Convolution(Generic[A, R]):
     """
 
     def __init__(
-        self, problem: ProblemDescription, *, options: FindOptions | None = None, handle: Handle | None = None
+        self: Convolution[Any, Any],
+        problem: ProblemDescription,
+        *,
+        options: FindOptions | None = None,
+        handle: Handle | None = None,
     ) -> None:
         """Finds the solution, as `find_solutions` does."""
         self._bind(find_solutions(problem, options=options, handle=handle)[0], options, {})
@@ -215,17 +219,40 @@ class BoundGradients(Generic[A]):
             (self.parameters if "bias" in names else self.weights).prepare()
         return self
 
+    @overload
+    def __call__(
+        self,
+        dy: A,
+        x: A,
+        w: A | None = None,
+        *,
+        out: Sequence[A | None] | None = None,
+        workspace: Any = None,
+        stream: Any = None,
+    ) -> Gradients[A]: ...
+    @overload
     def __call__(
         self,
         dy: A,
         x: A | None = None,
         w: A | None = None,
-        wanted: Wanted = NAMES,
         *,
+        wanted: Wanted,
         out: Sequence[A | None] | None = None,
         workspace: Any = None,
         stream: Any = None,
-    ) -> Gradients[A]:
+    ) -> Gradients[A | None]: ...
+    def __call__(
+        self,
+        dy: Any,
+        x: Any = None,
+        w: Any = None,
+        *,
+        wanted: Wanted = NAMES,
+        out: Any = None,
+        workspace: Any = None,
+        stream: Any = None,
+    ) -> Gradients[Any]:
         """What is wanted of dx, dw and the bias gradient.
 
         Args:

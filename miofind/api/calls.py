@@ -7,8 +7,9 @@ from typing import Any, Literal, Unpack, overload
 
 from miofind.api.array_call import run_call
 from miofind.api.keywords import CallArguments, DataArguments, ForwardArguments
+from miofind.core.arguments import A
 from miofind.core.problem import Direction
-from miofind.runtime.runner import A, OutputStatistics, ParameterGradients
+from miofind.runtime.runner import OutputStatistics, ParameterGradients
 
 
 @overload

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, Unpack
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, Unpack, overload
 
 from miofind.api.array_call import Roles, device_of, run_call
 from miofind.api.keywords import CallArguments, check_keywords
 from miofind.arrays import arrays, operands
+from miofind.core.arguments import A
 from miofind.core.problem import DataType, Direction
 from miofind.errors import InvalidArrayError, InvalidOptionError, brief, suggestion
 from miofind.options import FindOptions
-from miofind.runtime.runner import A
 
 GradientName: TypeAlias = Literal["x", "w", "bias"]
 Wanted: TypeAlias = Sequence[GradientName] | GradientName
@@ -21,7 +21,11 @@ Wanted: TypeAlias = Sequence[GradientName] | GradientName
 NAMES: tuple[GradientName, ...] = ("x", "w", "bias")
 
 
-class Gradients(NamedTuple, Generic[A]):
+G = TypeVar("G")
+"""A gradient: an array, or None where it was not wanted."""
+
+
+class Gradients(NamedTuple, Generic[G]):
     """What `convolution_gradients` returns; None for what was not wanted.
 
     Attributes:
@@ -30,21 +34,42 @@ class Gradients(NamedTuple, Generic[A]):
         bias: (k,), the sum of dy over n and space, in w's dtype.
     """
 
-    dx: A | None
-    dw: A | None
-    bias: A | None
+    dx: G
+    dw: G
+    bias: G
 
 
+@overload
 def convolution_gradients(
     dy: A,
     x: A,
     w: A,
-    wanted: Wanted = NAMES,
     *,
     deterministic: bool = False,
     out: Sequence[A | None] | None = None,
     **arguments: Unpack[CallArguments],
-) -> Gradients[A]:
+) -> Gradients[A]: ...
+@overload
+def convolution_gradients(
+    dy: A,
+    x: A,
+    w: A,
+    wanted: Wanted,
+    *,
+    deterministic: bool = False,
+    out: Sequence[A | None] | None = None,
+    **arguments: Unpack[CallArguments],
+) -> Gradients[A | None]: ...
+def convolution_gradients(
+    dy: Any,
+    x: Any,
+    w: Any,
+    wanted: Wanted = NAMES,
+    *,
+    deterministic: bool = False,
+    out: Any = None,
+    **arguments: Unpack[CallArguments],
+) -> Gradients[Any]:
     """The gradients of y = x * w + bias by what is wanted of x, w and bias, given dy, that by y.
 
     The bias gradient comes with that of w where both are wanted, from one pass over dy; else the array library sums it.
@@ -71,7 +96,7 @@ def convolution_gradients(
     dx = call.data(outs.get("x")) if "x" in names else None
     dw, bias = call.parameters(names, outs)
     if unbatched and dx is not None:
-        dx = dx[0] if outs.get("x") is None else out[0]  # type: ignore[index]
+        dx = dx[0] if outs.get("x") is None else out[0]
     return Gradients(dx, dw, bias)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 from miofind.api.array_call import Roles, device_of, run_call
 from miofind.api.gradients import (
@@ -22,11 +22,10 @@ from miofind.api.gradients import (
 )
 from miofind.api.keywords import CallArguments, check_keywords
 from miofind.arrays import arrays, operands
-from miofind.core.arguments import Sizes
+from miofind.core.arguments import A, Sizes
 from miofind.core.problem import ConvolutionDescriptor, Direction
 from miofind.core.tensor import one_size, sizes
 from miofind.errors import InvalidArrayError, InvalidProblemError
-from miofind.runtime.runner import A
 
 
 def convolution_transpose(
@@ -73,17 +72,40 @@ def convolution_transpose(
     return result
 
 
+@overload
 def convolution_transpose_gradients(
     dy: A,
     x: A,
     w: A,
-    wanted: Wanted = NAMES,
     *,
     output_padding: Sizes = 0,
     deterministic: bool = False,
     out: Sequence[A | None] | None = None,
     **arguments: Unpack[CallArguments],
-) -> Gradients[A]:
+) -> Gradients[A]: ...
+@overload
+def convolution_transpose_gradients(
+    dy: A,
+    x: A,
+    w: A,
+    wanted: Wanted,
+    *,
+    output_padding: Sizes = 0,
+    deterministic: bool = False,
+    out: Sequence[A | None] | None = None,
+    **arguments: Unpack[CallArguments],
+) -> Gradients[A | None]: ...
+def convolution_transpose_gradients(
+    dy: Any,
+    x: Any,
+    w: Any,
+    wanted: Wanted = NAMES,
+    *,
+    output_padding: Sizes = 0,
+    deterministic: bool = False,
+    out: Any = None,
+    **arguments: Unpack[CallArguments],
+) -> Gradients[Any]:
     """The gradients of a transposed convolution by what is wanted of x, w and bias, given dy, that by its result.
 
     Args:

@@ -11,13 +11,20 @@ from typing import Any
 import numpy as np
 
 from miofind.arrays.arrays import Framework, framework_of, view
+from miofind.core.arguments import A
 from miofind.core.tensor import DataType
 from miofind.errors import InvalidArrayError, InvalidOptionError, brief
 
 
 def fold_batch_norm(
-    w: Any, bias: Any, mean: Any, variance: Any, gamma: Any = None, beta: Any = None, epsilon: float = 1e-5
-) -> tuple[Any, Any]:
+    w: A,
+    bias: A | None,
+    mean: A,
+    variance: A,
+    gamma: A | None = None,
+    beta: A | None = None,
+    epsilon: float = 1e-5,
+) -> tuple[A, A]:
     """Weights and bias of the one convolution that does what a convolution and the batch norm after it do.
 
     With scale = gamma / sqrt(variance + epsilon), of each output channel: w * scale and (bias - mean) * scale + beta,
@@ -43,12 +50,17 @@ def fold_batch_norm(
     wide = _widened({"w": w, **vectors}, weights.shape[:1])
     scale, shift = _scale_and_shift(wide, epsilon)
     folded = wide["w"] * scale.reshape(-1, *(1,) * (len(weights.shape) - 1))
-    return _rounded(folded, w.dtype), _rounded(shift, w.dtype if bias is None else bias.dtype)
+    return _as(w, folded), _as(w if bias is None else bias, shift)
 
 
 def batch_norm_as_scale_and_bias(
-    mean: Any, variance: Any, gamma: Any = None, beta: Any = None, epsilon: float = 1e-5, bias: Any = None
-) -> tuple[Any, Any]:
+    mean: A,
+    variance: A,
+    gamma: A | None = None,
+    beta: A | None = None,
+    epsilon: float = 1e-5,
+    bias: A | None = None,
+) -> tuple[A, A]:
     """Scale and bias of an epilogue that does what a batch norm does: the convolution's weights stay as they are.
 
     scale = gamma / sqrt(variance + epsilon) and (bias - mean) * scale + beta, computed in float64 and rounded to
@@ -109,6 +121,13 @@ def _widened(given: Mapping[str, Any], channels: tuple[int, ...]) -> dict[str, A
 
 def _wide(array: Any) -> Any:
     return array.detach().double() if framework_of(array) is Framework.TORCH else array.astype(np.float64)
+
+
+def _as(like: A, array: Any) -> A:
+    """The array rounded to the dtype of another."""
+    typed: Any = like
+    result: A = _rounded(array, typed.dtype)
+    return result
 
 
 def _rounded(array: Any, dtype: Any) -> Any:

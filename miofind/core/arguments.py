@@ -7,12 +7,15 @@ what was meant. The classes are the one list of names there is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from miofind.core.tensor import Direction, MathMode
 
 if TYPE_CHECKING:
     from miofind.core.epilogue import Activation, ResidualPosition
+
+A = TypeVar("A")
+"""An array's type: PyTorch's, CuPy's, NumPy's."""
 
 Sizes: TypeAlias = int | Sequence[int]
 """An int for all spatial dimensions, or one for each."""

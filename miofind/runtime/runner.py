@@ -9,10 +9,10 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from miofind.arrays import arrays, operands
-from miofind.core.arguments import EPILOGUE_OF_DIRECTION
+from miofind.core.arguments import EPILOGUE_OF_DIRECTION, A
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EPILOGUE_NUMBERS, EPILOGUE_OPERANDS, EpilogueParameters
 from miofind.core.problem import DataType, Direction, Operand, ProblemDescription
 from miofind.device.device import Place, check_fork
@@ -44,10 +44,6 @@ EPILOGUE_NAMES = (*EPILOGUE_OPERANDS, *EPILOGUE_NUMBERS)
 """All of EpilogueArguments."""
 
 _KNOWN = frozenset(EPILOGUE_NAMES)
-
-
-A = TypeVar("A")
-"""An array's type: PyTorch's, CuPy's, NumPy's."""
 
 
 class OutputStatistics(NamedTuple, Generic[A]):
