@@ -28,7 +28,7 @@ from miofind.cli.options import (
     time_budget_option,
 )
 from miofind.cli.output import Sheet, print_note, print_text, ratio_text, reader_may_leave, time_text
-from miofind.cli.problems import problem_json, request_options, requests_of, short_direction, short_problem
+from miofind.cli.problems import problem_json, request_options, requests_of
 from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
 from miofind.compiler import CompilePool
@@ -40,6 +40,7 @@ from miofind.finddb import is_of_database
 from miofind.options import FindOptions
 from miofind.printable import printable_name
 from miofind.runtime.handle import Handle
+from miofind.suites.short_text import short_direction, short_problem
 from miofind.suites.suite import SuiteProblem
 
 _COLUMNS = ("layer", "problem", "dir", "class", "solver", "ms")

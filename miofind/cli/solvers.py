@@ -17,7 +17,7 @@ from miofind.cli.options import (
     only_option,
 )
 from miofind.cli.output import Sheet, print_json, print_text
-from miofind.cli.problems import SHORT_DIRECTIONS, optional_problem_argument, problem_json, problems_of
+from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Place
@@ -28,6 +28,7 @@ from miofind.runtime.refusals import applicability_of
 from miofind.solver.registry import Registry, composed, composed_id
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, config_text
+from miofind.suites.short_text import SHORT_DIRECTIONS
 
 _MOST_COUNTED = 10_000
 _COLUMNS = ("solver", "runs on", "directions", "layouts", "dims", "algorithm", "library", "dtypes", "about")

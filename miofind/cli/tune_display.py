@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from miofind.cli.output import print_note, ratio_text, seconds_text, stderr, tflops_text, time_text
-from miofind.cli.problems import short_direction, short_problem
 from miofind.cli.tune_progress import DeviceProgress, TuneProgress
 from miofind.device.device import Device, Place
 from miofind.printable import printable, printable_name
 from miofind.suites import SuiteProblem
+from miofind.suites.short_text import short_direction, short_problem
 from miofind.tune.service import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus
 
 _NUMBERS = ("done", "failed", "left", "ETA", "gain")

@@ -11,6 +11,8 @@ from miofind.torch.network import problems
 from miofind.torch.override import Override, disable, enable, report, use
 from miofind.torch.recorder import record
 from miofind.torch.recording import RecordedCall, Recording
+from miofind.torch.tuning import tune
+from miofind.torch.tuning_report import TunedProblem, TuningReport
 
 __all__ = [
     "FusedConvolution",
@@ -19,6 +21,8 @@ __all__ = [
     "Override",
     "RecordedCall",
     "Recording",
+    "TunedProblem",
+    "TuningReport",
     "convolution",
     "disable",
     "enable",
@@ -27,5 +31,6 @@ __all__ = [
     "problems",
     "record",
     "report",
+    "tune",
     "use",
 ]

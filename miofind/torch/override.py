@@ -400,6 +400,22 @@ def report() -> CallReport:
         return CallReport.of(plan for override in _enabled for plan in override.plans)
 
 
+@contextmanager
+def native_kernels() -> Iterator[None]:
+    """PyTorch's own kernels for a with block, in all threads; afterwards all calls are decided anew."""
+    with _switching:
+        current = {device: router.current for device, router in _routers.items()}
+        for router in _routers.values():
+            router.current = None
+        try:
+            yield
+        finally:
+            for device, override in current.items():
+                _routers[device].current = override
+            for override in _enabled:
+                override.forget_plans()
+
+
 def current(device: str = "cuda") -> Override | None:
     """The override that takes the calls on a kind of device; None where PyTorch's kernels are the only ones."""
     return _routers[device].current

@@ -15,7 +15,6 @@ from cli_runner import FORWARD, run, run_json, use_own_folders
 from waiting import LIMIT_S
 
 from miofind.cli import main
-from miofind.cli.problems import short_problem
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.driver.flags import FLAGS
@@ -23,6 +22,7 @@ from miofind.driver.shapes import NAMES as SHAPE_FLAGS
 from miofind.finddb import Row, Store
 from miofind.process import interrupts
 from miofind.solver.registry import Registry
+from miofind.suites.short_text import short_problem
 
 # These say for all problems of a command what the driver's flags of that name say for one, or how it is run.
 SHARED_WITH_THE_DRIVER = {"direction", "dtype", "layout", "math", "search", "solution", "verify"}

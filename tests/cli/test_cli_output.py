@@ -18,10 +18,10 @@ from miofind.cli.output import (
     tflops_text,
     time_text,
 )
-from miofind.cli.problems import short_problem
 from miofind.device.device import device_text
 from miofind.driver.line import parse_driver_line
 from miofind.solver.steps import config_text
+from miofind.suites.short_text import short_problem
 
 RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}"
 

@@ -1,0 +1,157 @@
+"""Tunes a network before its first step: all its problems are found at once, compiled ahead and remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from miofind.bench.ceilings import Ceilings
+from miofind.bench.comparison import bench_row
+from miofind.bench.rivals import Rival
+from miofind.compiler import CompilePool
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Place
+from miofind.errors import InvalidOptionError, brief
+from miofind.options import FindOptions
+from miofind.runtime.handle import Handle, default_handle
+from miofind.torch.network import problems
+from miofind.torch.override import native_kernels
+from miofind.torch.recording import Recording
+from miofind.torch.tuning_report import TunedProblem, TuningReport
+from miofind.tune.service import OnEvent, TuneEnd, TuneOptions, TuneResult, TuneSummary
+from miofind.tune.service import tune as tune_problems
+
+_NO_FLOOR = Ceilings(copy_bytes_per_s=math.inf, flops_per_s={})
+
+
+def tune(
+    model: Any,
+    *inputs: Any,
+    training: bool = False,
+    amp: Any = None,
+    memory_format: Any = None,
+    keywords: Mapping[str, Any] | None = None,
+    options: FindOptions | None = None,
+    handle: Handle | None = None,
+    on_event: OnEvent = lambda event: None,
+) -> TuningReport:
+    """How fast a network's convolutions become: the fastest solutions of all of them are found and remembered.
+
+    Call it before the first step. The network is not run; see `miofind.torch.problems`. Kernels are compiled in
+    processes of their own, ahead of what is measured, and on a GPU a child process measures. What the FindDB knows is
+    not measured again. Ctrl-C ends it with a report, and the same call goes on.
+
+    Args:
+        model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
+        inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
+        options: of each find; the defaults of `miofind tune` if left out.
+        handle: a device and its FindDB; the current GPU's default one if left out, else the CPU place's.
+        on_event: called with what happens.
+
+    Raises:
+        InvalidOptionError: an argument is none of these, or the model cannot run on fake tensors.
+        DatabaseError: the FindDB cannot be written.
+        MissingEnvironmentError: what measuring needs is missing.
+    """
+    handle = default_handle() if handle is None else handle
+    on_gpu = handle.device.place is Place.CUDA
+    if isinstance(model, Recording):
+        _refuse_inputs(inputs, keywords, training=training, amp=amp, memory_format=memory_format)
+        recording = model
+    else:
+        asked: dict[str, Any] = {"training": training, "amp": amp, "memory_format": memory_format, "keywords": keywords}
+        recording = problems(model, *inputs, device="cuda" if on_gpu else "cpu", **asked)
+    options = FindOptions(isolate=on_gpu, time_budget_s=math.inf) if options is None else options
+    if on_gpu:
+        torch.cuda.empty_cache()  # what measures asks the driver for memory
+    with native_kernels(), _switches_kept():
+        with CompilePool() if on_gpu else contextlib.nullcontext() as pool:
+            summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), on_event, pool=pool)
+        rows, is_complete = _rows(recording, summary), summary.end is TuneEnd.COMPLETE
+        if on_gpu and is_complete:
+            try:
+                rows = _compared(rows, summary, handle, options)
+            except KeyboardInterrupt:  # what was found is told
+                is_complete = False
+    return TuningReport(
+        network=recording.name,
+        device=handle.device.name,
+        rows=tuple(rows),
+        left_out=recording.left_out,
+        seconds=summary.seconds,
+        is_complete=is_complete,
+    )
+
+
+def _refuse_inputs(inputs: Sequence[Any], keywords: Mapping[str, Any] | None, **asked: Any) -> None:
+    given = [
+        *map(brief, inputs),
+        *(keywords or {}),
+        *(f"{name}={brief(value)}" for name, value in asked.items() if value),
+    ]
+    if given:
+        raise InvalidOptionError(f"a Recording has its problems already, and takes no {', '.join(given)}")
+
+
+def _rows(recording: Recording, summary: TuneSummary) -> list[TunedProblem]:
+    layers: dict[ProblemDescription, dict[str, None]] = {}
+    for call in recording.calls:
+        if call.problem is not None:
+            layers.setdefault(call.problem, {})[call.layer] = None
+    return [_row(result, tuple(layers[result.request.problem])) for result in summary.results]
+
+
+def _row(result: TuneResult, layers: tuple[str, ...]) -> TunedProblem:
+    best = result.solutions[0] if result.solutions else None
+    return TunedProblem(
+        layers=layers,
+        problem=result.request.problem,
+        count=result.request.count,
+        solver_id="" if best is None else best.solver_id,
+        source=result.status.value,
+        own_ms=None if best is None else best.time_ms,
+        message=result.message,
+    )
+
+
+def _compared(
+    rows: Sequence[TunedProblem], summary: TuneSummary, handle: Handle, options: FindOptions
+) -> list[TunedProblem]:
+    """The rows with both sides' times, taken in turn on the same buffers."""
+    compared = []
+    for row, result in zip(rows, summary.results, strict=True):
+        if result.solutions:
+            timed = bench_row(result.request, handle, options, _NO_FLOOR, against=(Rival.TORCH,))
+            own_ms = row.own_ms if timed.time_ms is None else timed.time_ms
+            row = replace(row, own_ms=own_ms, torch_ms=timed.rival_ms, message=timed.message)
+        compared.append(row)
+    return compared
+
+
+@contextlib.contextmanager
+def _switches_kept() -> Iterator[None]:
+    """PyTorch's switches, which the comparison turns, as they were afterwards.
+
+    TF32 has an old and a new interface; the old one raises where the new one was used by itself.
+    """
+    backends = torch.backends
+    benchmark, limit = backends.cudnn.benchmark, backends.cudnn.benchmark_limit
+    old = {}
+    for name, switch in (("cudnn", backends.cudnn), ("matmul", backends.cuda.matmul)):
+        with contextlib.suppress(RuntimeError):
+            old[name] = (switch, switch.allow_tf32)
+    new = [(place, place.fp32_precision) for place in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)]
+    try:
+        yield
+    finally:
+        backends.cudnn.benchmark, backends.cudnn.benchmark_limit = benchmark, limit
+        for switch, allowed in old.values():
+            switch.allow_tf32 = allowed
+        for place, precision in new:
+            if place.fp32_precision != precision:
+                place.fp32_precision = precision

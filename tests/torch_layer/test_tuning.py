@@ -1,0 +1,128 @@
+"""A network is tuned as a whole: every convolution of its step, once each, and the override runs what was found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import miofind.torch
+from miofind import FindOptions, Handle, ProblemDescription
+from miofind.errors import InvalidOptionError
+from miofind.torch.override import native_kernels
+from miofind.torch.tuning import _switches_kept
+from miofind.torch.tuning_report import TunedProblem, TuningReport
+
+
+@pytest.fixture(scope="module")
+def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
+    with Handle("cpu", database=tmp_path_factory.mktemp("tuning") / "finddb.db") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1, bias=False), nn.Conv2d(2, 3, 1))
+
+
+@pytest.fixture(scope="module")
+def tuned(model: Any, handle: Handle) -> TuningReport:
+    return miofind.torch.tune(model, (1, 2, 3, 3), training=True, handle=handle, options=FindOptions())
+
+
+def test_every_problem_of_a_step_is_found_once(tuned: TuningReport, model: Any, handle: Handle) -> None:
+    rows = [(row.layers, row.problem.direction, row.count) for row in tuned.rows]
+    assert rows == [
+        (("0", "2"), "forward", 2),
+        (("1",), "forward", 1),
+        (("2",), "backward_data", 1),
+        (("2", "0"), "backward_weights", 2),
+        (("1",), "backward_data", 1),
+        (("1",), "backward_weights", 1),
+    ]
+    assert {row.source for row in tuned.rows} == {"tuned"}
+    assert tuned.is_complete
+    again = miofind.torch.tune(model, (1, 2, 3, 3), training=True, handle=handle, options=FindOptions())
+    assert {row.source for row in again.rows} == {"known"}
+    assert [row.solver_id for row in again.rows] == [row.solver_id for row in tuned.rows]
+
+
+def test_the_override_runs_what_was_found(tuned: TuningReport, model: Any, handle: Handle) -> None:
+    with miofind.torch.use("fallback", handle=handle, devices="cpu") as override:
+        model(torch.randn(1, 2, 3, 3)).sum().backward()
+        counts = {(count.problem, count.solver_id) for count in override.report().counts}
+    model.zero_grad()
+    assert counts == {(row.problem, row.solver_id) for row in tuned.rows}
+
+
+def test_the_report_on_the_cpu_place_has_no_comparison(tuned: TuningReport) -> None:
+    text = str(tuned)
+    assert "miofind ms" in text
+    assert "PyTorch ms" not in text
+    assert "0 (+1)" in text
+    read = json.loads(json.dumps(tuned.to_json()))
+    assert read["gain"] is None
+    assert [ProblemDescription.from_network_config(row["problem"]) for row in read["problems"]] == [
+        row.problem for row in tuned.rows
+    ]
+
+
+def test_a_step_gains_where_the_faster_side_runs_each_layer() -> None:
+    problem = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(3, 2, 1, 1))
+    common = {"problem": problem, "solver_id": "ConvX", "source": "tuned"}
+    rows = (
+        TunedProblem(layers=("fast",), count=3, own_ms=1.0, torch_ms=2.0, **common),
+        TunedProblem(layers=("slow",), count=1, own_ms=4.0, torch_ms=2.0, **common),
+        TunedProblem(layers=("none",), count=1, problem=problem, torch_ms=1.0, source="failed", message="no\nway"),
+    )
+    report = TuningReport(network="net", device="GPU", rows=rows, left_out=(), seconds=1.0)
+    assert (report.torch_ms, report.own_ms, report.gain) == (9.0, 6.0, 1.5)
+    assert "1.50 times as fast" in str(report)
+    assert "failed: none: no" in str(report)
+    assert "2.00x" in str(report)
+
+
+def test_a_recording_is_tuned_and_takes_no_inputs(handle: Handle) -> None:
+    with miofind.torch.record() as recording:
+        nn.Conv1d(2, 2, 1)(torch.randn(1, 2, 4))
+    report = miofind.torch.tune(recording, handle=handle, options=FindOptions())
+    assert [row.layers for row in report.rows] == [("Conv1d",)]
+    with pytest.raises(InvalidOptionError, match="training=True"):
+        miofind.torch.tune(recording, training=True, handle=handle)
+
+
+def test_the_comparison_leaves_pytorch_s_switches() -> None:
+    backends = torch.backends
+
+    def switches() -> list[Any]:
+        places = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
+        return [backends.cudnn.benchmark, backends.cudnn.benchmark_limit, *(place.fp32_precision for place in places)]
+
+    before = switches()
+    with _switches_kept():
+        backends.cudnn.benchmark, backends.cudnn.benchmark_limit = True, 0
+        backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = False
+    assert switches() == before
+    backends.cudnn.conv.fp32_precision = "ieee"  # by itself: the old interface cannot be read any more
+    try:
+        changed = switches()
+        with _switches_kept():
+            backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = True
+        assert switches() == changed
+    finally:
+        backends.cudnn.conv.fp32_precision = before[2]
+
+
+def test_the_override_stands_back_for_the_comparison(handle: Handle, tmp_path: Path) -> None:
+    x, w = torch.randn(1, 2, 4, 4), torch.randn(2, 2, 3, 3)
+    with miofind.torch.use("estimate", handle=handle, devices="cpu") as override:
+        with native_kernels():
+            torch.conv2d(x, w)
+        assert override.plans == ()
+        torch.conv2d(x, w)
+        assert override.report().own_calls == 1
