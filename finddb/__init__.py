@@ -6,7 +6,7 @@ A leaf of the package: strings and numbers in and out, nothing of problems, solv
 from miofind.finddb.answers import Answer, RankedRows
 from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import LayeredStore, open_layered
-from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
+from miofind.finddb.location import MEMORY, network_file_system, server_url, shipped_paths, told_address, user_path
 from miofind.finddb.migration import Upgrade, upgrade
 from miofind.finddb.open_files import is_database, is_of_database
 from miofind.finddb.ranking import BEST_PER_SOLVER, ties_of_best, usable_rows, without_solvers
@@ -62,8 +62,10 @@ __all__ = [
     "network_file_system",
     "open_layered",
     "refusal",
+    "server_url",
     "shipped_paths",
     "ties_of_best",
+    "told_address",
     "upgrade",
     "usable_rows",
     "user_path",

@@ -69,13 +69,13 @@ def differences(before: Store, after: Store) -> list[Change]:
     Raises:
         DatabaseError: one cannot be read.
     """
-    keys = sorted({*before.problems(), *after.problems()}, key=lambda key: (key.device, key.network_config))
-    return sorted(_changes(keys, before, after), key=_order)
+    return sorted(_changes(before, after), key=_order)
 
 
-def _changes(keys: list[ProblemKey], before: Store, after: Store) -> Iterator[Change]:
-    for key in keys:
-        old, new = before.best(key), after.best(key)
+def _changes(before: Store, after: Store) -> Iterator[Change]:
+    best_before, best_after = before.best_of_all(), after.best_of_all()
+    for key in sorted({*best_before, *best_after}, key=lambda key: (key.device, key.network_config)):
+        old, new = best_before.get(key), best_after.get(key)
         if old is None and new is None:
             continue
         change = Change(key=key, kind=_kind(old, new), before=old, after=new)

@@ -293,6 +293,14 @@ def payload(connection: Connection, problem_id: int) -> Any:
     return connection.execute(select(schema.answer.c.payload).where(schema.answer.c.problem_id == problem_id)).scalar()
 
 
+def payloads(connection: Connection, problems: Iterable[int]) -> dict[int, Any]:
+    """What is stored as the answers of some problems."""
+    table = schema.answer.c
+    chosen = table.problem_id.in_(list(problems))
+    found = connection.execute(select(table.problem_id, table.payload).where(chosen))
+    return {line.problem_id: line.payload for line in found}
+
+
 def rows_of(connection: Connection, problem_id: int) -> list[Row]:
     """All rows of a problem, by solver, configuration and time."""
     return [_row(values) for values in _of_problem(connection, _ROW_COLUMNS, _ROW_ORDER, problem_id)]

@@ -212,11 +212,12 @@ def open_layered(database: str | Path | None = None, *, strict: bool = False) ->
     """The user's FindDB over the shipped ones; nothing is opened before its first use.
 
     Args:
-        database: path of the user's FindDB; None for MIOFIND_DB, else the user's data directory.
+        database: the user's FindDB, a file's path or a server's URL; None for MIOFIND_DB, else a file in the user's
+            data directory.
         strict: raise where it cannot be used, instead of going on in memory with one warning.
 
     Raises:
-        DatabaseError: the path is a server's URL, or MIOFIND_SYSTEM_DB names nothing that exists.
+        DatabaseError: it cannot be the address of a FindDB, or MIOFIND_SYSTEM_DB names nothing that exists.
     """
     user = Store(location.user_path() if database is None else database)
     return LayeredStore(user, [Store(path, read_only=True) for path in location.shipped_paths()], strict=strict)

@@ -108,6 +108,15 @@ def shown_url(url: str) -> str:
     return f"postgresql://{host}/{name}"
 
 
+def told_address(address: str | Path) -> str:
+    """An address as it may be told: a path as it is, a server's URL without who asks."""
+    try:
+        url = server_url(address)
+        return str(address) if url is None else shown_url(url)
+    except DatabaseError:
+        return "a URL that names no FindDB"
+
+
 def _expanded(text: str, name: str) -> Path:
     try:
         if "\0" in text:

@@ -18,7 +18,7 @@ from pathlib import Path
 from sqlalchemy import Connection, update
 
 from miofind.errors import DatabaseError
-from miofind.finddb import entries, location, open_files, schema
+from miofind.finddb import entries, location, migrations, open_files, schema
 from miofind.finddb.sqlite_file import (
     check_writable_place,
     connect,
@@ -35,19 +35,23 @@ class Upgrade:
     """What an upgrade did.
 
     Attributes:
+        database: what was upgraded: a file's path, or a server's URL without who asks.
+        from_version, to_version: of the schema; a server's have names, "" where there were no tables.
         answers: how many were derived anew from their measurements, since an older release had other rules for them.
         backup: the file as it was, None where there was nothing to do.
     """
 
-    path: Path
-    from_version: int
-    to_version: int
+    database: str
+    from_version: int | str
+    to_version: int | str
     answers: int
     backup: Path | None
 
 
-def upgrade(path: str | Path) -> Upgrade:
+def upgrade(address: str | Path) -> Upgrade:
     """Bring a FindDB to this release's schema and rules, all of it or nothing; what other processes have stored stays.
+
+    On a server this makes the tables, too, where there are none; no copy of them is kept.
 
     Processes of this release may use the file meanwhile: they wait. Those of an older schema go on with what they have
     open, and refuse the file when they open it again; those of this schema but older rules store by their own.
@@ -57,7 +61,10 @@ def upgrade(path: str | Path) -> Upgrade:
             backup.
         SchemaVersionError: a newer release wrote it.
     """
-    file = location.checked_path(path)
+    url = location.server_url(address)
+    if url is not None:
+        return _upgraded_server(url)
+    file = location.checked_path(address)
     if file is None or not file.exists():
         raise DatabaseError(f"{location.shown(file)} does not exist as a file: correct the path")
     check_writable_place(file)
@@ -93,7 +100,31 @@ def _upgraded(file: Path) -> Upgrade:
                 backup.unlink(missing_ok=True)
             raise
     return Upgrade(
-        path=file, from_version=version, to_version=schema.SCHEMA_VERSION, answers=len(outdated), backup=backup
+        database=str(file), from_version=version, to_version=schema.SCHEMA_VERSION, answers=len(outdated), backup=backup
+    )
+
+
+def _upgraded_server(url: str) -> Upgrade:
+    from miofind.finddb.server import Server
+
+    def derive(connection: Connection) -> int:
+        outdated = entries.outdated(connection)
+        for problem_id in outdated:
+            entries.rebuild(connection, problem_id)
+        return len(outdated)
+
+    server = Server(url)
+    try:
+        version = server.bring_up()
+        answers = server.transact(derive, alone=True)
+    finally:
+        server.close()
+    return Upgrade(
+        database=server.location,
+        from_version=version or "",
+        to_version=migrations.REVISIONS[-1],
+        answers=answers,
+        backup=None,
     )
 
 

@@ -124,6 +124,20 @@ class Store:
         answer = self.answer(key.device, key.network_config)
         return answer.rows[0] if answer is not None and len(answer.rows) else None
 
+    def best_of_all(self) -> dict[ProblemKey, Row | None]:
+        """The first row of the answer to every problem, in the order of their keys; None where it has none."""
+
+        def read(connection: Connection, batch: Mapping[int, ProblemKey]) -> list[tuple[ProblemKey, Row | None]]:
+            payloads, packing = entries.payloads(connection, batch), self._database.packing
+            found = []
+            for number, key in batch.items():
+                stored = payloads.get(number)
+                answer = None if stored is None else _decode(key.device, key.network_config, stored, packing)
+                found.append((key, answer.rows[0] if answer is not None and len(answer.rows) else None))
+            return found
+
+        return dict(pair for batch in self._database.in_batches(None, read) for pair in batch)
+
     def answer(self, device: str, network_config: str) -> Answer | None:
         """What is known of a problem on a device, None if nothing is."""
         with self._database.read() as connection:
@@ -410,6 +424,8 @@ class Store:
 
     def _add_checked(self, histories: Iterable[History]) -> int:
         added = list(histories)
+        if not added:
+            self._database.prepare_to_write()
         return self._database.transact(lambda connection: entries.add(connection, added))
 
     def _knows(self, connection: Connection, device: str) -> bool:
@@ -430,11 +446,14 @@ def _database(address: str | Path, *, read_only: bool) -> Database:
     return Server(url, read_only=read_only)
 
 
-@functools.lru_cache(maxsize=_MOST_ANSWERS)  # of the text, so that what others write meanwhile is seen
-def _decoded(device: str, network_config: str, payload: Any, packing: HistoryCodec | None = None) -> Answer:
+def _decode(device: str, network_config: str, payload: Any, packing: HistoryCodec | None = None) -> Answer:
     with legible():
         text = payload if packing is None else packing.answer_text(device, network_config, payload)
         return answers.decode(device, network_config, text)
+
+
+# Of the text, so that what others write meanwhile is seen.
+_decoded = functools.lru_cache(maxsize=_MOST_ANSWERS)(_decode)
 
 
 def _prune_problem(connection: Connection, number: int, what: Prune, *, keep: bool) -> int:

@@ -35,7 +35,17 @@ from miofind.device.device import Device, device_text
 from miofind.errors import DatabaseError
 from miofind.files import replacing
 from miofind.find.row_check import RowCheck
-from miofind.finddb import SCHEMA_VERSION, Prune, Stats, Store, is_of_database, shipped_paths, upgrade, user_path
+from miofind.finddb import (
+    SCHEMA_VERSION,
+    Prune,
+    Stats,
+    Store,
+    is_of_database,
+    shipped_paths,
+    told_address,
+    upgrade,
+    user_path,
+)
 from miofind.solver.registry import Registry
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -73,12 +83,13 @@ def _reading(database: str | None) -> Iterator[Store]:
         DatabaseError: the FindDB does not exist or cannot be read.
     """
     with Store(database or user_path(), read_only=True) as store:
-        if store.path is None or not store.path.exists():
+        if store.in_memory or not store.exists:
+            where = store.where if store.in_memory else store.location
             raise DatabaseError(
-                f"there is no FindDB at {store.path or store.where} yet: fill it with `miofind tune`, or name another "
-                "with --db"
+                f"there is no FindDB at {where} yet: fill it with `miofind tune`, or name another with --db"
             )
-        yield store.open()
+        with store.open().one_instant():
+            yield store
 
 
 def _writing(database: str | None) -> Store:
@@ -91,7 +102,7 @@ def _writing(database: str | None) -> Store:
 @verbose_option
 def path_(database: str | None, as_json: bool) -> None:
     """Print the paths of the user's FindDB and of the shipped ones."""
-    user, shipped = database or user_path(), [str(path) for path in shipped_paths()]
+    user, shipped = told_address(database or user_path()), [str(path) for path in shipped_paths()]
     if as_json:
         print_json({"user": user, "shipped": shipped})
         return
@@ -109,10 +120,10 @@ def stats(database: str | None, as_json: bool) -> None:
     with _reading(database) as store:
         found = store.stats()
         if as_json:
-            print_json({"database": str(store.path)} | asdict(found))
+            print_json({"database": store.location} | asdict(found))
             return
         print_text(
-            f"{store.path}: {found.problems} problems, {found.rows} measurements, {found.scopes} finds, "
+            f"{store.location}: {found.problems} problems, {found.rows} measurements, {found.scopes} finds, "
             f"{found.verdicts} verdicts, {found.rechecks} to measure again, {bytes_text(found.file_bytes)}"
         )
     for what, counts in _counts(found).items():
@@ -151,9 +162,9 @@ def show(line: tuple[str, ...], everything: bool, database: str | None, as_json:
         wanted = [problem.network_config for problem in problems_of(line)]
         keys = [key for key in store.problems() if key.network_config in wanted]
         found = [HistoryView.of(store, key, everything=everything) for key in keys]
-        where = store.path
+        where = store.location
     if as_json:
-        print_json({"database": str(where), "problems": [view.json for view in found]})
+        print_json({"database": where, "problems": [view.json for view in found]})
         return
     for view in found:
         show_history(view)
@@ -216,16 +227,16 @@ def merge(files: tuple[str, ...], database: str | None, as_json: bool) -> None:
     with _writing(database) as store:
         added = 0
         for file in files:
-            with Store(file, read_only=True) as other:
+            with Store(file, read_only=True) as other, other.one_instant():
                 added += store.merge(other)
         _print_added(added, store, as_json)
 
 
 def _print_added(added: int, store: Store, as_json: bool) -> None:
     if as_json:
-        print_json({"database": str(store.path), "added": added})
+        print_json({"database": store.location, "added": added})
     else:
-        print_text(f"{added} measurements, finds and verdicts were new to {store.path}")
+        print_text(f"{added} measurements, finds and verdicts were new to {store.location}")
 
 
 @_command("check", "miofind db check", "miofind db check results.db")
@@ -240,7 +251,7 @@ def check(file: str | None, database: str | None, as_json: bool) -> None:
     rows = RowCheck(Registry.default())
     with _reading(one_of(file, database)) as store:
         findings = store.check(rows)
-        where, version = str(store.path), store.schema_version
+        where, version = store.location, store.schema_version
     if as_json:
         report = {"database": where, "schema_version": version, "sound": not findings, "findings": list(findings)}
         print_json(report | {"rows_checked": rows.checked, "rows_void": rows.void})
@@ -278,10 +289,10 @@ def prune(what: str, device: Device, database: str | None, as_json: bool) -> Non
         removed = store.prune(what, device=device.identity)
         left = store.stats()
     if as_json:
-        print_json({"database": str(store.path), "removed": removed, "rows": left.rows})
+        print_json({"database": store.location, "removed": removed, "rows": left.rows})
         return
     size = left.file_bytes if store.path is None else store.path.stat().st_size  # a file shrinks when it is closed
-    print_text(f"{removed} measurements removed, {left.rows} left in {store.path} ({bytes_text(size)})")
+    print_text(f"{removed} measurements removed, {left.rows} left in {store.location} ({bytes_text(size)})")
     if what == Prune.FAILED.value and removed:
         print_note("problems whose failures were removed are measured again by the next `miofind tune --force`")
 
@@ -292,18 +303,20 @@ def upgrade_(database: str | None, as_json: bool) -> None:
 
     Answers are derived anew from the measurements where this release has other rules for them. A copy of the file is
     kept beside it, and its name is printed. The upgrade is done whole or not at all. Releases of an older schema refuse
-    the file from then on.
+    the file from then on. On a server the tables are made, too, where there are none, and no copy is kept: back it up.
     """
     done = upgrade(database or user_path())
     if as_json:
         versions = {"from_version": done.from_version, "to_version": done.to_version}
         backup = None if done.backup is None else str(done.backup)
-        print_json({"database": str(done.path)} | versions | {"answers": done.answers, "backup": backup})
+        print_json({"database": done.database} | versions | {"answers": done.answers, "backup": backup})
         return
-    if done.backup is None:
-        print_text(f"{done.path} has schema version {done.to_version} already, and the answers of this release")
+    is_new_schema = done.from_version != done.to_version
+    if not is_new_schema and not done.answers and done.backup is None:
+        print_text(f"{done.database} has schema version {done.to_version} already, and the answers of this release")
         return
-    if done.from_version != done.to_version:
-        print_text(f"{done.path}: schema version {done.from_version} is now {done.to_version}")
-    print_text(f"{done.path}: {done.answers} answers are derived anew from their measurements")
-    print_text(f"  the file as it was: {done.backup}")
+    if is_new_schema:
+        print_text(f"{done.database}: schema version {done.from_version or 'none'} is now {done.to_version}")
+    print_text(f"{done.database}: {done.answers} answers are derived anew from their measurements")
+    if done.backup is not None:
+        print_text(f"  the file as it was: {done.backup}")

@@ -13,7 +13,7 @@ from miofind.cli.output import Sheet, print_json, print_text, ratio_text, time_t
 from miofind.cli.session import verbose_option
 from miofind.device.device import device_text
 from miofind.errors import InvalidOptionError
-from miofind.finddb import Change, ChangeKind, Comparison, Row, Store, differences, user_path
+from miofind.finddb import Change, ChangeKind, Comparison, Row, Store, differences, told_address, user_path
 from miofind.solver.steps import config_text
 
 _COLUMNS = (
@@ -40,7 +40,12 @@ def diff(before: str, second: str | None, name: str, database: str | None, as_js
     how much a winner beat the other FindDB's winner: the 95 % interval of the loser's time over the winner's.
     """
     after = one_of(second, database) or user_path()
-    with Store(before, read_only=True) as old, Store(after, read_only=True) as new:
+    with (
+        Store(before, read_only=True) as old,
+        Store(after, read_only=True) as new,
+        old.one_instant(),
+        new.one_instant(),
+    ):
         changes = [each for each in differences(old, new) if name.casefold() in device_text(each.key.device).casefold()]
         known = {device_text(key.device) for store in (old, new) for key in store.problems()} if not changes else set()
     if name and not changes and not any(name.casefold() in device.casefold() for device in known):
@@ -49,7 +54,7 @@ def diff(before: str, second: str | None, name: str, database: str | None, as_js
     if as_json:
         counted = {kind.value: counts[kind] for kind in ChangeKind}
         listed = [_json(change) for change in changes if _is_listed(change)]
-        print_json({"before": before, "after": after, "counts": counted, "changes": listed})
+        print_json({"before": told_address(before), "after": told_address(after), "counts": counted, "changes": listed})
         return
     _print_sheets([change for change in changes if _is_listed(change)])
     told = ", ".join(f"{counts[kind]} {kind.value}" for kind in ChangeKind)

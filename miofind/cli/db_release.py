@@ -38,6 +38,8 @@ def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> Non
     keep = Shipping(Registry.default())
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
+        for store in stores:
+            stack.enter_context(store.one_instant())
         device = _device_of(stores, name)
         rules = ReleaseRules(
             keep=lambda key, row: key.device == device and keep(key, row),

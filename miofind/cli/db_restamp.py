@@ -15,7 +15,7 @@ from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler
 from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.find.restamp import Restamped, codes, read_codes, restamped, write_codes
-from miofind.finddb import Store, user_path
+from miofind.finddb import Store, told_address, user_path
 from miofind.suites.text import read_lines
 
 
@@ -32,11 +32,11 @@ def code(source: str | None, database: str | None, as_json: bool) -> None:
     are left out. With --json the lines are one array.
     """
     where = one_of(source, database) or user_path()
-    with Store(where, read_only=True) as store:
+    with Store(where, read_only=True) as store, store.one_instant():
         found = codes(store, Compiler(BinaryCache()))
         first = list(itertools.islice(found, 1))
         if not first:
-            print_note(f"no kernels: {where} has no usable rows of a GPU")
+            print_note(f"no kernels: {store.location} has no usable rows of a GPU")
         if as_json:
             print_json([asdict(each) for each in (*first, *found)])
             return
@@ -67,16 +67,18 @@ def restamp(old: str, new: Path, written: Path, as_json: bool) -> None:
     """
     if new.exists():
         raise InvalidOptionError(f"{new} is there already: name a file that is not")
-    told = Restamped()
-    with Store(old, read_only=True) as store:
+    counts = Restamped()
+    with Store(old, read_only=True) as store, store.one_instant():
         other = read_codes(read_lines(written), str(written))
-        carried = list(restamped(store, other, Compiler(BinaryCache()), told))
+        carried = list(restamped(store, other, Compiler(BinaryCache()), counts))
     if not carried:
-        raise DatabaseError(f"no row of {old} can be carried over: {told.unknown} unknown, {told.different} different")
+        raise DatabaseError(
+            f"no row of {told_address(old)} can be carried over: {counts.unknown} unknown, {counts.different} different"
+        )
     with Store(new) as store:
         store.add(carried)
     if as_json:
-        print_json({"database": str(new), "problems": len(carried)} | asdict(told))
+        print_json({"database": str(new), "problems": len(carried)} | asdict(counts))
         return
-    print_text(f"{new}: {told.rows} rows of {len(carried)} problems")
-    print_text(f"  left behind: {told.different} of other code, {told.unknown} of which {written} says nothing")
+    print_text(f"{new}: {counts.rows} rows of {len(carried)} problems")
+    print_text(f"  left behind: {counts.different} of other code, {counts.unknown} of which {written} says nothing")

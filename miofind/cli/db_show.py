@@ -118,16 +118,16 @@ def _show_verdict(verdict: Verdict) -> None:
 
 def list_problems(store: Store, as_json: bool) -> None:
     """Print every problem with its best row."""
-    found = [(key, store.best(key)) for key in store.problems()]
+    found = list(store.best_of_all().items())
     if as_json:
-        print_json({"database": str(store.path), "problems": [_listed_json(key, row) for key, row in found]})
+        print_json({"database": store.location, "problems": [_listed_json(key, row) for key, row in found]})
         return
     for device, group in itertools.groupby(found, key=lambda item: item[0].device):
         made = Sheet(device_text(device), _LIST, right=_LIST[3:], fold=("config", "problem"))
         for key, row in group:
             made.add(key.network_config, *_best_cells(key, row))
         made.print()
-    print_text(f"{len(found)} problems in {store.path}")
+    print_text(f"{len(found)} problems in {store.location}")
 
 
 def _best_cells(key: ProblemKey, row: Row | None) -> tuple[str, ...]:

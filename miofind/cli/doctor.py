@@ -22,7 +22,16 @@ from miofind.compiler import BinaryCache, CacheStats, nvrtc_version
 from miofind.device.device import INSTALL_CUDA, Device, Library, cuda_device_count
 from miofind.device.environment import versions
 from miofind.errors import DatabaseError, MiofindError
-from miofind.finddb import MEMORY, ProblemKey, Store, network_file_system, shipped_paths, user_path
+from miofind.finddb import (
+    MEMORY,
+    ProblemKey,
+    Store,
+    network_file_system,
+    server_url,
+    shipped_paths,
+    told_address,
+    user_path,
+)
 
 Result = TypeVar("Result")
 
@@ -149,9 +158,10 @@ def _database(path: str, kind: str, known: set[ProblemKey]) -> _Database:
     Args:
         known: a set; the problems that the FindDB has solutions of are added.
     """
+    shown = told_address(path)
     try:
         if kind == "user" and not _exists(path):
-            return _Database(path=path, kind=kind, note="made when the first find is recorded")
+            return _Database(path=shown, kind=kind, note="made when the first find is recorded")
         with Store(path, read_only=kind == "shipped") as store:
             if kind == "user":
                 store.add(())  # what a find would do: refused where the file cannot be written
@@ -163,8 +173,10 @@ def _database(path: str, kind: str, known: set[ProblemKey]) -> _Database:
                 stats = store.stats()
                 devices, rows, size = stats.by_device, stats.rows, stats.file_bytes
     except Exception as error:
-        return _Database(path=path, kind=kind, usable=False, note=str(error))
-    return _Database(path=path, kind=kind, problems=sum(devices.values()), rows=rows, bytes=size, devices=dict(devices))
+        return _Database(path=shown, kind=kind, usable=False, note=str(error))
+    return _Database(
+        path=shown, kind=kind, problems=sum(devices.values()), rows=rows, bytes=size, devices=dict(devices)
+    )
 
 
 def _exists(path: str) -> bool:
@@ -175,6 +187,9 @@ def _exists(path: str) -> bool:
     """
     if path == MEMORY:
         return True
+    if server_url(path) is not None:
+        with Store(path) as store:
+            return store.exists
     file = Path(path).expanduser()
     if file.exists():
         return True
@@ -196,9 +211,14 @@ def _show(found: _Examination) -> None:
     _section("FindDBs, in the order they are asked", [_database_line(database) for database in found.databases])
     _show_coverage(found)
     _section("Binary cache", [_cache_line(found.cache)])
-    variables = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    variables = [f"{name}={value}" for name, value in _environment().items()]
     if variables:
         _section("Environment", variables)
+
+
+def _environment() -> dict[str, str]:
+    """The variables that are set; a server's URL without who asks."""
+    return {name: told_address(os.environ[name]) for name in _VARIABLES if name in os.environ}
 
 
 def _section(title: str, lines: list[str]) -> None:
@@ -250,7 +270,7 @@ def _json(found: _Examination) -> dict[str, object]:
         "suites": {suite.name: len(suite) for suite in found.suites},
         "coverage": [_coverage_json(held) for held in found.coverage],
         "binary_cache": None if found.cache is None else _cache_json(found.cache),
-        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "environment": _environment(),
         "missing": found.missing,
     }
 

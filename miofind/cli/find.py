@@ -31,7 +31,7 @@ from miofind.device.device import Device
 from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, NoPlaceError, NoSolutionError
 from miofind.find.plan import wider_bounds
-from miofind.finddb import user_path
+from miofind.finddb import told_address, user_path
 from miofind.options import FindOptions, Order
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Gaps, Solution
@@ -43,14 +43,14 @@ class _Found:
 
     Attributes:
         measured: number of candidates that the FindDB has times of.
-        database: the file of that FindDB.
+        database: where that FindDB is, None in memory.
         wider_bounds: by solver, the number of default configurations that only `max_error` lets in.
     """
 
     problem: ProblemDescription
     solutions: list[Solution] = field(default_factory=list)
     measured: int = 0
-    database: Path | None = None
+    database: str | None = None
     wider_bounds: dict[str, int] = field(default_factory=dict)
 
 
@@ -175,7 +175,7 @@ def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> 
             history = store.history(handle.device.identity, problem.network_config)
             if history is not None:
                 measured = {row.candidate for row in history.rows if row.time_ms is not None}
-                return replace(found, measured=len(measured), database=store.path)
+                return replace(found, measured=len(measured), database=None if store.in_memory else store.location)
     return found
 
 
@@ -213,7 +213,7 @@ def _show(found: _Found, top: int | None, options: FindOptions) -> None:
         left_out = ", ".join(f"{count} of {name}" for name, count in found.wider_bounds.items())
         print_text(f"configurations left out for wider error bounds, unless --max-error lets them in: {left_out}")
     if found.measured > len(solutions) and found.database is not None:
-        named = "" if str(found.database) == user_path() else f" --db {shlex.quote(str(found.database))}"
+        named = "" if found.database == told_address(user_path()) else f" --db {shlex.quote(found.database)}"
         print_text(
             f"the FindDB has times of {found.measured} in all: "
             f"`miofind db show --all{named} {problem.network_config}` lists them"

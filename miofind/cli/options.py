@@ -17,7 +17,7 @@ from miofind.cli.output import print_note
 from miofind.device.device import Device
 from miofind.errors import NoDeviceError, UnknownSolverError, suggestion
 from miofind.find.search import DEFAULT_PATIENCE
-from miofind.finddb.location import checked_path
+from miofind.finddb.location import checked_path, server_url, shown_url, told_address
 from miofind.options import FindEnforce, FindMode, FindOptions, Order
 from miofind.solver.registry import Registry
 
@@ -110,7 +110,7 @@ class OutputFile(click.Path):
 
 
 class FindDBFile(click.ParamType):  # type: ignore[type-arg]
-    """The path of a FindDB as text: an existing one, or a new one in an existing folder."""
+    """The address of a FindDB: an existing file, a new one in an existing folder, or a server's URL."""
 
     name = "FindDB"
 
@@ -118,6 +118,10 @@ class FindDBFile(click.ParamType):  # type: ignore[type-arg]
         self._must_exist = must_exist
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        url = server_url(value)
+        if url is not None:
+            shown_url(url)
+            return url
         path = checked_path(value)
         if path is None and not self._must_exist:
             return str(value)
@@ -138,7 +142,7 @@ def _check_folder(
 
 def _new_database(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """The path as it is; a note tells of a new file, which a typing error would make."""
-    path = checked_path(value) if value else None
+    path = checked_path(value) if value and server_url(value) is None else None
     if path is not None and not path.exists():
         print_note(f"there is no FindDB at {value} yet: a new one begins there")
     return value
@@ -159,7 +163,7 @@ def db_option(*, may_begin: bool = True, about: str = "FindDB to read and write.
         "database",
         callback=_new_database if may_begin else None,
         type=FindDBFile(must_exist=not may_begin),
-        metavar="PATH",
+        metavar="PATH|URL",
         help=f"{about}  [default: MIOFIND_DB, else the user's]",
     )
 
@@ -171,7 +175,7 @@ def one_of(named: str | None, database: str | None) -> str | None:
         UsageError: both name one.
     """
     if named is not None and database is not None:
-        raise click.UsageError(f"name the FindDB once: {named} or --db {database}")
+        raise click.UsageError(f"name the FindDB once: {told_address(named)} or --db {told_address(database)}")
     return database if named is None else named
 
 

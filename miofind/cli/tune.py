@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -166,10 +165,10 @@ def _devices(
 
 
 def _forecast_database(database: str | None) -> str:
-    """The FindDB to read: one in memory where the file does not exist, since a forecast makes no file."""
+    """The FindDB to read: one in memory where there is none yet, since a forecast makes none."""
     named = user_path() if database is None else database
-    path = Store(named).path
-    return named if path is not None and os.path.exists(path) else MEMORY
+    with Store(named) as store:
+        return named if store.exists else MEMORY
 
 
 def _options(values: dict[str, Any], *, recheck: bool, stored: bool) -> TuneOptions:

@@ -166,8 +166,8 @@ def _calls_ms(results: Iterable[TuneResult], kind: str) -> float:
 
 
 def _database(handle: Handle) -> str:
-    path = handle.database.user.path
-    return "in memory" if path is None else str(path)
+    store = handle.database.user
+    return "in memory" if store.in_memory else store.location
 
 
 def _result_json(result: TuneResult) -> dict[str, object]:

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from miofind.core.network_config import ConvolutionArguments, parse_network_config
 from miofind.core.problem import ProblemDescription
@@ -161,12 +160,12 @@ _sharing = threading.Lock()
 def shared_warm_start(database: LayeredStore, device: str) -> WarmStart:
     """Those of a kind of device that all in this process share who have the same FindDBs open."""
     with _sharing:
-        return _made(tuple(store.path or store for store in database.layers), device)
+        return _made(tuple(store if store.in_memory else store.location for store in database.layers), device)
 
 
 @functools.lru_cache(maxsize=64)
-def _made(stores: tuple[Path | Store, ...], device: str) -> WarmStart:
-    """That of FindDBs, by file; one in memory has its own."""
+def _made(stores: tuple[str | Store, ...], device: str) -> WarmStart:
+    """That of FindDBs, by where they are; one in memory has its own."""
     return WarmStart(device)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import IDENTITY, Library, device_text
 from miofind.errors import DatabaseError, InvalidConfigError, InvalidProblemError
-from miofind.finddb import Answer, History, Row, Store
+from miofind.finddb import Answer, History, Row, Store, told_address
 from miofind.report.results import (
     AGAINST_CUDNN,
     OWN_AGAINST_CUDNN,
@@ -26,16 +26,19 @@ MIN_TRIALS = 16
 MAX_CURVES = 200
 
 
-def read_finddb(path: str | Path) -> SourceContent:
+def read_finddb(address: str | Path) -> SourceContent:
     """What a FindDB holds: one result for each problem of which something is usable.
 
     Raises:
         DatabaseError: it is not there, or cannot be read.
     """
-    with Store(path, read_only=True) as store:
-        if store.path is None or not store.path.exists():
-            raise DatabaseError(f"there is no FindDB at {path}: name a file, or fill one with `miofind tune`")
-        return _content(store.open(), str(path))
+    with Store(address, read_only=True) as store:
+        if store.in_memory or not store.exists:
+            raise DatabaseError(
+                f"there is no FindDB at {told_address(address)}: name another, or fill one with `miofind tune`"
+            )
+        with store.open().one_instant():
+            return _content(store, told_address(address))
 
 
 def _content(store: Store, name: str) -> SourceContent:

@@ -35,7 +35,8 @@ class Handle:
 
     Args:
         device: a Device, a CUDA ordinal, "cuda", "cuda:N", "cpu", or None for the current GPU, else the CPU place.
-        database: path of the user FindDB; None for MIOFIND_DB, else the user's data directory.
+        database: the user FindDB, a file's path or a PostgreSQL server's URL; None for MIOFIND_DB, else a file in the
+            user's data directory.
         strict: raise DatabaseError where the user FindDB cannot be used, instead of going on in memory.
         compiler: shared compiler; None for one over the user's binary cache.
         registry: the solvers that finds and runs know; None for all of miofind and of the other packages installed.

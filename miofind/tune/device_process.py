@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class DeviceProcessSetup:
     Attributes:
         number: the device's, in events.
         device: as the process sees it.
-        database: path of the user FindDB.
+        database: address of the user FindDB, which may hold a password.
         cache_directory: of the binary cache; None for the user's.
         compile_workers: processes that compile ahead; 0 for none.
         registry: the parent's solvers.
@@ -35,7 +35,7 @@ class DeviceProcessSetup:
 
     number: int
     device: Device
-    database: str
+    database: str = field(repr=False)
     cache_directory: Path | None
     options: TuneOptions
     compile_workers: int

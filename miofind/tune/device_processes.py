@@ -114,7 +114,7 @@ def _setup(number: int, handle: Handle, options: TuneOptions, workers: int) -> D
     return DeviceProcessSetup(
         number=number,
         device=replace(device, index=0) if device.uuid else device,  # it sees no other GPU
-        database=str(handle.database.user.path),
+        database=handle.database.user.address,
         cache_directory=handle.compiler.cache.directory,
         options=options,
         compile_workers=workers,

@@ -88,8 +88,8 @@ def tune(
     for handle in handles:
         options.find.check_names(handle.registry)
         handle.database.user.add(())  # refuses now, not after the first problem
-    if len(handles) > 1 and any(handle.database.user.path is None for handle in handles):
-        raise DatabaseError("processes on several devices share no FindDB in memory: name a file")
+    if len(handles) > 1 and any(handle.database.user.in_memory for handle in handles):
+        raise DatabaseError("processes on several devices share no FindDB in memory: name a file or a server")
     tasks = tasks_of(requests, handles, options)
     queue = TaskQueue(tasks, seconds=options.stop_after_s)
     log = _Log(tasks, on_event)

@@ -343,7 +343,7 @@ def test_a_dry_run_makes_no_finddb(tmp_path: Path) -> None:
     for asked in ((*FORWARD,), ("--recheck",)):
         run("tune", *asked, *HERE, "--dry-run", "--db", str(tmp_path / "new.db"))
     assert "new" not in " ".join(path.name for path in tmp_path.rglob("*"))
-    assert "on http" in run("tune", *FORWARD, *HERE, "--dry-run", "--db", "http://host/x", code=4).stderr
+    assert "named by http" in run("tune", *FORWARD, *HERE, "--dry-run", "--db", "http://host/x", code=4).stderr
 
 
 @pytest.mark.parametrize(

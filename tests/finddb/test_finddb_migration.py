@@ -134,7 +134,7 @@ def test_an_upgraded_file_holds_what_it_held_and_a_new_ones_tables(old, tmp_path
         expected, answered = contents(same), answers(same)
     make(old)
     done = upgrade(old)
-    assert (done.path, done.from_version, done.to_version) == (old, 1, SCHEMA_VERSION)
+    assert (done.database, done.from_version, done.to_version) == (str(old), 1, SCHEMA_VERSION)
     assert done.answers == 1, "one held a row of older code"
     with Store(old, read_only=True) as store:
         assert store.schema_version == SCHEMA_VERSION
