@@ -19,6 +19,7 @@
     ├── MeasurementError         a solution could not be timed
     ├── DatabaseError            a FindDB that cannot be used as asked
     │   └── SchemaVersionError   a FindDB of another schema version
+    ├── ModelError               a model of candidates' times that cannot be read, written or trained
     └── SolutionFileError        a saved solution that cannot be loaded
 
 A message says what, where, the offending value and what to do. `exit_code` is what the command line ends with. `str` of
@@ -174,6 +175,10 @@ class DatabaseError(MiofindError):
 
 class SchemaVersionError(DatabaseError):
     """A FindDB of a schema version that this release does not read."""
+
+
+class ModelError(MiofindError):
+    """A model of candidates' times that cannot be read or written, or that is not worth writing."""
 
 
 class SolutionFileError(MiofindError, ValueError):

@@ -50,3 +50,20 @@ def replacing(path: Path) -> Iterator[TextIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all, in the place of what was there; a link is followed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(os.path.realpath(path))
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    target = temporary.open("xb")
+    try:
+        with target:
+            target.write(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

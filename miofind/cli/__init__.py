@@ -33,6 +33,7 @@ _COMMANDS = {
     "bench": "miofind.cli.bench:bench_",
     "report": "miofind.cli.report:report",
     "db": "miofind.cli.db:db",
+    "train": "miofind.cli.train:train",
 }
 
 

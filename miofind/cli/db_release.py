@@ -40,7 +40,7 @@ def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> Non
         stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
         for store in stores:
             stack.enter_context(store.one_instant())
-        device = _device_of(stores, name)
+        device = one_device(stores, name)
         rules = ReleaseRules(
             keep=lambda key, row: key.device == device and keep(key, row),
             void=lambda key, row: key.device == device and keep.is_lost(key, row),
@@ -57,8 +57,8 @@ def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> Non
     _print(path, made, keep)
 
 
-def _device_of(stores: Sequence[Store], name: str) -> str:
-    """The kind of device that a release is made for.
+def one_device(stores: Sequence[Store], name: str) -> str:
+    """The kind of device that what is made of FindDBs is for.
 
     Raises:
         InvalidOptionError: the sources know several, or none, with that in its name.

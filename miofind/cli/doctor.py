@@ -1,4 +1,4 @@
-"""`miofind doctor`: missing parts, devices, libraries, FindDBs and coverage; it never fails and writes nothing."""
+"""`miofind doctor`: missing parts, devices, libraries, FindDBs, models, coverage; it never fails and writes nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_text
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, CacheStats, nvrtc_version
-from miofind.device.device import INSTALL_CUDA, Device, Library, cuda_device_count
+from miofind.device.device import INSTALL_CUDA, Device, Library, cuda_device_count, device_text
 from miofind.device.environment import versions
 from miofind.errors import DatabaseError, MiofindError
+from miofind.find.immediate.model import read_model
+from miofind.find.immediate.ranker import Ranker
+from miofind.find.immediate.shipped import model_paths
 from miofind.finddb import (
     MEMORY,
     ProblemKey,
@@ -32,6 +35,7 @@ from miofind.finddb import (
     told_address,
     user_path,
 )
+from miofind.solver.registry import Registry
 
 Result = TypeVar("Result")
 
@@ -61,6 +65,17 @@ class _Database:
     devices: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """One model in force: what held-out problems showed of it, and the solvers that changed since."""
+
+    path: str
+    device: str
+    problems: int
+    regrets: dict[str, float]
+    changed: list[str]
+
+
 @dataclass(slots=True)
 class _Examination:
     """The findings; `missing` says what to do."""
@@ -71,6 +86,7 @@ class _Examination:
     suites: list[SuiteLayers] = field(default_factory=list)
     known: set[ProblemKey] = field(default_factory=set)
     coverage: list[DeviceCoverage] = field(default_factory=list)
+    models: list[_Model] = field(default_factory=list)
     cache: CacheStats | None = None
     missing: list[str] = field(default_factory=list)
 
@@ -109,6 +125,10 @@ def doctor(asks_all: bool, as_json: bool) -> None:
     covered = found.attempt("coverage", lambda: coverage(found.known, found.suites, answered_finds, sample))
     found.coverage = covered or []
     found.missing += [f"{db.kind} FindDB {db.path}: {db.note}" for db in found.databases if not db.usable]
+    for path in found.attempt("models", model_paths) or ():
+        if (model := found.attempt(f"model {path}", lambda path=path: _model(path))) is not None:  # type: ignore[misc]
+            found.models.append(model)
+    _find_changed_solvers(found)
     found.cache = found.attempt("binary cache", lambda: BinaryCache().stats())
     if found.cache is not None and found.cache.directory is None:
         found.missing.append("binary cache: the disk cannot be used, kernels are compiled in every process")
@@ -179,6 +199,30 @@ def _database(path: str, kind: str, known: set[ProblemKey]) -> _Database:
     )
 
 
+def _model(path: Path) -> _Model:
+    """One model, read as a find would read it."""
+    model = read_model(path)
+    ranker = Ranker(model)
+    suffix = " regret"
+    return _Model(
+        path=str(path),
+        device=model.device,
+        problems=int(model.report.get("problems", 0)),
+        regrets={name.removesuffix(suffix): value for name, value in model.report.items() if name.endswith(suffix)},
+        changed=sorted(solver.id for solver in Registry.default().values() if ranker.is_stale(solver)),
+    )
+
+
+def _find_changed_solvers(found: _Examination) -> None:
+    """Say which solvers models know in another version: their plain estimates stand in."""
+    for model in found.models:
+        if model.changed:
+            found.missing.append(
+                f"model {model.path}: {', '.join(model.changed)} changed since it was trained, so that their estimates "
+                "are not corrected: train it anew with `miofind train`"
+            )
+
+
 def _exists(path: str) -> bool:
     """Whether the user's FindDB exists.
 
@@ -210,6 +254,8 @@ def _show(found: _Examination) -> None:
     _section("Libraries", [", ".join(names) or "none"])
     _section("FindDBs, in the order they are asked", [_database_line(database) for database in found.databases])
     _show_coverage(found)
+    if found.models:
+        _section("Models of times, for what no FindDB knows", [_model_line(model) for model in found.models])
     _section("Binary cache", [_cache_line(found.cache)])
     variables = [f"{name}={value}" for name, value in _environment().items()]
     if variables:
@@ -243,6 +289,11 @@ def _database_line(database: _Database) -> str:
     return f"{database.kind:7} {database.path}: {database.note or told}"
 
 
+def _model_line(model: _Model) -> str:
+    regrets = ", ".join(f"{name} {100 * value:.1f} %" for name, value in sorted(model.regrets.items()))
+    return f"{model.path}: {device_text(model.device)}, {model.problems} problems; off the best: {regrets or 'unknown'}"
+
+
 def _show_coverage(found: _Examination) -> None:
     """Print the coverage of all FindDBs together: in full for the GPUs here, or for every device where no GPU is."""
     _section("Coverage", [] if found.coverage else ["nothing yet"])
@@ -269,6 +320,7 @@ def _json(found: _Examination) -> dict[str, object]:
         "databases": [asdict(database) for database in found.databases],
         "suites": {suite.name: len(suite) for suite in found.suites},
         "coverage": [_coverage_json(held) for held in found.coverage],
+        "models": [asdict(model) for model in found.models],
         "binary_cache": None if found.cache is None else _cache_json(found.cache),
         "environment": _environment(),
         "missing": found.missing,

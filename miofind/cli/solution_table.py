@@ -25,7 +25,7 @@ _COLUMNS = (
 )
 _NUMBERS = ("#", "ms", "vs best", "TFLOP/s", "workspace", "error")
 _MEANINGS = {
-    "predicted": "estimated by the solver, not measured",
+    "predicted": "expected by a model or the solver's estimate, not measured",
     "cut off": "far behind at its first run and timed no further: the time is rough",
     "contended": "something else used the device meanwhile: the time may be too long",
     "tie": "as fast as the best, as far as the measurements tell; the smaller workspace comes first, then the smaller "
@@ -94,4 +94,5 @@ def solution_json(solution: Solution) -> dict[str, object]:
         "samples": solution.samples,
         "cut_off": solution.cut_off,
         "contended": solution.contended,
+        "confidence": solution.confidence,
     }

@@ -36,7 +36,7 @@ class Solution:
     Attributes:
         problem, device: what it solves and where.
         solver_id, algorithm, library, config: who solves it and how.
-        time_ms: median time of a run; an estimate where `source` is "predicted".
+        time_ms: median time of a run; where `source` is "predicted" what a model or the solver expects.
         workspace_bytes: bytes of workspace that a run needs.
         deterministic: equal inputs give equal bits.
         max_error: largest |error| / (|x| * |w|) seen in verification; None where it was not run here or before.
@@ -45,6 +45,8 @@ class Solution:
         samples: how many samples `time_ms` is the median of; 0 for an estimate.
         cut_off: it was far behind the best at its first run and timed no further, so that `time_ms` is rough.
         contended: another process computed on the GPU, or throttling did not end, while it was timed: it may be faster.
+        confidence: of a predicted one, the share of problems left out of training of whose predictions one as far ahead
+            of the others was within 10 % of the best; None where nobody knows, and of what was measured.
     """
 
     problem: ProblemDescription
@@ -62,6 +64,7 @@ class Solution:
     samples: int = 0
     cut_off: bool = False
     contended: bool = False
+    confidence: float | None = None
     solution_list: SolutionList = field(compare=False)
     position: int = field(default=0, compare=False)
 

@@ -177,7 +177,7 @@ def test_predictions_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [line for line in text.splitlines() if re.match(r"\d+  ConvCpu", line)]
     assert rows
     assert all(" predicted " in row for row in rows)
-    assert "\npredicted: estimated by the solver, not measured\n" in text
+    assert "\npredicted: expected by a model or the solver's estimate, not measured\n" in text
 
 
 def test_a_find_that_runs_out_of_time_says_so_and_its_answer_too() -> None:

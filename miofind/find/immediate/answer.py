@@ -7,9 +7,13 @@ are no better than a guess, while our own best is within 0.3 % of theirs (geomet
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Library
+from miofind.device.device import Device, Library
+from miofind.find.immediate.ranker import Estimated, Prediction
+from miofind.find.immediate.shipped import ranker_of
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.stored import answers_no_more
 from miofind.find.plan import Plan, Planned, make_plan, nothing_found
@@ -18,6 +22,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, SolutionList, Source, reordered
 from miofind.solver.registry import COMPOSED_SUFFIX
 from miofind.solver.solver import Solver
+from miofind.solvers.pointwise.composed import Composed
 
 
 def predicted(
@@ -120,7 +125,7 @@ def _merged(
 ) -> list[Solution]:
     """Stored solutions in their order, and each prediction before the first of them that it is faster than."""
     found = SolutionList(handle)
-    predictions = [_as_solution(p, problem, found) for p in planned]
+    predictions = [_as_solution(each, found) for each in _ranked(list(planned), problem, handle)]
     merged: list[Solution] = []
     for solution in stored:
         while predictions and predictions[0].time_ms < solution.time_ms:
@@ -129,18 +134,49 @@ def _merged(
     return reordered([*merged, *predictions], handle)
 
 
-def _as_solution(planned: Planned, problem: ProblemDescription, found: SolutionList) -> Solution:
+class _Ranked(NamedTuple):
+    """A candidate and what is predicted of it."""
+
+    planned: Planned
+    prediction: Prediction
+
+
+def _ranked(planned: Sequence[Planned], problem: ProblemDescription, handle: Handle) -> list[_Ranked]:
+    """Candidates with the least predicted time first.
+
+    Of a fused problem the prediction is that of the bare one, by the estimate of the solver's fused form; where a pass
+    follows, its estimated time is added.
+    """
+    estimated = [_estimated(each, problem, handle.device) for each in planned]
+    predictions = ranker_of(handle.device).predictions(problem.bare, handle.device, estimated)
+    found = [
+        _Ranked(each, replace(prediction, time_ms=prediction.time_ms + (each.estimate_ms - bare.estimate_ms)))
+        for each, bare, prediction in zip(planned, estimated, predictions, strict=True)
+    ]
+    return sorted(found, key=lambda each: each.prediction.time_ms)
+
+
+def _estimated(planned: Planned, problem: ProblemDescription, device: Device) -> Estimated:
+    solver, config = planned.solver, planned.candidate.config
+    if isinstance(solver, Composed):
+        return Estimated(solver.inner, config, solver.inner.estimate_ms(problem.bare, device, config))
+    return Estimated(solver, config, planned.estimate_ms)
+
+
+def _as_solution(ranked: _Ranked, found: SolutionList) -> Solution:
+    planned, prediction = ranked
     return Solution(
-        problem=problem,
+        problem=planned.problem,
         device=found.handle.device,
         solver_id=planned.solver.id,
         algorithm=planned.solver.algorithm,
         library=planned.solver.library,
         config=planned.candidate.config,
-        time_ms=planned.estimate_ms,
+        time_ms=prediction.time_ms,
         workspace_bytes=planned.workspace_bytes,
         deterministic=planned.deterministic,
         max_error=None,
         source=Source.PREDICTED,
+        confidence=prediction.confidence,
         solution_list=found,
     )

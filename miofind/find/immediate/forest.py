@@ -1,0 +1,100 @@
+"""Boosted trees as arrays, evaluated with NumPy: all trees take a step down at a time.
+
+A leaf is a node that leads to itself. Whoever made the arrays, an evaluation reads inside them and ends: `Forest.of`
+checks every index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_TREES = 400
+MAX_NODES = (1 << 15) - 1
+MAX_DEPTH = 16
+_MOST = 64
+
+ARRAYS = {"roots": "<i2", "features": "<i2", "thresholds": "<f4", "left": "<i2", "right": "<i2", "values": "<f4"}
+"""A forest's arrays and their types, in the order of a model file."""
+
+
+class InvalidForestError(ValueError):
+    """Arrays that are no forest."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forest:
+    """Regression trees whose values are summed.
+
+    Attributes:
+        roots: the first node of each tree.
+        features, thresholds: of each node; a row whose feature is at most the threshold goes left.
+        left, right: the nodes below, both the node itself where it is a leaf.
+        values: of leaves, 0 elsewhere.
+        depth: steps from a root to the lowest leaf.
+    """
+
+    roots: NDArray[np.intp]
+    features: NDArray[np.intp]
+    thresholds: NDArray[np.float32]
+    left: NDArray[np.intp]
+    right: NDArray[np.intp]
+    values: NDArray[np.float32]
+    depth: int
+
+    @staticmethod
+    def of(arrays: dict[str, NDArray[np.generic]], width: int) -> Forest:
+        """A forest of arrays from anywhere.
+
+        Args:
+            arrays: by name, of the types of ARRAYS; a tree's nodes stand behind those above them.
+            width: features that there are.
+
+        Raises:
+            InvalidForestError: they are no forest over so many features.
+        """
+        nodes = len(arrays["features"])
+        _demand(0 < nodes <= MAX_NODES, f"{nodes} nodes")
+        _demand(0 < len(arrays["roots"]) <= MAX_TREES, f"{len(arrays['roots'])} trees")
+        _demand(all(len(arrays[name]) == nodes for name in ARRAYS if name != "roots"), "arrays of several lengths")
+        roots, features, left, right = (arrays[name].astype(np.intp) for name in ("roots", "features", "left", "right"))
+        thresholds, values = (arrays[name].astype(np.float32) for name in ("thresholds", "values"))
+        _demand(bool(np.isfinite(thresholds).all() and np.isfinite(values).all()), "a number that is not finite")
+        _demand(bool((np.abs(values) <= _MOST).all()), f"a value beyond {_MOST}")
+        _demand(bool((features >= 0).all() and (features < width).all()), "a feature that there is not")
+        _demand(bool((roots >= 0).all() and (roots < nodes).all()), "a root that is no node")
+        own = np.arange(nodes)
+        is_leaf = (left == own) & (right == own)
+        goes_on = (left > own) & (right > own) & (left < nodes) & (right < nodes)
+        _demand(bool((is_leaf | goes_on).all()), "a node that leads nowhere")
+        depth = _depth(roots, left, right, is_leaf)
+        return Forest(roots, features, thresholds, left, right, values, depth)
+
+    def sums(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
+        """The sum of all trees' values for each row of features."""
+        flat, width = rows.reshape(-1), rows.shape[1]
+        starts = (np.arange(len(rows)) * width)[:, None]
+        at = np.broadcast_to(self.roots, (len(rows), len(self.roots)))
+        for _ in range(self.depth):
+            goes_left = flat[starts + self.features[at]] <= self.thresholds[at]
+            at = np.where(goes_left, self.left[at], self.right[at])
+        sums: NDArray[np.float64] = self.values[at].sum(axis=1, dtype=np.float64)
+        return sums
+
+
+def _depth(roots: NDArray[np.intp], left: NDArray[np.intp], right: NDArray[np.intp], is_leaf: NDArray[np.bool_]) -> int:
+    """Steps from the roots until only leaves are left."""
+    level = np.unique(roots)
+    for depth in range(MAX_DEPTH + 1):
+        level = level[~is_leaf[level]]
+        if not len(level):
+            return depth
+        level = np.unique(np.concatenate((left[level], right[level])))
+    raise InvalidForestError(f"it is deeper than {MAX_DEPTH}")
+
+
+def _demand(holds: bool, found: str) -> None:
+    if not holds:
+        raise InvalidForestError(f"it has {found}")

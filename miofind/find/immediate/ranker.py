@@ -1,0 +1,129 @@
+"""Times of candidates that nothing was measured of, as a device's model has them, and how sure they are.
+
+Trees speak of problems like those they were trained with; of others, of solvers that changed since, and without a
+model of the device, it is the table of medians, then the solvers' estimates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.find.immediate.features import Columns, Guess
+from miofind.find.immediate.kinds import Kind, position
+from miofind.find.immediate.model import Calibration, Model, Trees
+from miofind.solver.solver import Solver
+from miofind.solver.steps import Config
+
+MOST_RANKED = 16
+"""Candidates of a problem that trees are asked of: those that the table has first."""
+
+_STEP = 1e-6
+_MOST_LOG2 = 60.0  # of a time in milliseconds, whatever a model says
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """A candidate of a bare problem and its solver's estimate."""
+
+    solver: Solver
+    config: Config
+    estimate_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What is predicted of a candidate.
+
+    Attributes:
+        time_ms: how long it takes.
+        confidence: how often such a prediction is within 10 % of the best; None where nobody has measured that.
+    """
+
+    time_ms: float
+    confidence: float | None
+
+
+class Ranker:
+    """Predictions for a device.
+
+    Args:
+        model: of the device's kind; None for plain estimates.
+    """
+
+    def __init__(self, model: Model | None) -> None:
+        self.model = model
+        self._columns = Columns(model.trees.names) if model is not None and model.trees is not None else None
+
+    def is_stale(self, solver: Solver) -> bool:
+        """Whether the model knows a solver in another version than it has."""
+        known = self.model.solvers.get(solver.id) if self.model is not None else None
+        return known is not None and known != solver.version
+
+    def knows(self, solver: Solver) -> bool:
+        """Whether the model was trained with a solver as it is."""
+        return self.model is not None and self.model.solvers.get(solver.id) == solver.version
+
+    def predictions(
+        self, problem: ProblemDescription, device: Device, candidates: Sequence[Estimated]
+    ) -> list[Prediction]:
+        """What is predicted of candidates, in their order.
+
+        Args:
+            problem: without its epilogue.
+        """
+        model = self.model
+        if model is None or not candidates:
+            return [Prediction(candidate.estimate_ms, None) for candidate in candidates]
+        kind = Kind.of(problem)
+        guesses = [self._guess(model, kind, candidate) for candidate in candidates]
+        trees = model.trees
+        known = [place for place, candidate in enumerate(candidates) if self.knows(candidate.solver)]
+        if trees is None or not known or not trees.reaches(kind, position(problem)):
+            calibration = model.table_calibration if len(known) == len(candidates) else model.estimate_calibration
+            return _calibrated([guess.table_ms for guess in guesses], calibration)
+        times = [guess.table_ms for guess in guesses]
+        for place, time_ms in self._learnt(trees, problem, device, guesses, known).items():
+            times[place] = time_ms
+        return _calibrated(times, trees.calibration)
+
+    def _guess(self, model: Model, kind: Kind, candidate: Estimated) -> Guess:
+        solver_id, estimate_ms = candidate.solver.id, candidate.estimate_ms
+        table_ms = estimate_ms
+        if self.knows(candidate.solver):
+            table_ms = model.table.corrected_ms(solver_id, kind, estimate_ms)
+        return Guess(solver_id, candidate.config, estimate_ms, table_ms)
+
+    def _learnt(
+        self, trees: Trees, problem: ProblemDescription, device: Device, guesses: Sequence[Guess], known: list[int]
+    ) -> dict[int, float]:
+        """By place, the times of those candidates that trees are asked of, and of the rest behind them."""
+        assert self._columns is not None
+        ordered = sorted(known, key=lambda place: guesses[place].table_ms)
+        asked = [guesses[place] for place in ordered[:MOST_RANKED]]
+        rows = self._columns.matrix(problem, device, asked)
+        logs = np.array([math.log2(max(guess.table_ms, 1e-30)) for guess in asked]) + trees.time.sums(rows)
+        logs = np.clip(logs, -_MOST_LOG2, _MOST_LOG2)
+        order = np.argsort(logs - trees.rank_weight * trees.rank.sums(rows), kind="stable")
+        # Times are those of the one forest, in the order of both; what has equal ones keeps that order.
+        times = 2.0 ** np.sort(logs) * (1 + _STEP * np.arange(len(logs)))
+        found = {ordered[place]: time_ms for place, time_ms in zip(order.tolist(), times.tolist(), strict=True)}
+        last = float(times[-1])
+        return found | {place: max(last, guesses[place].table_ms) for place in ordered[MOST_RANKED:]}
+
+
+def _calibrated(times: Sequence[float], calibration: Calibration) -> list[Prediction]:
+    """Predictions, each as sure as it is ahead of the best other one."""
+    first, second = [*sorted(times)[:2], math.inf][:2]
+    factor = 2.0**calibration.bias
+    made = []
+    for time_ms in times:
+        other = second if time_ms == first else first
+        gap = math.log2(max(time_ms, 1e-30) / max(other, 1e-30)) if math.isfinite(other) else -math.inf
+        made.append(Prediction(time_ms * factor, calibration.share(gap)))
+    return made

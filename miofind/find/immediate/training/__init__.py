@@ -1,0 +1,1 @@
+"""Models of the times of candidates, learnt from what FindDBs have measured."""

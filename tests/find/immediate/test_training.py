@@ -1,0 +1,220 @@
+"""Models are learnt from what FindDBs hold, judged on what they have not seen, and written where they are worth it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_runner import run
+from immediate_models import H200
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Library
+from miofind.errors import ModelError
+from miofind.find.immediate.devices import described
+from miofind.find.immediate.model import model_bytes, read_model
+from miofind.find.immediate.ranker import Estimated, Ranker
+from miofind.find.immediate.training.fit import Judged, Training
+from miofind.find.immediate.training.groups import Holdout, geometry, network
+from miofind.find.immediate.training.samples import Lesson, Sample, lessons
+from miofind.find.lookup.validity import solver_hash
+from miofind.finddb import Row, Store
+from miofind.solver.registry import Registry
+
+SOLVERS = ("ConvDirectTiled", "ConvImplicitGemmMma")
+DEVICE = described(H200.identity)
+
+
+def problems() -> Iterator[ProblemDescription]:
+    """Problems of two networks' shapes, and of others."""
+    for c, k, size in [(64, 64, 56), (128, 128, 28), (256, 256, 14), (96, 24, 112), (48, 80, 40), (320, 64, 20)]:
+        for n in (4, 16):
+            for dtype in ("float16", "bfloat16"):
+                shape: dict[str, Any] = {"x": (n, c, size, size), "w": (k, c, 3, 3), "padding": 1}
+                yield ProblemDescription.convolution(dtype=dtype, layout="NHWC", **shape)
+
+
+def law(problem: ProblemDescription, solver_id: str, estimate_ms: float, place: int) -> float:
+    """Times that the tests' FindDB holds: what estimates say, but one solver takes four times as long with many
+    channels, and the other with few."""
+    slow = (problem.c >= 128) == (solver_id == SOLVERS[0])
+    return estimate_ms * (4.0 if slow else 1.0) * (1 + 0.01 * place)
+
+
+def recorded(store: Store) -> None:
+    """What is measured of those solvers, and of some problems a slow candidate of each other one that serves."""
+    for problem in problems():
+        rows = []
+        for solver in Registry.default().values() if problem.n == 4 and "bfloat16" not in str(problem) else ():
+            if solver.id not in SOLVERS and solver.applicability(problem, DEVICE):
+                is_own = solver.library is not Library.CUDNN
+                config = solver.default_configs(problem, DEVICE)[0].json if is_own else "{}"
+                rows.append(row(solver.id, config, 1e3))
+        for solver_id in SOLVERS:
+            solver = Registry.default()[solver_id]
+            base_ms = min(solver.estimate_ms(problem, DEVICE, c) for c in solver.default_configs(problem, DEVICE))
+            for place, config in enumerate(solver.default_configs(problem, DEVICE)[:4]):
+                time_ms = law(problem, solver_id, base_ms, place)
+                rows.append(row(solver_id, config.json, time_ms))
+        store.record(DEVICE.identity, problem.network_config, rows, environment={"driver": "1"})
+
+
+def row(solver_id: str, config: str, time_ms: float, **fields: Any) -> Row:
+    solver = Registry.default()[solver_id]
+    values: dict[str, Any] = {
+        "solver_id": solver_id,
+        "solver_version": solver.version,
+        "config": config,
+        "status": "ok",
+        "algorithm": solver.algorithm.value,
+        "library": solver.library.value,
+        "source_hash": solver_hash(solver),
+        "time_ms": time_ms,
+    }
+    return Row(**values | fields)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "source.db"
+    with Store(path) as store:
+        recorded(store)
+    return path
+
+
+@pytest.fixture(scope="module")
+def learnt(source: Path) -> Sequence[Lesson]:
+    with Store(source, read_only=True) as store:
+        return lessons([store], DEVICE, Registry.default())
+
+
+def regret(model: Any, learnt: Sequence[Lesson]) -> float:
+    found = []
+    for lesson in learnt:
+        candidates = [Estimated(Registry.default()[s.solver_id], s.config, s.estimate_ms) for s in lesson.predicted]
+        times = [each.time_ms for each in Ranker(model).predictions(lesson.problem, DEVICE, candidates)]
+        found.append(math.log(lesson.predicted[times.index(min(times))].time_ms / lesson.best_ms))
+    return math.expm1(float(np.mean(found)))
+
+
+def test_lessons_are_what_counts_of_all_sources(source: Path, learnt: Sequence[Lesson], tmp_path: Path) -> None:
+    """Rows of other code, contended ones and those of another device do not; of one candidate the last does."""
+    assert len(learnt) == len(list(problems()))
+    problem = learnt[0].problem
+    config = learnt[0].samples[0].config.json
+    with Store(tmp_path / "later.db") as later:
+        solver_id = learnt[0].samples[0].solver_id
+        others = [
+            row(SOLVERS[1], '{"void":1}', 1e-9, source_hash="ab" * 32),
+            row(SOLVERS[1], learnt[0].samples[-1].config.json, 1e-9, contended=True),
+        ]
+        later.record(DEVICE.identity, problem.network_config, [row(solver_id, config, 123.0), *others])
+        later.record("NVIDIA H100|132|9.0|", problem.network_config, [row(solver_id, config, 1e-9)])
+        with Store(source, read_only=True) as first:
+            found = lessons([later, first], DEVICE, Registry.default())
+    assert [lesson.problem for lesson in found] == [lesson.problem for lesson in learnt]
+    assert found[0].samples[0].time_ms == 123.0
+    assert found[0].samples[1:] == learnt[0].samples[1:]
+
+
+def test_a_known_law_is_learnt(learnt: Sequence[Lesson], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightgbm")
+    from miofind.find.immediate.training import boosting
+
+    monkeypatch.setitem(boosting._PARAMETERS, "min_data_in_leaf", 2)
+    judged = Training(DEVICE, Registry.default(), has_trees=False).held_out(learnt, Holdout.GEOMETRY)
+    training = Training(DEVICE, Registry.default())
+    known = [lesson for lesson in learnt if lesson.problem.c != 256]
+    model = training.model(known, judged, Holdout.GEOMETRY)
+    assert regret(None, learnt) > 0.1
+    assert regret(model, learnt) < 0.01
+    assert model_bytes(model) == model_bytes(training.model(known[::-1], judged, Holdout.GEOMETRY))
+
+
+def of_class(times: Sequence[float]) -> Lesson:
+    """A problem with candidates that take so long, all estimated at 1 ms."""
+    config = Registry.default()[SOLVERS[0]].default_configs(next(problems()), DEVICE)[0]
+    samples = tuple(
+        Sample(solver_id=SOLVERS[0], config=config, time_ms=time_ms, is_bound=False, estimate_ms=1.0)
+        for time_ms in times
+    )
+    return Lesson(next(problems()), samples, True)
+
+
+@pytest.mark.parametrize(
+    ("estimates", "table", "model", "told"),
+    [
+        ([1, 2], [2, 1], None, "the table are"),
+        ([1, 2], [1, 2], [2, 1], "the trees are"),
+        ([2, 1], [1, 2], [1, 2], ""),
+        ([1, 2], [1, 2], None, ""),
+    ],
+    ids=["table-worse-than-estimates", "trees-worse-than-table", "better", "alike"],
+)
+def test_a_model_that_is_worse_than_what_is_simpler_is_refused(
+    estimates: list[float], table: list[float], model: list[float] | None, told: str
+) -> None:
+    lesson = of_class([1.0, 1.5])
+    name = lesson.problem.network_config
+    judged = Judged((lesson,), {name: estimates}, {name: table}, None if model is None else {name: model})
+    assert told in judged.refuse()
+    assert bool(judged.refuse()) is bool(told)
+
+
+def test_a_model_that_fails_one_class_is_refused() -> None:
+    """Better on the whole, and worse than half more than the estimates on the few depthwise problems."""
+    base = of_class([1.0, 1.5])
+    dense, depthwise = [], []
+    for n in range(1, 101):
+        shape: dict[str, Any] = {"x": (n + 2, 64, 8, 8), "w": (64, 64, 3, 3), "padding": 1}
+        dense.append(replace(base, problem=ProblemDescription.convolution(**shape)))
+    for n in range(1, 31):
+        shape = {"x": (n + 2, 64, 8, 8), "w": (64, 1, 3, 3), "padding": 1, "groups": 64}
+        depthwise.append(replace(base, problem=ProblemDescription.convolution(**shape)))
+    judged_lessons = (*dense, *depthwise)
+    good, bad = [1.0, 2.0], [2.0, 1.0]
+    estimates = {each.problem.network_config: bad for each in dense}
+    estimates |= {each.problem.network_config: good for each in depthwise}
+    table = {each.problem.network_config: good for each in dense}
+    table |= {each.problem.network_config: bad for each in depthwise}
+    judged = Judged(judged_lessons, estimates, table, None)
+    assert "class depthwise" in judged.refuse()
+
+
+def test_one_network_cannot_be_held_out_of_itself() -> None:
+    with pytest.raises(ModelError, match="two are needed"):
+        Training(DEVICE, Registry.default(), has_trees=False).held_out([of_class([1.0, 2.0])], Holdout.NETWORK)
+
+
+def test_shapes_are_of_networks_whatever_their_batch_and_type() -> None:
+    resnet = ProblemDescription.convolution(x=(7, 64, 56, 56), w=(64, 64, 3, 3), padding=1, dtype="bfloat16")
+    assert network(resnet) == "resnet50"
+    assert network(ProblemDescription.convolution(x=(7, 65, 56, 56), w=(64, 65, 3, 3))) == "other"
+    assert geometry(resnet) == geometry(replace(resnet, direction="backward_data"))
+
+
+def test_the_command_writes_a_model_and_what_it_showed(source: Path, tmp_path: Path) -> None:
+    out, report = tmp_path / "h200.model", tmp_path / "report.json"
+    arguments = ("train", str(source), str(out), "--holdout", "geometry", "--table-only")
+    told = run(*arguments, "--report", str(report))
+    assert "estimates" in told.stdout
+    first = out.read_bytes()
+    assert read_model(out).device == DEVICE.identity
+    regrets = json.loads(report.read_text())["regrets"]
+    assert regrets["table"]["top 1"]["mean"] <= regrets["estimates"]["top 1"]["mean"]
+    assert set(regrets["table"]) >= {"top 8", "class", "numbers", "direction", "layout", "network"}
+    run(*arguments)
+    assert out.read_bytes() == first
+
+
+def test_the_command_replaces_no_other_file(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine.db"
+    out.write_bytes(source.read_bytes())
+    assert "no model" in run("train", str(source), str(out), "--table-only", code=2).stderr
+    assert out.read_bytes() == source.read_bytes()
