@@ -37,6 +37,7 @@ _OPERANDS = {
     (True, "dx"): ("grad", "w", "dx"),
     (True, "dw"): ("grad", "dw", "x"),
 }
+_BIAS_EPILOGUES = {"y": "bias", "dw": "bias_gradient"}
 _DIRECTION_OF_OUTPUT = {0: Direction.BACKWARD_DATA, 1: Direction.BACKWARD_WEIGHTS, 2: Direction.FORWARD}
 
 
@@ -148,12 +149,13 @@ class ConvolutionCall:
         """
         return _OPERANDS[self.transposed, computed]
 
-    def problem(self, computed: str, math: MathMode) -> ProblemDescription:
+    def problem(self, computed: str, math: MathMode, *, with_bias: bool = False) -> ProblemDescription:
         """What is to be solved for one of the call's results, each tensor in the call's `backend_format`.
 
         Args:
             computed: "y", "dx" or "dw".
             math: of float32; other element types have one arithmetic.
+            with_bias: y is to have the bias added, or the gradient of the bias is to come with dw; see `takes_bias`.
 
         Raises:
             Unserved: a convolution that miofind does not have.
@@ -175,12 +177,17 @@ class ConvolutionCall:
                 dtype=self.x.dtype,
                 layout=self.backend_format,
                 math=math if self.x.dtype is DataType.FLOAT32 else MathMode.IEEE,
+                epilogue=_BIAS_EPILOGUES[computed] if with_bias else None,
             )
         except InvalidProblemError as error:
             raise Unserved(f"miofind has no such convolution: {error}") from error
         if problem.y.shape != shape_y:
             raise Unserved(f"output_padding={self.output_padding} is as large as its stride={self.stride}")
         return problem
+
+    def takes_bias(self, computed: str) -> bool:
+        """Whether miofind has kernels that add the bias to a result, or give the bias's gradient with it."""
+        return not self.transposed and computed in _BIAS_EPILOGUES
 
 
 def _numbers(values: Sequence[Any], count: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from miofind.core.epilogue import DEFAULT_PARAMETERS
 from miofind.errors import CompileError, InvalidConfigError, LaunchError, MissingLibraryError
 from miofind.launch.invoker import Invoker
 from miofind.runtime.handle import Handle
@@ -25,14 +26,16 @@ from miofind.torch.memory import host_array, is_capturing, stream_reader
 
 logger = logging.getLogger(__name__)
 
-Launch = Callable[[Any, Any], Any]
+Launch = Callable[..., Any]
 """Computes a result of a call from two of its tensors: y from (x, w), dx from (grad, w), dw from (x, grad).
 
-It returns None where a tensor's address has the alignment of no solution."""
+A launch with a bias makes y from (x, w, bias), or a pair of dw and the gradient of the bias from (x, grad). Each
+returns None where a tensor's address has the alignment of no solution."""
 
 INPUTS = {"y": ("x", "w"), "dx": ("grad", "w"), "dw": ("x", "grad")}
 """What a launch of each result is given, in order."""
 
+_BIAS = {"y": "given", "dw": "made"}
 _LONGEST_REASON = 300
 _NOT_READY = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
 
@@ -105,7 +108,8 @@ class _Form(NamedTuple):
         shape, strides: of the result.
         layout: memory order of all tensors.
         copies: whether each of the two tensors has to be packed first.
-        pick: puts the two tensors, the result and the workspace in an invoker's order.
+        pick: puts the two tensors, the result and what else there is in an invoker's order.
+        bias: "given" where a bias is added, "made" where its gradient is a second result, "" where there is neither.
     """
 
     shape: tuple[int, ...]
@@ -113,6 +117,7 @@ class _Form(NamedTuple):
     layout: Any
     copies: tuple[bool, bool]
     pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    bias: str
 
 
 class Launches:
@@ -121,9 +126,18 @@ class Launches:
     Args:
         computed: "y", "dx" or "dw".
         arguments: one such call's.
+        with_bias: y with the bias, or dw with its gradient.
     """
 
-    def __init__(self, computed: str, call: ConvolutionCall, arguments: Arguments, solutions: ReadySolutions) -> None:
+    def __init__(
+        self,
+        computed: str,
+        call: ConvolutionCall,
+        arguments: Arguments,
+        solutions: ReadySolutions,
+        *,
+        with_bias: bool = False,
+    ) -> None:
         layout, names = call.backend_format, INPUTS[computed]
         shapes = {"y": call.output_shape, "dx": call.x.shape, "dw": call.w.shape}
         order = [(*names, computed).index(name) for name in call.operands(computed)]
@@ -133,7 +147,8 @@ class Launches:
             strides=formats.strides(shapes[computed], layout),
             layout=layout,
             copies=(copies[0], copies[1]),
-            pick=operator.itemgetter(*order, 3),
+            pick=operator.itemgetter(*order, *range(3, 6 if with_bias else 4)),
+            bias=_BIAS[computed] if with_bias else "",
         )
         self._device = arguments.x.device
         self._solutions = solutions
@@ -155,20 +170,21 @@ class Launches:
     def _launch(self, invoker: Invoker) -> Launch:
         if not self._on_gpu:
             return _host_launch(self._form, invoker)
-        return _device_launch(self._form, invoker, self._device.index or 0, self._behind(invoker))
+        make = _device_launch_with_bias if self._form.bias else _device_launch
+        return make(self._form, invoker, self._device.index or 0, self._behind(invoker))
 
     def _behind(self, invoker: Invoker) -> Launch:
         """A launch of the next solution that needs a smaller alignment, made at its first call."""
         made: list[Launch] = []
 
-        def launch(first: Any, second: Any) -> Any:
+        def launch(*tensors: Any) -> Any:
             if not made:
                 if is_capturing(self._device):
                     return None
                 with self._lock:
                     if not made:
                         made.append(self._made_behind(invoker))
-            return made[0](first, second)
+            return made[0](*tensors)
 
         return launch
 
@@ -176,16 +192,15 @@ class Launches:
         try:
             _, following = self._solutions.next(below_bytes=invoker.alignment_bytes)
         except Unserved:
-            return lambda first, second: None
+            return lambda *tensors: None
         return self._launch(following)
 
 
 def _device_launch(form: _Form, invoker: Invoker, index: int, behind: Launch) -> Launch:
-    """A launch on a GPU."""
-    shape, strides, layout, (copies_first, copies_second), pick = form
+    """A launch on a GPU, without a bias."""
+    shape, strides, layout, (copies_first, copies_second), pick, _ = form
     run, read_stream, workspace_bytes = invoker.run, stream_reader(), invoker.workspace_bytes
     misaligned = invoker.alignment_bytes - 1
-    empty, uint8 = torch.empty, torch.uint8
 
     def launch(first: Any, second: Any) -> Any:
         if copies_first:
@@ -198,7 +213,7 @@ def _device_launch(form: _Form, invoker: Invoker, index: int, behind: Launch) ->
         made = first.new_empty_strided(shape, strides)
         workspace = 0
         if workspace_bytes:
-            scratch = empty(workspace_bytes, dtype=uint8, device=first.device)
+            scratch = _scratch(workspace_bytes, first)
             workspace = scratch.data_ptr()
         run(pick((first_address, second_address, made.data_ptr(), workspace)), read_stream(index))
         return made
@@ -206,19 +221,57 @@ def _device_launch(form: _Form, invoker: Invoker, index: int, behind: Launch) ->
     return launch
 
 
+def _device_launch_with_bias(form: _Form, invoker: Invoker, index: int, behind: Launch) -> Launch:
+    """A launch on a GPU that adds a bias, or gives its gradient, too."""
+    shape, strides, layout, (copies_first, copies_second), pick, bias_is = form
+    run, read_stream, workspace_bytes = invoker.run, stream_reader(), invoker.workspace_bytes
+    misaligned, adds = invoker.alignment_bytes - 1, bias_is == "given"
+    channels = invoker.problem.k
+
+    def launch(first: Any, second: Any, bias: Any = None) -> Any:
+        if copies_first:
+            first = formats.dense(first, layout)
+        if copies_second:
+            second = formats.dense(second, layout)
+        vector = bias.contiguous() if adds else first.new_empty(channels)
+        addresses = first.data_ptr(), second.data_ptr(), vector.data_ptr()
+        if (addresses[0] | addresses[1] | (addresses[2] if adds else 0)) & misaligned:
+            return behind(first, second, bias) if adds else behind(first, second)
+        made = first.new_empty_strided(shape, strides)
+        workspace = 0
+        if workspace_bytes:
+            scratch = _scratch(workspace_bytes, first)
+            workspace = scratch.data_ptr()
+        bases = (*addresses[:2], made.data_ptr(), addresses[2], DEFAULT_PARAMETERS, workspace)
+        run(pick(bases), read_stream(index))
+        return made if adds else (made, vector)
+
+    return launch
+
+
+def _scratch(size: int, like: Any) -> Any:
+    """A workspace on the device of a tensor."""
+    return torch.empty(size, dtype=torch.uint8, device=like.device)
+
+
 def _host_launch(form: _Form, invoker: Invoker) -> Launch:
     """A launch on the CPU place, on NumPy's views of the tensors' memory."""
-    shape, strides, layout, (copies_first, copies_second), pick = form
+    shape, strides, layout, (copies_first, copies_second), pick, bias_is = form
     run, workspace_bytes = invoker.run, invoker.workspace_bytes
 
-    def launch(first: Any, second: Any) -> Any:
+    def launch(first: Any, second: Any, *bias: Any) -> Any:
         if copies_first:
             first = formats.dense(first, layout)
         if copies_second:
             second = formats.dense(second, layout)
         made = first.new_empty_strided(shape, strides)
         workspace = np.empty(workspace_bytes, np.uint8) if workspace_bytes else None
-        run(pick((host_array(first), host_array(second), host_array(made), workspace)), 0)
-        return made
+        bases = (host_array(first), host_array(second), host_array(made))
+        if not bias_is:
+            run(pick((*bases, workspace)), 0)
+            return made
+        vector = bias[0].contiguous() if bias else first.new_empty(invoker.problem.k)
+        run(pick((*bases, host_array(vector), DEFAULT_PARAMETERS, workspace)), 0)
+        return made if bias else (made, vector)
 
     return launch

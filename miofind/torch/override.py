@@ -88,7 +88,7 @@ class Override:
 
     def planned_backward(self, key: Any, arguments: Arguments, mask: Any, switches: tuple[Any, ...]) -> Plan:
         """The plan of a call of `aten::convolution_backward` that there was none for."""
-        wanted = [name for name, is_wanted in zip(("dx", "dw"), mask, strict=False) if is_wanted]
+        wanted = [name for name, is_wanted in zip(("dx", "dw", "db"), mask, strict=True) if is_wanted]
         return self._kept(self._backward, key, self._planner.planned(arguments, wanted, switches))
 
     def _kept(self, plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
@@ -185,8 +185,11 @@ class _Router:
             plan.calls += 1
             launch = plan.launch
             if launch is not None:
-                y = plan.run("y", launch, x, w)
-                if y is not None:
+                if plan.adds_bias:
+                    y = plan.run("y", launch, x, w, bias)
+                    if y is not None:
+                        return y
+                elif (y := plan.run("y", launch, x, w)) is not None:
                     return y if bias is None else y.add_(bias.view(plan.bias_shape))
             return native(keyset, x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
 
@@ -250,11 +253,14 @@ class _Router:
                     dx = plan.run("dx", ours_dx, dense, w)
                 if ours_dw is not None:
                     dw = plan.run("dw", ours_dw, x, dense)
+                    if dw is not None and plan.gives_bias_gradient:
+                        dw, db = dw
             wants_dx, wants_dw = wants_dx and dx is None, wants_dw and dw is None
             if wants_dx or wants_dw:
-                rest = native(keyset, grad, x, w, bias_sizes, *geometry, [wants_dx, wants_dw, wants_db])
-                return (dx if dx is not None else rest[0], dw if dw is not None else rest[1], rest[2])
-            if wants_db:
+                rest = native(keyset, grad, x, w, bias_sizes, *geometry, [wants_dx, wants_dw, wants_db and db is None])
+                firsts = zip((dx, dw, db), rest, strict=True)
+                return tuple(other if own is None else own for own, other in firsts)
+            if wants_db and db is None:
                 db = grad.sum(plan.bias_dimensions)
             return dx, dw, db
 

@@ -44,6 +44,7 @@ class Part:
         reason: why PyTorch does, "" where it does not.
         is_missing: whether no FindDB had an answer to the problem.
         is_final: whether a later call would be answered alike.
+        with_bias: whether the launch adds the bias, or gives its gradient, too.
         declined: calls in which PyTorch computed it although it has a launch, as no solution takes tensors at such
             addresses.
     """
@@ -55,6 +56,7 @@ class Part:
     reason: str = ""
     is_missing: bool = False
     is_final: bool = True
+    with_bias: bool = False
     declined: int = 0
 
     def fail(self, error: Exception) -> None:
@@ -72,13 +74,16 @@ class Plan:
         calls: how many there were.
         bias_shape: of a view of the bias that is added to y.
         bias_dimensions: of the gradient of y, over which the gradient of the bias sums.
+        adds_bias, gives_bias_gradient: whether y's launch takes the bias, and whether dw's gives its gradient, too.
         grad_layout: that the gradient of y is packed in first; None where it is.
     """
 
     __slots__ = (
+        "adds_bias",
         "bias_dimensions",
         "bias_shape",
         "calls",
+        "gives_bias_gradient",
         "grad_layout",
         "launch",
         "launch_dw",
@@ -97,6 +102,8 @@ class Plan:
     def _take_launches(self) -> None:
         launches = {part.computed: part.launch for part in self.parts}
         self.launch, self.launch_dx, self.launch_dw = (launches.get(name) for name in COMPUTED)
+        with_bias = {part.computed for part in self.parts if part.with_bias}
+        self.adds_bias, self.gives_bias_gradient = "y" in with_bias, "dw" in with_bias
 
     def _part(self, computed: str) -> Part:
         return next(part for part in self.parts if part.computed == computed)
@@ -106,10 +113,10 @@ class Plan:
         self._part(computed).fail(error)
         self._take_launches()
 
-    def run(self, computed: str, launch: Launch, first: Any, second: Any) -> Any:
+    def run(self, computed: str, launch: Launch, *tensors: Any) -> Any:
         """What a launch gives; None where it gives nothing or fails, and PyTorch is to compute the result."""
         try:
-            made = launch(first, second)
+            made = launch(*tensors)
         except LaunchError as error:
             self._fail(computed, error)
             return None
@@ -133,7 +140,7 @@ class Planner:
         """The plan of a call.
 
         Args:
-            wanted: results that are asked for, of "y", "dx" and "dw".
+            wanted: results that are asked for, of "y", "dx", "dw" and, for the gradient of the bias, "db".
             state: of PyTorch's switches.
 
         Raises:
@@ -147,18 +154,36 @@ class Planner:
             call = ConvolutionCall.of(x, arguments.w, arguments.bias, *arguments.geometry)
             _refuse_call(call, arguments, flags)
         except Exception as error:
-            return Plan(tuple(Part(computed, reason=_reason(error, "a convolution")) for computed in wanted), rank)
-        parts = tuple(self._part(call, computed, arguments, flags) for computed in wanted)
+            reason = _reason(error, "a convolution")
+            return Plan(tuple(Part(computed, reason=reason) for computed in wanted if computed in COMPUTED), rank)
+        has_bias = "db" in wanted if grad is not None else arguments.bias is not None
+        parts = tuple(
+            self._part(call, computed, arguments, flags, has_bias=has_bias)
+            for computed in wanted
+            if computed in COMPUTED
+        )
         grad_layout = None
         if grad is not None and not formats.is_dense(grad, call.backend_format):
             grad_layout = call.backend_format
         return Plan(parts, rank, grad_layout)
 
-    def _part(self, call: ConvolutionCall, computed: str, arguments: Arguments, flags: Flags) -> Part:
-        part = Part(computed)
+    def _part(
+        self, call: ConvolutionCall, computed: str, arguments: Arguments, flags: Flags, *, has_bias: bool
+    ) -> Part:
         try:
             self.settings.refuse(call, computed)
-            part.problem = call.problem(computed, flags.math)
+        except Unserved as reason:
+            return Part(computed, reason=str(reason))
+        if has_bias and call.takes_bias(computed):
+            part = self._tried(Part(computed, with_bias=True), call, arguments, flags)
+            if part.launch is not None:
+                return part
+        return self._tried(Part(computed), call, arguments, flags)
+
+    def _tried(self, part: Part, call: ConvolutionCall, arguments: Arguments, flags: Flags) -> Part:
+        """A part with its launch, or with the reason that it has none."""
+        try:
+            part.problem = call.problem(part.computed, flags.math, with_bias=part.with_bias)
             solutions = self.solutions(part, arguments.x.device, flags)
             self._bind(part, call, solutions, arguments)
         except Exception as error:
@@ -211,6 +236,8 @@ class Planner:
     ) -> list[Solution]:
         problem = part.problem
         assert problem is not None
+        if part.with_bias and not measures:
+            raise Unserved("no FindDB has an answer to it with its bias")
         if self.settings.on_miss is MissPolicy.ERROR:
             return find_solutions(problem, options=self.settings.changed(options, on_miss=OnMiss.ERROR), handle=handle)
         if self.settings.on_miss is MissPolicy.ESTIMATE:
@@ -250,7 +277,8 @@ class Planner:
             part.is_final = False
             raise Unserved("its kernels were not loaded before a CUDA graph was captured")
         handle = self.handle_of(arguments.x.device)
-        made = Launches(part.computed, call, arguments, ReadySolutions(solutions, handle)).first()
+        ready = ReadySolutions(solutions, handle)
+        made = Launches(part.computed, call, arguments, ready, with_bias=part.with_bias).first()
         part.solution, part.launch = made.solution, made.launch
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from miofind.core.epilogue import DEFAULT_PARAMETERS
 from miofind.core.tensor import MathMode
 from miofind.torch import launches
 from miofind.torch.calls import ConvolutionCall, Unserved
@@ -22,6 +23,7 @@ class _Invoker:
 
     alignment_bytes: int
     workspace_bytes: int = 0
+    problem: Any = None
     runs: list[Any] = field(default_factory=list)
 
     def run(self, bases: tuple[Any, ...], stream: int) -> None:
@@ -107,3 +109,22 @@ def test_where_no_solution_allows_it_nothing_runs(monkeypatch: pytest.MonkeyPatc
         assert launch(shifted, arguments.w) is None, "nothing is loaded while a graph is captured"
     assert launch(shifted, arguments.w) is not None
     assert (len(first.runs), len(second.runs)) == (0, 1)
+
+
+def test_a_bias_goes_between_the_tensors_and_the_numbers_of_the_epilogue() -> None:
+    arguments, bias = _arguments()._replace(bias=torch.randn(4)), torch.randn(8)[::2]
+    call = ConvolutionCall.of(arguments.x, arguments.w, arguments.bias, *arguments.geometry)
+    invoker = _Invoker(16, problem=call.problem("y", MathMode.IEEE, with_bias=True))
+    y = Launches("y", call, arguments, _Ready(invoker), with_bias=True).first().launch(arguments.x, arguments.w, bias)
+    problem = call.problem("dw", MathMode.IEEE, with_bias=True)
+    backward = _Invoker(16, problem=problem)
+    dw, db = (
+        Launches("dw", call, arguments, _Ready(backward), with_bias=True).first().launch(arguments.x, arguments.grad)
+    )
+    ((*addresses, added, numbers, workspace, _),) = invoker.runs
+    assert addresses == [tensor.data_ptr() for tensor in (arguments.x, arguments.w, y)]
+    assert (added != bias.data_ptr(), numbers, workspace) == (True, DEFAULT_PARAMETERS, 0)
+    ((*addresses, numbers, workspace, _),) = backward.runs
+    assert addresses == [tensor.data_ptr() for tensor in (arguments.x, dw, arguments.grad, db)]
+    assert [operand.name for operand in problem.operands] == ["x", "w", "y", "bias_gradient"]
+    assert (tuple(db.shape), numbers, workspace) == ((4,), DEFAULT_PARAMETERS, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +164,18 @@ def test_determinism_is_asked_of_finds(
         torch.use_deterministic_algorithms(False)
     compute()
     assert deterministic == [False, True]
+
+
+def test_a_bias_is_part_of_what_is_found(tmp_path: Path) -> None:
+    """With an answer to the problem with its bias no kernel of PyTorch adds it, or sums its gradient up."""
+    x, w, b = (_integers(torch.empty(shape)).requires_grad_() for shape in ((2, 4, 6, 6), (8, 4, 3, 3), (8,)))
+    native = [*torch.autograd.grad(conv2d(x, w, b).sum(), (x, w, b)), conv2d(x, w, b)]
+    handle = Handle("cpu", database=tmp_path / "finddb.db")
+    with handle, use("find", handle=handle, devices="cpu", only="ConvCpuDirect") as override:
+        y = conv2d(x, w, b)
+        ours = [*torch.autograd.grad(y.sum(), (x, w, b)), y]
+        torch.autograd.grad(conv2d(x, w, b).sum(), (x, w))
+        epilogues = [str(part.problem.epilogue.text) for plan in override.plans for part in plan.parts]
+        assert _is_ours(override)
+    assert epilogues == ["bias", "", "bias_gradient", "", ""]
+    assert all(map(torch.equal, ours, native))
