@@ -1,0 +1,164 @@
+"""`python -m miofind.torch train.py ...`: a script or module, with miofind running its convolutions.
+
+MIOFIND_TORCH says how: 1 (as if left out) enables it, `tune` also measures what no FindDB knows, `record` leaves all to
+PyTorch and writes the problems at exit, 0 runs the script alone. Exit code and traceback are the script's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from miofind.errors import MiofindError
+from miofind.printable import printable
+
+VARIABLE = "MIOFIND_TORCH"
+RECORD_VARIABLE = "MIOFIND_TORCH_RECORD"
+DEFAULT_RECORD = "miofind_problems.csv"
+
+_USAGE = "usage: python -m miofind.torch SCRIPT [ARGUMENT...]\n       python -m miofind.torch -m MODULE [ARGUMENT...]"
+_USAGE_ERROR = 2
+
+
+def main() -> None:
+    """Run what the command line names."""
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(f"{_USAGE}\n\n{__doc__}")
+        return
+    if not arguments or arguments == ["-m"]:
+        _end(_USAGE, _USAGE_ERROR)
+    is_module = arguments[0] == "-m"
+    if not is_module and arguments[0].startswith("-"):
+        _end(f"{arguments[0]} is no option\n{_USAGE}", _USAGE_ERROR)
+    _enable()
+    sys.excepthook = _without_our_frames(sys.excepthook)
+    if is_module:
+        sys.argv = arguments[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        _run_script(arguments[0])
+
+
+def _enable() -> None:
+    """Have miofind run PyTorch's convolutions, or note them, as the environment says."""
+    wanted = os.environ.get(VARIABLE) or "1"
+    if wanted not in _WAYS:
+        _end(f"{VARIABLE}={wanted!r} must be one of {', '.join(_WAYS)}", _USAGE_ERROR)
+    try:
+        _WAYS[wanted]()
+    except MiofindError as error:
+        _end(str(error), error.exit_code)
+
+
+def _leave_off() -> None:
+    """Nothing is replaced."""
+
+
+def _run_what_is_known() -> None:
+    from miofind.torch import enable
+
+    enable()
+
+
+def _measure_what_is_missing() -> None:
+    from miofind.torch import enable
+
+    enable("find")
+
+
+def _record() -> None:
+    """Note all problems, and write them at exit, whatever ends the script."""
+    from miofind.torch import enable
+    from miofind.torch.recording import check_ending
+
+    path = _record_path()
+    check_ending(path)
+    atexit.register(_write, enable("record", devices=("cuda", "cpu")), path, os.getpid())
+
+
+_WAYS: dict[str, Callable[[], None]] = {
+    "0": _leave_off,
+    "1": _run_what_is_known,
+    "record": _record,
+    "tune": _measure_what_is_missing,
+}
+
+
+def _record_path() -> Path:
+    """Where the problems go; those of the further processes of a distributed run go beside."""
+    path = Path(os.environ.get(RECORD_VARIABLE) or DEFAULT_RECORD).absolute()
+    rank = os.environ.get("RANK", "0")
+    return path if rank == "0" else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def _write(override: Any, path: Path, process: int) -> None:
+    """Write the problems that an override noted; nothing in a forked child."""
+    from miofind.torch.counts import DIRECTIONS
+    from miofind.torch.recording import RecordedCall, recorded
+
+    if os.getpid() != process:
+        return
+    computed = {direction: name for name, direction in DIRECTIONS.items()}
+    calls = (
+        RecordedCall(layer="", computed=computed[count.direction], problem=count.problem, count=count.calls)
+        for count in override.report().counts
+    )
+    recording = recorded(calls, path.stem)
+    try:
+        recording.save(path)
+    except MiofindError as error:
+        _tell(str(error))
+        return
+    _tell(f"the run's {len(recording.problems)} convolution problems are in {path}: miofind tune --suite {path}")
+
+
+def _run_script(name: str) -> None:
+    """Run a script as `python name` does."""
+    if os.path.isdir(name) or name.endswith((".zip", ".pyz")):
+        del sys.path[0]
+        runpy.run_path(name, run_name="__main__")
+        return
+    sys.path[0] = os.path.dirname(os.path.realpath(name))
+    try:
+        with open(name, "rb") as file:
+            content = file.read()
+    except OSError as error:
+        _end(f"{name} cannot be read: {error.strerror or error}", _USAGE_ERROR)
+    module, path = ModuleType("__main__"), os.path.abspath(name)
+    module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = module
+    code: CodeType = compile(content, path, "exec")
+    exec(code, module.__dict__)
+
+
+def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook for uncaught exceptions whose tracebacks begin with the script."""
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        first = trace
+        while first is not None and first.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            first = first.tb_next
+        hook(kind, error.with_traceback(first or trace), first or trace)
+
+    return shown
+
+
+def _tell(text: str) -> None:
+    print(f"miofind: {printable(text)}", file=sys.stderr)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    print(f"miofind: {text}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""`python -m miofind.torch`: a script runs as it would alone, and what it convolves is computed or recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import LIMIT_S
+
+from miofind.suites import load
+from miofind.torch import __main__ as program
+from miofind.torch.override import current
+
+INTERRUPTED = """
+import os, signal, sys, torch
+import beside                           # lies in the script's folder
+assert os.path.samefile(sys.modules["__main__"].__file__, sys.argv[0]) and sys.argv[1:] == ["--lr", "1", "-m"]
+model = torch.nn.Conv2d(3, 4, 3)
+for _ in range(3):
+    model(torch.randn(2, 3, 6, 6)).sum().backward()
+if __name__ == "__main__":
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+FAILS = """
+import sys
+def step():
+    raise ValueError("of the script")
+try:
+    sys.exit(int(sys.argv[1]))
+except ValueError:
+    step()
+"""
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MIOFIND_TORCH")}
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-m", "miofind.torch", *arguments],
+        env=kept | {"PYTHONPATH": root, "HOME": str(folder)} | environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_a_run_that_ctrl_c_ends_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(INTERRUPTED)
+    (tmp_path / "scripts" / "beside.py").write_text("")
+    ended = run(tmp_path, "scripts/train.py", "--lr", "1", "-m", MIOFIND_TORCH="record", RANK="1")
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    path = tmp_path / "miofind_problems.rank1.csv"
+    assert [(each.problem.network_config, each.count) for each in load(str(path)).problems()] == [
+        ("conv2d-forward-n2-c3-i6x6-k4-f3x3-float32-NCHW", 3),
+        ("conv2d-backward_weights-n2-c3-i6x6-k4-f3x3-float32-NCHW", 3),
+    ]
+    assert f"miofind tune --suite {path}" in ended.stderr
+    assert "Error" not in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_exit_code_and_traceback_are_the_script_s(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    assert run(tmp_path, "-m", "fails", "7").returncode == 7
+    ended = run(tmp_path, "fails.py", "none", MIOFIND_TORCH="0")
+    assert ended.returncode == 1
+    alone = subprocess.run(
+        [sys.executable, "fails.py", "none"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert ended.stderr == alone.stderr
+
+
+@pytest.fixture
+def end_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Exit code and stderr of the program when a script that does nothing is its only argument, or no script is."""
+
+    def end(*arguments: str, **environment: str) -> tuple[Any, str]:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["-m", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            program.main()
+        return caught.value.code, capsys.readouterr().err
+
+    return end
+
+
+def test_what_cannot_be_run_is_said(end_of: Any, tmp_path: Path) -> None:
+    assert end_of() == (2, f"miofind: {program._USAGE}\n")
+    assert "--fast is no option" in end_of("--fast")[1]
+    told = "miofind: MIOFIND_TORCH='yes' must be one of 0, 1, record, tune\n"
+    assert end_of("x.py", MIOFIND_TORCH="yes") == (2, told)
+    code, text = end_of("x.py", MIOFIND_TORCH="record", MIOFIND_TORCH_RECORD=str(tmp_path / "x.json"))
+    assert (code, ".csv" in text) == (2, True)
+    assert current() is None
