@@ -8,6 +8,7 @@ from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import LayeredStore, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, server_url, shipped_paths, told_address, user_path
 from miofind.finddb.migration import Upgrade, upgrade
+from miofind.finddb.mirror import Mirrored, mirror
 from miofind.finddb.open_files import is_database, is_of_database
 from miofind.finddb.ranking import BEST_PER_SOLVER, ties_of_best, usable_rows, without_solvers
 from miofind.finddb.release import ReleaseRules, write_release
@@ -41,6 +42,7 @@ __all__ = [
     "Comparison",
     "History",
     "LayeredStore",
+    "Mirrored",
     "ProblemKey",
     "Prune",
     "RankedRows",
@@ -59,6 +61,7 @@ __all__ = [
     "failed_code",
     "is_database",
     "is_of_database",
+    "mirror",
     "network_file_system",
     "open_layered",
     "refusal",

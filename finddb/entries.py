@@ -22,7 +22,7 @@ from sqlalchemy import (
     union,
     union_all,
 )
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 
 from miofind.finddb import answers, packing, schema
 from miofind.finddb.legible import checked_text, legible
@@ -429,14 +429,21 @@ def insert_new(connection: Connection, table: Table, values: Sequence[Mapping[st
         return 0
     if connection.dialect.name == "sqlite":
         return max(connection.execute(sqlite.insert(table).on_conflict_do_nothing(), values).rowcount, 0)
+    from sqlalchemy.dialects import postgresql  # takes 20 ms, which whoever has a file is spared
+
     # Of several rows PostgreSQL's driver counts none (rowcount is -1): those that were inserted are told.
     statement = postgresql.insert(table).on_conflict_do_nothing().returning(*table.primary_key.columns)
     return len(connection.execute(statement, values).all())
 
 
 def _upsert(connection: Connection, table: Table, key: Mapping[str, object], rest: Mapping[str, object]) -> None:
-    kind = sqlite if connection.dialect.name == "sqlite" else postgresql
-    statement: Any = kind.insert(table).values(**key, **rest)
+    statement: Any
+    if connection.dialect.name == "sqlite":
+        statement = sqlite.insert(table).values(**key, **rest)
+    else:
+        from sqlalchemy.dialects import postgresql
+
+        statement = postgresql.insert(table).values(**key, **rest)
     connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=rest))
 
 
@@ -444,6 +451,8 @@ def _note_change(connection: Connection, problem_id: int) -> None:
     """Note on a server which transaction changed a problem, or removes it: `mirror` reads on from there."""
     if connection.dialect.name == "sqlite":
         return
+    from sqlalchemy.dialects import postgresql
+
     table = schema.change
     named = (
         select(schema.device.c.identity, schema.problem.c.network_config, _THIS_TRANSACTION)

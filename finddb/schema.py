@@ -43,6 +43,9 @@ PACKED_VERSION = 3
 """Of releases. It is one of the same count, so that older code refuses them, but no file is upgraded to it: the next
 version of files that are written to is 4."""
 
+MIRROR = "mirror"
+"""The note that makes a file a mirror of a server, which nobody else writes to."""
+
 UPGRADES: Mapping[int, tuple[str, ...]] = {
     1: (
         "ALTER TABLE measurement ADD COLUMN contended BOOLEAN DEFAULT '0' NOT NULL",
@@ -252,7 +255,12 @@ def note(connection: Connection, key: str) -> str | None:
 
 
 def unwritable(where: str, version: int) -> DatabaseError:
-    """Why nothing is written to a file of that version, and what to do."""
+    """Why nothing is written to a file of that version, and what to do; of this version only a mirror is only read."""
+    if version == SCHEMA_VERSION:
+        return DatabaseError(
+            f"{where} mirrors a server and is only read: name it in MIOFIND_SYSTEM_DB, and record in a FindDB of your "
+            "own"
+        )
     if version == PACKED_VERSION:
         return DatabaseError(
             f"{where} is a release, which is only read: bring what it holds into a FindDB of your own with "

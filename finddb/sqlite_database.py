@@ -287,11 +287,13 @@ class SqliteFile(Database):
     Args:
         path: the file, None for memory.
         read_only: open an existing file, never write to it or beside it.
+        mirrors: write to a mirror of a server, too, which nobody else does.
     """
 
-    def __init__(self, path: Path | None, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path | None, *, read_only: bool = False, mirrors: bool = False) -> None:
         self.path = path
         self.read_only = read_only
+        self._mirrors = mirrors
         self.where = location.shown(path)
         self.location = self.address = location.MEMORY if path is None else str(path)
         self._connections = _Connections(path, writes=not read_only)
@@ -582,7 +584,7 @@ class SqliteFile(Database):
         connections.know_log()
 
     def _open_writer(self, path: Path, file: OpenFile) -> int:
-        """Open what writes, and make the file ready; returns its version: an older one has no writer."""
+        """Open what writes, and make the file ready; returns its version: an older one or a mirror has no writer."""
         driver = open_lasting(path, "rwc")
         writer = self._connections.writing.open(driver)
         execute(writer, *WRITER_PRAGMAS)
@@ -593,8 +595,9 @@ class SqliteFile(Database):
                 schema.create(writer)
                 draw(writer)
         version = schema.checked_version(writer, self.where)
+        is_written = version == schema.SCHEMA_VERSION and (self._mirrors or schema.note(writer, schema.MIRROR) is None)
         writer.rollback()
-        if version == schema.SCHEMA_VERSION:
+        if is_written:
             use_write_ahead_log(writer)
             if logs.drawn_last(file.header) == 0:
                 _mark(writer, driver)

@@ -12,6 +12,7 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from miofind.cli.db_diff import diff
+from miofind.cli.db_mirror import mirror_command
 from miofind.cli.db_release import release
 from miofind.cli.db_restamp import code, restamp
 from miofind.cli.db_show import HistoryView, list_problems, show_history
@@ -58,7 +59,7 @@ def db() -> None:
     """Show, check, merge and release FindDBs. A command works on the user's FindDB unless --db names another."""
 
 
-for _command_of_its_own in (code, diff, null_test_command, release, restamp):
+for _command_of_its_own in (code, diff, mirror_command, null_test_command, release, restamp):
     db.add_command(_command_of_its_own)
 
 

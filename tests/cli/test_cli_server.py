@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psycopg
 import pytest
 from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
+from miofind.cli import db_mirror
 from miofind.finddb import Store
 
 URL = "postgresql://ann:s3cret@127.0.0.1:1/results"
@@ -64,6 +66,40 @@ def test_an_empty_database_gets_its_tables(postgres_url: str) -> None:
     assert "there is no FindDB at postgresql:///" in run("db", "stats", "--db", postgres_url, code=4).stderr
     assert "is now 0" in run("db", "upgrade", "--db", postgres_url).stdout
     assert run_json("db", "stats", "--db", postgres_url)["problems"] == 0
+
+
+def test_a_mirror_follows_until_it_is_interrupted(
+    tmp_path: Path, filled: Path, finddb_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = str(tmp_path / "mirror.db")
+    with Store(finddb_url) as store, Store(filled) as source:
+        store.open()
+
+        def rename(name: str, to: str) -> None:
+            with psycopg.connect(finddb_url) as connection:
+                connection.execute(f"ALTER TABLE {name} RENAME TO {to}")
+
+        def sleep(seconds: float) -> None:
+            assert seconds == 60
+            step = next(steps, None)
+            if step is None:
+                raise KeyboardInterrupt
+            step()
+
+        steps = iter([lambda: store.merge(source), lambda: rename("change", "x"), lambda: rename("x", "change")])
+        monkeypatch.setattr(db_mirror.time, "sleep", sleep)
+        result = run("db", "mirror", finddb_url, target, "--every", "60", code=130)
+    assert result.stderr.count("Tried again in 60 s") == 1
+    assert [line.partition(": ")[2] for line in result.stdout.splitlines()] == [
+        "0 problems, all were read",
+        "1 problems, 1 of them new or changed, 0 more gone",
+        "1 problems, 0 of them new or changed, 0 more gone",
+    ]
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", target)
+    monkeypatch.setenv("MIOFIND_DB", ":memory:")
+    assert run("run", *FORWARD, "--device", "cpu").stdout
+    assert "a mirror is of a server" in run("db", "mirror", target, str(tmp_path / "other.db"), code=4).stderr
+    assert "mirrors a server" in run("db", "merge", "--db", target, str(filled), code=4).stderr
 
 
 def test_finds_and_tunings_use_a_server(monkeypatch: pytest.MonkeyPatch, finddb_url: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import finddb_entries as made
@@ -306,6 +308,34 @@ def test_a_role_that_only_reads(reader_url, caplog, monkeypatch):
     assert SECRET not in caplog.text
     with open_layered(strict=True) as strict, pytest.raises(DatabaseError):
         strict.record(DEVICE, PROBLEM, [row()])
+
+
+def test_a_role_of_the_documents_adds_and_removes_nothing(postgres_url):
+    with Store(postgres_url) as store:
+        store.record(DEVICE, PROBLEM, [row()])
+    document = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text(encoding="utf-8")
+    (statements,) = re.findall(r"```sql\n(.*?)```", document, re.DOTALL)
+    reading, writing = (f"miofind_{os.getpid()}_{name}" for name in ("read", "write"))
+    statements = statements.replace("miofind_read", reading).replace("miofind_write", writing)
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        try:
+            connection.execute(statements)
+            connection.execute(f"ALTER ROLE {writing} LOGIN")
+            with Store(postgres_url.replace("postgres@", f"{writing}@")) as store, Store(MEMORY) as other:
+                store.open()
+                found = store.record(DEVICE, PROBLEM, [row("ConvB")], scope=scope(), environment=VERSIONS)
+                assert len(found.rows) == 2
+                other.record("cpu|2||", "new", [row()], verdict=verdict())
+                assert store.merge(other) == 2
+                assert store.queue_recheck(DEVICE, PROBLEM, "driver")
+                assert store.drop_rechecks(DEVICE, PROBLEM) == 1
+                for use in (lambda: store.clean(DEVICE, PROBLEM), lambda: store.prune(Prune.FAILED)):
+                    with pytest.raises(DatabaseError, match=r"rights that docs/fleet\.md lists"):
+                        use()
+                assert store.check() == ()
+        finally:
+            connection.execute(f"DROP OWNED BY {reading}, {writing}")
+            connection.execute(f"DROP ROLE {reading}, {writing}")
 
 
 def test_a_lookup_makes_no_tables(postgres_url):
