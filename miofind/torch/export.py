@@ -76,7 +76,7 @@ def _noted(node: Any, numbers: _Numbers, device: str, math: Any) -> RecordedCall
             call = ConvolutionCall.of(*tensors, bias_sizes, *map(numbers.each, geometry))
         except Unserved as reason:
             return RecordedCall(layer=layer, computed="y", reason=str(reason))
-    return recorded_call(call, layer, "y", math)
+    return recorded_call(call, layer, "y", math, has_bias=bias is not None)
 
 
 def _placed(value: Any, numbers: _Numbers, place: str) -> Any:

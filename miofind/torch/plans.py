@@ -176,7 +176,7 @@ class Planner:
             return Part(computed, reason=str(reason))
         if has_bias and call.takes_bias(computed):
             part = self._tried(Part(computed, with_bias=True), call, arguments, flags)
-            if part.launch is not None:
+            if part.launch is not None or self.settings.on_miss is MissPolicy.RECORD:
                 return part
         return self._tried(Part(computed), call, arguments, flags)
 

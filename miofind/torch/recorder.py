@@ -15,15 +15,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import miofind.torch.ops  # noqa: F401, it defines the operators of _FUSED
+from miofind.core.tensor import Layout, MathMode
 from miofind.torch import formats
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
+from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, of_one_dtype, problem_of
 from miofind.torch.layers import LayerNames
 from miofind.torch.recording import RecordedCall, Recording, check_ending
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _COMPOSED = ("aten::conv", "aten::_convolution")
+_FUSED = {
+    torch.ops.miofind.convolution.default: Forward,
+    torch.ops.miofind.convolution_backward_data.default: BackwardData,
+    torch.ops.miofind.convolution_backward_weights.default: BackwardWeights,
+}
+_FUSED_RESULTS: dict[type[Call], str] = {Forward: "y", BackwardData: "dx", BackwardWeights: "dw"}
 
 
 @contextlib.contextmanager
@@ -65,6 +74,8 @@ class Recorder(TorchDispatchMode):
             return self._forward(func, args, kwargs)
         if func is _BACKWARD:
             return self._backward(func, args, kwargs)
+        if func in _FUSED:
+            return self._fused(_FUSED[func], func, args, kwargs)
         if func._schema.name.startswith(_COMPOSED):  # not taken apart yet in inference mode
             with self:
                 parts = func.decompose(*args, **kwargs)
@@ -76,17 +87,19 @@ class Recorder(TorchDispatchMode):
         x, w, bias, *geometry = _all_arguments(func, args, kwargs)
         layer = self._layers.current
         self._layer_of_weights[_storage(w)] = layer
-        call = self._note(layer, (x, w, bias, *geometry), ("y",))
+        call = self._note(layer, (x, w, bias, *geometry), ("y",), has_bias=bias is not None)
         return self._computed(call, func, args, kwargs, ("y",))[0]
 
     def _backward(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         _, x, w, bias_sizes, *geometry, mask = _all_arguments(func, args, kwargs)
         wanted = tuple(name for name, is_wanted in zip(("dx", "dw"), mask, strict=False) if is_wanted)
         layer = self._layer_of_weights.get(_storage(w)) or self._layers.current
-        call = self._note(layer, (x, w, bias_sizes, *geometry), wanted)
+        call = self._note(layer, (x, w, bias_sizes, *geometry), wanted, has_bias=mask[2])
         return self._computed(call, func, args, kwargs, wanted)
 
-    def _note(self, layer: str, arguments: Sequence[Any], computed: Sequence[str]) -> ConvolutionCall | None:
+    def _note(
+        self, layer: str, arguments: Sequence[Any], computed: Sequence[str], *, has_bias: bool
+    ) -> ConvolutionCall | None:
         """Note a call; what it is, None where miofind cannot describe it."""
         call = None
         try:
@@ -95,10 +108,38 @@ class Recorder(TorchDispatchMode):
             for name in computed:
                 self._recording.note(RecordedCall(layer=layer, computed=name, reason=str(reason)))
             return None
-        math = Flags.of(state(), on_gpu=self._is_on_gpu(arguments[0])).math
+        math = self._math(arguments[0])
         for name in computed:
-            self._recording.note(recorded_call(call, layer, name, math))
+            self._recording.note(recorded_call(call, layer, name, math, has_bias=has_bias))
         return call
+
+    def _fused(self, kind: type[Call], func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        """Note a call of one of miofind's own operators."""
+        call = kind(*args, **kwargs)
+        layer = self._layers.current
+        if kind is Forward:
+            self._layer_of_weights[_storage(call.w)] = layer
+        else:
+            layer = self._layer_of_weights.get(_storage(call.w)) or layer
+        computed = _FUSED_RESULTS[kind]
+        try:
+            layout = self._layout(call)
+            problem = problem_of(of_one_dtype(call) if isinstance(call, Forward) else call, layout, self._math(call.x))
+        except Unserved as reason:
+            self._recording.note(RecordedCall(layer=layer, computed=computed, reason=str(reason)))
+            return func(*args, **kwargs)
+        self._recording.note(RecordedCall(layer=layer, computed=computed, problem=problem))
+        return self._formed(func(*args, **kwargs), layout)
+
+    def _math(self, x: Any) -> MathMode:
+        return Flags.of(state(), on_gpu=self._is_on_gpu(x)).math
+
+    def _layout(self, call: Call) -> Layout:
+        return call.layout()
+
+    def _formed(self, made: Any, layout: Layout) -> Any:
+        """What an operator gave, in the memory order that it has where the program is to run."""
+        return made
 
     def _described(self, arguments: Sequence[Any]) -> ConvolutionCall:
         return ConvolutionCall.of(*arguments)
@@ -114,10 +155,11 @@ class Recorder(TorchDispatchMode):
         return (result,) if computed == ("y",) else result
 
 
-def recorded_call(call: ConvolutionCall, layer: str, computed: str, math: Any) -> RecordedCall:
-    """One result of a call as it is noted."""
+def recorded_call(call: ConvolutionCall, layer: str, computed: str, math: MathMode, *, has_bias: bool) -> RecordedCall:
+    """One result of a call as it is noted: with the bias, or its gradient, where miofind's kernels take that along."""
     try:
-        return RecordedCall(layer=layer, computed=computed, call=call, problem=call.problem(computed, math))
+        problem = call.problem(computed, math, with_bias=has_bias and call.takes_bias(computed))
+        return RecordedCall(layer=layer, computed=computed, call=call, problem=problem)
     except Unserved as reason:
         return RecordedCall(layer=layer, computed=computed, call=call, reason=str(reason))
 
@@ -134,6 +176,17 @@ class StandInRecorder(Recorder):
 
     def _is_on_gpu(self, x: Any) -> bool:
         return True
+
+    def _layout(self, call: Call) -> Layout:
+        with as_on("cuda") as device:
+            x, w = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in (call.x, call.w))
+            return call._replace(x=x, w=w).layout()
+
+    def _formed(self, made: Any, layout: Layout) -> Any:
+        if isinstance(made, tuple):
+            return tuple(self._formed(each, layout) for each in made)
+        shape = tuple(made.shape)
+        return made if made.dim() < 3 else made.new_empty_strided(shape, formats.strides(shape, layout))
 
     def _computed(
         self, call: ConvolutionCall | None, func: Any, args: Sequence[Any], kwargs: Any, computed: Sequence[str]

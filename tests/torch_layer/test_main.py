@@ -59,8 +59,8 @@ def test_a_run_that_ctrl_c_ends_is_recorded(tmp_path: Path) -> None:
     assert ended.returncode == -signal.SIGINT, ended.stderr
     path = tmp_path / "miofind_problems.rank1.csv"
     assert [(each.problem.network_config, each.count) for each in load(str(path)).problems()] == [
-        ("conv2d-forward-n2-c3-i6x6-k4-f3x3-float32-NCHW", 3),
-        ("conv2d-backward_weights-n2-c3-i6x6-k4-f3x3-float32-NCHW", 3),
+        ("conv2d-forward-n2-c3-i6x6-k4-f3x3-float32-NCHW-e.bias", 3),
+        ("conv2d-backward_weights-n2-c3-i6x6-k4-f3x3-float32-NCHW-e.bias_gradient", 3),
     ]
     assert f"miofind tune --suite {path}" in ended.stderr
     assert "Error" not in ended.stderr

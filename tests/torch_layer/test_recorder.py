@@ -33,9 +33,9 @@ def test_a_step_s_calls_by_layer() -> None:
     with miofind.torch.record() as recording:
         Mixed()(mixed_input()).sum().backward()
     assert table(recording) == {
-        ("stem.0", "y", STEM.format("forward")): 1,
+        ("stem.0", "y", STEM.format("forward") + "-e.bias"): 1,
         ("depthwise", "y", DEPTHWISE.format("forward")): 2,
-        ("frozen", "y", FROZEN.format("forward")): 1,
+        ("frozen", "y", FROZEN.format("forward") + "-e.bias"): 1,
         ("up", "y", UP.format("backward_data")): 1,
         ("Mixed", "y", FUNCTIONAL.format("forward")): 1,
         ("Mixed", "dx", FUNCTIONAL.format("backward_data")): 1,
@@ -45,7 +45,7 @@ def test_a_step_s_calls_by_layer() -> None:
         ("frozen", "dx", FROZEN.format("backward_data")): 1,
         ("depthwise", "dx", DEPTHWISE.format("backward_data")): 2,
         ("depthwise", "dw", DEPTHWISE.format("backward_weights")): 2,
-        ("stem.0", "dw", STEM.format("backward_weights")): 1,
+        ("stem.0", "dw", STEM.format("backward_weights") + "-e.bias_gradient"): 1,
     }
 
 
@@ -59,16 +59,47 @@ def test_recording_changes_no_result() -> None:
     assert again is not None
 
 
+def test_the_override_records_the_same_problems() -> None:
+    model, x = Mixed(), mixed_input()
+    with miofind.torch.record() as recording:
+        model(x).sum().backward()
+    with miofind.torch.use("record", devices="cpu") as override:
+        model(x).sum().backward()
+        noted = Counter({count.problem: 0 for count in override.report().counts})
+        for count in override.report().counts:
+            noted[count.problem] += count.calls
+    assert noted == {each.problem: each.count for each in recording.problems}
+
+
+def test_miofind_s_own_operators_are_recorded_with_what_they_fuse() -> None:
+    layer = nn.Conv2d(3, 4, 3)
+    x, residual = torch.randn(1, 3, 6, 6, requires_grad=True), torch.randn(1, 4, 4, 4)
+
+    class Fused(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layer
+
+        def forward(self, x: Any) -> Any:
+            w, bias = self.inner.weight, self.inner.bias
+            return miofind.torch.convolution(x, w, bias=bias, residual=residual, activation="relu")
+
+    with miofind.torch.record() as recording:
+        Fused()(x).sum().backward()
+    found = [(call.layer, call.computed, call.problem.epilogue.text) for call in recording.calls if call.problem]
+    assert found == [("Fused", "y", "bias.residual.relu"), ("Fused", "dx", ""), ("Fused", "dw", "bias_gradient")]
+
+
 def test_autocast_and_memory_format_show() -> None:
     model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
     with miofind.torch.record() as recording, torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randn(1, 4, 5, 5)).sum().backward()
     found = {call.problem.network_config.partition("-f3x3-")[2] for call in recording.calls if call.problem}
-    assert (found, len(recording.calls)) == ({"bfloat16-NHWC"}, 2)
+    assert found == {"bfloat16-NHWC-e.bias", "bfloat16-NHWC-e.bias_gradient"}
 
 
 def test_inference_mode_and_padding_by_name_are_seen() -> None:
-    model = nn.Conv1d(4, 4, 5, padding="same").eval()
+    model = nn.Conv1d(4, 4, 5, padding="same", bias=False).eval()
     with torch.inference_mode(), miofind.torch.record() as recording:
         model(torch.randn(4, 9))
     (call,) = recording.calls
