@@ -30,7 +30,7 @@ def answers_of(handle: Handle, on_miss: str = "estimate") -> Iterator[list[str]]
 
     planner = Planner(Settings(on_miss=on_miss, handle=handle))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_plans, "planner_of", lambda override: planner)
+        patch.setattr(answers, "_unset", planner)
         patch.setattr(answers.Answer, "run", noting)
         fused_plans.forget()
         yield ran

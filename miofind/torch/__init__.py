@@ -7,6 +7,7 @@ from miofind.torch.differentiable import convolution
 from miofind.torch.export import exported_problems
 from miofind.torch.fuse import FusedLayer, FusionReport, fuse
 from miofind.torch.fused_modules import FusedConvolution
+from miofind.torch.inductor import inductor_options
 from miofind.torch.network import problems
 from miofind.torch.override import Override, disable, enable, report, use
 from miofind.torch.recorder import record
@@ -28,6 +29,7 @@ __all__ = [
     "enable",
     "exported_problems",
     "fuse",
+    "inductor_options",
     "problems",
     "record",
     "report",

@@ -50,6 +50,11 @@ class Answer:
         self._lock = threading.Lock()
         self._read_stream = stream_reader()
 
+    @property
+    def is_served(self) -> bool:
+        """Whether a solution can run the problem."""
+        return bool(self._invokers)
+
     def run(self, tensors: Mapping[str, Any], parameters: EpilogueParameters) -> bool:
         """Run a solution; False, and nothing written, where PyTorch is to compute the problem.
 

@@ -1,0 +1,490 @@
+"""A pass over Inductor's graphs that puts `miofind::convolution...` where a FindDB answers the fused problem.
+
+Forward: convolution, batch norm in inference (as steps of channels), an addition, an activation. Backward: the gradient
+of the input with what is added to it and relu's mask, and the bias gradient beside that of the weights. Whatever is not
+known exactly, has sizes that are not numbers, or no answer stays as it is, and is Inductor's.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import miofind
+from miofind.core.problem import ProblemDescription
+from miofind.core.tensor import Layout
+from miofind.solver.registry import Registry
+from miofind.torch.answers import answer, planner_of
+from miofind.torch.calls import Unserved
+from miofind.torch.decompositions import activation_of
+from miofind.torch.flags import Flags, state
+from miofind.torch.formats import is_dense
+from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, of_one_dtype, problem_of
+from miofind.torch.override import current
+from miofind.torch.unfused import Nonlinearity
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_CONVERSION = prims.convert_element_type.default
+_OPERATORS = {
+    Forward: torch.ops.miofind.convolution.default,
+    BackwardData: torch.ops.miofind.convolution_backward_data.default,
+    BackwardWeights: torch.ops.miofind.convolution_backward_weights.default,
+}
+
+
+class ConvolutionPass(CustomGraphPass):
+    """The pass; one may be used for any number of graphs.
+
+    Attributes:
+        replaced: the problems that it has put in, in order.
+    """
+
+    def __init__(self) -> None:
+        self.replaced: list[ProblemDescription] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        _constrain_layouts()
+        writing = _Writing(graph, self.replaced)
+        for node in list(graph.nodes):
+            if node.target is aten.convolution.default and _is_plain(node, node.args[6]):
+                _replace_forward(writing, node)
+            elif node.target is aten.convolution_backward.default and _is_plain(node, node.args[7]):
+                _replace_backward(writing, node)
+        graph.lint()
+
+    def uuid(self) -> Any:
+        """Changes with this package, the solvers, PyTorch's switches and the FindDBs, on which graphs depend."""
+        hashed = hashlib.sha256()
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            hashed.update(path.read_bytes())
+        solvers = ",".join(f"{name}:{solver.version}" for name, solver in sorted(Registry.default().items()))
+        hashed.update(f"{miofind.__version__} {solvers} {state()} {_database_state()}".encode())
+        return hashed.hexdigest()
+
+
+def _database_state() -> str:
+    """What changes when the settings or the FindDBs in force do: times and sizes of their files."""
+    told = []
+    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+        planner = planner_of(current(device))
+        told.append(repr(replace(planner.settings, handle=None)))
+        for layer in planner.handle_of(torch.device(device)).database.layers:
+            told.append(layer.where)
+            for path in () if layer.path is None else (layer.path, Path(f"{layer.path}-wal")):
+                told += [f"{path.stat().st_mtime_ns}:{path.stat().st_size}"] if path.exists() else []
+    return " ".join(told)
+
+
+def _is_plain(node: fx.Node, transposed: Any) -> bool:
+    """Whether a convolution is not transposed, and all sizes that it has are numbers."""
+    values = [each.meta.get("val") for each in node.all_input_nodes]
+    return not transposed and all(
+        isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+        for value in values
+    )
+
+
+@functools.cache
+def _constrain_layouts() -> None:
+    """Have Inductor give the operators their tensors in the memory format that they were put in with.
+
+    Operators of a pass have no strides recorded: without this their inputs come in any order, and are copied.
+    """
+    from torch._inductor import lowering
+
+    for overload in _OPERATORS.values():
+        if overload not in lowering.lowerings:
+            lowering.make_fallback(overload, layout_constraint=_constrained, warn=False)
+
+
+def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
+    """The arguments of an operator of the pass in its memory format; of others as they were traced."""
+    from torch._inductor import ir, lowering
+
+    last = named.get("channels_last")
+    if last is None:
+        return lowering.constrain_to_fx_strides(node, *arguments, **named)
+
+    def required(value: Any) -> Any:
+        if not isinstance(value, ir.IRNode) or len(value.get_size()) < 3:
+            return value
+        if not last or len(value.get_size()) == 3:
+            return ir.ExternKernel.require_contiguous(value)
+        is_2d = len(value.get_size()) == 4
+        kernel = ir.ExternKernel
+        return kernel.require_channels_last(value) if is_2d else kernel.require_channels_last_3d(value)
+
+    return tuple(required(value) for value in arguments), named
+
+
+def _is_better_last(graph: fx.Graph) -> bool:
+    """Whether Inductor would turn this graph's 2-D convolutions to channels last."""
+    from torch._inductor.graph import GraphLowering
+
+    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    trains = any(name.startswith(("primals", "tangents")) for name in names)
+    try:
+        return bool(GraphLowering.decide_layout_opt(graph.owning_module, is_inference=not trains))
+    except (AttributeError, TypeError, KeyError):  # it is Inductor's own, and may change
+        return False
+
+
+class _Writing:
+    """Writes steps into a graph, each with the fake tensor that it gives.
+
+    Args:
+        graph: of Inductor, after gradients.
+        replaced: problems that were put in are added to it.
+    """
+
+    def __init__(self, graph: fx.Graph, replaced: list[ProblemDescription]) -> None:
+        self.graph = graph
+        self.replaced = replaced
+        self.is_better_last = _is_better_last(graph)
+        self._written: list[fx.Node] = []
+
+    def step(self, target: Any, *arguments: Any, **named: Any) -> fx.Node:
+        """A new step at the place where the graph inserts."""
+        node = self.graph.call_function(target, arguments, named)
+        values, keywords = fx.map_arg((arguments, named), lambda each: each.meta["val"])
+        tensor = next(each.meta["val"] for each in node.all_input_nodes)
+        with tensor.fake_mode:
+            node.meta["val"] = target(*values, **keywords)
+        self._written.append(node)
+        return node
+
+    def is_last(self, value: Any) -> bool:
+        """Whether a convolution that gives this value is to be channels last."""
+        last = Layout.of(value.dim() - 2, channels_last=True)
+        is_so = is_dense(value, last) and not value.is_contiguous()
+        return is_so or (value.dim() == 4 and self.is_better_last)
+
+    def put(self, call: Call) -> fx.Node | None:
+        """A step that is this operator; None where no FindDB answers its problem.
+
+        Args:
+            call: of nodes.
+        """
+        values = type(call)(*fx.map_arg(tuple(call), lambda each: each.meta["val"]))
+        flags = Flags.of(state(), on_gpu=values.x.is_cuda)
+        with values.x.fake_mode:
+            known = of_one_dtype(values) if isinstance(values, Forward) else values
+            layout = known.layout()
+        try:
+            problem = problem_of(known, layout, flags.math)
+        except Unserved:
+            return None
+        planner = planner_of(current(values.x.device.type))
+        if not answer(problem, values.x.device, flags, planner).is_served:
+            return None
+        *arguments, last = call
+        self.replaced.append(problem)
+        return self.step(_OPERATORS[type(call)], *arguments, channels_last=last)
+
+    def tidy(self) -> None:
+        """Take back steps that nothing came to use."""
+        for node in reversed(self._written):
+            if not node.users and node.target not in _OPERATORS.values():
+                self.graph.erase_node(node)
+        self._written.clear()
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A convolution and what follows it.
+
+    Attributes:
+        nodes: in order, the convolution first.
+        channel_steps: "sub", "mul" or "add" with what has a number for each channel, on what the convolution gives.
+        residual: what is added, None for nothing.
+        numbers: the activation, and what is done with the residual.
+    """
+
+    nodes: list[fx.Node]
+    channel_steps: list[tuple[str, fx.Node]] = field(default_factory=list)
+    residual: fx.Node | None = None
+    numbers: Nonlinearity = field(default_factory=Nonlinearity)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether anything follows but conversions."""
+        return bool(self.channel_steps) or self.residual is not None or self.numbers.activation != "none"
+
+
+def _chains(convolution: fx.Node) -> list[_Chain]:
+    """What follows a convolution and is used by nothing else, as far as it goes, longest first.
+
+    Each ends with a tensor of the convolution's dtype.
+    """
+    chain, ends = _Chain([convolution]), list[_Chain]()
+    while True:
+        end = chain.nodes[-1]
+        if chain.is_fused and end.meta["val"].dtype == convolution.meta["val"].dtype:
+            ends.append(replace(chain, nodes=[*chain.nodes], channel_steps=[*chain.channel_steps]))
+        if not _takes_next(chain):
+            return ends[::-1]
+
+
+def _takes_next(chain: _Chain) -> bool:
+    """Whether the step after a chain was taken into it."""
+    end = chain.nodes[-1]
+    if chain.numbers.activation == "none" and (found := activation_of(end)) is not None:
+        chain.numbers = replace(found.numbers, beta=chain.numbers.beta)
+        chain.nodes += found.steps
+        return True
+    if len(end.users) != 1:
+        return False
+    (user,) = end.users
+    if user.target is _CONVERSION:
+        is_taken = user.args[1] in (torch.float32, chain.nodes[0].meta["val"].dtype)
+    else:
+        is_taken = _takes_channel_step(chain, user) or _takes_residual(chain, user)
+    chain.nodes += [user] if is_taken else []
+    return is_taken
+
+
+def _takes_channel_step(chain: _Chain, user: fx.Node) -> bool:
+    kinds = {aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.add.Tensor: "add"}
+    if user.target not in kinds or user.kwargs or chain.residual is not None or chain.numbers.activation != "none":
+        return False
+    end, convolution = chain.nodes[-1], chain.nodes[0]
+    first, second = user.args
+    kind, other = kinds[user.target], second if first is end else first
+    is_subtracted = kind != "sub" or first is end
+    if not is_subtracted or not _is_of_channels(other, convolution.meta["val"].shape):
+        return False
+    chain.channel_steps.append((kind, other))
+    return True
+
+
+def _is_of_channels(node: Any, shape: Sequence[int]) -> bool:
+    """Whether a step gives a number for each channel of a tensor of that shape."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    ones = (1,) * (len(shape) - 2)
+    return tuple(value.shape) in ((shape[1], *ones), (1, shape[1], *ones))
+
+
+def _takes_residual(chain: _Chain, user: fx.Node) -> bool:
+    if user.target is not aten.add.Tensor or chain.residual is not None or user.kwargs.keys() - {"alpha"}:
+        return False
+    end, value = chain.nodes[-1], chain.nodes[0].meta["val"]
+    first, second = user.args
+    is_first = first is end
+    other, alpha = second if is_first else first, user.kwargs.get("alpha", 1)
+    if first is second or not isinstance(other, fx.Node) or (alpha != 1 and not is_first):
+        return False
+    if other.target is _CONVERSION and other.args[0].meta["val"].dtype == value.dtype:
+        other = other.args[0]
+    given = other.meta.get("val")
+    if not isinstance(given, torch.Tensor) or given.shape != value.shape or given.dtype != value.dtype:
+        return False
+    position = "before" if chain.numbers.activation == "none" else "after"
+    chain.residual = other
+    chain.numbers = replace(chain.numbers, residual_position=position, beta=float(alpha))
+    return True
+
+
+def _replace_forward(writing: _Writing, node: fx.Node) -> None:
+    """Put the operator in for a convolution with what follows it, if a FindDB answers."""
+    for chain in _chains(node):
+        end = chain.nodes[-1]
+        with writing.graph.inserting_before(end):
+            made = _put_forward(writing, chain)
+        if made is not None:
+            end.replace_all_uses_with(made)
+            for each in reversed(chain.nodes):
+                if not each.users:
+                    writing.graph.erase_node(each)
+        writing.tidy()
+        if made is not None:
+            return
+
+
+def _put_forward(writing: _Writing, chain: _Chain) -> fx.Node | None:
+    """The operator for a chain; with steps of channels, in the first form that a FindDB answers.
+
+    These are scale and bias in float32; weights times the scale and a bias in float32; the same with a bias of x's
+    dtype, as a network has whose batch norms are folded.
+    """
+    x, w, bias, stride, padding, dilation, _, _, groups = chain.nodes[0].args
+    numbers, value = chain.numbers, chain.nodes[0].meta["val"]
+    call = Forward(
+        x,
+        w,
+        bias,
+        None,
+        chain.residual,
+        numbers.activation,
+        stride,
+        padding,
+        dilation,
+        groups,
+        numbers.residual_position,
+        numbers.beta,
+        numbers.low,
+        numbers.high,
+        numbers.slope,
+        writing.is_last(value),
+    )
+    if not chain.channel_steps:
+        return writing.put(call)
+    scale, shift = _scale_and_shift(writing, chain, bias)
+    made = writing.put(call._replace(scale=scale, bias=shift))
+    if made is not None:
+        return made
+    if scale is not None:
+        factors = writing.step(aten.reshape.default, scale, [-1, *(1,) * (value.dim() - 1)])
+        product = writing.step(aten.mul.Tensor, w, factors)
+        call = call._replace(w=_converted(writing, product, w.meta["val"].dtype))
+        made = writing.put(call._replace(bias=shift))
+    if made is None and shift is not None:
+        made = writing.put(call._replace(bias=_converted(writing, shift, value.dtype)))
+    return made
+
+
+def _scale_and_shift(writing: _Writing, chain: _Chain, bias: Any) -> tuple[fx.Node | None, fx.Node | None]:
+    """The factor and the summand of each channel that a chain's steps make together, in float32 or wider."""
+    wide = torch.promote_types(torch.float32, chain.nodes[0].meta["val"].dtype)
+    scale, shift = None, None if bias is None else _converted(writing, bias, wide)
+    for kind, node in chain.channel_steps:
+        vector = _converted(writing, writing.step(aten.reshape.default, node, [-1]), wide)
+        if kind == "mul":
+            scale = vector if scale is None else writing.step(aten.mul.Tensor, scale, vector)
+            shift = None if shift is None else writing.step(aten.mul.Tensor, shift, vector)
+        elif shift is None:
+            shift = writing.step(aten.neg.default, vector) if kind == "sub" else vector
+        else:
+            shift = writing.step(aten.sub.Tensor if kind == "sub" else aten.add.Tensor, shift, vector)
+    return scale, shift
+
+
+def _converted(writing: _Writing, node: fx.Node, dtype: Any) -> fx.Node:
+    return node if node.meta["val"].dtype == dtype else writing.step(_CONVERSION, node, dtype)
+
+
+def _replace_backward(writing: _Writing, node: fx.Node) -> None:
+    """Put operators in for the gradients of a convolution that something is computed with, where a FindDB answers."""
+    gradients = {user.args[1]: user for user in node.users}
+    mask = list(node.args[10])
+    if 0 in gradients and mask[0] and _put_backward_data(writing, node, gradients[0]):
+        mask[0] = False
+    sums = gradients.get(2) if mask[2] else _sum_of_channels(node)
+    if 1 in gradients and mask[1] and sums is not None and _put_backward_weights(writing, node, gradients[1], sums):
+        mask[1] = mask[2] = False
+    writing.tidy()
+    for each in [user for user in node.users if not user.users]:
+        writing.graph.erase_node(each)
+    if not node.users:
+        writing.graph.erase_node(node)
+    elif mask != list(node.args[10]):
+        node.args = (*node.args[:10], mask)
+        node.meta["val"] = tuple(v if wanted else None for v, wanted in zip(node.meta["val"], mask, strict=True))
+
+
+def _geometry(node: fx.Node) -> tuple[Any, ...]:
+    """Stride, padding, dilation and groups of a backward convolution."""
+    *_, stride, padding, dilation, _, _, groups, _ = node.args
+    return stride, padding, dilation, groups
+
+
+def _put_backward_data(writing: _Writing, node: fx.Node, gradient: fx.Node) -> bool:
+    """Whether the gradient of the input was put in with what is added to it and relu's mask, or one of them."""
+    dy, x, w = node.args[:3]
+    value = gradient.meta["val"]
+    steps: list[tuple[fx.Node, Any, Any]] = []
+    end, residual = gradient, None
+    addition = next(iter(end.users)) if len(end.users) == 1 else None
+    if addition is not None and addition.target is aten.add.Tensor and not addition.kwargs:
+        first, second = addition.args
+        residual = second if first is end else first
+        given = residual.meta.get("val") if isinstance(residual, fx.Node) else None
+        is_alike = isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype
+        if first is second or not is_alike:
+            residual = None
+        else:
+            steps.append((addition, residual, None))
+            end = addition
+    mask = next(iter(end.users)) if len(end.users) == 1 else None
+    saved = None if mask is None else _relu_saved(mask, end)
+    if mask is not None and saved is not None:
+        steps.append((mask, residual, saved))
+    last = writing.is_last(value)
+    for end, residual, saved in reversed(steps):
+        call = BackwardData(dy, x, w, residual, saved, "relu" if saved is not None else "none", *_geometry(node))
+        with writing.graph.inserting_before(end):
+            made = writing.put(call._replace(channels_last=last))
+        if made is not None:
+            end.replace_all_uses_with(made)
+            _erase_unused(writing.graph, end)
+            return True
+    return False
+
+
+def _relu_saved(mask: fx.Node, gradient: fx.Node) -> fx.Node | None:
+    """What relu's derivative is taken at, where a step is where(saved <= 0, 0, gradient)."""
+    if mask.target is not aten.where.self or mask.args[2] is not gradient or mask.args[1] is gradient:
+        return None
+    condition, zero, _ = mask.args
+    is_zero = isinstance(zero, fx.Node) and (
+        (zero.target is aten.scalar_tensor.default and zero.args[0] == 0)
+        or (zero.target is aten.full.default and zero.args[1] == 0)
+    )
+    if not is_zero or not isinstance(condition, fx.Node) or condition.target is not aten.le.Scalar:
+        return None
+    saved, bound = condition.args
+    given, value = saved.meta.get("val"), gradient.meta["val"]
+    is_alike = isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype
+    return saved if bound == 0 and is_alike and mask.meta["val"].dtype == value.dtype else None
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a step, and those before it that nothing else uses, up to convolutions."""
+    if node.users or node.op != "call_function" or node.target is aten.convolution_backward.default:
+        return
+    before = node.all_input_nodes
+    graph.erase_node(node)
+    for each in before:
+        if each._erased is False:
+            _erase_unused(graph, each)
+
+
+def _sum_of_channels(node: fx.Node) -> fx.Node | None:
+    """The step that sums the gradient of the output of a backward convolution over all but channels."""
+    dy = node.args[0]
+    rank = dy.meta["val"].dim()
+    axes = [0, *range(2, rank)]
+    sums = (user for user in dy.users if user.target is aten.sum.dim_IntList and len(user.args) == 2)
+    return next((each for each in sums if sorted(axis % rank for axis in each.args[1]) == axes), None)
+
+
+def _put_backward_weights(writing: _Writing, node: fx.Node, gradient: fx.Node, sums: fx.Node) -> bool:
+    """Whether the gradient of the weights was put in together with that of the bias."""
+    dy, x, w = node.args[:3]
+    last = writing.is_last(gradient.meta["val"])
+    stride, padding, dilation, groups = _geometry(node)
+    call = BackwardWeights(dy, x, w, stride, padding, dilation, groups, sums.meta["val"].dtype, last)
+    order = {each: place for place, each in enumerate(writing.graph.nodes)}
+    if any(order[user] < order[node] for user in sums.users):
+        return False
+    with writing.graph.inserting_after(node):
+        made = writing.put(call)
+    if made is None:
+        return False
+    with writing.graph.inserting_after(made):
+        for i, each in enumerate((gradient, sums)):
+            item = writing.graph.call_function(operator.getitem, (made, i))
+            item.meta["val"] = made.meta["val"][i]
+            each.replace_all_uses_with(item)
+            writing.graph.erase_node(each)
+    return True

@@ -1,0 +1,37 @@
+"""torch.compile with miofind: options for Inductor, and the backend "miofind"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def inductor_options(**options: Any) -> dict[str, Any]:
+    """Options with which torch.compile puts miofind's fused convolutions into its graphs.
+
+    `torch.compile(model, options=miofind.torch.inductor_options())`. A pass over Inductor's graphs replaces a
+    convolution and the point-wise steps after it by one operator where the FindDB answers the fused problem; all else
+    stays Inductor's. Forward, those are batch norm in inference, the addition of a tensor and an activation. In
+    training, where batch norms are frozen or absent: the same as far as nothing between them is kept for backward,
+    relu's mask and the sum of gradients at a branch with the gradient of the input, and the bias gradient with that of
+    the weights. Graphs of dynamic shapes stay. With `torch.backends.cudnn.benchmark` missing answers are measured while
+    a graph is compiled; else tune first. `freezing=True` is for inference with weights that stay: Inductor folds batch
+    norms then, and prepares weights once. Calls that are not replaced come to miofind where `enable()` is in force.
+
+    Args:
+        options: further ones of Inductor, as of `torch.compile(options=...)`.
+    """
+    from miofind.torch.graph_pass import ConvolutionPass
+
+    return {"post_grad_custom_pre_pass": ConvolutionPass(), **options}
+
+
+def backend(graph: Any, inputs: Any, **options: Any) -> Any:
+    """Inductor with `inductor_options`; the backend "miofind" of torch.compile.
+
+    Args:
+        graph: a torch.fx.GraphModule, and `inputs`, its example inputs, as backends are given them.
+        options: of Inductor, as of `torch.compile(backend="miofind", options=...)`.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs, config_patches=inductor_options(**options.get("options", {})))

@@ -1,0 +1,233 @@
+"""The pass over Inductor's graphs: what it puts in, that it computes the same, and what it leaves."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from fused_answers import answers_of
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+
+import miofind.torch
+from miofind import Handle
+from miofind.torch.graph_pass import ConvolutionPass
+from miofind.torch.inductor import backend
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+class Compiled:
+    """torch.compile up to Inductor's graphs: decomposed and passed over, then run as they are."""
+
+    def __init__(self, model: Callable[..., Any], **options: Any) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        self.convolution_pass = ConvolutionPass()
+        each = {"fw_compiler": self._passed, "decompositions": select_decomp_table()}
+        torch._dynamo.reset()
+        self._run = torch.compile(model, backend=aot_autograd(**each), **options)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._run(*inputs)
+
+    def _passed(self, graph: fx.GraphModule, inputs: Any) -> Any:
+        self.convolution_pass(graph.graph)
+        graph.recompile()
+        self.graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    @property
+    def texts(self) -> list[str]:
+        return [problem.epilogue.text for problem in self.convolution_pass.replaced]
+
+    def count(self, target: Any) -> int:
+        return sum(node.target is target for graph in self.graphs for node in graph.graph.nodes)
+
+
+@pytest.fixture(scope="module")
+def served(cpu_handle: Handle) -> Iterator[None]:
+    with answers_of(cpu_handle):
+        yield
+
+
+def prepared(model: Any, dtype: Any = torch.float32) -> Any:
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    return model.eval().to(dtype)
+
+
+class Block(nn.Module):
+    """A residual block of one convolution."""
+
+    def __init__(self, tail: Callable[[Any, Any], Any], *, norm: bool, bias: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=bias)
+        self.norm = nn.BatchNorm2d(4) if norm else nn.Identity()
+        self.tail = tail
+
+    def forward(self, x: Any) -> Any:
+        return self.tail(self.norm(self.conv(x)), x)
+
+
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "relu": torch.relu,
+    "clamp": lambda v: functional.hardtanh(v, -0.5, 0.7),
+    "leaky_relu": lambda v: functional.leaky_relu(v, 0.3),
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda v: functional.gelu(v, approximate="tanh"),
+    "hardswish": functional.hardswish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "elu": lambda v: functional.elu(v, 0.6),
+    "mish": functional.mish,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.usefixtures("served")
+def test_activations(name: str, dtype: Any) -> None:
+    activation = ACTIVATIONS[name]
+    model = prepared(Block(lambda y, x: activation(y), norm=False, bias=True), dtype)
+    x = torch.randn(2, 4, 6, 5).to(dtype)
+    compiled = Compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=0.02, atol=0.02)
+    assert compiled.texts == [f"bias.{name}"]
+    assert compiled.count(torch.ops.aten.convolution.default) == 0
+
+
+TAILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "add": (lambda y, x: torch.relu(y + x), "scale.bias.residual.relu"),
+    "add after": (lambda y, x: x + functional.silu(y), "scale.bias.silu.residual"),
+    "norm alone": (lambda y, x: y, "scale.bias"),
+    "a smaller residual": (lambda y, x: torch.relu(y + x.mean((2, 3), keepdim=True)), "scale.bias"),
+    "two users": (lambda y, x: (torch.relu(y), torch.sigmoid(y)), "scale.bias"),
+    "itself": (lambda y, x: torch.relu(y + y), "scale.bias"),
+    "another function": (lambda y, x: torch.exp(y), "scale.bias"),
+}
+
+
+@pytest.mark.parametrize("case", TAILS)
+@pytest.mark.usefixtures("served")
+def test_batch_norms_and_residuals(case: str) -> None:
+    tail, expected = TAILS[case]
+    model, x = prepared(Block(tail, norm=True)), torch.randn(2, 4, 6, 5)
+    compiled = Compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert compiled.texts == [expected]
+
+
+@pytest.mark.usefixtures("served")
+def test_autocast_and_channels_last() -> None:
+    model = prepared(Block(lambda y, x: torch.relu(y + x.to(y.dtype)), norm=True))
+    model, x = (each.to(memory_format=torch.channels_last) for each in (model, torch.randn(2, 4, 6, 5)))
+    compiled = Compiled(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = compiled(x)
+        torch.testing.assert_close(y, model(x), rtol=0.03, atol=0.03)
+    assert compiled.texts == ["float32.scale.bias.residual.relu"]
+    assert [str(problem.y.layout) for problem in compiled.convolution_pass.replaced] == ["NHWC"]
+
+
+@pytest.mark.parametrize("reason", ["dynamic", "no answer", "transposed", "bare"])
+def test_what_stays(reason: str, cpu_handle: Handle) -> None:
+    model = prepared(Block(lambda y, x: torch.relu(y), norm=False, bias=True))
+    x = torch.randn(2, 4, 6, 5)
+    if reason == "transposed":
+        model = prepared(nn.Sequential(nn.ConvTranspose2d(4, 4, 3), nn.ReLU()))
+    if reason == "bare":
+        model = prepared(Block(lambda y, x: y.amax((2, 3)), norm=False))
+    compiled = Compiled(model, dynamic=reason == "dynamic")
+    with answers_of(cpu_handle, "auto" if reason == "no answer" else "estimate"), torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert compiled.texts == []
+    assert compiled.count(torch.ops.aten.convolution.default) == 1
+
+
+class Two(nn.Module):
+    """Two convolutions without batch norms and a branch around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 4, 1)
+
+    def forward(self, x: Any) -> Any:
+        x = torch.relu(x * 2)
+        return torch.relu(self.second(torch.relu(self.first(x))) + x)
+
+
+@pytest.mark.usefixtures("served")
+def test_training() -> None:
+    model, x = Two(), torch.randn(2, 4, 6, 5)
+    eager = copy.deepcopy(model)
+    compiled = Compiled(model)
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    losses = [compiled(given[0]).square().sum(), eager(given[1]).square().sum()]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(given[0].grad, given[1].grad)
+    for mine, pytorchs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, pytorchs.grad)
+    backward = ["drelu", "bias_gradient", "residual.drelu", "bias_gradient"]
+    assert compiled.texts == ["bias.relu", "bias.residual.relu", *backward]
+    assert compiled.count(torch.ops.aten.convolution_backward.default) == 0
+
+
+def test_pytorch_finds_the_backend_by_name() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    assert EntryPoint("miofind", project["entry-points"]["torch_dynamo_backends"]["miofind"], "").load() is backend
+
+
+def test_the_identity_of_a_pass_follows_what_it_depends_on(cpu_handle: Handle) -> None:
+    with answers_of(cpu_handle):
+        first = ConvolutionPass().uuid()
+        assert first == ConvolutionPass().uuid()
+        with torch.backends.cudnn.flags(deterministic=True):
+            assert ConvolutionPass().uuid() != first
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_runs_what_the_pass_put_in() -> None:
+    """Through Inductor's code generation, in training, with layouts of its choice."""
+    model = Two().to(memory_format=torch.channels_last)
+    eager, inputs = copy.deepcopy(model), [torch.ones(2, 4, 6, 5).requires_grad_() for _ in range(2)]
+    torch._dynamo.reset()
+    options = miofind.torch.inductor_options()
+    compiled = torch.compile(model, options=options)
+    for run, x in zip((compiled, eager), inputs, strict=True):
+        run(x).sum().backward()
+    replaced = [problem.epilogue.text for problem in options["post_grad_custom_pre_pass"].replaced]
+    assert {"bias.relu", "bias.residual.relu", "residual.drelu"} <= set(replaced)
+    torch.testing.assert_close(*(x.grad for x in inputs))
+    for mine, pytorchs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, pytorchs.grad)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_backend() -> None:
+    model = prepared(Block(lambda y, x: torch.relu(y + x), norm=True))
+    x = torch.randn(2, 4, 6, 5)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
