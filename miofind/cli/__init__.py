@@ -34,6 +34,7 @@ _COMMANDS = {
     "report": "miofind.cli.report:report",
     "db": "miofind.cli.db:db",
     "train": "miofind.cli.train:train",
+    "fleet": "miofind.cli.fleet:fleet",
 }
 
 

@@ -69,6 +69,11 @@ def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
     return tuple(map(Device.cuda, dict.fromkeys(map(int, value.split(",")))))
 
 
+gpus_option = click.option(
+    "--gpus", callback=_gpus, metavar="NAMES", help="GPUs of this host: all, or some such as 0,1."
+)
+
+
 @click.command(
     context_settings=DRIVER_LINE,
     epilog=example(
@@ -102,7 +107,7 @@ def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 @exclude_option
 @limit_options
 @device_option
-@click.option("--gpus", callback=_gpus, metavar="NAMES", help="GPUs of this host: all, or some such as 0,1.")
+@gpus_option
 @arch_option
 @db_option()
 @json_option

@@ -6,23 +6,24 @@ on with what was claimed.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from miofind.errors import InvalidOptionError
+from miofind.fleet import health
 from miofind.fleet.courier import Courier, Facts
+from miofind.fleet.database import FleetDatabase
 from miofind.fleet.holdings import GpuTasks, Holdings
 from miofind.fleet.link import Link, Stores
 from miofind.fleet.outbox import Outbox
 from miofind.fleet.queue import Queue
 from miofind.fleet.stack import kind_of
-from miofind.fleet.values import Agent, Kind
+from miofind.fleet.values import Agent, GpuState, Kind
 from miofind.runtime.handle import Handle
 from miofind.tune.device_processes import DeviceProcesses
 from miofind.tune.values import TuneFinished, TuneLost, TuneOptions, WorkerEvent
@@ -33,6 +34,7 @@ MEMBERS_DRAIN_S = 12.0
 """How long a member may take for the problem that it is at; then it gives it back."""
 DRAIN_S = 30.0
 _LOOK_S = 0.5
+_HEALTH_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +46,14 @@ class AgentEnd:
         failed: problems without a solution.
         lost: what became of the devices that no longer answer.
         is_merged: whether the server has all that was measured; else the next agent here brings it.
+        was_interrupted: whether a signal ended it.
     """
 
     done: int
     failed: int
     lost: tuple[str, ...]
     is_merged: bool
+    was_interrupted: bool = False
 
 
 class Member(threading.Thread):
@@ -108,17 +112,20 @@ class FleetAgent:
         DatabaseError: another agent uses the FindDB.
     """
 
-    def __init__(self, handles: Sequence[Handle], queue: Queue, server: Facts) -> None:
+    def __init__(self, handles: Sequence[Handle], database: FleetDatabase, server: Facts) -> None:
         local = handles[0].database.user
         if local.path is None:
             raise InvalidOptionError("an agent needs a FindDB in a file, by which it outlives its end: give --db FILE")
+        self._database = database
+        self._are_registered = False
         self.agent = Agent(id=uuid4(), host=socket.gethostname())
         self.holdings = Holdings()
         self._outbox = Outbox(local.path)
         predecessors = self._outbox.succeed(self.agent.id)
         self._courier = Courier(self.holdings, self._outbox, local, server)
         stores = Stores(local=local, server=server, outbox=self._outbox, courier=self._courier)
-        self.link = Link(self.agent, queue, self.holdings, stores, predecessors=predecessors)
+        self.link = Link(self.agent, Queue(database), self.holdings, stores, predecessors=predecessors)
+        self.link.add_duty(_HEALTH_S, self._follow_health)
         self.members = [Member(handle, self.holdings, compiles=bool(handle.device.uuid)) for handle in handles]
         self.holdings.wanting = self.link.wake
 
@@ -136,7 +143,8 @@ class FleetAgent:
         self.link.devices = self._devices()
         for thread in (self._courier, self.link, *self.members):
             thread.start()
-        with contextlib.suppress(KeyboardInterrupt):
+        was_interrupted = False
+        try:
             while self._is_to_go_on():
                 self._courier.hurry()
                 if for_s is not None and time.monotonic() - began >= for_s:
@@ -144,7 +152,10 @@ class FleetAgent:
                 if until_idle_s is not None and self._idle_s() >= until_idle_s:
                     break
                 time.sleep(_LOOK_S)
-        return self._drained()
+        except KeyboardInterrupt:
+            was_interrupted = True
+            logger.info("the agent drains")
+        return replace(self._drained(), was_interrupted=was_interrupted)
 
     def _is_to_go_on(self) -> bool:
         """Whether anything can be done here still."""
@@ -153,8 +164,24 @@ class FleetAgent:
         return bool(alive) and self.link.is_alive() and not any(member.error for member in self.members)
 
     def _devices(self) -> dict[Kind, int]:
-        kinds = [member.kind for member in self.members if not member.lost]
+        kinds = [member.kind for member in self.members if not (member.lost or member.tasks.is_held)]
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+    def _follow_health(self) -> None:
+        """Have members measure, or not, as their GPUs' states on the server say."""
+        if not self._are_registered:
+            for member in self.members:
+                health.register(self._database, member.device_name, member.kind, self.agent)
+            self._are_registered = True
+        states = health.states(self._database, [member.device_name for member in self.members])
+        for member in self.members:
+            is_held = states.get(member.device_name) is GpuState.QUARANTINED
+            if is_held != member.tasks.is_held:
+                logger.warning("%s %s", member.device_name, "is quarantined" if is_held else "measures again")
+                member.tasks.hold(is_held)
+        self.link.devices = self._devices()
+        for kind in {member.kind for member in self.members} - self.link.devices.keys():
+            self.holdings.give_back_waiting(kind=kind.device)
 
     def _idle_s(self) -> float:
         since = self.link.idle_since

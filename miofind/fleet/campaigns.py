@@ -65,7 +65,7 @@ def submit(
     checked_name(request.name)
     if request.priority is not None and not -MOST_PRIORITY <= request.priority <= MOST_PRIORITY:
         raise InvalidOptionError(f"priority={request.priority} must be within {MOST_PRIORITY} of 0")
-    estimate = seconds_of or _nominal_seconds(request)
+    estimate = seconds_of or nominal_seconds(request)
     rows: list[dict[str, Any]] = [
         {
             "network_config": each.problem.network_config,
@@ -171,7 +171,8 @@ def _problems(connection: Connection, campaign: int) -> int:
     return int(connection.execute(statement, {"campaign": campaign}).scalar_one())
 
 
-def _nominal_seconds(request: CampaignRequest) -> Callable[[ProblemDescription], float]:
+def nominal_seconds(request: CampaignRequest) -> Callable[[ProblemDescription], float]:
+    """How long measuring a problem takes a large GPU, by its size alone: what orders the work of all kinds."""
     device = Device.virtual("90a")
     effort = Effort.TUNE if request.options.find.searches else Effort.FIND
     return lambda problem: rough_seconds(problem, device, effort)

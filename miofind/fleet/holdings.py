@@ -92,7 +92,7 @@ class Holdings:
             while not (self._is_closed or tasks.is_closed):
                 if tasks.own:
                     return tasks.own.popleft()
-                waiting = self._waiting.get(tasks.kind)
+                waiting = None if tasks.is_held else self._waiting.get(tasks.kind)
                 if waiting:
                     held = self._jobs[waiting.popleft()]
                     held.stage = Stage.IN_WORK
@@ -141,10 +141,10 @@ class Holdings:
                 held.finish = Finish(hold=held.claimed.hold, outcome=TuneStatus.FAILED, message=message)
         self.merged([job])
 
-    def give_back_waiting(self, campaigns: Collection[int] | None = None) -> None:
-        """Measure none of what waits, of some campaigns or of all; the queue is to have it back."""
+    def give_back_waiting(self, campaigns: Collection[int] | None = None, *, kind: str | None = None) -> None:
+        """Measure none of what waits, of some campaigns or kind of device or all; the queue is to have it back."""
         with self._changed:
-            for waiting in self._waiting.values():
+            for waiting in (found for name, found in self._waiting.items() if kind in (None, name)):
                 for job in list(waiting):
                     held = self._jobs[job]
                     if campaigns is None or held.claimed.campaign in campaigns:
@@ -252,12 +252,14 @@ class GpuTasks:
 
     Attributes:
         own: tasks of this device alone, which go before all others and are no jobs: their tickets are below 0.
+        is_held: whether it gives out no jobs at present: the device is not believed.
         is_closed: whether it gives out nothing more.
     """
 
     def __init__(self, holdings: Holdings, kind: str) -> None:
         self.kind = kind
         self.own: deque[Task] = deque()
+        self.is_held = False
         self.is_closed = False
         self._holdings = holdings
 
@@ -276,6 +278,11 @@ class GpuTasks:
         """See `TaskQueue.give_back`: it is the server that counts a job's losses."""
         self._holdings.lost(task)
         return True
+
+    def hold(self, is_held: bool) -> None:
+        """Give out no jobs for now, or again."""
+        self.is_held = is_held
+        self._holdings.look()
 
     def ask(self, tasks: Sequence[Task]) -> None:
         """Have this device measure tasks of its own next."""

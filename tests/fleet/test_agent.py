@@ -24,7 +24,6 @@ from miofind.fleet.campaign_options import options_of
 from miofind.fleet.campaigns import set_paused, submit
 from miofind.fleet.database import FleetDatabase
 from miofind.fleet.outbox import Outbox
-from miofind.fleet.queue import Queue
 from miofind.fleet.stack import kind_of, stack_of
 from miofind.fleet.values import CampaignRequest
 from miofind.options import FindOptions
@@ -56,7 +55,6 @@ class Host:
         self.database = FleetDatabase(url)
         self.database.create()
         stack.callback(self.database.close)
-        self.queue = Queue(self.database)
         self.local_path = folder / "host.db"
         self.server = stack.enter_context(Store(folder / "server.db"))
         self._stack = stack
@@ -67,7 +65,7 @@ class Host:
             self._stack.enter_context(Handle(replace(device, memory_bytes=i), database=self.local_path, strict=True))
             for i in range(devices)
         ]
-        return FleetAgent(handles, self.queue, server or self.server)  # type: ignore[arg-type]
+        return FleetAgent(handles, self.database, server or self.server)  # type: ignore[arg-type]
 
     def states(self) -> dict[str, int]:
         with self.database.transaction() as connection:
@@ -251,7 +249,7 @@ def test_one_agent_has_a_findb(host: Host) -> None:
         host.agent()
     agent._outbox.close()
     with Handle(Device.cpu(), database=":memory:") as handle, pytest.raises(InvalidOptionError, match="in a file"):
-        FleetAgent([handle], host.queue, host.server)
+        FleetAgent([handle], host.database, host.server)
 
 
 def test_the_outbox_outlives_its_agent(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""`miofind fleet` from end to end on one host: init, submit, worker, status, and what people do with campaigns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_runner import TINY, run, run_json, use_own_folders
+
+from miofind.finddb import Store
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_folders(tmp_path, monkeypatch)
+
+
+def test_a_campaign_from_submit_to_done(postgres_url: str, tmp_path: Path) -> None:
+    where = ("--database", postgres_url)
+    assert "run `miofind fleet init` on it" in run("fleet", "status", *where, code=4).stderr
+    assert "is ready" in run("fleet", "init", *where).stdout
+    submit = ("fleet", "submit", *where, "--name", "small", "--only", "ConvCpuIm2colGemm", *TINY)
+    assert run_json(*submit, "--dry-run")["problems"] == 3
+    assert "no campaign was submitted yet" in run("fleet", "status", *where).stdout
+    assert run_json(*submit)["added"] == 3
+    assert "no agent yet" in run("fleet", "status", *where).stdout
+    end = run_json("fleet", "worker", *where, "--device", "cpu", "--until-idle", "0.5")
+    assert (end["done"], end["failed"], end["is_merged"]) == (3, 0, True)
+    found = run_json("fleet", "status", *where)
+    assert [campaign["jobs"]["done"] for campaign in found["campaigns"]] == [3]
+    (gpu,) = found["gpus"]
+    assert (gpu["state"], gpu["worker"]) == ("ready", "gone")
+    shown = run("fleet", "status", *where).stdout
+    assert "small" in shown
+    assert gpu["name"] in shown
+    with Store(postgres_url) as server, Store(tmp_path / "finddb.db") as local:
+        assert set(server.rows()) == set(local.rows())
+    assert run_json(*submit) | {"jobs": 0, "added": 0} == run_json(*submit)
+    run("fleet", "quarantine", *where, gpu["name"], "--reason", "too slow")
+    assert run_json("fleet", "status", *where)["gpus"][0]["reason"] == "too slow"
+    run("fleet", "quarantine", *where, gpu["name"], "--clear")
+    assert run_json("fleet", "status", *where)["gpus"][0]["state"] == "ready"
+
+
+def test_campaigns_are_paused_resumed_and_retried(postgres_url: str) -> None:
+    where = ("--database", postgres_url)
+    run("fleet", "init", *where)
+    run("fleet", "submit", *where, "--name", "small", *TINY)
+    run("fleet", "pause", "small", *where)
+    assert run_json("fleet", "status", *where)["campaigns"][0]["paused"] is True
+    run("fleet", "resume", "small", *where)
+    assert run_json("fleet", "status", *where)["campaigns"][0]["paused"] is False
+    assert run_json("fleet", "retry", "small", *where)["jobs"] == 0
+    assert "there is no campaign 'big': there are small" in run("fleet", "pause", "big", *where, code=4).stderr
+    assert "no agent has told of the GPU" in run("fleet", "quarantine", "GPU-1", *where, code=4).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("status",), "name the fleet's server"),
+        (("status", "--database", "here"), "name the fleet's server"),
+        (("status", "--database", "postgresql://h/d", "--watch", "--json"), "draws for people"),
+    ],
+)
+def test_mistakes_are_of_usage(arguments: tuple[str, ...], told: str) -> None:
+    assert told in run("fleet", *arguments, code=2).stderr
