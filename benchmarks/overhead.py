@@ -128,7 +128,10 @@ def repeated_find(handle: miofind.Handle, problem: miofind.ProblemDescription) -
 
 
 def launches(handle: miofind.Handle, problem: miofind.ProblemDescription) -> dict[str, Any]:
-    """run_solution with out and workspace against a bare RawKernel launch, interleaved on one stream."""
+    """run_solution with out and workspace against a bare RawKernel launch, interleaved on one stream.
+
+    And the calls over it, `miofind.convolution` and a bound `miofind.Convolution`, against run_solution.
+    """
     import cupy
 
     options = miofind.FindOptions(only=("ConvDirectTiled",))
@@ -140,6 +143,7 @@ def launches(handle: miofind.Handle, problem: miofind.ProblemDescription) -> dic
     cases: dict[str, Callable[[], Any]] = {
         "bare_rawkernel": lambda: bare((1,), (32,), (x, w, y)),
         "run_solution_cupy": lambda: miofind.run_solution(solution, x, w, out=y, workspace=workspace),
+        **_facades("cupy", (x, w, y, workspace), options, handle),
     }
     try:
         import torch
@@ -147,6 +151,7 @@ def launches(handle: miofind.Handle, problem: miofind.ProblemDescription) -> dic
         tx, tw, ty = (torch.zeros(problem.tensor(name).shape, device="cuda") for name in ("x", "w", "y"))
         tworkspace = torch.empty(max(1, solution.workspace_bytes), dtype=torch.uint8, device="cuda")
         cases["run_solution_torch"] = lambda: miofind.run_solution(solution, tx, tw, out=ty, workspace=tworkspace)
+        cases |= _facades("torch", (tx, tw, ty, tworkspace), options, handle)
     except ImportError:
         pass
     samples: dict[str, list[float]] = {name: [] for name in cases}
@@ -160,8 +165,26 @@ def launches(handle: miofind.Handle, problem: miofind.ProblemDescription) -> dic
     reference = result["bare_rawkernel"]["median_us"]
     for name in samples:
         result[name]["ratio_to_bare"] = result[name]["median_us"] / reference
+    for name in samples:
+        library = name.rpartition("_")[2]
+        if name.startswith(("convolution", "bound")):
+            run = result[f"run_solution_{library}"]["median_us"]
+            result[name]["over_run_solution_us"] = result[name]["median_us"] - run
     result["kernels_a_run"] = len(solution.runner.prepare().solution.steps)
     return result
+
+
+def _facades(
+    library: str, arrays: tuple[Any, ...], options: miofind.FindOptions, handle: miofind.Handle
+) -> dict[str, Callable[[], Any]]:
+    """The calls over run_solution, of the problem of PROBLEM, with out and workspace."""
+    x, w, y, workspace = arrays
+    bound = miofind.Convolution.of(x, w, padding=1, options=options, handle=handle)
+    keywords = {"padding": 1, "options": options, "handle": handle, "out": y, "workspace": workspace}
+    return {
+        f"convolution_{library}": lambda: miofind.convolution(x, w, **keywords),
+        f"bound_{library}": lambda: bound(x, w, out=y, workspace=workspace),
+    }
 
 
 FIRST_RESULT = """
@@ -249,7 +272,7 @@ def main() -> None:
         "command": "python benchmarks/overhead.py",
         "finddb_hit": finddb_hit() | {"bound_us": 100},
         "repeated_find": repeated_find(handle, problem) | {"bound_us": 5},
-        "launch": launches(handle, problem) | {"bound_ratio": 1.6},
+        "launch": launches(handle, problem) | {"bound_ratio": 1.6, "bound_over_run_solution_us": 2},
         "first_result": first_result() | {"bound_ms": 100},
         "cold_find": cold_find() | {"bound_s": {"empty_caches": 5, "binaries_cached": 1}},
     }

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from miofind.api.keywords import KEYWORDS
+from miofind.api.repeated import MISS, Place, place_of, repeated
 from miofind.api.solutions import find_solutions, run_solution
 from miofind.arrays import arrays, operands
 from miofind.arrays.array_problem import (
@@ -40,13 +41,29 @@ class Roles(NamedTuple):
     Attributes:
         like: of the shape, dtype and memory order that the output has where it is not given; None for none.
         names: what the user calls tensors, where that is not their own name.
+        place: where what runs the call is remembered; None for nowhere.
     """
 
     like: Any = None
     names: Mapping[str, str] = {}
+    place: Place | None = None
 
 
 _PLAIN = Roles()
+
+
+def call(direction: Direction, given: dict[str, Any], missing_shape: Any, arguments: dict[str, Any]) -> Any:
+    """The output of a direction: by what ran the last call of such arrays, else as `run_call` finds it.
+
+    Args:
+        direction, given, missing_shape: as in `run_call`.
+        arguments: all keywords of the call.
+    """
+    result = repeated(direction, given, missing_shape, arguments)
+    if result is not MISS:
+        return result
+    place = place_of(direction, given, missing_shape, arguments)
+    return run_call(direction, given, missing_shape, Roles(place=place), **arguments)
 
 
 def run_call(
@@ -66,55 +83,59 @@ def run_call(
 
     Args:
         direction: which tensor is computed.
-        given: the inputs by tensor name, dy as "y"; copies that had to be made take their places there.
+        given: the inputs by tensor name, dy as "y"; what an epilogue reads is put there, and copies that had to be
+            made take the places of what they are of.
         missing_shape: of the output where nothing else gives it.
         roles: of the arrays.
         options, handle: as in `find_solutions`.
         out, workspace, stream: as in `run_solution`.
         arguments: of the problem and its epilogue.
     """
-    numbers: dict[str, Any] = {}
+    numbers = _taken_numbers(direction, arguments)
+    views = _views(direction, given, out, roles, arguments)
+    posed_call = posed(direction, views, missing_shape, arguments, KEYWORDS | EPILOGUE_OF_DIRECTION[direction])
+    problem = posed_call.problem
+    if numbers:
+        parameters_of(problem, numbers)
+    views.pop(LIKE, None)
+    device = device_of(views, direction, roles.names)
+    if posed_call.empty:
+        return _empty_outputs(problem, next(iter(given.values())), out, stream, device.index)
+    solutions = find_solutions(problem, options=options, handle=default_handle(device) if handle is None else handle)
+    as_given, written = dict(given), out
+    if not posed_call.fits:
+        written = _adapt(posed_call, given, out, stream, device.index)
+        views |= {name: arrays.view(given[name], name) for name in posed_call.copied}
+    solution = _placed(solutions, views, given, stream)
+    if roles.place is not None and solution is solutions[0] and all(given[name] is as_given[name] for name in given):
+        roles.place.keep(solution.runner, options)
+    inputs = {"dy" if name == "y" else name: array for name, array in given.items()}
+    result = run_solution(solution, **inputs, out=written, workspace=workspace, stream=stream, **numbers)
+    return _without_batch(problem, result, out) if posed_call.unbatched else result
+
+
+def _views(
+    direction: Direction, given: dict[str, Any], out: Any, roles: Roles, arguments: dict[str, Any]
+) -> dict[str, arrays.ArrayView]:
+    """Views of all arrays by tensor name; those of an epilogue are taken out of the arguments and put into `given`."""
     views = {n: arrays.view(array, roles.names.get(n) or user_name(n, direction)) for n, array in given.items()}
     views |= output_views(direction, out, arguments)
     if roles.like is not None and direction.output not in views:
         views[LIKE] = arrays.view(roles.like, direction.output)
-    if not _OF_EPILOGUE.isdisjoint(arguments):
-        refuse_epilogue(direction, _OF_EPILOGUE & arguments.keys())
-        numbers = _taken_numbers(arguments)
-        read = epilogue_arrays(arguments)
-        given |= read
-        views |= {name: arrays.view(array, name) for name, array in read.items()}
-    keywords = KEYWORDS | EPILOGUE_OF_DIRECTION[direction]
-    call = posed(direction, views, missing_shape, arguments, keywords)
-    if numbers:
-        parameters_of(call.problem, numbers)
-    views.pop(LIKE, None)
-    device = device_of(views, direction, roles.names)
-    if call.empty:
-        return _empty_outputs(call, next(iter(given.values())), out, stream, device.index)
-    solutions = find_solutions(
-        call.problem, options=options, handle=default_handle(device) if handle is None else handle
-    )
-    written = out
-    if not call.fits:
-        written = _adapt(call, given, out, stream, device.index)
-        views |= {name: arrays.view(given[name], name) for name in call.copied}
-    solution = _placed(solutions, views, given, stream)
-    x, w, dy = given.get("x"), given.get("w"), given.get("y")
-    epilogue = {name: array for name, array in given.items() if name not in ("x", "w", "y")}
-    result = run_solution(solution, x, w, dy=dy, out=written, workspace=workspace, stream=stream, **epilogue, **numbers)
-    return _without_batch(call.problem, result, out) if call.unbatched else result
+    read = epilogue_arrays(arguments)
+    given |= read
+    return views | {name: arrays.view(array, name) for name, array in read.items()}
 
 
-def _adapt(call: Posed, given: dict[str, Any], out: Any, stream: Any, index: int) -> Any:
+def _adapt(posed_call: Posed, given: dict[str, Any], out: Any, stream: Any, index: int) -> Any:
     """Put into `given` what a solution runs with; returns the outputs as it takes them."""
-    if call.unbatched:
+    if posed_call.unbatched:
         given |= {name: arrays.with_batch(array, name) for name, array in given.items() if name in IMAGES}
-        out = _with_batch(call.problem, out)
-    if call.copied:
-        wanted = {operand.name: operand.array for operand in call.problem.operands}
+        out = _with_batch(posed_call.problem, out)
+    if posed_call.copied:
+        wanted = {operand.name: operand.array for operand in posed_call.problem.operands}
         with operands.allocating_on(next(iter(given.values())), stream, index):
-            given |= {name: arrays.packed_copy(given[name], wanted[name], index) for name in call.copied}
+            given |= {name: arrays.packed_copy(given[name], wanted[name], index) for name in posed_call.copied}
     return out
 
 
@@ -140,9 +161,9 @@ def _without_batch(problem: ProblemDescription, result: Any, out: Any) -> Any:
     return kind(first[0] if given is None else given, *others)
 
 
-def _empty_outputs(call: Posed, like: Any, out: Any, stream: Any, index: int) -> Any:
+def _empty_outputs(problem: ProblemDescription, like: Any, out: Any, stream: Any, index: int) -> Any:
     """The outputs of a batch without images: no image, and zeros where images are summed."""
-    problem, kind = call.problem, outputs_type(call.problem)
+    kind = outputs_type(problem)
     outs = (out,) if kind is None else operands.several_outputs(out, kind._fields)
     made = []
     with operands.allocating_on(like, stream, index):
@@ -182,12 +203,16 @@ def first_aligned(solutions: Sequence[Solution], addresses: Sequence[int]) -> So
     return next(fitting, solutions[0])
 
 
-def _taken_numbers(arguments: dict[str, Any]) -> dict[str, Any]:
+def _taken_numbers(direction: Direction, arguments: dict[str, Any]) -> dict[str, Any]:
     """The numbers of an epilogue that are there, taken out of the arguments.
 
     Raises:
+        InvalidProblemError: an argument is of the epilogues of other directions.
         InvalidOptionError: bounds of an activation whose name has them.
     """
+    if _OF_EPILOGUE.isdisjoint(arguments):
+        return {}
+    refuse_epilogue(direction, _OF_EPILOGUE & arguments.keys())
     taken = {name: arguments.pop(name) for name in EPILOGUE_NUMBERS if name in arguments}
     numbers = {name: value for name, value in taken.items() if value is not None}
     bounds = [f"{name}={brief(numbers[name])}" for name in ("low", "high") if name in numbers]

@@ -45,7 +45,7 @@ def find_solutions(
         raise _wrong_argument(problem, options, handle)
     key = (problem.network_config, options)
     cached = handle.answers.get(key)
-    if cached is not None and not _measures_always(options):
+    if cached is not None and not measures_always(options):
         return cached.copy()
     solutions = find(problem, options, handle)
     handle.remember(key, solutions)
@@ -60,8 +60,9 @@ def _wrong_argument(problem: object, options: object, handle: object) -> Invalid
     return InvalidOptionError(f"handle={brief(handle)} must be a Handle, such as miofind.Handle('cpu')")
 
 
-def _measures_always(options: FindOptions) -> bool:
-    """Whether a request must reach the pipeline even where this process knows an answer."""
+def measures_always(options: FindOptions | None) -> bool:
+    """Whether a request must reach the pipeline even where this process knows an answer; None for the defaults."""
+    options = _DEFAULT_OPTIONS if options is None else options
     return options.find_enforce in _NEVER_CACHED or find_mode(options) in (FindMode.NORMAL, FindMode.TRUST_VERIFY)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miofind.compiler import BinaryCache, Compiler, kernel_hash
 from miofind.core.problem import ProblemDescription
@@ -42,7 +42,8 @@ class Handle:
         registry: the solvers that finds and runs know; None for all of miofind and of the other packages installed.
 
     Attributes:
-        found: answers of this process by (network_config, options).
+        answers: answers of this process by (network_config, options).
+        calls: what runs calls over arrays, by what of them poses their problems; a new one where answers change.
         measuring: held while something is measured: two measurements at a time would slow each other.
 
     Raises:
@@ -64,6 +65,7 @@ class Handle:
         self.compiler = compiler or Compiler(BinaryCache())
         self.invokers = InvokerCache()
         self.answers: dict[tuple[str, FindOptions], list[Solution]] = {}
+        self.calls: dict[object, Any] = {}
         self._refusals: dict[str, Refusals] = {}
         self.lock = threading.RLock()
         self.measuring = threading.RLock()
@@ -142,10 +144,13 @@ class Handle:
         for key in list(self.answers):
             if key[0] == network_config:
                 self.answers.pop(key, None)
+        self.calls = {}
 
     def remember(self, key: tuple[str, FindOptions], solutions: list[Solution]) -> None:
         """Keep an answer for this process; the oldest are dropped beyond MAX_ANSWERS."""
         with self.lock:
+            if key in self.answers:
+                self.calls = {}
             self.answers[key] = solutions
             while len(self.answers) > MAX_ANSWERS:
                 self.answers.pop(next(iter(self.answers)))
@@ -153,6 +158,7 @@ class Handle:
     def forget(self) -> None:
         """Drop answers, invokers and what solvers said of rows in this process; FindDB and binary cache stay."""
         self.answers.clear()
+        self.calls = {}
         self._refusals.clear()
         self.invokers.clear()
 
@@ -229,6 +235,11 @@ def check_serves(solver: Solver, problem: ProblemDescription, device: Device) ->
 @functools.cache
 def _default_handles() -> dict[int, Handle]:
     return {}
+
+
+def known_handle(index: int) -> Handle | None:
+    """The handle that `default_handle` has given for a device; None where it has given none."""
+    return _default_handles().get(index)
 
 
 def default_handle(device: Device | None = None) -> Handle:
