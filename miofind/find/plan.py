@@ -42,7 +42,8 @@ from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Candidate, Outcome
 from miofind.solver.registry import composed, composed_id, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
-from miofind.solver.steps import Config, KernelStep
+from miofind.solver.steps import Config, ConvSolution, KernelStep
+from miofind.solvers.pointwise.composed import Composed
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +60,30 @@ _LONGEST_NAME = 300
 _NOTHING_TO_ASK = "  no solver is registered, or the FindDB holds nothing to measure again"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One candidate and its estimate."""
+    """One candidate and its estimate; its steps are asked for once, by who wants to know of them."""
 
     candidate: Candidate
     solver: Solver
     estimate_ms: float
-    workspace_bytes: int
-    deterministic: bool
     problem: ProblemDescription
+    device: Device
+
+    @functools.cached_property
+    def solution(self) -> ConvSolution:
+        """Its steps."""
+        return self.solver.solution(self.problem, self.device, self.candidate.config)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of workspace that it needs."""
+        return self.solution.workspace.bytes
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal inputs give equal bits."""
+        return self.solution.deterministic
 
     def kernels(self, device: Device) -> tuple[KernelStep, ...]:
         """What it launches of our own kernels."""
@@ -131,6 +146,7 @@ def make_plan(
     dynamic_only: bool = False,
     winners: Mapping[str, Sequence[Config]] | None = None,
     asks: Callable[[Solver], bool] = lambda solver: True,
+    is_unmeasured: bool = False,
 ) -> Plan:
     """The candidates of a request: configurations of the handle's solvers.
 
@@ -138,6 +154,7 @@ def make_plan(
         dynamic_only: leave out solvers that compile for each shape.
         winners: by solver, configurations that won at near problems: a search begins with those that are valid here.
         asks: which of the solvers that the options allow are asked; the others count as left out.
+        is_unmeasured: nothing is measured of it, so that candidates need not be such as a FindDB can keep.
 
     Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
     fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
@@ -163,7 +180,7 @@ def make_plan(
             draft.left_out.append(solver.id)
             continue
         most = _DEFAULTS_BESIDE if solver.id in few else None
-        request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most)
+        request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most, is_unmeasured)
         if solver.id in slow:
             draft.pass_over(request, slow[solver.id])
         else:
@@ -171,7 +188,9 @@ def make_plan(
     if problem.epilogue:
         choices = fastest_bare(bare, options) if bare else _estimated_bare(problem, options, handle, taken)
         for solver_id, configs in choices.items():
-            draft.ask_composed(_Request(problem, device, composed(handle.registry[solver_id]), options, configs))
+            solver = composed(handle.registry[solver_id])
+            request = _Request(problem, device, solver, options, configs, is_unmeasured=is_unmeasured)
+            draft.ask_composed(request)
         counted = counted_solvers(options, handle.registry, fused=True)
         asked = (each for each in counted if taken(each))
         draft.count_forms(_Request(problem, device, each, options) for each in asked)
@@ -213,7 +232,7 @@ def _estimated_bare(
 ) -> Choices:
     """What is composed for a fused problem of whose bare one nothing is known: what estimates have first there."""
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
-    plan = make_plan(problem.bare, request, handle, asks=asks)
+    plan = make_plan(problem.bare, request, handle, asks=asks, is_unmeasured=True)
     planned = plan.candidates or plan.last_resort
     return first_of_each(((each.solver.id, each.candidate.config) for each in planned), options)
 
@@ -257,6 +276,7 @@ class _Request:
         earlier: configurations that were measured with its earlier code, or without the epilogue, fastest first.
         most_defaults: how many of its default configurations are asked for beside them, unless the solver does not take
             the fastest; None for all.
+        is_unmeasured: nothing is measured of it: own solvers are asked for steps only where a limit is on those.
     """
 
     problem: ProblemDescription
@@ -265,6 +285,7 @@ class _Request:
     options: FindOptions
     earlier: tuple[Config, ...] = ()
     most_defaults: int | None = None
+    is_unmeasured: bool = False
 
     @property
     def is_possible_here(self) -> bool:
@@ -287,27 +308,25 @@ class _Request:
         """A configuration with what decides about it."""
         if not isinstance(config, Config):
             raise InvalidConfigError(f"{self.solver.id}: config {config!r} must be a Config")
-        solution = self.solver.solution(self.problem, self.device, config)
         return Planned(
             candidate=Candidate(network_config=self.problem.network_config, solver_id=self.solver.id, config=config),
             solver=self.solver,
             estimate_ms=self.estimate_ms(config),
-            workspace_bytes=solution.workspace.bytes,
-            deterministic=solution.deterministic,
             problem=self.problem,
+            device=self.device,
         )
 
     def within_limits(self, configs: Iterable[Config], refusals: dict[str, str]) -> Iterator[Planned]:
         """The configurations that keep the caller's limits; reasons of the others go into `refusals`."""
         for config in configs:
             planned = self.planned(config)
-            name = f"{planned.candidate.id:.{_LONGEST_NAME}}"
-            if (answer := refuse_unrecordable(planned)).refused:
+            answer = APPLICABLE if self.is_unmeasured and _is_own(self.solver) else refuse_unrecordable(planned)
+            if answer.refused:
                 _tell_once(self.solver.id, answer.reason)
             else:
                 answer = refuse_beyond_limits(planned, self.problem, self.options)
             if answer.refused:
-                refusals[name] = answer.reason
+                refusals[f"{planned.candidate.id:.{_LONGEST_NAME}}"] = answer.reason
             else:
                 yield planned
 
@@ -473,6 +492,12 @@ class _Draft:
             absent=frozenset(self.absent),
             spaces=tuple(self.spaces),
         )
+
+
+def _is_own(solver: Solver) -> bool:
+    """Whether a solver is miofind's, so that its steps are sound."""
+    module = type(solver.inner if isinstance(solver, Composed) else solver).__module__
+    return module.startswith("miofind.solvers.")
 
 
 def _is_possible(solver: Solver, device: Device) -> bool:

@@ -82,6 +82,18 @@ class Solution:
         """
         return self.id in self.solution_list.ties
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What of a prediction is asked of its solver when somebody wants to know it first."""
+            if name not in _OF_STEPS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            solver = self.solution_list.handle.registry[self.solver_id]
+            steps = solver.solution(self.problem, self.device, self.config)
+            object.__setattr__(self, "workspace_bytes", steps.workspace.bytes)
+            object.__setattr__(self, "deterministic", steps.deterministic)
+            return getattr(self, name)
+
     def __repr__(self) -> str:
         name = f"{self.solver_id} {config_text(self.config)}".rstrip()
         return f"<Solution {name}: {self.time_ms:.4g} ms ({self.source}), {self.workspace_bytes} bytes of workspace>"
@@ -149,6 +161,18 @@ class Solution:
         from miofind.runtime.solution_file import load_solution
 
         return load_solution(Path(path), handle)
+
+
+_OF_STEPS = ("workspace_bytes", "deterministic")
+
+
+def without_steps(**values: Any) -> Solution:
+    """A solution of whose fields those that its steps tell are asked for when somebody reads them."""
+    made = object.__new__(Solution)
+    for item in fields(Solution):
+        if item.name not in _OF_STEPS:
+            object.__setattr__(made, item.name, values.get(item.name, item.default))
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,11 +282,11 @@ def alone(solution: Solution) -> Solution:
 def reordered(solutions: Iterable[Solution], handle: Handle) -> list[Solution]:
     """The same solutions, each falling back to the ones behind it in this order."""
     made = SolutionList(handle)
-    made.solutions = [_copied(solution, made, i) for i, solution in enumerate(solutions)]
+    made.solutions = [copied(solution, made, i) for i, solution in enumerate(solutions)]
     return made.solutions
 
 
-def _copied(solution: Solution, found: SolutionList, position: int) -> Solution:
+def copied(solution: Solution, found: SolutionList, position: int) -> Solution:
     """A solution in another list: what `dataclasses.replace` does, in a quarter of its time."""
     made = object.__new__(Solution)
     _set_fields(made, solution, found, position)

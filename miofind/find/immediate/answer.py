@@ -19,7 +19,7 @@ from miofind.find.lookup.stored import answers_no_more
 from miofind.find.plan import Plan, Planned, make_plan, nothing_found
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
-from miofind.runtime.solution import Solution, SolutionList, Source, reordered
+from miofind.runtime.solution import Solution, SolutionList, Source, copied, without_steps
 from miofind.solver.registry import COMPOSED_SUFFIX
 from miofind.solver.solver import Solver
 from miofind.solvers.pointwise.composed import Composed
@@ -86,7 +86,7 @@ def _plan(
     def is_asked(solver: Solver) -> bool:
         return solver.library is not Library.CUDNN and asks(solver)
 
-    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, asks=is_asked)
+    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, asks=is_asked, is_unmeasured=True)
     return plan.without(_tried(problem, handle))
 
 
@@ -125,13 +125,17 @@ def _merged(
 ) -> list[Solution]:
     """Stored solutions in their order, and each prediction before the first of them that it is faster than."""
     found = SolutionList(handle)
-    predictions = [_as_solution(each, found) for each in _ranked(list(planned), problem, handle)]
-    merged: list[Solution] = []
+    predictions = _ranked(list(planned), problem, handle)
+    if predictions:  # it is what runs: known to be sound before it is answered
+        _ = predictions[0].planned.solution
+    at = 0
     for solution in stored:
-        while predictions and predictions[0].time_ms < solution.time_ms:
-            merged.append(predictions.pop(0))
-        merged.append(solution)
-    return reordered([*merged, *predictions], handle)
+        while at < len(predictions) and predictions[at].prediction.time_ms < solution.time_ms:
+            found.solutions.append(_as_solution(predictions[at], found))
+            at += 1
+        found.solutions.append(copied(solution, found, len(found.solutions)))
+    found.solutions += [_as_solution(each, found, more) for more, each in enumerate(predictions[at:])]
+    return found.solutions
 
 
 class _Ranked(NamedTuple):
@@ -163,9 +167,10 @@ def _estimated(planned: Planned, problem: ProblemDescription, device: Device) ->
     return Estimated(solver, config, planned.estimate_ms)
 
 
-def _as_solution(ranked: _Ranked, found: SolutionList) -> Solution:
+def _as_solution(ranked: _Ranked, found: SolutionList, more: int = 0) -> Solution:
+    """The solution of a candidate that is to stand so many places behind the end of a list."""
     planned, prediction = ranked
-    return Solution(
+    return without_steps(
         problem=planned.problem,
         device=found.handle.device,
         solver_id=planned.solver.id,
@@ -173,10 +178,9 @@ def _as_solution(ranked: _Ranked, found: SolutionList) -> Solution:
         library=planned.solver.library,
         config=planned.candidate.config,
         time_ms=prediction.time_ms,
-        workspace_bytes=planned.workspace_bytes,
-        deterministic=planned.deterministic,
         max_error=None,
         source=Source.PREDICTED,
         confidence=prediction.confidence,
         solution_list=found,
+        position=len(found.solutions) + more,
     )

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from immediate_models import H200, NEAR
+from problem_strategies import problems
 
 import miofind
 from miofind import FindOptions
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Device, Library
+from miofind.device.device import Library
 from miofind.errors import NoSolutionError
 from miofind.evaluate.executors import InProcess
+from miofind.find.immediate.devices import described
 from miofind.runtime.solution import Source
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
 from miofind.solvers.cpu.direct import ConvCpuDirect
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
-H200 = replace(Device.virtual("90a"), name="NVIDIA H200", clock_hz=1.98e9, bandwidth_bytes_per_s=4.9e12)
-IMMEDIATE = (
-    FindOptions(find_mode="fast"),
-    FindOptions(on_miss="estimate"),
-    FindOptions(find_mode="fast", only="plain"),
-)
+FAST = FindOptions(find_mode="fast")
+IMMEDIATE = (FAST, FindOptions(on_miss="estimate"), replace(FAST, only="plain"))
 VERIFIED = (FindOptions(), FindOptions(find_mode="trust_verify", on_miss="estimate"))
 
 
@@ -120,3 +123,62 @@ def test_who_predicts_nothing_is_told_each_reason(gpu: miofind.Handle) -> None:
     problem = ProblemDescription.convolution(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16")
     with pytest.raises(NoSolutionError, match="ConvDepthwiseMma: "):
         miofind.find_solutions(problem, options=FindOptions(find_mode="fast", only="ConvDepthwiseMma"), handle=gpu)
+
+
+def test_steps_are_made_of_the_first_candidate_and_of_others_when_somebody_asks(
+    gpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = ProblemDescription.convolution(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16")
+    tiled = type(Registry.default()["ConvDirectTiled"])
+    asked: list[str] = []
+    real = tiled.solution
+    monkeypatch.setattr(tiled, "solution", lambda self, *args: asked.append(args[2].json) or real(self, *args))
+    options = FindOptions(find_mode="fast", only="ConvDirectTiled")
+    found = miofind.find_solutions(problem, options=options, handle=gpu)
+    assert asked == [found[0].config.json]
+    last = found[-1]
+    steps = real(Registry.default()["ConvDirectTiled"], problem, H200, last.config)
+    assert (last.workspace_bytes, last.deterministic) == (steps.workspace.bytes, steps.deterministic)
+    assert asked.count(last.config.json) == 1
+    arrived = pickle.loads(pickle.dumps(found[1]))
+    assert (arrived, arrived.workspace_bytes) == (found[1], found[1].workspace_bytes)
+    assert [each.position for each in found] == list(range(len(found)))
+    with pytest.raises(AttributeError):
+        _ = found[2].not_there  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "limits", [{"workspace_limit_bytes": 0}, {"deterministic": True}, {"strict_nonfinite": True}], ids=str
+)
+def test_predictions_keep_limits(gpu: miofind.Handle, limits: dict[str, Any]) -> None:
+    problem = ProblemDescription.convolution(
+        x=(4, 256, 7, 7), w=(256, 256, 3, 3), padding=1, dtype="float16", direction="backward_weights"
+    )
+    free = miofind.find_solutions(problem, options=FAST, handle=gpu)
+    found = miofind.find_solutions(problem, options=replace(FAST, **limits), handle=gpu)
+    assert found
+    if "workspace_limit_bytes" in limits:
+        assert any(each.workspace_bytes for each in free)
+        assert not any(each.workspace_bytes for each in found)
+    if "deterministic" in limits:
+        assert all(each.deterministic for each in found)
+    if "strict_nonfinite" in limits:
+        spreads = [Registry.default()[each.solver_id].spreads_nonfinite(problem, each.config) for each in found]
+        assert not any(spreads)
+
+
+@given(problem=problems())
+@example(problem=NEAR)
+@settings(max_examples=20)
+def test_any_problem_has_an_order_of_candidates_that_serve_it(problem: ProblemDescription) -> None:
+    """With the model that ships, whatever the problem."""
+    with miofind.Handle(described(H200.identity), database=":memory:") as handle:
+        found = miofind.find_solutions(problem, options=FAST, handle=handle)
+        assert found
+        for solution in found:
+            handle.registry[solution.solver_id].check_config(problem, handle.device, solution.config)
+            assert math.isfinite(solution.time_ms)
+            assert solution.time_ms > 0
+            assert solution.confidence is None or 0 <= solution.confidence <= 1
+        times = [solution.time_ms for solution in found]
+        assert times == sorted(times)
