@@ -4,6 +4,7 @@
 """
 
 from miofind.torch.differentiable import convolution
+from miofind.torch.explanation import Explanation, LayerRun, explain
 from miofind.torch.export import exported_problems
 from miofind.torch.fuse import FusedLayer, FusionReport, fuse
 from miofind.torch.fused_modules import FusedConvolution
@@ -16,9 +17,11 @@ from miofind.torch.tuning import tune
 from miofind.torch.tuning_report import TunedProblem, TuningReport
 
 __all__ = [
+    "Explanation",
     "FusedConvolution",
     "FusedLayer",
     "FusionReport",
+    "LayerRun",
     "Override",
     "RecordedCall",
     "Recording",
@@ -27,6 +30,7 @@ __all__ = [
     "convolution",
     "disable",
     "enable",
+    "explain",
     "exported_problems",
     "fuse",
     "inductor_options",

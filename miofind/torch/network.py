@@ -7,7 +7,7 @@ they are of it; else they are the CPU's, and convolutions see and give what they
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,16 @@ def problems(
             except Exception as error:  # of the model's code, of PyTorch's operators: there is no common base
                 raise _unfollowed(model, error) from error
     return recording
+
+
+def refuse_inputs(inputs: Sequence[Any], keywords: Mapping[str, Any] | None, **asked: Any) -> None:
+    given = [
+        *map(brief, inputs),
+        *(keywords or {}),
+        *(f"{name}={brief(value)}" for name, value in asked.items() if value),
+    ]
+    if given:
+        raise InvalidOptionError(f"a Recording has its problems already, and takes no {', '.join(given)}")
 
 
 def _check(model: Any, amp: Any, memory_format: Any, device: Any) -> None:

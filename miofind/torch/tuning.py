@@ -16,10 +16,9 @@ from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
-from miofind.errors import InvalidOptionError, brief
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle, default_handle
-from miofind.torch.network import problems
+from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import native_kernels
 from miofind.torch.recording import Recording
 from miofind.torch.tuning_report import TunedProblem, TuningReport
@@ -61,7 +60,7 @@ def tune(
     handle = default_handle() if handle is None else handle
     on_gpu = handle.device.place is Place.CUDA
     if isinstance(model, Recording):
-        _refuse_inputs(inputs, keywords, training=training, amp=amp, memory_format=memory_format)
+        refuse_inputs(inputs, keywords, training=training, amp=amp, memory_format=memory_format)
         recording = model
     else:
         asked: dict[str, Any] = {"training": training, "amp": amp, "memory_format": memory_format, "keywords": keywords}
@@ -86,16 +85,6 @@ def tune(
         seconds=summary.seconds,
         is_complete=is_complete,
     )
-
-
-def _refuse_inputs(inputs: Sequence[Any], keywords: Mapping[str, Any] | None, **asked: Any) -> None:
-    given = [
-        *map(brief, inputs),
-        *(keywords or {}),
-        *(f"{name}={brief(value)}" for name, value in asked.items() if value),
-    ]
-    if given:
-        raise InvalidOptionError(f"a Recording has its problems already, and takes no {', '.join(given)}")
 
 
 def _rows(recording: Recording, summary: TuneSummary) -> list[TunedProblem]:

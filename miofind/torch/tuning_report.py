@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from miofind.core.problem import ProblemDescription
-from miofind.printable import printable, printable_name
-from miofind.suites.short_text import short_direction, short_problem
+from miofind.printable import printable_name
+from miofind.suites.short_text import short_direction
 from miofind.torch.recording import RecordedCall
-
-_WIDTH = 140
-_MOST_REASONS = 12
+from miofind.torch.tables import add_row, as_text, described, milliseconds, shortened, table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,46 +102,35 @@ class TuningReport:
         }
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH)
-        with console.capture() as captured:
-            console.print(self.__rich__())
-            for line in self._lines():
-                console.print(Text(printable(line)), soft_wrap=True)
-        return captured.get().rstrip()
+        return as_text(self.__rich__(), self._lines())
 
     def __rich__(self) -> Table:
         is_compared = any(row.torch_ms is not None for row in self.rows)
-        table = Table(title=Text(printable(f"{self.network} on {self.device}")), title_justify="left")
-        for name in ("layer", "problem", "dir", "solver"):
-            table.add_column(name)
-        for name in ("count", *(("PyTorch ms",) if is_compared else ()), "miofind ms", *(("gain",) * is_compared)):
-            table.add_column(name, justify="right")
+        numbers = ("count", "PyTorch ms", "miofind ms", "gain") if is_compared else ("count", "miofind ms")
+        made = table(f"{self.network} on {self.device}", ("layer", "problem", "dir", "solver", *numbers), numbers)
         for row in self.rows:
-            compared = [_ms(row.torch_ms)] if is_compared else []
-            gain = [_ratio(row.gain)] if is_compared else []
-            cells = [*_described(row), str(row.count), *compared, _ms(row.own_ms), *gain]
-            table.add_row(*(Text(printable(cell)) for cell in cells))
-        return table
+            gain = "-" if row.gain is None else f"{row.gain:.2f}x"
+            cells = {"count": str(row.count), "PyTorch ms": milliseconds(row.torch_ms), "gain": gain}
+            cells["miofind ms"] = milliseconds(row.own_ms)
+            add_row(made, *_described(row), *(cells[name] for name in numbers))
+        return made
 
     def _lines(self) -> list[str]:
         """What stands below the table."""
         lines = [f"failed: {row.layers[0]}: {_first_line(row.message)}" for row in self.rows if row.message]
         lines += [f"left to PyTorch: {call.layer} ({call.computed}): {call.reason}" for call in self.left_out]
-        lines = lines[:_MOST_REASONS] + ([f"and {len(lines) - _MOST_REASONS} more"] * (len(lines) > _MOST_REASONS))
+        lines = shortened(lines)
         if self.gain is not None:
-            lines.append(
-                f"convolutions of a step: PyTorch {_ms(self.torch_ms)} ms, with miofind {_ms(self.own_ms)} ms, "
-                f"{self.gain:.2f} times as fast"
-            )
+            times = f"PyTorch {milliseconds(self.torch_ms)} ms, with miofind {milliseconds(self.own_ms)} ms"
+            lines.append(f"convolutions of a step: {times}, {self.gain:.2f} times as fast")
         end = "" if self.is_complete else ", interrupted"
         return [*lines, f"{len(self.rows)} problems in {self.seconds:.0f} s{end}"]
 
 
 def _described(row: TunedProblem) -> list[str]:
     more = f" (+{len(row.layers) - 1})" if len(row.layers) > 1 else ""
-    problem = row.problem
-    traits = f"n{problem.n} {short_problem(problem)} {problem.x.dtype} {problem.x.layout}"
-    return [printable_name(row.layers[0]) + more, traits, short_direction(problem), row.solver_id or "-"]
+    layer = printable_name(row.layers[0]) + more
+    return [layer, described(row.problem), short_direction(row.problem), row.solver_id or "-"]
 
 
 def _row_json(row: TunedProblem) -> dict[str, object]:
@@ -169,14 +153,6 @@ def _sum_ms(times: Iterable[tuple[float | None, int]]) -> float | None:
     if any(time_ms is None for time_ms, _ in known):
         return None
     return math.fsum(time_ms * count for time_ms, count in known if time_ms is not None)
-
-
-def _ms(time_ms: float | None) -> str:
-    return "-" if time_ms is None else f"{time_ms:.4g}"
-
-
-def _ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def _first_line(text: str) -> str:

@@ -1,0 +1,81 @@
+"""An explanation says what the override does: the same solutions for the same layers, and the same reasons."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import miofind.torch
+from miofind import FindOptions, Handle
+from miofind.errors import InvalidOptionError
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1, bias=False), nn.ConvTranspose2d(2, 2, 1))
+
+
+@pytest.fixture(scope="module")
+def handle(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Iterator[Handle]:
+    """Knows the forward problems of the first two layers."""
+    with Handle("cpu", database=tmp_path_factory.mktemp("explain") / "finddb.db") as made:
+        miofind.torch.tune(model[:2], (1, 2, 3, 3), handle=made, options=FindOptions())
+        yield made
+
+
+def test_layers_are_explained_as_they_run(model: Any, handle: Handle) -> None:
+    with miofind.torch.use("fallback", handle=handle, devices="cpu") as override:
+        told = miofind.torch.explain(model, (1, 2, 3, 3), training=True)
+        model(torch.randn(1, 2, 3, 3)).sum().backward()
+        counts = Counter({(count.problem, count.solver_id, count.reason): 0 for count in override.report().counts})
+        for count in override.report().counts:
+            counts[count.problem, count.solver_id, count.reason] += count.calls
+    assert Counter({(row.problem, row.solver_id, row.reason): row.count for row in told.rows}) == counts
+    rows = {(row.layer, row.computed): row for row in told.rows}
+    assert [rows[layer, "y"].source for layer in "012"] == ["finddb", "finddb", "pytorch"]
+    assert rows["0", "y"].problem.epilogue.text == "bias"
+    assert rows["0", "y"].time_ms is not None
+    assert rows["2", "y"].reason == "no FindDB has an answer to it"
+    assert told.is_enabled
+
+
+def test_an_explanation_is_a_table_and_json(model: Any, handle: Handle) -> None:
+    with miofind.torch.use("fallback", handle=handle, devices="cpu"):
+        told = miofind.torch.explain(model, (1, 2, 3, 3))
+    text = str(told)
+    assert "miofind runs 2 of 3 results" in text
+    assert "left to PyTorch, 1: no FindDB has an answer to it" in text
+    assert "not enabled" not in text
+    layers = json.loads(json.dumps(told.to_json()))["layers"]
+    assert [(each["layer"], each["source"]) for each in layers] == [("0", "finddb"), ("1", "finddb"), ("2", "pytorch")]
+
+
+def test_settings_and_switches_are_reasons(model: Any, handle: Handle) -> None:
+    def reasons(**settings: Any) -> dict[str, int]:
+        with miofind.torch.use(handle=handle, devices="cpu", **settings):
+            return miofind.torch.explain(model, (1, 2, 3, 3)).reasons
+
+    assert list(reasons(directions=["backward_data"])) == ["forward is not among the directions asked for"]
+    assert "measured at its first call" in next(iter(reasons(on_miss="find")))
+    with torch.backends.cudnn.flags(enabled=False):
+        assert reasons() == {"torch.backends.cudnn.enabled is False": 3}
+    with miofind.torch.use("estimate", handle=handle, devices="cpu"):
+        assert miofind.torch.explain(model, (1, 2, 3, 3)).rows[2].source == "predicted"
+
+
+def test_without_the_override_it_says_so(model: Any) -> None:
+    told = miofind.torch.explain(model[:1], (1, 2, 3, 3))
+    assert not told.is_enabled
+    assert "miofind.torch.enable()" in str(told)
+    with miofind.torch.record() as recording:
+        torch.conv2d(torch.randn(0, 2, 3, 3), torch.randn(1, 2, 1, 1))
+    (row,) = miofind.torch.explain(recording).rows
+    assert (row.layer, row.problem, row.reason) == ("", None, "a tensor of it is empty")
+    with pytest.raises(InvalidOptionError, match="takes no"):
+        miofind.torch.explain(recording, (1, 2, 3, 3))
