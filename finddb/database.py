@@ -42,7 +42,7 @@ class Database(ABC):
     @property
     @abstractmethod
     def exists(self) -> bool:
-        """Whether there may be anything to read: a file, memory, or tables on a server."""
+        """Whether there is anything to read: a file, memory, or tables on a server, which may be out of reach."""
 
     @property
     @abstractmethod

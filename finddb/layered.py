@@ -123,7 +123,7 @@ class LayeredStore:
     @property
     def is_recorded(self) -> bool:
         """Whether the FindDB that is written to holds anything so far, or is in memory."""
-        return self.user.exists
+        return self._read(self.user, lambda store: True) is not None
 
     def queue_recheck(self, device: str, network_config: str, reason: str) -> bool:
         """Note in the user's FindDB that a problem wants measuring again; returns whether that is news."""
@@ -166,9 +166,9 @@ class LayeredStore:
         return tuple(history for history in found if history is not None)
 
     def _read(self, layer: Store, read: Callable[[Store], Result]) -> Result | None:
-        if not layer.read_only and not layer.exists:
-            return None  # a look-up makes no file
         try:
+            if not layer.read_only and not layer.exists:
+                return None  # a look-up makes no file
             return read(layer)
         except RefusedEntryError:
             raise

@@ -94,14 +94,15 @@ class Server(Database):
 
     @property
     def exists(self) -> bool:
-        """Whether there are tables; True where that cannot be told: whoever reads then is told why."""
-        if not self._is_made and self._pinned.connection is None:
-            try:
-                with translated(self.where), self._opened().reading.connect() as connection:
-                    return migrations.revision(connection) is not None
-            except DatabaseError:
-                pass
-        return True
+        """Whether there are tables.
+
+        Raises:
+            DatabaseError: the server cannot be reached.
+        """
+        if self._is_made:
+            return True
+        with translated(self.where), self._opened().reading.connect() as connection:
+            return migrations.revision(connection) is not None
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

@@ -87,7 +87,11 @@ class Store:
 
     @property
     def exists(self) -> bool:
-        """Whether there may be anything to read: a file, memory or tables. They are made by the first write."""
+        """Whether there is anything to read: a file, memory or tables, which are made by the first write.
+
+        Raises:
+            DatabaseError: a server cannot be reached.
+        """
         return self._database.exists
 
     @property

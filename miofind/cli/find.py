@@ -169,10 +169,8 @@ def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> 
         wider = wider_bounds(problem, options, handle)
         found = _Found(problem=problem, solutions=solutions, wider_bounds=wider)
     for store in handle.database.layers:
-        if not store.exists:
-            continue
         with contextlib.suppress(DatabaseError):  # a find goes on without a database, and so does what is told of it
-            history = store.history(handle.device.identity, problem.network_config)
+            history = store.history(handle.device.identity, problem.network_config) if store.exists else None
             if history is not None:
                 measured = {row.candidate for row in history.rows if row.time_ms is not None}
                 return replace(found, measured=len(measured), database=None if store.in_memory else store.location)

@@ -24,7 +24,7 @@ from miofind.find.immediate.training.boosting import require_lightgbm
 from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout
 from miofind.find.immediate.training.samples import lessons
-from miofind.finddb import Store
+from miofind.finddb import Store, told_address
 from miofind.solver.registry import Registry
 
 _TOPS = ("top 1", "top 2", "top 4", "top 8")
@@ -109,7 +109,7 @@ def _report(judged: Judged, device: str, holdout: Holdout, sources: tuple[str, .
         "miofind": __version__,
         "gpu": device_text(device),
         "holdout": holdout.value,
-        "sources": [Path(source).name for source in sources],
+        "sources": [Path(told_address(source)).name for source in sources],
         "problems": len(judged.lessons),
         "regrets": judged.report,
     }

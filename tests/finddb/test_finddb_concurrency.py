@@ -1,4 +1,4 @@
-"""One file under many processes and threads, across forks and kills."""
+"""One FindDB under many processes and threads, across forks and kills."""
 
 from __future__ import annotations
 
@@ -35,9 +35,17 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def test_many_processes_lose_nothing(tmp_path):
-    path = tmp_path / "finddb.db"
+    lose_nothing(tmp_path / "finddb.db", PAIRS)
+
+
+def test_many_processes_lose_nothing_on_a_server(postgres_url):
+    lose_nothing(postgres_url, 8)
+
+
+def lose_nothing(address, pairs):
+    """As many writers of a new FindDB as `pairs`, and as many readers."""
     each = 4
-    children = [start("crowd", path, first, each, RECORDS) for first in range(0, PAIRS, each)]
+    children = [start("crowd", address, first, each, RECORDS) for first in range(0, pairs, each)]
     said = []
     for child in children:
         child.stdout.readline()
@@ -47,10 +55,10 @@ def test_many_processes_lose_nothing(tmp_path):
     for child in children:
         said.append(child.communicate(timeout=LIMIT_S)[0])
     assert said == [""] * len(children)
-    with Store(path) as store:
-        assert len(store.problems()) == PAIRS + 1
-        assert store.stats().rows == 2 * PAIRS * RECORDS
-        assert len(store.history(DEVICE, "shared").rows) == PAIRS * RECORDS
+    with Store(address) as store:
+        assert len(store.problems()) == pairs + 1
+        assert store.stats().rows == 2 * pairs * RECORDS
+        assert len(store.history(DEVICE, "shared").rows) == pairs * RECORDS
         assert store.check() == ()
 
 

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -234,6 +235,22 @@ def test_a_connection_that_the_server_ended_is_made_anew(store, finddb_url):
             assert ended
             assert store.answer(DEVICE, PROBLEM) is not None
     assert store.record(DEVICE, PROBLEM, [row("ConvB")]) is not None
+
+
+def test_ctrl_c_while_it_waits_for_another_leaves_it_usable(store, finddb_url):
+    store.record(DEVICE, PROBLEM, [row()])
+
+    def interrupt() -> None:
+        wait_until_one_waits(finddb_url)
+        signal.raise_signal(signal.SIGINT)
+
+    with Store(finddb_url) as other:
+        with other._database.write() as connection:
+            entries.hold(connection, DEVICE, PROBLEM)
+            with running(interrupt), pytest.raises(KeyboardInterrupt):
+                store.record(DEVICE, PROBLEM, [row("ConvB")])
+        assert len(store.record(DEVICE, PROBLEM, [row("ConvC")]).rows) == 2
+        assert store.answer(DEVICE, PROBLEM) == other.answer(DEVICE, PROBLEM)
 
 
 @pytest.fixture
