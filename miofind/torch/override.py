@@ -408,7 +408,7 @@ def report() -> CallReport:
 
 @contextmanager
 def native_kernels() -> Iterator[None]:
-    """PyTorch's own kernels for a with block, in all threads; afterwards all calls are decided anew."""
+    """PyTorch's own kernels for a with block, in all threads; nothing may be enabled or disabled meanwhile."""
     with _switching:
         current = {device: router.current for device, router in _routers.items()}
         for router in _routers.values():
@@ -418,8 +418,13 @@ def native_kernels() -> Iterator[None]:
         finally:
             for device, override in current.items():
                 _routers[device].current = override
-            for override in _enabled:
-                override.forget_plans()
+
+
+def forget_plans() -> None:
+    """Decide anew for all calls to come, whatever is enabled, since FindDBs may have more answers now."""
+    with _switching:
+        for override in _enabled:
+            override.forget_plans()
 
 
 def current(device: str = "cuda") -> Override | None:

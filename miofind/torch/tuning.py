@@ -18,8 +18,9 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle, default_handle
+from miofind.torch import fused_plans
 from miofind.torch.network import problems, refuse_inputs
-from miofind.torch.override import native_kernels
+from miofind.torch.override import forget_plans, native_kernels
 from miofind.torch.recording import Recording
 from miofind.torch.tuning_report import TunedProblem, TuningReport
 from miofind.tune.service import OnEvent, TuneEnd, TuneOptions, TuneResult, TuneSummary
@@ -68,15 +69,17 @@ def tune(
     options = FindOptions(isolate=on_gpu, time_budget_s=math.inf) if options is None else options
     if on_gpu:
         torch.cuda.empty_cache()  # what measures asks the driver for memory
-    with native_kernels(), _switches_kept():
-        with CompilePool() if on_gpu else contextlib.nullcontext() as pool:
-            summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), on_event, pool=pool)
-        rows, is_complete = _rows(recording, summary), summary.end is TuneEnd.COMPLETE
-        if on_gpu and is_complete:
-            try:
+    with CompilePool() if on_gpu else contextlib.nullcontext() as pool:
+        summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), on_event, pool=pool)
+    forget_plans()
+    fused_plans.forget()
+    rows, is_complete = _rows(recording, summary), summary.end is TuneEnd.COMPLETE
+    if on_gpu and is_complete:
+        try:
+            with native_kernels(), _switches_kept():
                 rows = _compared(rows, summary, handle, options)
-            except KeyboardInterrupt:  # what was found is told
-                is_complete = False
+        except KeyboardInterrupt:  # what was found is told
+            is_complete = False
     return TuningReport(
         network=recording.name,
         device=handle.device.name,
