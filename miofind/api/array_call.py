@@ -111,7 +111,18 @@ def run_call(
         roles.place.keep(solution.runner, options)
     inputs = {"dy" if name == "y" else name: array for name, array in given.items()}
     result = run_solution(solution, **inputs, out=written, workspace=workspace, stream=stream, **numbers)
-    return _without_batch(problem, result, out) if posed_call.unbatched else result
+    if posed_call.unbatched:
+        result = _without_batch(problem, result, out)
+    return result if posed_call.fits or out is not None else _of_kind(next(iter(as_given.values())), result)
+
+
+def _of_kind(like: Any, result: Any) -> Any:
+    """The result as an array of another library's kind, where copies of its arrays in CuPy were run with."""
+    if arrays.framework_of(like) is not arrays.Framework.OTHER:
+        return result
+    if isinstance(result, tuple):
+        return type(result)(*(arrays.as_kind_of(like, array) for array in result))
+    return arrays.as_kind_of(like, result)
 
 
 def _views(

@@ -276,7 +276,7 @@ def allocate(like: Any, tensor: TensorDescriptor | FlatTensor, device_index: int
 
     with cupy.cuda.Device(device_index):
         result = cupy.empty(shape, dtype).transpose(inverse)
-    return result if framework is Framework.CUPY else _back(like, result)
+    return result if framework is Framework.CUPY else as_kind_of(like, result)
 
 
 def _aligned_bytes(size: int, alignment: int) -> Any:
@@ -286,7 +286,7 @@ def _aligned_bytes(size: int, alignment: int) -> Any:
     return memory[start : start + size]
 
 
-def _back(like: Any, result: Any) -> Any:
+def as_kind_of(like: Any, result: Any) -> Any:
     """A CuPy array handed to another library: by the array API's from_dlpack where it has one, else as it is."""
     namespace = getattr(like, "__array_namespace__", None)
     if namespace is None:
@@ -344,7 +344,7 @@ def channel_sums(array: Any, dtype: DataType, device_index: int, out: Any = None
         with device_of(source, device_index):
             result = source.astype(wide).sum(axis=axes).astype(NUMPY_DTYPES[dtype])
     if out is None:
-        return _back(array, result) if framework is Framework.OTHER else result
+        return as_kind_of(array, result) if framework is Framework.OTHER else result
     target = as_cupy(out, "out") if framework_of(out) is Framework.OTHER else out
     with device_of(target, device_index):
         target[...] = result
