@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 LOCK_TIMEOUT_S = 30
 
-_IDLE_CONNECTIONS = 2
+_IDLE_CONNECTIONS = 1
+_OLDEST = 130000  # PostgreSQL 13
 _MOST_CONNECTIONS = 64
 _LONGEST_TOLD = 300
 
 _SETTINGS = {
     "application_name": "miofind",
+    "client_encoding": "UTF8",
     "connect_timeout": "5",
     "keepalives_idle": "30",
     "keepalives_interval": "10",
@@ -81,6 +83,7 @@ class Connector:
                 f"{where} needs psycopg, which speaks to PostgreSQL and is not installed: pip install 'miofind[server]'"
             ) from error
         self._driver = psycopg
+        self._where = where
         settings = {name: value for name, value in _SETTINGS.items() if _OF_ENVIRONMENT.get(name, "") not in os.environ}
         try:
             self._parameters: dict[str, Any] = {**settings, **psycopg.conninfo.conninfo_to_dict(url)}
@@ -92,14 +95,33 @@ class Connector:
                 "settings are those of libpq"
             ) from None  # what the driver says may quote a password
 
+    def _check(self, found: psycopg.ConnectionInfo) -> None:
+        """Do nothing where the server is one that a FindDB can be on; it said so when it was connected to."""
+        if found.server_version < _OLDEST:
+            raise DatabaseError(
+                f"{self._where} is on PostgreSQL {found.server_version // 10000}, a FindDB needs 13 or newer: upgrade "
+                "the server, or name another"
+            )
+        encoding = found.parameter_status("server_encoding")
+        if encoding != "UTF8":
+            raise DatabaseError(
+                f"{self._where} holds texts in {encoding}, a FindDB needs UTF8: make a database by `createdb -E UTF8 "
+                "-T template0 NAME`, and name that"
+            )
+
     @property
     def _known(self) -> set[str]:
         return {item.keyword.decode() for item in self._driver.pq.Conninfo.get_defaults()}
 
     def __call__(self) -> psycopg.Connection[Any]:
-        """A new connection."""
+        """A new connection.
+
+        Raises:
+            DatabaseError: the server is too old, or the database holds no UTF-8.
+        """
         connection = self._driver.connect(**self._parameters)
         try:
+            self._check(connection.info)
             connection.autocommit = True  # no transaction begins
             connection.execute(f"SET lock_timeout = '{LOCK_TIMEOUT_S}s'")
             connection.autocommit = False

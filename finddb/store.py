@@ -123,11 +123,6 @@ class Store:
         with self._database.one_instant():
             yield self
 
-    def best(self, key: ProblemKey) -> Row | None:
-        """The first row of a problem's answer, None if it has none."""
-        answer = self.answer(key.device, key.network_config)
-        return answer.rows[0] if answer is not None and len(answer.rows) else None
-
     def best_of_all(self) -> dict[ProblemKey, Row | None]:
         """The first row of the answer to every problem, in the order of their keys; None where it has none."""
 

@@ -22,7 +22,7 @@ import pytest
 from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope, verdict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from postgres_server import PostgresServer, new_server
+from postgres_server import PostgresServer, new_server, of_database
 from sqlalchemy import text
 from waiting import wait_until
 
@@ -379,6 +379,18 @@ def test_a_database_of_something_else_is_left_alone(postgres_url):
             connection.execute("CREATE SCHEMA mine")
         assert store.record(DEVICE, PROBLEM, [row()]) is not None
         assert store.check() == ()
+
+
+def test_a_database_of_another_encoding_is_refused(postgres_server):
+    name = f"miofind_latin_{os.getpid()}"
+    with psycopg.connect(postgres_server, autocommit=True) as connection:
+        provider = "LOCALE_PROVIDER libc" if connection.info.server_version >= 150000 else ""
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING LATIN1 LOCALE 'C' {provider}")
+        try:
+            with Store(of_database(postgres_server, name)) as store, pytest.raises(DatabaseError, match="in LATIN1"):
+                store.record(DEVICE, PROBLEM, [row()])
+        finally:
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 def test_tables_of_a_newer_release_are_refused(postgres_url):

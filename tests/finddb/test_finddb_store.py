@@ -84,6 +84,16 @@ def test_a_row_keeps_all_its_fields(any_store):
     assert type(stored.deterministic) is bool
 
 
+@pytest.mark.parametrize("number", [5e-324, 1 / 3, 1e16 + 2, 1.7976931348623157e308])
+def test_numbers_of_all_sizes_come_back_as_they_were(any_store, number):
+    given_one = row(time_ms=number, max_error=number, p20_ms=0.0, samples=2**63 - 1, workspace_bytes=2**63 - 1)
+    any_store.record(DEVICE, PROBLEM, [given_one], scope=scope(workspace_limit_bytes=2**63 - 1))
+    (kept,) = any_store.history(DEVICE, PROBLEM).rows
+    assert (kept.time_ms, kept.max_error, kept.p20_ms) == (number, number, 0.0)
+    assert kept.samples == kept.workspace_bytes == 2**63 - 1
+    assert any_store.check() == ()
+
+
 def test_rows_outlive_the_store(tmp_path):
     path = tmp_path / "finddb.db"
     with Store(path) as store:
