@@ -331,7 +331,7 @@ def test_a_role_of_the_documents_adds_and_removes_nothing(postgres_url):
     with Store(postgres_url) as store:
         store.record(DEVICE, PROBLEM, [row()])
     document = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text(encoding="utf-8")
-    (statements,) = re.findall(r"```sql\n(.*?)```", document, re.DOTALL)
+    statements, *_ = re.findall(r"```sql\n(.*?)```", document, re.DOTALL)
     reading, writing = (f"miofind_{os.getpid()}_{name}" for name in ("read", "write"))
     statements = statements.replace("miofind_read", reading).replace("miofind_write", writing)
     with psycopg.connect(postgres_url, autocommit=True) as connection:
