@@ -7,6 +7,7 @@ they are of it; else they are the CPU's, and convolutions see and give what they
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,12 +51,14 @@ def problems(
     Raises:
         InvalidOptionError: an argument is none of these, or the model cannot run on fake tensors.
     """
+    model = _unwrapped(model)
     _check(model, amp, memory_format, device)
     recording = Recording(type(model).__name__.lower())
     is_stand_in = device == "cuda" and not torch.cuda.is_available()
     place = torch.device("cpu" if is_stand_in else device)
     kind = StandInRecorder if is_stand_in else Recorder
-    with FakeTensorMode(allow_non_fake_inputs=True), _in_mode(model, training=training):
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.inference_mode(False), fakes, _in_mode(model, training):
         fake = _Fakes(place, memory_format, _dtype_of(model))
         weights = {name: fake.tensor(tensor) for name, tensor in _tensors_of(model)}
         given, named = fake.of(inputs), fake.of(dict(keywords or {}))
@@ -65,6 +68,8 @@ def problems(
                     outputs = torch.func.functional_call(model, weights, given, named)
                 if training:
                     _backward(outputs)
+            except InvalidOptionError:
+                raise
             except Exception as error:  # of the model's code, of PyTorch's operators: there is no common base
                 raise _unfollowed(model, error) from error
     return recording
@@ -91,6 +96,17 @@ def _check(model: Any, amp: Any, memory_format: Any, device: Any) -> None:
         raise InvalidOptionError(f"device={brief(device)} must be 'cuda' or 'cpu'")
 
 
+def _unwrapped(model: Any) -> Any:
+    """The module in what torch.compile, DistributedDataParallel and DataParallel put around one."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            model = model.module
+        else:
+            return model
+
+
 def _unfollowed(model: Any, error: Exception) -> InvalidOptionError:
     return InvalidOptionError(
         f"{type(model).__name__} cannot be followed without values and memory: {described(error)}. Record a real step "
@@ -109,7 +125,7 @@ def _dtype_of(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _in_mode(model: Any, *, training: bool) -> Iterator[None]:
+def _in_mode(model: Any, training: bool) -> Iterator[None]:
     """The model in training or evaluation mode, each module as it was afterwards."""
     before = [(module, module.training) for module in model.modules()]
     try:
@@ -170,7 +186,16 @@ def _backward(outputs: Any) -> None:
     Raises:
         InvalidOptionError: no output has a gradient.
     """
-    tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    tensors = [t for t in _tensors_in(outputs) if t.requires_grad]
     if not tensors:
-        raise InvalidOptionError("no output of it depends on what wants a gradient: leave training=True out")
+        raise InvalidOptionError("no output of the model depends on what wants a gradient: leave training=True out")
     torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+
+
+def _tensors_in(outputs: Any) -> Iterator[Any]:
+    """The tensors in lists, dictionaries and data classes."""
+    for leaf in pytree.tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf):
+            yield from _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

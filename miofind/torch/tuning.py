@@ -9,6 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
 
 from miofind.bench.ceilings import Ceilings
 from miofind.bench.comparison import bench_row
@@ -17,13 +20,23 @@ from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
 from miofind.options import FindOptions
+from miofind.printable import printable_name
 from miofind.runtime.handle import Handle, default_handle
 from miofind.torch import fused_plans
 from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import forget_plans, native_kernels
 from miofind.torch.recording import Recording
 from miofind.torch.tuning_report import TunedProblem, TuningReport
-from miofind.tune.service import OnEvent, TuneEnd, TuneOptions, TuneResult, TuneSummary
+from miofind.tune.service import (
+    OnEvent,
+    TuneEnd,
+    TuneEvent,
+    TuneFinished,
+    TuneOptions,
+    TuneResult,
+    TuneStarted,
+    TuneSummary,
+)
 from miofind.tune.service import tune as tune_problems
 
 _NO_FLOOR = Ceilings(copy_bytes_per_s=math.inf, flops_per_s={})
@@ -38,7 +51,7 @@ def tune(
     keywords: Mapping[str, Any] | None = None,
     options: FindOptions | None = None,
     handle: Handle | None = None,
-    on_event: OnEvent = lambda event: None,
+    on_event: OnEvent | None = None,
 ) -> TuningReport:
     """How fast a network's convolutions become: the fastest solutions of all of them are found and remembered.
 
@@ -51,7 +64,7 @@ def tune(
         inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
         options: of each find; the defaults of `miofind tune` if left out.
         handle: a device and its FindDB; the current GPU's default one if left out, else the CPU place's.
-        on_event: called with what happens.
+        on_event: called with what happens; a bar on a terminal's stderr if left out.
 
     Raises:
         InvalidOptionError: an argument is none of these, or the model cannot run on fake tensors.
@@ -69,8 +82,8 @@ def tune(
     options = FindOptions(isolate=on_gpu, time_budget_s=math.inf) if options is None else options
     if on_gpu:
         torch.cuda.empty_cache()  # what measures asks the driver for memory
-    with CompilePool() if on_gpu else contextlib.nullcontext() as pool:
-        summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), on_event, pool=pool)
+    with _progress(on_event) as tell, CompilePool() if on_gpu else contextlib.nullcontext() as pool:
+        summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), tell, pool=pool)
     forget_plans()
     fused_plans.forget()
     rows, is_complete = _rows(recording, summary), summary.end is TuneEnd.COMPLETE
@@ -88,6 +101,25 @@ def tune(
         seconds=summary.seconds,
         is_complete=is_complete,
     )
+
+
+@contextlib.contextmanager
+def _progress(on_event: OnEvent | None) -> Iterator[OnEvent]:
+    """What is called with events: what was given, else a bar of problems."""
+    if on_event is not None:
+        yield on_event
+        return
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("tuning", total=None)
+
+        def tell(event: TuneEvent) -> None:
+            if isinstance(event, (TuneStarted, TuneFinished)):
+                layer = printable_name(event.task.request.layer)
+                done = event.number - isinstance(event, TuneStarted)
+                bar.update(task, total=event.total, completed=done, description=escape(layer))
+
+        yield tell
 
 
 def _rows(recording: Recording, summary: TuneSummary) -> list[TunedProblem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -85,6 +86,28 @@ def test_a_fused_network_is_followed() -> None:
         fused(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))
     on_cpu = miofind.torch.problems(fused, (2, 3, 8, 8), memory_format=torch.channels_last, device="cpu")
     assert counts(on_cpu) == counts(recording)
+
+
+@dataclass
+class Outputs:
+    logits: Any
+    loss: float = 0.0
+
+
+class ReturnsDataClass(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(3, 1, 1)
+
+    def forward(self, x: Any) -> Outputs:
+        return Outputs(logits=self.inner(x))
+
+
+def test_wrapped_modules_data_classes_and_inference_mode_are_seen_through() -> None:
+    model = torch.nn.DataParallel(torch.compile(ReturnsDataClass(), backend="eager"))
+    with torch.inference_mode():
+        found = miofind.torch.problems(model, (2, 3, 8, 8), training=True)
+    assert [(call.layer, call.computed) for call in found.calls] == [("inner", "y"), ("inner", "dw")]
 
 
 class DependsOnValues(nn.Module):  # type: ignore[misc]

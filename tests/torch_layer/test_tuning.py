@@ -96,6 +96,17 @@ def test_a_recording_is_tuned_and_takes_no_inputs(handle: Handle) -> None:
         miofind.torch.tune(recording, training=True, handle=handle)
 
 
+def test_progress_is_told(model: Any, handle: Handle, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    told: list[Any] = []
+    miofind.torch.tune(model[:1], (1, 2, 3, 3), handle=handle, options=FindOptions(), on_event=told.append)
+    assert [type(event).__name__ for event in told] == ["TuneBegan", "TuneStarted", "TuneFinished"]
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal
+    miofind.torch.tune(model[:1], (1, 2, 3, 3), handle=handle, options=FindOptions())
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "100%" in printed.err
+
+
 def test_the_comparison_leaves_pytorch_s_switches() -> None:
     backends = torch.backends
 
