@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 from miofind.api.array_call import call
-from miofind.api.keywords import CallArguments, DataArguments, ForwardArguments
+from miofind.api.keywords import CallArguments, DataArguments, ForwardArguments, spelled_out
 from miofind.core.arguments import A
 from miofind.core.problem import Direction
 from miofind.runtime.runner import OutputStatistics, ParameterGradients
@@ -28,6 +28,7 @@ def convolution(
     statistics: Literal[True],
     **arguments: Unpack[ForwardArguments],
 ) -> OutputStatistics[A]: ...
+@spelled_out(ForwardArguments, "out", "statistics")
 def convolution(x: Any, w: Any, **arguments: Any) -> Any:
     """y = x * w, with an epilogue where one is asked for: the fastest solution, found once for each problem.
 
@@ -53,6 +54,7 @@ def convolution(x: Any, w: Any, **arguments: Any) -> Any:
     return call(_FORWARD, {"x": x, "w": w}, None, arguments)
 
 
+@spelled_out(DataArguments)
 def convolution_backward_data(
     dy: A, w: A, x_shape: Sequence[int], *, out: A | None = None, **arguments: Unpack[DataArguments]
 ) -> A:
@@ -96,6 +98,7 @@ def convolution_backward_weights(
     bias_gradient: Literal[True],
     **arguments: Unpack[CallArguments],
 ) -> ParameterGradients[A]: ...
+@spelled_out(CallArguments, "out", "bias_gradient")
 def convolution_backward_weights(dy: Any, x: Any, w_shape: Sequence[int], **arguments: Any) -> Any:
     """dw: the gradient of a convolution's filter.
 

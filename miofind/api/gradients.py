@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, Unpack, overload
 
 from miofind.api.array_call import Roles, device_of, run_call
-from miofind.api.keywords import CallArguments, check_keywords
+from miofind.api.keywords import CallArguments, check_keywords, spelled_out
 from miofind.arrays import arrays, operands
 from miofind.core.arguments import A
 from miofind.core.problem import DataType, Direction
@@ -60,6 +60,7 @@ def convolution_gradients(
     out: Sequence[A | None] | None = None,
     **arguments: Unpack[CallArguments],
 ) -> Gradients[A | None]: ...
+@spelled_out(CallArguments)
 def convolution_gradients(
     dy: Any,
     x: Any,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, TypedDict
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any, TypedDict, TypeVar
 
 from miofind.arrays.array_problem import refuse_unknown
 from miofind.core.arguments import ConvolutionArguments, DataEpilogue, ForwardEpilogue, PosedForwardEpilogue
@@ -39,6 +40,34 @@ class DataArguments(ConvolutionArguments, RunArguments, DataEpilogue, total=Fals
 
 class BoundArguments(ConvolutionArguments, FindArguments, PosedForwardEpilogue, total=False):
     """Of a forward convolution that is called later, beside `statistics`."""
+
+
+_DEFAULTS = {
+    "padding": 0, "stride": 1, "dilation": 1, "groups": 1, "math": "ieee", "residual_position": "before",
+    "statistics": False, "bias_gradient": False,
+}  # fmt: skip
+"""Values of keywords that are left out; None of all others."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def spelled_out(arguments: type, *others: str) -> Callable[[F], F]:
+    """Has `help` and completion show a function's keywords: those of a class, and others, in place of `**arguments`."""
+    names = (*others, *arguments.__annotations__)
+
+    def with_signature(function: F) -> F:
+        own = inspect.signature(function)
+        kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        spelled = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name))
+            for name in names
+            if name not in own.parameters
+        ]
+        told: Any = function
+        told.__signature__ = own.replace(parameters=[*kept, *spelled])
+        return function
+
+    return with_signature
 
 
 def check_keywords(arguments: Collection[str], *others: str) -> None:

@@ -20,7 +20,7 @@ from miofind.api.gradients import (
     summed_channels,
     with_determinism,
 )
-from miofind.api.keywords import CallArguments, check_keywords
+from miofind.api.keywords import CallArguments, check_keywords, spelled_out
 from miofind.arrays import arrays, operands
 from miofind.core.arguments import A, Sizes
 from miofind.core.problem import ConvolutionDescriptor, Direction
@@ -28,6 +28,7 @@ from miofind.core.tensor import one_size, sizes
 from miofind.errors import InvalidArrayError, InvalidProblemError
 
 
+@spelled_out(CallArguments)
 def convolution_transpose(
     x: A,
     w: A,
@@ -95,6 +96,7 @@ def convolution_transpose_gradients(
     out: Sequence[A | None] | None = None,
     **arguments: Unpack[CallArguments],
 ) -> Gradients[A | None]: ...
+@spelled_out(CallArguments)
 def convolution_transpose_gradients(
     dy: Any,
     x: Any,

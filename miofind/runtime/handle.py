@@ -166,6 +166,7 @@ class Handle:
         """Part from the process this one was forked from, whose locks may be held and whose children are not ours."""
         self.lock, self.measuring = threading.RLock(), threading.RLock()
         self.invokers = InvokerCache()
+        self.calls = {}
         self._executors = {}
 
     def close(self) -> None:

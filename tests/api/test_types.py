@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from waiting import LIMIT_S
+
+import miofind
+from miofind.errors import InvalidProblemError
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "docs/python.md")
@@ -53,6 +59,28 @@ conv(x, workspce=None)
 miofind.ProblemDescription.from_arrays(x=x, w=w, pading=1)
 text: str = miofind.convolution(x, w)
 """
+
+
+X, W = np.zeros((1, 2, 5, 5), np.float32), np.zeros((3, 2, 3, 3), np.float32)
+CALLS: dict[Any, tuple[Any, ...]] = {
+    miofind.convolution: (X, W),
+    miofind.convolution_backward_data: (X, W, X.shape),
+    miofind.convolution_backward_weights: (X, X, W.shape),
+    miofind.convolution_gradients: (X, X, W),
+    miofind.convolution_transpose: (X, W),
+    miofind.convolution_transpose_gradients: (X, X, W),
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_help_shows_the_keywords_that_a_call_takes(call: Any) -> None:
+    parameters = inspect.signature(call).parameters.values()
+    shown = {each.name for each in parameters if each.kind is not each.POSITIONAL_OR_KEYWORD}
+    with pytest.raises(InvalidProblemError, match="unknown arguments") as caught:
+        call(*CALLS[call], frobnicate=1)
+    known = set(str(caught.value).partition("Known are ")[2].split(", "))
+    assert known - {"wanted"} == shown
+    assert inspect.signature(call).parameters["padding"].default == 0
 
 
 def test_mypy_takes_the_examples_and_refuses_what_is_misspelt(tmp_path: Path) -> None:
