@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -128,12 +128,17 @@ class Server(Database):
         if self._pinned.connection is not None:
             yield
             return
-        with translated(self.where), self._ready().steady.connect() as connection, connection.begin():
-            self._pinned.connection = connection
-            try:
-                yield
-            finally:
-                self._pinned.connection = None
+        transaction = ExitStack()
+        with translated(self.where):
+            connection = transaction.enter_context(self._ready().steady.connect())
+            transaction.enter_context(connection.begin())
+        self._pinned.connection = connection
+        try:
+            yield  # what goes wrong here is not the server's, or was told by who read it
+        finally:
+            self._pinned.connection = None
+            with translated(self.where):
+                transaction.close()
 
     def in_batches(
         self, device: str | None, read: Callable[[Connection, Mapping[int, ProblemKey]], list[T]]

@@ -244,9 +244,11 @@ class _Keeper:
             subprocess.run([str(programs / "initdb"), "--version"], **self._as_user, check=True, capture_output=True)
             return programs
         except PermissionError:
-            copy = self._folder / "installed"
-            shutil.copytree(programs.parent, copy, symlinks=True)
-            return copy / "bin"
+            package = programs.parents[1]
+            for part in (package, package.with_name(f"{package.name}.libs")):
+                if part.exists():
+                    shutil.copytree(part, self._folder / "installed" / part.name, symlinks=True)
+            return self._folder / "installed" / programs.relative_to(package.parent)
 
 
 def _other_user() -> pwd.struct_passwd:

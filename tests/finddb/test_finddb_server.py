@@ -206,6 +206,9 @@ def test_all_that_a_block_reads_is_of_one_instant(store, finddb_url):
         with store.one_instant():
             assert (contents(store), answers(store), store.stats(), exported(store)) == before
     assert store.stats().rows == 3
+    with pytest.raises(FileNotFoundError, match="mine"), store.one_instant():
+        raise FileNotFoundError("mine")
+    assert store.stats().rows == 3
 
 
 def test_a_forked_child_has_connections_of_its_own(store):
