@@ -6,7 +6,15 @@ A leaf of the package: strings and numbers in and out, nothing of problems, solv
 from miofind.finddb.answers import Answer, RankedRows
 from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import LayeredStore, open_layered
-from miofind.finddb.location import MEMORY, network_file_system, server_url, shipped_paths, told_address, user_path
+from miofind.finddb.location import (
+    MEMORY,
+    network_file_system,
+    server_url,
+    shipped_paths,
+    system_addresses,
+    told_address,
+    user_path,
+)
 from miofind.finddb.migration import Upgrade, upgrade
 from miofind.finddb.mirror import Mirrored, mirror
 from miofind.finddb.open_files import is_database, is_of_database
@@ -67,6 +75,7 @@ __all__ = [
     "refusal",
     "server_url",
     "shipped_paths",
+    "system_addresses",
     "ties_of_best",
     "told_address",
     "upgrade",

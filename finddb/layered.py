@@ -220,7 +220,7 @@ def open_layered(database: str | Path | None = None, *, strict: bool = False) ->
         DatabaseError: it cannot be the address of a FindDB, or MIOFIND_SYSTEM_DB names nothing that exists.
     """
     user = Store(location.user_path() if database is None else database)
-    return LayeredStore(user, [Store(path, read_only=True) for path in location.shipped_paths()], strict=strict)
+    return LayeredStore(user, [Store(each, read_only=True) for each in location.system_addresses()], strict=strict)
 
 
 _in_use: weakref.WeakSet[LayeredStore] = weakref.WeakSet()

@@ -41,6 +41,16 @@ def user_path(environ: Mapping[str, str] = os.environ) -> str:
     return str(Path(platformdirs.user_data_dir("miofind", appauthor=False)) / "finddb.db")
 
 
+def system_addresses(environ: Mapping[str, str] = os.environ) -> tuple[str | Path, ...]:
+    """FindDBs that are asked after the user's, and only read: the server that MIOFIND_SYSTEM_DB names, else files.
+
+    Raises:
+        DatabaseError: MIOFIND_SYSTEM_DB names nothing that exists, or cannot be an address.
+    """
+    url = server_url(environ.get("MIOFIND_SYSTEM_DB", ""))
+    return shipped_paths(environ) if url is None else (url,)
+
+
 def shipped_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     """Shipped FindDBs: those of the package, or the file or the folder's *.db that MIOFIND_SYSTEM_DB names; "" is none.
 
@@ -48,7 +58,7 @@ def shipped_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
         DatabaseError: MIOFIND_SYSTEM_DB names nothing that exists.
     """
     named = environ.get("MIOFIND_SYSTEM_DB")
-    if named == "":
+    if named == "" or (named and server_url(named) is not None):
         return ()
     folder = Path(__file__).parent / "prebuilt" if named is None else _expanded(named, "MIOFIND_SYSTEM_DB")
     if folder.is_file():

@@ -42,7 +42,7 @@ from miofind.finddb import (
     Stats,
     Store,
     is_of_database,
-    shipped_paths,
+    system_addresses,
     told_address,
     upgrade,
     user_path,
@@ -103,7 +103,7 @@ def _writing(database: str | None) -> Store:
 @verbose_option
 def path_(database: str | None, as_json: bool) -> None:
     """Print the paths of the user's FindDB and of the shipped ones."""
-    user, shipped = told_address(database or user_path()), [str(path) for path in shipped_paths()]
+    user, shipped = told_address(database or user_path()), [told_address(each) for each in system_addresses()]
     if as_json:
         print_json({"user": user, "shipped": shipped})
         return

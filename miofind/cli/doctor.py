@@ -31,7 +31,7 @@ from miofind.finddb import (
     Store,
     network_file_system,
     server_url,
-    shipped_paths,
+    system_addresses,
     told_address,
     user_path,
 )
@@ -119,7 +119,10 @@ def doctor(asks_all: bool, as_json: bool) -> None:
     found.attempt("NVRTC", nvrtc_version)
     _find_missing_libraries(found)
     found.suites = found.attempt("suites", suite_layers) or []
-    paths = [(user_path(), "user"), *((str(p), "shipped") for p in found.attempt("FindDBs", shipped_paths) or ())]
+    paths = [
+        (user_path(), "user"),
+        *((str(each), "shipped") for each in found.attempt("FindDBs", system_addresses) or ()),
+    ]
     found.databases = [_database(path, kind, found.known) for path, kind in paths]
     sample = None if asks_all else _SAMPLE
     covered = found.attempt("coverage", lambda: coverage(found.known, found.suites, answered_finds, sample))

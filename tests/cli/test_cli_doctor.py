@@ -207,7 +207,7 @@ def test_every_probe_may_fail(error: Exception, monkeypatch: pytest.MonkeyPatch)
     def fail(*_: object) -> None:
         raise error
 
-    for name in ("cuda_device_count", "nvrtc_version", "versions", "suite_layers", "shipped_paths", "BinaryCache"):
+    for name in ("cuda_device_count", "nvrtc_version", "versions", "suite_layers", "system_addresses", "BinaryCache"):
         monkeypatch.setattr(doctor_module, name, fail)
     missing = "\n".join(run_json("doctor")["missing"])
     assert missing.count(str(error)) >= 6

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miofind.errors import DatabaseError
-from miofind.finddb import MEMORY, network_file_system, shipped_paths, user_path
+from miofind.finddb import MEMORY, network_file_system, shipped_paths, system_addresses, user_path
 from miofind.finddb.location import checked_path, shown
 
 MOUNTS = """\
@@ -70,6 +70,17 @@ def test_the_shipped_paths(tmp_path):
     assert all(path.parent.name == "prebuilt" for path in shipped_paths({}))
     with pytest.raises(DatabaseError, match="MIOFIND_SYSTEM_DB"):
         shipped_paths({"MIOFIND_SYSTEM_DB": str(tmp_path / "missing")})
+
+
+def test_the_system_finddb_may_be_on_a_server(tmp_path):
+    (tmp_path / "a.db").touch()
+    environ = {"MIOFIND_SYSTEM_DB": "postgresql://host/results"}
+    assert system_addresses(environ) == ("postgresql://host/results",)
+    assert shipped_paths(environ) == ()
+    assert system_addresses({"MIOFIND_SYSTEM_DB": str(tmp_path)}) == (tmp_path / "a.db",)
+    assert system_addresses({}) == shipped_paths({})
+    with pytest.raises(DatabaseError, match="named by http"):
+        system_addresses({"MIOFIND_SYSTEM_DB": "http://host/results"})
 
 
 def test_paths_of_stores(tmp_path):

@@ -358,6 +358,18 @@ def test_a_role_of_the_documents_adds_and_removes_nothing(postgres_url):
             connection.execute(f"DROP ROLE {reading}, {writing}")
 
 
+def test_a_server_below_a_file_is_only_read(store, finddb_url, tmp_path, monkeypatch):
+    store.record(DEVICE, PROBLEM, [row()], scope=scope())
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", finddb_url)
+    with open_layered(tmp_path / "own.db", strict=True) as layered:
+        assert layered.answer(DEVICE, PROBLEM) is not None
+        assert not (tmp_path / "own.db").exists()
+        assert len(layered.record(DEVICE, PROBLEM, [row("ConvB")]).rows) == 2
+    assert store.stats().rows == 1
+    with Store(tmp_path / "own.db") as own:
+        assert len(own.answer(DEVICE, PROBLEM).rows) == 2
+
+
 def test_a_lookup_makes_no_tables(postgres_url):
     with LayeredStore(Store(postgres_url), strict=True) as layered:
         assert layered.answer(DEVICE, PROBLEM) is None
