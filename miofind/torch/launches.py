@@ -22,7 +22,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.torch import formats
 from miofind.torch.calls import ConvolutionCall, Unserved
-from miofind.torch.memory import host_array, is_capturing, stream_reader
+from miofind.torch.memory import host_array, is_capturing, results, stream_reader
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +105,14 @@ class _Form(NamedTuple):
     """How a launch makes its result and reads its tensors.
 
     Attributes:
-        shape, strides: of the result.
+        make: allocates the result, given one of the tensors.
         layout: memory order of all tensors.
         copies: whether each of the two tensors has to be packed first.
         pick: puts the two tensors, the result and what else there is in an invoker's order.
         bias: "given" where a bias is added, "made" where its gradient is a second result, "" where there is neither.
     """
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    make: Callable[[Any], Any]
     layout: Any
     copies: tuple[bool, bool]
     pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
@@ -143,8 +142,7 @@ class Launches:
         order = [(*names, computed).index(name) for name in call.operands(computed)]
         copies = [name != "grad" and not formats.is_dense(getattr(arguments, name), layout) for name in names]
         self._form = _Form(
-            shape=shapes[computed],
-            strides=formats.strides(shapes[computed], layout),
+            make=results(shapes[computed], formats.strides(shapes[computed], layout), arguments.x),
             layout=layout,
             copies=(copies[0], copies[1]),
             pick=operator.itemgetter(*order, *range(3, 6 if with_bias else 4)),
@@ -170,8 +168,8 @@ class Launches:
     def _launch(self, invoker: Invoker) -> Launch:
         if not self._on_gpu:
             return _host_launch(self._form, invoker)
-        make = _device_launch_with_bias if self._form.bias else _device_launch
-        return make(self._form, invoker, self._device.index or 0, self._behind(invoker))
+        bound = _device_launch_with_bias if self._form.bias else _device_launch
+        return bound(self._form, invoker, self._device.index or 0, self._behind(invoker))
 
     def _behind(self, invoker: Invoker) -> Launch:
         """A launch of the next solution that needs a smaller alignment, made at its first call."""
@@ -198,7 +196,7 @@ class Launches:
 
 def _device_launch(form: _Form, invoker: Invoker, index: int, behind: Launch) -> Launch:
     """A launch on a GPU, without a bias."""
-    shape, strides, layout, (copies_first, copies_second), pick, _ = form
+    make, layout, (copies_first, copies_second), pick, _ = form
     run, read_stream, workspace_bytes = invoker.run, stream_reader(), invoker.workspace_bytes
     misaligned = invoker.alignment_bytes - 1
 
@@ -210,7 +208,7 @@ def _device_launch(form: _Form, invoker: Invoker, index: int, behind: Launch) ->
         first_address, second_address = first.data_ptr(), second.data_ptr()
         if (first_address | second_address) & misaligned:
             return behind(first, second)
-        made = first.new_empty_strided(shape, strides)
+        made = make(first)
         workspace = 0
         if workspace_bytes:
             scratch = _scratch(workspace_bytes, first)
@@ -223,7 +221,7 @@ def _device_launch(form: _Form, invoker: Invoker, index: int, behind: Launch) ->
 
 def _device_launch_with_bias(form: _Form, invoker: Invoker, index: int, behind: Launch) -> Launch:
     """A launch on a GPU that adds a bias, or gives its gradient, too."""
-    shape, strides, layout, (copies_first, copies_second), pick, bias_is = form
+    make, layout, (copies_first, copies_second), pick, bias_is = form
     run, read_stream, workspace_bytes = invoker.run, stream_reader(), invoker.workspace_bytes
     misaligned, adds = invoker.alignment_bytes - 1, bias_is == "given"
     channels = invoker.problem.k
@@ -237,7 +235,7 @@ def _device_launch_with_bias(form: _Form, invoker: Invoker, index: int, behind: 
         addresses = first.data_ptr(), second.data_ptr(), vector.data_ptr()
         if (addresses[0] | addresses[1] | (addresses[2] if adds else 0)) & misaligned:
             return behind(first, second, bias) if adds else behind(first, second)
-        made = first.new_empty_strided(shape, strides)
+        made = make(first)
         workspace = 0
         if workspace_bytes:
             scratch = _scratch(workspace_bytes, first)
@@ -256,7 +254,7 @@ def _scratch(size: int, like: Any) -> Any:
 
 def _host_launch(form: _Form, invoker: Invoker) -> Launch:
     """A launch on the CPU place, on NumPy's views of the tensors' memory."""
-    shape, strides, layout, (copies_first, copies_second), pick, bias_is = form
+    make, layout, (copies_first, copies_second), pick, bias_is = form
     run, workspace_bytes = invoker.run, invoker.workspace_bytes
 
     def launch(first: Any, second: Any, *bias: Any) -> Any:
@@ -264,7 +262,7 @@ def _host_launch(form: _Form, invoker: Invoker) -> Launch:
             first = formats.dense(first, layout)
         if copies_second:
             second = formats.dense(second, layout)
-        made = first.new_empty_strided(shape, strides)
+        made = make(first)
         workspace = np.empty(workspace_bytes, np.uint8) if workspace_bytes else None
         bases = (host_array(first), host_array(second), host_array(made))
         if not bias_is:

@@ -6,6 +6,7 @@ was asked on: that is the stream that the kernels go to, so nothing has to be re
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,34 @@ def stream_reader() -> Callable[[int], int]:
     """Reads the address of PyTorch's current stream on a device by its ordinal."""
     short_cut: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return short_cut or (lambda index: int(torch.cuda.current_stream(index).cuda_stream))
+
+
+def results(shape: tuple[int, ...], strides: tuple[int, ...], like: Any) -> Callable[[Any], Any]:
+    """Allocates uninitialised results of one form on the device and of the element type of a tensor, given such a one.
+
+    PyTorch's short cut for its compiler takes half the time of `new_empty_strided`. It allocates on the current device,
+    and leaves memory as it is where `use_deterministic_algorithms` would have it filled, as cuDNN's results are not.
+    """
+    quick = getattr(_inductor_guards(), f"_empty_strided_{like.device.type}", None)
+    if quick is None:
+        return lambda tensor: tensor.new_empty_strided(shape, strides)
+    dtype, index = like.dtype, like.get_device()
+    if index < 0 or torch.cuda.device_count() == 1:
+        return lambda tensor: quick(shape, strides, dtype)
+    current = torch.cuda.current_device
+
+    def on_device(tensor: Any) -> Any:
+        return quick(shape, strides, dtype) if current() == index else tensor.new_empty_strided(shape, strides)
+
+    return on_device
+
+
+def _inductor_guards() -> Any:
+    """PyTorch's module of such short cuts; None where there is none."""
+    try:
+        return importlib.import_module("torch._C._dynamo.guards")
+    except ImportError:
+        return None
 
 
 def host_array(tensor: Any) -> Any:

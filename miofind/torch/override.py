@@ -21,6 +21,7 @@ import torch
 
 from miofind.device.device import INSTALL_CUDA, has_cupy
 from miofind.errors import InvalidOptionError, MissingLibraryError, brief, with_known_keywords
+from miofind.process.forks import follow_forks
 from miofind.runtime.handle import Handle
 from miofind.torch import formats
 from miofind.torch.counts import CallReport
@@ -55,6 +56,11 @@ class Override:
         self._lock = threading.Lock()
         self._forward: dict[Any, Plan] = {}
         self._backward: dict[Any, Plan] = {}
+        follow_forks(self)
+
+    def leave_parent(self) -> None:
+        """Part from the process this one was forked from, a thread of which may have held the lock."""
+        self._lock = threading.Lock()
 
     @property
     def is_enabled(self) -> bool:

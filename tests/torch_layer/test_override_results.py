@@ -179,3 +179,15 @@ def test_a_bias_is_part_of_what_is_found(tmp_path: Path) -> None:
         assert _is_ours(override)
     assert epilogues == ["bias", "", "bias_gradient", "", ""]
     assert all(map(torch.equal, ours, native))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_agree_with_differences(override_on_cpu: Override, transposed: bool) -> None:
+    x, w, b = (torch.randn(shape).double().requires_grad_() for shape in ((1, 2, 4, 4), (2, 2, 2, 2), (2,)))
+
+    def compute(x: Any, w: Any, b: Any) -> Any:
+        return torch.convolution(x, w, b, [2, 1], [1, 0], [1, 2], transposed, [0, 0], 1)
+
+    assert torch.autograd.gradcheck(compute, (x, w, b))
+    assert torch.autograd.gradgradcheck(compute, (x, w, b))
+    assert _is_ours(override_on_cpu)
