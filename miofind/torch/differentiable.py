@@ -109,14 +109,13 @@ def run(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
         with torch.autocast(device_type, enabled=False):
             return run(given, window, numbers)
     if not given.need_gradients:
-        return _operator(given, window, numbers)
+        return torch.ops.miofind.convolution(*given, *arguments_of(window, numbers))
     return _recorded(given, window, numbers)
 
 
-def _operator(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
-    """The operator itself."""
-    return torch.ops.miofind.convolution(
-        *given,
+def arguments_of(window: Window, numbers: Nonlinearity) -> tuple[Any, ...]:
+    """The arguments of the operator after its tensors."""
+    return (
         numbers.activation,
         window.stride,
         window.padding,
@@ -155,7 +154,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Any, w: Any, bias: Any, residual: Any, window: Window, numbers: Nonlinearity) -> Any:
-        return _operator(Tensors(x, w, bias, None, residual), window, numbers)
+        return torch.ops.miofind.convolution(x, w, bias, None, residual, *arguments_of(window, numbers))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from miofind.torch.differentiable import Tensors, run
+from miofind.torch.differentiable import Tensors, arguments_of, run
 from miofind.torch.formats import dense, output_layout
 from miofind.torch.unfused import Nonlinearity, Window, activated
+
+_MAX_INPUTS = 64
+"""Forms of inputs for which a module remembers the weights that they need."""
+
+
+@dataclass(slots=True)
+class _Packed:
+    """Weights prepared for runs.
+
+    Attributes:
+        made_of: what tells the weights that they were made of from others.
+        of_forms: by dtype and memory order.
+        of_inputs: the same by what inputs are like.
+    """
+
+    made_of: tuple[Any, ...] = ()
+    of_forms: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    of_inputs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 class FusedConvolution(torch.nn.Module):
@@ -32,49 +51,59 @@ class FusedConvolution(torch.nn.Module):
         self.register_parameter("bias", given)
         self.window = window
         self.numbers = numbers
-        self._packed: dict[tuple[Any, ...], Any] = {}
+        self._packed = _Packed()
+        self._arguments = arguments_of(window, numbers)
 
     def forward(self, x: Any, residual: Any = None) -> Any:
         """y, (n, k, *out_spatial), of x: (n, c, *spatial), and a residual of y's shape.
 
         A residual of another shape or dtype, which PyTorch broadcasts or promotes, is added by PyTorch.
         """
-        rank = self.weight.dim()
-        is_single = x.dim() == rank - 1
+        is_single = x.dim() == self.weight.dim() - 1
         if is_single:
             x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
         y = self._computed(x, residual)
         return y.squeeze(0) if is_single else y
 
     def _computed(self, x: Any, residual: Any) -> Any:
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        has_autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if has_autocast else x.dtype
         weight, numbers = self._weight_for(x, dtype), self.numbers
+        if residual is not None and not self._is_alike(residual, x, dtype):
+            y = run(Tensors(x, weight, self.bias, None, None), self.window, Nonlinearity())
+            if numbers.residual_position == "before":
+                return activated(torch.add(y, residual, alpha=numbers.beta), numbers)
+            return torch.add(activated(y, numbers), residual, alpha=numbers.beta)
         given = Tensors(x, weight, self.bias, None, residual)
-        if residual is None:
+        if has_autocast or given.need_gradients:
             return run(given, self.window, numbers)
-        shape = self.window.output_shape(x.shape, weight.shape)
-        if residual.dtype == dtype and residual.shape == torch.Size(shape):
-            return run(given, self.window, numbers)
-        y = run(given._replace(residual=None), self.window, Nonlinearity())
-        if numbers.residual_position == "before":
-            return activated(torch.add(y, residual, alpha=numbers.beta), numbers)
-        return torch.add(activated(y, numbers), residual, alpha=numbers.beta)
+        return torch.ops.miofind.convolution(*given, *self._arguments)
+
+    def _is_alike(self, residual: Any, x: Any, dtype: Any) -> bool:
+        """Whether a residual has the shape and the dtype of the convolution's result."""
+        return residual.dtype == dtype and tuple(residual.shape) == self.window.output_shape(x.shape, self.weight.shape)
 
     def _weight_for(self, x: Any, dtype: Any) -> Any:
         """The weight in the dtype and the memory format that a run with x needs, from those kept."""
         weight = self.weight
-        if torch.compiler.is_compiling() or torch.is_inference(weight) or type(weight) is not torch.nn.Parameter:
+        if torch.compiler.is_compiling() or type(weight) is not torch.nn.Parameter or weight.is_inference():
             return weight
-        layout = output_layout(x, weight, None, self.window.geometry)
-        if weight.dtype == dtype and dense(weight, layout) is weight:
-            return weight
-        key = (dtype, layout, weight.data_ptr(), weight._version)
-        if key not in self._packed:
-            self._packed = {key: dense(weight.detach().to(dtype), layout)}
-        return self._packed[key]
+        made_of = (weight.data_ptr(), weight.dtype, weight.stride(), weight._version)
+        if self._packed.made_of != made_of:
+            self._packed = _Packed(made_of)
+        packed = self._packed
+        key = (dtype, x.shape, x.stride(), x.get_device())
+        kept = packed.of_inputs.get(key)
+        if kept is None:
+            layout = output_layout(x, weight, None, self.window.geometry)
+            kept = packed.of_forms.setdefault((dtype, layout), dense(weight.detach().to(dtype), layout))
+            if len(packed.of_inputs) >= _MAX_INPUTS:
+                packed.of_inputs.clear()
+            packed.of_inputs[key] = kept
+        return kept
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_packed": {}}
+        return {**super().__getstate__(), "_packed": _Packed()}
 
     def extra_repr(self) -> str:
         k, c, *filter_shape = self.weight.shape

@@ -46,14 +46,16 @@ class ConvolutionPass(CustomGraphPass):
 
     Attributes:
         replaced: the problems that it has put in, in order.
+        missing: those that it would have put in, had a FindDB an answer.
     """
 
     def __init__(self) -> None:
         self.replaced: list[ProblemDescription] = []
+        self.missing: list[ProblemDescription] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         _constrain_layouts()
-        writing = _Writing(graph, self.replaced)
+        writing = _Writing(graph, self)
         for node in list(graph.nodes):
             if node.target is aten.convolution.default and _is_plain(node, node.args[6]):
                 _replace_forward(writing, node)
@@ -143,12 +145,12 @@ class _Writing:
 
     Args:
         graph: of Inductor, after gradients.
-        replaced: problems that were put in are added to it.
+        convolution_pass: is told of the problems.
     """
 
-    def __init__(self, graph: fx.Graph, replaced: list[ProblemDescription]) -> None:
+    def __init__(self, graph: fx.Graph, convolution_pass: ConvolutionPass) -> None:
         self.graph = graph
-        self.replaced = replaced
+        self._pass = convolution_pass
         self.is_better_last = _is_better_last(graph)
         self._written: list[fx.Node] = []
 
@@ -184,10 +186,12 @@ class _Writing:
         except Unserved:
             return None
         planner = planner_of(current(values.x.device.type))
-        if not answer(problem, values.x.device, flags, planner).is_served:
+        found = answer(problem, values.x.device, flags, planner)
+        if not found.is_served:
+            self._pass.missing += [problem] if found.part.is_missing else []
             return None
         *arguments, last = call
-        self.replaced.append(problem)
+        self._pass.replaced.append(problem)
         return self.step(_OPERATORS[type(call)], *arguments, channels_last=last)
 
     def tidy(self) -> None:

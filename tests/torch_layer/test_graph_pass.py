@@ -158,6 +158,8 @@ def test_what_stays(reason: str, cpu_handle: Handle) -> None:
     with answers_of(cpu_handle, "auto" if reason == "no answer" else "estimate"), torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
     assert compiled.texts == []
+    missing = [problem.epilogue.text for problem in compiled.convolution_pass.missing]
+    assert missing == (["bias.relu"] if reason == "no answer" else [])
     assert compiled.count(torch.ops.aten.convolution.default) == 1
 
 

@@ -1,0 +1,220 @@
+"""Fused convolutions in PyTorch on a GPU: the operators, networks that were fused, and torch.compile."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+import torch.nn.functional as functional
+
+import miofind.torch
+from miofind import Handle
+from miofind.torch import fused_plans
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
+    with Handle(0, database=tmp_path_factory.mktemp("fusion") / "finddb.db") as made:
+        yield made
+
+
+@pytest.fixture
+def served(handle: Handle) -> Iterator[None]:
+    """What no FindDB answers is run by what estimates choose; all of it by kernels that are verified elsewhere."""
+    with miofind.torch.use("estimate", handle=handle):
+        fused_plans.forget()
+        yield
+    fused_plans.forget()
+
+
+def drawn(*shapes: tuple[int, ...], dtype: Any, channels_last: bool = True) -> list[Any]:
+    torch.manual_seed(0)
+    made = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
+    return [t.to(memory_format=torch.channels_last) if channels_last and t.dim() == 4 else t for t in made]
+
+
+def ran() -> list[str]:
+    """The epilogues of the problems that solutions ran."""
+    return [str(part.problem.epilogue) for part in fused_plans.parts() if part.solution is not None and part.problem]
+
+
+X, W, Y, K = (4, 32, 14, 15), (64, 32, 3, 3), (4, 64, 14, 15), (64,)
+
+
+@pytest.mark.parametrize("channels_last", [True, False], ids=["NHWC", "NCHW"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.usefixtures("served")
+def test_forward(dtype: Any, channels_last: bool) -> None:
+    x, w, bias, residual = drawn(X, W, K, Y, dtype=dtype, channels_last=channels_last)
+    y = miofind.torch.convolution(x, w, bias, residual=residual, padding=1, activation="silu")
+    wide = [each.double().cpu() for each in (x, w, bias, residual)]
+    expected = functional.silu(functional.conv2d(*wide[:3], padding=1) + wide[3])
+    assert ran() == ["bias.residual.silu"]
+    assert y.stride() == functional.conv2d(x, w, bias, padding=1).stride()
+    tolerance = 2e-2 if dtype.itemsize == 2 else 5e-2  # TF32 is PyTorch's default
+    torch.testing.assert_close(y.double().cpu(), expected, rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.usefixtures("served")
+def test_gradients() -> None:
+    inputs = drawn(X, W, K, Y, dtype=torch.float16)
+    mine, pytorchs = ([each.clone().requires_grad_() for each in inputs] for _ in range(2))
+    x, w, bias, residual = mine
+    dy = drawn(Y, dtype=torch.float16)[0]
+    y = miofind.torch.convolution(x, w, bias, residual=residual, padding=1, activation="relu")
+    y.backward(dy)
+    mask = (y > 0).double().cpu()
+    x, w, bias, residual = (each.double().cpu() for each in pytorchs)
+    ((functional.conv2d(x, w, bias, padding=1) + residual) * mask).backward(dy.double().cpu())
+    assert ran() == ["bias.residual.relu", "", "bias_gradient"]
+    for ours, theirs in zip(mine, pytorchs, strict=True):
+        scale = theirs.grad.abs().max()
+        torch.testing.assert_close(ours.grad / scale, theirs.grad / scale, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("served")
+def test_an_unaligned_input_and_a_side_stream() -> None:
+    memory = torch.randn(4 * 32 * 14 * 15 + 1, device="cuda", dtype=torch.float16)
+    x = memory[1:].view(4, 14, 15, 32).permute(0, 3, 1, 2)
+    w, bias = drawn(W, K, dtype=torch.float16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = miofind.torch.convolution(x, w, bias, padding=1, activation="relu")
+    torch.cuda.current_stream().wait_stream(stream)
+    expected = functional.relu(functional.conv2d(x, w, bias, padding=1))
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-1)
+
+
+class Net(torch.nn.Module):
+    """Two residual blocks; the second is grouped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 32, 3, 2, 1, bias=False), torch.nn.BatchNorm2d(32), torch.nn.SiLU()
+        )
+        self.convs = torch.nn.ModuleList(torch.nn.Conv2d(32, 32, 3, padding=1, groups=g) for g in (1, 4))
+        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(32) for _ in range(2))
+        self.head = torch.nn.Linear(32, 8)
+
+    def forward(self, x: Any) -> Any:
+        x = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = functional.relu(norm(conv(x)) + x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def net() -> Any:
+    torch.manual_seed(0)
+    return Net().cuda().half().eval().to(memory_format=torch.channels_last)
+
+
+def images() -> Any:
+    return torch.randn(4, 3, 32, 32, device="cuda", dtype=torch.float16).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.usefixtures("served")
+def test_a_fused_network(net: Any) -> None:
+    fused, x = miofind.torch.fuse(net), images()
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), net(x), rtol=2e-2, atol=2e-2)
+    assert set(ran()) == {"bias.silu", "bias.residual.relu"}
+
+
+@pytest.mark.usefixtures("served")
+def test_a_fused_network_in_a_cuda_graph(net: Any) -> None:
+    fused, x = miofind.torch.fuse(net), images()
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            fused(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fused(x)
+        x.copy_(images() * 0.5)
+        graph.replay()
+        torch.testing.assert_close(y, net(x), rtol=2e-2, atol=2e-2)
+
+
+def test_a_capture_before_the_first_run_is_pytorchs(net: Any, handle: Handle) -> None:
+    """Nothing is measured or loaded while a graph is captured; a later run takes the solutions."""
+    fused, x = miofind.torch.fuse(net), images()
+    with torch.no_grad():
+        expected = net(x)  # has PyTorch's libraries loaded
+        fused(x)
+        with miofind.torch.use("find", handle=handle):
+            fused_plans.forget()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = fused(x)
+            graph.replay()
+            assert ran() == []
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    fused_plans.forget()
+
+
+def test_misses_are_pytorchs(net: Any, handle: Handle) -> None:
+    fused, x = miofind.torch.fuse(net), images()
+    with torch.no_grad(), miofind.torch.use("fallback", handle=handle, only="ConvDirectNaive"):
+        fused_plans.forget()
+        torch.testing.assert_close(fused(x), net(x), rtol=2e-2, atol=2e-2)
+    fused_plans.forget()
+
+
+@pytest.mark.parametrize("freezing", [False, True])
+@pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=str)
+@pytest.mark.usefixtures("served")
+def test_torch_compile(net: Any, options: dict[str, Any], freezing: bool) -> None:
+    torch._dynamo.reset()
+    chosen = miofind.torch.inductor_options(**options)
+    model, x = copy.deepcopy(net), images()
+    compiled = torch.compile(model, options=chosen)
+    with torch.no_grad(), torch._inductor.config.patch(freezing=freezing):
+        for _ in range(3):
+            y = compiled(x).clone()
+        torch.testing.assert_close(y, net(x), rtol=2e-2, atol=2e-2)
+    replaced = [str(problem.epilogue) for problem in chosen["post_grad_custom_pre_pass"].replaced]
+    assert len(replaced) == 3
+    assert sum("residual.relu" in text for text in replaced) == 2
+    assert any("scale" in text for text in replaced) is not freezing
+
+
+@pytest.mark.usefixtures("served")
+def test_torch_compile_of_a_fused_network(net: Any) -> None:
+    torch._dynamo.reset()
+    compiled, x = torch.compile(miofind.torch.fuse(net), fullgraph=True), images()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), net(x), rtol=2e-2, atol=2e-2)
+    assert set(ran()) == {"bias.silu", "bias.residual.relu"}
+
+
+@pytest.mark.usefixtures("served")
+def test_torch_compile_in_training() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(32, 16, 3, padding=1), torch.nn.ReLU()
+    ).cuda()
+    eager, x = copy.deepcopy(model), torch.randn(4, 16, 12, 12, device="cuda")
+    chosen = miofind.torch.inductor_options()
+    compiled = torch.compile(model, options=chosen)
+    losses = [run(x).square().mean() for run in (compiled, eager)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-3)
+    for mine, pytorchs in zip(model.parameters(), eager.parameters(), strict=True):
+        scale = pytorchs.grad.abs().max()
+        torch.testing.assert_close(mine.grad / scale, pytorchs.grad / scale, rtol=2e-2, atol=2e-2)
+    replaced = [str(problem.epilogue) for problem in chosen["post_grad_custom_pre_pass"].replaced]
+    assert replaced.count("bias.relu") == 2
+    assert {"drelu", "bias_gradient"} <= set(replaced)
