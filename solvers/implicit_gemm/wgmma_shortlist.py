@@ -77,7 +77,7 @@ def _filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[Wg
     )
     for blocks in (1, 2) if tile.work_tiles * math.prod(tile.cluster) > device.sm_count else (1,):
         for stages in reversed(STAGES):
-            filled = replace(tile, blocks=blocks, stages=stages)
+            filled = tile.filled(stages=stages, blocks=blocks)
             if stages <= enough and filled.is_valid(shared_bytes):
                 yield filled
                 if gains and (multicasting := replace(filled, cluster=(2, 1, 1))).is_valid(shared_bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -25,9 +26,11 @@ _MAX_BOX = 256  # elements of a copy along an axis
 _MAX_PARTIALS_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WgmmaTiling:
     """A product cut into tiles as a configuration says.
+
+    What a ranking asks for often, and neither stages nor blocks change, is kept.
 
     Attributes:
         product: what is cut.
@@ -72,6 +75,12 @@ class WgmmaTiling:
             swapped=bool(config["swapped"]),
         )
 
+    def filled(self, *, stages: int, blocks: int) -> WgmmaTiling:
+        """The same with other stages and blocks, and with what is kept: what `dataclasses.replace` gives, sooner."""
+        made = object.__new__(WgmmaTiling)
+        made.__dict__.update(self.__dict__, stages=stages, blocks=blocks)
+        return made
+
     @property
     def config(self) -> Config:
         """The configuration that it is of."""
@@ -89,19 +98,19 @@ class WgmmaTiling:
             }
         )
 
-    @property
+    @functools.cached_property
     def size_m(self) -> int:
         """M of one group."""
         return self.product.size_n if self.swapped else self.product.size_m
 
-    @property
+    @functools.cached_property
     def size_n(self) -> int:
         """N of one group; for backward weights of one tap. In NCHW tensors whole blocks of one image each."""
         if self.product.has_nchw_n:
             return self.product.problem.n * self.walked[1] * self.block_n
         return self.product.size_m if self.swapped else self.product.size_n
 
-    @property
+    @functools.cached_property
     def block_n(self) -> int:
         """Columns of an N block: of one swizzle width where N is contiguous, and for backward weights of one tap."""
         widths = [swizzle // self.product.element_bytes for swizzle in SWIZZLES_BYTES]
@@ -114,7 +123,7 @@ class WgmmaTiling:
         """Whether N is pixels."""
         return not self.product.is_weights and (self.swapped or self.product.nchw is not NchwTensors.NONE)
 
-    @property
+    @functools.cached_property
     def walked(self) -> tuple[int, int]:
         """Height and width of the walk over one image: of pixels, or of N blocks or k-tiles of NCHW tensors."""
         product = self.product
@@ -135,7 +144,7 @@ class WgmmaTiling:
             return summed_parts(self.product.problem)
         return self.tiles[1] if self.has_pixels_as_n else ceil_div(self.size_m, WGMMA_M)
 
-    @property
+    @functools.cached_property
     def padded_n(self) -> int:
         """N of one group in whole blocks, all taps together."""
         width = self.block_n
@@ -148,25 +157,25 @@ class WgmmaTiling:
             return ceil_div(self.size_n, self.block_n)
         return ceil_div(self.product.channels, self.tile_k)
 
-    @property
+    @functools.cached_property
     def k_tiles(self) -> int:
         """k-tiles of a tile, of the phase that has most."""
         return max(self.phase_k_tiles)
 
-    @property
+    @functools.cached_property
     def phase_k_tiles(self) -> tuple[int, ...]:
         """k-tiles of a tile of each phase, in the order in which their tiles are computed."""
         if self.product.has_nchw_k:
             return (self.product.problem.n * self.walked[1],)
         return tuple(ceil_div(self.product.size_k, self.tile_k) * taps for taps in self.product.phase_taps)
 
-    @property
+    @functools.cached_property
     def tiles(self) -> tuple[int, int]:
         """Tiles of one group along M and N, those of a cluster counted as one."""
         along_m, along_n, _ = self.cluster
         return ceil_div(self.size_m, self.tile_m * along_m), ceil_div(self.padded_n, self.tile_n * along_n)
 
-    @property
+    @functools.cached_property
     def phase_cluster_k(self) -> tuple[int, ...]:
         """Blocks that split K of a tile of each phase: a power of 2, so that none has more k-tiles than in the first.
 
@@ -175,13 +184,13 @@ class WgmmaTiling:
         most, *_ = taps = self.product.phase_taps
         return tuple(1 << (ceil_div(self.cluster[2] * count, most) - 1).bit_length() for count in taps)
 
-    @property
+    @functools.cached_property
     def phase_work_tiles(self) -> tuple[int, ...]:
         """Work tiles of each phase, which clusters compute one after another."""
         tiles = math.prod(self.tiles) * self.product.problem.groups * self.splits
         return tuple(ceil_div(tiles, self.cluster[2] // cluster_k) for cluster_k in self.phase_cluster_k)
 
-    @property
+    @functools.cached_property
     def work_tiles(self) -> int:
         """Work tiles of all phases."""
         return sum(self.phase_work_tiles)

@@ -114,9 +114,7 @@ class Training:
         Raises:
             ModelError: there are fewer than two groups, or nothing to judge by.
         """
-        groups: defaultdict[str, list[Lesson]] = defaultdict(list)
-        for lesson in lessons:
-            groups[group(lesson.problem, holdout)].append(lesson)
+        groups = _grouped(lessons, holdout)
         if len(groups) < 2:
             raise ModelError(f"{len(lessons)} problems are of {len(groups)} {holdout}s: two are needed to hold one out")
         reach = self._reach(list(groups.values()))
@@ -140,10 +138,7 @@ class Training:
         Args:
             judged: what `held_out` gave for the same lessons.
         """
-        groups: defaultdict[str, list[Lesson]] = defaultdict(list)
-        for lesson in lessons:
-            groups[group(lesson.problem, holdout)].append(lesson)
-        model = self._fit(lessons, self._reach(list(groups.values())))
+        model = self.fit(lessons, holdout)
         trees = model.trees
         if trees is not None and judged.model is not None:
             trees = replace(trees, calibration=_calibration(judged.lessons, judged.model))
@@ -156,6 +151,10 @@ class Training:
             report={f"{name} regret": judged.mean(name) for name in judged.choosers}
             | {"problems": float(len(lessons)), "candidates": float(sum(len(each.samples) for each in lessons))},
         )
+
+    def fit(self, lessons: Sequence[Lesson], holdout: Holdout) -> Model:
+        """A model of all lessons, of which nobody knows how sure it is."""
+        return self._fit(lessons, self._reach(list(_grouped(lessons, holdout).values())))
 
     def _fit(self, lessons: Sequence[Lesson], reach: float) -> Model:
         solvers = {s.solver_id: self.registry[s.solver_id].version for each in lessons for s in each.predicted}
@@ -214,6 +213,13 @@ class Training:
             predicted = ranker.predictions(lesson.problem, self.device, candidates)
             found[lesson.problem.network_config] = [each.time_ms for each in predicted]
         return found
+
+
+def _grouped(lessons: Iterable[Lesson], holdout: Holdout) -> dict[str, list[Lesson]]:
+    groups: defaultdict[str, list[Lesson]] = defaultdict(list)
+    for lesson in lessons:
+        groups[group(lesson.problem, holdout)].append(lesson)
+    return groups
 
 
 def _ratios(lessons: Iterable[Lesson]) -> Iterable[Ratio]:

@@ -1,0 +1,273 @@
+"""How good and how quick answers without measuring are: on stored rows, or against full finds on a GPU.
+
+    python benchmarks/immediate.py RELEASE.db [EARLIER.db ...] --json benchmarks/results/immediate_h200.json
+    python benchmarks/immediate.py --gpu --problems 150 --json benchmarks/results/immediate_gpu_h200.json
+
+On stored rows each network's problems are predicted by a model of all others' (`miofind train --holdout network`):
+regret is how far a pick is off the best that is known, cuDNN's included. Beside it: what fewer shapes to learn from
+cost (the learning curve), and the CPU time of an answer for problems that no FindDB knows.
+
+With --gpu, random problems of the suite wild, in random types, layouts and directions, are answered by the model that
+ships and by plain estimates, with no FindDB; then a find measures all default configurations and the first eight of
+both, and the regrets are those of measured times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import script
+from commit import commit
+
+import miofind
+from miofind import FindOptions, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, MathMode
+from miofind.device.device import device_text
+from miofind.device.environment import versions
+from miofind.errors import MiofindError
+from miofind.find.immediate.devices import described
+from miofind.find.immediate.kinds import Kind
+from miofind.find.immediate.ranker import Estimated, Ranker
+from miofind.find.immediate.shipped import model_paths
+from miofind.find.immediate.training.evaluation import TOPS, Regret, picked
+from miofind.find.immediate.training.fit import Training
+from miofind.find.immediate.training.groups import Holdout, geometry
+from miofind.find.immediate.training.samples import Lesson, lessons
+from miofind.find.pipeline import measure
+from miofind.finddb import Store
+from miofind.solver.registry import Registry
+from miofind.suites import load_suite
+
+FAST = FindOptions(find_mode="fast")
+_SHARES = (0.1, 0.2, 0.4, 0.8)
+_TYPES = (
+    (DataType.FLOAT16, MathMode.IEEE),
+    (DataType.BFLOAT16, MathMode.IEEE),
+    (DataType.FLOAT32, MathMode.IEEE),
+    (DataType.FLOAT32, MathMode.TF32),
+)
+
+
+@contextlib.contextmanager
+def no_finddb(*, with_models: bool) -> Iterator[None]:
+    """Nothing is known from FindDBs, and the models that ship are in force or not."""
+    models = model_paths()
+    before = os.environ.get("MIOFIND_SYSTEM_DB")
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models if with_models else ():
+            shutil.copy(model, folder)
+            Store(Path(folder, model.name).with_suffix(".db")).open().close()
+        os.environ["MIOFIND_SYSTEM_DB"] = folder if with_models else ""
+        try:
+            yield
+        finally:
+            os.environ.pop("MIOFIND_SYSTEM_DB")
+            if before is not None:
+                os.environ["MIOFIND_SYSTEM_DB"] = before
+
+
+def cpu_ms(problems: Sequence[ProblemDescription], device: str) -> dict[str, float]:
+    """CPU time of answers for problems that no FindDB knows, in milliseconds; the first ones are not counted."""
+    taken = []
+    with no_finddb(with_models=True), miofind.Handle(described(device), database=":memory:") as handle:
+        for problem in problems:
+            began = time.process_time()
+            miofind.find_solutions(problem, options=FAST, handle=handle)
+            taken.append(1e3 * (time.process_time() - began))
+    ordered = sorted(taken[len(taken) // 10 :])
+    return {
+        "problems": len(ordered),
+        "mean": round(statistics.fmean(ordered), 3),
+        "median": round(statistics.median(ordered), 3),
+        "p99": round(ordered[int(0.99 * len(ordered))], 3),
+    }
+
+
+def learning_curve(training: Training, learnt: Sequence[Lesson], seed: int) -> dict[str, float]:
+    """Mean regret on a fifth of the shapes, by the share of all shapes that a model was trained with."""
+    shapes = sorted({geometry(lesson.problem) for lesson in learnt})
+    random.Random(seed).shuffle(shapes)
+    held = set(shapes[int(0.8 * len(shapes)) :])
+    judged = [each for each in learnt if geometry(each.problem) in held and each.is_complete and each.predicted]
+    found = {}
+    for share in _SHARES:
+        taken = set(shapes[: int(share * len(shapes))])
+        known = [each for each in learnt if geometry(each.problem) in taken]
+        ranker = Ranker(training.fit(known, Holdout.GEOMETRY))
+        found[str(share)] = Regret.of([picked(each, times_of(ranker, training, each)) for each in judged]).mean
+    return found
+
+
+def times_of(ranker: Ranker, training: Training, lesson: Lesson) -> list[float]:
+    """What a ranker predicts of a lesson's candidates."""
+    candidates = [
+        Estimated(training.registry[sample.solver_id], sample.config, sample.estimate_ms) for sample in lesson.predicted
+    ]
+    return [each.time_ms for each in ranker.predictions(lesson.problem, training.device, candidates)]
+
+
+def environment(store: Store) -> dict[str, str]:
+    """The versions that most rows of a FindDB were measured with."""
+    counts: Counter[str] = Counter()
+    named: dict[str, dict[str, str]] = {}
+    for history in store.histories():
+        counts.update(row.environment for row in history.rows)
+        named |= {name: dict(found) for name, found in history.environments.items()}
+    return named.get(counts.most_common(1)[0][0], {}) if counts else {}
+
+
+def stored(sources: Sequence[Path], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Regrets of held-out networks on stored rows, the learning curve, and the CPU time of answers."""
+    with contextlib.ExitStack() as stack:
+        stores = [stack.enter_context(Store(path, read_only=True)) for path in sources]
+        devices = sorted({key.device for store in stores for key in store.problems()})
+        if len(devices) != 1:
+            raise SystemExit(f"the sources know {len(devices)} kinds of devices: name those of one")
+        device = described(devices[0])
+        learnt = lessons(stores, device, Registry.default())
+        measured_with = environment(stores[0])
+    training = Training(device, Registry.default())
+    judged = training.held_out(learnt, Holdout.NETWORK)
+    problems = random.Random(arguments.seed).sample([each.problem for each in learnt], min(len(learnt), 330))
+    return {
+        "gpu": device.name,
+        "of": device_text(device.identity),
+        "versions": measured_with,
+        "sources": [path.name for path in sources],
+        "holdout": Holdout.NETWORK.value,
+        "problems": len(judged.lessons),
+        "candidates": sum(len(each.samples) for each in judged.lessons),
+        "regrets": judged.report,
+        "learning_curve": learning_curve(training, learnt, arguments.seed),
+        "cpu_ms": cpu_ms(problems, device.identity),
+    }
+
+
+def wild_problems(count: int, seed: int) -> list[ProblemDescription]:
+    """Random problems of the suite wild."""
+    draw = random.Random(seed)
+    rows = load_suite("wild").problems()
+    found: dict[ProblemDescription, None] = {}
+    while len(found) < count:
+        base = draw.choice(rows).problem
+        dtype, math_mode = draw.choice(_TYPES)
+        conv = base.conv
+        problem = ProblemDescription.convolution(
+            x=base.x.shape,
+            w=base.w.shape,
+            padding=tuple(zip(conv.pad_before, conv.pad_after, strict=True)),
+            stride=conv.stride,
+            dilation=conv.dilation,
+            groups=conv.groups,
+            direction=draw.choice(list(Direction)),
+            dtype=dtype,
+            math=math_mode,
+            layout=Layout.of(base.spatial_dims, channels_last=draw.random() < 0.5),
+        )
+        found[problem] = None
+    return list(found)
+
+
+def against_finds(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Predicted answers against finds that measure everything, on the GPU here."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for problem in wild_problems(arguments.problems, arguments.seed):
+            try:
+                rows.append(one_against_a_find(problem, Path(folder, f"{len(rows)}.db"), arguments.budget))
+            except MiofindError as error:
+                rows.append({"problem": problem.network_config, "error": str(error)})
+            print(f"{len(rows)}/{arguments.problems} {rows[-1].get('model', rows[-1].get('error'))}", flush=True)
+    device = miofind.Handle("cuda").device
+    return {"gpu": device.name, "versions": versions(device), "summary": summary(rows), "rows": rows}
+
+
+def one_against_a_find(problem: ProblemDescription, database: Path, budget_s: float) -> dict[str, Any]:
+    """The first candidates of the model and of estimates, and what a find measured of them."""
+    orders: dict[str, list[miofind.Solution]] = {}
+    taken = {}
+    for name in ("model", "estimates"):
+        with no_finddb(with_models=name == "model"), miofind.Handle("cuda", database=":memory:") as handle:
+            began = time.process_time()
+            orders[name] = miofind.find_solutions(problem, options=FAST, handle=handle)
+            taken[name] = round(1e3 * (time.process_time() - began), 3)
+    with no_finddb(with_models=False), miofind.Handle("cuda", database=database) as handle:
+        options = FindOptions(find_mode="normal", time_budget_s=budget_s)
+        firsts = [solution for order in orders.values() for solution in order[: max(TOPS)]]
+        measure(problem, options, handle, also=firsts, afresh=True)
+        (history,) = handle.database.histories(handle.device.identity, problem.network_config)
+    times = {row.candidate: row.time_ms for row in history.rows if row.usable and row.time_ms is not None}
+    best_ms = min(times.values())
+    first = orders["model"][0]
+    return {
+        "problem": problem.network_config,
+        **asdict(Kind.of(problem)),
+        "best": min(times, key=lambda name: times[name]),
+        "best_ms": best_ms,
+        "first": first.id,
+        "first_ms": first.time_ms,
+        "confidence": first.confidence,
+        "cpu_ms": taken["model"],
+        **{name: ratios(order, times, best_ms) for name, order in orders.items()},
+    }
+
+
+def ratios(order: Sequence[miofind.Solution], times: dict[str, float], best_ms: float) -> dict[str, float]:
+    """The best time of the first candidates over the best of all; what failed counts as slow as the slowest."""
+    slowest = max(times.values())
+    return {f"top {top}": min(times.get(each.id, slowest) for each in order[:top]) / best_ms for top in TOPS}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Regrets over all problems, and by class, type, direction and layout."""
+    told = [row for row in rows if "model" in row]
+    groupings: dict[str, Callable[[dict[str, Any]], str]] = {"all": lambda row: "all"}
+    groupings |= {name: (lambda row, name=name: row[name]) for name in ("shape", "numbers", "direction", "layout")}
+    found: dict[str, Any] = {}
+    for chooser in ("model", "estimates"):
+        for name, grouping in groupings.items():
+            for group in sorted({grouping(row) for row in told}):
+                of_group = [row[chooser] for row in told if grouping(row) == group]
+                regrets = {top: asdict(Regret.of([each[top] for each in of_group])) for top in of_group[0]}
+                found.setdefault(chooser, {}).setdefault(name, {})[group] = regrets
+    return found
+
+
+def main() -> None:
+    parser = script.parser(__doc__)
+    parser.add_argument("sources", nargs="*", type=Path, help="FindDBs of one kind of device")
+    parser.add_argument("--gpu", action="store_true", help="measure on the GPU here, instead of reading FindDBs")
+    parser.add_argument("--problems", type=script.count, default=150, help="random problems with --gpu")
+    parser.add_argument("--budget", type=script.seconds, default=60.0, help="seconds of measuring a problem with --gpu")
+    parser.add_argument("--seed", type=script.at_least(0), default=1, help="of the random problems")
+    parser.add_argument("--json", type=script.output, help="write the figures to this file")
+    arguments = parser.parse_args()
+    if arguments.gpu == bool(arguments.sources):
+        parser.error("name FindDBs, or --gpu")
+    report: dict[str, Any] = {"commit": commit(), "command": shlex.join(["python", *sys.argv])}
+    report |= against_finds(arguments) if arguments.gpu else stored(arguments.sources, arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    shown = report.get("summary") or {name: report[name] for name in ("cpu_ms", "learning_curve")}
+    print(json.dumps(shown, indent=1))
+    for chooser, found in report.get("regrets", {}).items():
+        print(f"{chooser:12}", *(f"top {top} {found[f'top {top}']['mean']:.2%}" for top in TOPS))
+
+
+if __name__ == "__main__":
+    script.run(main)
