@@ -103,16 +103,7 @@ def _library() -> Any:
 
 def _model(onnx: Any, file: Path) -> Any:
     """The parsed model, its functions inlined, large weights replaced by their shapes."""
-    try:
-        with file.open("rb") as opened:
-            content = read_bounded(opened, MAX_FILE_BYTES)
-    except OSError as error:
-        raise InvalidOptionError(f"file {file} cannot be read: {error.strerror or error}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise InvalidOptionError(
-            f"{file} has more than {MAX_FILE_BYTES} bytes, the most of an ONNX file: save it with its weights in files "
-            "beside it (save_as_external_data)"
-        )
+    content = _content(file)
     model = onnx.ModelProto()
     try:
         model.ParseFromString(content)
@@ -123,6 +114,21 @@ def _model(onnx: Any, file: Path) -> Any:
     del content
     _drop_weights(onnx, model.graph)
     return _called(onnx.inliner.inline_local_functions, model, file) if model.functions else model
+
+
+def _content(file: Path) -> bytes:
+    try:
+        is_large = file.stat().st_size > MAX_FILE_BYTES
+        with file.open("rb") as opened:
+            content = b"" if is_large else read_bounded(opened, MAX_FILE_BYTES)
+    except OSError as error:
+        raise InvalidOptionError(f"file {file} cannot be read: {error.strerror or error}") from error
+    if is_large or len(content) > MAX_FILE_BYTES:
+        raise InvalidOptionError(
+            f"{file} has more than {MAX_FILE_BYTES} bytes, the most of an ONNX file: save it with its weights in files "
+            "beside it (save_as_external_data)"
+        )
+    return content
 
 
 def _drop_weights(onnx: Any, graph: Any) -> None:

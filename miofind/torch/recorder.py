@@ -37,9 +37,9 @@ _FUSED_RESULTS: dict[type[Call], str] = {Forward: "y", BackwardData: "dx", Backw
 
 @contextlib.contextmanager
 def record(path: str | Path | None = None) -> Iterator[Recording]:
-    """A recording of the convolutions that run in the block, on any device, in backward passes, too.
+    """A recording of the convolutions that this thread runs in the block, on any device, in backward passes, too.
 
-    Calls of compiled functions run uncompiled meanwhile.
+    Compiled functions run uncompiled meanwhile. Nothing is seen of threads that the block starts.
 
     Args:
         path: where the problems are saved when the block ends, also where it raises; see `Recording.save`.
@@ -62,6 +62,8 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
 class Recorder(TorchDispatchMode):
     """Notes convolutions, and has them computed as ever."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, recording: Recording, layers: LayerNames) -> None:
         super().__init__()
         self._recording = recording
@@ -76,7 +78,9 @@ class Recorder(TorchDispatchMode):
             return self._backward(func, args, kwargs)
         if func in _FUSED:
             return self._fused(_FUSED[func], func, args, kwargs)
-        if func._schema.name.startswith(_COMPOSED):  # not taken apart yet in inference mode
+        if isinstance(func, torch._ops.OpOverload) and func._schema.name.startswith(
+            _COMPOSED
+        ):  # not taken apart yet in inference mode
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:

@@ -194,6 +194,10 @@ def test_files_that_are_no_models_are_one_error(tmp_path: Path, network: Path) -
         path.write_bytes(damaged)
         with pytest.raises(InvalidOptionError, match=rf"{name}\.onnx"):
             load_onnx(path)
+    with (tmp_path / "vast.onnx").open("wb") as vast:
+        vast.truncate(1 << 32)
+    with pytest.raises(InvalidOptionError, match=r"vast\.onnx has more than"):
+        load_onnx(tmp_path / "vast.onnx")
     with pytest.raises(InvalidOptionError, match="No such file"):
         load_onnx(tmp_path / "none.onnx")
 

@@ -90,6 +90,22 @@ def test_miofind_s_own_operators_are_recorded_with_what_they_fuse() -> None:
     assert found == [("Fused", "y", "bias.residual.relu"), ("Fused", "dx", ""), ("Fused", "dw", "bias_gradient")]
 
 
+class _Higher(torch._ops.HigherOrderOperator):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__("miofind_test_higher")
+
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x)
+
+
+def test_operators_of_higher_order_are_passed_on() -> None:
+    operator = _Higher()
+    operator.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(lambda x: x + 1)
+    with torch._C._AutoDispatchBelowAutograd(), miofind.torch.record() as recording:
+        assert operator(torch.ones(1)) == 2
+    assert recording.calls == ()
+
+
 def test_autocast_and_memory_format_show() -> None:
     model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
     with miofind.torch.record() as recording, torch.autocast("cpu", dtype=torch.bfloat16):
