@@ -18,7 +18,7 @@ from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.fleet.campaign_options import options_json, options_of
 from miofind.fleet.campaigns import retry, set_paused, submit
 from miofind.fleet.database import FleetDatabase, UnreachableError
-from miofind.fleet.queue import MOST_ATTEMPTS, Queue
+from miofind.fleet.queue import CLAIM, MOST_ATTEMPTS, Queue
 from miofind.fleet.values import Agent
 from miofind.options import FindOptions
 from miofind.tune.values import TuneOptions
@@ -158,6 +158,25 @@ def test_an_agent_that_starts_again_frees_what_its_dead_predecessor_held(databas
     assert states(database) == {"leased": 1, "new": 2}
     assert scalar(database, "SELECT sum(losses) FROM job") == 1
     assert scalar(database, "SELECT state FROM worker") == "gone"
+
+
+def test_a_claim_reads_few_jobs_of_a_campaign_without_statistics(database: FleetDatabase, queue: Queue) -> None:
+    """It read all 60,000 of one, and took 45 ms."""
+    campaign = submitted(database, 1).campaign
+    many = text(
+        "INSERT INTO campaign_problem SELECT :campaign, 'p' || number, '', '', 1, 1.0 "
+        "FROM generate_series(1, 5000) AS series(number)"
+    )
+    with database.transaction() as connection:
+        connection.execute(text("ALTER TABLE job SET (autovacuum_enabled = false)"))
+        connection.execute(many, {"campaign": campaign})
+        connection.execute(text("UPDATE campaign SET revision = revision + 1"))
+    assert queue.enrol(KIND) == 5000
+    values = {"device": KIND.device, "stack": KIND.stack, "most": 1, "worker": uuid4(), "lease_s": 120.0}
+    with database.transaction() as connection:
+        asked = text(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {CLAIM.text}")
+        (plan,) = connection.execute(asked, values).scalar_one()
+    assert plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"] < 500
 
 
 def claim_all(url: str, chunk: int, told: multiprocessing.SimpleQueue[list[int]]) -> None:
