@@ -386,6 +386,7 @@ def enable(
     if "cuda" in override.devices and torch.backends.cuda.is_built() and not has_cupy():
         logger.warning("CuPy is not installed, so PyTorch's own kernels run on GPUs: %s", INSTALL_CUDA)
     _switch_on(override)
+    logger.info("miofind runs PyTorch's convolutions on %s", " and ".join(override.devices))
     return override
 
 

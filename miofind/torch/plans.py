@@ -174,11 +174,14 @@ class Planner:
             self.settings.refuse(call, computed)
         except Unserved as reason:
             return Part(computed, reason=str(reason))
-        if has_bias and call.takes_bias(computed):
-            part = self._tried(Part(computed, with_bias=True), call, arguments, flags)
-            if part.launch is not None or self.settings.on_miss is MissPolicy.RECORD:
-                return part
-        return self._tried(Part(computed), call, arguments, flags)
+        if not (has_bias and call.takes_bias(computed)):
+            return self._tried(Part(computed), call, arguments, flags)
+        part = self._tried(Part(computed, with_bias=True), call, arguments, flags)
+        if part.launch is not None or self.settings.on_miss is MissPolicy.RECORD:
+            return part
+        bare = self._tried(Part(computed), call, arguments, flags)
+        bare.is_final = bare.is_final and part.is_final
+        return bare
 
     def _tried(self, part: Part, call: ConvolutionCall, arguments: Arguments, flags: Flags) -> Part:
         """A part with its launch, or with the reason that it has none."""

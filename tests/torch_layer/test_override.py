@@ -15,7 +15,7 @@ from torch.nn.functional import conv1d, conv2d
 from waiting import LIMIT_S
 
 import miofind.torch
-from miofind import Handle
+from miofind import Handle, find_solutions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library
 from miofind.errors import InvalidOptionError, LaunchError, MissingLibraryError, NoSolutionError, UnknownSolverError
@@ -248,6 +248,21 @@ def test_nothing_is_made_ready_while_a_graph_is_captured(
         assert override_on_cpu.plans == ()
     conv2d(X, W)
     assert _own(override_on_cpu) == 1
+
+
+def test_an_answer_with_a_bias_is_taken_after_a_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although no FindDB has an answer without it, which decides what runs meanwhile."""
+    handle, bias = Handle("cpu", database=tmp_path / "finddb.db"), torch.randn(8)
+    problem = ProblemDescription.convolution(x=X.shape, w=W.shape, epilogue="bias")
+    with handle, _enabled(handle, "fallback", only="ConvCpuDirect") as made:
+        found = find_solutions(problem, options=made.settings.options(deterministic=False), handle=handle)
+        monkeypatch.setattr(plans.records, "look_up", lambda asked, *_, **__: found if asked == problem else None)
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "is_capturing", lambda device: True)
+            conv2d(X, W, bias)
+        assert made.plans == ()
+        assert torch.allclose(conv2d(X, W, bias), conv2d(X, W) + bias.view(1, -1, 1, 1), atol=1e-4)
+        assert _own(made) == 1
 
 
 def test_cudnn_is_left_to_pytorch_unless_ours_gains(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
