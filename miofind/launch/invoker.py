@@ -29,6 +29,7 @@ from miofind.launch.bound_steps import (
     BoundStep,
     library_plan,
 )
+from miofind.launch.flat import FlatKernel, flat_kernel
 from miofind.launch.pdl import dependent_launches, supports_pdl
 from miofind.solver.solver import Solver
 from miofind.solver.steps import (
@@ -96,6 +97,14 @@ class Invoker(ABC):
             LaunchError: a kernel or library call failed to start.
         """
 
+    def flat(self) -> tuple[FlatKernel, ...] | None:
+        """What a run launches, as plain data; None where that is not kernels alone.
+
+        Raises:
+            LaunchError: the driver refuses a part of it.
+        """
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class InvokerOrigin:
@@ -128,19 +137,34 @@ class _CudaInvoker(Invoker):
         self._local.steps = bound
         return bound
 
-    def _bound(self, step: Step, pdl: bool) -> BoundStep:
-        plan = self.solution.workspace
+    def flat(self) -> tuple[FlatKernel, ...] | None:
+        steps = self.solution.steps
+        kernels = [step for step in steps if isinstance(step, KernelStep)]
+        if len(kernels) < len(steps):
+            return None
+        place = self._placer()
+        return tuple(
+            flat_kernel(step, self._kernels[step].function, place, pdl=pdl and self._supports_pdl)
+            for step, pdl in zip(kernels, dependent_launches(steps), strict=True)
+        )
+
+    def _placer(self) -> Callable[[Pointer], BasedAddress]:
+        """Where in the bases a step's buffers are."""
         places = {operand.name: BasedAddress(i, 0) for i, operand in enumerate(self.problem.operands)}
         if self.problem.epilogue:
             places[RUN_PARAMETERS] = BasedAddress(len(places), 0)
         workspace = len(places)
-        for region, offset in plan.offsets.items():
+        for region, offset in self.solution.workspace.offsets.items():
             places.setdefault(region, BasedAddress(workspace, offset))
 
         def place(pointer: Pointer) -> BasedAddress:
             buffer = places[pointer.buffer]
             return BasedAddress(buffer.base, buffer.offset + pointer.offset_bytes)
 
+        return place
+
+    def _bound(self, step: Step, pdl: bool) -> BoundStep:
+        plan, place = self.solution.workspace, self._placer()
         if isinstance(step, KernelStep):
             return BoundKernel(step, self._kernels[step], place, pdl=pdl and self._supports_pdl)
         if isinstance(step, MatmulStep):

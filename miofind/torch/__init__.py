@@ -4,6 +4,7 @@
 """
 
 from miofind.torch.differentiable import convolution
+from miofind.torch.direct import build
 from miofind.torch.explanation import Explanation, LayerRun, explain
 from miofind.torch.export import exported_problems
 from miofind.torch.fuse import FusedLayer, FusionReport, fuse
@@ -27,6 +28,7 @@ __all__ = [
     "Recording",
     "TunedProblem",
     "TuningReport",
+    "build",
     "convolution",
     "disable",
     "enable",

@@ -6,6 +6,7 @@ their plan was made, by whose key calls find it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import threading
@@ -22,6 +23,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.torch import formats
 from miofind.torch.calls import ConvolutionCall, Unserved
+from miofind.torch.direct import DirectLaunch
 from miofind.torch.memory import host_array, is_capturing, results, stream_reader
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ INPUTS = {"y": ("x", "w"), "dx": ("grad", "w"), "dw": ("x", "grad")}
 """What a launch of each result is given, in order."""
 
 _BIAS = {"y": "given", "dw": "made"}
+_VECTOR, _WORKSPACE = 3, 4  # of a direct launch's sources
 _LONGEST_REASON = 300
 _NOT_READY = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
 
@@ -58,10 +61,15 @@ class Arguments(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A launch, and the solution that it runs."""
+    """A launch, and the solution that it runs.
+
+    Attributes:
+        direct: gives the same launch without Python; None where there is none.
+    """
 
     launch: Launch
     solution: Solution
+    direct: Callable[[], DirectLaunch | None]
 
 
 class ReadySolutions:
@@ -140,9 +148,11 @@ class Launches:
         layout, names = call.backend_format, INPUTS[computed]
         shapes = {"y": call.output_shape, "dx": call.x.shape, "dw": call.w.shape}
         order = [(*names, computed).index(name) for name in call.operands(computed)]
+        self._computed, self._order = computed, order
+        self._shape, self._strides = shapes[computed], formats.strides(shapes[computed], layout)
         copies = [name != "grad" and not formats.is_dense(getattr(arguments, name), layout) for name in names]
         self._form = _Form(
-            make=results(shapes[computed], formats.strides(shapes[computed], layout), arguments.x),
+            make=results(self._shape, self._strides, arguments.x),
             layout=layout,
             copies=(copies[0], copies[1]),
             pick=operator.itemgetter(*order, *range(3, 6 if with_bias else 4)),
@@ -159,7 +169,27 @@ class Launches:
             Unserved: there is none.
         """
         solution, invoker = self._solutions.next()
-        return Made(self._launch(invoker), solution)
+        return Made(self._launch(invoker), solution, functools.partial(self._direct, invoker))
+
+    def _direct(self, invoker: Invoker) -> DirectLaunch | None:
+        """What an invoker does, for calls whose tensors need not be packed; None where Python is needed."""
+        form = self._form
+        kernels = None if any(form.copies) else invoker.flat()
+        if kernels is None:
+            return None
+        inputs = ("x", "w") if self._computed == "y" else ("grad", "x", "w")
+        first, second = (inputs.index(name) for name in INPUTS[self._computed])
+        return DirectLaunch(
+            shape=self._shape,
+            strides=self._strides,
+            operands=(first, second),
+            sources=(*self._order, *((_VECTOR, -1) if form.bias else ()), _WORKSPACE),
+            vector=("", "given", "made").index(form.bias),
+            channels=invoker.problem.k,
+            workspace_bytes=invoker.workspace_bytes,
+            alignment_bytes=invoker.alignment_bytes,
+            kernels=kernels,
+        )
 
     @property
     def _on_gpu(self) -> bool:

@@ -25,6 +25,7 @@ from miofind.process.forks import follow_forks
 from miofind.runtime.handle import Handle
 from miofind.torch import formats
 from miofind.torch.counts import CallReport
+from miofind.torch.direct import NAMESPACE, DirectPath, direct_path
 from miofind.torch.flags import state
 from miofind.torch.launches import Arguments
 from miofind.torch.plans import Plan, Planner
@@ -87,6 +88,8 @@ class Override:
             self.generation += 1
             self._forward.clear()
             self._backward.clear()
+        for device in self.devices:
+            _routers[device].forget()
 
     def planned_forward(self, key: Any, arguments: Arguments, switches: tuple[Any, ...]) -> Plan:
         """The plan of a call of `aten::convolution` that there was none for."""
@@ -124,24 +127,44 @@ class _Router:
         self.device = device
         self.current: Override | None = None
         self._libraries: list[Any] = []
+        self._direct: DirectPath | None = None
 
     def use(self, override: Override | None) -> None:
         """Send calls to an override, or have PyTorch's kernels be the only ones."""
         self.current = override
+        self.forget()
         if override is None:
+            if self._direct is not None:
+                self._direct.disable(_KEYS[self.device])
+                self._direct = None
             while self._libraries:
                 self._libraries.pop()._destroy()
         elif not self._libraries:
             self._register()
 
+    def forget(self) -> None:
+        """Have all calls come to Python, since what runs them is decided anew."""
+        if self._direct is not None:
+            self._direct.forget()
+
+    def offer(self, plan: Plan) -> None:
+        """Have later calls like the one that this thread is in do without Python, where they can."""
+        direct = self._direct
+        if direct is not None and plan.generation != direct.generation:
+            plan.offer(direct)
+
     def _register(self) -> None:
-        key = _KEYS[self.device]
+        key, direct = _KEYS[self.device], direct_path()
         kernels = {_FORWARD: self._forward_kernel(key), _BACKWARD: self._backward_kernel(key)}
+        namespace = "aten" if direct is None else NAMESPACE
         try:
             for name, kernel in kernels.items():
-                library = torch.library.Library("aten", "IMPL")
+                library = torch.library.Library(namespace, "IMPL")
                 self._libraries.append(library)
                 _implement(library, name.removeprefix("aten::"), kernel, key)
+            if direct is not None:
+                self._direct = direct
+                direct.enable(key)
         except BaseException:
             self.use(None)
             raise
@@ -188,7 +211,9 @@ class _Router:
             if plan is None:
                 geometry = (stride, padding, dilation, transposed, output_padding, groups)
                 plan = override.planned_forward(key, Arguments(x, w, None, bias, geometry), switches)
-            plan.calls += 1
+            elif plan.generation is not None:
+                router.offer(plan)
+            plan.python_calls += 1
             launch = plan.launch
             if launch is not None:
                 if plan.adds_bias:
@@ -249,7 +274,9 @@ class _Router:
             plan = override._backward.get(key)
             if plan is None:
                 plan = override.planned_backward(key, Arguments(x, w, grad, bias_sizes, geometry), mask, switches)
-            plan.calls += 1
+            elif plan.generation is not None:
+                router.offer(plan)
+            plan.python_calls += 1
             wants_dx, wants_dw, wants_db = mask
             dx = dw = db = None
             ours_dx, ours_dw = plan.launch_dx, plan.launch_dw
@@ -420,6 +447,7 @@ def native_kernels() -> Iterator[None]:
         current = {device: router.current for device, router in _routers.items()}
         for router in _routers.values():
             router.current = None
+            router.forget()
         try:
             yield
         finally:

@@ -8,7 +8,7 @@ runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
 from miofind.torch import formats
 from miofind.torch.calls import COMPUTED, ConvolutionCall, Unserved
+from miofind.torch.direct import DirectLaunch, DirectPath, DirectPlan
 from miofind.torch.flags import Flags
 from miofind.torch.launches import Arguments, Launch, Launches, ReadySolutions, first_line
 from miofind.torch.memory import is_capturing, make_room
@@ -44,6 +45,7 @@ class Part:
         reason: why PyTorch does, "" where it does not.
         is_missing: whether no FindDB had an answer to the problem.
         is_final: whether a later call would be answered alike.
+        direct: gives the launch without Python; None where there is none.
         with_bias: whether the launch adds the bias, or gives its gradient, too.
         declined: calls in which PyTorch computed it although it has a launch, as no solution takes tensors at such
             addresses.
@@ -53,6 +55,7 @@ class Part:
     problem: ProblemDescription | None = None
     solution: Solution | None = None
     launch: Launch | None = None
+    direct: Callable[[], DirectLaunch | None] | None = None
     reason: str = ""
     is_missing: bool = False
     is_final: bool = True
@@ -62,7 +65,7 @@ class Part:
     def fail(self, error: Exception) -> None:
         """Leave it to PyTorch from now on."""
         logger.warning("%s failed in PyTorch, whose own kernel runs from now on: %s", self.problem, error)
-        self.launch, self.solution, self.reason = None, None, f"it failed: {error}"
+        self.launch, self.direct, self.solution, self.reason = None, None, None, f"it failed: {error}"
 
 
 class Plan:
@@ -71,7 +74,8 @@ class Plan:
     Attributes:
         parts: what becomes of each result.
         launch, launch_dx, launch_dw: those of y, dx and dw; None where PyTorch computes them, or nobody.
-        calls: how many there were.
+        python_calls: how many came through Python.
+        generation: of the direct path when it was last offered this plan; None for a plan that needs Python.
         bias_shape: of a view of the bias that is added to y.
         bias_dimensions: of the gradient of y, over which the gradient of the bias sums.
         adds_bias, gives_bias_gradient: whether y's launch takes the bias, and whether dw's gives its gradient, too.
@@ -82,22 +86,48 @@ class Plan:
         "adds_bias",
         "bias_dimensions",
         "bias_shape",
-        "calls",
+        "direct_plans",
+        "generation",
         "gives_bias_gradient",
         "grad_layout",
         "launch",
         "launch_dw",
         "launch_dx",
         "parts",
+        "python_calls",
     )
 
     def __init__(self, parts: tuple[Part, ...], rank: int, grad_layout: Any = None) -> None:
         self.parts = parts
         self._take_launches()
-        self.calls = 0
+        self.python_calls = 0
+        self.direct_plans: list[DirectPlan] = []
+        needs_python = grad_layout is not None or any(part.direct is None for part in parts) or not self.is_final
+        self.generation = None if needs_python else -1
         self.bias_shape = (1, -1) + (1,) * (rank - 2)
         self.bias_dimensions = (0, *range(2, rank))
         self.grad_layout = grad_layout
+
+    @property
+    def calls(self) -> int:
+        """How many calls there were."""
+        return self.python_calls + sum(each.calls for each in self.direct_plans)
+
+    def offer(self, path: DirectPath) -> None:
+        """Have calls that look like the one that this thread is in do without Python from now on, where they can."""
+        self.generation = path.generation
+        try:
+            launches = [(int(part.computed == "dw"), part.direct()) for part in self.parts if part.direct is not None]
+        except LaunchError as error:
+            logger.debug("%s goes through Python: %s", self.parts[0].problem, error)
+            self.generation = None
+            return
+        known = [(which, launch) for which, launch in launches if launch is not None]
+        if len(known) < len(self.parts):
+            self.generation = None
+            return
+        self.direct_plans.append(path.plan(known))
+        self.direct_plans[-1].adopt()
 
     def _take_launches(self) -> None:
         launches = {part.computed: part.launch for part in self.parts}
@@ -282,7 +312,7 @@ class Planner:
         handle = self.handle_of(arguments.x.device)
         ready = ReadySolutions(solutions, handle)
         made = Launches(part.computed, call, arguments, ready, with_bias=part.with_bias).first()
-        part.solution, part.launch = made.solution, made.launch
+        part.solution, part.launch, part.direct = made.solution, made.launch, made.direct
 
 
 def _refuse_tensors(arguments: Arguments) -> None:

@@ -1,0 +1,108 @@
+"""Launches of kernels as plain data: functions, grids and parameters with the places of addresses in them.
+
+What launches without Python needs no more. Steps of libraries and of the host have no such form.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from miofind.core.epilogue import DEFAULT_PARAMETERS
+from miofind.errors import LaunchError
+from miofind.launch import tensor_maps
+from miofind.launch.bound_steps import BasedAddress
+from miofind.solver.steps import Argument, EpilogueArgument, KernelStep, Pointer, Scalar, TensorMap
+from miofind.solver.structs import number_in_memory
+
+MOST_PARAMETERS = 64
+"""Of a kernel that has a flat form."""
+
+_ANYWHERE = 1 << 20
+"""An address that a tensor map is encoded for before it gets the tensor's."""
+
+Place = Callable[[Pointer], BasedAddress]
+
+
+@dataclass(frozen=True, slots=True)
+class Fixup:
+    """Where in a parameter an address goes.
+
+    Attributes:
+        at: byte.
+        where: which of the bases, and how far behind it.
+    """
+
+    at: int
+    where: BasedAddress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatParameter:
+    """A kernel's parameter but for its addresses.
+
+    Attributes:
+        content: its bytes.
+        fixups: addresses that go into them; of a tensor map the one that it is of.
+        is_map: whether it is a tensor map.
+    """
+
+    content: bytes
+    fixups: tuple[Fixup, ...] = ()
+    is_map: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatKernel:
+    """A launch but for addresses and stream.
+
+    Attributes:
+        function: the driver's handle of the kernel.
+        grid, block: blocks, and threads of a block, along three dimensions.
+        shared_bytes: dynamic shared memory of a block.
+        pdl: whether it begins while the kernel before it runs.
+    """
+
+    function: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    pdl: bool
+    parameters: tuple[FlatParameter, ...]
+
+
+def flat_kernel(step: KernelStep, function: int, place: Place, *, pdl: bool) -> FlatKernel:
+    """A step as a flat launch; an epilogue has the numbers that a run has by default.
+
+    Raises:
+        LaunchError: it has too many parameters, or the driver refuses a tensor map.
+    """
+    if len(step.args) > MOST_PARAMETERS:
+        raise LaunchError(f"{step.entry} has {len(step.args)} parameters")
+    parameters = tuple(_parameter(argument, place) for argument in step.args)
+    return FlatKernel(
+        function=function,
+        grid=step.grid,
+        block=step.block,
+        shared_bytes=step.shared_bytes,
+        pdl=pdl,
+        parameters=parameters,
+    )
+
+
+def _parameter(argument: Argument, place: Place) -> FlatParameter:
+    if isinstance(argument, Pointer):
+        return FlatParameter(content=bytes(8), fixups=(Fixup(0, place(argument)),))
+    if isinstance(argument, TensorMap):
+        content = tensor_maps.encoded(argument, _ANYWHERE)
+        return FlatParameter(content=content, fixups=(Fixup(0, place(argument.pointer)),), is_map=True)
+    if isinstance(argument, EpilogueArgument):
+        layout = "=5Q4d" if argument.number == "float64" else "=5Q4f"
+        content = struct.pack(layout, *(0,) * 5, *DEFAULT_PARAMETERS.numbers(argument.activation))
+        operands = enumerate(argument.pointers)
+        return FlatParameter(
+            content=content, fixups=tuple(Fixup(8 * i, place(p)) for i, p in operands if p is not None)
+        )
+    held = number_in_memory(argument.ctype, argument.value) if isinstance(argument, Scalar) else argument.in_memory()
+    return FlatParameter(content=bytes(held))

@@ -1,0 +1,277 @@
+"""The direct path, built here, over a driver whose kernels are the CPU place's solutions."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import conv2d, conv_transpose2d
+
+from miofind import Handle
+from miofind.arrays.arrays import NUMPY_DTYPES
+from miofind.core.epilogue import DEFAULT_PARAMETERS
+from miofind.errors import CompileError
+from miofind.launch.bound_steps import BasedAddress
+from miofind.launch.flat import Fixup, FlatKernel, FlatParameter
+from miofind.launch.invoker import Invoker, _HostInvoker
+from miofind.torch import direct, override, use
+from miofind.torch.direct import DirectPath
+from miofind.torch.launches import Launches
+from miofind.torch.override import Override
+
+HALF = {"dtype": torch.float16}
+
+
+class Driver:
+    """Runs an invoker of the CPU place where a kernel is launched; its first parameter says which.
+
+    Attributes:
+        launches: how many there were.
+        status: what further ones end with.
+    """
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.status = 0
+        self.invokers: list[Invoker] = []
+        launch = ctypes.CFUNCTYPE(
+            ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+        )
+        replace = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self.launch, self.replace_address = launch(self._launch), replace(self._replace_address)
+
+    def kernel_of(self, invoker: Invoker) -> FlatKernel:
+        """A launch of it: its number, each base by a pointer, the first one by a tensor map once more."""
+        self.invokers.append(invoker)
+        count = len(invoker.problem.operands)
+        places = [*range(count), count + bool(invoker.problem.epilogue)]
+        parameters = [FlatParameter(content=struct.pack("=q", len(self.invokers) - 1))]
+        parameters += [FlatParameter(content=bytes(8), fixups=(Fixup(0, BasedAddress(base, 0)),)) for base in places]
+        of_first = (Fixup(0, BasedAddress(0, 16)),)
+        parameters.append(FlatParameter(content=b"map" + bytes(125), fixups=of_first, is_map=True))
+        one = (1, 1, 1)
+        return FlatKernel(function=7, grid=one, block=one, shared_bytes=0, pdl=False, parameters=tuple(parameters))
+
+    def _replace_address(self, at: int, address: int) -> int:
+        assert at % 64 == 0
+        assert ctypes.string_at(at, 3) == b"map"
+        ctypes.memmove(at + 64, struct.pack("=Q", address), 8)
+        return 0
+
+    def _launch(self, config: int, function: int, parameters: Any, extra: int) -> int:
+        self.launches += 1
+        if self.status:
+            return self.status
+        assert (function, extra) == (7, None)
+        assert struct.unpack("=6I", ctypes.string_at(config, 24)) == (1,) * 6
+        invoker = self.invokers[struct.unpack("=q", ctypes.string_at(parameters[0], 8))[0]]
+        operands = invoker.problem.operands
+        addresses = [struct.unpack("=Q", ctypes.string_at(parameters[1 + i], 8))[0] for i in range(len(operands) + 1)]
+        mapped = ctypes.string_at(parameters[len(operands) + 2] + 64, 8)
+        assert struct.unpack("=Q", mapped) == (addresses[0] + 16,)
+        bases: list[Any] = [_array(address, each.array) for address, each in zip(addresses, operands, strict=False)]
+        bases += [DEFAULT_PARAMETERS] if invoker.problem.epilogue else []
+        size = invoker.workspace_bytes
+        scratch = np.frombuffer((ctypes.c_char * size).from_address(addresses[-1]), np.uint8) if size else None
+        invoker.run((*bases, scratch), 0)
+        return 0
+
+
+def _array(address: int, tensor: Any) -> Any:
+    """The memory of a tensor as an array of its shape and strides."""
+    dtype = NUMPY_DTYPES[tensor.dtype]
+    flat = np.frombuffer((ctypes.c_char * tensor.bytes).from_address(address), dtype)
+    return np.lib.stride_tricks.as_strided(flat, tensor.shape, [step * dtype.itemsize for step in tensor.strides])
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory) -> DirectPath:
+    """The direct path, built once for all of pytest's workers."""
+    if shutil.which("g++") is None:
+        pytest.skip("the direct path is built by g++")
+    shared = tmp_path_factory.getbasetemp().parent / "direct path"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIOFIND_CACHE_DIR", str(shared))
+        patch.setattr(direct, "_path", direct._path.__wrapped__)
+        file = direct.build()
+        assert direct.build() == file, "it is built once"
+        return DirectPath(file)
+
+
+@pytest.fixture
+def driver(path: DirectPath, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    path.use_driver(made.launch, made.replace_address)
+    monkeypatch.setattr(override, "direct_path", lambda: path)
+    monkeypatch.setattr(_HostInvoker, "flat", lambda self: (made.kernel_of(self),))
+    return made
+
+
+@pytest.fixture
+def enabled(driver: Driver, cpu_handle: Handle) -> Iterator[Override]:
+    with use("estimate", handle=cpu_handle, devices="cpu") as made:
+        yield made
+
+
+def _gradients(y: Any, *inputs: Any) -> tuple[Any, ...]:
+    return torch.autograd.grad(y, inputs, torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize("call", [conv2d, conv_transpose2d])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_the_third_call_is_launched_without_python_and_gives_the_same(
+    enabled: Override, driver: Driver, dtype: Any, with_bias: bool, call: Any, memory_format: Any
+) -> None:
+    results = []
+    for i in range(4):
+        torch.manual_seed(7)
+        x = torch.randn(2, 4, 7, 6, dtype=dtype).to(memory_format=memory_format).requires_grad_()
+        w = (0.3 * torch.randn(4, 6, 3, 3, dtype=dtype) if call is conv_transpose2d else
+             0.3 * torch.randn(6, 4, 3, 3, dtype=dtype)).to(memory_format=memory_format).requires_grad_()  # fmt: skip
+        bias = torch.randn(6, dtype=dtype).requires_grad_() if with_bias else None
+        keep = [torch.empty(64 * i)]  # so that addresses differ
+        y = call(x, w, bias, padding=1)
+        given = (x, w) if bias is None else (x, w, bias)
+        dy = torch.linspace(-1, 1, y.numel(), dtype=dtype).reshape(y.shape).to(memory_format=memory_format)
+        results.append((y.detach(), *torch.autograd.grad(y, given, dy)))
+        del keep
+    assert driver.launches >= 2 * 3, "y, dx and dw of two calls"
+    for later in results[1:]:
+        for first, other in zip(results[0], later, strict=True):
+            assert other.stride() == first.stride()
+            torch.testing.assert_close(other, first, rtol=0, atol=0)
+    assert {count.calls for count in enabled.report().counts} == {4}
+
+
+def test_calls_that_differ_go_on_to_python(enabled: Override, driver: Driver) -> None:
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    for _ in range(3):
+        conv2d(x, w)
+    before = driver.launches
+    assert before
+    others = [
+        lambda: conv2d(x, w, padding=1),
+        lambda: conv2d(x, w, stride=2),
+        lambda: conv2d(x, w, dilation=2),
+        lambda: conv2d(x, w[:, :2].contiguous(), groups=2),
+        lambda: conv2d(x[:1], w),
+        lambda: conv2d(x.bfloat16(), w.bfloat16()),
+        lambda: conv2d(x, w, torch.zeros(4, **HALF)),
+        lambda: conv2d(x.to(memory_format=torch.channels_last), w),
+        lambda: conv_transpose2d(x, w),
+    ]
+    for other in others:
+        other()
+    assert driver.launches == before
+    conv2d(x, w)
+    assert driver.launches == before + 1
+
+
+def test_float32_and_switches_go_through_python(enabled: Override, driver: Driver) -> None:
+    x, w = torch.randn(2, 4, 7, 7), torch.randn(4, 4, 3, 3)
+    for _ in range(3):
+        conv2d(x, w)
+    assert driver.launches == 0
+    x, w = x.half(), w.half()
+    for _ in range(3):
+        conv2d(x, w)
+    before = driver.launches
+    torch.use_deterministic_algorithms(True)
+    try:
+        conv2d(x, w)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (before, driver.launches) == (1, 1)
+
+
+def test_a_misaligned_tensor_goes_through_python(
+    enabled: Override, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Launches._direct
+    monkeypatch.setattr(Launches, "_direct", lambda self, invoker: made(self, invoker)._replace(alignment_bytes=32))
+    memory, w = torch.randn(2 * 4 * 7 * 7 + 64, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    assert w.data_ptr() % 32 == 0, "as PyTorch's allocator aligns"
+    start = -memory.data_ptr() % 64 // 2
+    x, shifted = (memory[at : at + 2 * 4 * 7 * 7].view(2, 4, 7, 7) for at in (start, start + 1))
+    want = [conv2d(x, w) for _ in range(3)]
+    before = driver.launches
+    got = conv2d(shifted, w)
+    assert driver.launches == before
+    assert torch.equal(got, conv2d(shifted.clone(), w))
+    assert torch.equal(want[0], want[2])
+
+
+def test_what_fails_without_python_is_computed_with_it(enabled: Override, driver: Driver) -> None:
+    x = torch.randn(2, 4, 7, 7, **HALF).requires_grad_()
+    w = torch.randn(4, 4, 3, 3, **HALF).requires_grad_()
+    for _ in range(3):
+        y = conv2d(x, w)
+        want = (y.detach(), *_gradients(y, x, w))
+    driver.status = 700
+    before = driver.launches
+    y = conv2d(x, w)
+    got = (y.detach(), *_gradients(y, x, w))
+    assert driver.launches == before + 2, "one of y, one of dx"
+    driver.status = 0
+    assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
+
+
+def test_nothing_is_launched_that_was_planned_for_another_override(
+    enabled: Override, driver: Driver, cpu_handle: Handle
+) -> None:
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    for _ in range(3):
+        conv2d(x, w)
+    before = driver.launches
+    with use("fallback", handle=cpu_handle, devices="cpu") as inner:
+        for _ in range(3):
+            conv2d(x, w)
+        assert inner.report().own_calls == 0
+    assert driver.launches == before
+    for _ in range(2):
+        conv2d(x, w)
+    assert driver.launches == before + 1, "the first call hands it over again"
+    enabled.forget_plans()
+    conv2d(x, w)
+    assert driver.launches == before + 1
+    enabled.disable()
+    assert override.current("cpu") is None
+    conv2d(x, w)
+    assert driver.launches == before + 1
+
+
+def test_only_results_that_are_wanted_are_computed(enabled: Override, driver: Driver) -> None:
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    for inputs in ((x,), (w,)):
+        for each in (x, w):
+            each.requires_grad_(each is inputs[0])
+        for _ in range(3):
+            _gradients(conv2d(x, w), *inputs)
+    assert {count.problem.direction.output for count in enabled.report().counts if count.problem} == {"y", "x", "w"}
+
+
+def test_a_source_that_does_not_compile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(direct, "_path", direct._path.__wrapped__)
+    broken = tmp_path / "router.cpp"
+    broken.write_text("#error broken")
+    monkeypatch.setattr(direct, "SOURCE", broken)
+    with pytest.raises(CompileError, match="cannot be compiled"):
+        direct.build()
+    assert direct.direct_path() is None
+
+
+def test_it_can_be_switched_off(path: DirectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_loaded", [path])
+    assert direct.direct_path() is path
+    monkeypatch.setenv("MIOFIND_TORCH_DIRECT", "0")
+    assert direct.direct_path() is None
