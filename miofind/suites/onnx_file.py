@@ -155,7 +155,7 @@ def _fix_sizes(model: Any, sizes: Mapping[str, int], file: Path) -> None:
                 symbols.setdefault(dimension.dim_param or f"{value.name}.{i}", []).append(dimension)
     if unknown := [name for name in given if name not in symbols]:
         near = suggestion(unknown[0], symbols) or f": it has {_names(symbols) or 'none'}"
-        raise InvalidOptionError(f"{file} has no symbolic size {printable_name(unknown[0])!r}{near}")
+        raise InvalidOptionError(f"{file} has no symbolic size {_told(unknown[0])!r}{near}")
     for name, dimensions in symbols.items():
         if name in given:
             for dimension in dimensions:
@@ -168,7 +168,7 @@ def _fix_sizes(model: Any, sizes: Mapping[str, int], file: Path) -> None:
 
 def _checked_size(name: object, size: object) -> int:
     try:
-        return one_size(size, f"sizes[{printable_name(str(name))!r}]")
+        return one_size(size, f"sizes[{_told(name)!r}]")
     except InvalidProblemError as error:
         raise InvalidOptionError(str(error)) from error
 
@@ -188,7 +188,7 @@ def _found(onnx: Any, model: Any, file: Path) -> OnnxProblems:
     rows, left_out = [], []
     unknown = _unknown_sizes(model.graph)
     for node in _nodes(onnx, model.graph):
-        name = printable_name(node.layer)
+        name = _told(node.layer)
         try:
             problem = _problem(onnx, node)
         except _UnknownShapeError as error:
@@ -219,7 +219,12 @@ def _unknown_sizes(graph: Any) -> list[str]:
 
 
 def _names(names: Any) -> str:
-    return ", ".join(map(printable_name, names))
+    return ", ".join(map(_told, names))
+
+
+def _told(name: object) -> str:
+    """A name of the file's in a message; those that are no UTF-8 come as bytes."""
+    return printable_name(str(name))
 
 
 class _UnknownShapeError(MiofindError):
@@ -300,10 +305,10 @@ def _attributes(onnx: Any, node: Any) -> dict[str, Any]:
 def _shape(node: _Node, name: str) -> tuple[int, ...]:
     tensor = node.values.get(name)
     if tensor is None or not tensor.HasField("shape"):
-        raise _UnknownShapeError(f"the shape of {printable_name(name)} cannot be worked out")
+        raise _UnknownShapeError(f"the shape of {_told(name)} cannot be worked out")
     if any(dimension.dim_value < 1 for dimension in tensor.shape.dim):
-        shown = ", ".join(printable_name(str(d.dim_value or d.dim_param or "?")) for d in tensor.shape.dim)
-        raise _UnknownShapeError(f"the shape of {printable_name(name)} is ({shown})")
+        shown = ", ".join(_told(d.dim_value or d.dim_param or "?") for d in tensor.shape.dim)
+        raise _UnknownShapeError(f"the shape of {_told(name)} is ({shown})")
     return tuple(dimension.dim_value for dimension in tensor.shape.dim)
 
 
@@ -386,7 +391,7 @@ class _Geometry:
         if self.auto_pad == "VALID":
             return ((0, 0),) * len(self.spatial)
         if self.auto_pad != "NOTSET":
-            raise InvalidProblemError(f"its auto_pad is {printable_name(self.auto_pad)!r}")
+            raise InvalidProblemError(f"its auto_pad is {_told(self.auto_pad)!r}")
         return tuple(zip(self.pads[: len(self.spatial)], self.pads[len(self.spatial) :], strict=True))
 
     @property

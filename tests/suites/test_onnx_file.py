@@ -202,6 +202,16 @@ def test_files_that_are_no_models_are_one_error(tmp_path: Path, network: Path) -
         load_onnx(tmp_path / "none.onnx")
 
 
+def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
+    path = save(tmp_path / "net.onnx", [conv(x="gone")], weights={"w": floats(W)})
+    path.write_bytes(path.read_bytes().replace(b"gone", b"go\xff\xfe"))
+    assert "left out" in load_onnx(path).warning
+    path = save(tmp_path / "net.onnx", [conv()], x=("many", 4, 9, 8), weights={"w": floats(W)})
+    path.write_bytes(path.read_bytes().replace(b"many", b"ma\xff\xfe"))
+    with pytest.raises(InvalidOptionError, match="ma"):
+        load_onnx(path)
+
+
 def test_flipped_bytes_end_in_problems_or_in_an_error(tmp_path: Path, network: Path) -> None:
     path, random = tmp_path / "net.onnx", np.random.default_rng(3)
     content = network.read_bytes()

@@ -13,10 +13,16 @@ from torch import nn
 
 import miofind.torch
 from miofind import FindOptions, Handle, ProblemDescription
+from miofind.bench.comparison import BenchRow
+from miofind.bench.rivals import Rival
 from miofind.errors import InvalidOptionError
+from miofind.suites import SuiteProblem
+from miofind.torch import tuning
 from miofind.torch.override import native_kernels
 from miofind.torch.tuning import _switches_kept
 from miofind.torch.tuning_report import TunedProblem, TuningReport
+from miofind.tune.service import TuneOptions
+from miofind.tune.service import tune as tune_problems
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +91,26 @@ def test_a_step_gains_where_the_faster_side_runs_each_layer() -> None:
     assert "1.50 times as fast" in str(report)
     assert "failed: none: no" in str(report)
     assert "2.00x" in str(report)
+
+
+def test_both_sides_have_the_times_of_the_comparison(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU: each problem's solution beside PyTorch, whose failure leaves the find's time."""
+    with miofind.torch.record() as recording:
+        nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 1, 1))(torch.randn(1, 2, 3, 3))
+    timed = iter([(0.5, 2.0, ""), (None, None, "torch: out of memory")])
+
+    def row(entry: SuiteProblem, *given: Any, against: Any) -> BenchRow:
+        assert against == (Rival.TORCH,)
+        time_ms, rival_ms, message = next(timed)
+        return BenchRow(entry=entry, time_ms=time_ms, rival_ms=rival_ms, message=message)
+
+    monkeypatch.setattr(tuning, "bench_row", row)
+    options = FindOptions()
+    summary = tune_problems(recording.problems, [handle], TuneOptions(find=options))
+    found = tuning._rows(recording, summary)
+    first, second = tuning._compared(found, summary, handle, options)
+    assert (first.own_ms, first.torch_ms, first.gain) == (0.5, 2.0, 4.0)
+    assert (second.own_ms, second.torch_ms, second.message) == (found[1].own_ms, None, "torch: out of memory")
 
 
 def test_a_recording_is_tuned_and_takes_no_inputs(handle: Handle) -> None:
