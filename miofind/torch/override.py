@@ -13,9 +13,9 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ParamSpec
 
 import torch
 
@@ -30,6 +30,8 @@ from miofind.torch.flags import state
 from miofind.torch.launches import Arguments
 from miofind.torch.plans import Plan, Planner
 from miofind.torch.settings import DEFAULT_WORKSPACE_LIMIT_BYTES, MissPolicy, Settings
+
+P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
 
@@ -424,14 +426,19 @@ def disable() -> None:
             _switch_off(override)
 
 
-@contextmanager
-def use(*arguments: Any, **keywords: Any) -> Iterator[Override]:
-    """`enable` for a with block; it counts for all threads of the process meanwhile."""
-    override = enable(*arguments, **keywords)
-    try:
-        yield override
-    finally:
-        override.disable()
+def _scoped(begin: Callable[P, Override]) -> Callable[P, AbstractContextManager[Override]]:
+    """The same for a with block, with the same keywords for type checkers."""
+
+    @contextmanager
+    def use(*arguments: P.args, **keywords: P.kwargs) -> Iterator[Override]:
+        """`enable` for a with block; it counts for all threads of the process meanwhile."""
+        with begin(*arguments, **keywords) as override:
+            yield override
+
+    return use
+
+
+use = _scoped(enable)
 
 
 def report() -> CallReport:

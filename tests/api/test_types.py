@@ -21,6 +21,7 @@ DOCUMENTS = ("README.md", "docs/python.md")
 
 RIGHT = """
 import miofind
+import miofind.torch
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,6 +44,8 @@ y = miofind.convolution_transpose(x, w, output_padding=1, stride=2)
 folded, shift = miofind.fold_batch_norm(w, None, x[0, 0, 0], x[0, 0, 0])
 y = folded
 problem = miofind.ProblemDescription.from_arrays(x=x, w=w, padding="valid", bias=y)
+with miofind.torch.use("find", min_gain=1.05, directions=["forward"]) as override:
+    print(override.report().reasons)
 """
 
 WRONG = """
@@ -58,6 +61,8 @@ miofind.Convolution.of(x, w, pading=1)
 conv(x, workspce=None)
 miofind.ProblemDescription.from_arrays(x=x, w=w, pading=1)
 text: str = miofind.convolution(x, w)
+miofind.torch.use("find", min_gian=1.05)
+miofind.torch.enable(on_mis="find")
 """
 
 
