@@ -49,6 +49,7 @@ class Answer:
         self._names = () if part.problem is None else tuple(operand.name for operand in part.problem.operands)
         self._lock = threading.Lock()
         self._read_stream = stream_reader()
+        part.launch = None if first is None else self.run
 
     @property
     def is_served(self) -> bool:
@@ -81,6 +82,7 @@ class Answer:
             together |= address
         invoker = self._fitting(together, tensors[0].device)
         if invoker is None:
+            self.part.declined += 1
             return False
         scratch = 0
         if invoker.workspace_bytes:

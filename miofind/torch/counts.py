@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from miofind.core.problem import ProblemDescription
-from miofind.torch.plans import Plan
+from miofind.torch.plans import Part
 
 DIRECTIONS = {"y": "forward", "dx": "backward_data", "dw": "backward_weights"}
+
+
+class CountedPlan(Protocol):
+    """What runs calls that look alike: what became of their results, and how many calls there were."""
+
+    @property
+    def calls(self) -> int: ...
+
+    @property
+    def parts(self) -> tuple[Part, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +51,7 @@ class CallReport:
     counts: tuple[CallCount, ...]
 
     @staticmethod
-    def of(plans: Iterable[Plan]) -> CallReport:
+    def of(plans: Iterable[CountedPlan]) -> CallReport:
         """The calls that plans were made for."""
         counts = [count for plan in plans for count in _counts(plan)]
         return CallReport(tuple(sorted(counts, key=lambda count: -count.calls)))
@@ -79,7 +90,7 @@ class CallReport:
         return "\n".join(lines)
 
 
-def _counts(plan: Plan) -> Iterable[CallCount]:
+def _counts(plan: CountedPlan) -> Iterable[CallCount]:
     for part in plan.parts:
         own = plan.calls - part.declined if part.launch is not None else 0
         solver_id = "" if part.solution is None else part.solution.solver_id

@@ -35,14 +35,16 @@ class Plan:
     Attributes:
         answer: the solutions, or why there are none; None for calls of which miofind has no such problem.
         reason: why there is no such problem.
+        calls: how many there were.
     """
 
-    __slots__ = ("_inputs", "_like", "_outputs", "_parameters", "answer", "layout", "reason")
+    __slots__ = ("_inputs", "_like", "_outputs", "_parameters", "answer", "calls", "layout", "reason")
 
     def __init__(self, call: Call, override: Override | None, switches: tuple[Any, ...]) -> None:
         call.check()
         self.layout = call.layout()
         self.answer: Answer | None = None
+        self.calls = 0
         self.reason = ""
         narrowed = of_one_dtype(call) if isinstance(call, Forward) else call
         flags = Flags.of(switches, on_gpu=call.x.is_cuda)
@@ -67,6 +69,7 @@ class Plan:
 
     def run(self, call: Call) -> tuple[Any, ...] | None:
         """The outputs of a call, or None where PyTorch is to compute them."""
+        self.calls += 1
         if self.answer is None:
             return None
         tensors = {}
@@ -83,6 +86,11 @@ class Plan:
             tensors[name] = made = like.new_empty_strided(shape, strides, dtype=dtype)
             outputs.append(made)
         return tuple(outputs) if self.answer.run(tensors, self._parameters) else None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What became of the call's problem, where it has one."""
+        return () if self.answer is None else (self.answer.part,)
 
     def _is_packed(self, tensor: Any) -> bool:
         return formats.is_dense(tensor, self.layout) if tensor.dim() > 1 else bool(tensor.is_contiguous())
@@ -148,11 +156,10 @@ def _made(call: Call, key: Any, override: Override | None, switches: tuple[Any, 
         return _plans.setdefault(key, plan)
 
 
-def parts() -> tuple[Part, ...]:
-    """What became of the problems of fused calls in this process, each once."""
+def plans() -> tuple[Plan, ...]:
+    """The plans made so far and not forgotten."""
     with _lock:
-        found = [plan.answer.part for plan in _plans.values() if plan.answer is not None]
-    return tuple({part.problem.network_config: part for part in found if part.problem is not None}.values())
+        return tuple(_plans.values())
 
 
 def forget() -> None:

@@ -164,11 +164,11 @@ class _Writing:
         self._written.append(node)
         return node
 
-    def is_last(self, value: Any) -> bool:
-        """Whether a convolution that gives this value is to be channels last."""
-        last = Layout.of(value.dim() - 2, channels_last=True)
-        is_so = is_dense(value, last) and not value.is_contiguous()
-        return is_so or (value.dim() == 4 and self.is_better_last)
+    def is_last(self, *values: Any) -> bool:
+        """Whether a convolution is to be channels last: one of these tensors of it is, or Inductor would turn it so."""
+        last = Layout.of(values[0].dim() - 2, channels_last=True)
+        is_so = any(is_dense(value, last) and not value.is_contiguous() for value in values)
+        return is_so or (values[0].dim() == 4 and self.is_better_last)
 
     def put(self, call: Call) -> fx.Node | None:
         """A step that is this operator; None where no FindDB answers its problem.
@@ -423,7 +423,7 @@ def _put_backward_data(writing: _Writing, node: fx.Node, gradient: fx.Node) -> b
     saved = None if mask is None else _relu_saved(mask, end)
     if mask is not None and saved is not None:
         steps.append((mask, residual, saved))
-    last = writing.is_last(value)
+    last = writing.is_last(value, dy.meta["val"])
     for end, residual, saved in reversed(steps):
         call = BackwardData(dy, x, w, residual, saved, "relu" if saved is not None else "none", *_geometry(node))
         with writing.graph.inserting_before(end):
@@ -475,7 +475,7 @@ def _sum_of_channels(node: fx.Node) -> fx.Node | None:
 def _put_backward_weights(writing: _Writing, node: fx.Node, gradient: fx.Node, sums: fx.Node) -> bool:
     """Whether the gradient of the weights was put in together with that of the bias."""
     dy, x, w = node.args[:3]
-    last = writing.is_last(gradient.meta["val"])
+    last = writing.is_last(gradient.meta["val"], dy.meta["val"])
     stride, padding, dilation, groups = _geometry(node)
     call = BackwardWeights(dy, x, w, stride, padding, dilation, groups, sums.meta["val"].dtype, last)
     order = {each: place for place, each in enumerate(writing.graph.nodes)}

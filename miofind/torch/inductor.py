@@ -28,13 +28,15 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     return {"post_grad_custom_pre_pass": ConvolutionPass(), **options}
 
 
-def backend(graph: Any, inputs: Any, **options: Any) -> Any:
+def backend(graph: Any, inputs: Any, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
     """Inductor with `inductor_options`; the backend "miofind" of torch.compile.
 
     Args:
         graph: a torch.fx.GraphModule, and `inputs`, its example inputs, as backends are given them.
-        options: of Inductor, as of `torch.compile(backend="miofind", options=...)`.
+        mode, options: of Inductor, as of torch.compile.
     """
+    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(graph, inputs, config_patches=inductor_options(**options.get("options", {})))
+    of_mode = list_mode_options(mode) if mode else {}
+    return compile_fx(graph, inputs, config_patches=inductor_options(**of_mode, **(options or {})))

@@ -442,9 +442,16 @@ use = _scoped(enable)
 
 
 def report() -> CallReport:
-    """What ran PyTorch's convolutions while miofind was enabled, and why, over all that is enabled now."""
+    """What ran PyTorch's convolutions while miofind was enabled, and why, over all that is enabled now.
+
+    With the calls of `miofind::convolution` that fused modules and graphs make, whether or not it is enabled. Where
+    PyTorch computes one of them, it calls its own convolution, which counts as well.
+    """
+    from miofind.torch import fused_plans  # which knows the settings of overrides
+
     with _switching:
-        return CallReport.of(plan for override in _enabled for plan in override.plans)
+        own = [plan for override in _enabled for plan in override.plans]
+    return CallReport.of((*own, *fused_plans.plans()))
 
 
 @contextmanager

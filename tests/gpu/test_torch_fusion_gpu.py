@@ -40,8 +40,9 @@ def drawn(*shapes: tuple[int, ...], dtype: Any, channels_last: bool = True) -> l
 
 
 def ran() -> list[str]:
-    """The epilogues of the problems that solutions ran."""
-    return [str(part.problem.epilogue) for part in fused_plans.parts() if part.solution is not None and part.problem]
+    """The epilogues of the problems that solutions ran, each once."""
+    parts = [part for plan in fused_plans.plans() for part in plan.parts if part.solution is not None]
+    return list(dict.fromkeys(str(part.problem.epilogue) for part in parts if part.problem is not None))
 
 
 X, W, Y, K = (4, 32, 14, 15), (64, 32, 3, 3), (4, 64, 14, 15), (64,)

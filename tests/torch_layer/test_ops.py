@@ -87,6 +87,17 @@ def test_a_miss_is_pytorchs(cpu_handle: Handle) -> None:
     torch.testing.assert_close(y, functional.silu(functional.conv2d(x, w, bias, padding=1, groups=2)))
 
 
+def test_the_report_counts_fused_calls(cpu_handle: Handle) -> None:
+    x, w, bias = drawn(X, W, VECTOR)
+    for policy, own in (("estimate", 2), ("auto", 0)):
+        with answers_of(cpu_handle, policy):
+            for _ in range(2):
+                called(x, w, bias, activation="mish")
+            report = miofind.torch.report()
+        assert (report.calls, report.own_calls) == (2, own)
+        assert [problem.epilogue.text for problem in report.missing] == ([] if own else ["bias.mish"])
+
+
 def test_pytorchs_switch_for_cudnn_is_miofinds_too(ran: list[str]) -> None:
     x, w = drawn(X, W)
     with torch.backends.cudnn.flags(enabled=False):
