@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from miofind import Handle
-from miofind.torch import Override, use
+from miofind.torch import Override, fused_plans, use
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,7 @@ def cpu_handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
 @pytest.fixture
 def override_on_cpu(cpu_handle: Handle) -> Iterator[Override]:
     """PyTorch's convolutions of the CPU run by miofind; nothing is measured, estimates choose."""
+    fused_plans.forget()
     with use("estimate", handle=cpu_handle, devices="cpu") as override:
         yield override
         assert override.is_enabled, "a test is to leave the override as it found it"
