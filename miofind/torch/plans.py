@@ -22,7 +22,7 @@ from miofind.find.lookup import records
 from miofind.options import FindOptions, OnMiss
 from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
-from miofind.torch import formats
+from miofind.torch import comparisons, formats
 from miofind.torch.calls import COMPUTED, ConvolutionCall, Unserved
 from miofind.torch.direct import DirectLaunch, DirectPath, DirectPlan
 from miofind.torch.flags import Flags
@@ -262,7 +262,7 @@ class Planner:
             part.is_missing = True
             found = self._missed(part, options, handle, device, measures=settings.measures(flags))
             part.is_missing = False
-        return self._gaining(found)
+        return self._gaining(found, comparisons.gain(problem, handle.device))
 
     def _missed(
         self, part: Part, options: FindOptions, handle: Handle, device: Any, *, measures: bool
@@ -284,13 +284,24 @@ class Planner:
         make_room(problem, device)
         return find_solutions(problem, options=options, handle=handle)
 
-    def _gaining(self, found: list[Solution]) -> list[Solution]:
-        """Those that are faster than cuDNN by the factor asked for; all where no time of cuDNN is known.
+    def _gaining(self, found: list[Solution], over_pytorch: float | None) -> list[Solution]:
+        """Those that are faster than PyTorch by the factor asked for.
+
+        Where nobody has timed the two side by side these are those that are faster than cuDNN, and all where no time
+        of cuDNN is known.
+
+        Args:
+            over_pytorch: how many times as fast the first was measured to be.
 
         Raises:
             Unserved: none is.
         """
         least_gain = self.settings.min_gain
+        if over_pytorch is not None:
+            if over_pytorch < least_gain:
+                told = f"is {over_pytorch:.2f} times as fast as PyTorch's own kernel, less than {least_gain:.2f}"
+                raise Unserved(f"{found[0].solver_id} {told}")
+            return found
         known = [s.time_ms for s in found if s.library is Library.CUDNN and s.samples]
         if not known:
             return found

@@ -22,7 +22,7 @@ from miofind.device.device import Place
 from miofind.options import FindOptions
 from miofind.printable import printable_name
 from miofind.runtime.handle import Handle, default_handle
-from miofind.torch import fused_plans
+from miofind.torch import comparisons, fused_plans
 from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import forget_plans, native_kernels
 from miofind.torch.recording import Recording
@@ -57,7 +57,8 @@ def tune(
 
     Call it before the first step. The network is not run; see `miofind.torch.problems`. Kernels are compiled in
     processes of their own, ahead of what is measured, and on a GPU a child process measures. What the FindDB knows is
-    not measured again. Ctrl-C ends it with a report, and the same call goes on.
+    not measured again. On a GPU each problem is timed beside PyTorch, whose own kernel then runs what that is faster at
+    in this process. Ctrl-C ends it with a report, and the same call goes on.
 
     Args:
         model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
@@ -84,8 +85,6 @@ def tune(
         torch.cuda.empty_cache()  # what measures asks the driver for memory
     with _progress(on_event) as tell, CompilePool() if on_gpu else contextlib.nullcontext() as pool:
         summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), tell, pool=pool)
-    forget_plans()
-    fused_plans.forget()
     rows, is_complete = _rows(recording, summary), summary.end is TuneEnd.COMPLETE
     if on_gpu and is_complete:
         try:
@@ -93,6 +92,8 @@ def tune(
                 rows = _compared(rows, summary, handle, options)
         except KeyboardInterrupt:  # what was found is told
             is_complete = False
+    forget_plans()
+    fused_plans.forget()
     return TuningReport(
         network=recording.name,
         device=handle.device.name,
@@ -153,6 +154,8 @@ def _compared(
             timed = bench_row(result.request, handle, options, _NO_FLOOR, against=(Rival.TORCH,))
             own_ms = row.own_ms if timed.time_ms is None else timed.time_ms
             row = replace(row, own_ms=own_ms, torch_ms=timed.rival_ms, message=timed.message)
+            if row.gain is not None:
+                comparisons.note(row.problem, handle.device, row.gain)
         compared.append(row)
     return compared
 

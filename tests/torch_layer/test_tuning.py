@@ -17,7 +17,7 @@ from miofind.bench.comparison import BenchRow
 from miofind.bench.rivals import Rival
 from miofind.errors import InvalidOptionError
 from miofind.suites import SuiteProblem
-from miofind.torch import tuning
+from miofind.torch import comparisons, tuning
 from miofind.torch.override import native_kernels
 from miofind.torch.tuning import _switches_kept
 from miofind.torch.tuning_report import TunedProblem, TuningReport
@@ -111,6 +111,27 @@ def test_both_sides_have_the_times_of_the_comparison(handle: Handle, monkeypatch
     first, second = tuning._compared(found, summary, handle, options)
     assert (first.own_ms, first.torch_ms, first.gain) == (0.5, 2.0, 4.0)
     assert (second.own_ms, second.torch_ms, second.message) == (found[1].own_ms, None, "torch: out of memory")
+    assert comparisons.gain(first.problem, handle.device) == 4.0
+    assert comparisons.gain(second.problem, handle.device) is None
+    comparisons.forget()
+
+
+def test_pytorch_runs_what_it_was_measured_to_be_faster_at(tuned: TuningReport, model: Any, handle: Handle) -> None:
+    def reasons(**settings: Any) -> dict[str, int]:
+        with miofind.torch.use("fallback", handle=handle, devices="cpu", **settings) as override:
+            model(torch.randn(1, 2, 3, 3))
+            return override.report().reasons
+
+    first, second = [row for row in tuned.rows if row.problem.direction == "forward"]
+    comparisons.note(first.problem, handle.device, 0.5)  # with its bias: of two layers
+    comparisons.note(second.problem, handle.device, 1.2)
+    try:
+        told = f"{first.solver_id.partition('+')[0]} is 0.50 times as fast as PyTorch's own kernel, less than 1.00"
+        assert reasons() == {told: 2}
+        assert sum(reasons(min_gain=1.5).values()) == 3
+        assert reasons(min_gain=0.4) == {}
+    finally:
+        comparisons.forget()
 
 
 def test_a_recording_is_tuned_and_takes_no_inputs(handle: Handle) -> None:
