@@ -99,18 +99,20 @@ def cpu_ms(problems: Sequence[ProblemDescription], device: str) -> dict[str, flo
 
 
 def learning_curve(training: Training, learnt: Sequence[Lesson], seed: int) -> dict[str, float]:
-    """Mean regret on a fifth of the shapes, by the share of all shapes that a model was trained with."""
+    """Mean regret on a fifth of the shapes, of three draws, by the share of shapes that a model was trained with."""
     shapes = sorted({geometry(lesson.problem) for lesson in learnt})
-    random.Random(seed).shuffle(shapes)
-    held = set(shapes[int(0.8 * len(shapes)) :])
-    judged = [each for each in learnt if geometry(each.problem) in held and each.is_complete and each.predicted]
-    found = {}
-    for share in _SHARES:
-        taken = set(shapes[: int(share * len(shapes))])
-        known = [each for each in learnt if geometry(each.problem) in taken]
-        ranker = Ranker(training.fit(known, Holdout.GEOMETRY))
-        found[str(share)] = Regret.of([picked(each, times_of(ranker, training, each)) for each in judged]).mean
-    return found
+    found: dict[str, list[float]] = {str(share): [] for share in _SHARES}
+    for draw in range(3):
+        random.Random(seed + draw).shuffle(shapes)
+        held = set(shapes[int(0.8 * len(shapes)) :])
+        judged = [each for each in learnt if geometry(each.problem) in held and each.is_complete and each.predicted]
+        for share in _SHARES:
+            taken = set(shapes[: int(share * len(shapes))])
+            known = [each for each in learnt if geometry(each.problem) in taken]
+            ranker = Ranker(training.fit(known, Holdout.GEOMETRY))
+            picks = [picked(each, times_of(ranker, training, each)) for each in judged]
+            found[str(share)].append(Regret.of(picks).mean)
+    return {share: round(statistics.fmean(regrets), 5) for share, regrets in found.items()}
 
 
 def times_of(ranker: Ranker, training: Training, lesson: Lesson) -> list[float]:

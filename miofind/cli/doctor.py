@@ -35,6 +35,7 @@ from miofind.finddb import (
     told_address,
     user_path,
 )
+from miofind.printable import printable
 from miofind.solver.registry import Registry
 
 Result = TypeVar("Result")
@@ -293,7 +294,7 @@ def _database_line(database: _Database) -> str:
 
 
 def _model_line(model: _Model) -> str:
-    regrets = ", ".join(f"{name} {100 * value:.1f} %" for name, value in sorted(model.regrets.items()))
+    regrets = ", ".join(f"{printable(name)} {100 * value:.1f} %" for name, value in sorted(model.regrets.items()))
     return f"{model.path}: {device_text(model.device)}, {model.problems} problems; off the best: {regrets or 'unknown'}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
+from immediate_models import small_model
 
 from miofind.cli import doctor as doctor_module
 from miofind.cli.coverage import SuiteLayers, answered_finds, coverage
@@ -18,7 +19,8 @@ from miofind.core.problem import Direction
 from miofind.device.device import Device
 from miofind.driver.line import parse_driver_line
 from miofind.errors import MissingLibraryError, NoDeviceError
-from miofind.finddb import ProblemKey
+from miofind.find.immediate.model import write_model
+from miofind.finddb import ProblemKey, Store
 from miofind.suites import load_suite
 
 
@@ -212,3 +214,22 @@ def test_every_probe_may_fail(error: Exception, monkeypatch: pytest.MonkeyPatch)
     missing = "\n".join(run_json("doctor")["missing"])
     assert missing.count(str(error)) >= 6
     run("doctor")
+
+
+def test_models_are_told_of_and_a_damaged_one_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "shipped"
+    folder.mkdir()
+    for name in ("h200", "damaged"):
+        Store(folder / f"{name}.db").open().close()
+        write_model(small_model(solvers={"ConvDirectTiled": 0}), folder / f"{name}.model")
+    damaged = folder / "damaged.model"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", str(folder))
+    report = run_json("doctor")
+    assert [(model["problems"], model["changed"]) for model in report["models"]] == [(1, ["ConvDirectTiled"])]
+    told = [line for line in report["missing"] if "model" in line]
+    assert len(told) == 2
+    assert any("damaged.model is refused: it is damaged" in line for line in told)
+    assert any("ConvDirectTiled changed since it was trained" in line for line in told)
+    text = run("doctor").stdout
+    assert "h200.model: NVIDIA H200, 132 SMs, sm_90, 1 problems; off the best: trees 2.0 %" in text

@@ -6,8 +6,7 @@ are no better than a guess, while our own best is within 0.3 % of theirs (geomet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
@@ -38,9 +37,13 @@ def predicted(
     Raises:
         NoSolutionError: no solver applies.
     """
-    stored = records.all_rows(problem, options, handle)
+    is_known = any(handle.database.histories(handle.device.identity, problem.network_config))
+    stored = records.all_rows(problem, options, handle) if is_known else []
     known = {solution.solver_id for solution in stored}
-    plan = _plan(problem, options, handle, lambda solver: solver.id not in known, dynamic_only=dynamic_only)
+    tried = _tried(problem, handle) if is_known else {}
+    plan = _plan(
+        problem, options, handle, lambda solver: solver.id not in known, dynamic_only=dynamic_only, tried=tried
+    )
     if not plan.candidates and not stored:
         plan = _of_last_resort(problem, options, handle, plan, dynamic_only=dynamic_only)
     if not plan.candidates and not stored:
@@ -65,7 +68,8 @@ def with_predictions(
         return hit
     lacking |= {name.removesuffix(COMPOSED_SUFFIX) for name in lacking}
     problem = hit[0].problem
-    plan = _plan(problem, options, handle, lambda solver: solver.id in lacking, dynamic_only=dynamic_only)
+    tried = _tried(problem, handle)
+    plan = _plan(problem, options, handle, lambda solver: solver.id in lacking, dynamic_only=dynamic_only, tried=tried)
     if not plan.candidates:
         return hit
     answer = _merged(hit, plan.candidates, problem, handle)
@@ -80,14 +84,15 @@ def _plan(
     asks: Callable[[Solver], bool],
     *,
     dynamic_only: bool,
+    tried: Mapping[str, str],
 ) -> Plan:
-    """The candidates of those solvers but cuDNN that are not known from the FindDB, neither as failed nor by a time."""
+    """The candidates of those solvers but cuDNN, without those that were tried."""
 
     def is_asked(solver: Solver) -> bool:
         return solver.library is not Library.CUDNN and asks(solver)
 
     plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, asks=is_asked, is_unmeasured=True)
-    return plan.without(_tried(problem, handle))
+    return plan.without(tried)
 
 
 def _of_last_resort(
@@ -154,7 +159,7 @@ def _ranked(planned: Sequence[Planned], problem: ProblemDescription, handle: Han
     estimated = [_estimated(each, problem, handle.device) for each in planned]
     predictions = ranker_of(handle.device).predictions(problem.bare, handle.device, estimated)
     found = [
-        _Ranked(each, replace(prediction, time_ms=prediction.time_ms + (each.estimate_ms - bare.estimate_ms)))
+        _Ranked(each, prediction._replace(time_ms=prediction.time_ms + (each.estimate_ms - bare.estimate_ms)))
         for each, bare, prediction in zip(planned, estimated, predictions, strict=True)
     ]
     return sorted(found, key=lambda each: each.prediction.time_ms)

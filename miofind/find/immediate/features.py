@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,7 @@ _CANDIDATE = ("estimate_over_floor", "estimate_over_best", "table_over_floor", "
 _SOLVER, _PARAMETER = "solver ", "parameter "
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):
     """A candidate as a ranker sees it.
 
     Attributes:

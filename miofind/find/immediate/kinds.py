@@ -54,6 +54,10 @@ def _joined(values: Sequence[str]) -> str:
     return values[0] if len(set(values)) == 1 else "/".join(values)
 
 
+AXES = 7
+"""Numbers of a position."""
+
+
 def position(problem: ProblemDescription) -> tuple[float, ...]:
     """Where a problem's shape lies among others: logarithms of its sizes, to base 2.
 

@@ -6,6 +6,7 @@ It may come from anywhere: what is read of it is bounded and checked, and nothin
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import math
@@ -21,7 +22,7 @@ from miofind.errors import ModelError
 from miofind.files import write_whole
 from miofind.find.immediate.features import FEATURES_VERSION
 from miofind.find.immediate.forest import ARRAYS, Forest, InvalidForestError
-from miofind.find.immediate.kinds import Kind
+from miofind.find.immediate.kinds import AXES, Kind
 from miofind.find.immediate.table import MOST_LOG2, Table
 
 MAGIC = b"miofind model 1\n"
@@ -49,7 +50,7 @@ class Calibration:
 
     def share(self, gap: float) -> float:
         """The share for a candidate whose predicted time is 2**gap times that of the best other one."""
-        return self.shares[sum(edge < gap for edge in self.edges)]
+        return self.shares[bisect.bisect_left(self.edges, gap)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,7 +207,7 @@ def _trees(told: Any, body: bytes) -> Trees | None:
         return None
     names = tuple(_text(name) for name in _bounded(told["names"], _MOST_FEATURES))
     rows, columns = (_whole(number) for number in told["positions"])
-    if not 0 < rows <= _MOST_NAMED or not 0 < columns <= 64:
+    if not 0 < rows <= _MOST_NAMED or columns != AXES:
         raise ValueError(f"it has {rows} positions of {columns} numbers")
     reader = _Arrays(body)
     positions = reader.take(rows * columns, "<f4").astype(np.float32).reshape(rows, columns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ _STEP = 1e-6
 _MOST_LOG2 = 60.0  # of a time in milliseconds, whatever a model says
 
 
-@dataclass(frozen=True, slots=True)
-class Estimated:
+class Estimated(NamedTuple):
     """A candidate of a bare problem and its solver's estimate."""
 
     solver: Solver
@@ -36,8 +35,7 @@ class Estimated:
     estimate_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """What is predicted of a candidate.
 
     Attributes:

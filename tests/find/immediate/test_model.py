@@ -80,13 +80,14 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
         changed(positions=[1 << 30, 7]),
         changed(positions=[-1, 7]),
         changed(positions=[0, 0]),
+        changed(positions=[7, 1]),
         changed(forests=[[1, 1 << 30], [1, 3]]),
         changed(forests=[[1, 3]]),
         changed(rank_weight="1"),
         changed(reach=None),
         changed(kinds=[["a"] * 9]),
     ],
-    ids=range(30),
+    ids=range(31),
 )
 def test_what_is_no_model_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "h200.model"
