@@ -7,6 +7,7 @@ on with what was claimed.
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from uuid import uuid4
 
 from miofind.errors import InvalidOptionError
 from miofind.fleet import health
+from miofind.fleet.canary import EVERY_PROBLEMS, EVERY_S, SUSPECT_EVERY_S, canary_tasks, time_of
 from miofind.fleet.courier import Courier, Facts
 from miofind.fleet.database import FleetDatabase
 from miofind.fleet.holdings import GpuTasks, Holdings
@@ -73,6 +75,12 @@ class Member(threading.Thread):
         self.done = self.failed = 0
         self.lost = ""
         self.error: Exception | None = None
+        self.told_lost = False
+        self.canary_times: dict[str, float] = {}
+        self._canaries = canary_tasks(handle) if handle.device.uuid else ()
+        self._canaries_left = 0
+        self._canaries_at = -math.inf
+        self._done_before = 0
         self._holdings = holdings
         self._processes = DeviceProcesses([handle], TuneOptions(), self.tasks, compiles=compiles)
 
@@ -89,15 +97,39 @@ class Member(threading.Thread):
         for event in self._processes.stop():
             self._take(event)
 
+    def ask_canaries(self) -> None:
+        """Have its device measure its canaries where it is time; there are none on the CPU place, whose times vary."""
+        every_s = SUSPECT_EVERY_S if self.tasks.is_held else EVERY_S
+        is_due = time.monotonic() - self._canaries_at >= every_s or self.done - self._done_before >= EVERY_PROBLEMS
+        if self._canaries and is_due and not self._canaries_left:
+            self._canaries_at, self._done_before = time.monotonic(), self.done
+            self._canaries_left, self.canary_times = len(self._canaries), {}
+            self.tasks.ask(self._canaries)
+
+    def measured_canaries(self) -> dict[str, float]:
+        """What its canaries took, once: none until all are measured."""
+        if self._canaries_left or not self.canary_times:
+            return {}
+        found, self.canary_times = self.canary_times, {}
+        return found
+
     def _take(self, event: WorkerEvent) -> None:
         match event:
             case TuneFinished():
-                if event.task.ticket >= 0:
-                    self.done += bool(event.result.solutions)
-                    self.failed += not event.result.solutions
-                    self._holdings.measured(event.task, event.result)
+                if event.task.ticket < 0:
+                    self._take_canary(event)
+                    return
+                self.done += bool(event.result.solutions)
+                self.failed += not event.result.solutions
+                self._holdings.measured(event.task, event.result)
             case TuneLost():
                 self.lost = event.message
+
+    def _take_canary(self, event: TuneFinished) -> None:
+        time_ms = time_of(event.result)
+        if time_ms is not None:
+            self.canary_times[event.task.request.problem.network_config] = time_ms
+        self._canaries_left -= 1
 
 
 class FleetAgent:
@@ -173,15 +205,27 @@ class FleetAgent:
             for member in self.members:
                 health.register(self._database, member.device_name, member.kind, self.agent)
             self._are_registered = True
+        for member in self.members:
+            self._report(member)
         states = health.states(self._database, [member.device_name for member in self.members])
         for member in self.members:
-            is_held = states.get(member.device_name) is GpuState.QUARANTINED
-            if is_held != member.tasks.is_held:
-                logger.warning("%s %s", member.device_name, "is quarantined" if is_held else "measures again")
-                member.tasks.hold(is_held)
+            state = states.get(member.device_name, GpuState.READY)
+            if (state is not GpuState.READY) != member.tasks.is_held:
+                logger.warning("%s is %s", member.device_name, state)
+                member.tasks.hold(state is not GpuState.READY)
+            if state is not GpuState.QUARANTINED:
+                member.ask_canaries()
         self.link.devices = self._devices()
         for kind in {member.kind for member in self.members} - self.link.devices.keys():
             self.holdings.give_back_waiting(kind=kind.device)
+
+    def _report(self, member: Member) -> None:
+        """Tell the server of a member's canaries, and of the end of its device."""
+        if times := member.measured_canaries():
+            health.report_canaries(self._database, member.device_name, times)
+        if member.lost and not member.told_lost:
+            health.note_lost(self._database, member.device_name, member.lost)
+            member.told_lost = True
 
     def _idle_s(self) -> float:
         since = self.link.idle_since

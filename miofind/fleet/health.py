@@ -1,18 +1,34 @@
-"""Which GPUs are believed: each is known by its UUID, whichever agent has it."""
+"""Which GPUs are believed: each is known by its UUID, whichever agent has it, and judged by its canaries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 
-from sqlalchemy import text
+from sqlalchemy import func, text
 
 from miofind.errors import DatabaseError, brief
+from miofind.fleet import schema
+from miofind.fleet.canary import TOLERANCE, Times, factor
 from miofind.fleet.database import FleetDatabase
 from miofind.fleet.queue import note
 from miofind.fleet.values import Agent, GpuState, Kind
 from miofind.printable import printable, printable_name
 
 _REASON_CHARS = 500
+SUSPECT_AT, QUARANTINED_AT = 2, 3
+MOST_LOST_AN_HOUR = 2
+GPU_LOST = "gpu lost"
+
+_LOCKED = text("SELECT device, stack, state, strikes FROM gpu WHERE name = :name FOR UPDATE")
+_OTHERS = text(
+    "SELECT canaries FROM gpu WHERE device = :device AND stack = :stack AND name <> :name AND state <> 'quarantined'"
+)
+_LOSSES = text(
+    "SELECT count(*) FROM event WHERE kind = :kind AND at > now() - interval '1 hour' "
+    "AND detail -> 'gpus' = CAST(:gpus AS jsonb)"
+)
 
 _REGISTER = text("""
 INSERT INTO gpu (name, host, device, stack, worker_id, state)
@@ -46,6 +62,53 @@ def set_state(database: FleetDatabase, names: Sequence[str], state: GpuState, re
         if unknown := [name for name in names if name not in found]:
             raise DatabaseError(f"no agent has told of the GPU {brief(unknown[0])}: `miofind fleet status` lists them")
         note(connection, f"gpu {state.value}", {"gpus": sorted(found), "reason": values["reason"]})
+
+
+def report_canaries(database: FleetDatabase, name: str, times: Times) -> GpuState:
+    """Note what a GPU's canaries took now, and judge it by the others of its kind; what state it is in.
+
+    The second time in a row that it is off by more than TOLERANCE makes it suspect, the third quarantines it, and one
+    time that it is not makes a suspect one ready again.
+    """
+    with database.transaction() as connection:
+        gpu = connection.execute(_LOCKED, {"name": name}).one()
+        others = connection.execute(_OTHERS, {"name": name, "device": gpu.device, "stack": gpu.stack}).scalars().all()
+        found = factor(times, [times, *map(_checked_times, others)])
+        is_off = found is not None and abs(found - 1.0) > TOLERANCE
+        strikes = gpu.strikes + 1 if is_off else 0
+        before = GpuState(gpu.state)
+        state = _judged(before, strikes)
+        reason = f"its canaries take {found:.3f} of the others' times" if is_off else ""
+        change = {"state": state.value, "factor": found, "strikes": strikes, "canaries": dict(times)}
+        if state is not before:
+            change |= {"reason": reason, "since": func.now()}
+            note(connection, f"gpu {state.value}", {"gpus": [name], "reason": reason})
+        connection.execute(schema.gpu.update().where(schema.gpu.c.name == name).values(change))
+        return state
+
+
+def note_lost(database: FleetDatabase, name: str, message: str) -> GpuState:
+    """Note that a GPU's context was lost; the second time within an hour quarantines it."""
+    with database.transaction() as connection:
+        note(connection, GPU_LOST, {"gpus": [name], "reason": printable(message, _REASON_CHARS)})
+        count = connection.execute(_LOSSES, {"kind": GPU_LOST, "gpus": json.dumps([name])}).scalar_one()
+    if count < MOST_LOST_AN_HOUR:
+        return GpuState.READY
+    set_state(database, [name], GpuState.QUARANTINED, f"its context was lost {count} times in an hour: {message}")
+    return GpuState.QUARANTINED
+
+
+def _judged(before: GpuState, strikes: int) -> GpuState:
+    if before is GpuState.QUARANTINED or strikes >= QUARANTINED_AT:
+        return GpuState.QUARANTINED
+    return GpuState.SUSPECT if strikes >= SUSPECT_AT else GpuState.READY
+
+
+def _checked_times(values: object) -> Times:
+    """What the server has of another GPU's canaries, as far as it is times."""
+    if not isinstance(values, Mapping):
+        return {}
+    return {str(name): float(ms) for name, ms in values.items() if isinstance(ms, int | float) and 0 < ms < math.inf}
 
 
 def states(database: FleetDatabase, names: Sequence[str]) -> dict[str, GpuState]:

@@ -275,7 +275,9 @@ class GpuTasks:
         """See `TaskQueue.done`: the agent notes it with the event, which has what became of it."""
 
     def give_back(self, task: Task) -> bool:
-        """See `TaskQueue.give_back`: it is the server that counts a job's losses."""
+        """See `TaskQueue.give_back`: it is the server that counts a job's losses. A canary is tried no second time."""
+        if task.ticket < 0:
+            return False
         self._holdings.lost(task)
         return True
 
