@@ -16,6 +16,9 @@ from miofind.device.device import device_text
 from miofind.errors import InvalidOptionError
 from miofind.find.row_check import Shipping
 from miofind.finddb import Release, ReleaseRules, Store, write_release
+from miofind.finddb.location import server_url
+from miofind.fleet.database import FleetDatabase
+from miofind.fleet.health import doubted
 from miofind.solver.registry import Registry
 
 _MOST_FINDINGS = 10
@@ -35,7 +38,7 @@ def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> Non
     compares it. A SOURCE may be of an older schema, or an earlier release. OUT may replace a release, but no other
     FindDB. OUT is packed and read-only: `miofind db merge` brings its entries into a FindDB that is written to.
     """
-    keep = Shipping(Registry.default())
+    keep = Shipping(Registry.default(), _doubted(sources))
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
         for store in stores:
@@ -55,6 +58,16 @@ def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> Non
     for finding in keep.findings[:_MOST_FINDINGS]:
         print_note(f"left out: {finding}")
     _print(path, made, keep)
+
+
+def _doubted(sources: Sequence[str]) -> set[str]:
+    """Ids of the rows that the fleets of servers among the sources do not believe."""
+    found: set[str] = set()
+    for source in sources:
+        if server_url(source) is not None:
+            with contextlib.closing(FleetDatabase(source)) as fleet:
+                found |= doubted(fleet)
+    return found
 
 
 def one_device(stores: Sequence[Store], name: str) -> str:
@@ -86,4 +99,9 @@ def _print(out: Path, made: Release, keep: Shipping) -> None:
 
 
 def _left_out(keep: Shipping) -> dict[str, int]:
-    return {"contended": keep.contended, "of other releases": keep.void, "unsound": len(keep.findings)}
+    return {
+        "contended": keep.contended,
+        "doubted": keep.doubted,
+        "of other releases": keep.void,
+        "unsound": len(keep.findings),
+    }

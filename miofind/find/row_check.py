@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from miofind.core.problem import ProblemDescription
@@ -53,15 +53,21 @@ class RowCheck:
 class Shipping:
     """Chooses the rows that a release takes by what a registry's solvers say of them, for `write_release`.
 
+    Args:
+        doubted: ids of rows that are not believed.
+
     Attributes:
         contended: rows left out since something else ran on the device meanwhile.
+        doubted: rows left out since the device that measured them was found to be off.
         void: rows left out since other versions or sources of a solver wrote them.
         findings: what was wrong with the other rows left out, one line each.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, doubted: Collection[str] = ()) -> None:
         self._registry = registry
+        self._doubted = frozenset(doubted)
         self.contended = 0
+        self.doubted = 0
         self.void = 0
         self.findings: list[str] = []
         self._check = RowCheck(registry)
@@ -85,6 +91,9 @@ class Shipping:
             return False
         if row.contended and row.usable:
             self.contended += 1
+            return False
+        if row.id in self._doubted:
+            self.doubted += 1
             return False
         return True
 

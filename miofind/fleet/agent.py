@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from uuid import uuid4
 
 from miofind.errors import InvalidOptionError
+from miofind.finddb import ProblemKey
 from miofind.fleet import health
 from miofind.fleet.canary import EVERY_PROBLEMS, EVERY_S, SUSPECT_EVERY_S, canary_tasks, time_of
 from miofind.fleet.courier import Courier, Facts
@@ -28,7 +30,7 @@ from miofind.fleet.stack import kind_of
 from miofind.fleet.values import Agent, GpuState, Kind
 from miofind.runtime.handle import Handle
 from miofind.tune.device_processes import DeviceProcesses
-from miofind.tune.values import TuneFinished, TuneLost, TuneOptions, WorkerEvent
+from miofind.tune.values import TuneFinished, TuneLost, TuneOptions, TuneStarted, WorkerEvent
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +60,26 @@ class AgentEnd:
     was_interrupted: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A problem that a device has measured, and when it began, in the form of a row's `created_at`."""
+
+    key: ProblemKey
+    begun_at: str
+
+    def rows(self, local: Facts) -> list[str]:
+        """Ids of the rows that came of it."""
+        history = local.history(self.key.device, self.key.network_config)
+        return [row.id for row in history.rows if row.created_at >= self.begun_at] if history is not None else []
+
+
 class Member(threading.Thread):
     """One device's process, and the thread that serves it.
 
     Attributes:
         name_here: of the device: its UUID, or the place on this host.
         lost: why it no longer answers, "" while it does.
+        unproven: what it has measured since its canaries were right.
         error: what would fail every problem.
     """
 
@@ -81,6 +97,8 @@ class Member(threading.Thread):
         self._canaries_left = 0
         self._canaries_at = -math.inf
         self._done_before = 0
+        self.unproven: list[Measured] = []
+        self._begun_at = ""
         self._holdings = holdings
         self._processes = DeviceProcesses([handle], TuneOptions(), self.tasks, compiles=compiles)
 
@@ -97,8 +115,13 @@ class Member(threading.Thread):
         for event in self._processes.stop():
             self._take(event)
 
+    @property
+    def follows_canaries(self) -> bool:
+        """Whether its device has any; there are none on the CPU place, whose times vary."""
+        return bool(self._canaries)
+
     def ask_canaries(self) -> None:
-        """Have its device measure its canaries where it is time; there are none on the CPU place, whose times vary."""
+        """Have its device measure its canaries where it is time."""
         every_s = SUSPECT_EVERY_S if self.tasks.is_held else EVERY_S
         is_due = time.monotonic() - self._canaries_at >= every_s or self.done - self._done_before >= EVERY_PROBLEMS
         if self._canaries and is_due and not self._canaries_left:
@@ -115,10 +138,16 @@ class Member(threading.Thread):
 
     def _take(self, event: WorkerEvent) -> None:
         match event:
+            case TuneStarted():
+                self._begun_at = datetime.now(UTC).isoformat()
             case TuneFinished():
                 if event.task.ticket < 0:
                     self._take_canary(event)
                     return
+                if self.follows_canaries:
+                    config = event.task.request.problem.network_config
+                    key = ProblemKey(device=event.task.kind, network_config=config)
+                    self.unproven.append(Measured(key, self._begun_at))
                 self.done += bool(event.result.solutions)
                 self.failed += not event.result.solutions
                 self._holdings.measured(event.task, event.result)
@@ -149,6 +178,7 @@ class FleetAgent:
         if local.path is None:
             raise InvalidOptionError("an agent needs a FindDB in a file, by which it outlives its end: give --db FILE")
         self._database = database
+        self._local = local
         self._are_registered = False
         self.agent = Agent(id=uuid4(), host=socket.gethostname())
         self.holdings = Holdings()
@@ -212,6 +242,8 @@ class FleetAgent:
             state = states.get(member.device_name, GpuState.READY)
             if (state is not GpuState.READY) != member.tasks.is_held:
                 logger.warning("%s is %s", member.device_name, state)
+                if state is not GpuState.READY:
+                    self._doubt(member)
                 member.tasks.hold(state is not GpuState.READY)
             if state is not GpuState.QUARANTINED:
                 member.ask_canaries()
@@ -219,10 +251,19 @@ class FleetAgent:
         for kind in {member.kind for member in self.members} - self.link.devices.keys():
             self.holdings.give_back_waiting(kind=kind.device)
 
+    def _doubt(self, member: Member) -> None:
+        """Have what a member measured since its canaries were right never ship."""
+        known = len(member.unproven)
+        rows = [row for measured in member.unproven[:known] for row in measured.rows(self._local)]
+        health.doubt(self._database, member.device_name, rows)
+        del member.unproven[:known]
+
     def _report(self, member: Member) -> None:
         """Tell the server of a member's canaries, and of the end of its device."""
         if times := member.measured_canaries():
-            health.report_canaries(self._database, member.device_name, times)
+            known = len(member.unproven)
+            if health.report_canaries(self._database, member.device_name, times).is_good:
+                del member.unproven[:known]
         if member.lost and not member.told_lost:
             health.note_lost(self._database, member.device_name, member.lost)
             member.told_lost = True

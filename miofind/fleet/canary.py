@@ -41,7 +41,7 @@ PROBLEMS = (
 
 
 def canary_tasks(handle: Handle, first_ticket: int = -1) -> tuple[Task, ...]:
-    """The canaries of a handle's device, as tasks whose tickets count down; those that no solver serves are left out."""
+    """The canaries of a handle's device, as tasks whose tickets count down; those that no solver serves are no part."""
     tasks: list[Task] = []
     for problem in PROBLEMS:
         solver = _solver(problem, handle)

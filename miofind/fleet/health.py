@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from sqlalchemy import func, text
+from sqlalchemy import func, inspect, select, text
 
 from miofind.errors import DatabaseError, brief
 from miofind.fleet import schema
@@ -64,8 +65,16 @@ def set_state(database: FleetDatabase, names: Sequence[str], state: GpuState, re
         note(connection, f"gpu {state.value}", {"gpus": sorted(found), "reason": values["reason"]})
 
 
-def report_canaries(database: FleetDatabase, name: str, times: Times) -> GpuState:
-    """Note what a GPU's canaries took now, and judge it by the others of its kind; what state it is in.
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What canaries say of a GPU: its state now, and whether they were as they should be."""
+
+    state: GpuState
+    is_good: bool
+
+
+def report_canaries(database: FleetDatabase, name: str, times: Times) -> Judgement:
+    """Note what a GPU's canaries took now, and judge it by the others of its kind.
 
     The second time in a row that it is off by more than TOLERANCE makes it suspect, the third quarantines it, and one
     time that it is not makes a suspect one ready again.
@@ -84,7 +93,25 @@ def report_canaries(database: FleetDatabase, name: str, times: Times) -> GpuStat
             change |= {"reason": reason, "since": func.now()}
             note(connection, f"gpu {state.value}", {"gpus": [name], "reason": reason})
         connection.execute(schema.gpu.update().where(schema.gpu.c.name == name).values(change))
-        return state
+        return Judgement(state, not is_off)
+
+
+def doubt(database: FleetDatabase, name: str, row_ids: Collection[str]) -> None:
+    """Note that rows were measured by a GPU that is not believed: they never ship."""
+    statement = text(
+        "INSERT INTO doubt (row_id, gpu, reason) SELECT row_id, :name, coalesce((SELECT reason FROM gpu WHERE name = "
+        ":name), '') FROM unnest(CAST(:rows AS text[])) AS row_id ORDER BY row_id ON CONFLICT DO NOTHING"
+    )
+    with database.transaction() as connection:
+        connection.execute(statement, {"name": name, "rows": list(row_ids)})
+
+
+def doubted(database: FleetDatabase) -> frozenset[str]:
+    """Ids of the rows that are not believed."""
+    with database.transaction() as connection:
+        if not inspect(connection).has_table(schema.doubt.name):
+            return frozenset()
+        return frozenset(connection.execute(select(schema.doubt.c.row_id)).scalars())
 
 
 def note_lost(database: FleetDatabase, name: str, message: str) -> GpuState:

@@ -141,6 +141,16 @@ gpu = Table(
 )
 Index("gpu_kind", gpu.c.device, gpu.c.stack)
 
+# Rows that a GPU measured which was found to be off afterwards. They never ship.
+doubt = Table(
+    "doubt",
+    metadata,
+    Column("row_id", _C, primary_key=True),
+    Column("gpu", _C, nullable=False),
+    Column("reason", _C, nullable=False),
+    Column("at", _AT, nullable=False, server_default=func.now()),
+)
+
 happening = Table(
     "event",
     metadata,

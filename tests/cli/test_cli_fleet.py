@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from cli_runner import TINY, run, run_json, use_own_folders
 
 from miofind.finddb import Store
+from miofind.fleet import health
+from miofind.fleet.database import FleetDatabase
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,14 @@ def test_a_campaign_from_submit_to_done(postgres_url: str, tmp_path: Path) -> No
     assert gpu["name"] in shown
     with Store(postgres_url) as server, Store(tmp_path / "finddb.db") as local:
         assert set(server.rows()) == set(local.rows())
+    with Store(postgres_url) as server:
+        doubted = next(row.id for _, row in server.rows() if row.usable)
+    with closing(FleetDatabase(postgres_url)) as database:
+        health.doubt(database, gpu["name"], [doubted])
+    released = str(tmp_path / "release.db")
+    assert run_json("db", "release", postgres_url, released)["left_out"]["doubted"] == 1
+    with Store(released, read_only=True) as store:
+        assert doubted not in {row.id for _, row in store.rows()}
     assert run_json(*submit) | {"jobs": 0, "added": 0} == run_json(*submit)
     run("fleet", "quarantine", *where, gpu["name"], "--reason", "too slow")
     assert run_json("fleet", "status", *where)["gpus"][0]["reason"] == "too slow"

@@ -7,12 +7,16 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from finddb_entries import DEVICE, PROBLEM, row
 from fleet_jobs import KIND, scalar
 
 from miofind.device.device import Device, Library
+from miofind.finddb import History, ProblemKey, Store
 from miofind.fleet import health
+from miofind.fleet.agent import Measured
 from miofind.fleet.canary import PROBLEMS, canary_tasks, factor
 from miofind.fleet.database import FleetDatabase
+from miofind.fleet.health import Judgement
 from miofind.fleet.holdings import GpuTasks, Holdings
 from miofind.fleet.values import Agent, GpuState
 from miofind.runtime.handle import Handle
@@ -31,7 +35,7 @@ def database(postgres_url: str) -> Iterator[FleetDatabase]:
     for name in GPUS:
         health.register(made, name, KIND, agent)
     for name in GPUS[1:]:
-        assert health.report_canaries(made, name, USUAL) is GpuState.READY
+        assert health.report_canaries(made, name, USUAL) == Judgement(GpuState.READY, is_good=True)
     yield made
     made.close()
 
@@ -41,7 +45,7 @@ def slowed(by: float) -> dict[str, float]:
 
 
 def test_a_gpu_that_is_off_is_suspect_then_quarantined(database: FleetDatabase) -> None:
-    found = [health.report_canaries(database, "GPU-1", slowed(by)) for by in (1.02, 1.04, 1.04, 1.04, 1.0)]
+    found = [health.report_canaries(database, "GPU-1", slowed(by)).state for by in (1.02, 1.04, 1.04, 1.04, 1.0)]
     ready, suspect, quarantined = GpuState
     assert found == [ready, ready, suspect, quarantined, quarantined], "only people free one"
     assert (
@@ -49,14 +53,14 @@ def test_a_gpu_that_is_off_is_suspect_then_quarantined(database: FleetDatabase) 
         == "its canaries take 1.040 of the others' times"
     )
     health.set_state(database, ["GPU-1"], GpuState.READY)
-    assert health.report_canaries(database, "GPU-1", slowed(1.04)) is GpuState.READY
+    assert health.report_canaries(database, "GPU-1", slowed(1.04)) == Judgement(GpuState.READY, is_good=False)
 
 
 def test_one_good_time_clears_a_suspect(database: FleetDatabase) -> None:
     for _ in range(2):
-        state = health.report_canaries(database, "GPU-1", slowed(0.9))
+        state = health.report_canaries(database, "GPU-1", slowed(0.9)).state
     assert state is GpuState.SUSPECT
-    assert health.report_canaries(database, "GPU-1", USUAL) is GpuState.READY
+    assert health.report_canaries(database, "GPU-1", USUAL).state is GpuState.READY
     assert scalar(database, "SELECT count(*) FROM event WHERE kind LIKE 'gpu %'") == 2
 
 
@@ -106,3 +110,17 @@ def test_a_held_gpu_measures_its_canaries_and_no_job(tmp_path: Path) -> None:
     assert not tasks.give_back(canaries[0])
     tasks.close()
     assert tasks.take("A") is None
+
+
+def test_rows_since_the_last_good_canary_are_doubted(database: FleetDatabase) -> None:
+    with Store(":memory:") as store:
+        rows = [row(created_at=f"2026-01-0{day}T00:00:00.000000Z") for day in (1, 2)]
+        store.add([History(device=DEVICE, network_config=PROBLEM, rows=tuple(rows))])
+        key = ProblemKey(device=DEVICE, network_config=PROBLEM)
+        found = Measured(key, "2026-01-01T12:00:00.000000+00:00").rows(store)
+        history = store.history(DEVICE, PROBLEM)
+    assert history is not None
+    assert found == [history.rows[1].id]
+    for _ in range(2):
+        health.doubt(database, "GPU-1", found)
+    assert health.doubted(database) == set(found)

@@ -45,6 +45,13 @@ def upgrade() -> None:
     )
     op.create_index("gpu_kind", "gpu", ["device", "stack"])
     op.create_table(
+        "doubt",
+        sa.Column("row_id", _C, primary_key=True),
+        sa.Column("gpu", _C, nullable=False),
+        sa.Column("reason", _C, nullable=False),
+        sa.Column("at", _AT, nullable=False, server_default=_NOW),
+    )
+    op.create_table(
         "event",
         sa.Column("id", sa.BigInteger(), sa.Identity(), primary_key=True),
         sa.Column("at", _AT, nullable=False, server_default=_NOW),
@@ -63,7 +70,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Remove the tables; no measurement is in them."""
-    for name in ("reaper", "event", "gpu", "worker", "job", "enrolment", "campaign_problem", "campaign"):
+    for name in ("reaper", "event", "doubt", "gpu", "worker", "job", "enrolment", "campaign_problem", "campaign"):
         op.drop_table(name)
 
 
