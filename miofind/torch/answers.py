@@ -12,7 +12,7 @@ import torch
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import Direction
-from miofind.errors import LaunchError, MiofindError, NoSolutionError
+from miofind.errors import LaunchError, NoSolutionError
 from miofind.launch.invoker import Invoker
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags
@@ -137,8 +137,8 @@ def answer(problem: ProblemDescription, device: Any, flags: Flags, planner: Plan
         if planner.settings.on_miss is MissPolicy.ERROR:
             raise
         part.reason = f"no solution is usable: {first_line(error)}"
-    except MiofindError as error:
-        logger.warning("PyTorch's own operations run %s: %s", problem, error)
+    except Exception as error:  # whatever goes wrong, PyTorch's own operations can compute it
+        logger.warning("PyTorch's own operations run %s: %s", problem, error, exc_info=True)
         part.reason = f"{type(error).__name__}: {first_line(error)}"
     else:
         return Answer(part, solutions, invoker)

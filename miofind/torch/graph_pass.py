@@ -79,7 +79,12 @@ def _database_state() -> str:
     for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
         planner = planner_of(current(device))
         told.append(repr(replace(planner.settings, handle=None)))
-        for layer in planner.handle_of(torch.device(device)).database.layers:
+        try:
+            handle = planner.handle_of(torch.device(device))
+        except Unserved as reason:
+            told.append(str(reason))
+            continue
+        for layer in handle.database.layers:
             told.append(layer.where)
             for path in () if layer.path is None else (layer.path, Path(f"{layer.path}-wal")):
                 told += [f"{path.stat().st_mtime_ns}:{path.stat().st_size}"] if path.exists() else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import tomllib
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
@@ -198,6 +199,18 @@ def test_pytorch_finds_the_backend_by_name() -> None:
     assert EntryPoint("miofind", project["entry-points"]["torch_dynamo_backends"]["miofind"], "").load() is backend
 
 
+def test_an_answer_that_fails_is_pytorchs(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise ValueError("a solver's own error")
+
+    model, x = prepared(Block(lambda y, x: torch.relu(y), norm=False, bias=True)), torch.randn(2, 4, 6, 5)
+    compiled = Compiled(model)
+    with answers_of(cpu_handle), torch.no_grad():
+        monkeypatch.setattr("miofind.torch.answers.ReadySolutions.next", broken)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert compiled.texts == []
+
+
 def test_the_identity_of_a_pass_follows_what_it_depends_on(cpu_handle: Handle) -> None:
     with answers_of(cpu_handle):
         first = ConvolutionPass().uuid()
@@ -206,6 +219,7 @@ def test_the_identity_of_a_pass_follows_what_it_depends_on(cpu_handle: Handle) -
             assert ConvolutionPass().uuid() != first
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor_runs_what_the_pass_put_in() -> None:
@@ -224,6 +238,7 @@ def test_inductor_runs_what_the_pass_put_in() -> None:
         torch.testing.assert_close(mine.grad, pytorchs.grad)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_backend() -> None:
