@@ -102,11 +102,16 @@ class Plan:
         self._take_launches()
         self.python_calls = 0
         self.direct_plans: list[DirectPlan] = []
-        needs_python = grad_layout is not None or any(part.direct is None for part in parts) or not self.is_final
-        self.generation = None if needs_python else -1
+        does_without = self.is_native or (grad_layout is None and all(part.direct is not None for part in parts))
+        self.generation = -1 if does_without and self.is_final else None
         self.bias_shape = (1, -1) + (1,) * (rank - 2)
         self.bias_dimensions = (0, *range(2, rank))
         self.grad_layout = grad_layout
+
+    @property
+    def is_native(self) -> bool:
+        """Whether PyTorch's own kernel computes all results."""
+        return all(part.launch is None for part in self.parts)
 
     @property
     def calls(self) -> int:
@@ -123,7 +128,7 @@ class Plan:
             self.generation = None
             return
         known = [(which, launch) for which, launch in launches if launch is not None]
-        if len(known) < len(self.parts):
+        if len(known) < len(self.parts) and not self.is_native:
             self.generation = None
             return
         self.direct_plans.append(path.plan(known))

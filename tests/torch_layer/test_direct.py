@@ -249,6 +249,35 @@ def test_nothing_is_launched_that_was_planned_for_another_override(
     assert driver.launches == before + 1
 
 
+def test_what_is_left_to_pytorch_goes_there_without_python(driver: Driver, cpu_handle: Handle) -> None:
+    tensors = [torch.randn(shape, **HALF) for shape in ((2, 4, 7, 7), (6, 4, 3, 3), (6,))]
+    x, w, b = (tensor.requires_grad_() for tensor in tensors)
+
+    def step() -> tuple[Any, ...]:
+        y = conv2d(x, w, b, padding=1)
+        return (y.detach(), *_gradients(y, x, w, b))
+
+    want = step()
+    with use("fallback", handle=cpu_handle, devices="cpu") as made:
+        results = [step() for _ in range(5)]
+        assert [plan.python_calls for plan in made.plans] == [2, 2]
+        assert [plan.calls for plan in made.plans] == [5, 5]
+        with torch.backends.cudnn.flags(enabled=True, depthwise_kernel="native"):
+            step()
+        assert len(made.plans) == 4, "another switch, another plan"
+        assert made.report().own_calls == 0
+    for result in results:
+        assert all(torch.equal(one, other) for one, other in zip(result, want, strict=True))
+
+
+def test_a_bias_of_another_shape_is_refused_as_ever(enabled: Override) -> None:
+    x, w, b = (torch.randn(shape, **HALF) for shape in ((2, 4, 7, 7), (6, 4, 3, 3), (6,)))
+    for _ in range(3):
+        conv2d(x, w, b)
+    with pytest.raises(RuntimeError, match="bias"):
+        conv2d(x, w, b[:, None])
+
+
 def test_only_results_that_are_wanted_are_computed(enabled: Override, driver: Driver) -> None:
     x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
     for inputs in ((x,), (w,)):

@@ -70,11 +70,13 @@ class DirectLaunch(NamedTuple):
 
 
 class DirectPlan:
-    """The launches of a call, where router.cpp finds them."""
+    """The launches of a call, where router.cpp finds them; none where PyTorch's own kernel is to run it."""
 
     def __init__(self, library: Any, launches: Sequence[tuple[int, DirectLaunch]]) -> None:
         self._library = library
         self._pointer = ctypes.c_void_p(library.miofind_plan())
+        if not launches:
+            library.miofind_leave(self._pointer)
         for which, launch in launches:
             self._add(which, launch)
 
@@ -157,7 +159,7 @@ class DirectPath:
         self._library.miofind_clear()
 
     def plan(self, launches: Sequence[tuple[int, DirectLaunch]]) -> DirectPlan:
-        """A plan of launches, each with its place: 0 of y or dx, 1 of dw."""
+        """A plan of launches, each with its place: 0 of y or dx, 1 of dw; without any, of PyTorch's own kernel."""
         return DirectPlan(self._library, launches)
 
 

@@ -1,12 +1,13 @@
 // The override's hot path without Python: calls of aten::convolution and aten::convolution_backward that look like an
-// earlier one are launched from here. Whatever is new, or not made of own kernels alone, goes on to the kernels of
-// miofind_router, which are Python's (override.py).
+// earlier one are launched from here, or go on to PyTorch's own kernels. Whatever is new, or not made of own kernels
+// alone, goes on to the kernels of miofind_router, which are Python's (override.py).
 //
 // It needs PyTorch's headers and no CUDA toolkit: the driver's two functions come as addresses.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/sum.h>
@@ -156,6 +157,7 @@ struct Launch {
 
 struct Plan {
     std::array<std::optional<Launch>, 2> launches;  // y, or dx and dw
+    bool is_native = false;                         // PyTorch's own kernel computes all results
     std::atomic<uint64_t> calls{0};
 };
 
@@ -200,10 +202,21 @@ bool add(Key& key, c10::SymIntArrayRef values) {
     return true;
 }
 
+// PyTorch has this switch since 2.13.
+template <class Context>
+auto depthwise_kernel(const Context& context, int) -> decltype(static_cast<int64_t>(context.cudnnDepthwiseKernel())) {
+    return static_cast<int64_t>(context.cudnnDepthwiseKernel());
+}
+
+template <class Context>
+int64_t depthwise_kernel(const Context&, long) {
+    return 0;
+}
+
 // PyTorch's switches, but for TF32's, which float32 alone has: its calls go on to Python.
 int64_t switches() {
     const at::Context& context = at::globalContext();
-    return context.deterministicAlgorithms() | context.deterministicCuDNN() << 1 | context.userEnabledCuDNN() << 2 |
+    return depthwise_kernel(context, 0) << 4 | context.deterministicAlgorithms() | context.deterministicCuDNN() << 1 | context.userEnabledCuDNN() << 2 |
            context.benchmarkCuDNN() << 3;
 }
 
@@ -252,8 +265,29 @@ const c10::TypedOperatorHandle<Signature>& python(const char* name) {
     return found;
 }
 
+// The kernels that ours stand before.
+struct Natives {
+    c10::SafeKernelFunction forward, backward;
+};
+
+std::array<std::unique_ptr<Natives>, 2> natives;  // of the CPU, of GPUs
+
+const Natives& natives_of(const at::Tensor& x) { return *natives[x.is_cpu() ? 0 : 1]; }
+
+c10::SafeKernelFunction kernel_of(const char* name, c10::DispatchKey key) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").getComputedKernelForDispatchKey(key);
+}
+
+template <class... Arguments>
+torch::jit::Stack called(const c10::SafeKernelFunction& kernel, c10::DispatchKeySet keys, Arguments&&... arguments) {
+    torch::jit::Stack stack;
+    torch::jit::push(stack, std::forward<Arguments>(arguments)...);
+    kernel.callBoxed(kernel.opHandle(), keys, &stack);
+    return stack;
+}
+
 at::Tensor convolution(
-    const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
+    c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
     c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
     c10::SymInt groups
 ) {
@@ -261,7 +295,7 @@ at::Tensor convolution(
     Key key;
     key.reserve(48);
     bool is_known = is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) &&
-                    (!has_bias || (is_plain(*bias, x) && bias->is_contiguous())) && on_default_stream(x);
+                    (!has_bias || (is_plain(*bias, x) && bias->is_contiguous() && bias->dim() == 1)) && on_default_stream(x);
     if (is_known) {
         const int64_t channels = has_bias ? bias->numel() : -1;
         key = {0, x.dim(), static_cast<int64_t>(x.scalar_type()), x.device().index(), switches(), channels};
@@ -270,6 +304,14 @@ at::Tensor convolution(
         is_known = Geometry{stride, padding, dilation, transposed, output_padding, groups}.add_to(key);
     }
     if (const auto plan = is_known ? plan_of(key) : nullptr) {
+        if (plan->is_native) {
+            plan->calls.fetch_add(1, std::memory_order_relaxed);
+            const auto& kernel = natives_of(x).forward;
+            auto results = called(
+                kernel, keys, x, w, bias, stride, padding, dilation, transposed, output_padding, std::move(groups)
+            );
+            return std::move(results[0]).toTensor();
+        }
         const c10::OptionalDeviceGuard guard(x.device());
         const Launch& launch = *plan->launches[0];
         if (launch.takes(x, w, has_bias ? &*bias : nullptr)) {
@@ -289,7 +331,7 @@ at::Tensor convolution(
 }
 
 Results convolution_backward(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, at::OptionalSymIntArrayRef bias_sizes,
+    c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, at::OptionalSymIntArrayRef bias_sizes,
     c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
     c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> mask
 ) {
@@ -306,6 +348,17 @@ Results convolution_backward(
         is_known = Geometry{stride, padding, dilation, transposed, output_padding, groups}.add_to(key);
     }
     if (const auto plan = is_known ? plan_of(key) : nullptr) {
+        if (plan->is_native) {
+            plan->calls.fetch_add(1, std::memory_order_relaxed);
+            const auto& kernel = natives_of(x).backward;
+            auto results = called(
+                kernel, keys, grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding,
+                std::move(groups), mask
+            );
+            return {
+                std::move(results[0]).toTensor(), std::move(results[1]).toTensor(), std::move(results[2]).toTensor()
+            };
+        }
         const c10::OptionalDeviceGuard guard(x.device());
         const std::array<const at::Tensor*, 3> tensors{&grad, &x, &w};
         std::array<at::Tensor, 3> results;
@@ -356,9 +409,11 @@ void miofind_use_driver(void* launch, void* replace) {
 
 // Put these kernels before PyTorch's at a key of the dispatcher, "CUDA" or "CPU".
 void miofind_enable(const char* key) {
-    auto library = std::make_unique<torch::Library>(
-        torch::Library::IMPL, "aten", c10::parseDispatchKey(key), __FILE__, __LINE__
+    const c10::DispatchKey at = c10::parseDispatchKey(key);
+    natives[at == c10::DispatchKey::CPU ? 0 : 1] = std::make_unique<Natives>(
+        Natives{kernel_of("aten::convolution", at), kernel_of("aten::convolution_backward", at)}
     );
+    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", at, __FILE__, __LINE__);
     library->impl("convolution", TORCH_FN(convolution));
     library->impl("convolution_backward", TORCH_FN(convolution_backward));
     libraries[key] = std::move(library);
@@ -377,6 +432,8 @@ void miofind_begin() { missed.clear(); }
 int miofind_is_missed() { return !missed.empty(); }
 
 void* miofind_plan() { return new std::shared_ptr<Plan>(std::make_shared<Plan>()); }
+
+void miofind_leave(void* plan) { (*static_cast<std::shared_ptr<Plan>*>(plan))->is_native = true; }
 
 void miofind_launch(
     void* plan, int which, int rank, const int64_t* shape, const int64_t* strides, int first, int second, int vector,
