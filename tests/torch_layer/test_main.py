@@ -14,6 +14,7 @@ from waiting import LIMIT_S
 
 from miofind.suites import load
 from miofind.torch import __main__ as program
+from miofind.torch import disable
 from miofind.torch.override import current
 
 INTERRUPTED = """
@@ -67,9 +68,8 @@ def test_a_run_that_ctrl_c_ends_is_recorded(tmp_path: Path) -> None:
     assert ended.stdout == ""
 
 
-def test_exit_code_and_traceback_are_the_script_s(tmp_path: Path) -> None:
+def test_the_traceback_is_the_script_s(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
-    assert run(tmp_path, "-m", "fails", "7").returncode == 7
     ended = run(tmp_path, "fails.py", "none", MIOFIND_TORCH="0")
     assert ended.returncode == 1
     alone = subprocess.run(
@@ -91,6 +91,21 @@ def end_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return caught.value.code, capsys.readouterr().err
 
     return end
+
+
+def test_a_module_runs_with_the_override_and_ends_with_its_own_code(
+    end_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends.py").write_text(
+        "import sys, miofind.torch.override as o\nassert __name__ == '__main__'\n"
+        "sys.exit(int(sys.argv[1]) if o.current() else 'not enabled')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    try:
+        assert end_of("-m", "ends", "7", MIOFIND_TORCH="1") == (7, "")
+    finally:
+        disable()
 
 
 def test_what_cannot_be_run_is_said(end_of: Any, tmp_path: Path) -> None:
