@@ -22,6 +22,7 @@ class Forward(NamedTuple):
 
     Attributes:
         channels_last: memory format of y; None for that of PyTorch's own convolution of x and w.
+        channel_bias: (n, k), added after the bias, such as a diffusion model's time embedding; None for none.
     """
 
     x: Any
@@ -40,6 +41,7 @@ class Forward(NamedTuple):
     high: float = 6.0
     slope: float | None = None
     channels_last: bool | None = None
+    channel_bias: Any = None
 
     @property
     def window(self) -> Window:
@@ -80,6 +82,7 @@ class Forward(NamedTuple):
         for name in ("bias", "scale"):
             _check_shape(getattr(self, name), name, (w.shape[0],))
         _check_shape(self.residual, "residual", shape)
+        _check_shape(self.channel_bias, "channel_bias", shape[:2])
 
 
 class BackwardData(NamedTuple):
@@ -243,8 +246,10 @@ def of_one_dtype(call: Forward) -> Forward:
         wide = torch.promote_types(torch.float32, call.x.dtype)
         made = [vector if vector is None else vector.to(wide) for vector in (call.bias, call.scale)]
         call = call._replace(bias=made[0], scale=made[1])
-    if call.residual is not None and call.residual.dtype != call.x.dtype:
-        call = call._replace(residual=call.residual.to(call.x.dtype))
+    for name in ("residual", "channel_bias"):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.dtype != call.x.dtype:
+            call = call._replace(**{name: tensor.to(call.x.dtype)})
     return call
 
 
@@ -290,6 +295,7 @@ def _forward_epilogue(call: Forward) -> Epilogue:
     return Epilogue(
         scale=call.scale is not None,
         bias=call.bias is not None,
+        channel_bias=call.channel_bias is not None,
         residual=ResidualPosition(call.residual_position) if call.residual is not None else ResidualPosition.NONE,
         activation=Activation(call.activation),
         parameter_dtype=TensorForm.of(vectors[0]).dtype if vectors else None,

@@ -69,19 +69,29 @@ class FusedConvolution(torch.nn.Module):
         has_autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if has_autocast else x.dtype
         weight, numbers = self._weight_for(x, dtype), self.numbers
+        given = Tensors(x, weight, self.bias, None, residual)
+        is_recorded = has_autocast or given.need_gradients
         if residual is not None and not self._is_alike(residual, x, dtype):
+            if not is_recorded and self._is_of_channels(residual, x, dtype):
+                given = given._replace(residual=None)
+                return torch.ops.miofind.convolution(*given, *self._arguments, None, residual.flatten(1))
             y = run(Tensors(x, weight, self.bias, None, None), self.window, Nonlinearity())
             if numbers.residual_position == "before":
                 return activated(torch.add(y, residual, alpha=numbers.beta), numbers)
             return torch.add(activated(y, numbers), residual, alpha=numbers.beta)
-        given = Tensors(x, weight, self.bias, None, residual)
-        if has_autocast or given.need_gradients:
+        if is_recorded:
             return run(given, self.window, numbers)
         return torch.ops.miofind.convolution(*given, *self._arguments)
 
     def _is_alike(self, residual: Any, x: Any, dtype: Any) -> bool:
         """Whether a residual has the shape and the dtype of the convolution's result."""
         return residual.dtype == dtype and tuple(residual.shape) == self.window.output_shape(x.shape, self.weight.shape)
+
+    def _is_of_channels(self, residual: Any, x: Any, dtype: Any) -> bool:
+        """Whether a residual has a number for each channel of each image, which one kernel adds before an activation."""
+        shape = (x.shape[0], self.weight.shape[0], *(1,) * (x.dim() - 2))
+        is_plain = self.numbers.residual_position == "before" and self.numbers.beta == 1
+        return is_plain and residual.dtype == dtype and tuple(residual.shape) == shape
 
     def _weight_for(self, x: Any, dtype: Any) -> Any:
         """The weight in the dtype and the memory format that a run with x needs, from those kept."""

@@ -25,7 +25,16 @@ MAX_PLANS = 4096
 Run = Callable[[Any], tuple[Any, ...] | None]
 """Runs a call; gives its outputs, or None where PyTorch is to compute them."""
 
-_READ = {"x": "x", "w": "w", "dy": "y", "bias": "bias", "scale": "scale", "residual": "residual", "saved": "saved"}
+_READ = {
+    "x": "x",
+    "w": "w",
+    "dy": "y",
+    "bias": "bias",
+    "scale": "scale",
+    "residual": "residual",
+    "saved": "saved",
+    "channel_bias": "channel_bias",
+}
 """Operands by the names of a call's tensors."""
 
 
@@ -78,7 +87,7 @@ class Plan:
             if tensor.dtype is not dtype:
                 tensor = tensor.to(dtype)
             if copies:
-                tensor = formats.dense(tensor, self.layout) if tensor.dim() > 1 else tensor.contiguous()
+                tensor = formats.dense(tensor, self.layout) if tensor.dim() > 2 else tensor.contiguous()
             tensors[name] = tensor
         like = getattr(call, self._like)
         outputs = []
@@ -93,7 +102,7 @@ class Plan:
         return () if self.answer is None else (self.answer.part,)
 
     def _is_packed(self, tensor: Any) -> bool:
-        return formats.is_dense(tensor, self.layout) if tensor.dim() > 1 else bool(tensor.is_contiguous())
+        return formats.is_dense(tensor, self.layout) if tensor.dim() > 2 else bool(tensor.is_contiguous())
 
     def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return formats.strides(shape, self.layout) if len(shape) > 1 else (1,)
@@ -135,8 +144,8 @@ def _key(call: Call) -> tuple[Any, ...]:
     ours = (x.shape, x.stride(), x.dtype, x.get_device(), w.shape, w.stride(), w.dtype, w.get_device())
     window = (*call.stride, *call.padding, *call.dilation, call.groups)
     if isinstance(call, Forward):
-        vectors = _form(call.bias), _form(call.scale), _form(call.residual)
-        return (*ours, *window, *vectors, call.activation, *call[10:])
+        vectors = _form(call.bias), _form(call.scale), _form(call.residual), _form(call.channel_bias)
+        return (*ours, *window, *vectors, call.activation, *call[10:-1])
     if isinstance(call, BackwardData):
         return (*ours, *window, _form(call.dy), _form(call.residual), _form(call.saved), call.derivative, *call[10:])
     return (*ours, *window, _form(call.dy), call.bias_dtype, call.channels_last)

@@ -195,9 +195,11 @@ class _Writing:
         if not found.is_served:
             self._pass.missing += [problem] if found.part.is_missing else []
             return None
-        *arguments, last = call
+        named = {"channels_last": call.channels_last}
+        if isinstance(call, Forward) and call.channel_bias is not None:
+            named["channel_bias"] = call.channel_bias
         self._pass.replaced.append(problem)
-        return self.step(_OPERATORS[type(call)], *arguments, channels_last=last)
+        return self.step(_OPERATORS[type(call)], *call[: call._fields.index("channels_last")], **named)
 
     def tidy(self) -> None:
         """Take back steps that nothing came to use."""
@@ -214,19 +216,22 @@ class _Chain:
     Attributes:
         nodes: in order, the convolution first.
         channel_steps: "sub", "mul" or "add" with what has a number for each channel, on what the convolution gives.
+        channel_bias: what is added to each image's channels after them, None for nothing.
         residual: what is added, None for nothing.
         numbers: the activation, and what is done with the residual.
     """
 
     nodes: list[fx.Node]
     channel_steps: list[tuple[str, fx.Node]] = field(default_factory=list)
+    channel_bias: fx.Node | None = None
     residual: fx.Node | None = None
     numbers: Nonlinearity = field(default_factory=Nonlinearity)
 
     @property
     def is_fused(self) -> bool:
         """Whether anything follows but conversions."""
-        return bool(self.channel_steps) or self.residual is not None or self.numbers.activation != "none"
+        added = (self.channel_bias, self.residual)
+        return bool(self.channel_steps) or any(added) or self.numbers.activation != "none"
 
 
 def _chains(convolution: fx.Node) -> list[_Chain]:
@@ -256,14 +261,15 @@ def _takes_next(chain: _Chain) -> bool:
     if user.target is _CONVERSION:
         is_taken = user.args[1] in (torch.float32, chain.nodes[0].meta["val"].dtype)
     else:
-        is_taken = _takes_channel_step(chain, user) or _takes_residual(chain, user)
+        is_taken = any(takes(chain, user) for takes in (_takes_channel_step, _takes_channel_bias, _takes_residual))
     chain.nodes += [user] if is_taken else []
     return is_taken
 
 
 def _takes_channel_step(chain: _Chain, user: fx.Node) -> bool:
     kinds = {aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.add.Tensor: "add"}
-    if user.target not in kinds or user.kwargs or chain.residual is not None or chain.numbers.activation != "none":
+    is_begun = chain.channel_bias is not None or chain.residual is not None or chain.numbers.activation != "none"
+    if user.target not in kinds or user.kwargs or is_begun:
         return False
     end, convolution = chain.nodes[-1], chain.nodes[0]
     first, second = user.args
@@ -282,6 +288,21 @@ def _is_of_channels(node: Any, shape: Sequence[int]) -> bool:
         return False
     ones = (1,) * (len(shape) - 2)
     return tuple(value.shape) in ((shape[1], *ones), (1, shape[1], *ones))
+
+
+def _takes_channel_bias(chain: _Chain, user: fx.Node) -> bool:
+    """Whether a step adds a number to each channel of each image, before anything is added to each element."""
+    is_begun = chain.channel_bias is not None or chain.residual is not None or chain.numbers.activation != "none"
+    if user.target is not aten.add.Tensor or user.kwargs or is_begun:
+        return False
+    first, second = user.args
+    other, value = second if first is chain.nodes[-1] else first, chain.nodes[0].meta["val"]
+    given = other.meta.get("val") if isinstance(other, fx.Node) else None
+    shape = (*value.shape[:2], *(1,) * (value.dim() - 2))
+    if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape or given.dtype != value.dtype:
+        return False
+    chain.channel_bias = other
+    return True
 
 
 def _takes_residual(chain: _Chain, user: fx.Node) -> bool:
@@ -345,6 +366,7 @@ def _put_forward(writing: _Writing, chain: _Chain) -> fx.Node | None:
         numbers.high,
         numbers.slope,
         writing.is_last(value),
+        None if chain.channel_bias is None else writing.step(aten.reshape.default, chain.channel_bias, value.shape[:2]),
     )
     if not chain.channel_steps:
         return writing.put(call)

@@ -22,7 +22,7 @@ _WINDOW = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
 _NUMBERS = "float beta=1., float low=0., float high=6., float? slope=None"
 LIBRARY.define(
     f"convolution(Tensor x, Tensor w, Tensor? bias, Tensor? scale, Tensor? residual, str activation, {_WINDOW}, "
-    f"str residual_position='before', {_NUMBERS}, bool? channels_last=None) -> Tensor"
+    f"str residual_position='before', {_NUMBERS}, bool? channels_last=None, Tensor? channel_bias=None) -> Tensor"
 )
 LIBRARY.define(
     "convolution_backward_data(Tensor dy, Tensor x, Tensor w, Tensor? residual, Tensor? saved, str derivative, "
@@ -44,7 +44,7 @@ def _forward(*arguments: Any, **named: Any) -> Any:
     y = call.output(layout)
     if not y.numel():
         return y
-    vectors = (call.bias, call.scale, call.residual)
+    vectors = (call.bias, call.scale, call.residual, call.channel_bias)
     return dense(unfused.convolution(call.x, call.w, vectors, call.window, call.nonlinearity), layout)
 
 
@@ -136,9 +136,9 @@ def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named:
     """The operator over a batch: one of more images, where x and the residual alone have it."""
     operator = torch.ops.miofind.convolution
     shared = all(place is None for place in in_dims[1:4])
-    if not shared or in_dims[0] is None:
-        return _one_by_one(operator, info.batch_size, in_dims, arguments, named)
     call = Forward(*arguments, **named)
+    if not shared or in_dims[0] is None or call.channel_bias is not None:
+        return _one_by_one(operator, info.batch_size, in_dims, arguments, named)
     x = call.x.movedim(in_dims[0], 0)
     residual = call.residual
     if residual is not None:

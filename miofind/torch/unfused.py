@@ -93,21 +93,24 @@ def of_channels(vector: Any, rank: int) -> Any:
     return vector.view(1, -1, *(1,) * (rank - 2))
 
 
-def convolution(x: Any, w: Any, vectors: tuple[Any, Any, Any], window: Window, numbers: Nonlinearity) -> Any:
+def convolution(x: Any, w: Any, vectors: tuple[Any, Any, Any, Any], window: Window, numbers: Nonlinearity) -> Any:
     """activation(x * w * scale + bias + beta * residual), or with the residual after the activation.
 
     Args:
         x: (n, c, *spatial).
         w: (k, c/groups, *filter).
-        vectors: bias and scale, (k,), and residual, (n, k, *out_spatial); None for none.
+        vectors: bias and scale, (k,), residual, (n, k, *out_spatial), and what is added beside the bias, (n, k); None
+            for none.
     """
-    bias, scale, residual = vectors
+    bias, scale, residual, channel_bias = vectors
     taken = bias if scale is None and bias is not None and bias.dtype == x.dtype else None
     v = torch.convolution(x, w, taken, *window.geometry)
     if scale is not None:
         v = v * of_channels(scale, v.dim())
     if bias is not None and taken is None:
         v = v + of_channels(bias, v.dim())
+    if channel_bias is not None:
+        v = v + channel_bias.reshape(*channel_bias.shape, *(1,) * (v.dim() - 2))
     if residual is not None and numbers.residual_position == "before":
         v = torch.add(v, residual, alpha=numbers.beta)
     v = activated(v, numbers)

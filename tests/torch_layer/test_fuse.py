@@ -187,6 +187,18 @@ FUSED: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+def test_a_number_for_each_channel_of_each_image(cpu_handle: Handle) -> None:
+    """As a diffusion model adds its time embedding."""
+    model, x = (
+        prepared(Tail(lambda m, y, x: functional.silu(y + x.mean((2, 3), keepdim=True)))),
+        torch.randn(2, 4, 6, 5),
+    )
+    fused = fuse(model)
+    with answers_of(cpu_handle) as ran:
+        check_same(fused, model, x)
+    assert [config.rpartition("-")[2] for config in ran] == ["e.bias.channel_bias.silu"]
+
+
 @pytest.mark.parametrize("case", FUSED)
 def test_what_is_fused(case: str) -> None:
     tail, expected = FUSED[case]

@@ -117,7 +117,11 @@ TAILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "add": (lambda y, x: torch.relu(y + x), "scale.bias.residual.relu"),
     "add after": (lambda y, x: x + functional.silu(y), "scale.bias.silu.residual"),
     "norm alone": (lambda y, x: y, "scale.bias"),
-    "a smaller residual": (lambda y, x: torch.relu(y + x.mean((2, 3), keepdim=True)), "scale.bias"),
+    "a residual of channels": (
+        lambda y, x: torch.relu(y + x.mean((2, 3), keepdim=True) + x),
+        "scale.bias.channel_bias.residual.relu",
+    ),
+    "a smaller residual": (lambda y, x: torch.relu(y + x.mean(1, keepdim=True)), "scale.bias"),
     "two users": (lambda y, x: (torch.relu(y), torch.sigmoid(y)), "scale.bias"),
     "itself": (lambda y, x: torch.relu(y + y), "scale.bias"),
     "another function": (lambda y, x: torch.exp(y), "scale.bias"),

@@ -55,7 +55,7 @@ def test_what_pytorch_computes(activation: str, ran: list[str]) -> None:
     y = called(x, w, bias, None, residual, activation=activation)
     numbers = Nonlinearity(activation=activation)
     window = Window(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=2)
-    expected = unfused.convolution(x, w, (bias, None, residual), window, numbers)
+    expected = unfused.convolution(x, w, (bias, None, residual, None), window, numbers)
     assert len(ran) == 1
     assert y.stride() == expected.stride()
     torch.testing.assert_close(y, expected)
@@ -67,6 +67,14 @@ def test_scale_bias_and_a_residual_after(ran: list[str]) -> None:
     plain = functional.conv2d(x, w, None, padding=1, groups=2) * scale.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
     assert len(ran) == 1
     torch.testing.assert_close(y, functional.hardtanh(plain, -1.0, 2.0) + 0.5 * residual)
+
+
+def test_a_number_for_each_channel_of_each_image(ran: list[str]) -> None:
+    x, w, bias, residual, of_channels = drawn(X, W, VECTOR, Y, Y[:2])
+    y = called(x, w, bias, None, residual, activation="relu", channel_bias=of_channels)
+    plain = functional.conv2d(x, w, bias, padding=1, groups=2) + of_channels[..., None, None]
+    assert "-e.bias.channel_bias.residual.relu" in ran[0]
+    torch.testing.assert_close(y, functional.relu(plain + residual))
 
 
 def test_float32_vectors_beside_half_tensors(ran: list[str]) -> None:
