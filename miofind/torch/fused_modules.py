@@ -88,7 +88,7 @@ class FusedConvolution(torch.nn.Module):
         return residual.dtype == dtype and tuple(residual.shape) == self.window.output_shape(x.shape, self.weight.shape)
 
     def _is_of_channels(self, residual: Any, x: Any, dtype: Any) -> bool:
-        """Whether a residual has a number for each channel of each image, which one kernel adds before an activation."""
+        """Whether a residual has a number for each channel of each image, which a kernel adds, too."""
         shape = (x.shape[0], self.weight.shape[0], *(1,) * (x.dim() - 2))
         is_plain = self.numbers.residual_position == "before" and self.numbers.beta == 1
         return is_plain and residual.dtype == dtype and tuple(residual.shape) == shape
