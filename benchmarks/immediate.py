@@ -5,7 +5,8 @@
 
 On stored rows each network's problems are predicted by a model of all others' (`miofind train --holdout network`):
 regret is how far a pick is off the best that is known, cuDNN's included. Beside it: what fewer shapes to learn from
-cost (the learning curve), and the CPU time of an answer for problems that no FindDB knows.
+cost (the learning curve), what predictions add where one solver's rows are void, and the CPU time of an answer for
+problems that no FindDB knows.
 
 With --gpu, random problems of the suite wild, in random types, layouts and directions, are answered by the model that
 ships and by plain estimates, with no FindDB; then a find measures all default configurations and the first eight of
@@ -45,7 +46,7 @@ from miofind.find.immediate.kinds import Kind
 from miofind.find.immediate.ranker import Estimated, Ranker
 from miofind.find.immediate.shipped import model_paths
 from miofind.find.immediate.training.evaluation import TOPS, Regret, picked
-from miofind.find.immediate.training.fit import Training
+from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout, geometry
 from miofind.find.immediate.training.samples import Lesson, lessons
 from miofind.find.pipeline import measure
@@ -115,6 +116,31 @@ def learning_curve(training: Training, learnt: Sequence[Lesson], seed: int) -> d
     return {share: round(statistics.fmean(regrets), 5) for share, regrets in found.items()}
 
 
+def without_a_solver(judged: Judged) -> dict[str, dict[str, float]]:
+    """Regrets where the rows of one solver are void: of stored rows alone, and of these and predictions of it by time.
+
+    Each solver of each problem in turn; the best is that of all rows.
+    """
+    ratios: dict[str, list[float]] = {"stored alone": []}
+    for chooser, times in judged.choosers.items():
+        factor = 2.0 ** judged.calibration(chooser).bias
+        ratios[chooser] = []
+        for lesson in judged.lessons:
+            predicted = times[lesson.problem.network_config]
+            for solver_id in sorted({sample.solver_id for sample in lesson.predicted}):
+                known = [sample.time_ms for sample in lesson.samples if sample.solver_id != solver_id]
+                if not known:
+                    continue
+                guesses = zip(predicted, lesson.predicted, strict=True)
+                first_ms, lost = min(
+                    ((time_ms, sample.time_ms) for time_ms, sample in guesses if sample.solver_id == solver_id)
+                )
+                ratios[chooser].append((lost if first_ms * factor < min(known) else min(known)) / lesson.best_ms)
+                if chooser == "estimates":
+                    ratios["stored alone"].append(min(known) / lesson.best_ms)
+    return {name: asdict(Regret.of(found)) for name, found in ratios.items()}
+
+
 def times_of(ranker: Ranker, training: Training, lesson: Lesson) -> list[float]:
     """What a ranker predicts of a lesson's candidates."""
     candidates = [
@@ -155,6 +181,7 @@ def stored(sources: Sequence[Path], arguments: argparse.Namespace) -> dict[str, 
         "problems": len(judged.lessons),
         "candidates": sum(len(each.samples) for each in judged.lessons),
         "regrets": judged.report,
+        "without_a_solver": without_a_solver(judged),
         "learning_curve": learning_curve(training, learnt, arguments.seed),
         "cpu_ms": cpu_ms(problems, device.identity),
     }
@@ -265,7 +292,7 @@ def main() -> None:
     report |= against_finds(arguments) if arguments.gpu else stored(arguments.sources, arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
-    shown = report.get("summary") or {name: report[name] for name in ("cpu_ms", "learning_curve")}
+    shown = report.get("summary") or {name: report[name] for name in ("cpu_ms", "learning_curve", "without_a_solver")}
     print(json.dumps(shown, indent=1))
     for chooser, found in report.get("regrets", {}).items():
         print(f"{chooser:12}", *(f"top {top} {found[f'top {top}']['mean']:.2%}" for top in TOPS))

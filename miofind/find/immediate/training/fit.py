@@ -75,6 +75,10 @@ class Judged:
         times = self.choosers[chooser]
         return Regret.of([picked(each, times[each.problem.network_config]) for each in self.lessons]).mean
 
+    def calibration(self, chooser: str) -> Calibration:
+        """How far a chooser's predictions were off, and how sure they are."""
+        return _calibration(self.lessons, self.choosers[chooser])
+
     def refuse(self) -> str:
         """Why the model is not worth shipping, "" where it is."""
         *simpler, chosen = self.choosers
@@ -141,11 +145,11 @@ class Training:
         model = self.fit(lessons, holdout)
         trees = model.trees
         if trees is not None and judged.model is not None:
-            trees = replace(trees, calibration=_calibration(judged.lessons, judged.model))
+            trees = replace(trees, calibration=judged.calibration("trees"))
         return replace(
             model,
-            table_calibration=_calibration(judged.lessons, judged.table),
-            estimate_calibration=_calibration(judged.lessons, judged.estimates),
+            table_calibration=judged.calibration("table"),
+            estimate_calibration=judged.calibration("estimates"),
             trees=trees,
             trained_on=_hash(lessons),
             report={f"{name} regret": judged.mean(name) for name in judged.choosers}
