@@ -42,6 +42,7 @@ from miofind.fleet import health
 from miofind.fleet.agent import AgentEnd, FleetAgent
 from miofind.fleet.campaigns import MOST_PRIORITY, checked_name, nominal_seconds, retry, set_paused, submit
 from miofind.fleet.database import FleetDatabase
+from miofind.fleet.metrics import LOOPBACK, MetricsServer
 from miofind.fleet.status import FleetStatus, status
 from miofind.fleet.values import CampaignRequest, GpuState, JobState
 from miofind.options import FindOptions
@@ -220,6 +221,19 @@ def _options(values: dict[str, Any]) -> TuneOptions:
 @click.option(
     "--until-idle", "until_idle_s", type=Number(min=0), metavar="S", help="Seconds without work after which it ends."
 )
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Answer GET /metrics there, in Prometheus' text format.",
+)
+@click.option(
+    "--metrics-address",
+    default=LOOPBACK,
+    metavar="ADDRESS",
+    show_default=True,
+    help="Address that it is answered at; whoever reaches it can read the figures.",
+)
 def worker(
     url: str,
     device: Device,
@@ -227,6 +241,8 @@ def worker(
     database: str | None,
     for_s: float | None,
     until_idle_s: float | None,
+    metrics_port: int | None,
+    metrics_address: str,
     as_json: bool,
 ) -> None:
     """Work for the fleet: the agent of a host.
@@ -250,6 +266,8 @@ def worker(
         agent = FleetAgent(handles, fleet_database, server)
         names = ", ".join(each.name for each in devices)
         print_note(f"agent {agent.agent.id} works for {fleet_database.where} on {names}")
+        if metrics_port is not None:
+            stack.callback(MetricsServer(metrics_address, metrics_port, agent.metrics).close)
         end = agent.run(until_idle_s=until_idle_s, for_s=for_s)
     _tell_end(end, as_json=as_json)
     if end.was_interrupted:

@@ -22,8 +22,9 @@ from miofind.fleet import health
 from miofind.fleet.canary import EVERY_PROBLEMS, EVERY_S, SUSPECT_EVERY_S, canary_tasks, time_of
 from miofind.fleet.courier import Courier, Facts
 from miofind.fleet.database import FleetDatabase
-from miofind.fleet.holdings import GpuTasks, Holdings
+from miofind.fleet.holdings import GpuTasks, Holdings, Stage
 from miofind.fleet.link import Link, Stores
+from miofind.fleet.metrics import Metric
 from miofind.fleet.outbox import Outbox
 from miofind.fleet.queue import Queue
 from miofind.fleet.stack import kind_of
@@ -218,6 +219,47 @@ class FleetAgent:
             was_interrupted = True
             logger.info("the agent drains")
         return replace(self._drained(), was_interrupted=was_interrupted)
+
+    def metrics(self) -> list[Metric]:
+        """What this agent has done and does, for Prometheus; asks nobody."""
+        stages = {stage: len(self.holdings.at(stage)) for stage in (Stage.WAITING, Stage.IN_WORK, Stage.MEASURED)}
+        members = [({"gpu": member.device_name, "device": member.kind.device}, member) for member in self.members]
+        return [
+            Metric(
+                name="problems_total",
+                kind="counter",
+                about="Problems done with since the agent began.",
+                values=tuple(
+                    ({**labels, "outcome": outcome}, count)
+                    for labels, member in members
+                    for outcome, count in (("solved", member.done), ("failed", member.failed))
+                ),
+            ),
+            Metric(
+                name="gpu_measures",
+                kind="gauge",
+                about="1 where a device takes jobs, 0 where it is suspect, quarantined or lost.",
+                values=tuple((labels, float(not (each.lost or each.tasks.is_held))) for labels, each in members),
+            ),
+            Metric(
+                name="jobs_held",
+                kind="gauge",
+                about="Jobs that the agent has a lease on, by how far they are.",
+                values=tuple(({"stage": stage.name.lower()}, count) for stage, count in stages.items()),
+            ),
+            Metric(
+                name="unmerged_seconds",
+                kind="gauge",
+                about="Age of the oldest problem that is measured and not on the server.",
+                values=(({}, self.holdings.unmerged_s),),
+            ),
+            Metric(
+                name="server_reachable",
+                kind="gauge",
+                about="1 where the last call of the queue was answered.",
+                values=(({}, float(self.link.is_connected)),),
+            ),
+        ]
 
     def _is_to_go_on(self) -> bool:
         """Whether anything can be done here still."""

@@ -97,6 +97,11 @@ class Link(threading.Thread):
         self._is_in_doubt = True
         self._failures = 0
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server answered the last time."""
+        return self.error is None and not self._is_in_doubt
+
     def add_duty(self, every_s: float, work: Callable[[], object]) -> None:
         """Have something else done on the server every so often, in this thread; it may raise UnreachableError."""
         self._duties.append(Duty(every_s, work))

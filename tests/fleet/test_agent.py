@@ -23,6 +23,7 @@ from miofind.fleet.agent import AgentEnd, FleetAgent
 from miofind.fleet.campaign_options import options_of
 from miofind.fleet.campaigns import set_paused, submit
 from miofind.fleet.database import FleetDatabase
+from miofind.fleet.metrics import text_of
 from miofind.fleet.outbox import Outbox
 from miofind.fleet.stack import kind_of, stack_of
 from miofind.fleet.values import CampaignRequest
@@ -104,10 +105,14 @@ def run_in_thread(agent: FleetAgent) -> tuple[threading.Thread, list[AgentEnd]]:
 def test_jobs_become_rows_on_the_server(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "options_of", options_of)
     submit(host.database, REQUEST, PROBLEMS)
-    end = host.agent().run(until_idle_s=0.5)
+    agent = host.agent()
+    end = agent.run(until_idle_s=0.5)
     assert (end.done, end.failed, end.is_merged, end.lost) == (4, 0, True, ())
     assert host.states() == {"done": 4}
     assert host.rows() == host.local_rows() != set()
+    text_now = text_of(agent.metrics())
+    assert 'outcome="solved"} 4' in text_now
+    assert 'miofind_jobs_held{stage="measured"} 0' in text_now
     assert {key.network_config for key, _ in host.rows()} == {each.problem.network_config for each in PROBLEMS}
 
 
