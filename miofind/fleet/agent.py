@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from uuid import uuid4
 
+from miofind.device.device import Place
 from miofind.errors import InvalidOptionError
 from miofind.finddb import ProblemKey
 from miofind.fleet import health
@@ -77,6 +78,9 @@ class Measured:
 class Member(threading.Thread):
     """One device's process, and the thread that serves it.
 
+    Args:
+        members: of the agent, which share the host's processors.
+
     Attributes:
         name_here: of the device: its UUID, or the place on this host.
         lost: why it no longer answers, "" while it does.
@@ -84,24 +88,26 @@ class Member(threading.Thread):
         error: what would fail every problem.
     """
 
-    def __init__(self, handle: Handle, holdings: Holdings, *, compiles: bool) -> None:
-        super().__init__(name=f"miofind-member-{handle.device.index}", daemon=True)
-        self.device_name = handle.device.uuid or f"cpu:{socket.gethostname()}"
-        self.kind = kind_of(handle.device, handle.registry)
-        self.tasks = GpuTasks(holdings, handle.device.identity)
+    def __init__(self, handle: Handle, holdings: Holdings, *, members: int) -> None:
+        device = handle.device
+        super().__init__(name=f"miofind-member-{device.index}", daemon=True)
+        self.device_name = device.uuid or f"{device.place}:{socket.gethostname()}:{max(device.index, 0)}"
+        self.kind = kind_of(device, handle.registry)
+        self.tasks = GpuTasks(holdings, device.identity)
         self.done = self.failed = 0
         self.lost = ""
         self.error: Exception | None = None
         self.told_lost = False
         self.canary_times: dict[str, float] = {}
-        self._canaries = canary_tasks(handle) if handle.device.uuid else ()
+        on_cuda = device.place is Place.CUDA
+        self._canaries = canary_tasks(handle) if on_cuda else ()
         self._canaries_left = 0
         self._canaries_at = -math.inf
         self._done_before = 0
         self.unproven: list[Measured] = []
         self._begun_at = ""
         self._holdings = holdings
-        self._processes = DeviceProcesses([handle], TuneOptions(), self.tasks, compiles=compiles)
+        self._processes = DeviceProcesses([handle], TuneOptions(), self.tasks, compiles=on_cuda, share=members)
 
     def run(self) -> None:
         """Measure until nothing more is given out."""
@@ -189,7 +195,7 @@ class FleetAgent:
         stores = Stores(local=local, server=server, outbox=self._outbox, courier=self._courier)
         self.link = Link(self.agent, Queue(database), self.holdings, stores, predecessors=predecessors)
         self.link.add_duty(_HEALTH_S, self._follow_health)
-        self.members = [Member(handle, self.holdings, compiles=bool(handle.device.uuid)) for handle in handles]
+        self.members = [Member(handle, self.holdings, members=len(handles)) for handle in handles]
         self.holdings.wanting = self.link.wake
 
     def run(self, *, until_idle_s: float | None = None, for_s: float | None = None) -> AgentEnd:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from miofind.errors import InvalidOptionError
+
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
@@ -55,11 +57,14 @@ class MetricsServer:
         collect: the figures now.
 
     Raises:
-        OSError: the port cannot be had.
+        InvalidOptionError: the port cannot be had.
     """
 
     def __init__(self, address: str, port: int, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._server = ThreadingHTTPServer((address, port), _handler_of(collect))
+        try:
+            self._server = ThreadingHTTPServer((address, port), _handler_of(collect))
+        except OSError as error:
+            raise InvalidOptionError(f"metrics cannot be answered at {address}:{port}: {error.strerror}") from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="miofind-metrics", daemon=True)
         self._thread.start()

@@ -45,6 +45,7 @@ class DeviceProcesses:
     Args:
         handles: one a device; their FindDBs are opened anew by the processes.
         compiles: let each process compile ahead.
+        share: how many sets of such processes share this host's processors.
 
     Raises:
         InvalidOptionError: a solver of a handle's registry cannot go to another process.
@@ -57,11 +58,12 @@ class DeviceProcesses:
         queue: Tasks,
         *,
         compiles: bool = False,
+        share: int = 1,
     ) -> None:
         self._queue = queue
         self._events: SimpleQueue[WorkerEvent | _Left] = SimpleQueue()
         self._stopping = threading.Event()
-        workers = max(1, processors() // len(handles)) if compiles else 0
+        workers = max(1, processors() // (share * len(handles))) if compiles else 0
         self._threads = [
             _DeviceThread(_setup(number, handle, options, workers), handle, queue, self._events.put, self._stopping)
             for number, handle in enumerate(handles)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from miofind.errors import InvalidOptionError
 from miofind.fleet.metrics import LOOPBACK, Metric, MetricsServer, text_of
 
 METRICS = (
@@ -36,6 +37,11 @@ def test_the_text_is_of_prometheus() -> None:
         "# HELP miofind_none_total Nothing.",
         "# TYPE miofind_none_total counter",
     ]
+
+
+def test_a_port_that_is_taken_is_told(url: str) -> None:
+    with pytest.raises(InvalidOptionError, match="in use"):
+        MetricsServer(LOOPBACK, int(url.rpartition(":")[2]), lambda: METRICS)
 
 
 def test_it_is_answered_over_http(url: str) -> None:
