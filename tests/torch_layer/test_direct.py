@@ -176,21 +176,21 @@ def test_calls_that_differ_go_on_to_python(enabled: Override, driver: Driver) ->
     assert driver.launches == before + 1
 
 
-def test_float32_and_switches_go_through_python(enabled: Override, driver: Driver) -> None:
-    x, w = torch.randn(2, 4, 7, 7), torch.randn(4, 4, 3, 3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("switch", [{"deterministic": True}, {"allow_tf32": False}, {"benchmark": True}], ids=str)
+def test_a_switch_of_pytorch_leads_through_python(
+    enabled: Override, driver: Driver, switch: dict[str, bool], dtype: Any
+) -> None:
+    x, w = torch.randn(2, 4, 7, 7, dtype=dtype), torch.randn(4, 4, 3, 3, dtype=dtype)
     for _ in range(3):
         conv2d(x, w)
-    assert driver.launches == 0
-    x, w = x.half(), w.half()
-    for _ in range(3):
+    before, plans = driver.launches, len(enabled.plans)
+    with torch.backends.cudnn.flags(enabled=True, **switch):
         conv2d(x, w)
-    before = driver.launches
-    torch.use_deterministic_algorithms(True)
-    try:
-        conv2d(x, w)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert (before, driver.launches) == (1, 1)
+    assert len(enabled.plans) == plans + 1
+    conv2d(x, w)
+    assert driver.launches == 2
 
 
 def test_a_misaligned_tensor_goes_through_python(

@@ -25,6 +25,7 @@
 #include <shared_mutex>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -213,10 +214,21 @@ int64_t depthwise_kernel(const Context&, long) {
     return 0;
 }
 
-// PyTorch's switches, but for TF32's, which float32 alone has: its calls go on to Python.
+// Whether float32 may be rounded to TF32; PyTorch 2.9 names switches by strings, later ones by enumerators.
+template <class Precision, class Backend, class Operator>
+int64_t allows_tf32(Precision (at::Context::*read)(Backend, Operator) const) {
+    const at::Context& context = at::globalContext();
+    if constexpr (std::is_enum_v<Backend>) {
+        return (context.*read)(Backend::CUDA, Operator::CONV) == Precision::TF32;
+    } else {
+        return (context.*read)("cuda", "conv") == "tf32";
+    }
+}
+
+// PyTorch's switches.
 int64_t switches() {
     const at::Context& context = at::globalContext();
-    return depthwise_kernel(context, 0) << 4 | context.deterministicAlgorithms() | context.deterministicCuDNN() << 1 | context.userEnabledCuDNN() << 2 |
+    return depthwise_kernel(context, 0) << 5 | allows_tf32(&at::Context::float32Precision) << 4 | context.deterministicAlgorithms() | context.deterministicCuDNN() << 1 | context.userEnabledCuDNN() << 2 |
            context.benchmarkCuDNN() << 3;
 }
 
@@ -226,7 +238,7 @@ bool is_plain(const at::Tensor& tensor, const at::Tensor& first) {
 }
 
 bool is_served(at::ScalarType type) {
-    return type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
+    return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
 }
 
 // The default stream of a tensor's device is the current one: others' handles are PyTorch's to tell.
