@@ -84,11 +84,15 @@ def test_the_documents_python_runs_as_pasted(document: str, tmp_path: Path, monk
     blocks = re.findall(r"```python\n(.*?)```", text(document), re.DOTALL)
     names: dict[str, Any] = {}
     for block in blocks:
+        if "import torch" in block and importlib.util.find_spec("torch") is None:
+            continue
         exec(compile(block, document, "exec"), names)
+    if "miofind.torch" in sys.modules:
+        sys.modules["miofind.torch"].disable()
     expected = reference_on_host(names["problem"], x=names["x"], w=names["w"])
     np.testing.assert_allclose(names["y"], expected, rtol=1e-3, atol=1e-3)
     if document == "README.md":
-        assert [len(block.splitlines()) <= 10 for block in blocks] == [True]
+        assert [len(block.splitlines()) <= 10 for block in blocks] == [True, True]
     else:
         fused = apply_epilogue(names["fused"], expected, names)
         np.testing.assert_allclose(names["z"], fused, rtol=1e-3, atol=1e-3)

@@ -17,7 +17,7 @@ import miofind
 from miofind.errors import InvalidProblemError
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "docs/python.md")
+DOCUMENTS = ("README.md", "docs/python.md", "docs/pytorch.md")
 
 RIGHT = """
 import miofind
