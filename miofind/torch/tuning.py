@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,10 +20,12 @@ from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
+from miofind.errors import MiofindError
 from miofind.options import FindOptions
 from miofind.printable import printable_name
 from miofind.runtime.handle import Handle, default_handle
 from miofind.torch import comparisons, fused_plans
+from miofind.torch.direct import build
 from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import forget_plans, native_kernels
 from miofind.torch.recording import Recording
@@ -38,6 +41,8 @@ from miofind.tune.service import (
     TuneSummary,
 )
 from miofind.tune.service import tune as tune_problems
+
+logger = logging.getLogger(__name__)
 
 _NO_FLOOR = Ceilings(copy_bytes_per_s=math.inf, flops_per_s={})
 
@@ -58,7 +63,7 @@ def tune(
     Call it before the first step. The network is not run; see `miofind.torch.problems`. Kernels are compiled in
     processes of their own, ahead of what is measured, and on a GPU a child process measures. What the FindDB knows is
     not measured again. On a GPU each problem is timed beside PyTorch, whose own kernel then runs what that is faster at
-    in this process. Ctrl-C ends it with a report, and the same call goes on.
+    in this process, and `miofind.torch.build` is called. Ctrl-C ends it with a report, and the same call goes on.
 
     Args:
         model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
@@ -82,6 +87,7 @@ def tune(
         recording = problems(model, *inputs, device="cuda" if on_gpu else "cpu", **asked)
     options = FindOptions(isolate=on_gpu, time_budget_s=math.inf) if options is None else options
     if on_gpu:
+        _build_direct_path()
         torch.cuda.empty_cache()  # what measures asks the driver for memory
     with _progress(on_event) as tell, CompilePool() if on_gpu else contextlib.nullcontext() as pool:
         summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), tell, pool=pool)
@@ -102,6 +108,14 @@ def tune(
         seconds=summary.seconds,
         is_complete=is_complete,
     )
+
+
+def _build_direct_path() -> None:
+    """Build what launches calls without Python, where that can be built: a tuning is when to wait for compilers."""
+    try:
+        build()
+    except MiofindError as error:
+        logger.info("PyTorch's convolutions will go through Python: %s", error)
 
 
 @contextlib.contextmanager

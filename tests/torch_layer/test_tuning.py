@@ -15,7 +15,7 @@ import miofind.torch
 from miofind import FindOptions, Handle, ProblemDescription
 from miofind.bench.comparison import BenchRow
 from miofind.bench.rivals import Rival
-from miofind.errors import InvalidOptionError
+from miofind.errors import InvalidOptionError, MissingLibraryError
 from miofind.suites import SuiteProblem
 from miofind.torch import comparisons, tuning
 from miofind.torch.override import native_kernels
@@ -184,3 +184,15 @@ def test_the_override_stands_back_for_the_comparison(handle: Handle, tmp_path: P
         assert override.plans == ()
         torch.conv2d(x, w)
         assert override.report().own_calls == 1
+
+
+def test_a_machine_without_a_compiler_tunes_as_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> None:
+        raise MissingLibraryError("there is no compiler")
+
+    monkeypatch.setattr(tuning, "build", build)
+    with caplog.at_level("INFO"):
+        tuning._build_direct_path()
+    assert "will go through Python: there is no compiler" in caplog.text
