@@ -136,12 +136,10 @@ class Member(threading.Thread):
             self._canaries_left, self.canary_times = len(self._canaries), {}
             self.tasks.ask(self._canaries)
 
+    @property
     def measured_canaries(self) -> dict[str, float]:
-        """What its canaries took, once: none until all are measured."""
-        if self._canaries_left or not self.canary_times:
-            return {}
-        found, self.canary_times = self.canary_times, {}
-        return found
+        """What its canaries took; nothing until all are measured."""
+        return {} if self._canaries_left else self.canary_times
 
     def _take(self, event: WorkerEvent) -> None:
         match event:
@@ -271,7 +269,8 @@ class FleetAgent:
         """Whether anything can be done here still."""
         alive = [member for member in self.members if member.is_alive()]
         self.link.devices = self._devices()
-        return bool(alive) and self.link.is_alive() and not any(member.error for member in self.members)
+        are_served = self.link.is_alive() and self._courier.is_alive()
+        return bool(alive) and are_served and not any(member.error for member in self.members)
 
     def _devices(self) -> dict[Kind, int]:
         kinds = [member.kind for member in self.members if not (member.lost or member.tasks.is_held)]
@@ -290,9 +289,9 @@ class FleetAgent:
             state = states.get(member.device_name, GpuState.READY)
             if (state is not GpuState.READY) != member.tasks.is_held:
                 logger.warning("%s is %s", member.device_name, state)
-                if state is not GpuState.READY:
-                    self._doubt(member)
                 member.tasks.hold(state is not GpuState.READY)
+            if state is not GpuState.READY and member.unproven:
+                self._doubt(member)
             if state is not GpuState.QUARANTINED:
                 member.ask_canaries()
         self.link.devices = self._devices()
@@ -308,10 +307,11 @@ class FleetAgent:
 
     def _report(self, member: Member) -> None:
         """Tell the server of a member's canaries, and of the end of its device."""
-        if times := member.measured_canaries():
+        if times := member.measured_canaries:
             known = len(member.unproven)
             if health.report_canaries(self._database, member.device_name, times).is_good:
                 del member.unproven[:known]
+            member.canary_times = {}
         if member.lost and not member.told_lost:
             health.note_lost(self._database, member.device_name, member.lost)
             member.told_lost = True

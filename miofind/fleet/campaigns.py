@@ -31,7 +31,10 @@ INSERT INTO campaign_problem (campaign_id, network_config, suite, layer, count, 
 VALUES (:campaign, :network_config, :suite, :layer, :count, :estimate_s)
 ON CONFLICT (campaign_id, network_config) DO NOTHING
 """)
-_REGISTERED = text("SELECT DISTINCT device, stack FROM gpu WHERE state <> 'quarantined' ORDER BY device, stack")
+_AT_WORK = text(
+    "SELECT DISTINCT gpu.device, gpu.stack FROM gpu JOIN worker ON worker.id = gpu.worker_id "
+    "WHERE worker.state <> 'gone' AND gpu.state <> 'quarantined' ORDER BY gpu.device, gpu.stack"
+)
 
 
 def checked_name(name: str) -> str:
@@ -85,9 +88,7 @@ def submit(
         connection.execute(
             text("UPDATE campaign SET revision = revision + 1 WHERE id = :campaign"), {"campaign": campaign}
         )
-        jobs = sum(
-            enrol(connection, Kind(device=row[0], stack=row[1])) for row in connection.execute(_REGISTERED).all()
-        )
+        jobs = sum(enrol(connection, Kind(device=row[0], stack=row[1])) for row in connection.execute(_AT_WORK).all())
         note(connection, "submitted", {"campaign": request.name, "added": count - before})
     return Submitted(campaign=campaign, problems=count, added=count - before, jobs=jobs)
 

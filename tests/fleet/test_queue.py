@@ -15,6 +15,7 @@ from postgres_server import new_database, new_server
 from sqlalchemy import text
 
 from miofind.errors import DatabaseError, InvalidOptionError
+from miofind.fleet import health
 from miofind.fleet.campaign_options import options_json, options_of
 from miofind.fleet.campaigns import retry, set_paused, submit
 from miofind.fleet.database import FleetDatabase, UnreachableError
@@ -58,6 +59,17 @@ def test_submitting_again_resumes(database: FleetDatabase, queue: Queue) -> None
     assert queue.enrol(OTHER) == 0
     with pytest.raises(DatabaseError, match="the campaign nightly has other options"):
         submit(database, replace(NIGHTLY, options=TuneOptions(force=True)), problems(1))
+
+
+def test_a_submit_makes_jobs_for_kinds_at_work_alone(database: FleetDatabase, queue: Queue) -> None:
+    """A kind whose agents are gone gets them when one is back."""
+    agent = Agent(id=uuid4(), host="h")
+    queue.register(agent, "1")
+    health.register(database, "GPU-1", KIND, agent)
+    assert submit(database, NIGHTLY, problems(2)).jobs == 2
+    queue.beat(agent, state="gone", problems=0, age_s=0.0)
+    assert submit(database, NIGHTLY, problems(3)).jobs == 0
+    assert queue.enrol(KIND) == 1
 
 
 def test_a_campaign_for_named_kinds_is_left_alone_by_others(database: FleetDatabase, queue: Queue) -> None:
