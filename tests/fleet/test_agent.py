@@ -18,7 +18,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.finddb import History, ProblemKey, Store
-from miofind.fleet import link
+from miofind.fleet import health, link
 from miofind.fleet.agent import AgentEnd, FleetAgent
 from miofind.fleet.campaign_options import options_of
 from miofind.fleet.campaigns import set_paused, submit
@@ -26,7 +26,7 @@ from miofind.fleet.database import FleetDatabase
 from miofind.fleet.metrics import text_of
 from miofind.fleet.outbox import Outbox
 from miofind.fleet.stack import kind_of, stack_of
-from miofind.fleet.values import CampaignRequest
+from miofind.fleet.values import CampaignRequest, GpuState
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.registry import Registry
@@ -246,6 +246,37 @@ def test_two_devices_share_a_batch(host: Host) -> None:
     agent = host.agent(devices=2)
     assert agent.run(until_idle_s=0.5).done == 4
     assert host.states() == {"done": 4}
+
+
+def test_a_quarantined_gpu_gives_its_jobs_back_until_it_is_cleared(host: Host) -> None:
+    submit(host.database, REQUEST, PROBLEMS)
+    agent = host.agent()
+    (member,) = agent.members
+    agent.link.devices = agent._devices()
+    agent.link._step()
+    assert agent.holdings.load(member.kind.device).waiting == 1
+    health.set_state(host.database, [member.device_name], GpuState.QUARANTINED, "too hot")
+    agent._follow_health()
+    agent.link._step()
+    assert (member.tasks.is_held, agent.link.devices, host.states()) == (True, {}, {"new": 4})
+    health.set_state(host.database, [member.device_name], GpuState.READY)
+    agent._follow_health()
+    agent.link._step()
+    assert (member.tasks.is_held, host.states()) == (False, {"leased": 1, "new": 3})
+    agent._outbox.close()
+
+
+def test_a_full_disk_ends_the_agent_and_keeps_no_job(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit(host.database, REQUEST, PROBLEMS)
+    agent = host.agent()
+
+    def expect(keys: Iterable[object]) -> None:
+        raise DatabaseError("the disk is full")
+
+    monkeypatch.setattr(agent._outbox, "expect", expect)
+    with pytest.raises(DatabaseError, match="the disk is full"):
+        agent.run()
+    assert host.states() == {"new": 4}
 
 
 def test_one_agent_has_a_findb(host: Host) -> None:
