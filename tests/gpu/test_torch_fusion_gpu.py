@@ -172,6 +172,7 @@ def test_misses_are_pytorchs(net: Any, handle: Handle) -> None:
     fused_plans.forget()
 
 
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own doings, such as forks beside threads
 @pytest.mark.parametrize("freezing", [False, True])
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=str)
 @pytest.mark.usefixtures("served")
@@ -190,6 +191,7 @@ def test_torch_compile(net: Any, options: dict[str, Any], freezing: bool) -> Non
     assert freezing or all("scale" in text for text in replaced)
 
 
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own doings, such as forks beside threads
 @pytest.mark.usefixtures("served")
 def test_torch_compile_of_a_fused_network(net: Any) -> None:
     torch._dynamo.reset()
@@ -199,6 +201,7 @@ def test_torch_compile_of_a_fused_network(net: Any) -> None:
     assert set(ran()) == {"bias.silu", "bias.residual.relu"}
 
 
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own doings, such as forks beside threads
 @pytest.mark.usefixtures("served")
 def test_torch_compile_in_training() -> None:
     torch._dynamo.reset()

@@ -199,6 +199,7 @@ def test_a_find_does_beside_a_full_cache(tmp_path: Path) -> None:
         assert override.report().own_calls == 1, str(override.report())
 
 
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own doings, such as forks beside threads
 def test_compiled_models_reach_miofind(override: Override) -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.BatchNorm2d(32), torch.nn.ReLU()).cuda()
     x = torch.randn(2, 16, 10, 10, device="cuda")
