@@ -40,6 +40,7 @@ class FleetDatabase:
             raise DatabaseError("a fleet needs a PostgreSQL server: give --database postgresql://user@host:5432/name")
         self.where = shown_url(url)
         self._engine = engine_of(Connector(url, self.where))
+        self._by_itself = self._engine.execution_options(isolation_level="AUTOCOMMIT")
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -50,6 +51,16 @@ class FleetDatabase:
             DatabaseError: the server refuses.
         """
         with self._told(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def statement(self) -> Iterator[Connection]:
+        """A connection on which each statement is a transaction of its own, which saves two round trips.
+
+        Raises:
+            DatabaseError: as `transaction`.
+        """
+        with self._told(), self._by_itself.connect() as connection:
             yield connection
 
     def create(self) -> None:

@@ -140,7 +140,7 @@ class Queue:
         Nobody else gets them until they are given back or the lease runs out.
         """
         values = {"device": kind.device, "stack": kind.stack, "most": most, "worker": worker, "lease_s": self._lease_s}
-        with self._database.transaction() as connection:
+        with self._database.statement() as connection:
             rows = connection.execute(CLAIM, values).mappings().all()
         claimed = [_claimed(row, kind.device) for row in rows]
         return sorted(claimed, key=lambda each: 0.0 if each.task is None else each.task.weight, reverse=True)
@@ -149,25 +149,25 @@ class Queue:
         """Hold jobs for another lease, all by one statement; returns those that are still held."""
         if not holds:
             return set()
-        with self._database.transaction() as connection:
+        with self._database.statement() as connection:
             found = connection.execute(_RENEW, _arrays(holds) | {"lease_s": self._lease_s})
             return {Hold(*row) for row in found.all()}
 
     def begin(self, holds: Collection[Hold]) -> None:
         """Note that jobs are being measured: they count as what a worker was lost over."""
         if holds:
-            with self._database.transaction() as connection:
+            with self._database.statement() as connection:
                 connection.execute(_BEGIN, _arrays(holds))
 
     def release(self, holds: Collection[Hold]) -> None:
         """Give jobs back that were not measured; that costs them nothing."""
         if holds:
-            with self._database.transaction() as connection:
+            with self._database.statement() as connection:
                 connection.execute(_RELEASE, _arrays(holds))
 
     def release_unknown(self, worker: UUID, known: Collection[Hold]) -> None:
         """Give back what a worker holds and does not know of, since the answer to its claim was lost."""
-        with self._database.transaction() as connection:
+        with self._database.statement() as connection:
             connection.execute(_RELEASE_UNKNOWN, {"worker": worker, "jobs": [hold.job for hold in known]})
 
     def lose(self, hold: Hold, message: str) -> None:
@@ -198,20 +198,20 @@ class Queue:
             "messages": [printable(each.message, _MESSAGE_CHARS) for each in finishes],
             "seconds": [each.seconds for each in finishes],
         }
-        with self._database.transaction() as connection:
+        with self._database.statement() as connection:
             return {Hold(*row) for row in connection.execute(_FINISH, values).all()}
 
     def paused(self, campaigns: Iterable[int]) -> set[int]:
         """Those of the campaigns that are paused, or are no more."""
         asked = set(campaigns)
         statement = text("SELECT id FROM campaign WHERE NOT paused AND id = ANY(CAST(:campaigns AS bigint[]))")
-        with self._database.transaction() as connection:
+        with self._database.statement() as connection:
             return asked - set(connection.execute(statement, {"campaigns": list(asked)}).scalars())
 
     def options(self, campaign: int) -> object:
         """The options of a campaign, as the server has them; None where it is no more."""
         statement = text("SELECT options FROM campaign WHERE id = :campaign")
-        with self._database.transaction() as connection:
+        with self._database.statement() as connection:
             return connection.execute(statement, {"campaign": campaign}).scalar()
 
     def register(self, agent: Agent, version: str) -> None:
@@ -221,7 +221,7 @@ class Queue:
             "ON CONFLICT (id) DO UPDATE SET state = 'ready', beat_at = now()"
         )
         values = {"id": agent.id, "host": printable_name(agent.host), "version": version}
-        with self._database.transaction() as connection:
+        with self._database.statement() as connection:
             connection.execute(statement, values)
 
     def beat(self, agent: Agent, *, state: str, problems: int, age_s: float) -> None:
@@ -231,7 +231,7 @@ class Queue:
             "WHERE id = :id"
         )
         values = {"id": agent.id, "state": state, "problems": problems, "age_s": age_s}
-        with self._database.transaction() as connection:
+        with self._database.statement() as connection:
             connection.execute(statement, values)
 
     def reap(self) -> int:
