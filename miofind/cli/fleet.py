@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ from click.core import ParameterSource
 from rich.live import Live
 
 from miofind.cli.fleet_board import print_status, shown_status
+from miofind.cli.fleet_launch import launch
+from miofind.cli.fleet_session import fleet_command, opened, told_or_json
 from miofind.cli.group import CommandGroup
 from miofind.cli.options import (
     DRIVER_LINE,
@@ -23,7 +25,6 @@ from miofind.cli.options import (
     device_option,
     example,
     exclude_option,
-    json_option,
     limit_options,
     only_option,
     retry_failed_option,
@@ -32,7 +33,6 @@ from miofind.cli.options import (
 )
 from miofind.cli.output import print_json, print_note, print_text, seconds_text, stdout
 from miofind.cli.problems import request_options, requests_of
-from miofind.cli.session import verbose_option
 from miofind.cli.tune import gpus_option
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device.device import Device
@@ -70,43 +70,15 @@ def fleet() -> None:
     """
 
 
-def _url(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    url = value or os.environ.get("MIOFIND_DB", "")
-    if "://" not in url:
-        raise click.UsageError(
-            "name the fleet's server: --database postgresql://user@host:5432/name, or MIOFIND_DB in the environment"
-        )
-    return url
-
-
-database_option = click.option(
-    "--database",
-    "url",
-    callback=_url,
-    metavar="URL",
-    help="Server: postgresql://user@host:5432/name. A password belongs into ~/.pgpass.  [default: MIOFIND_DB]",
-)
-
-
 def _command(name: str, *examples: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """A command of the group with --database, --json and --verbose."""
+    """A command of the group."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        return fleet.command(name, epilog=example(*examples), **settings)(
-            database_option(json_option(verbose_option(function)))
-        )
+        made = fleet_command(name, *examples, **settings)(function)
+        fleet.add_command(made)
+        return made
 
     return decorate
-
-
-@contextlib.contextmanager
-def _fleet(url: str) -> Iterator[FleetDatabase]:
-    database = FleetDatabase(url)
-    try:
-        database.require()
-        yield database
-    finally:
-        database.close()
 
 
 @_command("init", "miofind fleet init --database postgresql://admin@host/miofind")
@@ -119,7 +91,7 @@ def init(url: str, as_json: bool) -> None:
     try:
         database.create()
         told = f"{database.where} is ready: submit problems, and start an agent on each host"
-        _print({"database": database.where}, told, as_json=as_json)
+        told_or_json({"database": database.where}, told, as_json=as_json)
     finally:
         database.close()
 
@@ -185,18 +157,11 @@ def submit_(
         found: dict[str, object] = {"campaign": campaign, "problems": len(requests), "estimated_gpu_seconds": seconds}
         told = f"{len(requests)} problems, about {seconds_text(seconds)} of a large GPU's time by their sizes"
     else:
-        with _fleet(url) as database:
+        with opened(url) as database:
             done = submit(database, request, requests)
         found = asdict(done) | {"name": campaign, "estimated_gpu_seconds": seconds}
         told = f"{campaign}: {done.problems} problems, {done.added} of them new, and {done.jobs} new jobs"
-    _print(found, told, as_json=as_json)
-
-
-def _print(found: dict[str, object], told: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(found)
-    else:
-        print_text(told)
+    told_or_json(found, told, as_json=as_json)
 
 
 def _options(values: dict[str, Any]) -> TuneOptions:
@@ -257,7 +222,7 @@ def worker(
     with contextlib.ExitStack() as stack:
         stack.enter_context(terminable())
         devices = gpus or (device,)
-        fleet_database = stack.enter_context(_fleet(url))
+        fleet_database = stack.enter_context(opened(url))
         server = stack.enter_context(Store(url))
         handles = [
             stack.enter_context(Handle(each, database=database or _local_path(), strict=True, compiler=compiler))
@@ -295,7 +260,7 @@ def status_(url: str, watch: bool, as_json: bool) -> None:
     """Show campaigns, devices and the newest failures."""
     if watch and as_json:
         raise click.UsageError("--watch draws for people: leave --json or --watch out")
-    with _fleet(url) as database:
+    with opened(url) as database:
         if watch:
             _watch(database)
             return
@@ -331,19 +296,19 @@ def pause(url: str, name: str, as_json: bool) -> None:
 
     What is being measured is finished; what was claimed and waits is given back.
     """
-    with _fleet(url) as database:
+    with opened(url) as database:
         set_paused(database, name, paused=True)
     told = f"{name} is paused: `miofind fleet resume {name}` goes on"
-    _print({"campaign": name, "paused": True}, told, as_json=as_json)
+    told_or_json({"campaign": name, "paused": True}, told, as_json=as_json)
 
 
 @_command("resume", "miofind fleet resume nightly")
 @_NAME
 def resume(url: str, name: str, as_json: bool) -> None:
     """Go on with a campaign that was paused."""
-    with _fleet(url) as database:
+    with opened(url) as database:
         set_paused(database, name, paused=False)
-    _print({"campaign": name, "paused": False}, f"{name} goes on", as_json=as_json)
+    told_or_json({"campaign": name, "paused": False}, f"{name} goes on", as_json=as_json)
 
 
 @_command("retry", "miofind fleet retry nightly", "miofind fleet retry nightly --state parked")
@@ -358,9 +323,9 @@ def resume(url: str, name: str, as_json: bool) -> None:
 def retry_(url: str, name: str, states: tuple[str, ...], as_json: bool) -> None:
     """Measure the jobs of a campaign again that failed, or were parked since devices were lost over them."""
     chosen = tuple(map(JobState, states)) or (JobState.FAILED, JobState.PARKED)
-    with _fleet(url) as database:
+    with opened(url) as database:
         count = retry(database, name, chosen)
-    _print({"campaign": name, "jobs": count}, f"{name}: {count} jobs are measured again", as_json=as_json)
+    told_or_json({"campaign": name, "jobs": count}, f"{name}: {count} jobs are measured again", as_json=as_json)
 
 
 @_command(
@@ -377,7 +342,10 @@ def quarantine(url: str, gpus: tuple[str, ...], reason: str, clear: bool, as_jso
     Their agents hand back what they hold of the queue for them within a minute.
     """
     state = GpuState.READY if clear else GpuState.QUARANTINED
-    with _fleet(url) as database:
+    with opened(url) as database:
         health.set_state(database, gpus, state, "" if clear else reason)
     told = f"{', '.join(gpus)}: {'may measure again' if clear else 'measures nothing more'}"
-    _print({"gpus": list(gpus), "state": state.value}, told, as_json=as_json)
+    told_or_json({"gpus": list(gpus), "state": state.value}, told, as_json=as_json)
+
+
+fleet.add_command(launch)

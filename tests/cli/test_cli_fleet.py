@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cli_runner import TINY, run, run_json, use_own_folders
+from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
 from miofind.finddb import Store
 from miofind.fleet import health
@@ -76,3 +76,31 @@ def test_campaigns_are_paused_resumed_and_retried(postgres_url: str) -> None:
 )
 def test_mistakes_are_of_usage(arguments: tuple[str, ...], told: str) -> None:
     assert told in run("fleet", *arguments, code=2).stderr
+
+
+def test_dasks_workers_run_agents_until_nothing_is_left(postgres_url: str) -> None:
+    distributed = pytest.importorskip("distributed")
+    where = ("--database", postgres_url)
+    run("fleet", "init", *where)
+    run("fleet", "submit", *where, "--name", "small", "--only", "ConvCpuIm2colGemm", *FORWARD)
+    options = {"n_workers": 1, "processes": False, "threads_per_worker": 1, "dashboard_address": None}
+    options |= {"protocol": "tcp://", "host": "127.0.0.1"}
+    with distributed.LocalCluster(**options) as without:
+        refused = run("fleet", "launch", *where, "--scheduler", without.scheduler_address, code=2)
+    assert "has room for an agent" in refused.stderr
+    with distributed.LocalCluster(**options, resources={"miofind": 1}) as cluster:
+        launch = ("fleet", "launch", *where, "--scheduler", cluster.scheduler_address, "--device", "cpu")
+        found = run_json(*launch)
+        assert (found["jobs"]["done"], len(found["hosts"])) == (1, 1)
+        assert run_json("fleet", "status", *where)["gpus"][0]["worker"] == "gone", "the end drains agents"
+        assert len(run_json(*launch, "--keep")["hosts"]) == 1
+        assert run_json(*launch, "--stop") == {"stopped": True}
+
+
+def test_agents_of_another_host_need_tls(postgres_url: str) -> None:
+    pytest.importorskip("distributed")
+    where = ("--database", postgres_url)
+    run("fleet", "init", *where)
+    assert "without TLS" in run("fleet", "launch", *where, "--scheduler", "tcp://10.0.0.1:8786", code=2).stderr
+    some = ("--scheduler", "tls://host:1", "--tls-ca", "ca.pem")
+    assert "go together" in run("fleet", "launch", *where, *some, code=2).stderr
