@@ -240,6 +240,15 @@ def test_a_connection_that_the_server_ended_is_made_anew(store, finddb_url):
     assert store.record(DEVICE, PROBLEM, [row("ConvB")]) is not None
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """A shell has what it starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_while_it_waits_for_another_leaves_it_usable(store, finddb_url):
     store.record(DEVICE, PROBLEM, [row()])
 

@@ -71,7 +71,7 @@ def test_each_worker_with_room_runs_an_agent_which_drains_when_it_is_told(notes:
         wait_until(lambda: len(noted(notes, "began")) == 2, "what agents do")
         agents.stop()
         assert noted(notes, "drained") == noted(notes, "began")
-        assert [event["what"] for event in agents.events()].count("drained") == 2
+        wait_until(lambda: [event["what"] for event in agents.events()].count("drained") == 2, "two events")
 
 
 def test_a_worker_without_room_runs_none(notes: Path) -> None:

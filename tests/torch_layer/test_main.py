@@ -49,6 +49,8 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
         text=True,
         timeout=LIMIT_S,
         check=False,
+        # A shell has what it starts in the background ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
