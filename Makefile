@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
-KERNELS = $(shell find kernels_src tests -name '*.cu' -o -name '*.cuh')
+KERNELS = $(shell find kernels_src tests miofind/torch -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
 
 # The first Python that is new enough; choose another with `make PYTHON=/path/to/python ...`.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \

@@ -33,19 +33,19 @@ namespace {
 
 // Driver API, cuda.h: CUlaunchConfig and CUlaunchAttribute.
 struct LaunchAttribute {
-    int32_t id;
-    char pad[4];
-    union {
-        int32_t number;
-        char bytes[64];
-    } value;
+  int32_t id;
+  char pad[4];
+  union {
+    int32_t number;
+    char bytes[64];
+  } value;
 };
 
 struct LaunchConfig {
-    uint32_t grid[3], block[3], shared_bytes;
-    void* stream;
-    LaunchAttribute* attributes;
-    uint32_t count;
+  uint32_t grid[3], block[3], shared_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  uint32_t count;
 };
 
 constexpr int32_t PROGRAMMATIC_STREAM_SERIALIZATION = 6;
@@ -61,115 +61,114 @@ enum Source { FIRST, SECOND, MADE, VECTOR, WORKSPACE, SOURCES };
 using Addresses = std::array<uint64_t, SOURCES>;
 
 struct Fixup {
-    size_t at;
-    int source;
-    uint64_t offset;
+  size_t at;
+  int source;
+  uint64_t offset;
 };
 
 struct Parameter {
-    std::vector<char> content;
-    std::vector<Fixup> fixups;
-    bool is_map = false;  // a tensor map: its one fixup is the address that it is of
-    size_t place = 0;     // in the memory of its kernel's parameters
+  std::vector<char> content;
+  std::vector<Fixup> fixups;
+  bool is_map = false;  // a tensor map: its one fixup is the address that it is of
+  size_t place = 0;     // in the memory of its kernel's parameters
 };
 
 constexpr size_t ALIGNMENT = 64;
 
 struct Kernel {
-    void* function;
-    LaunchConfig config;
-    bool is_dependent;
-    std::vector<Parameter> parameters;
-    size_t bytes = 0;
+  void* function;
+  LaunchConfig config;
+  bool is_dependent;
+  std::vector<Parameter> parameters;
+  size_t bytes = 0;
 
-    int run(const Addresses& addresses, void* stream) const {
-        thread_local std::vector<char> memory;
-        memory.resize(bytes + ALIGNMENT);
-        char* start = memory.data() + (ALIGNMENT - reinterpret_cast<uintptr_t>(memory.data()) % ALIGNMENT) % ALIGNMENT;
-        void* pointers[64];
-        for (size_t i = 0; i < parameters.size(); ++i) {
-            const Parameter& parameter = parameters[i];
-            char* content = start + parameter.place;
-            std::memcpy(content, parameter.content.data(), parameter.content.size());
-            for (const Fixup& fixup : parameter.fixups) {
-                const uint64_t address = addresses[fixup.source] + fixup.offset;
-                if (parameter.is_map) {
-                    const int status = replace_address(content, reinterpret_cast<void*>(address));
-                    if (status) return status;
-                } else {
-                    std::memcpy(content + fixup.at, &address, sizeof address);
-                }
-            }
-            pointers[i] = content;
+  int run(const Addresses& addresses, void* stream) const {
+    thread_local std::vector<char> memory;
+    memory.resize(bytes + ALIGNMENT);
+    char* start = memory.data() + (ALIGNMENT - reinterpret_cast<uintptr_t>(memory.data()) % ALIGNMENT) % ALIGNMENT;
+    void* pointers[64];
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const Parameter& parameter = parameters[i];
+      char* content = start + parameter.place;
+      std::memcpy(content, parameter.content.data(), parameter.content.size());
+      for (const Fixup& fixup : parameter.fixups) {
+        const uint64_t address = addresses[fixup.source] + fixup.offset;
+        if (parameter.is_map) {
+          const int status = replace_address(content, reinterpret_cast<void*>(address));
+          if (status) return status;
+        } else {
+          std::memcpy(content + fixup.at, &address, sizeof address);
         }
-        LaunchAttribute attribute{};
-        attribute.id = PROGRAMMATIC_STREAM_SERIALIZATION;
-        attribute.value.number = 1;
-        LaunchConfig launched = config;
-        launched.stream = stream;
-        launched.attributes = &attribute;
-        launched.count = is_dependent ? 1 : 0;
-        return launch_kernel(&launched, function, pointers, nullptr);
+      }
+      pointers[i] = content;
     }
+    LaunchAttribute attribute{};
+    attribute.id = PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.number = 1;
+    LaunchConfig launched = config;
+    launched.stream = stream;
+    launched.attributes = &attribute;
+    launched.count = is_dependent ? 1 : 0;
+    return launch_kernel(&launched, function, pointers, nullptr);
+  }
 };
 
 // Second results and operands beside the two tensors.
 enum Vector { NO_VECTOR, READS_BIAS, WRITES_BIAS_GRADIENT };
 
 struct Launch {
-    std::vector<int64_t> shape, strides;
-    int first = 0, second = 0;  // which of the call's tensors
-    int vector = NO_VECTOR;
-    int64_t channels = 0, workspace_bytes = 0;
-    uint64_t misaligned = 0;
-    std::vector<Kernel> kernels;
+  std::vector<int64_t> shape, strides;
+  int first = 0, second = 0;  // which of the call's tensors
+  int vector = NO_VECTOR;
+  int64_t channels = 0, workspace_bytes = 0;
+  uint64_t misaligned = 0;
+  std::vector<Kernel> kernels;
 
-    bool takes(const at::Tensor& one, const at::Tensor& other, const at::Tensor* bias) const {
-        uint64_t bits = reinterpret_cast<uint64_t>(one.const_data_ptr());
-        bits |= reinterpret_cast<uint64_t>(other.const_data_ptr());
-        if (vector == READS_BIAS) bits |= reinterpret_cast<uint64_t>(bias->const_data_ptr());
-        return (bits & misaligned) == 0;
-    }
+  bool takes(const at::Tensor& one, const at::Tensor& other, const at::Tensor* bias) const {
+    uint64_t bits = reinterpret_cast<uint64_t>(one.const_data_ptr());
+    bits |= reinterpret_cast<uint64_t>(other.const_data_ptr());
+    if (vector == READS_BIAS) bits |= reinterpret_cast<uint64_t>(bias->const_data_ptr());
+    return (bits & misaligned) == 0;
+  }
 
-    // The result, and the bias's gradient where it is one, too; nothing where a launch fails.
-    std::optional<std::pair<at::Tensor, at::Tensor>> run(
-        const at::Tensor& one, const at::Tensor& other, const at::Tensor* bias, void* stream
-    ) const {
-        at::Tensor made = at::empty_strided(shape, strides, one.options()), along, scratch;
-        Addresses addresses{};
-        addresses[FIRST] = reinterpret_cast<uint64_t>(one.const_data_ptr());
-        addresses[SECOND] = reinterpret_cast<uint64_t>(other.const_data_ptr());
-        addresses[MADE] = reinterpret_cast<uint64_t>(made.mutable_data_ptr());
-        if (vector == READS_BIAS) addresses[VECTOR] = reinterpret_cast<uint64_t>(bias->const_data_ptr());
-        if (vector == WRITES_BIAS_GRADIENT) {
-            along = at::empty({channels}, one.options());
-            addresses[VECTOR] = reinterpret_cast<uint64_t>(along.mutable_data_ptr());
-        }
-        if (workspace_bytes) {
-            scratch = at::empty({workspace_bytes}, one.options().dtype(at::kByte));
-            addresses[WORKSPACE] = reinterpret_cast<uint64_t>(scratch.mutable_data_ptr());
-        }
-        for (const Kernel& kernel : kernels) {
-            if (kernel.run(addresses, stream)) return std::nullopt;
-        }
-        return std::make_pair(std::move(made), std::move(along));
+  // The result, and the bias's gradient where it is one, too; nothing where a launch fails.
+  std::optional<std::pair<at::Tensor, at::Tensor>> run(const at::Tensor& one, const at::Tensor& other,
+                                                       const at::Tensor* bias, void* stream) const {
+    at::Tensor made = at::empty_strided(shape, strides, one.options()), along, scratch;
+    Addresses addresses{};
+    addresses[FIRST] = reinterpret_cast<uint64_t>(one.const_data_ptr());
+    addresses[SECOND] = reinterpret_cast<uint64_t>(other.const_data_ptr());
+    addresses[MADE] = reinterpret_cast<uint64_t>(made.mutable_data_ptr());
+    if (vector == READS_BIAS) addresses[VECTOR] = reinterpret_cast<uint64_t>(bias->const_data_ptr());
+    if (vector == WRITES_BIAS_GRADIENT) {
+      along = at::empty({channels}, one.options());
+      addresses[VECTOR] = reinterpret_cast<uint64_t>(along.mutable_data_ptr());
     }
+    if (workspace_bytes) {
+      scratch = at::empty({workspace_bytes}, one.options().dtype(at::kByte));
+      addresses[WORKSPACE] = reinterpret_cast<uint64_t>(scratch.mutable_data_ptr());
+    }
+    for (const Kernel& kernel : kernels) {
+      if (kernel.run(addresses, stream)) return std::nullopt;
+    }
+    return std::make_pair(std::move(made), std::move(along));
+  }
 };
 
 struct Plan {
-    std::array<std::optional<Launch>, 2> launches;  // y, or dx and dw
-    bool is_native = false;                         // PyTorch's own kernel computes all results
-    std::atomic<uint64_t> calls{0};
+  std::array<std::optional<Launch>, 2> launches;  // y, or dx and dw
+  bool is_native = false;                         // PyTorch's own kernel computes all results
+  std::atomic<uint64_t> calls{0};
 };
 
 using Key = std::vector<int64_t>;
 
 struct Hash {
-    size_t operator()(const Key& key) const {  // FNV-1a over words
-        uint64_t hash = 14695981039346656037ull;
-        for (int64_t word : key) hash = (hash ^ static_cast<uint64_t>(word)) * 1099511628211ull;
-        return hash ^ (hash >> 32);
-    }
+  size_t operator()(const Key& key) const {  // FNV-1a over words
+    uint64_t hash = 14695981039346656037ull;
+    for (int64_t word : key) hash = (hash ^ static_cast<uint64_t>(word)) * 1099511628211ull;
+    return hash ^ (hash >> 32);
+  }
 };
 
 constexpr size_t MOST_PLANS = 8192;
@@ -179,232 +178,226 @@ std::unordered_map<Key, std::shared_ptr<Plan>, Hash> plans;
 thread_local Key missed;
 
 std::shared_ptr<Plan> plan_of(const Key& key) {
-    std::shared_lock<std::shared_mutex> guard(lock);
-    const auto found = plans.find(key);
-    return found == plans.end() ? nullptr : found->second;
+  std::shared_lock<std::shared_mutex> guard(lock);
+  const auto found = plans.find(key);
+  return found == plans.end() ? nullptr : found->second;
 }
 
 void forget(const Key& key) {
-    std::unique_lock<std::shared_mutex> guard(lock);
-    plans.erase(key);
+  std::unique_lock<std::shared_mutex> guard(lock);
+  plans.erase(key);
 }
 
 void add(Key& key, const at::Tensor& tensor) {
-    key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
-    key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
+  key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
+  key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
 }
 
 bool add(Key& key, c10::SymIntArrayRef values) {
-    for (const c10::SymInt& value : values) {
-        const auto known = value.maybe_as_int();
-        if (!known) return false;
-        key.push_back(*known);
-    }
-    return true;
+  for (const c10::SymInt& value : values) {
+    const auto known = value.maybe_as_int();
+    if (!known) return false;
+    key.push_back(*known);
+  }
+  return true;
 }
 
 // PyTorch has this switch since 2.13.
 template <class Context>
 auto depthwise_kernel(const Context& context, int) -> decltype(static_cast<int64_t>(context.cudnnDepthwiseKernel())) {
-    return static_cast<int64_t>(context.cudnnDepthwiseKernel());
+  return static_cast<int64_t>(context.cudnnDepthwiseKernel());
 }
 
 template <class Context>
 int64_t depthwise_kernel(const Context&, long) {
-    return 0;
+  return 0;
 }
 
 // Whether float32 may be rounded to TF32; PyTorch 2.9 names switches by strings, later ones by enumerators.
 template <class Precision, class Backend, class Operator>
 int64_t allows_tf32(Precision (at::Context::*read)(Backend, Operator) const) {
-    const at::Context& context = at::globalContext();
-    if constexpr (std::is_enum_v<Backend>) {
-        return (context.*read)(Backend::CUDA, Operator::CONV) == Precision::TF32;
-    } else {
-        return (context.*read)("cuda", "conv") == "tf32";
-    }
+  const at::Context& context = at::globalContext();
+  if constexpr (std::is_enum_v<Backend>) {
+    return (context.*read)(Backend::CUDA, Operator::CONV) == Precision::TF32;
+  } else {
+    return (context.*read)("cuda", "conv") == "tf32";
+  }
 }
 
 // PyTorch's switches.
 int64_t switches() {
-    const at::Context& context = at::globalContext();
-    return depthwise_kernel(context, 0) << 5 | allows_tf32(&at::Context::float32Precision) << 4 | context.deterministicAlgorithms() | context.deterministicCuDNN() << 1 | context.userEnabledCuDNN() << 2 |
-           context.benchmarkCuDNN() << 3;
+  const at::Context& context = at::globalContext();
+  return depthwise_kernel(context, 0) << 5 | allows_tf32(&at::Context::float32Precision) << 4 |
+         context.deterministicAlgorithms() | context.deterministicCuDNN() << 1 | context.userEnabledCuDNN() << 2 |
+         context.benchmarkCuDNN() << 3;
 }
 
 bool is_plain(const at::Tensor& tensor, const at::Tensor& first) {
-    return tensor.defined() && tensor.layout() == at::kStrided && tensor.device() == first.device() &&
-           tensor.scalar_type() == first.scalar_type() && !tensor.is_neg() && !tensor.is_conj();
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.device() == first.device() &&
+         tensor.scalar_type() == first.scalar_type() && !tensor.is_neg() && !tensor.is_conj();
 }
 
 bool is_served(at::ScalarType type) {
-    return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
+  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
 }
 
 // The default stream of a tensor's device is the current one: others' handles are PyTorch's to tell.
 bool on_default_stream(const at::Tensor& tensor) {
-    const c10::Device device = tensor.device();
-    return device.is_cpu() || c10::impl::VirtualGuardImpl(device.type()).getStream(device).id() == 0;
+  const c10::Device device = tensor.device();
+  return device.is_cpu() || c10::impl::VirtualGuardImpl(device.type()).getStream(device).id() == 0;
 }
 
 struct Geometry {
-    c10::SymIntArrayRef stride, padding, dilation;
-    bool transposed;
-    c10::SymIntArrayRef output_padding;
-    const c10::SymInt& groups;
+  c10::SymIntArrayRef stride, padding, dilation;
+  bool transposed;
+  c10::SymIntArrayRef output_padding;
+  const c10::SymInt& groups;
 
-    bool add_to(Key& key) const {
-        const auto count = groups.maybe_as_int();
-        if (!count) return false;
-        key.push_back(*count << 1 | transposed);
-        return add(key, stride) && add(key, padding) && add(key, dilation) && add(key, output_padding);
-    }
+  bool add_to(Key& key) const {
+    const auto count = groups.maybe_as_int();
+    if (!count) return false;
+    key.push_back(*count << 1 | transposed);
+    return add(key, stride) && add(key, padding) && add(key, dilation) && add(key, output_padding);
+  }
 };
 
-using Forward = at::Tensor(
-    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, c10::SymIntArrayRef, c10::SymIntArrayRef,
-    c10::SymIntArrayRef, bool, c10::SymIntArrayRef, c10::SymInt
-);
+using Forward = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, c10::SymIntArrayRef,
+                           c10::SymIntArrayRef, c10::SymIntArrayRef, bool, c10::SymIntArrayRef, c10::SymInt);
 using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using Backward = Results(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, at::OptionalSymIntArrayRef, c10::SymIntArrayRef,
-    c10::SymIntArrayRef, c10::SymIntArrayRef, bool, c10::SymIntArrayRef, c10::SymInt, std::array<bool, 3>
-);
+using Backward = Results(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::OptionalSymIntArrayRef,
+                         c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymIntArrayRef, bool, c10::SymIntArrayRef,
+                         c10::SymInt, std::array<bool, 3>);
 
 template <class Signature>
 const c10::TypedOperatorHandle<Signature>& python(const char* name) {
-    static const auto found = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-    return found;
+  static const auto found = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+  return found;
 }
 
 // The kernels that ours stand before.
 struct Natives {
-    c10::SafeKernelFunction forward, backward;
+  c10::SafeKernelFunction forward, backward;
 };
 
 std::array<std::unique_ptr<Natives>, 2> natives;  // of the CPU, of GPUs
 
-const Natives& natives_of(const at::Tensor& x) { return *natives[x.is_cpu() ? 0 : 1]; }
+const Natives& natives_of(const at::Tensor& x) {
+  return *natives[x.is_cpu() ? 0 : 1];
+}
 
 c10::SafeKernelFunction kernel_of(const char* name, c10::DispatchKey key) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").getComputedKernelForDispatchKey(key);
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").getComputedKernelForDispatchKey(key);
 }
 
 template <class... Arguments>
 torch::jit::Stack called(const c10::SafeKernelFunction& kernel, c10::DispatchKeySet keys, Arguments&&... arguments) {
-    torch::jit::Stack stack;
-    torch::jit::push(stack, std::forward<Arguments>(arguments)...);
-    kernel.callBoxed(kernel.opHandle(), keys, &stack);
-    return stack;
+  torch::jit::Stack stack;
+  torch::jit::push(stack, std::forward<Arguments>(arguments)...);
+  kernel.callBoxed(kernel.opHandle(), keys, &stack);
+  return stack;
 }
 
-at::Tensor convolution(
-    c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
-    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
-    c10::SymInt groups
-) {
-    const bool has_bias = bias && bias->defined();
-    Key key;
-    key.reserve(48);
-    bool is_known = is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) &&
-                    (!has_bias || (is_plain(*bias, x) && bias->is_contiguous() && bias->dim() == 1)) && on_default_stream(x);
-    if (is_known) {
-        const int64_t channels = has_bias ? bias->numel() : -1;
-        key = {0, x.dim(), static_cast<int64_t>(x.scalar_type()), x.device().index(), switches(), channels};
-        add(key, x);
-        add(key, w);
-        is_known = Geometry{stride, padding, dilation, transposed, output_padding, groups}.add_to(key);
+at::Tensor convolution(c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& w,
+                       const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                       c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+                       c10::SymInt groups) {
+  const bool has_bias = bias && bias->defined();
+  Key key;
+  key.reserve(48);
+  bool is_known = is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) &&
+                  (!has_bias || (is_plain(*bias, x) && bias->is_contiguous() && bias->dim() == 1)) &&
+                  on_default_stream(x);
+  if (is_known) {
+    const int64_t channels = has_bias ? bias->numel() : -1;
+    key = {0, x.dim(), static_cast<int64_t>(x.scalar_type()), x.device().index(), switches(), channels};
+    add(key, x);
+    add(key, w);
+    is_known = Geometry{stride, padding, dilation, transposed, output_padding, groups}.add_to(key);
+  }
+  if (const auto plan = is_known ? plan_of(key) : nullptr) {
+    if (plan->is_native) {
+      plan->calls.fetch_add(1, std::memory_order_relaxed);
+      const auto& kernel = natives_of(x).forward;
+      auto results =
+          called(kernel, keys, x, w, bias, stride, padding, dilation, transposed, output_padding, std::move(groups));
+      return std::move(results[0]).toTensor();
     }
-    if (const auto plan = is_known ? plan_of(key) : nullptr) {
-        if (plan->is_native) {
-            plan->calls.fetch_add(1, std::memory_order_relaxed);
-            const auto& kernel = natives_of(x).forward;
-            auto results = called(
-                kernel, keys, x, w, bias, stride, padding, dilation, transposed, output_padding, std::move(groups)
-            );
-            return std::move(results[0]).toTensor();
-        }
-        const c10::OptionalDeviceGuard guard(x.device());
-        const Launch& launch = *plan->launches[0];
-        if (launch.takes(x, w, has_bias ? &*bias : nullptr)) {
-            if (auto made = launch.run(x, w, has_bias ? &*bias : nullptr, nullptr)) {
-                plan->calls.fetch_add(1, std::memory_order_relaxed);
-                if (!has_bias || launch.vector == READS_BIAS) return std::move(made->first);
-                std::vector<int64_t> shape(x.dim(), 1);
-                shape[1] = -1;
-                return made->first.add_(bias->view(shape));
-            }
-            forget(key);
-        }
+    const c10::OptionalDeviceGuard guard(x.device());
+    const Launch& launch = *plan->launches[0];
+    if (launch.takes(x, w, has_bias ? &*bias : nullptr)) {
+      if (auto made = launch.run(x, w, has_bias ? &*bias : nullptr, nullptr)) {
+        plan->calls.fetch_add(1, std::memory_order_relaxed);
+        if (!has_bias || launch.vector == READS_BIAS) return std::move(made->first);
+        std::vector<int64_t> shape(x.dim(), 1);
+        shape[1] = -1;
+        return made->first.add_(bias->view(shape));
+      }
+      forget(key);
     }
-    missed = is_known ? std::move(key) : Key();
-    return python<Forward>("miofind_router::convolution")
-        .call(x, w, bias, stride, padding, dilation, transposed, output_padding, groups);
+  }
+  missed = is_known ? std::move(key) : Key();
+  return python<Forward>("miofind_router::convolution")
+      .call(x, w, bias, stride, padding, dilation, transposed, output_padding, groups);
 }
 
-Results convolution_backward(
-    c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, at::OptionalSymIntArrayRef bias_sizes,
-    c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
-    c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> mask
-) {
-    Key key;
-    key.reserve(64);
-    bool is_known =
-        is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) && is_plain(grad, x) && on_default_stream(x);
-    if (is_known) {
-        const int64_t wanted = mask[0] | mask[1] << 1 | mask[2] << 2;
-        key = {1, x.dim(), static_cast<int64_t>(x.scalar_type()), x.device().index(), switches(), wanted};
-        add(key, grad);
-        add(key, x);
-        add(key, w);
-        is_known = Geometry{stride, padding, dilation, transposed, output_padding, groups}.add_to(key);
+Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w,
+                             at::OptionalSymIntArrayRef bias_sizes, c10::SymIntArrayRef stride,
+                             c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+                             c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> mask) {
+  Key key;
+  key.reserve(64);
+  bool is_known =
+      is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) && is_plain(grad, x) && on_default_stream(x);
+  if (is_known) {
+    const int64_t wanted = mask[0] | mask[1] << 1 | mask[2] << 2;
+    key = {1, x.dim(), static_cast<int64_t>(x.scalar_type()), x.device().index(), switches(), wanted};
+    add(key, grad);
+    add(key, x);
+    add(key, w);
+    is_known = Geometry{stride, padding, dilation, transposed, output_padding, groups}.add_to(key);
+  }
+  if (const auto plan = is_known ? plan_of(key) : nullptr) {
+    if (plan->is_native) {
+      plan->calls.fetch_add(1, std::memory_order_relaxed);
+      const auto& kernel = natives_of(x).backward;
+      auto results = called(kernel, keys, grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding,
+                            std::move(groups), mask);
+      return {std::move(results[0]).toTensor(), std::move(results[1]).toTensor(), std::move(results[2]).toTensor()};
     }
-    if (const auto plan = is_known ? plan_of(key) : nullptr) {
-        if (plan->is_native) {
-            plan->calls.fetch_add(1, std::memory_order_relaxed);
-            const auto& kernel = natives_of(x).backward;
-            auto results = called(
-                kernel, keys, grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding,
-                std::move(groups), mask
-            );
-            return {
-                std::move(results[0]).toTensor(), std::move(results[1]).toTensor(), std::move(results[2]).toTensor()
-            };
-        }
-        const c10::OptionalDeviceGuard guard(x.device());
-        const std::array<const at::Tensor*, 3> tensors{&grad, &x, &w};
-        std::array<at::Tensor, 3> results;
-        bool is_done = true;
-        for (int i = 0; i < 2 && is_done; ++i) {
-            if (!mask[i]) continue;
-            const Launch& launch = *plan->launches[i];
-            const at::Tensor &one = *tensors[launch.first], &other = *tensors[launch.second];
-            if (!launch.takes(one, other, nullptr)) {
-                is_done = false;
-                break;
-            }
-            auto made = launch.run(one, other, nullptr, nullptr);
-            if (!made) {
-                forget(key);
-                is_done = false;
-                break;
-            }
-            results[i] = std::move(made->first);
-            if (launch.vector == WRITES_BIAS_GRADIENT) results[2] = std::move(made->second);
-        }
-        if (is_done) {
-            plan->calls.fetch_add(1, std::memory_order_relaxed);
-            if (mask[2] && !results[2].defined()) {
-                std::vector<int64_t> summed{0};
-                for (int64_t i = 2; i < grad.dim(); ++i) summed.push_back(i);
-                results[2] = at::sum(grad, summed);
-            }
-            return {std::move(results[0]), std::move(results[1]), std::move(results[2])};
-        }
+    const c10::OptionalDeviceGuard guard(x.device());
+    const std::array<const at::Tensor*, 3> tensors{&grad, &x, &w};
+    std::array<at::Tensor, 3> results;
+    bool is_done = true;
+    for (int i = 0; i < 2 && is_done; ++i) {
+      if (!mask[i]) continue;
+      const Launch& launch = *plan->launches[i];
+      const at::Tensor &one = *tensors[launch.first], &other = *tensors[launch.second];
+      if (!launch.takes(one, other, nullptr)) {
+        is_done = false;
+        break;
+      }
+      auto made = launch.run(one, other, nullptr, nullptr);
+      if (!made) {
+        forget(key);
+        is_done = false;
+        break;
+      }
+      results[i] = std::move(made->first);
+      if (launch.vector == WRITES_BIAS_GRADIENT) results[2] = std::move(made->second);
     }
-    missed = is_known ? std::move(key) : Key();
-    return python<Backward>("miofind_router::convolution_backward")
-        .call(grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask);
+    if (is_done) {
+      plan->calls.fetch_add(1, std::memory_order_relaxed);
+      if (mask[2] && !results[2].defined()) {
+        std::vector<int64_t> summed{0};
+        for (int64_t i = 2; i < grad.dim(); ++i) summed.push_back(i);
+        results[2] = at::sum(grad, summed);
+      }
+      return {std::move(results[0]), std::move(results[1]), std::move(results[2])};
+    }
+  }
+  missed = is_known ? std::move(key) : Key();
+  return python<Backward>("miofind_router::convolution_backward")
+      .call(grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask);
 }
 
 std::unordered_map<std::string, std::unique_ptr<torch::Library>> libraries;
@@ -415,88 +408,97 @@ std::unordered_map<std::string, std::unique_ptr<torch::Library>> libraries;
 extern "C" {
 
 void miofind_use_driver(void* launch, void* replace) {
-    launch_kernel = reinterpret_cast<LaunchKernel>(launch);
-    replace_address = reinterpret_cast<ReplaceAddress>(replace);
+  launch_kernel = reinterpret_cast<LaunchKernel>(launch);
+  replace_address = reinterpret_cast<ReplaceAddress>(replace);
 }
 
 // Put these kernels before PyTorch's at a key of the dispatcher, "CUDA" or "CPU".
 void miofind_enable(const char* key) {
-    const c10::DispatchKey at = c10::parseDispatchKey(key);
-    natives[at == c10::DispatchKey::CPU ? 0 : 1] = std::make_unique<Natives>(
-        Natives{kernel_of("aten::convolution", at), kernel_of("aten::convolution_backward", at)}
-    );
-    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", at, __FILE__, __LINE__);
-    library->impl("convolution", TORCH_FN(convolution));
-    library->impl("convolution_backward", TORCH_FN(convolution_backward));
-    libraries[key] = std::move(library);
+  const c10::DispatchKey at = c10::parseDispatchKey(key);
+  natives[at == c10::DispatchKey::CPU ? 0 : 1] = std::make_unique<Natives>(
+      Natives{kernel_of("aten::convolution", at), kernel_of("aten::convolution_backward", at)});
+  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", at, __FILE__, __LINE__);
+  library->impl("convolution", TORCH_FN(convolution));
+  library->impl("convolution_backward", TORCH_FN(convolution_backward));
+  libraries[key] = std::move(library);
 }
 
-void miofind_disable(const char* key) { libraries.erase(key); }
+void miofind_disable(const char* key) {
+  libraries.erase(key);
+}
 
 void miofind_clear() {
-    std::unique_lock<std::shared_mutex> guard(lock);
-    plans.clear();
+  std::unique_lock<std::shared_mutex> guard(lock);
+  plans.clear();
 }
 
 // Forget what this thread's last call looked like.
-void miofind_begin() { missed.clear(); }
-
-int miofind_is_missed() { return !missed.empty(); }
-
-void* miofind_plan() { return new std::shared_ptr<Plan>(std::make_shared<Plan>()); }
-
-void miofind_leave(void* plan) { (*static_cast<std::shared_ptr<Plan>*>(plan))->is_native = true; }
-
-void miofind_launch(
-    void* plan, int which, int rank, const int64_t* shape, const int64_t* strides, int first, int second, int vector,
-    int64_t channels, int64_t workspace_bytes, uint64_t alignment
-) {
-    Launch& launch = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which].emplace();
-    launch.shape.assign(shape, shape + rank);
-    launch.strides.assign(strides, strides + rank);
-    launch.first = first;
-    launch.second = second;
-    launch.vector = vector;
-    launch.channels = channels;
-    launch.workspace_bytes = workspace_bytes;
-    launch.misaligned = alignment - 1;
+void miofind_begin() {
+  missed.clear();
 }
 
-void miofind_kernel(
-    void* plan, int which, void* function, const uint32_t* grid, const uint32_t* block, uint32_t shared_bytes,
-    int is_dependent
-) {
-    Kernel kernel{function, {}, is_dependent != 0, {}, 0};
-    std::memcpy(kernel.config.grid, grid, sizeof kernel.config.grid);
-    std::memcpy(kernel.config.block, block, sizeof kernel.config.block);
-    kernel.config.shared_bytes = shared_bytes;
-    (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->kernels.push_back(std::move(kernel));
+int miofind_is_missed() {
+  return !missed.empty();
+}
+
+void* miofind_plan() {
+  return new std::shared_ptr<Plan>(std::make_shared<Plan>());
+}
+
+void miofind_leave(void* plan) {
+  (*static_cast<std::shared_ptr<Plan>*>(plan))->is_native = true;
+}
+
+void miofind_launch(void* plan, int which, int rank, const int64_t* shape, const int64_t* strides, int first,
+                    int second, int vector, int64_t channels, int64_t workspace_bytes, uint64_t alignment) {
+  Launch& launch = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which].emplace();
+  launch.shape.assign(shape, shape + rank);
+  launch.strides.assign(strides, strides + rank);
+  launch.first = first;
+  launch.second = second;
+  launch.vector = vector;
+  launch.channels = channels;
+  launch.workspace_bytes = workspace_bytes;
+  launch.misaligned = alignment - 1;
+}
+
+void miofind_kernel(void* plan, int which, void* function, const uint32_t* grid, const uint32_t* block,
+                    uint32_t shared_bytes, int is_dependent) {
+  Kernel kernel{function, {}, is_dependent != 0, {}, 0};
+  std::memcpy(kernel.config.grid, grid, sizeof kernel.config.grid);
+  std::memcpy(kernel.config.block, block, sizeof kernel.config.block);
+  kernel.config.shared_bytes = shared_bytes;
+  (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->kernels.push_back(std::move(kernel));
 }
 
 void miofind_parameter(void* plan, int which, const char* content, size_t bytes, int is_map) {
-    Kernel& kernel = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->kernels.back();
-    Parameter parameter;
-    parameter.content.assign(content, content + bytes);
-    parameter.is_map = is_map != 0;
-    parameter.place = kernel.bytes;
-    kernel.bytes += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    kernel.parameters.push_back(std::move(parameter));
+  Kernel& kernel = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->kernels.back();
+  Parameter parameter;
+  parameter.content.assign(content, content + bytes);
+  parameter.is_map = is_map != 0;
+  parameter.place = kernel.bytes;
+  kernel.bytes += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  kernel.parameters.push_back(std::move(parameter));
 }
 
 void miofind_fixup(void* plan, int which, size_t at, int source, uint64_t offset) {
-    Kernel& kernel = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->kernels.back();
-    kernel.parameters.back().fixups.push_back({at, source, offset});
+  Kernel& kernel = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->kernels.back();
+  kernel.parameters.back().fixups.push_back({at, source, offset});
 }
 
 // Have later calls that look like this thread's last miss run a plan.
 void miofind_adopt(void* plan) {
-    if (missed.empty()) return;
-    std::unique_lock<std::shared_mutex> guard(lock);
-    if (plans.size() >= MOST_PLANS) plans.clear();
-    plans[missed] = *static_cast<std::shared_ptr<Plan>*>(plan);
+  if (missed.empty()) return;
+  std::unique_lock<std::shared_mutex> guard(lock);
+  if (plans.size() >= MOST_PLANS) plans.clear();
+  plans[missed] = *static_cast<std::shared_ptr<Plan>*>(plan);
 }
 
-uint64_t miofind_calls(void* plan) { return (*static_cast<std::shared_ptr<Plan>*>(plan))->calls.load(); }
+uint64_t miofind_calls(void* plan) {
+  return (*static_cast<std::shared_ptr<Plan>*>(plan))->calls.load();
+}
 
-void miofind_free(void* plan) { delete static_cast<std::shared_ptr<Plan>*>(plan); }
+void miofind_free(void* plan) {
+  delete static_cast<std::shared_ptr<Plan>*>(plan);
+}
 }
