@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
