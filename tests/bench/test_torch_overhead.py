@@ -6,7 +6,6 @@ import argparse
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
