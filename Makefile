@@ -2,7 +2,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= 2
+# One more than there are processors, since tests wait for children, but no more than eight: each takes 1 GB.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
 KERNELS = $(shell find kernels_src tests miofind/torch -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
 
 # The first Python that is new enough; choose another with `make PYTHON=/path/to/python ...`.
