@@ -151,7 +151,7 @@ def _campaign(connection: Connection, request: CampaignRequest) -> int:
     found = connection.execute(
         select(table.c.id, table.c.options, table.c.devices, table.c.stacks)
         .where(table.c.name == request.name)
-        .with_for_update()
+        .with_for_update(key_share=True)  # agents enrol meanwhile: FOR UPDATE would wait for their keys
     ).one()
     same = (found.options, _names(found.devices), _names(found.stacks))
     if same != (options, _names(request.devices), _names(request.stacks)):

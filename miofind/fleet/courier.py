@@ -82,8 +82,9 @@ class Courier(threading.Thread):
         self._others.extend((key_of(each), each.hold.job) for each in jobs if each.task is not None)
 
     def hurry(self) -> None:
-        """Merge now, where much waits."""
-        if len(self._holdings.at(Stage.MEASURED)) >= MOST_AT_ONCE:
+        """Merge now, where much waits or no more comes."""
+        measured = len(self._holdings.at(Stage.MEASURED))
+        if measured >= MOST_AT_ONCE or (measured and self._interval_s == MERGE_S and self._holdings.is_idle):
             self._wake.set()
 
     def finish_by(self, deadline: float) -> bool:

@@ -76,6 +76,7 @@ class Holdings:
         """Take in what was claimed; what cannot be read is finished as failed, what comes too late is given back."""
         with self._changed:
             for each in claimed:
+                self._forget_waiting(each.hold.job)
                 if each.task is None:
                     finish = Finish(hold=each.hold, outcome=TuneStatus.FAILED, message=each.refusal)
                     self._jobs[each.hold.job] = _Held(each, Stage.MERGED, finish=finish)
@@ -85,6 +86,13 @@ class Holdings:
                     self._jobs[each.hold.job] = _Held(each, Stage.WAITING)
                     self._waiting.setdefault(each.task.kind, deque()).append(each.hold.job)
             self._changed.notify_all()
+
+    def _forget_waiting(self, job: int) -> None:
+        """Drop an older hold of a job that comes again: it was lost, and waits no more."""
+        self._prepared.discard(job)
+        for waiting in self._waiting.values():
+            if job in self._jobs and job in waiting:
+                waiting.remove(job)
 
     def take(self, tasks: GpuTasks) -> Task | None:
         """The next task for a member; waits for one, and is None once nothing more is given out."""
@@ -205,6 +213,12 @@ class Holdings:
         """The jobs that are so far."""
         with self._changed:
             return [held.claimed for held in self._jobs.values() if held.stage is stage]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is being measured."""
+        with self._changed:
+            return not any(held.stage in (Stage.WAITING, Stage.IN_WORK) for held in self._jobs.values())
 
     @property
     def campaigns(self) -> set[int]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from uuid import UUID
 
 from miofind import __version__
-from miofind.errors import DatabaseError
+from miofind.errors import DatabaseError, described
+from miofind.finddb import RefusedEntryError
 from miofind.fleet.campaign_options import options_of
 from miofind.fleet.courier import Courier, Facts
 from miofind.fleet.database import UnreachableError
@@ -30,7 +31,7 @@ MOST_JOBS = 64
 
 _LOOK_S = 1.0
 _LEAST_PAUSE_S = 0.2  # a thousand GPUs that tell of every problem by itself would be all that the server does
-_IDLE_S = (1.0, 5.0)
+_IDLE_S = (0.5, 2.0)
 _CAMPAIGNS_S = 5.0
 _RETRY_S = (0.5, 10.0)
 
@@ -69,7 +70,7 @@ class Link(threading.Thread):
     Attributes:
         devices: how many members each kind has.
         idle_since: since when, of `time.monotonic`, there was nothing to do; None while there is.
-        error: what the server refuses for good, after which it does nothing more.
+        error: what the server refuses for good, or what went wrong here; it does nothing more then.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Link(threading.Thread):
         super().__init__(name="miofind-link", daemon=True)
         self.devices: dict[Kind, int] = {}
         self.idle_since: float | None = None
-        self.error: DatabaseError | None = None
+        self.error: Exception | None = None
         self._agent = agent
         self._queue = queue
         self._holdings = holdings
@@ -117,8 +118,8 @@ class Link(threading.Thread):
                 self._step()
             except UnreachableError as error:
                 self._wait_for_server(error)
-            except DatabaseError as error:
-                logger.error("the fleet's queue cannot be used: %s", error)
+            except Exception as error:  # the agent's thread raises it
+                logger.error("the fleet's queue cannot be used: %s", described(error))
                 self.error = error
                 return
             else:
@@ -229,7 +230,7 @@ class Link(threading.Thread):
     def _claim(self, kind: Kind, count: int) -> None:
         """Claim what the members of a kind measure in BATCH_S, where they have less than half of it."""
         load = self._holdings.load(kind.device)
-        each = 1 if load.mean_s is None else min(MOST_JOBS, math.ceil(BATCH_S / max(load.mean_s, 1e-3)))
+        each = 2 if load.mean_s is None else min(MOST_JOBS, math.ceil(BATCH_S / max(load.mean_s, 1e-3)))
         wanted = count * each
         if 2 * load.waiting > wanted or time.monotonic() < self._claim_at.get(kind, 0.0):
             return
@@ -237,9 +238,10 @@ class Link(threading.Thread):
             logger.warning("the server is behind what was measured here: nothing is claimed until it has that")
             self._claim_at[kind] = time.monotonic() + _CAMPAIGNS_S
             return
-        claimed = self._queue.claim(self._agent.id, kind, wanted - load.waiting)
+        most = wanted - load.waiting
+        claimed = self._queue.claim(self._agent.id, kind, most, devices=count, waiting=load.waiting)
         if not claimed:
-            self._claim_at[kind] = time.monotonic() + random.uniform(*_IDLE_S)
+            self._claim_at[kind] = time.monotonic() + (_LOOK_S if load.waiting else random.uniform(*_IDLE_S))
             return
         self._take_in(claimed)
 
@@ -277,14 +279,17 @@ class Link(threading.Thread):
 
         A server that is away now, or a history that is refused, costs a measurement and no more.
         """
-        try:
-            for each in claimed:
-                key = key_of(each)
+        for each in claimed:
+            key = key_of(each)
+            try:
                 history = self._stores.server.history(key.device, key.network_config)
                 if history is not None:
                     self._stores.local.add([history])
-        except DatabaseError as error:
-            logger.debug("what the server knows of the next problems is not fetched: %s", error)
+            except RefusedEntryError as error:
+                logger.warning("what the server knows of %s is not believed: %s", key.network_config, error)
+            except DatabaseError as error:
+                logger.debug("what the server knows of the next problems is not fetched: %s", error)
+                return
 
     def _note_idleness(self) -> None:
         if self._holdings.holds or any(time.monotonic() >= self._claim_at.get(kind, 0.0) for kind in self.devices):

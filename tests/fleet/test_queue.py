@@ -185,6 +185,7 @@ def test_a_claim_reads_few_jobs_of_a_campaign_without_statistics(database: Fleet
         connection.execute(text("UPDATE campaign SET revision = revision + 1"))
     assert queue.enrol(KIND) == 5000
     values = {"device": KIND.device, "stack": KIND.stack, "most": 1, "worker": uuid4(), "lease_s": 120.0}
+    values |= {"devices": 1, "waiting": 0, "most_counted": 2048}
     with database.transaction() as connection:
         asked = text(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {CLAIM.text}")
         (plan,) = connection.execute(asked, values).scalar_one()
@@ -199,6 +200,28 @@ def claim_all(url: str, chunk: int, told: multiprocessing.SimpleQueue[list[int]]
         assert queue.finish([done(hold) for hold in batch]) == set(batch)
     database.close()
     told.put(found)
+
+
+def test_near_the_end_agents_share_what_is_left(database: FleetDatabase, queue: Queue) -> None:
+    """Each gets half of its devices' part, and none more than it has before the others had theirs."""
+    agents = [Agent(id=uuid4(), host=f"h{number}") for number in range(4)]
+    for number, agent in enumerate(agents):
+        queue.register(agent, "1")
+        health.register(database, f"GPU-{number}", KIND, agent)
+    submitted(database, 40)
+    first = [len(queue.claim(agent.id, KIND, 64)) for agent in agents]
+    assert first == [5, 5, 4, 4]
+    assert queue.claim(agents[0].id, KIND, 64, waiting=5) == []
+    assert len(queue.claim(agents[0].id, KIND, 64, waiting=1)) == 2
+    assert len(queue.claim(agents[1].id, KIND, 2)) == 2, "where much is left nothing is cut"
+    while queue.claim(agents[2].id, KIND, 64):
+        pass
+    assert states(database) == {"leased": 40}
+
+
+def test_a_lone_agent_has_all(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 9)
+    assert len(queue.claim(uuid4(), KIND, 8)) == 8
 
 
 def test_two_claimers_never_share_a_job(database: FleetDatabase, postgres_url: str) -> None:
