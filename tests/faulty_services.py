@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 
-from miofind.compiler import worker
+from miofind.compiler import BinaryCache, worker
 from miofind.errors import InvalidOptionError
 from miofind.evaluate import measuring_child
 from miofind.process.parent import Parent
@@ -24,16 +23,16 @@ def tune(parent: Parent, setup: device_process.DeviceProcessSetup) -> None:
     device_process.serve(parent, setup)
 
 
-def compile_kernels(parent: Parent, directory: Path) -> None:
+def compile_kernels(parent: Parent, cache: BinaryCache) -> None:
     """As a process of a `CompilePool`, with the faults of faulty_compiler.py."""
     importlib.import_module("faulty_compiler")
-    worker.serve(parent, directory)
+    worker.serve(parent, cache)
 
 
-def say_process_and_compile(parent: Parent, directory: Path) -> None:
+def say_process_and_compile(parent: Parent, cache: BinaryCache) -> None:
     """The same, behind a module that a test wrote."""
     importlib.import_module("says_its_process")
-    compile_kernels(parent, directory)
+    compile_kernels(parent, cache)
 
 
 def refuse(parent: Parent, setup: object) -> None:

@@ -26,10 +26,9 @@ from miofind.errors import (
     described,
     raise_if_interrupted,
 )
-from miofind.find.plan import search_space
+from miofind.find.wanted_kernels import kernels_of, one_a_binary, solvers_with_kernels
 from miofind.options import FindOptions
-from miofind.solver.registry import Registry, composed
-from miofind.solver.solver import Solver
+from miofind.solver.registry import Registry
 from miofind.solver.steps import KernelStep
 
 _MOST_SHOWN = 20
@@ -140,39 +139,19 @@ def _steps(
 ) -> dict[KernelStep, str]:
     """The kernels that finds would launch, each with its solver's id; equal binaries count once, whatever the grid."""
     wanted: dict[KernelStep, str] = {}
-    chosen = [s for s in Registry.default().values() if s.sources and options.allows(s)]
+    registry = Registry.default()
     with counted("listing kernels", len(problems)) as advance:
         for problem in problems:
-            for solver in (form for each in chosen for form in _forms(each, problem)):
+            for solver in solvers_with_kernels(problem, options, registry):
                 try:
-                    for step in _steps_of(solver, problem, device, options.searches):
+                    for step in kernels_of(solver, problem, device, search=options.searches):
                         wanted.setdefault(step, solver.id)
                 except BaseException as error:  # a solver's own code may raise anything
                     raise_if_interrupted(error)
                     told = described(error, str if isinstance(error, MiofindError) else repr)
                     report.refused[f"{solver.id}: {problem}"] = told
             advance()
-    return _one_a_binary(wanted)
-
-
-def _forms(solver: Solver, problem: ProblemDescription) -> tuple[Solver, ...]:
-    """The solver, and with a pass behind its bare form for a fused problem."""
-    return (solver, composed(solver)) if problem.epilogue else (solver,)
-
-
-def _steps_of(solver: Solver, problem: ProblemDescription, device: Device, search: bool) -> Iterator[KernelStep]:
-    if not solver.applicability(problem, device):
-        return
-    configs = search_space(problem, device, solver) if search else solver.default_configs(problem, device)
-    for config in configs:
-        yield from solver.solution(problem, device, config).kernels
-
-
-def _one_a_binary(wanted: dict[KernelStep, str]) -> dict[KernelStep, str]:
-    distinct: dict[object, tuple[KernelStep, str]] = {}
-    for step, solver_id in wanted.items():
-        distinct.setdefault((step.package, step.source, step.entry, step.defines, step.options), (step, solver_id))
-    return dict(distinct.values())
+    return one_a_binary(wanted)
 
 
 def _build(compiler: Compiler, steps: dict[KernelStep, str], arch: str, workers: int | None) -> Iterator[_Built]:

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from rich.live import Live
 
 from miofind.cli.fleet_board import print_status, shown_status
+from miofind.cli.fleet_compiler import compiler
 from miofind.cli.fleet_launch import launch
 from miofind.cli.fleet_session import fleet_command, opened, told_or_json
 from miofind.cli.group import CommandGroup
@@ -33,8 +34,9 @@ from miofind.cli.options import (
 )
 from miofind.cli.output import print_json, print_note, print_text, seconds_text, stdout
 from miofind.cli.problems import request_options, requests_of
+from miofind.cli.store import cache_over, store_options
 from miofind.cli.tune import gpus_option
-from miofind.compiler import BinaryCache, Compiler
+from miofind.compiler import Compiler
 from miofind.device.device import Device
 from miofind.errors import DatabaseError
 from miofind.finddb import Store, user_path
@@ -42,6 +44,7 @@ from miofind.fleet import health
 from miofind.fleet.agent import AgentEnd, FleetAgent
 from miofind.fleet.campaigns import MOST_PRIORITY, checked_name, nominal_seconds, retry, set_paused, submit
 from miofind.fleet.database import FleetDatabase
+from miofind.fleet.garbage import collect
 from miofind.fleet.metrics import LOOPBACK, MetricsServer
 from miofind.fleet.status import FleetStatus, status
 from miofind.fleet.values import CampaignRequest, GpuState, JobState
@@ -180,6 +183,7 @@ def _options(values: dict[str, Any]) -> TuneOptions:
 @device_option
 @gpus_option
 @db_option(about="FindDB of this host, which the server's is filled from.")
+@store_options
 @click.option(
     "--drain-after", "for_s", type=Number(min=0), metavar="S", help="Seconds after which it ends, as by SIGTERM."
 )
@@ -204,6 +208,8 @@ def worker(
     device: Device,
     gpus: tuple[Device, ...],
     database: str | None,
+    store: str | None,
+    store_secret: str | None,
     for_s: float | None,
     until_idle_s: float | None,
     metrics_port: int | None,
@@ -215,8 +221,11 @@ def worker(
     A process for each GPU measures what the queue has for its kind, into this host's FindDB as a tuning does, and the
     rows are merged into the server's. While the server is away, the work that was claimed goes on. SIGTERM and Ctrl-C
     drain: within 30 s what was measured is merged and the rest given back.
+
+    With --store kernels come from there where `miofind fleet compiler` or another host has compiled them, and what is
+    compiled here goes there.
     """
-    compiler = Compiler(BinaryCache())
+    shared = Compiler(cache_over(store, store_secret))
     if gpus and click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--device and --gpus exclude each other: name devices in one way")
     with contextlib.ExitStack() as stack:
@@ -225,7 +234,7 @@ def worker(
         fleet_database = stack.enter_context(opened(url))
         server = stack.enter_context(Store(url))
         handles = [
-            stack.enter_context(Handle(each, database=database or _local_path(), strict=True, compiler=compiler))
+            stack.enter_context(Handle(each, database=database or _local_path(), strict=True, compiler=shared))
             for each in devices
         ]
         agent = FleetAgent(handles, fleet_database, server)
@@ -348,4 +357,20 @@ def quarantine(url: str, gpus: tuple[str, ...], reason: str, clear: bool, as_jso
     told_or_json({"gpus": list(gpus), "state": state.value}, told, as_json=as_json)
 
 
+@_command("gc", "miofind fleet gc --days 30 --dry-run")
+@click.option("--days", type=click.IntRange(min=1), default=30, show_default=True, metavar="N", help="Age that is old.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed; remove nothing.")
+def gc(url: str, days: int, dry_run: bool, as_json: bool) -> None:
+    """Remove what is old: campaigns that ended, agents and GPUs that are gone, jobs that no host can take any more.
+
+    No measurement is removed: `miofind db prune` does that. GPUs that are suspect or quarantined stay.
+    """
+    with opened(url) as database:
+        found = collect(database, days, dry_run=dry_run)
+    removed = ", ".join(f"{count} {name}" for name, count in asdict(found).items())
+    told = f"{'would be removed' if dry_run else 'removed'}: {removed}"
+    told_or_json(asdict(found) | {"dry_run": dry_run}, told, as_json=as_json)
+
+
 fleet.add_command(launch)
+fleet.add_command(compiler)

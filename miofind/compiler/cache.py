@@ -110,6 +110,15 @@ class BinaryCache:
         """Make the lock anew in a forked child: a thread of the parent may have held it."""
         self._lock = threading.RLock()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """The same folder in another process."""
+        return type(self), (self.directory or self._asked, self._max_bytes)
+
+    @property
+    def local(self) -> BinaryCache:
+        """What of it is on this host and answers at once: all of it."""
+        return self
+
     @property
     def directory(self) -> Path | None:
         """Folder in use, made on first use; None where the disk cannot be used."""

@@ -69,7 +69,8 @@ class CompilePool:
         max_waiting: int = MAX_WAITING,
     ) -> None:
         _check(workers=1 if workers is None else workers, max_waiting=max_waiting, timeout_s=timeout_s)
-        self._compiler = Compiler(cache)
+        self._cache = BinaryCache() if cache is None else cache
+        self._compiler = Compiler(self._cache.local)
         self._workers = max(1, processors() - 1) if workers is None else workers
         self._timeout_s = timeout_s
         self._max_waiting = max_waiting
@@ -218,10 +219,9 @@ class CompilePool:
 
     def _started(self) -> Service | None:
         """A process that is ready; None, and no more work for any, where none can be had."""
-        directory = self._compiler.cache.directory
-        assert directory is not None, "without a folder no step is taken"
+        assert self._cache.directory is not None, "without a folder no step is taken"
         try:
-            child = Service(self._serve, directory)
+            child = Service(self._serve, self._cache)
         except OSError as error:
             logger.warning("nothing is compiled ahead: no process can be started (%s)", error)
             self._stop()

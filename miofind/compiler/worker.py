@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 
 from miofind.compiler.build import Compiler
 from miofind.compiler.cache import BinaryCache
@@ -35,10 +34,10 @@ class CompileReply:
     answer: Answer
 
 
-def serve(parent: Parent, cache_directory: Path) -> None:
+def serve(parent: Parent, cache: BinaryCache) -> None:
     """Compile what the parent asks for, one request after another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    compiler = Compiler(BinaryCache(cache_directory))
+    compiler = Compiler(cache)
     parent.ready()
     while True:
         parent.send(CompileReply(_answer(compiler, parent.receive())))

@@ -9,15 +9,18 @@ then the binary.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import json
 import logging
+import math
 import os
 import re
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +41,7 @@ _LEAST_SECRET = 16
 _ELF = b"\x7fELF"
 _KEY = re.compile(r"[0-9a-f]{64}")
 _AT_ONCE = 8
+_SILENT_S = 30.0
 _LOCAL = ("file", "local")
 
 
@@ -77,16 +81,29 @@ class BinaryStore:
     """
 
     def __init__(self, url: str, secret: bytes) -> None:
+        self._url = url
         self._secret = secret
+        self._silent_until = -math.inf
         self._files, self._root = _file_system(url)
         self._lock = threading.Lock()
         self._has_warned = False
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """The same store in another process of this user."""
+        return BinaryStore, (self._url, self._secret)
+
     def get(self, key: str) -> Binary | None:
-        """The binary of that key; None where there is none, where its signature is wrong, or nothing answers."""
+        """The binary of that key; None where there is none, where its signature is wrong, or nothing answers.
+
+        A store that did not answer is not asked again for a while: each kernel would wait for it.
+        """
+        if time.monotonic() < self._silent_until:
+            return None
         try:
             return unsigned(self._read(key), key, self._secret)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if _is_silence(error.__cause__):
+                self._warn_once(error)
             return None
         except NotSignedError as error:
             logger.warning("the shared binary %s is not used and will be compiled here: %s", key, error)
@@ -96,6 +113,8 @@ class BinaryStore:
 
     def put(self, binary: Binary) -> bool:
         """Share a binary; whether that worked."""
+        if time.monotonic() < self._silent_until:
+            return False
         try:
             self._write(binary.key, signed(binary, self._secret))
         except Exception as error:  # as above
@@ -141,6 +160,7 @@ class BinaryStore:
     def _warn_once(self, error: Exception) -> None:
         with self._lock:
             is_first, self._has_warned = not self._has_warned, True
+            self._silent_until = time.monotonic() + _SILENT_S
         level = logging.WARNING if is_first else logging.DEBUG
         logger.log(level, "kernels are not shared, the store does not answer: %s", described(error))
 
@@ -164,6 +184,15 @@ class SharedCache(BinaryCache):
         self._publish = publish
         self._counts = threading.Lock()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """The same store and folder in another process of this user."""
+        return functools.partial(SharedCache, publish=self._publish), (self._store, self.directory)
+
+    @property
+    def local(self) -> BinaryCache:
+        """What of it is on this host and answers at once."""
+        return BinaryCache(self.directory)
+
     def get(self, key: str) -> Binary | None:
         """The binary of that key from this host, else from the store."""
         known = super().get(key)
@@ -184,9 +213,20 @@ class SharedCache(BinaryCache):
                 self.published += 1
         return kept
 
+    def share(self, binary: Binary) -> None:
+        """Have the store have a binary that was here before."""
+        if not self._store.has(binary.key) and self._store.put(binary):
+            with self._counts:
+                self.published += 1
+
     def fetch(self, keys: Iterable[str]) -> int:
         """Bring binaries here that the store has, several at once; how many are here then."""
         return sum(found is not None for found in in_threads(self.get, tuple(keys), _AT_ONCE, "miofind-fetch"))
+
+
+def _is_silence(cause: BaseException | None) -> bool:
+    """Whether what fsspec calls a missing file is a web server that does not answer."""
+    return isinstance(cause, OSError | TimeoutError) and not isinstance(cause, FileNotFoundError)
 
 
 def signed(binary: Binary, secret: bytes) -> bytes:

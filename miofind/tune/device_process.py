@@ -6,7 +6,6 @@ import contextlib
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from miofind.compiler import BinaryCache, CompilePool, Compiler
@@ -28,7 +27,7 @@ class DeviceProcessSetup:
         number: the device's, in events.
         device: as the process sees it.
         database: address of the user FindDB, which may hold a password.
-        cache_directory: of the binary cache; None for the user's.
+        cache: of binaries; what compiles ahead asks all of it, the measuring thread what is on this host.
         compile_workers: processes that compile ahead; 0 for none.
         registry: the parent's solvers.
     """
@@ -36,7 +35,7 @@ class DeviceProcessSetup:
     number: int
     device: Device
     database: str = field(repr=False)
-    cache_directory: Path | None
+    cache: BinaryCache
     options: TuneOptions
     compile_workers: int
     registry: Registry
@@ -103,14 +102,13 @@ def serve(parent: Parent, setup: DeviceProcessSetup) -> None:
 
 def _work(parent: Parent, setup: DeviceProcessSetup) -> None:
     with contextlib.ExitStack() as stack:
-        cache = BinaryCache(setup.cache_directory)
-        compiler = Compiler(cache)
+        compiler = Compiler(setup.cache.local)
         handle = stack.enter_context(
             Handle(setup.device, database=setup.database, strict=True, compiler=compiler, registry=setup.registry)
         )
         precompiler = None
         if setup.compile_workers:
-            pool = stack.enter_context(CompilePool(cache, workers=setup.compile_workers))
+            pool = stack.enter_context(CompilePool(setup.cache, workers=setup.compile_workers))
             precompiler = Precompiler(pool, setup.options)
             stack.callback(precompiler.close)
         parent.ready()

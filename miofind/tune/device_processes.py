@@ -117,7 +117,7 @@ def _setup(number: int, handle: Handle, options: TuneOptions, workers: int) -> D
         number=number,
         device=replace(device, index=0) if device.uuid else device,  # it sees no other GPU
         database=handle.database.user.address,
-        cache_directory=handle.compiler.cache.directory,
+        cache=handle.compiler.cache,
         options=options,
         compile_workers=workers,
         registry=handle.registry,

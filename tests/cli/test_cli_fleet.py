@@ -11,6 +11,8 @@ from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 from miofind.finddb import Store
 from miofind.fleet import health
 from miofind.fleet.database import FleetDatabase
+from miofind.fleet.queue import Queue
+from miofind.fleet.values import Kind
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +106,22 @@ def test_agents_of_another_host_need_tls(postgres_url: str) -> None:
     assert "without TLS" in run("fleet", "launch", *where, "--scheduler", "tcp://10.0.0.1:8786", code=2).stderr
     some = ("--scheduler", "tls://host:1", "--tls-ca", "ca.pem")
     assert "go together" in run("fleet", "launch", *where, *some, code=2).stderr
+
+
+def test_kernels_of_what_waits_are_compiled_without_a_gpu(postgres_url: str, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    pytest.importorskip("fsspec")
+    where = ("--database", postgres_url)
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    run("fleet", "init", *where)
+    run("fleet", "submit", *where, "--name", "small", "--only", "ConvDirectNaive", *TINY)
+    with closing(FleetDatabase(postgres_url)) as database:
+        Queue(database).enrol(Kind(device="NVIDIA A|108|8.0|", stack="s"))
+    store = ("--store", str(tmp_path / "store"), "--store-secret", str(secret))
+    found = run_json("fleet", "compiler", *where, *store, "--until-idle", "0")
+    assert (found["problems"], found["failed"]) == (3, 0)
+    assert found["kernels"] == found["store"]["published"] > 0
+    assert "--store says where" in run("fleet", "compiler", *where, code=2).stderr
+    assert run_json("fleet", "gc", *where, "--dry-run")["campaigns"] == 0

@@ -19,6 +19,7 @@ from miofind.fleet import health
 from miofind.fleet.campaign_options import options_json, options_of
 from miofind.fleet.campaigns import retry, set_paused, submit
 from miofind.fleet.database import FleetDatabase, UnreachableError
+from miofind.fleet.garbage import Removed, collect
 from miofind.fleet.queue import CLAIM, MOST_ATTEMPTS, Queue
 from miofind.fleet.values import Agent
 from miofind.options import FindOptions
@@ -222,6 +223,33 @@ def test_near_the_end_agents_share_what_is_left(database: FleetDatabase, queue: 
 def test_a_lone_agent_has_all(database: FleetDatabase, queue: Queue) -> None:
     submitted(database, 9)
     assert len(queue.claim(uuid4(), KIND, 8)) == 8
+
+
+def test_what_is_old_goes_and_what_may_be_of_use_stays(database: FleetDatabase, queue: Queue) -> None:
+    """An ended campaign, one for a stack that no host has any more, and one that goes on."""
+    agent, gone = Agent(id=uuid4(), host="h"), Agent(id=uuid4(), host="gone")
+    for number, (each, kind) in enumerate(((agent, KIND), (gone, OTHER))):
+        queue.register(each, "1")
+        health.register(database, f"GPU-{number}", kind, each)
+    submitted(database, 2)
+    for name in ("ended", "parked"):
+        submitted(database, 1, replace(NIGHTLY, name=name, stacks=("s1",)))
+    with database.transaction() as connection:
+        connection.execute(text("UPDATE job SET state = 'parked' WHERE campaign_id = 3"))
+        connection.execute(text("UPDATE job SET state = 'done', finished_at = created_at FROM campaign WHERE "
+                                "campaign_id = campaign.id AND name = 'ended'"))  # fmt: skip
+    assert collect(database, 30) == Removed(campaigns=0, jobs=0, gpus=0, agents=0)
+    with database.transaction() as connection:
+        connection.execute(text("UPDATE campaign SET created_at = now() - interval '40 days'"))
+        connection.execute(text("UPDATE job SET finished_at = now() - interval '31 days' WHERE finished_at < now()"))
+        past = "UPDATE worker SET state = 'gone', beat_at = now() - interval '31 days' WHERE id = :id"
+        connection.execute(text(past), {"id": gone.id})
+    expected = Removed(campaigns=2, jobs=2, gpus=1, agents=1)
+    assert collect(database, 30, dry_run=True) == expected
+    assert collect(database, 30) == expected
+    assert collect(database, 30) == Removed(campaigns=0, jobs=0, gpus=0, agents=0)
+    assert states(database) == {"new": 2}
+    assert queue.enrol(OTHER) == 2, "a stack that is back has its jobs again"
 
 
 def test_two_claimers_never_share_a_job(database: FleetDatabase, postgres_url: str) -> None:
