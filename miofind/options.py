@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import TypeVar
 
 from miofind.errors import InvalidOptionError, brief, with_known_keywords
+from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 
@@ -141,7 +142,7 @@ class FindOptions:
     def __hash__(self) -> int:
         return self._hash
 
-    def allows(self, solver: Solver) -> bool:
+    def allows(self, solver: Solver | SolverFacts) -> bool:
         """Whether `only` and `exclude` let a solver through."""
         names = solver.names
         return (not self.only or not names.isdisjoint(self.only)) and names.isdisjoint(self.exclude)

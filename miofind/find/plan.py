@@ -40,6 +40,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import applicability_of, forms
 from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Candidate, Outcome
+from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import composed, composed_id, is_composed
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep
@@ -145,7 +146,7 @@ def make_plan(
     *,
     dynamic_only: bool = False,
     winners: Mapping[str, Sequence[Config]] | None = None,
-    asks: Callable[[Solver], bool] = lambda solver: True,
+    asks: Callable[[SolverFacts], bool] = lambda facts: True,
     is_unmeasured: bool = False,
 ) -> Plan:
     """The candidates of a request: configurations of the handle's solvers.
@@ -168,17 +169,18 @@ def make_plan(
     device = handle.device
     draft = _Draft()
 
-    def taken(solver: Solver) -> bool:
-        return (solver.is_dynamic or not dynamic_only) and asks(solver)
+    def taken(facts: SolverFacts) -> bool:
+        return (facts.is_dynamic or not dynamic_only) and asks(facts)
 
     earlier = _earlier(problem, handle)
     bare = _bare(problem, options, handle, taken) if problem.epilogue else ()
     slow = out_of_reach(bare, options)
     few = {solution.solver_id for solution in bare if is_light(problem.epilogue) and not options.searches}
-    for solver in handle.registry.values():
-        if not options.allows(solver) or not taken(solver):
-            draft.left_out.append(solver.id)
+    for facts in handle.registry.facts.values():
+        if not options.allows(facts) or not taken(facts):
+            draft.left_out.append(facts.id)
             continue
+        solver = handle.registry[facts.id]
         most = _DEFAULTS_BESIDE if solver.id in few else None
         request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most, is_unmeasured)
         if solver.id in slow:
@@ -192,7 +194,7 @@ def make_plan(
             request = _Request(problem, device, solver, options, configs, is_unmeasured=is_unmeasured)
             draft.ask_composed(request)
         counted = counted_solvers(options, handle.registry, fused=True)
-        asked = (each for each in counted if taken(each))
+        asked = (handle.registry[each.id] for each in counted if taken(each))
         draft.count_forms(_Request(problem, device, each, options) for each in asked)
     return draft.plan(is_filtered=dynamic_only)
 
@@ -220,15 +222,15 @@ def _earlier(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Con
 
 
 def _bare(
-    problem: ProblemDescription, options: FindOptions, handle: Handle, asks: Callable[[Solver], bool]
+    problem: ProblemDescription, options: FindOptions, handle: Handle, asks: Callable[[SolverFacts], bool]
 ) -> tuple[Solution, ...]:
     """The FindDB's answer to the bare problem, for the solvers that are asked."""
     found = bare_solutions(problem, options, handle)
-    return tuple(each for each in found if asks(handle.registry[each.solver_id]))
+    return tuple(each for each in found if asks(handle.registry.facts[each.solver_id]))
 
 
 def _estimated_bare(
-    problem: ProblemDescription, options: FindOptions, handle: Handle, asks: Callable[[Solver], bool]
+    problem: ProblemDescription, options: FindOptions, handle: Handle, asks: Callable[[SolverFacts], bool]
 ) -> Choices:
     """What is composed for a fused problem of whose bare one nothing is known: what estimates have first there."""
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)

@@ -1,23 +1,28 @@
 """The solvers that finds know: all of miofind and of other packages by default, others where a handle is given them.
 
-Discovery takes every module's `SOLVERS` in `miofind.solvers` and the entry point group `miofind.solvers`.
+Discovery takes every module's `SOLVERS` in `miofind.solvers` and the entry point group `miofind.solvers`. It leaves an
+index of miofind's own (`facts.py`), so that later processes import the modules alone whose solvers are asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import itertools
 import logging
 import pickle
 import pkgutil
+import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from miofind.device.device import Library
 from miofind.errors import InvalidOptionError, UnknownSolverError, described, raise_if_interrupted, suggestion
 from miofind.process.forks import loading
+from miofind.solver.facts import SolverFacts, fingerprint, read_index, write_index
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 logger = logging.getLogger(__name__)
@@ -42,6 +47,11 @@ def composed(solver: Solver) -> Solver:
     module = importlib.import_module("miofind.solvers.pointwise.composed")
     made: Solver = module.Composed(solver)
     return made
+
+
+def composed_facts(facts: SolverFacts) -> SolverFacts:
+    """Those of a solver's composed form."""
+    return replace(facts, id=composed_id(facts.id), names=facts.composed_names)
 
 
 def is_composed(solver_id: str) -> bool:
@@ -77,6 +87,7 @@ class Registry(Mapping[str, Solver]):
             if solver.id in self._solvers:
                 raise InvalidOptionError(f"a registry holds one solver of an id: {solver.id!r} is given twice")
             self._solvers[solver.id] = solver
+        self._indexed: Mapping[str, SolverFacts] = {}
 
     @staticmethod
     def default() -> Registry:
@@ -84,19 +95,44 @@ class Registry(Mapping[str, Solver]):
         if Registry._default is None:
             with loading():
                 if Registry._default is None:
-                    Registry._default = Registry(_discovered())
+                    Registry._default = _default_registry()
         return Registry._default
 
+    @functools.cached_property
+    def facts(self) -> Mapping[str, SolverFacts]:
+        """What requests ask of each solver by its id, in the registry's order; imports no solver for it that an index
+        has."""
+        return {name: self._indexed.get(name) or _facts_of(self._solvers[name]) for name in self}
+
     def __getitem__(self, solver_id: str) -> Solver:
-        if solver_id in self._solvers or not is_composed(str(solver_id)):
-            return self._solvers[solver_id]
-        return composed(self._solvers[solver_id.removesuffix(COMPOSED_SUFFIX)])
+        solver = self._solvers.get(solver_id)
+        if solver is None and solver_id in self._indexed:
+            solver = self._import(self._indexed[solver_id])
+        if solver is not None:
+            return solver
+        inner_id = str(solver_id).removesuffix(COMPOSED_SUFFIX)
+        if inner_id == solver_id or is_composed(inner_id):
+            raise KeyError(solver_id)
+        return composed(self[inner_id])
+
+    def __contains__(self, solver_id: object) -> bool:
+        if not isinstance(solver_id, str):
+            return False
+        names = (solver_id, solver_id.removesuffix(COMPOSED_SUFFIX))
+        return any(name in self._indexed or name in self._solvers for name in names)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._solvers)
+        return itertools.chain(self._indexed, (name for name in list(self._solvers) if name not in self._indexed))
 
     def __len__(self) -> int:
-        return len(self._solvers)
+        return len(self._indexed.keys() | self._solvers.keys())
+
+    def _import(self, facts: SolverFacts) -> Solver:
+        """A solver of the index, from its module."""
+        with loading():
+            for solver in importlib.import_module(facts.module).SOLVERS:
+                self._solvers.setdefault(solver.id, solver)
+        return self._solvers[facts.id]
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -114,9 +150,9 @@ class Registry(Mapping[str, Solver]):
             return self[solver_id]
         wanted = solver_id.lower()
         bare = wanted.removesuffix(COMPOSED_SUFFIX.lower())
-        for name, solver in self._solvers.items():
+        for name in self:
             if name.lower() == bare:
-                return solver if bare == wanted else composed(solver)
+                return self[name] if bare == wanted else composed(self[name])
         raise UnknownSolverError(f"solver {solver_id!r} is not registered: known are {', '.join(self)}")
 
     def with_solvers(self, *solvers: object) -> Registry:
@@ -179,10 +215,36 @@ def _arrived(solvers: tuple[str | Solver, ...]) -> Registry:
     return Registry(default[solver] if isinstance(solver, str) else solver for solver in solvers)
 
 
-def _discovered() -> Iterator[Solver]:
-    """The solvers of the default registry, each id once."""
+def _default_registry() -> Registry:
+    """All solvers: miofind's own by their index where there is one, else by discovery, which leaves one."""
+    sources = fingerprint()
+    indexed = read_index(sources)
+    own = [] if indexed else list(_own())
+    registry = Registry(_each_once(itertools.chain(own, _from_entry_points())))
+    registry._indexed = indexed
+    if not indexed and _is_sound(own):
+        write_index(sources, [registry.facts[solver.id] for solver in own])
+    return registry
+
+
+def _is_sound(own: Sequence[Solver]) -> bool:
+    """Whether an index may stand for what was discovered: nothing was warned of, and modules name their own classes."""
+    if len({solver.id for solver in own}) < len(own):
+        return False
+    modules = {sys.modules[type(solver).__module__] for solver in own}
+    named = [solver for module in modules for solver in getattr(module, "SOLVERS", ())]
+    package = [module for name, module in list(sys.modules.items()) if name.startswith("miofind.solvers.")]
+    return set(own) == set(named) and not any(map(_unnamed, package))
+
+
+def _facts_of(solver: Solver) -> SolverFacts:
+    return SolverFacts.of(solver, composed(solver))
+
+
+def _each_once(solvers: Iterable[Solver]) -> Iterator[Solver]:
+    """Solvers but for those whose id another one before them has."""
     found: dict[str, Solver] = {}
-    for solver in itertools.chain(_own(), _from_entry_points()):
+    for solver in solvers:
         if solver.id in found:
             first, second = type(found[solver.id]).__module__, type(solver).__module__
             logger.warning("solver %s of %s is left out: %s has one of that id", solver.id, second, first)
@@ -202,13 +264,24 @@ def _own() -> Iterator[Solver]:
 
 def _warn_of_unnamed(module: types.ModuleType) -> None:
     """Tell of classes with an id that a module defines, and that its SOLVERS does not name."""
+    for name in _unnamed(module):
+        path = f"{module.__name__.removeprefix('miofind.').replace('.', '/')}.py"
+        missing = "its SOLVERS does not name it" if getattr(module, "SOLVERS", ()) else "no SOLVERS"
+        logger.warning("%s defines the solver %s but %s: add SOLVERS = (%s(),)", path, name, missing, name)
+
+
+def _unnamed(module: types.ModuleType) -> list[str]:
+    """Classes with an id that a module defines, and that its SOLVERS does not name."""
     named = {type(solver) for solver in getattr(module, "SOLVERS", ())}
-    for name, value in vars(module).items():
-        is_own = isinstance(value, type) and issubclass(value, Solver) and value.__module__ == module.__name__
-        if is_own and "id" in vars(value) and value not in named:
-            path = f"{module.__name__.removeprefix('miofind.').replace('.', '/')}.py"
-            missing = "its SOLVERS does not name it" if named else "no SOLVERS"
-            logger.warning("%s defines the solver %s but %s: add SOLVERS = (%s(),)", path, name, missing, name)
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, Solver)
+        and value.__module__ == module.__name__
+        and "id" in vars(value)
+        and value not in named
+    ]
 
 
 def _from_entry_points() -> Iterator[Solver]:

@@ -19,8 +19,8 @@ from miofind.find.plan import Plan, Planned, make_plan, nothing_found
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, SolutionList, Source, copied, without_steps
+from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import COMPOSED_SUFFIX
-from miofind.solver.solver import Solver
 from miofind.solvers.pointwise.composed import Composed
 
 
@@ -41,9 +41,7 @@ def predicted(
     stored = records.all_rows(problem, options, handle) if is_known else []
     known = {solution.solver_id for solution in stored}
     tried = _tried(problem, handle) if is_known else {}
-    plan = _plan(
-        problem, options, handle, lambda solver: solver.id not in known, dynamic_only=dynamic_only, tried=tried
-    )
+    plan = _plan(problem, options, handle, lambda facts: facts.id not in known, dynamic_only=dynamic_only, tried=tried)
     if not plan.candidates and not stored:
         plan = _of_last_resort(problem, options, handle, plan, dynamic_only=dynamic_only)
     if not plan.candidates and not stored:
@@ -69,7 +67,7 @@ def with_predictions(
     lacking |= {name.removesuffix(COMPOSED_SUFFIX) for name in lacking}
     problem = hit[0].problem
     tried = _tried(problem, handle)
-    plan = _plan(problem, options, handle, lambda solver: solver.id in lacking, dynamic_only=dynamic_only, tried=tried)
+    plan = _plan(problem, options, handle, lambda facts: facts.id in lacking, dynamic_only=dynamic_only, tried=tried)
     if not plan.candidates:
         return hit
     answer = _merged(hit, plan.candidates, problem, handle)
@@ -81,15 +79,15 @@ def _plan(
     problem: ProblemDescription,
     options: FindOptions,
     handle: Handle,
-    asks: Callable[[Solver], bool],
+    asks: Callable[[SolverFacts], bool],
     *,
     dynamic_only: bool,
     tried: Mapping[str, str],
 ) -> Plan:
     """The candidates of those solvers but cuDNN, without those that were tried."""
 
-    def is_asked(solver: Solver) -> bool:
-        return solver.library is not Library.CUDNN and asks(solver)
+    def is_asked(facts: SolverFacts) -> bool:
+        return facts.library is not Library.CUDNN and asks(facts)
 
     plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, asks=is_asked, is_unmeasured=True)
     return plan.without(tried)
@@ -100,7 +98,7 @@ def _of_last_resort(
 ) -> Plan:
     """A plan of cuDNN's candidates, else of the last resort, where there is nothing else."""
     cudnn = make_plan(
-        problem, options, handle, dynamic_only=dynamic_only, asks=lambda solver: solver.library is Library.CUDNN
+        problem, options, handle, dynamic_only=dynamic_only, asks=lambda facts: facts.library is Library.CUDNN
     ).without(_tried(problem, handle))
     refusals = plan.refusals | cudnn.refusals
     left_out = tuple(name for name in plan.left_out if name in cudnn.left_out)

@@ -11,7 +11,8 @@ from miofind.device.device import Device
 from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import Scope, failed_code
 from miofind.options import FindOptions
-from miofind.solver.registry import Registry, composed
+from miofind.solver.facts import SolverFacts
+from miofind.solver.registry import Registry, composed_facts
 from miofind.solver.solver import Solver
 
 
@@ -40,27 +41,27 @@ def requested_scope(options: FindOptions, device: Device, registry: Registry, dy
         fused: it is of a problem with an epilogue.
     """
     considered = {
-        solver.id: solver.version
-        for solver in counted_solvers(options, registry, fused=fused)
-        if (solver.is_dynamic or not dynamic_only)
-        and any(key.place is device.place for key in solver.keys)
-        and any(device.library_version(key.library) is not None for key in solver.keys)
+        facts.id: facts.version
+        for facts in counted_solvers(options, registry, fused=fused)
+        if (facts.is_dynamic or not dynamic_only)
+        and any(each.place is device.place for each in facts.served)
+        and any(device.library_version(each.library) is not None for each in facts.served)
     }
     return scope_of(options, considered, complete=False, filtered=dynamic_only)
 
 
-def counted_solvers(options: FindOptions, registry: Registry, *, fused: bool) -> Iterator[Solver]:
-    """The solvers that a request's options allow, as scopes count them.
+def counted_solvers(options: FindOptions, registry: Registry, *, fused: bool) -> Iterator[SolverFacts]:
+    """The solvers that a request's options allow, as scopes count them; none is imported for it.
 
     For a fused problem a solver stands for its composed form, too, and is not counted where that is excluded; where the
     options allow the composed form alone, that stands for itself.
     """
-    for solver in registry.values():
+    for facts in registry.facts.values():
         if not fused:
-            if options.allows(solver):
-                yield solver
-        elif options.allows(whole := composed(solver)):
-            yield solver if options.allows(solver) else whole
+            if options.allows(facts):
+                yield facts
+        elif options.allows(whole := composed_facts(facts)):
+            yield facts if options.allows(facts) else whole
 
 
 def scope_of(options: FindOptions, considered: Mapping[str, int], *, complete: bool, filtered: bool) -> Scope:

@@ -1,0 +1,170 @@
+"""What requests ask of every solver without its code, and the index that keeps it beside the bytecode.
+
+A look-up asks all solvers for their ids, versions and libraries, and few of them for more. To import them all takes
+longer than the rest of a look-up. So discovery leaves an index: as bytecode is, it is valid while the sources have the
+sizes and times of modification that it names, is kept in `__pycache__`, and is done without where that cannot be
+written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from miofind.device.device import Library, Place
+from miofind.files import write_whole
+from miofind.solver.solver import Solver
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FOLDERS = ("core", "device", "libraries", "solver", "solvers")
+"""Of the package, whose modules decide what the index says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A place and a library that a solver has a kernel key of."""
+
+    place: Place
+    library: Library
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverFacts:
+    """What a request asks of a solver before any row of it.
+
+    Attributes:
+        module: that names it in SOLVERS.
+        library: who supplies the code.
+        names: what `only` and `exclude` know it by.
+        composed_names: what they know its composed form by.
+        served: of its keys.
+    """
+
+    id: str
+    module: str
+    version: int
+    library: Library
+    is_dynamic: bool
+    names: frozenset[str]
+    composed_names: frozenset[str]
+    served: tuple[Served, ...]
+
+    @staticmethod
+    def of(solver: Solver, composed: Solver) -> SolverFacts:
+        """The facts of a solver and of its composed form."""
+        return SolverFacts(
+            id=solver.id,
+            module=type(solver).__module__,
+            version=solver.version,
+            library=solver.library,
+            is_dynamic=solver.is_dynamic,
+            names=solver.names,
+            composed_names=composed.names,
+            served=tuple(dict.fromkeys(Served(key.place, key.library) for key in solver.keys)),
+        )
+
+
+def read_index(sources: str) -> dict[str, SolverFacts]:
+    """Facts of miofind's own solvers by id, in the order of discovery; empty where no index of these sources is kept.
+
+    Args:
+        sources: their `fingerprint`.
+    """
+    try:
+        kept = json.loads(_index_path().read_text(encoding="utf-8"))
+        if not sources or kept["sources"] != sources:
+            return {}
+        return {each["id"]: _facts_from(each) for each in kept["solvers"]}
+    except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:
+        logger.debug("no index of solvers is kept: %s", error)
+        return {}
+
+
+def write_index(sources: str, facts: Iterable[SolverFacts]) -> None:
+    """Keep facts of miofind's own solvers where Python keeps bytecode, or nowhere where it keeps none.
+
+    Args:
+        sources: the `fingerprint` of before they were imported.
+    """
+    if sys.dont_write_bytecode or not sources:
+        return
+    listed = [
+        asdict(each) | {"names": sorted(each.names), "composed_names": sorted(each.composed_names)} for each in facts
+    ]
+    try:
+        path = _index_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({"sources": sources, "solvers": listed}).encode())
+    except (OSError, NotImplementedError) as error:
+        logger.debug("the index of solvers is not kept: %s", error)
+
+
+def fingerprint() -> str:
+    """Hash of the paths, sizes and times of modification of the modules that decide what the index says.
+
+    It is "" where these are no files.
+    """
+    digest = hashlib.sha256(f"{_PACKAGE} {sys.version}".encode())
+    try:
+        for folder in _FOLDERS:
+            for line in sorted(_modules(os.path.join(_PACKAGE, folder))):
+                digest.update(line.encode())
+    except OSError as error:
+        logger.debug("solvers have no index: %s", error)
+        return ""
+    return digest.hexdigest()
+
+
+def _facts_from(kept: Mapping[str, object]) -> SolverFacts:
+    """Facts as the index has them.
+
+    Raises:
+        KeyError, TypeError, ValueError: they are none.
+    """
+    names, composed_names, served = kept["names"], kept["composed_names"], kept["served"]
+    if not (isinstance(names, list) and isinstance(composed_names, list) and isinstance(served, list)):
+        raise TypeError("names and keys are lists")
+    version, module = kept["version"], kept["module"]
+    if type(version) is not int:
+        raise TypeError("a version is a whole number")
+    if not isinstance(module, str) or not module.startswith("miofind.solvers."):
+        raise ValueError(f"{module} is no module of a solver of miofind")
+    return SolverFacts(
+        id=str(kept["id"]),
+        module=module,
+        version=version,
+        library=Library(str(kept["library"])),
+        is_dynamic=bool(kept["is_dynamic"]),
+        names=frozenset(names),
+        composed_names=frozenset(composed_names),
+        served=tuple(Served(Place(each["place"]), Library(each["library"])) for each in served),
+    )
+
+
+def _index_path() -> Path:
+    """A file beside the bytecode of `miofind.solvers`.
+
+    Raises:
+        NotImplementedError: this Python keeps no bytecode.
+    """
+    bytecode = Path(importlib.util.cache_from_source(str(_PACKAGE / "solvers" / "__init__.py")))
+    return bytecode.with_name(f"index.{sys.implementation.cache_tag}.json")
+
+
+def _modules(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".py"):
+                status = entry.stat()
+                yield f"{entry.path} {status.st_size} {status.st_mtime_ns}\n"
+            elif entry.name != "__pycache__" and entry.is_dir():
+                yield from _modules(entry.path)
