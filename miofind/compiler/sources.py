@@ -28,15 +28,18 @@ _CONDITIONAL = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b")
 _IF_FUSED = re.compile(r"\s*#\s*ifdef\s+EPILOGUE\b")
 
 # Words come first among the short tokens, so that the apostrophe of 1'000 opens no literal and `FOOR"(` no raw string.
+# What is kept is matched in long runs, single spaces between words included: a call a token would take most of a hash.
 _TOKEN = re.compile(
     r"""
     (?P<gap>   (?: \s | //(?:\\\r?\n|[^\n])* | /\*.*?\*/ )+ )
-  | (?P<kept>  (?:u8|[uUL])?R"(?P<mark>[^()\\\s]{0,16})\(.*?\)(?P=mark)"
-             | "(?:\\.|[^"\\\n])*"
-             | \d(?:'?[\w.])*
-             | \w+
-             | '(?:\\.|[^'\\\n])*'
-             | . )
+  | (?P<kept>(?: (?:u8|[uUL])?R"(?P<mark>[^()\\\s]{0,16})\(.*?\)(?P=mark)"
+               | "(?:\\.|[^"\\\n])*"
+               | \d(?:'?[\w.])*
+               | \w+
+               | '(?:\\.|[^'\\\n])*'
+               | [ ](?![\s/])
+               | [^\s/]
+               | /(?!/|\*.*?\*/) )++)
     """,
     re.VERBOSE | re.DOTALL,
 )
@@ -144,8 +147,10 @@ def normalised(text: str) -> str:
 def _shortened(token: re.Match[str]) -> str:
     if token["gap"] is None:
         return token[0]
-    # A block comment counts as one space, wherever its lines end, so a directive goes on behind it.
-    return "\n" if "\n" in _COMMENT.sub(" ", token[0]) else " "
+    gap = token[0]
+    if "/" in gap:  # a block comment counts as one space, wherever its lines end, so a directive goes on behind it
+        gap = _COMMENT.sub(" ", gap)
+    return "\n" if "\n" in gap else " "
 
 
 def _read(name: str, package: str, what: str) -> str:

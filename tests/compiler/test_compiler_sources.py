@@ -38,6 +38,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaPackage:
         ("a /**/ b /***/ c", "a b c"),
         ("a // one /* two\nb /* // */ c", "a\nb c"),
         ("a /* never closed", "a /* never closed"),
+        ("a /b/ c /* out */d", "a /b/ c d"),
+        ("a b  c d// out\n e \tf", "a b c d\ne f"),
+        ('s = "a  b" R"x(c  d)x" \'  \'', 's = "a  b" R"x(c  d)x" \'  \''),
         ("", ""),
     ],
 )
