@@ -29,7 +29,8 @@ from miofind.cli.options import (
     time_budget_option,
 )
 from miofind.cli.output import print_json, stderr
-from miofind.cli.problems import named_requests, request_options
+from miofind.cli.problems import named_requests, request_options, requests_of
+from miofind.cli.scheduler import scheduler_options
 from miofind.cli.session import verbose_option
 from miofind.cli.tune_display import display
 from miofind.cli.tune_forecast import print_forecasts
@@ -110,6 +111,8 @@ gpus_option = click.option(
 @gpus_option
 @arch_option
 @db_option()
+@scheduler_options(required=False)
+@click.option("--campaign", metavar="NAME", help="With --scheduler: its name.  [default: by problems and options]")
 @json_option
 @verbose_option
 def tune(
@@ -120,6 +123,11 @@ def tune(
     gpus: tuple[Device, ...],
     archs: tuple[Device, ...],
     database: str | None,
+    scheduler: str | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    campaign: str | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -131,7 +139,21 @@ def tune(
     Problems that the FindDB answers already are left out, so that a tuning that was stopped or killed goes on where it
     was. Candidates that failed here before are left out, too, without --retry-failed. After an upgrade, --stored brings
     a FindDB up to date without a search. Ctrl-C stops the tuning within seconds and prints its report.
+
+    With --scheduler the hosts of a Dask cluster measure, by a queue on the server of --db.
     """
+    tls = (tls_ca, tls_cert, tls_key)
+    if scheduler is not None:
+        from miofind.cli.tune_fleet import Cluster, server_of, tune_by_fleet
+
+        where = _agents_devices(device, gpus, archs, values)
+        if recheck or dry_run:
+            raise click.UsageError("--scheduler measures a campaign: --recheck and --dry-run are of one host")
+        cluster = Cluster(url=server_of(database), scheduler=scheduler, tls=tls, devices=where)
+        options = _options(values, recheck=False, stored=stored)
+        tune_by_fleet(cluster, requests_of(**values), options, campaign, as_json=as_json)
+    if campaign is not None or any(tls):
+        raise click.UsageError("--campaign and --tls-... go with --scheduler")
     devices = _devices(device, gpus, archs, dry_run=dry_run, in_process=not values["isolate"])
     options = _options(values, recheck=recheck, stored=stored)
     compiler = Compiler(BinaryCache())
@@ -167,6 +189,22 @@ def _devices(
     if in_process and len(gpus) > 1:
         raise click.UsageError("--in-process measures on one GPU: leave it out, and each GPU gets a process")
     return gpus or archs or (device,)
+
+
+def _agents_devices(
+    device: Device, gpus: tuple[Device, ...], archs: tuple[Device, ...], values: dict[str, Any]
+) -> tuple[str, ...]:
+    """What the agents of a cluster measure with, as options of `miofind fleet worker`."""
+    if gpus or archs or not values["isolate"] or values["stop_after_s"] < math.inf:
+        raise click.UsageError(
+            "--gpus, --arch, --in-process and --stop-after are of this host: with --scheduler agents use all GPUs of "
+            "theirs, or --device cpu"
+        )
+    if click.get_current_context().get_parameter_source("device") is not ParameterSource.COMMANDLINE:
+        return ("--gpus", "all")
+    if device.place is not Place.CPU:
+        raise click.UsageError("--device names a GPU of this host: with --scheduler agents use all GPUs of theirs")
+    return ("--device", "cpu")
 
 
 def _forecast_database(database: str | None) -> str:

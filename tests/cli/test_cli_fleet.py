@@ -97,6 +97,12 @@ def test_dasks_workers_run_agents_until_nothing_is_left(postgres_url: str) -> No
         assert run_json("fleet", "status", *where)["gpus"][0]["worker"] == "gone", "the end drains agents"
         assert len(run_json(*launch, "--keep")["hosts"]) == 1
         assert run_json(*launch, "--stop") == {"stopped": True}
+        tune = ("tune", "--db", postgres_url, "--scheduler", cluster.scheduler_address, "--device", "cpu")
+        tuned = run_json(*tune, "--only", "ConvCpuIm2colGemm", *TINY)
+        assert tuned["jobs"] == {"done": 3, "failed": 0, "leased": 0, "new": 0, "parked": 0}
+        assert tuned["campaign"].startswith("tune-")
+        assert "--recheck" in run(*tune, "--recheck", code=2).stderr
+    assert "needs the fleet's server" in run("tune", "--scheduler", "tcp://127.0.0.1:1", *FORWARD, code=2).stderr
 
 
 def test_agents_of_another_host_need_tls(postgres_url: str) -> None:
