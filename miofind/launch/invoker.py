@@ -133,7 +133,8 @@ class _CudaInvoker(Invoker):
         steps = self.solution.steps
         with cupy.cuda.Device(self.device.index):
             cupy.cuda.runtime.setDevice(self.device.index)  # binds the context, and may be called in a capture
-            bound = tuple(self._bound(step, pdl) for step, pdl in zip(steps, dependent_launches(steps), strict=True))
+            made = [self._bound(step, pdl) for step, pdl in zip(steps, dependent_launches(steps), strict=True)]
+        bound = tuple(step.__call__ for step in made)  # Python 3.11 calls methods 45 ns faster than objects
         self._local.steps = bound
         return bound
 
