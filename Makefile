@@ -30,7 +30,7 @@ demo: $(VENV)/.run ## tune the layers of ResNet-50 on this machine and print wha
 test: lint ## lint, types and the fast tests; needs no GPU
 	$(BIN)/pytest -n $(JOBS)
 
-test-compile: $(VENV)/.dev ## compile every kernel for every architecture; needs no GPU
+test-compile: $(VENV)/.dev ## every kernel for every architecture, and all that `make test` samples; needs no GPU
 	$(BIN)/pytest -n $(JOBS) -m full_matrix
 
 gpu-test: $(VENV)/.dev ## the tests that need an NVIDIA GPU

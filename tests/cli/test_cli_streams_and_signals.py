@@ -73,8 +73,19 @@ main(sys.argv[1:], prog_name="miofind")
 """
 
 
-@pytest.mark.parametrize("error", ['ModuleNotFoundError("No module named cupy")', 'ImportError("libcuda")'])
-@pytest.mark.parametrize(("device", "code"), [((), 0), (("--device", "cuda"), 3)], ids=["any", "cuda"])
+MISSING, BROKEN = 'ModuleNotFoundError("No module named cupy")', 'ImportError("libcuda")'
+ON_CUDA = ("--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("error", "device", "code"),
+    [
+        pytest.param(MISSING, (), 0, id="missing-any"),
+        pytest.param(BROKEN, ON_CUDA, 3, id="broken-cuda"),
+        pytest.param(BROKEN, (), 0, id="broken-any", marks=pytest.mark.full_matrix),
+        pytest.param(MISSING, ON_CUDA, 3, id="missing-cuda", marks=pytest.mark.full_matrix),
+    ],
+)
 def test_without_cupy(error: str, device: tuple[str, ...], code: int) -> None:
     command = [sys.executable, "-c", HIDE.format(error=error), "find", *FORWARD, *device]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
@@ -108,8 +119,29 @@ if {where!r} == "exit":
 """
 
 
-@pytest.mark.parametrize("where", ["miofind.api", "ml_dtypes", "sqlalchemy", "rich", "miofind.cli.find", "exit"])
-@pytest.mark.parametrize("installed", [False, True], ids=["module", "script"])
+WHERES = ("miofind.api", "ml_dtypes", "sqlalchemy", "rich", "miofind.cli.find", "exit")
+SAMPLED = {
+    ("miofind.api", False),
+    ("miofind.api", True),
+    ("sqlalchemy", False),
+    ("miofind.cli.find", True),
+    ("exit", False),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "installed"),
+    [
+        pytest.param(
+            where,
+            installed,
+            id=f"{'script' if installed else 'module'}-{where}",
+            marks=[] if (where, installed) in SAMPLED else pytest.mark.full_matrix,
+        )
+        for where in WHERES
+        for installed in (False, True)
+    ],
+)
 def test_ctrl_c_leaves_no_traceback_of_imports(where: str, installed: bool, tmp_path: Path) -> None:
     """It printed one in the first half second."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT.format(where=where), encoding="utf-8")
@@ -250,7 +282,10 @@ def test_names_of_other_people_steer_no_terminal(capsys: pytest.CaptureFixture[s
     assert captured.err == "root:x:0\n"
 
 
-@pytest.mark.parametrize("columns", ["0", "", "wide", "-1", "\N{SUPERSCRIPT TWO}"])
+@pytest.mark.parametrize(
+    "columns",
+    ["0", "\N{SUPERSCRIPT TWO}", *(pytest.param(value, marks=pytest.mark.full_matrix) for value in ("", "wide", "-1"))],
+)
 def test_columns_without_sense_hide_nothing(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     done = shell('"$@"', "tune", *FORWARD, "--in-process")
@@ -259,7 +294,7 @@ def test_columns_without_sense_hide_nothing(columns: str, monkeypatch: pytest.Mo
     assert "there is no FindDB" in shell('"$@"', "db", "upgrade", "--db", "missing.db").stderr
 
 
-@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+@pytest.mark.parametrize("encoding", [pytest.param("utf-8:strict", marks=pytest.mark.full_matrix), "ascii:strict"])
 def test_names_that_stdout_cannot_say_are_escaped(
     encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,18 +211,18 @@ device.Device.cuda = staticmethod(lambda index: cpu)
 tune.cuda_device_count = lambda: 2
 main()
 """
+_ONE, _TWO = (("-m", "miofind"),), (("-c", _ON_TWO), ("--gpus", "all"))
 
 
 @pytest.mark.parametrize(
     ("program", "where", "number"),
     [
-        (("-m", "miofind"), ("--device", "cpu"), signal.SIGINT),
-        (("-m", "miofind"), ("--device", "cpu", "--in-process"), signal.SIGINT),
-        (("-m", "miofind"), ("--device", "cpu"), signal.SIGTERM),
-        (("-c", _ON_TWO), ("--gpus", "all"), signal.SIGINT),
-        (("-c", _ON_TWO), ("--gpus", "all"), signal.SIGTERM),
+        pytest.param(*_ONE, ("--device", "cpu"), signal.SIGINT, id="child", marks=pytest.mark.full_matrix),
+        pytest.param(*_ONE, ("--device", "cpu", "--in-process"), signal.SIGINT, id="in process"),
+        pytest.param(*_ONE, ("--device", "cpu"), signal.SIGTERM, id="SIGTERM"),
+        pytest.param(*_TWO, signal.SIGINT, id="two devices"),
+        pytest.param(*_TWO, signal.SIGTERM, id="two devices, SIGTERM", marks=pytest.mark.full_matrix),
     ],
-    ids=["child", "in process", "SIGTERM", "two devices", "two devices, SIGTERM"],
 )
 def test_a_real_signal_stops_what_is_measured(
     program: tuple[str, ...], where: tuple[str, ...], number: signal.Signals, tmp_path: Path

@@ -104,8 +104,13 @@ def told_by_child(command: list[str], folder: Path, **environment: str) -> tuple
 
 @pytest.mark.parametrize(
     ("options", "environment"),
-    [((), {}), ((), {"PYTHONPATH": str(PACKAGE.parent)}), (("-P",), {}), (("-I",), {}), (("-E", "-s"), {})],
-    ids=["script", "PYTHONPATH", "-P", "-I", "-E -s"],
+    [
+        pytest.param((), {}, id="script"),
+        pytest.param(("-I",), {}, id="-I"),
+        pytest.param((), {"PYTHONPATH": str(PACKAGE.parent)}, id="PYTHONPATH", marks=pytest.mark.full_matrix),
+        pytest.param(("-P",), {}, id="-P", marks=pytest.mark.full_matrix),
+        pytest.param(("-E", "-s"), {}, id="-E -s", marks=pytest.mark.full_matrix),
+    ],
 )
 def test_a_child_runs_nothing_of_the_current_folder(
     foreign: Path, tmp_path: Path, options: tuple[str, ...], environment: dict[str, str]

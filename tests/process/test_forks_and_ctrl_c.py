@@ -243,7 +243,9 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-@pytest.mark.parametrize("after_s", [0.01, 0.05, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize(
+    "after_s", [0.05, 0.2, *(pytest.param(after_s, marks=pytest.mark.full_matrix) for after_s in (0.01, 0.1, 0.3))]
+)
 def test_a_fork_waits_for_another_threads_imports(tmp_path: Path, after_s: float) -> None:
     """The child waited for good for a module that a thread of its parent was importing."""
     done = subprocess.run(

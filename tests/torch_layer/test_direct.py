@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import struct
 from collections.abc import Iterator
@@ -124,10 +125,20 @@ def _gradients(y: Any, *inputs: Any) -> tuple[Any, ...]:
     return torch.autograd.grad(y, inputs, torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape))
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["NCHW", "NHWC"])
-@pytest.mark.parametrize("call", [conv2d, conv_transpose2d])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+FORMS = itertools.product(
+    [torch.float16, torch.bfloat16, torch.float64],
+    [False, True],
+    [conv2d, conv_transpose2d],
+    [torch.contiguous_format, torch.channels_last],
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_bias", "call", "memory_format"),
+    [  # Every third: each form of a call with one of the dtypes.
+        pytest.param(*form, marks=pytest.mark.full_matrix if number % 3 else []) for number, form in enumerate(FORMS)
+    ],
+)
 def test_the_third_call_is_launched_without_python_and_gives_the_same(
     enabled: Override, driver: Driver, dtype: Any, with_bias: bool, call: Any, memory_format: Any
 ) -> None:

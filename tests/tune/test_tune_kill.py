@@ -13,7 +13,10 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "tune_kill.py"
 
 
-@pytest.mark.parametrize("where", [(), ("--in-process",)], ids=["child", "in process"])
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param((), id="child"), pytest.param(("--in-process",), id="in process", marks=pytest.mark.full_matrix)],
+)
 def test_a_killed_tuning_resumes_to_the_same_rows(where: tuple[str, ...], tmp_path: Path) -> None:
     rows = [f"1,{c},14,14,{c},3,3,1,1,2" for c in (32, 48, 64, 80)]
     table, figures = tmp_path / "mine.csv", tmp_path / "figures.json"

@@ -49,7 +49,13 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return Compiler(BinaryCache(tmp_path_factory.mktemp("mutants") / "kernels"))
 
 
-@pytest.mark.parametrize("name", cuda.SOLVERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if number % 5 == 0 else pytest.mark.full_matrix)
+        for number, name in enumerate(cuda.SOLVERS)
+    ],
+)
 def test_the_kernels_of_the_gpu_compile(compiler: Compiler, name: str) -> None:
     for step in cuda.SOLVERS[name].kernels(Device.virtual("90a")):
         compiler.build(step, "90a")

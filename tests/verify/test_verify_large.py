@@ -60,7 +60,14 @@ def middles(problem: ProblemDescription) -> Iterator[tuple[Any, ...]]:
             yield (*(slice(None),) * axis, coordinate)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Each shape has three directions: every second problem is of each shape, layout and direction.
+        pytest.param(name, marks=pytest.mark.full_matrix if number % 2 else [])
+        for number, name in enumerate(LAYERS)
+    ],
+)
 def test_a_wrong_middle_of_any_axis_is_caught(name: str) -> None:
     problem = LAYERS[name]
     solver, device = Registry.default()["ConvCpuIm2colGemm"], Device.cpu()
