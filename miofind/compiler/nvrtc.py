@@ -215,8 +215,8 @@ def _header_directory(library: str) -> Path | None:
 
 def _headers_version(directory: Path) -> int:
     try:
-        text = (directory / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+        text = (directory / "cuda_runtime_api.h").read_bytes()
     except OSError:
         return 0
-    match = re.search(r"^#define CUDART_VERSION\s+(\d+)", text, re.MULTILINE)
+    match = re.search(rb"\n#define CUDART_VERSION\s+(\d+)", b"\n" + text)  # it begins as texts that are found fast do
     return int(match[1]) if match else 0
