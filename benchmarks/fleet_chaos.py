@@ -6,7 +6,7 @@ Agents on the CPU place measure real small problems for a campaign that grows as
 agents and their children are killed and stopped, backends of the server are terminated, and the server is ended as by a
 power cut and started again. In the end all jobs must be done, every problem must have rows, and the server must hold
 what the agents' FindDBs hold together, no more and no less. Ends with 1 where that is not so. The seed gives the same
-order of the same blows, not the same times.
+order of the same blows, not the same times. One of them kills all agents and the server at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from miofind.tune.values import TuneOptions
 REQUEST = CampaignRequest(name="chaos", options=TuneOptions(find=FindOptions(only=("ConvCpuIm2colGemm",))))
 BLOWS = (
     *("kill agent", "kill child", "stop agent", "stop child"),
-    *("terminate backends", "restart server"),
+    *("terminate backends", "restart server", "kill everything"),
 )
 _PAUSE_S = (0.3, 2.0)
 _STOPPED_S = (0.5, 3.0)
@@ -148,7 +148,7 @@ class Chaos:
         self._order: list[str] = []
 
     def strike(self) -> None:
-        """One blow; in every six each kind comes once."""
+        """One blow; in every seven each kind comes once."""
         if not self._order:
             self._order = self.random.sample(BLOWS, len(BLOWS))
         blow = self._order.pop()
@@ -168,6 +168,11 @@ class Chaos:
             case "restart server":
                 self._server.kill()
                 time.sleep(self.random.uniform(*_STOPPED_S))
+                self._server.start()
+            case "kill everything":
+                for each in self.agents:
+                    each.kill()
+                self._server.kill()
                 self._server.start()
         self.blows[blow] += 1
 

@@ -18,6 +18,7 @@ from miofind.cli.fleet_board import print_status, shown_status
 from miofind.cli.fleet_compiler import compiler
 from miofind.cli.fleet_launch import launch
 from miofind.cli.fleet_session import fleet_command, opened, told_or_json
+from miofind.cli.fleet_up import up
 from miofind.cli.group import CommandGroup
 from miofind.cli.options import (
     DRIVER_LINE,
@@ -373,4 +374,5 @@ def gc(url: str, days: int, dry_run: bool, as_json: bool) -> None:
 
 
 fleet.add_command(launch)
+fleet.add_command(up)
 fleet.add_command(compiler)

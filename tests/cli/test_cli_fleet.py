@@ -131,3 +131,13 @@ def test_kernels_of_what_waits_are_compiled_without_a_gpu(postgres_url: str, tmp
     assert found["kernels"] == found["store"]["published"] > 0
     assert "--store says where" in run("fleet", "compiler", *where, code=2).stderr
     assert run_json("fleet", "gc", *where, "--dry-run")["campaigns"] == 0
+
+
+def test_agents_are_brought_up_by_texts_for_others(postgres_url: str, tmp_path: Path) -> None:
+    where = ("--database", "postgresql://ann@dbhost/miofind")
+    assert "export MIOFIND_DB=postgresql://ann@dbhost/miofind" in run("fleet", "up", *where, "--slurm").stdout
+    assert "kind: DaemonSet" in run_json("fleet", "up", *where, "--kubernetes")["text"]
+    assert "name one of" in run("fleet", "up", *where, code=2).stderr
+    hosts = tmp_path / "hosts"
+    hosts.write_text("-oProxyCommand=x")
+    assert "names no host" in run("fleet", "up", *where, "--ssh", str(hosts), code=2).stderr

@@ -23,6 +23,6 @@ def test_chaos_leaves_no_trace(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(figures.read_text(encoding="utf-8"))["chaos"]
     assert min(found["blows"].values()) >= 1
-    assert len(found["blows"]) == 6
+    assert len(found["blows"]) == 7
     assert found["jobs"].keys() == {"done"}
     assert found["rows"] > 0
