@@ -4,9 +4,9 @@
     python benchmarks/fleet_gpus.py --gpus 0,1 -- --suite resnet50 --batch 32 --dtype float16 --layout NHWC
 
 The words behind -- say what is tuned. Agents share nothing but the server, which is started here, and the binaries: a
-first tuning compiles them and is not timed. Plans are made in each agent. Agents wait with their canaries measured;
-the seconds are the server's, from the first claim of a job to the end of the last one, its rows merged. The host's
-processors are shared by all agents and the server, as those of real hosts are not.
+first tuning compiles them and is not timed (--warm-only does it in a run of its own). Plans are made in each agent.
+Agents wait with their canaries measured; the seconds are the server's, from the first claim of a job to the end of the
+last one, its rows merged. The host's processors are shared by all agents and the server; those of real hosts are not.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,23 @@ _BY_STATE = text("SELECT state, count(*) FROM job GROUP BY state")
 _DEVICES = text("SELECT string_agg(DISTINCT device, ', ') FROM gpu")
 
 
-def run(folder: Path, places: Sequence[tuple[str, ...]], asked: Sequence[str], limit_s: float) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folders:
+    """Where FindDBs and binaries are."""
+
+    finddbs: Path
+    cache: Path
+
+
+def run(folders: Folders, places: Sequence[tuple[str, ...]], asked: Sequence[str], limit_s: float) -> dict[str, Any]:
     """Figures of one campaign over agents of these places, which are options of `miofind fleet worker`."""
     with ExitStack() as stack:
         url = stack.enter_context(new_database(stack.enter_context(new_server()).url))
         database = stack.enter_context(closing(FleetDatabase(url)))
         database.create()
-        environment = _environment(folder, url)
+        environment = _environment(folders, url)
         for number, place in enumerate(places):
-            stack.enter_context(_agent(place, folder / f"agent{len(places)}_{number}.db", environment))
+            stack.enter_context(_agent(place, folders.finddbs / f"agent{len(places)}_{number}.db", environment))
         canaries = places[0][0] == "--gpus"
         _until(lambda: _scalar(database, _READY, canaries=canaries) >= (len(places) if canaries else 1), limit_s)
         time.sleep(1.0)  # their threads are idle
@@ -80,8 +89,8 @@ def run(folder: Path, places: Sequence[tuple[str, ...]], asked: Sequence[str], l
         }
 
 
-def _environment(folder: Path, url: str) -> dict[str, str]:
-    alone = {"MIOFIND_DB": url, "MIOFIND_SYSTEM_DB": "", "MIOFIND_CACHE_DIR": str(folder / "cache")}
+def _environment(folders: Folders, url: str) -> dict[str, str]:
+    alone = {"MIOFIND_DB": url, "MIOFIND_SYSTEM_DB": "", "MIOFIND_CACHE_DIR": str(folders.cache)}
     return os.environ | alone
 
 
@@ -115,12 +124,12 @@ def _until(look: Callable[[], Any], limit_s: float, *, every_s: float = 0.1) -> 
     return found
 
 
-def _warm(folder: Path, places: Sequence[tuple[str, ...]], asked: Sequence[str]) -> None:
+def _warm(folders: Folders, places: Sequence[tuple[str, ...]], asked: Sequence[str]) -> None:
     """Compile what the campaign needs."""
     ordinals = ",".join(place[1] for place in places)
     where = ("--gpus", ordinals) if places[0][0] == "--gpus" else ("--device", "cpu")
     command = [sys.executable, "-m", "miofind", "tune", *asked, *where, "--json"]
-    environment = _environment(folder, "") | {"MIOFIND_DB": str(folder / "warm.db")}
+    environment = _environment(folders, "") | {"MIOFIND_DB": str(folders.finddbs / "warm.db")}
     done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
     if done.returncode not in (0, 1):
         raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}")
@@ -141,15 +150,24 @@ def main() -> None:
     parser.add_argument("--gpus", default="all", help="one agent each; the first one is the one that is alone")
     parser.add_argument("--cpu-agents", type=int, default=0, metavar="N", help="agents of the CPU place instead")
     parser.add_argument("--limit", type=script.seconds, default=LIMIT_S, metavar="S", help="of each campaign")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep the binaries there")
+    parser.add_argument("--warm-only", action="store_true", help="compile into --cache, and measure nothing")
+    parser.add_argument("--warmed", action="store_true", help="an earlier run has compiled into --cache")
     parser.add_argument("--json", type=script.output, default=None, metavar="FILE")
     parser.add_argument("asked", nargs="*", help="words of `miofind fleet submit`, behind --")
     arguments = parser.parse_args()
+    if (arguments.warm_only or arguments.warmed) and arguments.cache is None:
+        parser.error("--warm-only and --warmed need --cache")
     asked = arguments.asked or list(DEFAULT)
     places = _places(arguments.gpus, arguments.cpu_agents)
     with tempfile.TemporaryDirectory() as name:
-        _warm(Path(name), places, asked)
-        one = run(Path(name), places[:1], asked, arguments.limit)
-        all_ = run(Path(name), places, asked, arguments.limit)
+        folders = Folders(finddbs=Path(name), cache=arguments.cache or Path(name) / "cache")
+        if not arguments.warmed:
+            _warm(folders, places, asked)
+        if arguments.warm_only:
+            return
+        one = run(folders, places[:1], asked, arguments.limit)
+        all_ = run(folders, places, asked, arguments.limit)
     for found in (one, all_):
         print(f"{found['agents']} agents: {found['problems']} problems in {found['seconds']:.1f} s, "
               f"{found['gpu_seconds']:.1f} s of their devices")  # fmt: skip
