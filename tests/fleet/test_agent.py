@@ -254,7 +254,7 @@ def test_a_quarantined_gpu_gives_its_jobs_back_until_it_is_cleared(host: Host) -
     (member,) = agent.members
     agent.link.devices = agent._devices()
     agent.link._step()
-    assert agent.holdings.load(member.kind.device).waiting == 1
+    assert agent.holdings.load(member.kind.device).waiting == 2
     health.set_state(host.database, [member.device_name], GpuState.QUARANTINED, "too hot")
     agent._follow_health()
     agent.link._step()
@@ -262,7 +262,7 @@ def test_a_quarantined_gpu_gives_its_jobs_back_until_it_is_cleared(host: Host) -
     health.set_state(host.database, [member.device_name], GpuState.READY)
     agent._follow_health()
     agent.link._step()
-    assert (member.tasks.is_held, host.states()) == (False, {"leased": 1, "new": 3})
+    assert (member.tasks.is_held, host.states()) == (False, {"leased": 2, "new": 2})
     agent._outbox.close()
 
 
