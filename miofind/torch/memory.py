@@ -6,11 +6,13 @@ was asked on: that is the stream that the kernels go to, so nothing has to be re
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 - which gives NumPy its bfloat16
+import numpy as np
 import torch
 
 from miofind.core.problem import ProblemDescription
@@ -56,11 +58,16 @@ def _inductor_guards() -> Any:
 
 
 def host_array(tensor: Any) -> Any:
-    """The memory of a tensor of the CPU as a NumPy array of the same shape and strides."""
-    tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+    """The memory of a tensor of the CPU, which is to outlive it, as a NumPy array of the same shape and strides.
+
+    By its address: `Tensor.numpy` has PyTorch never resize the tensor's storage again, which `fully_shard` does.
+    """
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    strides, extents = tensor.stride(), tensor.shape
+    last = sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True))
+    size = 0 if 0 in extents else (1 + last) * dtype.itemsize
+    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    return np.ndarray(tuple(extents), dtype, memory, strides=[stride * dtype.itemsize for stride in strides])
 
 
 def is_capturing(device: Any) -> bool:
