@@ -17,6 +17,9 @@ CPU_TORCH_INDEX = https://download.pytorch.org/whl/cpu
 GPU_DEMO = --batch 32 --dtype float16 --layout NHWC
 CPU_DEMO = --batch 1
 
+# Without its bytecode, every process that a test starts compiles the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-compile gpu-test lint format clean
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,13 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Hypothesis fails an example that takes 0.2 s, and then takes a minute to find the smallest that does.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave tests/gpu unread where marks leave all of its tests out: each worker would import it for nothing."""
+    is_asked_for = any("gpu" in argument for argument in config.args)
+    without = "not gpu" in config.option.markexpr and collection_path == Path(__file__).parent / "gpu"
+    return True if without and not is_asked_for else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

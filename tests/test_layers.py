@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -99,8 +100,13 @@ def modules() -> dict[str, list[Path]]:
 
 
 MODULES = modules()
-IMPORTS = {name: [found for path in paths for found in imports_of(path)] for name, paths in MODULES.items()}
 LAYER_OF = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+
+
+@functools.cache
+def imports_in(name: str) -> tuple[Import, ...]:
+    """Read where a test asks, since each worker of pytest imports this file."""
+    return tuple(found for path in MODULES[name] for found in imports_of(path))
 
 
 def inner(module: str) -> str | None:
@@ -126,7 +132,7 @@ def test_every_part_beside_the_package_is_seen() -> None:
 def test_imports_go_down(name: str) -> None:
     upward = [
         str(found)
-        for found in IMPORTS[name]
+        for found in imports_in(name)
         if (target := inner(found.module)) is not None
         and LAYER_OF.get(target, 0) < LAYER_OF.get(name, 0)
         and not (found.in_function and (name, target) in FRONT_DOORS)
@@ -138,7 +144,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     graph = {
         name: {
             target
-            for found in IMPORTS[name]
+            for found in imports_in(name)
             if (target := inner(found.module)) not in (None, name) and (name, target) not in FRONT_DOORS
         }
         for name in MODULES
@@ -147,24 +153,24 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_front_doors_are_used() -> None:
-    used = {(name, inner(found.module)) for name in MODULES for found in IMPORTS[name] if found.in_function}
+    used = {(name, inner(found.module)) for name in MODULES for found in imports_in(name) if found.in_function}
     assert sorted(FRONT_DOORS - used) == []
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_gpu_libraries_are_imported_inside_functions(name: str) -> None:
     late = GPU_LIBRARIES - WITH_LIBRARY.get(name, set())
-    early = [str(i) for i in IMPORTS[name] if i.module.partition(".")[0] in late and not i.in_function]
+    early = [str(i) for i in imports_in(name) if i.module.partition(".")[0] in late and not i.in_function]
     assert early == []
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_the_parts_are_imported_under_their_package(name: str) -> None:
-    assert [str(found) for found in IMPORTS[name] if found.module.partition(".")[0] in PARTS] == []
+    assert [str(found) for found in imports_in(name) if found.module.partition(".")[0] in PARTS] == []
 
 
 def test_finddb_is_a_leaf() -> None:
-    targets = {inner(found.module) for found in IMPORTS["finddb"]} - {None, "finddb"}
+    targets = {inner(found.module) for found in imports_in("finddb")} - {None, "finddb"}
     assert targets <= {"errors"}
 
 
@@ -182,7 +188,7 @@ def test_a_family_imports_itself_and_what_several_share(family: str) -> None:
 def test_solvers_do_not_import_each_other() -> None:
     with_solvers = {type(solver).__module__ for solver in Registry.default().values()}
     assert len(with_solvers) > 40
-    assert [str(found) for found in IMPORTS["solvers"] if found.module in with_solvers] == []
+    assert [str(found) for found in imports_in("solvers") if found.module in with_solvers] == []
 
 
 def test_kernels_have_the_families_of_their_solvers() -> None:
