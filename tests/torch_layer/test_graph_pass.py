@@ -232,9 +232,10 @@ def test_inductor_runs_what_the_pass_put_in() -> None:
     eager, inputs = copy.deepcopy(model), [torch.ones(2, 4, 6, 5).requires_grad_() for _ in range(2)]
     torch._dynamo.reset()
     options = miofind.torch.inductor_options()
-    compiled = torch.compile(model, options=options)
-    for run, x in zip((compiled, eager), inputs, strict=True):
-        run(x).sum().backward()
+    compiled = torch.compile(model, options={**options, "fx_graph_cache": False})
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # a graph of an earlier run needs no pass
+        for run, x in zip((compiled, eager), inputs, strict=True):
+            run(x).sum().backward()
     replaced = [problem.epilogue.text for problem in options["post_grad_custom_pre_pass"].replaced]
     assert {"bias.relu", "bias.residual.relu", "residual.drelu"} <= set(replaced)
     torch.testing.assert_close(*(x.grad for x in inputs))
