@@ -1,0 +1,340 @@
+"""A network of PyTorch in the forms that a user may run it in, with PyTorch's kernels and with miofind's.
+
+The forms are timed in turn, forwards and backwards, so that clocks and temperatures meet all of them alike. Results
+are held to float32's: a form may be off by no more than twice as much as PyTorch's eager one, and a little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.optimization import fuse as folded
+
+import miofind
+import miofind.torch
+
+ROUNDS = 6
+BLOCK_S = 0.04
+"""How long a form is timed at a stretch."""
+
+WARM_UP_CALLS = 3
+SLACK = {"inference": 2e-3, "training": 2e-2}
+"""What a relative error, by the Euclidean norm, may be beside twice that of PyTorch's eager form."""
+
+Scope = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One way of running a network.
+
+    Attributes:
+        name: "eager", "graph", "fused graph" ...
+        is_ours: whether miofind runs its convolutions.
+        run: one forward pass, or one training step.
+        scope: what is in force meanwhile.
+    """
+
+    name: str
+    is_ours: bool
+    run: Callable[[], Any]
+    scope: Scope = contextlib.nullcontext
+
+    @property
+    def key(self) -> str:
+        """What names its time."""
+        return f"{'miofind' if self.is_ours else 'torch'} {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """With what a network is run.
+
+    Attributes:
+        kind: "inference" in float16, or "training": a step under autocast to bfloat16.
+        channels_last: the memory order of weights and inputs.
+        device: "cuda", or "cpu" in float32 for trials.
+        handle: of miofind, whose FindDB answers.
+        forms: of "eager", "graph" and "compile", those that are timed.
+        is_tuned: whether what the FindDB does not answer is measured before.
+    """
+
+    kind: str
+    channels_last: bool
+    device: str
+    handle: miofind.Handle
+    forms: Sequence[str]
+    is_tuned: bool = False
+
+    @property
+    def dtype(self) -> Any:
+        """Of weights and inputs in inference."""
+        return torch.float16 if self.device == "cuda" else torch.float32
+
+    def placed(self, value: Any) -> Any:
+        """A module or a tensor on the device, in the memory order."""
+        if not self.channels_last:
+            return value.to(self.device)
+        if isinstance(value, torch.Tensor):
+            order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim(), torch.contiguous_format)
+            return value.to(self.device, memory_format=order)
+        for parameter in value.parameters():
+            parameter.data = self.placed(parameter.data)
+        return value.to(self.device)
+
+    def ours(self) -> AbstractContextManager[Any]:
+        """miofind in force; what is not known by now is PyTorch's."""
+        return miofind.torch.use("fallback", handle=self.handle, devices=self.device)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What was found of one network.
+
+    Attributes:
+        ms: of each form.
+        errors: of each form against float32, relative by the Euclidean norm.
+        seconds: what preparations took.
+        calls, own_calls: convolutions of miofind's eager form, and those of them that miofind ran.
+        failures: forms that failed, or were wrong, and why.
+    """
+
+    ms: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    calls: int = 0
+    own_calls: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def timed_network(build: Callable[[], nn.Module], shape: Sequence[int], setting: Setting) -> Iterator[Outcome]:
+    """The outcome of one network, as far as it is known, again after each step of the work.
+
+    Args:
+        shape: of the input, with the batch.
+    """
+    torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = False  # float32 is what results are held to
+    outcome = Outcome()
+    model, x = setting.placed(without_chance(build())), setting.placed(torch.randn(*shape))
+    prepare = _inference if setting.kind == "inference" else _training
+    forms: list[Form] = []
+    for form in prepare(model, x, setting, outcome):
+        if form.key not in outcome.failures:
+            forms.append(form)
+        yield outcome
+    samples: dict[str, list[float]] = {form.key: [] for form in forms}
+    for number in range(ROUNDS):
+        for form in forms if number % 2 == 0 else forms[::-1]:
+            samples[form.key].append(_block_ms(form, setting))
+    outcome.ms = {key: round(statistics.median(found), 4) for key, found in samples.items()}
+    yield outcome
+
+
+def without_chance(model: nn.Module) -> nn.Module:
+    """A network whose dropouts keep everything: compiled code would draw other numbers than eager kernels."""
+    for module in model.modules():
+        if type(module).__name__ in ("Dropout", "StochasticDepth"):
+            module.p = 0.0  # type: ignore[assignment]
+    return model
+
+
+def _block_ms(form: Form, setting: Setting) -> float:
+    """Milliseconds of a call, over as many as fill a stretch."""
+    with form.scope():
+        form.run()
+        setting.synchronize()
+        began = time.perf_counter()
+        form.run()
+        setting.synchronize()
+        calls = max(1, round(BLOCK_S / (time.perf_counter() - began)))
+        began = time.perf_counter()
+        for _ in range(calls):
+            form.run()
+        setting.synchronize()
+        return 1e3 * (time.perf_counter() - began) / calls
+
+
+def _inference(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> Iterator[Form]:
+    """Each form of a forward pass, ready and checked."""
+    _calibrate(model, x)
+    with torch.inference_mode():
+        wanted = model(x).double()
+    x, model = x.to(setting.dtype), model.to(setting.dtype)
+    flat = _or_same(folded, model)
+    fused = miofind.torch.fuse(model)
+    if setting.is_tuned:
+        with _stated(outcome, "tune"):
+            for each in (model, fused):
+                miofind.torch.tune(each, x, handle=setting.handle, on_event=lambda event: None)
+
+    def forward(network: Any) -> Callable[[], Any]:
+        return torch.inference_mode()(lambda: network(x))
+
+    forms = [Form(name="eager", is_ours=False, run=forward(model))]
+    forms += [Form(name="folded eager", is_ours=False, run=forward(flat))]
+    forms += [
+        Form(name=name, is_ours=True, run=forward(each), scope=setting.ours)
+        for name, each in (("eager", model), ("fused eager", fused))
+    ]
+    if "compile" in setting.forms:
+        ready = torch.compile(flat), torch.compile(fused, options=miofind.torch.inductor_options())
+        forms += [Form(name="compile", is_ours=False, run=forward(ready[0]))]
+        forms += [Form(name="compile", is_ours=True, run=forward(ready[1]), scope=setting.ours)]
+    check = _Check(wanted=wanted, bound=SLACK[setting.kind], outcome=outcome)
+    yield from _ready(forms, setting, check, lambda y: y)
+
+
+def _training(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> Iterator[Form]:
+    """Each form of a training step, ready and checked by its gradients."""
+    model.train()
+    wanted = _flat_gradients(model, lambda: _loss(model, x, None))
+    if setting.is_tuned:
+        with _stated(outcome, "tune"):
+            amp, quiet = torch.bfloat16, lambda event: None
+            miofind.torch.tune(model, x, training=True, amp=amp, handle=setting.handle, on_event=quiet)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # so that all forms' gradients agree
+
+    def step(network: Any) -> Callable[[], Any]:
+        def run() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            _loss(network, x, torch.bfloat16).backward()
+            optimizer.step()
+
+        return run
+
+    forms = [Form(name="eager", is_ours=False, run=step(model))]
+    forms += [Form(name="eager", is_ours=True, run=step(model), scope=setting.ours)]
+    if "compile" in setting.forms:
+        ready = torch.compile(model), torch.compile(model, options=miofind.torch.inductor_options())
+        forms += [Form(name="compile", is_ours=False, run=step(ready[0]))]
+        forms += [Form(name="compile", is_ours=True, run=step(ready[1]), scope=setting.ours)]
+    check = _Check(wanted=wanted, bound=SLACK[setting.kind], outcome=outcome)
+    yield from _ready(forms, setting, check, lambda _: _flat_gradients(model, lambda: None))
+
+
+def _ready(forms: Sequence[Form], setting: Setting, check: _Check, result: Callable[[Any], Any]) -> Iterator[Form]:
+    """The forms that run, warmed up and checked, each followed by itself in a CUDA graph.
+
+    Args:
+        result: what is checked, of what a form's call gave.
+    """
+    for form in forms:
+        try:
+            with form.scope() as override, _stated(check.outcome, f"first calls of {form.key}"):
+                torch.manual_seed(1)
+                check.of(form, result(form.run()))
+                for _ in range(WARM_UP_CALLS):
+                    form.run()
+                setting.synchronize()
+                if form.key == "miofind eager":
+                    report = override.report()
+                    check.outcome.calls, check.outcome.own_calls = report.calls, report.own_calls
+            if "eager" in setting.forms or not form.name.endswith("eager"):
+                yield form
+            if "graph" in setting.forms and setting.device == "cuda":
+                graphed = _in_a_graph(form)
+                check.of(graphed, result(graphed.run()))
+                yield graphed
+        except Exception as error:
+            check.outcome.failures[form.key] = f"{type(error).__name__}: {error}"[:400]
+
+
+def _in_a_graph(form: Form) -> Form:
+    """A form as the replay of a CUDA graph of it."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with form.scope():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_CALLS):
+                form.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            y = form.run()
+
+    def replay() -> Any:
+        graph.replay()
+        return y
+
+    name = form.name.replace("eager", "graph") if "eager" in form.name else f"{form.name} graph"
+    return Form(name=name, is_ours=form.is_ours, run=replay)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Check:
+    """Holds results to float32's."""
+
+    wanted: Any
+    bound: float
+    outcome: Outcome
+
+    def of(self, form: Form, result: Any) -> None:
+        """Note a form's error, and that it is wrong where it is too large.
+
+        Raises:
+            AssertionError: it is.
+        """
+        error = float((result.double() - self.wanted).norm() / self.wanted.norm())
+        self.outcome.errors[form.key] = error
+        allowed = 2 * self.outcome.errors["torch eager"] + self.bound
+        if not error <= allowed:
+            raise AssertionError(f"relative error {error:.2g}, allowed {allowed:.2g}")
+
+
+def _calibrate(model: nn.Module, x: Any) -> None:
+    """Have batch norms know the statistics of random weights, so that deep activations stay within float16."""
+    norms = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    model.eval()
+    for norm in norms:
+        norm.momentum = None
+        norm.reset_running_stats()
+        norm.train()
+    with torch.no_grad():
+        model(x)
+    model.eval()
+
+
+def _or_same(change: Callable[[Any], Any], model: nn.Module) -> Any:
+    """A network changed, or itself where torch.fx cannot trace it."""
+    try:
+        return change(copy.deepcopy(model))
+    except Exception:
+        return model
+
+
+def _loss(network: Any, x: Any, amp: Any) -> Any:
+    """Of a forward pass, under autocast to `amp`, by a fixed seed of its dropouts."""
+    with torch.autocast(x.device.type, amp or torch.bfloat16, enabled=amp is not None):
+        y = network(x)
+    return y.float().square().mean()
+
+
+def _flat_gradients(model: nn.Module, loss: Callable[[], Any]) -> Any:
+    """All gradients of the weights in one tensor: of a loss, or of the step that was done before."""
+    torch.manual_seed(1)
+    if (value := loss()) is not None:
+        value.backward()
+    parts = [each.grad.detach().reshape(-1).double() for each in model.parameters() if each.grad is not None]
+    return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def _stated(outcome: Outcome, what: str) -> Iterator[Any]:
+    """Note how long a block takes."""
+    began = time.perf_counter()
+    yield None
+    outcome.seconds[what] = round(time.perf_counter() - began, 2)

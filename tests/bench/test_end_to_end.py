@@ -1,0 +1,144 @@
+"""The benchmark of whole networks in PyTorch: a case on the CPU, processes that fail, its files and its table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from waiting import LIMIT_S
+
+import miofind
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+# By PyTorch's own folding of batch norms.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*. is deprecated:DeprecationWarning")
+MODULES = ("end_to_end", "torch_forms", "torch_networks", "figures", "script", "commit")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    monkeypatch.syspath_prepend(FOLDER)
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return {name: importlib.import_module(name) for name in MODULES}
+
+
+@pytest.fixture
+def end_to_end(scripts: dict[str, ModuleType]) -> ModuleType:
+    return scripts["end_to_end"]
+
+
+def arguments(end_to_end: ModuleType, folder: Path, **changed: Any) -> argparse.Namespace:
+    values = {
+        "networks": ["tiny"],
+        "kinds": end_to_end.KINDS,
+        "layouts": ["channels_last"],
+        "batches": ["2", "1"],
+        "forms": ["eager"],
+        "tune": False,
+        "db": None,
+        "device": "cpu",
+        "gpus": 1,
+        "case_limit": 1e3,
+        "stop_after": 1e3,
+        "folder": folder,
+        "commit": "abc",
+        "cores": None,
+    }
+    return argparse.Namespace(**values | changed)
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    ms = {"torch eager": 4.0, "torch compile": 3.0, "miofind eager": 3.5, "miofind fused graph": 1.5}
+    told = {"network": "tiny", "kind": "inference", "layout": "channels_last", "batch": "2", "size": 2, "ms": ms}
+    return {**told, "calls": 4, "own_calls": 3, "failures": {}} | changed
+
+
+def test_a_training_step_has_the_large_batch_alone(end_to_end: ModuleType, tmp_path: Path) -> None:
+    found = [case.key for case in end_to_end.cases(arguments(end_to_end, tmp_path))]
+    assert found == [
+        "tiny inference channels_last 2",
+        "tiny inference channels_last 1",
+        "tiny training channels_last 2",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["inference", "training"])
+def test_a_network_s_forms_on_the_cpu(scripts: dict[str, ModuleType], kind: str) -> None:
+    forms, network = scripts["torch_forms"], scripts["torch_networks"].NETWORKS["tiny"]
+    forms.BLOCK_S, forms.ROUNDS, forms.WARM_UP_CALLS = 1e-3, 1, 1
+    with miofind.Handle("cpu") as handle:
+        setting = forms.Setting(kind=kind, channels_last=True, device="cpu", handle=handle, forms=["eager"])
+        *_, outcome = forms.timed_network(network.build, (2, *network.shape), setting)
+    fused = ["miofind fused eager", "torch folded eager"] if kind == "inference" else []
+    assert sorted(outcome.ms) == sorted(["miofind eager", "torch eager", *fused])
+    assert not outcome.failures
+    assert all(ms > 0 for ms in outcome.ms.values())
+    assert outcome.calls > 0
+
+
+def test_a_wrong_form_is_a_failure_and_has_no_time(scripts: dict[str, ModuleType], monkeypatch: Any) -> None:
+    forms, network = scripts["torch_forms"], scripts["torch_networks"].NETWORKS["tiny"]
+    forms.BLOCK_S, forms.ROUNDS = 1e-3, 1
+    monkeypatch.setattr(forms, "folded", lambda model: lambda x: 1.1 * model(x))
+    with miofind.Handle("cpu") as handle:
+        setting = forms.Setting(kind="inference", channels_last=False, device="cpu", handle=handle, forms=["eager"])
+        *_, outcome = forms.timed_network(network.build, (2, *network.shape), setting)
+    assert [*outcome.failures] == ["torch folded eager"]
+    assert "relative error 0.1" in outcome.failures["torch folded eager"]
+    assert "torch folded eager" not in outcome.ms
+    assert {"torch eager", "miofind eager"} <= set(outcome.ms)
+
+
+def test_chance_is_taken_out(scripts: dict[str, ModuleType]) -> None:
+    model = scripts["torch_forms"].without_chance(torch.nn.Sequential(torch.nn.Dropout(0.5)))
+    assert torch.equal(model(torch.ones(100)), torch.ones(100))
+
+
+ENDS = {
+    "import os; os._exit(9)": "ended with 9",
+    "raise ValueError('no such network')": "ended with 1: ValueError: no such network",
+}
+
+
+@pytest.mark.parametrize("program", ENDS)
+def test_a_process_that_fails_keeps_what_it_told(end_to_end: ModuleType, program: str) -> None:
+    tells = "import json, sys; open(sys.argv[-1], 'a').write(json.dumps({'gpu': 'G', 'row': {'size': 2}}) + chr(10)); "
+    told = end_to_end.timed_by_child([sys.executable, "-c", tells + program], LIMIT_S, "")
+    assert told["gpu"] == "G"
+    assert ENDS[program] in told["row"]["failures"]["process"]
+
+
+def test_a_process_that_hangs_is_stopped(end_to_end: ModuleType) -> None:
+    told = end_to_end.timed_by_child([sys.executable, "-c", "import time; time.sleep(1000)"], 0.1, "")
+    assert told["row"]["failures"]["process"].startswith("stopped after 0 s")
+
+
+def test_the_whole_script_keeps_its_rows_and_goes_on(end_to_end: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    asked = arguments(end_to_end, tmp_path, kinds=["inference"], batches=["2"])
+    end_to_end.time_all(end_to_end.cases(asked), asked)
+    (file,) = tmp_path.iterdir()
+    content = json.loads(file.read_text())
+    assert content.keys() >= {"gpu", "versions", "commit", "command", "means", "rows"}
+    assert content["means"]["2"] == pytest.approx(end_to_end.ratio(content["rows"][0]), abs=1e-4)
+    assert [*end_to_end.kept_rows(tmp_path, "abc")] == ["tiny inference channels_last 2"]
+    assert end_to_end.kept_rows(tmp_path, "abd") == {}
+    assert "tiny inference channels_last 2: torch " in capsys.readouterr().out
+
+
+def test_the_best_form_of_each_side_counts(end_to_end: ModuleType, tmp_path: Path) -> None:
+    asked = arguments(end_to_end, tmp_path)
+    for case, ours in (("2", 1.5), ("4", 6.0)):
+        told = row(batch=case, ms={"torch eager": 4.0, "torch compile": 3.0, "miofind fused graph": ours})
+        end_to_end.keep(end_to_end.case_of(told), {"gpu": "NVIDIA H200", "versions": {}, "row": told}, asked)
+    text = end_to_end.table(asked)
+    assert "torch 3.000 (compile), miofind 1.500 (fused graph), 2.00x, 3/4 calls" in text
+    assert "inference, channels_last, batch 2: 2.00x" in text
+    assert "inference, channels_last, batch 4: 0.50x" in text
