@@ -249,15 +249,21 @@ def _in_force(rows: Iterable[Row]) -> list[Row]:
 def _weightier(row: Row, earlier: Row) -> Row:
     """The later of two rows of a candidate, unless it says less than the earlier one.
 
-    A contended row says less than one that had the device to itself. Of two alike in that and of the same versions of
-    libraries and driver, one whose candidate was cut off, after a sample or so, says less than a full measurement.
+    A contended row says less than one that had the device to itself. Of two alike in that, of the same launches and of
+    the same versions of libraries and driver, one whose candidate was cut off, after a sample or so, says less than a
+    full measurement.
     """
     if not earlier.usable or not row.usable:
         return row
     if row.contended != earlier.contended:
         return earlier if row.contended else row
-    is_outdone = row.is_cut_off and not earlier.is_cut_off and row.environment == earlier.environment
+    is_outdone = row.is_cut_off and not earlier.is_cut_off and _measured(row) == _measured(earlier)
     return earlier if is_outdone else row
+
+
+def _measured(row: Row) -> tuple[str, str, int, bool]:
+    """With what a row was measured: a release may change how an unchanged kernel is launched, which voids its rows."""
+    return row.environment, row.kernel_hash, row.workspace_bytes, row.deterministic
 
 
 def _candidate(row: Row) -> tuple[str, str]:

@@ -140,6 +140,15 @@ def test_a_narrowed_refusal_voids_the_rows_of_what_is_refused_now(installed: Any
         assert handle.database.rechecks() == (), "nothing is missing: who refuses need not be measured"
 
 
+def test_a_candidate_that_is_cut_off_now_is_not_hidden_by_a_void_row(installed: Any, database: Path) -> None:
+    installed(*both())
+    tuned(database)
+    installed(*both(a=Terms(regions=512)))
+    again = [row_of("ConvA", tile, time_ms=9.0, workspace_bytes=512 * tile) for tile in TILES]
+    record(database, *(replace(row, status="cut_off" if row.config == '{"tile":2}' else "ok") for row in again))
+    assert looked_up(database) == ALL
+
+
 @pytest.mark.parametrize("refuses", [(False, False), (True, False), (True, True)])
 def test_what_is_answered_is_what_has_solutions(installed: Any, database: Path, refuses: tuple[bool, bool]) -> None:
     installed(*both())
