@@ -120,6 +120,8 @@ class Plan:
 
     def offer(self, path: DirectPath) -> None:
         """Have calls that look like the one that this thread is in do without Python from now on, where they can."""
+        if not path.takes:  # a call on a stream of its own, perhaps: others like it may do without
+            return
         self.generation = path.generation
         try:
             launches = [(int(part.computed == "dw"), part.direct()) for part in self.parts if part.direct is not None]
@@ -131,8 +133,9 @@ class Plan:
         if len(known) < len(self.parts) and not self.is_native:
             self.generation = None
             return
-        self.direct_plans.append(path.plan(known))
-        self.direct_plans[-1].adopt()
+        made = path.plan(known)
+        if made.adopt():
+            self.direct_plans.append(made)
 
     def _take_launches(self) -> None:
         launches = {part.computed: part.launch for part in self.parts}

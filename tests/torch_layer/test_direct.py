@@ -236,6 +236,59 @@ def test_what_fails_without_python_is_computed_with_it(enabled: Override, driver
     assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
 
 
+def test_a_thread_without_a_context_gets_it_from_python_once(enabled: Override, driver: Driver) -> None:
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    for _ in range(3):
+        want = conv2d(x, w)
+    driver.status = 201  # CUDA_ERROR_INVALID_CONTEXT
+    assert torch.equal(conv2d(x, w), want)
+    driver.status, before = 0, driver.launches
+    assert torch.equal(conv2d(x, w), want)
+    assert driver.launches == before + 1, "the plan stays"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(([2], [1, 1], [1]), ([2, 1], [1], [1])), (([1], [1, 2], [1, 1]), ([1, 1], [2, 1], [1]))],
+)
+def test_numbers_for_all_dimensions_and_for_each_are_told_apart(
+    enabled: Override, driver: Driver, one: Any, other: Any
+) -> None:
+    """Stride, padding and dilation of the two read alike one after another."""
+    x, w = torch.randn(2, 4, 9, 9, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+
+    def call(geometry: Any) -> Any:
+        return torch.ops.aten.convolution(x, w, None, *geometry, False, [0], 1)
+
+    results = [[call(geometry) for _ in range(3)] for geometry in (one, other)]
+    enabled.disable()
+    for geometry, found in zip((one, other), results, strict=True):
+        for y in found:
+            torch.testing.assert_close(y, call(geometry), rtol=1e-2, atol=1e-2)
+
+
+def test_a_plan_that_was_forgotten_meanwhile_is_refused_and_offered_once_more(
+    enabled: Override, driver: Driver, path: DirectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    made, forgets = path.plan, [True]
+
+    def plan(launches: Any) -> Any:
+        if forgets and forgets.pop():
+            path.forget()
+        return made(launches)
+
+    monkeypatch.setattr(path, "plan", plan)
+    for expected in (0, 0, 0, 1):  # planned; offered and refused; offered once more; launched
+        conv2d(x, w)
+        assert driver.launches == expected
+
+
+def test_what_pytorch_refuses_is_told(path: DirectPath) -> None:
+    with pytest.raises(RuntimeError, match="nonsense"):
+        path.enable("nonsense")
+
+
 def test_nothing_is_launched_that_was_planned_for_another_override(
     enabled: Override, driver: Driver, cpu_handle: Handle
 ) -> None:

@@ -33,15 +33,6 @@ NAMESPACE = "miofind_router"
 """Of the operators that calls go on to which it does not launch."""
 
 SOURCE = Path(__file__).with_name("router.cpp")
-_FORWARD = (
-    "convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
-    "bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor"
-)
-_BACKWARD = (
-    "convolution_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[]? bias_sizes, SymInt[] stride, "
-    "SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
-    "bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
-)
 
 
 class DirectLaunch(NamedTuple):
@@ -115,9 +106,12 @@ class DirectPlan:
         """How many calls it ran."""
         return int(self._library.miofind_calls(self._pointer))
 
-    def adopt(self) -> None:
-        """Run the calls to come that look like the one that this thread is in."""
-        self._library.miofind_adopt(self._pointer)
+    def adopt(self) -> bool:
+        """Run the calls to come that look like the one that this thread is in; False where plans were forgotten since.
+
+        The call then goes by what was decided before, and the next one like it is asked anew.
+        """
+        return bool(self._library.miofind_adopt(self._pointer))
 
     def __del__(self) -> None:
         self._library.miofind_free(self._pointer)
@@ -135,10 +129,14 @@ class DirectPath:
         self._library = ctypes.CDLL(str(path))
         self._library.miofind_plan.restype = ctypes.c_void_p
         self._library.miofind_calls.restype = ctypes.c_uint64
-        self._operators = torch.library.Library(NAMESPACE, "DEF")
-        for schema in (_FORWARD, _BACKWARD):
-            self._operators.define(schema)
+        self._library.miofind_define.restype = self._library.miofind_enable.restype = ctypes.c_char_p
+        _refused(self._library.miofind_define())
         self.generation = 0
+
+    @property
+    def takes(self) -> bool:
+        """Whether calls that look like the one that this thread is in could do without Python."""
+        return bool(self._library.miofind_is_missed())
 
     def use_driver(self, launch: Any, replace_address: Any) -> None:
         """Launch by cuLaunchKernelEx and cuTensorMapReplaceAddress of the driver, or what stands for them."""
@@ -146,8 +144,12 @@ class DirectPath:
         self._library.miofind_use_driver(*addresses)
 
     def enable(self, key: str) -> None:
-        """Put its kernels before PyTorch's at a key of the dispatcher."""
-        self._library.miofind_enable(key.encode())
+        """Put its kernels before PyTorch's at a key of the dispatcher.
+
+        Raises:
+            RuntimeError: PyTorch refuses them.
+        """
+        _refused(self._library.miofind_enable(key.encode()))
 
     def disable(self, key: str) -> None:
         """Take its kernels away again."""
@@ -155,12 +157,18 @@ class DirectPath:
 
     def forget(self) -> None:
         """Have all calls go on to Python, until plans are adopted anew."""
-        self.generation += 1
         self._library.miofind_clear()
+        self.generation += 1  # afterwards: a plan that is offered in between is refused, and offered once more
 
     def plan(self, launches: Sequence[tuple[int, DirectLaunch]]) -> DirectPlan:
         """A plan of launches, each with its place: 0 of y or dx, 1 of dw; without any, of PyTorch's own kernel."""
         return DirectPlan(self._library, launches)
+
+
+def _refused(told: bytes | None) -> None:
+    """Raise RuntimeError where router.cpp tells why it cannot do something."""
+    if told is not None:
+        raise RuntimeError(told.decode(errors="replace"))
 
 
 _loading = threading.Lock()

@@ -13,6 +13,7 @@
 #include <ATen/ops/sum.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <pthread.h>
 #include <torch/library.h>
 
 #include <array>
@@ -21,6 +22,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <shared_mutex>
 #include <string>
@@ -75,6 +77,9 @@ struct Parameter {
 
 constexpr size_t ALIGNMENT = 64;
 
+// CUresult of a launch in a thread that has used no GPU yet; Python's launch makes a context current there.
+constexpr int INVALID_CONTEXT = 201;
+
 struct Kernel {
   void* function;
   LaunchConfig config;
@@ -116,6 +121,11 @@ struct Kernel {
 // Second results and operands beside the two tensors.
 enum Vector { NO_VECTOR, READS_BIAS, WRITES_BIAS_GRADIENT };
 
+struct Made {
+  int status;
+  at::Tensor result, along;
+};
+
 struct Launch {
   std::vector<int64_t> shape, strides;
   int first = 0, second = 0;  // which of the call's tensors
@@ -131,9 +141,8 @@ struct Launch {
     return (bits & misaligned) == 0;
   }
 
-  // The result, and the bias's gradient where it is one, too; nothing where a launch fails.
-  std::optional<std::pair<at::Tensor, at::Tensor>> run(const at::Tensor& one, const at::Tensor& other,
-                                                       const at::Tensor* bias, void* stream) const {
+  // The result, and the bias's gradient where it is one, too; undefined where a launch fails, with its status.
+  Made run(const at::Tensor& one, const at::Tensor& other, const at::Tensor* bias, void* stream) const {
     at::Tensor made = at::empty_strided(shape, strides, one.options()), along, scratch;
     Addresses addresses{};
     addresses[FIRST] = reinterpret_cast<uint64_t>(one.const_data_ptr());
@@ -149,9 +158,9 @@ struct Launch {
       addresses[WORKSPACE] = reinterpret_cast<uint64_t>(scratch.mutable_data_ptr());
     }
     for (const Kernel& kernel : kernels) {
-      if (kernel.run(addresses, stream)) return std::nullopt;
+      if (const int status = kernel.run(addresses, stream)) return {status, {}, {}};
     }
-    return std::make_pair(std::move(made), std::move(along));
+    return {0, std::move(made), std::move(along)};
   }
 };
 
@@ -173,22 +182,59 @@ struct Hash {
 
 constexpr size_t MOST_PLANS = 8192;
 
-std::shared_mutex lock;
-std::unordered_map<Key, std::shared_ptr<Plan>, Hash> plans;
-thread_local Key missed;
+// What all threads share. It is never freed: threads may call while the process ends.
+struct Known {
+  std::shared_mutex lock;
+  std::unordered_map<Key, std::shared_ptr<Plan>, Hash> plans;
+  uint64_t generation = 0;  // how often all plans were forgotten
+};
 
-std::shared_ptr<Plan> plan_of(const Key& key) {
-  std::shared_lock<std::shared_mutex> guard(lock);
-  const auto found = plans.find(key);
-  return found == plans.end() ? nullptr : found->second;
+// A fork waits for the lock, so that the child has whole plans and a free lock.
+Known& known() {
+  static Known* const made = [] {
+    auto* all = new Known;
+    pthread_atfork([] { known().lock.lock(); }, [] { known().lock.unlock(); },
+                   [] { new (&known().lock) std::shared_mutex; });
+    return all;
+  }();
+  return *made;
 }
 
-void forget(const Key& key) {
-  std::unique_lock<std::shared_mutex> guard(lock);
-  plans.erase(key);
+// What the call that this thread is in looks like, while Python runs it, and the generation that it had no plan in.
+thread_local Key missed;
+thread_local uint64_t missed_in;
+
+struct Miss {
+  Miss(Key&& key, bool is_known, uint64_t generation) {
+    missed = is_known ? std::move(key) : Key();
+    missed_in = generation;
+  }
+  ~Miss() { missed.clear(); }
+  Miss(const Miss&) = delete;
+  Miss& operator=(const Miss&) = delete;
+};
+
+struct Found {
+  std::shared_ptr<Plan> plan;
+  uint64_t generation = 0;
+};
+
+Found plan_of(const Key& key) {
+  Known& all = known();
+  std::shared_lock<std::shared_mutex> guard(all.lock);
+  const auto found = all.plans.find(key);
+  return {found == all.plans.end() ? nullptr : found->second, all.generation};
+}
+
+// Have a call go on to Python, which makes the device's context current in a thread that has none, or tells what fails.
+void failed(const Key& key, int status) {
+  if (status == INVALID_CONTEXT) return;
+  std::unique_lock<std::shared_mutex> guard(known().lock);
+  known().plans.erase(key);
 }
 
 void add(Key& key, const at::Tensor& tensor) {
+  key.push_back(tensor.dim());
   key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
   key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
 }
@@ -257,6 +303,8 @@ struct Geometry {
     const auto count = groups.maybe_as_int();
     if (!count) return false;
     key.push_back(*count << 1 | transposed);
+    // Each may have one number for all dimensions.
+    key.push_back(stride.size() | padding.size() << 8 | dilation.size() << 16 | output_padding.size() << 24);
     return add(key, stride) && add(key, padding) && add(key, dilation) && add(key, output_padding);
   }
 };
@@ -268,21 +316,25 @@ using Backward = Results(const at::Tensor&, const at::Tensor&, const at::Tensor&
                          c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymIntArrayRef, bool, c10::SymIntArrayRef,
                          c10::SymInt, std::array<bool, 3>);
 
+// The operators whose kernels are Python's. They are defined for the life of the process, since handles point at them.
 template <class Signature>
 const c10::TypedOperatorHandle<Signature>& python(const char* name) {
   static const auto found = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
   return found;
 }
 
-// The kernels that ours stand before.
+// The kernels that ours stand before, and the key that all of them stand at.
 struct Natives {
+  c10::DispatchKey at;
   c10::SafeKernelFunction forward, backward;
 };
 
-std::array<std::unique_ptr<Natives>, 2> natives;  // of the CPU, of GPUs
+// Of the CPU, of GPUs. Those of an earlier time are never freed: other threads may be in them.
+std::array<std::atomic<const Natives*>, 2> natives;
 
-const Natives& natives_of(const at::Tensor& x) {
-  return *natives[x.is_cpu() ? 0 : 1];
+const Natives& natives_of(c10::DispatchKeySet keys) {
+  const bool is_gpu = keys.has_backend(c10::BackendComponent::CUDABit);
+  return *natives[is_gpu ? 1 : 0].load(std::memory_order_acquire);
 }
 
 c10::SafeKernelFunction kernel_of(const char* name, c10::DispatchKey key) {
@@ -314,30 +366,37 @@ at::Tensor convolution(c10::DispatchKeySet keys, const at::Tensor& x, const at::
     add(key, w);
     is_known = Geometry{stride, padding, dilation, transposed, output_padding, groups}.add_to(key);
   }
-  if (const auto plan = is_known ? plan_of(key) : nullptr) {
+  const Found found = is_known ? plan_of(key) : Found();
+  const Natives& native = natives_of(keys);
+  const auto run_native = [&] {
+    auto results =
+        called(native.forward, keys, x, w, bias, stride, padding, dilation, transposed, output_padding, groups);
+    return std::move(results[0]).toTensor();
+  };
+  if (const auto& plan = found.plan) {
     if (plan->is_native) {
       plan->calls.fetch_add(1, std::memory_order_relaxed);
-      const auto& kernel = natives_of(x).forward;
-      auto results =
-          called(kernel, keys, x, w, bias, stride, padding, dilation, transposed, output_padding, std::move(groups));
-      return std::move(results[0]).toTensor();
+      return run_native();
     }
     const c10::OptionalDeviceGuard guard(x.device());
     const Launch& launch = *plan->launches[0];
-    if (launch.takes(x, w, has_bias ? &*bias : nullptr)) {
-      if (auto made = launch.run(x, w, has_bias ? &*bias : nullptr, nullptr)) {
+    const at::Tensor* vector = has_bias ? &*bias : nullptr;
+    if (launch.takes(x, w, vector)) {
+      Made made = launch.run(x, w, vector, nullptr);
+      if (!made.status) {
         plan->calls.fetch_add(1, std::memory_order_relaxed);
-        if (!has_bias || launch.vector == READS_BIAS) return std::move(made->first);
+        if (!has_bias || launch.vector == READS_BIAS) return std::move(made.result);
         std::vector<int64_t> shape(x.dim(), 1);
         shape[1] = -1;
-        return made->first.add_(bias->view(shape));
+        return made.result.add_(bias->view(shape));
       }
-      forget(key);
+      failed(key, made.status);
     }
   }
-  missed = is_known ? std::move(key) : Key();
-  return python<Forward>("miofind_router::convolution")
-      .call(x, w, bias, stride, padding, dilation, transposed, output_padding, groups);
+  const auto& going_on = python<Forward>("miofind_router::convolution");
+  if (!going_on.hasKernelForDispatchKey(native.at)) return run_native();  // it is being disabled
+  const Miss miss(std::move(key), is_known, found.generation);
+  return going_on.call(x, w, bias, stride, padding, dilation, transposed, output_padding, groups);
 }
 
 Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w,
@@ -349,20 +408,24 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
   bool is_known =
       is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) && is_plain(grad, x) && on_default_stream(x);
   if (is_known) {
-    const int64_t wanted = mask[0] | mask[1] << 1 | mask[2] << 2;
+    const int64_t wanted = mask[0] | mask[1] << 1 | mask[2] << 2 | bias_sizes.has_value() << 3;
     key = {1, x.dim(), static_cast<int64_t>(x.scalar_type()), x.device().index(), switches(), wanted};
     add(key, grad);
     add(key, x);
     add(key, w);
     is_known = Geometry{stride, padding, dilation, transposed, output_padding, groups}.add_to(key);
   }
-  if (const auto plan = is_known ? plan_of(key) : nullptr) {
+  const Found found = is_known ? plan_of(key) : Found();
+  const Natives& native = natives_of(keys);
+  const auto run_native = [&]() -> Results {
+    auto results = called(native.backward, keys, grad, x, w, bias_sizes, stride, padding, dilation, transposed,
+                          output_padding, groups, mask);
+    return {std::move(results[0]).toTensor(), std::move(results[1]).toTensor(), std::move(results[2]).toTensor()};
+  };
+  if (const auto& plan = found.plan) {
     if (plan->is_native) {
       plan->calls.fetch_add(1, std::memory_order_relaxed);
-      const auto& kernel = natives_of(x).backward;
-      auto results = called(kernel, keys, grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding,
-                            std::move(groups), mask);
-      return {std::move(results[0]).toTensor(), std::move(results[1]).toTensor(), std::move(results[2]).toTensor()};
+      return run_native();
     }
     const c10::OptionalDeviceGuard guard(x.device());
     const std::array<const at::Tensor*, 3> tensors{&grad, &x, &w};
@@ -376,14 +439,14 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
         is_done = false;
         break;
       }
-      auto made = launch.run(one, other, nullptr, nullptr);
-      if (!made) {
-        forget(key);
+      Made made = launch.run(one, other, nullptr, nullptr);
+      if (made.status) {
+        failed(key, made.status);
         is_done = false;
         break;
       }
-      results[i] = std::move(made->first);
-      if (launch.vector == WRITES_BIAS_GRADIENT) results[2] = std::move(made->second);
+      results[i] = std::move(made.result);
+      if (launch.vector == WRITES_BIAS_GRADIENT) results[2] = std::move(made.along);
     }
     if (is_done) {
       plan->calls.fetch_add(1, std::memory_order_relaxed);
@@ -395,16 +458,42 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
       return {std::move(results[0]), std::move(results[1]), std::move(results[2])};
     }
   }
-  missed = is_known ? std::move(key) : Key();
-  return python<Backward>("miofind_router::convolution_backward")
-      .call(grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask);
+  const auto& going_on = python<Backward>("miofind_router::convolution_backward");
+  if (!going_on.hasKernelForDispatchKey(native.at)) return run_native();  // it is being disabled
+  const Miss miss(std::move(key), is_known, found.generation);
+  return going_on.call(grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask);
 }
 
-std::unordered_map<std::string, std::unique_ptr<torch::Library>> libraries;
+// The kernels at each key, by its name. They stay in use until the process ends, unless they are taken away.
+std::unordered_map<std::string, std::unique_ptr<torch::Library>>& libraries() {
+  static auto* const made = new std::unordered_map<std::string, std::unique_ptr<torch::Library>>;
+  return *made;
+}
+
+constexpr const char* SCHEMAS[] = {
+    "convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
+    "bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor",
+    "convolution_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[]? bias_sizes, SymInt[] stride, "
+    "SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
+    "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+};
+
+// What an action fails with, nullptr where it does not; the text stays until the thread's next one.
+template <class Action>
+const char* refusal(const Action& action) {
+  thread_local std::string told;
+  try {
+    action();
+  } catch (const std::exception& error) {
+    told = error.what();
+    return told.c_str();
+  }
+  return nullptr;
+}
 
 }  // namespace
 
-// What Python calls, by ctypes. A plan that is made is handed over by miofind_adopt, whatever that returns.
+// What Python calls, by ctypes. A plan is the caller's to free, adopted or not.
 extern "C" {
 
 void miofind_use_driver(void* launch, void* replace) {
@@ -412,31 +501,40 @@ void miofind_use_driver(void* launch, void* replace) {
   replace_address = reinterpret_cast<ReplaceAddress>(replace);
 }
 
+// Define the operators whose kernels are Python's. Returns why it cannot, nullptr where it can.
+const char* miofind_define() {
+  return refusal([] {
+    auto* made = new torch::Library(torch::Library::DEF, "miofind_router", std::nullopt, __FILE__, __LINE__);
+    for (const char* schema : SCHEMAS) made->def(schema);
+  });
+}
+
 // Put these kernels before PyTorch's at a key of the dispatcher, "CUDA" or "CPU".
-void miofind_enable(const char* key) {
-  const c10::DispatchKey at = c10::parseDispatchKey(key);
-  natives[at == c10::DispatchKey::CPU ? 0 : 1] = std::make_unique<Natives>(
-      Natives{kernel_of("aten::convolution", at), kernel_of("aten::convolution_backward", at)});
-  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", at, __FILE__, __LINE__);
-  library->impl("convolution", TORCH_FN(convolution));
-  library->impl("convolution_backward", TORCH_FN(convolution_backward));
-  libraries[key] = std::move(library);
+// Returns why it cannot, nullptr where it can.
+const char* miofind_enable(const char* key) {
+  return refusal([key] {
+    const c10::DispatchKey at = c10::parseDispatchKey(key);
+    auto own = std::make_unique<Natives>(
+        Natives{at, kernel_of("aten::convolution", at), kernel_of("aten::convolution_backward", at)});
+    natives[at == c10::DispatchKey::CUDA ? 1 : 0].store(own.release(), std::memory_order_release);
+    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", at, __FILE__, __LINE__);
+    library->impl("convolution", TORCH_FN(convolution));
+    library->impl("convolution_backward", TORCH_FN(convolution_backward));
+    libraries()[key] = std::move(library);
+  });
 }
 
 void miofind_disable(const char* key) {
-  libraries.erase(key);
+  libraries().erase(key);
 }
 
 void miofind_clear() {
-  std::unique_lock<std::shared_mutex> guard(lock);
-  plans.clear();
+  std::unique_lock<std::shared_mutex> guard(known().lock);
+  known().plans.clear();
+  ++known().generation;
 }
 
-// Forget what this thread's last call looked like.
-void miofind_begin() {
-  missed.clear();
-}
-
+// Whether calls that look like the one that this thread is in could do without Python.
 int miofind_is_missed() {
   return !missed.empty();
 }
@@ -486,12 +584,14 @@ void miofind_fixup(void* plan, int which, size_t at, int source, uint64_t offset
   kernel.parameters.back().fixups.push_back({at, source, offset});
 }
 
-// Have later calls that look like this thread's last miss run a plan.
-void miofind_adopt(void* plan) {
-  if (missed.empty()) return;
-  std::unique_lock<std::shared_mutex> guard(lock);
-  if (plans.size() >= MOST_PLANS) plans.clear();
-  plans[missed] = *static_cast<std::shared_ptr<Plan>*>(plan);
+// Have later calls that look like this thread's last miss run a plan; 0 where all plans were forgotten since.
+int miofind_adopt(void* plan) {
+  Known& all = known();
+  std::unique_lock<std::shared_mutex> guard(all.lock);
+  if (missed.empty() || missed_in != all.generation) return 0;
+  if (all.plans.size() >= MOST_PLANS) all.plans.erase(all.plans.begin());
+  all.plans[missed] = *static_cast<std::shared_ptr<Plan>*>(plan);
+  return 1;
 }
 
 uint64_t miofind_calls(void* plan) {
