@@ -66,10 +66,10 @@ def fuse(model: Any) -> Any:
     modules, functions and methods, in place or not; dropouts and identities between them are nothing in inference.
 
     The network given stays as it is. The copy is a torch.fx.GraphModule where torch.fx can trace the network, else one
-    of its class with its submodules fused one by one. It runs eagerly, under autocast, torch.compile and in CUDA
-    graphs; it can be pickled, copied and moved to a device, dtype or memory format. Its gradients with respect to its
-    input are right; its weights are constants. Convolutions with hooks, parametrizations, padding other than zeros or
-    classes of their own stay.
+    of its class with its submodules fused one by one, which keep their classes and attributes, too. It runs eagerly,
+    under autocast, torch.compile and in CUDA graphs; it can be pickled, copied and moved to a device, dtype or memory
+    format. Its gradients with respect to its input are right; its weights are constants. Convolutions with hooks,
+    parametrizations, padding other than zeros or classes of their own stay.
 
     Args:
         model: a torch.nn.Module in eval mode.
@@ -139,7 +139,35 @@ def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
     for name, value in vars(module).items():
         if name not in vars(made):
             setattr(made, name, value)
-    return made
+    return _disguised(module, made) if path else made
+
+
+def _disguised(module: Any, graph: fx.GraphModule) -> Any:
+    """A submodule that runs a graph, of a class of its own below its class, with its attributes.
+
+    What holds it was not traced: its code may ask for the submodule's class, or read what it has.
+    """
+    cls: Any = type(module).__base__ if "_graph_run" in vars(module) else type(module)
+    own: dict[str, Any] = {"forward": type(graph).forward, "__reduce__": _reduced, "__module__": cls.__module__}
+    parts = {name: vars(graph)[name] for name in _PARTS}  # the same dictionaries: what moves one moves both
+    vars(module).update(parts, _graph_run=graph)
+    module.__class__ = type(cls.__name__, (cls,), own)
+    return module
+
+
+_PARTS = ("_modules", "_parameters", "_buffers")
+
+
+def _reduced(module: Any) -> tuple[Any, ...]:
+    """How a submodule is pickled and copied: by its first class, its graph and its attributes."""
+    attributes = {name: value for name, value in vars(module).items() if name not in (*_PARTS, "_graph_run")}
+    return _restored, (type(module).__base__, vars(module)["_graph_run"], attributes)
+
+
+def _restored(cls: Any, graph: fx.GraphModule, attributes: dict[str, Any]) -> Any:
+    module = cls.__new__(cls)
+    vars(module).update(attributes)
+    return _disguised(module, graph)
 
 
 @dataclass(slots=True)

@@ -295,6 +295,47 @@ def test_what_cannot_be_traced_as_a_whole() -> None:
     check_same(fused, model, torch.randn(2, 4, 6, 6))
 
 
+class Scaled(nn.Module):
+    """A block with a parameter and a number of its own, which is given one tensor or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.stride = 1
+
+    def forward(self, x: Any, other: Any = None) -> Any:
+        y = torch.relu(self.norm(self.conv(x))) * self.scale
+        return y if other is None else y + other
+
+
+class AsksForClasses(nn.Module):
+    """Runs its blocks by their classes and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled(), nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), Scaled()])
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x, x) if isinstance(block, Scaled) and block.stride == 1 else block(x)
+        return x if float(x.sum()) > -1e9 else -x
+
+
+def test_submodules_keep_their_classes_where_the_network_is_not_traced() -> None:
+    model, x = prepared(AsksForClasses()), torch.randn(2, 4, 6, 6)
+    fused = fuse(model)
+    assert len(parts(fused)) == 2
+    again = fuse(fused)  # of what was fused before
+    for made in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), pickle.loads(pickle.dumps(again))):
+        check_same(made, model, x)
+        assert isinstance(made.blocks[0], Scaled)
+        assert [*made.blocks[0].state_dict()] == ["scale", "conv.weight", "conv.bias"]
+    torch._dynamo.reset()
+    check_same(torch.compile(fused, backend="aot_eager"), model, x)
+    check_same(fused.double(), model.double(), x.double())
+
+
 def hooked() -> Any:
     conv = nn.Conv2d(3, 4, 3)
     conv.register_forward_hook(lambda module, given, y: 2 * y)
