@@ -67,10 +67,21 @@ def deeplab() -> nn.Module:
     return Named(of_torchvision("segmentation.deeplabv3_resnet50", weights_backbone=None)(), "out")
 
 
-def conv_bn(c: int, k: int, size: int, *, stride: int = 1, groups: int = 1, act: Any = nn.ReLU) -> nn.Sequential:
+class ConvNorm(nn.Module):
     """Convolution, batch norm and an activation."""
+
+    def __init__(self, convolution: nn.Conv2d, act: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = convolution, nn.BatchNorm2d(convolution.out_channels), act
+
+    def forward(self, x: Any) -> Any:
+        return self.act(self.norm(self.conv(x)))
+
+
+def conv_bn(c: int, k: int, size: int, *, stride: int = 1, groups: int = 1, act: Any = nn.ReLU) -> ConvNorm:
+    """A convolution that keeps the size but for its stride, its norm and its activation; act=None for none."""
     convolution = nn.Conv2d(c, k, size, stride, size // 2, groups=groups, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(k), *([act()] if act else []))
+    return ConvNorm(convolution, act() if act else nn.Identity())
 
 
 class LargeKernelBlock(nn.Module):

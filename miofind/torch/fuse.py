@@ -7,7 +7,8 @@ torch.fx writes the network's graph down; chains of convolution, batch norm, act
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,10 +99,83 @@ class _Work:
 
 
 class _Tracer(fx.Tracer):
-    """Takes modules with hooks for single operations: inlined they would lose them."""
+    """Takes modules with hooks for single operations: inlined they would lose them.
+
+    Attributes:
+        opaque: further modules that are single operations, since they cannot be traced.
+        failed: the innermost submodule whose code raised; None where that was the network's own.
+    """
+
+    def __init__(self, opaque: Collection[Any] = ()) -> None:  # a GraphModule that is unpickled makes one without
+        super().__init__()
+        self.opaque = opaque
+        self.failed: Any = None
 
     def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
-        return isinstance(m, FusedConvolution) or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
+        is_single = isinstance(m, FusedConvolution) or has_hooks(m) or m in self.opaque
+        return is_single or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or m
+            raise
+
+
+class _DependsOnNone(Exception):
+    """A module's graph is another one where an argument is left out."""
+
+
+def _traced(module: Any) -> fx.Graph:
+    """The graph of a module, in which submodules that cannot be traced are single operations.
+
+    An argument in it stands for a tensor. Where code asks whether one `is None`, the graph would only be right for
+    calls that give it, or only for those that do not.
+
+    Raises:
+        Exception: whatever the module's own code raises when it is given no tensors.
+    """
+    opaque: set[Any] = set()
+    graph = _traced_around(module, opaque)
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.default is None:
+            try:
+                without = _Tracer(opaque).trace(module, {name: None})
+            except fx.proxy.TraceError:
+                same = False
+            except Exception:  # it cannot do without
+                continue
+            else:
+                same = _steps_without(graph, name) == _steps_without(without, name)
+            if not same:
+                raise _DependsOnNone(f"its code asks whether {name} is None")
+    return graph
+
+
+def _traced_around(module: Any, opaque: set[Any]) -> fx.Graph:
+    """The graph of a module; the submodules that cannot be traced are added to `opaque`."""
+    while True:
+        tracer = _Tracer(opaque)
+        try:
+            return tracer.trace(module)
+        except Exception:
+            if tracer.failed is None or tracer.failed in opaque:
+                raise
+            opaque.add(tracer.failed)
+
+
+def _steps_without(graph: fx.Graph, name: str) -> list[str]:
+    """What a graph computes where an argument is None, as texts."""
+
+    def seen(node: fx.Node) -> fx.Node | None:
+        return None if node.op == "placeholder" and node.target == name else node
+
+    return [
+        f"{node.name} {node.op} {node.target} {fx.map_arg((node.args, node.kwargs), seen)}"
+        for node in graph.nodes
+        if node.op != "placeholder" and getattr(node.target, "__name__", "") != "_assert_is_none"
+    ]
 
 
 def _has_convolution(module: Any) -> bool:
@@ -118,7 +192,9 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         reason = ""  # what holds it was not traced, and may take it apart or look at what is between its modules
     else:
         try:
-            graph = _Tracer().trace(module)
+            graph = _traced(module)
+        except _DependsOnNone as error:
+            reason = str(error)
         except Exception as error:  # whatever a network's own code raises when it is given no tensors
             reason = f"{type(error).__name__}: {brief(str(error).strip().partition(chr(10))[0])}"
         else:
@@ -206,7 +282,7 @@ class _Rewriting:
             name = f"{self.path}.{node.target}".removeprefix(".")
             if isinstance(module, CONVOLUTIONS):
                 self._fuse(node, module, name)
-            elif module is not None and _has_convolution(module):  # it has hooks, and is a single step here
+            elif module is not None and _has_convolution(module):  # it has hooks, or cannot be traced
                 self.made.add_submodule(str(node.target), _fused(module, name, self.work))
         self.made.graph.lint()
         self.made.delete_all_unused_submodules()

@@ -296,7 +296,7 @@ def test_what_cannot_be_traced_as_a_whole() -> None:
 
 
 class Scaled(nn.Module):
-    """A block with a parameter and a number of its own, which is given one tensor or two."""
+    """A block with a parameter and a number of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,9 +304,9 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.stride = 1
 
-    def forward(self, x: Any, other: Any = None) -> Any:
+    def forward(self, x: Any, other: Any = 0.0, size: Any = None) -> Any:
         y = torch.relu(self.norm(self.conv(x))) * self.scale
-        return y if other is None else y + other
+        return nn.functional.interpolate(y + other, size, 1.0)
 
 
 class AsksForClasses(nn.Module):
@@ -334,6 +334,54 @@ def test_submodules_keep_their_classes_where_the_network_is_not_traced() -> None
     torch._dynamo.reset()
     check_same(torch.compile(fused, backend="aot_eager"), model, x)
     check_same(fused.double(), model.double(), x.double())
+
+
+class MayAdd(Scaled):
+    """Adds what it is given, if it is given anything."""
+
+    def forward(self, x: Any, other: Any = None) -> Any:
+        y = torch.relu(self.norm(self.conv(x)))
+        return y if other is None else y + other
+
+
+class Needs(Scaled):
+    """Its second argument is left out by nobody."""
+
+    def forward(self, x: Any, other: Any = None) -> Any:
+        return torch.relu(self.norm(self.conv(x))) + other.mean()
+
+
+def test_an_argument_that_may_be_none() -> None:
+    for cls, count in ((MayAdd, 0), (Needs, 1)):
+        model, x = prepared(cls()), torch.randn(2, 4, 6, 6)
+        fused = fuse(model)
+        assert len(parts(fused)) == count
+        calls = [(x, x), (x,)] if cls is MayAdd else [(x, x)]
+        for arguments in calls:
+            torch.testing.assert_close(fused(*arguments), model(*arguments), rtol=1e-4, atol=1e-5)
+    assert "is None" in fuse(prepared(MayAdd())).fusion_report.untraced[""]
+
+
+class TakesApart(nn.Module):
+    """What torch.fx cannot follow: a list of a length that it does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Scaled()
+
+    def forward(self, x: Any) -> Any:
+        return torch.cat([*self.first(x).chunk(2, 1)][::-1], 1)
+
+
+def test_a_submodule_that_cannot_be_traced_is_one_step_of_the_others() -> None:
+    model, x = prepared(nn.Sequential(Bottleneck(4, 2), TakesApart(), Bottleneck(4, 2))), torch.randn(2, 4, 6, 6)
+    fused = fuse(model)
+    assert isinstance(fused, torch.fx.GraphModule)
+    assert [*fused.fusion_report.untraced] == ["1"]
+    assert len(fused.fusion_report.fused) == 7, "three and three of the blocks, and one within what is not traced"
+    assert "2.conv3" in parts(fused)
+    for made in (fused, pickle.loads(pickle.dumps(fused))):
+        check_same(made, model, x)
 
 
 def hooked() -> Any:
