@@ -188,6 +188,8 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         return module
     if has_hooks(module):
         reason = "it has hooks"
+    elif "forward" in vars(module):
+        reason = "its forward was replaced"  # as accelerate does; torch.fx would read its class's
     elif path and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         reason = ""  # what holds it was not traced, and may take it apart or look at what is between its modules
     else:

@@ -362,6 +362,16 @@ def test_an_argument_that_may_be_none() -> None:
     assert "is None" in fuse(prepared(MayAdd())).fusion_report.untraced[""]
 
 
+def test_a_forward_that_was_replaced_is_obeyed() -> None:
+    for of in (lambda model: model, lambda model: model.blocks[0]):
+        model = prepared(AsksForClasses())
+        patched = of(model)
+        patched.forward = lambda x, *others, old=patched.forward: 2 * torch.nn.functional.silu(old(x, *others))
+        fused = fuse(model)
+        assert "was replaced" in str(fused.fusion_report)
+        check_same(fused, model, torch.randn(2, 4, 6, 6))
+
+
 class TakesApart(nn.Module):
     """What torch.fx cannot follow: a list of a length that it does not know."""
 
