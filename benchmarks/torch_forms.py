@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -283,15 +284,17 @@ class _Check:
     outcome: Outcome
 
     def of(self, form: Form, result: Any) -> None:
-        """Note a form's error, and that it is wrong where it is too large.
+        """Note a form's error.
 
         Raises:
-            AssertionError: it is.
+            AssertionError: it is too large.
         """
         error = float((result.double() - self.wanted).norm() / self.wanted.norm())
+        if not math.isfinite(error):
+            raise AssertionError("not finite")
         self.outcome.errors[form.key] = error
-        allowed = 2 * self.outcome.errors["torch eager"] + self.bound
-        if not error <= allowed:
+        allowed = 2 * self.outcome.errors.get("torch eager", 0.0) + self.bound
+        if error > allowed:
             raise AssertionError(f"relative error {error:.2g}, allowed {allowed:.2g}")
 
 

@@ -119,7 +119,7 @@ class _Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
-            self.failed = self.failed or m
+            self.failed = m if self.failed is None else self.failed
             raise
 
 

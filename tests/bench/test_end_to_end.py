@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,15 +85,19 @@ def test_a_network_s_forms_on_the_cpu(scripts: dict[str, ModuleType], kind: str)
     assert outcome.calls > 0
 
 
-def test_a_wrong_form_is_a_failure_and_has_no_time(scripts: dict[str, ModuleType], monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("factor", "told"), [(1.1, "relative error 0.1"), (float("nan"), "not finite")])
+def test_a_wrong_form_is_a_failure_and_has_no_time(
+    scripts: dict[str, ModuleType], monkeypatch: Any, factor: float, told: str
+) -> None:
     forms, network = scripts["torch_forms"], scripts["torch_networks"].NETWORKS["tiny"]
     forms.BLOCK_S, forms.ROUNDS = 1e-3, 1
-    monkeypatch.setattr(forms, "folded", lambda model: lambda x: 1.1 * model(x))
+    monkeypatch.setattr(forms, "folded", lambda model: lambda x: factor * model(x))
     with miofind.Handle("cpu") as handle:
         setting = forms.Setting(kind="inference", channels_last=False, device="cpu", handle=handle, forms=["eager"])
         *_, outcome = forms.timed_network(network.build, (2, *network.shape), setting)
     assert [*outcome.failures] == ["torch folded eager"]
-    assert "relative error 0.1" in outcome.failures["torch folded eager"]
+    assert told in outcome.failures["torch folded eager"]
+    json.dumps(asdict(outcome), allow_nan=False)
     assert "torch folded eager" not in outcome.ms
     assert {"torch eager", "miofind eager"} <= set(outcome.ms)
 
