@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import logging
@@ -125,6 +126,35 @@ def test_a_huge_entry_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     os.truncate(path, 1 << 40)
     assert BinaryStore(str(tmp_path), SECRET).get(KEY) is None
     assert "no entry has more" in caplog.text
+
+
+class _Endless(http.server.BaseHTTPRequestHandler):
+    """Sends ever more, and says nothing of a length."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(bytes(1 << 16))
+
+    def log_message(self, *_: object) -> None:
+        """Tell nobody."""
+
+
+def test_an_entry_without_an_end_is_not_read(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr("miofind.fleet.binary_store.MAX_BYTES", 1 << 20)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endless) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            assert BinaryStore(f"http://127.0.0.1:{server.server_address[1]}", SECRET).get(KEY) is None
+        finally:
+            server.shutdown()
+    assert "no entry has more than 1048576 bytes" in caplog.text
 
 
 @pytest.mark.parametrize("key", ["", "../../etc/passwd", "AB" * 32, KEY[:-1], f"{KEY}/x"])
