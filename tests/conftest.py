@@ -19,6 +19,12 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the direct path into PyTorch that this user has built out of the tests without a GPU."""
+    if "not gpu" in config.option.markexpr:
+        os.environ.setdefault("MIOFIND_TORCH_DIRECT", "0")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave tests/gpu unread where marks leave all of its tests out: each worker would import it for nothing."""
     is_asked_for = any("gpu" in argument for argument in config.args)

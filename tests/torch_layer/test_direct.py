@@ -353,6 +353,7 @@ def test_only_results_that_are_wanted_are_computed(enabled: Override, driver: Dr
 
 
 def test_a_source_that_does_not_compile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(direct.VARIABLE, raising=False)
     monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(direct, "_path", direct._path.__wrapped__)
     broken = tmp_path / "router.cpp"
@@ -364,6 +365,7 @@ def test_a_source_that_does_not_compile_is_told(tmp_path: Path, monkeypatch: pyt
 
 
 def test_it_can_be_switched_off(path: DirectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(direct.VARIABLE, raising=False)
     monkeypatch.setattr(direct, "_loaded", [path])
     assert direct.direct_path() is path
     monkeypatch.setenv("MIOFIND_TORCH_DIRECT", "0")

@@ -42,21 +42,25 @@ def test_every_call_gives_pytorchs_numbers_and_strides(
     y_shape = torch.convolution(x, w, bias, *call.geometry).shape
     dy = torch.ones((), dtype=dtype).expand(y_shape) if expanded else _integers(torch.empty(y_shape, dtype=dtype))
 
-    def compute() -> tuple[Any, ...]:
+    def compute(*tensors: Any) -> tuple[Any, ...]:
+        dy, x, w, bias = tensors
         y = torch.ops.aten.convolution(x, w, bias, *call.geometry)
         sizes = [channels] if with_bias else None
         return y, *torch.ops.aten.convolution_backward(dy, x, w, sizes, *call.geometry, [True, True, with_bias])
 
-    native = compute()
+    given = (dy, x, w, bias)
+    # In float64: PyTorch 2.13's own kernel of bfloat16 reads beyond some tensors on CPUs with AMX.
+    native = compute(*(None if each is None else each.double() for each in given))
     with use("estimate", handle=cpu_handle, devices="cpu") as override:
-        ours = compute()
+        ours = compute(*given)
         assert _is_ours(override)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        predicted = compute()
+        predicted = compute(*given)
     for got, wanted, fake in zip(ours, native, predicted, strict=True):
         assert (got is None) == (wanted is None)
         if got is not None:
-            assert torch.equal(got, wanted)
+            assert got.dtype == dtype
+            assert torch.equal(got, wanted.to(dtype))
             assert got.stride() == fake.stride()
 
 
