@@ -120,10 +120,14 @@ def test_the_monitor_finds_the_gpu(device: Device) -> None:
 
 
 def test_the_protocol_is_honest_here(device: Device) -> None:
-    """Few pairs: the bounds are those of 400 pairs with room for chance."""
+    """Few pairs: the bounds are those of 400 pairs with room for chance.
+
+    Beside other processes one of a pair may fall out before the final, which then has no rounds.
+    """
     report = null_test(DEFAULT_PROBLEM, device, Compiler(), NullTestOptions(pairs=20))
     assert report.protocol == "cuda-1"
-    assert report.equal.rounds == report.slowed.rounds == 45
+    for series in (report.equal, report.slowed):
+        assert series.rounds == 45 or series.contended
     assert report.equal.called <= 3
     assert report.slowed.called >= 12
 
