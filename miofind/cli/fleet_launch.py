@@ -71,7 +71,7 @@ def launch(
             return
         print_note(told)
         with _drained(agents):
-            found = watched(database, show=not as_json)
+            found = watched(database, agents, show=not as_json)
     jobs = {state.value: sum(each.jobs.get(state, 0) for each in found.campaigns) for state in JobState}
     told_or_json(
         {"hosts": list(hosts), "jobs": jobs}, f"nothing is left to do: {jobs['done']} jobs done", as_json=as_json
@@ -90,8 +90,12 @@ def _drained(agents: Agents) -> Iterator[None]:
         agents.stop()
 
 
-def watched(database: FleetDatabase, *, show: bool, campaign: str | None = None) -> FleetStatus:
-    """The state of the fleet, or of one campaign, once nothing is left to do that is not paused; shown meanwhile."""
+def watched(database: FleetDatabase, agents: Agents, *, show: bool, campaign: str | None = None) -> FleetStatus:
+    """The state of the fleet, or of one campaign, once nothing is left to do that is not paused; shown meanwhile.
+
+    Raises:
+        MissingEnvironmentError: no agent can work.
+    """
     board = Live(console=stdout(), refresh_per_second=1) if show else None
     with board or contextlib.nullcontext():
         while True:
@@ -102,6 +106,7 @@ def watched(database: FleetDatabase, *, show: bool, campaign: str | None = None)
                 waited = (each.jobs[state] for each in found.campaigns if not each.paused for state in _OPEN)
                 if not any(waited):
                     return found
+                agents.check()
             time.sleep(_LOOK_S)
 
 

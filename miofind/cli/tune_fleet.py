@@ -61,7 +61,7 @@ def tune_by_fleet(
     Ctrl-C pauses the campaign and drains the agents; the same tuning again goes on.
 
     Raises:
-        MiofindError: the server or the scheduler refuses.
+        MiofindError: the server or the scheduler refuses, or no agent can work.
     """
     request = CampaignRequest(name=checked_name(name or _name(requests, options)), options=options)
     with terminable(), opened(cluster.url) as database, agents_of(cluster.scheduler, cluster.tls) as agents:
@@ -74,7 +74,7 @@ def tune_by_fleet(
                 f"campaign {request.name}: {told.problems} problems, {len(hosts)} of Dask's workers run an agent"
             )
             stack.enter_context(_paused_by_interrupt(database, request.name))
-            found = watched(database, show=not as_json, campaign=request.name)
+            found = watched(database, agents, show=not as_json, campaign=request.name)
     jobs = {state.value: sum(each.jobs.get(state, 0) for each in found.campaigns) for state in JobState}
     failed = jobs[JobState.FAILED] + jobs[JobState.PARKED]
     told_or_json(

@@ -38,6 +38,7 @@ _PLUGIN = "miofind-agent"
 _DRAINS_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _CONNECTS_S = 30
+_MOST_FAILURES = 5
 _USAGE_ERROR = 2
 _START = (
     "import sys; from miofind.process.parent import run_told_of_parent; "
@@ -107,18 +108,19 @@ class AgentPlugin(WorkerPlugin):
         _tell(worker, "drained", code=process.returncode)
 
     async def _keep(self, worker: Any) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s, failures = _FIRST_PAUSE_S, 0
         while True:
             began = asyncio.get_running_loop().time()
             process = self._process = await self._started()
             _tell(worker, "started", pid=process.pid)
             code = await process.wait()
-            _tell(worker, "ended", code=code)
+            has_run = asyncio.get_running_loop().time() - began > _LONGEST_PAUSE_S
+            failures = 0 if code == 0 or has_run else failures + 1
+            _tell(worker, "ended", code=code, failures=failures)
             if code == _USAGE_ERROR:
                 logger.error("the agent's arguments are wrong, it is not started again: %s", self._agent.arguments)
                 return
-            ran_s = asyncio.get_running_loop().time() - began
-            pause_s = _FIRST_PAUSE_S if ran_s > _LONGEST_PAUSE_S else min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = _FIRST_PAUSE_S if has_run else min(2 * pause_s, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     async def _started(self) -> asyncio.subprocess.Process:
@@ -162,6 +164,24 @@ class Agents:
     def stop(self) -> None:
         """Have all agents drain; returns once they have."""
         self._client.unregister_worker_plugin(name=_PLUGIN)
+
+    def check(self) -> None:
+        """Do nothing while any worker's agent works, or may be about to.
+
+        Raises:
+            MissingEnvironmentError: each worker's has failed soon after its start, again and again.
+        """
+        try:
+            events, hosts = self.events(), self.hosts()
+        except (OSError, RuntimeError) as error:
+            logger.warning("Dask's scheduler does not answer: %s", described(error))
+            return
+        last = {event["worker"]: event for event in events if event["what"] in ("ended", "drained")}
+        codes = [last.get(host, {}).get("code") for host in hosts]
+        failures = [last.get(host, {}).get("failures", 0) for host in hosts]
+        if failures and all(n >= _MOST_FAILURES or c == _USAGE_ERROR for n, c in zip(failures, codes, strict=True)):
+            told = f"the agents of all {len(codes)} of Dask's workers end at once, with exit code {codes[0]}"
+            raise MissingEnvironmentError(f"{told}: what they say is on the stderr of `dask worker`")
 
     def events(self) -> tuple[dict[str, Any], ...]:
         """What became of agents, oldest first, as long as the scheduler remembers."""

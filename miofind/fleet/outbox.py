@@ -41,12 +41,15 @@ class Outbox:
         self._path = Path(f"{finddb}.fleet")
         self._lock = threading.Lock()
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # before the FindDB itself is written
             self._file = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
             self._check_alone()
             self._connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
             self._connection.executescript(_TABLES)
         except (OSError, sqlite3.Error) as error:
-            raise DatabaseError(f"{self._path.name}, the fleet's note beside the FindDB: {error}") from error
+            raise DatabaseError(
+                f"{self._path.name}, the fleet's note beside the FindDB, at {self._path.parent}: {error}"
+            ) from error
 
     def succeed(self, agent: UUID) -> list[UUID]:
         """Note the agent that has it now; returns those before it, which are dead. All that they noted is orphaned."""
@@ -104,4 +107,6 @@ class Outbox:
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield self._connection
         except sqlite3.Error as error:
-            raise DatabaseError(f"{self._path.name}, the fleet's note beside the FindDB: {error}") from error
+            raise DatabaseError(
+                f"{self._path.name}, the fleet's note beside the FindDB, at {self._path.parent}: {error}"
+            ) from error

@@ -80,12 +80,15 @@ def test_mistakes_are_of_usage(arguments: tuple[str, ...], told: str) -> None:
     assert told in run("fleet", *arguments, code=2).stderr
 
 
-def test_dasks_workers_run_agents_until_nothing_is_left(postgres_url: str) -> None:
+def test_dasks_workers_run_agents_until_nothing_is_left(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     distributed = pytest.importorskip("distributed")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))  # agents have their user's FindDB, the first one ever
     where = ("--database", postgres_url)
     run("fleet", "init", *where)
     run("fleet", "submit", *where, "--name", "small", "--only", "ConvCpuIm2colGemm", *FORWARD)
-    options = {"n_workers": 1, "processes": False, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 1, "processes": False, "threads_per_worker": 1, "dashboard_address": ":0"}
     options |= {"protocol": "tcp://", "host": "127.0.0.1"}
     with distributed.LocalCluster(**options) as without:
         refused = run("fleet", "launch", *where, "--scheduler", without.scheduler_address, code=2)

@@ -291,12 +291,12 @@ def test_one_agent_has_a_findb(host: Host) -> None:
 def test_the_outbox_outlives_its_agent(tmp_path: Path) -> None:
     key = ProblemKey(device="d", network_config="n")
     first, second = uuid4(), uuid4()
-    outbox = Outbox(tmp_path / "finddb.db")
+    outbox = Outbox(tmp_path / "of a new" / "user" / "finddb.db")
     assert outbox.succeed(first) == []
     outbox.expect([(key, 7)])
     assert outbox.orphans() == []
     outbox.close()
-    outbox = Outbox(tmp_path / "finddb.db")
+    outbox = Outbox(tmp_path / "of a new" / "user" / "finddb.db")
     assert (outbox.succeed(second), outbox.orphans()) == ([first], [key])
     outbox.expect([(key, 8)])
     outbox.forget([(key, -1)])

@@ -20,6 +20,7 @@ pytest.importorskip("distributed")
 
 from distributed import LocalCluster
 
+from miofind.fleet import dask_agents
 from miofind.fleet.dask_agents import RESOURCE, Agent, Agents, TlsFiles, connected, refuse_open_address
 
 # Notes that it began, and what told it to end.
@@ -58,7 +59,7 @@ def noted(notes: Path, what: str) -> set[int]:
 @contextmanager
 def cluster(**settings: object) -> Iterator[tuple[LocalCluster, Agents]]:
     """Two workers with room for an agent, in processes of their own."""
-    options = {"n_workers": 2, "processes": True, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 2, "processes": True, "threads_per_worker": 1, "dashboard_address": ":0"}
     options |= {"resources": {RESOURCE: 1}} | settings
     with LocalCluster(**options) as made, connected(made.scheduler_address) as agents:
         yield made, agents
@@ -92,7 +93,19 @@ def test_an_agent_that_ends_is_started_again_and_one_of_wrong_arguments_is_not(n
         wait_until(lambda: len(noted(notes, "began")) == 2, "what agents do")
         agents.start(Agent(("-c", "raise SystemExit(2)")))
         wait_until(lambda: agents.events()[-1].get("code") == 2, "what agents do")
+        with pytest.raises(MissingEnvironmentError, match="exit code 2"):
+            agents.check()
         assert noted(notes, "drained") == noted(notes, "began") - {first}
+
+
+def test_agents_that_cannot_work_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dask_agents, "_FIRST_PAUSE_S", 0.01)
+    with cluster(n_workers=1, processes=False, protocol="tcp://", host="127.0.0.1") as (_, agents):
+        agents.check()
+        agents.start(Agent(("-c", "import sys; sys.exit('no disk')")))
+        wait_until(lambda: [event["what"] for event in agents.events()].count("ended") >= 5, "what agents do")
+        with pytest.raises(MissingEnvironmentError, match="all 1 of Dask's workers end at once, with exit code 1"):
+            agents.check()
 
 
 def test_agents_of_killed_workers_drain_by_themselves(notes: Path) -> None:
@@ -156,7 +169,7 @@ def test_agents_are_reached_over_tls_and_by_nobody_without_a_certificate(
     roles = {f"tls_{role}_{kind}": path for role in ("scheduler", "worker", "client")
              for kind, path in (("cert", cert), ("key", key))}  # fmt: skip
     security = Security(require_encryption=True, tls_ca_file=cert, **roles)
-    one = {"n_workers": 1, "processes": False, "dashboard_address": None, "resources": {RESOURCE: 1}}
+    one = {"n_workers": 1, "processes": False, "dashboard_address": ":0", "resources": {RESOURCE: 1}}
     with LocalCluster(**one, protocol="tls://", security=security) as made:
         with connected(made.scheduler_address, TlsFiles(ca=cert, cert=cert, key=key)) as agents:
             agents.start(agent(notes))
