@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from miofind.core.epilogue import DEFAULT_PARAMETERS
+from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.errors import LaunchError
 from miofind.launch import tensor_maps
 from miofind.launch.bound_steps import BasedAddress
@@ -72,26 +72,28 @@ class FlatKernel:
     parameters: tuple[FlatParameter, ...]
 
 
-def flat_kernel(step: KernelStep, function: int, place: Place, *, pdl: bool) -> FlatKernel:
-    """A step as a flat launch; an epilogue has the numbers that a run has by default.
+def flat_kernel(
+    step: KernelStep, function: int, place: Place, *, pdl: bool, parameters: EpilogueParameters = DEFAULT_PARAMETERS
+) -> FlatKernel:
+    """A step as a flat launch, with the numbers of an epilogue in it.
 
     Raises:
         LaunchError: it has too many parameters, or the driver refuses a tensor map.
     """
     if len(step.args) > MOST_PARAMETERS:
         raise LaunchError(f"{step.entry} has {len(step.args)} parameters")
-    parameters = tuple(_parameter(argument, place) for argument in step.args)
+    given = tuple(_parameter(argument, place, parameters) for argument in step.args)
     return FlatKernel(
         function=function,
         grid=step.grid,
         block=step.block,
         shared_bytes=step.shared_bytes,
         pdl=pdl,
-        parameters=parameters,
+        parameters=given,
     )
 
 
-def _parameter(argument: Argument, place: Place) -> FlatParameter:
+def _parameter(argument: Argument, place: Place, parameters: EpilogueParameters) -> FlatParameter:
     if isinstance(argument, Pointer):
         return FlatParameter(content=bytes(8), fixups=(Fixup(0, place(argument)),))
     if isinstance(argument, TensorMap):
@@ -99,7 +101,7 @@ def _parameter(argument: Argument, place: Place) -> FlatParameter:
         return FlatParameter(content=content, fixups=(Fixup(0, place(argument.pointer)),), is_map=True)
     if isinstance(argument, EpilogueArgument):
         layout = "=5Q4d" if argument.number == "float64" else "=5Q4f"
-        content = struct.pack(layout, *(0,) * 5, *DEFAULT_PARAMETERS.numbers(argument.activation))
+        content = struct.pack(layout, *(0,) * 5, *parameters.numbers(argument.activation))
         operands = enumerate(argument.pointers)
         return FlatParameter(
             content=content, fixups=tuple(Fixup(8 * i, place(p)) for i, p in operands if p is not None)

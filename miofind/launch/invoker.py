@@ -97,8 +97,11 @@ class Invoker(ABC):
             LaunchError: a kernel or library call failed to start.
         """
 
-    def flat(self) -> tuple[FlatKernel, ...] | None:
+    def flat(self, parameters: EpilogueParameters = DEFAULT_PARAMETERS) -> tuple[FlatKernel, ...] | None:
         """What a run launches, as plain data; None where that is not kernels alone.
+
+        Args:
+            parameters: the epilogue's numbers.
 
         Raises:
             LaunchError: the driver refuses a part of it.
@@ -138,14 +141,20 @@ class _CudaInvoker(Invoker):
         self._local.steps = bound
         return bound
 
-    def flat(self) -> tuple[FlatKernel, ...] | None:
+    def flat(self, parameters: EpilogueParameters = DEFAULT_PARAMETERS) -> tuple[FlatKernel, ...] | None:
         steps = self.solution.steps
         kernels = [step for step in steps if isinstance(step, KernelStep)]
         if len(kernels) < len(steps):
             return None
         place = self._placer()
         return tuple(
-            flat_kernel(step, self._kernels[step].function, place, pdl=pdl and self._supports_pdl)
+            flat_kernel(
+                step,
+                self._kernels[step].function,
+                place,
+                pdl=pdl and self._supports_pdl,
+                parameters=parameters,
+            )
             for step, pdl in zip(kernels, dependent_launches(steps), strict=True)
         )
 

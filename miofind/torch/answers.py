@@ -56,6 +56,11 @@ class Answer:
         """Whether a solution can run the problem."""
         return bool(self._invokers)
 
+    @property
+    def first(self) -> Invoker | None:
+        """What runs the problem where all addresses suit it; None where PyTorch does."""
+        return self._invokers[0] if self._invokers else None
+
     def run(self, tensors: Mapping[str, Any], parameters: EpilogueParameters) -> bool:
         """Run a solution; False, and nothing written, where PyTorch is to compute the problem.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,8 +11,22 @@ from miofind.torch.differentiable import Tensors, arguments_of, run
 from miofind.torch.formats import dense, output_layout
 from miofind.torch.unfused import Nonlinearity, Window, activated
 
+_Parameter = torch.nn.Parameter
+_convolution = torch.ops.miofind.convolution.default
 _MAX_INPUTS = 64
-"""Forms of inputs for which a module remembers the weights that they need."""
+"""Forms of inputs for which a module remembers what they need."""
+
+
+class _Ready(NamedTuple):
+    """What inputs of one form need.
+
+    Attributes:
+        weight: in their dtype and memory format.
+        output_shape: of y.
+    """
+
+    weight: Any
+    output_shape: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -22,12 +36,12 @@ class _Packed:
     Attributes:
         made_of: what tells the weights that they were made of from others.
         of_forms: by dtype and memory order.
-        of_inputs: the same by what inputs are like.
+        of_inputs: by the dtype of a run and what its input is like.
     """
 
     made_of: tuple[Any, ...] = ()
     of_forms: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    of_inputs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    of_inputs: dict[tuple[Any, ...], _Ready] = field(default_factory=dict)
 
 
 class FusedConvolution(torch.nn.Module):
@@ -59,6 +73,32 @@ class FusedConvolution(torch.nn.Module):
 
         A residual of another shape or dtype, which PyTorch broadcasts or promotes, is added by PyTorch.
         """
+        if not torch.compiler.is_compiling():
+            dtype = x.dtype
+            ready = self._packed.of_inputs.get((dtype, x.shape, x.stride(), dtype, x.get_device()))
+            if ready is not None and self._may_go_on(ready, x, residual):
+                bias = self._parameters["bias"]
+                return _convolution(x, ready.weight, bias, None, residual, *self._arguments)
+        return self._general(x, residual)
+
+    def _may_go_on(self, ready: _Ready, x: Any, residual: Any) -> bool:
+        """Whether a run is the operator's alone, by weights that are still those: written for speed."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if type(weight) is not _Parameter or weight.is_inference() or self._packed.made_of != _made_of(weight):
+            return False
+        if residual is not None and (residual.dtype != x.dtype or residual.shape != ready.output_shape):
+            return False
+        if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
+            return False
+        return not torch.is_grad_enabled() or not (
+            x.requires_grad
+            or weight.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (residual is not None and residual.requires_grad)
+        )
+
+    def _general(self, x: Any, residual: Any) -> Any:
+        """The same for whatever there may be."""
         is_single = x.dim() == self.weight.dim() - 1
         if is_single:
             x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
@@ -98,19 +138,19 @@ class FusedConvolution(torch.nn.Module):
         weight = self.weight
         if torch.compiler.is_compiling() or type(weight) is not torch.nn.Parameter or weight.is_inference():
             return weight
-        made_of = (weight.data_ptr(), weight.dtype, weight.stride(), weight._version)
+        made_of = _made_of(weight)
         if self._packed.made_of != made_of:
             self._packed = _Packed(made_of)
         packed = self._packed
-        key = (dtype, x.shape, x.stride(), x.get_device())
-        kept = packed.of_inputs.get(key)
-        if kept is None:
+        key = (dtype, x.shape, x.stride(), x.dtype, x.get_device())
+        ready = packed.of_inputs.get(key)
+        if ready is None:
             layout = output_layout(x, weight, None, self.window.geometry)
             kept = packed.of_forms.setdefault((dtype, layout), dense(weight.detach().to(dtype), layout))
             if len(packed.of_inputs) >= _MAX_INPUTS:
                 packed.of_inputs.clear()
-            packed.of_inputs[key] = kept
-        return kept
+            ready = packed.of_inputs[key] = _Ready(kept, self.window.output_shape(x.shape, weight.shape))
+        return ready.weight
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_packed": _Packed()}
@@ -125,3 +165,8 @@ class FusedConvolution(torch.nn.Module):
         parts += ["bias"] if self.bias is not None else []
         parts += [self.numbers.activation] if self.numbers.activation != "none" else []
         return ", ".join(parts)
+
+
+def _made_of(weight: Any) -> tuple[Any, ...]:
+    """What tells weights from others, and from themselves before they were written to."""
+    return weight.data_ptr(), weight.dtype, weight.stride(), weight._version

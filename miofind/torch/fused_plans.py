@@ -6,17 +6,18 @@ A call that has a plan costs a look-up, its outputs, and the launch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
-from miofind.torch import formats
+from miofind.torch import direct, formats
 from miofind.torch.answers import Answer, answer, override_of, planner_of
 from miofind.torch.calls import Unserved
+from miofind.torch.direct import DirectCalls, DirectLaunch, DirectResult
 from miofind.torch.flags import Flags, state
-from miofind.torch.fused_calls import BackwardData, Call, Forward, of_one_dtype, problem_of
+from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, of_one_dtype, problem_of
 from miofind.torch.override import Override
 from miofind.torch.plans import Part
 
@@ -38,23 +39,22 @@ _READ = {
 """Operands by the names of a call's tensors."""
 
 
-class Plan:
+class Plan(DirectCalls):
     """What runs calls that look alike.
 
     Attributes:
         answer: the solutions, or why there are none; None for calls of which miofind has no such problem.
         reason: why there is no such problem.
-        calls: how many there were.
     """
 
-    __slots__ = ("_inputs", "_like", "_outputs", "_parameters", "answer", "calls", "layout", "reason")
+    __slots__ = ("_inputs", "_like", "_operands", "_outputs", "_parameters", "_unmade", "answer", "layout", "reason")
 
     def __init__(self, call: Call, override: Override | None, switches: tuple[Any, ...]) -> None:
         call.check()
         self.layout = call.layout()
         self.answer: Answer | None = None
-        self.calls = 0
         self.reason = ""
+        super().__init__(needs_python=True)
         narrowed = of_one_dtype(call) if isinstance(call, Forward) else call
         flags = Flags.of(switches, on_gpu=call.x.is_cuda)
         try:
@@ -73,12 +73,40 @@ class Plan:
             (operand.name, operand.array.shape, self._strides(operand.array.shape), _torch_dtype(operand.array.dtype))
             for operand in problem.outputs
         )
+        self._operands = tuple(call._fields.index(field) for field, *_ in self._inputs)
+        self._unmade: tuple[DirectResult, ...] = ()
+        if isinstance(call, BackwardWeights) and call.bias_dtype is None:
+            self._unmade = (DirectResult((0,), (1,), call.dy.dtype),)
         self._parameters = _parameters(call, problem.epilogue.numbers)
         self.answer = answer(problem, call.x.device, flags, planner_of(override))
+        needs_copy = any(copies or getattr(call, field).dtype is not dtype for field, _, dtype, copies in self._inputs)
+        if self.answer.is_served and self.answer.part.is_final and not needs_copy:
+            self.generation = -1
+
+    def direct_launches(self) -> Sequence[tuple[int, DirectLaunch]] | None:
+        """The launch of the first solution, whose operands are found by the places of an operator's arguments."""
+        assert self.answer is not None
+        invoker = self.answer.first
+        kernels = None if invoker is None else invoker.flat(self._parameters)
+        if invoker is None or kernels is None:
+            return None
+        results = [*(DirectResult(*form) for _, *form in self._outputs), *self._unmade]
+        order = [name for _, name, _, _ in self._inputs] + [name for name, *_ in self._outputs]
+        problem = invoker.problem
+        bases = [order.index(operand.name) for operand in problem.operands] + ([-1] if problem.epilogue else [])
+        launch = DirectLaunch(
+            operands=self._operands,
+            results=tuple(results),
+            sources=(*bases, len(self._inputs) + len(results)),
+            workspace_bytes=invoker.workspace_bytes,
+            alignment_bytes=invoker.alignment_bytes,
+            kernels=kernels,
+        )
+        return [(0, launch)]
 
     def run(self, call: Call) -> tuple[Any, ...] | None:
         """The outputs of a call, or None where PyTorch is to compute them."""
-        self.calls += 1
+        self.python_calls += 1
         if self.answer is None:
             return None
         tensors = {}
@@ -135,6 +163,8 @@ def planned(call: Call) -> Run | None:
     plan = _plans.get(key)
     if plan is None:
         plan = _made(call, key, override, switches)
+    elif plan.generation is not None and (path := direct.loaded()) is not None and plan.generation != path.generation:
+        plan.offer(path)
     return plan.run
 
 
@@ -175,3 +205,4 @@ def forget() -> None:
     """Decide anew for all calls to come, since FindDBs may have more answers now."""
     with _lock:
         _plans.clear()
+    direct.forget()

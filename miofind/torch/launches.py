@@ -23,7 +23,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.torch import formats
 from miofind.torch.calls import ConvolutionCall, Unserved
-from miofind.torch.direct import DirectLaunch
+from miofind.torch.direct import DirectLaunch, DirectResult
 from miofind.torch.memory import host_array, is_capturing, results, stream_reader
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ INPUTS = {"y": ("x", "w"), "dx": ("grad", "w"), "dw": ("x", "grad")}
 """What a launch of each result is given, in order."""
 
 _BIAS = {"y": "given", "dw": "made"}
-_VECTOR, _WORKSPACE = 3, 4  # of a direct launch's sources
 _LONGEST_REASON = 300
 _NOT_READY = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
 
@@ -158,7 +157,7 @@ class Launches:
             pick=operator.itemgetter(*order, *range(3, 6 if with_bias else 4)),
             bias=_BIAS[computed] if with_bias else "",
         )
-        self._device = arguments.x.device
+        self._device, self._dtype = arguments.x.device, arguments.x.dtype
         self._solutions = solutions
         self._lock = threading.Lock()
 
@@ -177,15 +176,19 @@ class Launches:
         kernels = None if any(form.copies) else invoker.flat()
         if kernels is None:
             return None
-        inputs = ("x", "w") if self._computed == "y" else ("grad", "x", "w")
-        first, second = (inputs.index(name) for name in INPUTS[self._computed])
+        tensors = ("x", "w", "bias") if self._computed == "y" else ("grad", "x", "w")
+        read = INPUTS[self._computed] + (("bias",) if form.bias == "given" else ())
+        results = [DirectResult(self._shape, self._strides, self._dtype)]
+        if form.bias == "made":
+            results.append(DirectResult((invoker.problem.k,), (1,), self._dtype))
+        # Of the bases: the two tensors and the result, the bias or its gradient and the numbers, the workspace.
+        made, vector = len(read), 2 if form.bias == "given" else 3
+        places = (0, 1, made)
+        bases = (*(places[i] for i in self._order), *((vector, -1) if form.bias else ()), made + len(results))
         return DirectLaunch(
-            shape=self._shape,
-            strides=self._strides,
-            operands=(first, second),
-            sources=(*self._order, *((_VECTOR, -1) if form.bias else ()), _WORKSPACE),
-            vector=("", "given", "made").index(form.bias),
-            channels=invoker.problem.k,
+            operands=tuple(tensors.index(name) for name in read),
+            results=tuple(results),
+            sources=bases,
             workspace_bytes=invoker.workspace_bytes,
             alignment_bytes=invoker.alignment_bytes,
             kernels=kernels,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from miofind.torch import unfused
+from miofind.torch.direct import direct_path
 from miofind.torch.formats import dense
 from miofind.torch.fused_calls import BackwardData, BackwardWeights, Forward, of_one_dtype
 from miofind.torch.fused_plans import planned
@@ -130,6 +131,7 @@ for _name, (_kernel, _fake) in _KERNELS.items():
         LIBRARY.impl(_name, _kernel, _place)
         LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
     torch.library.register_fake(f"miofind::{_name}", _fake, lib=LIBRARY)
+direct_path()
 
 
 def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named: Any) -> tuple[Any, int]:

@@ -23,9 +23,9 @@ from miofind.device.device import INSTALL_CUDA, has_cupy
 from miofind.errors import InvalidOptionError, MissingLibraryError, brief, with_known_keywords
 from miofind.process.forks import follow_forks
 from miofind.runtime.handle import Handle
-from miofind.torch import formats
+from miofind.torch import direct, formats
 from miofind.torch.counts import CallReport
-from miofind.torch.direct import NAMESPACE, DirectPath, direct_path
+from miofind.torch.direct import DirectPath
 from miofind.torch.flags import state
 from miofind.torch.launches import Arguments
 from miofind.torch.plans import Plan, Planner
@@ -90,8 +90,7 @@ class Override:
             self.generation += 1
             self._forward.clear()
             self._backward.clear()
-        for device in self.devices:
-            _routers[device].forget()
+        direct.forget()
 
     def planned_forward(self, key: Any, arguments: Arguments, switches: tuple[Any, ...]) -> Plan:
         """The plan of a call of `aten::convolution` that there was none for."""
@@ -134,7 +133,7 @@ class _Router:
     def use(self, override: Override | None) -> None:
         """Send calls to an override, or have PyTorch's kernels be the only ones."""
         self.current = override
-        self.forget()
+        direct.forget()
         if override is None:
             if self._direct is not None:
                 self._direct.disable(_KEYS[self.device])
@@ -144,29 +143,24 @@ class _Router:
         elif not self._libraries:
             self._register()
 
-    def forget(self) -> None:
-        """Have all calls come to Python, since what runs them is decided anew."""
-        if self._direct is not None:
-            self._direct.forget()
-
     def offer(self, plan: Plan) -> None:
         """Have later calls like the one that this thread is in do without Python, where they can."""
-        direct = self._direct
-        if direct is not None and plan.generation != direct.generation:
-            plan.offer(direct)
+        path = self._direct
+        if path is not None and plan.generation != path.generation:
+            plan.offer(path)
 
     def _register(self) -> None:
-        key, direct = _KEYS[self.device], direct_path()
+        key, path = _KEYS[self.device], direct.direct_path()
         kernels = {_FORWARD: self._forward_kernel(key), _BACKWARD: self._backward_kernel(key)}
-        namespace = "aten" if direct is None else NAMESPACE
+        namespace = "aten" if path is None else direct.NAMESPACE
         try:
             for name, kernel in kernels.items():
                 library = torch.library.Library(namespace, "IMPL")
                 self._libraries.append(library)
                 _implement(library, name.removeprefix("aten::"), kernel, key)
-            if direct is not None:
-                self._direct = direct
-                direct.enable(key)
+            if path is not None:
+                self._direct = path
+                path.enable(key)
         except BaseException:
             self.use(None)
             raise
@@ -468,12 +462,13 @@ def native_kernels() -> Iterator[None]:
         current = {device: router.current for device, router in _routers.items()}
         for router in _routers.values():
             router.current = None
-            router.forget()
+        direct.forget()
         try:
             yield
         finally:
             for device, override in current.items():
                 _routers[device].current = override
+            direct.forget()
 
 
 def forget_plans() -> None:

@@ -24,7 +24,7 @@ from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
 from miofind.torch import comparisons, formats
 from miofind.torch.calls import COMPUTED, ConvolutionCall, Unserved
-from miofind.torch.direct import DirectLaunch, DirectPath, DirectPlan
+from miofind.torch.direct import DirectCalls, DirectLaunch
 from miofind.torch.flags import Flags
 from miofind.torch.launches import Arguments, Launch, Launches, ReadySolutions, first_line
 from miofind.torch.memory import is_capturing, make_room
@@ -68,14 +68,12 @@ class Part:
         self.launch, self.direct, self.solution, self.reason = None, None, None, f"it failed: {error}"
 
 
-class Plan:
+class Plan(DirectCalls):
     """What runs calls that look alike.
 
     Attributes:
         parts: what becomes of each result.
         launch, launch_dx, launch_dw: those of y, dx and dw; None where PyTorch computes them, or nobody.
-        python_calls: how many came through Python.
-        generation: of the direct path when it was last offered this plan; None for a plan that needs Python.
         bias_shape: of a view of the bias that is added to y.
         bias_dimensions: of the gradient of y, over which the gradient of the bias sums.
         adds_bias, gives_bias_gradient: whether y's launch takes the bias, and whether dw's gives its gradient, too.
@@ -86,24 +84,19 @@ class Plan:
         "adds_bias",
         "bias_dimensions",
         "bias_shape",
-        "direct_plans",
-        "generation",
         "gives_bias_gradient",
         "grad_layout",
         "launch",
         "launch_dw",
         "launch_dx",
         "parts",
-        "python_calls",
     )
 
     def __init__(self, parts: tuple[Part, ...], rank: int, grad_layout: Any = None) -> None:
         self.parts = parts
         self._take_launches()
-        self.python_calls = 0
-        self.direct_plans: list[DirectPlan] = []
         does_without = self.is_native or (grad_layout is None and all(part.direct is not None for part in parts))
-        self.generation = -1 if does_without and self.is_final else None
+        super().__init__(needs_python=not (does_without and self.is_final))
         self.bias_shape = (1, -1) + (1,) * (rank - 2)
         self.bias_dimensions = (0, *range(2, rank))
         self.grad_layout = grad_layout
@@ -113,29 +106,11 @@ class Plan:
         """Whether PyTorch's own kernel computes all results."""
         return all(part.launch is None for part in self.parts)
 
-    @property
-    def calls(self) -> int:
-        """How many calls there were."""
-        return self.python_calls + sum(each.calls for each in self.direct_plans)
-
-    def offer(self, path: DirectPath) -> None:
-        """Have calls that look like the one that this thread is in do without Python from now on, where they can."""
-        if not path.takes:  # a call on a stream of its own, perhaps: others like it may do without
-            return
-        self.generation = path.generation
-        try:
-            launches = [(int(part.computed == "dw"), part.direct()) for part in self.parts if part.direct is not None]
-        except LaunchError as error:
-            logger.debug("%s goes through Python: %s", self.parts[0].problem, error)
-            self.generation = None
-            return
+    def direct_launches(self) -> Sequence[tuple[int, DirectLaunch]] | None:
+        """The launches of the parts; none where PyTorch's own kernel is to run the calls."""
+        launches = [(int(part.computed == "dw"), part.direct()) for part in self.parts if part.direct is not None]
         known = [(which, launch) for which, launch in launches if launch is not None]
-        if len(known) < len(self.parts) and not self.is_native:
-            self.generation = None
-            return
-        made = path.plan(known)
-        if made.adopt():
-            self.direct_plans.append(made)
+        return known if len(known) == len(self.parts) or self.is_native else None
 
     def _take_launches(self) -> None:
         launches = {part.computed: part.launch for part in self.parts}

@@ -25,7 +25,7 @@ from miofind.options import FindOptions
 from miofind.printable import printable_name
 from miofind.runtime.handle import Handle, default_handle
 from miofind.torch import comparisons, fused_plans
-from miofind.torch.direct import build
+from miofind.torch.direct import build, direct_path
 from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import forget_plans, native_kernels
 from miofind.torch.recording import Recording
@@ -114,6 +114,7 @@ def _build_direct_path() -> None:
     """Build what launches calls without Python, where that can be built: a tuning is when to wait for compilers."""
     try:
         build()
+        direct_path()
     except MiofindError as error:
         logger.info("PyTorch's convolutions will go through Python: %s", error)
 

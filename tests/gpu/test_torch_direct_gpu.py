@@ -1,4 +1,4 @@
-"""The direct path of PyTorch's override, built on the machine with the GPU."""
+"""The direct path of PyTorch's override and of miofind's own operators, built on the machine with the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import conv2d, conv_transpose2d
 
 import miofind
 import miofind.torch
-from miofind.torch import direct, override
+from miofind.torch import direct
 from miofind.torch.direct import DirectPath
 from miofind.torch.override import Override
 
@@ -36,12 +36,22 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> DirectPath:
 
 @pytest.fixture
 def enabled(path: DirectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Override]:
-    monkeypatch.setattr(override, "direct_path", lambda: path)
+    monkeypatch.delenv(direct.VARIABLE, raising=False)
+    monkeypatch.setattr(direct, "_loaded", [path])
     with (
         miofind.Handle("cuda", database=tmp_path / "finddb.db") as handle,
         miofind.torch.use("estimate", only=("plain",), handle=handle) as made,
     ):
         yield made
+
+
+@pytest.fixture
+def of_own_operators(enabled: Override, path: DirectPath) -> Iterator[None]:
+    path.enable_own("CUDA")
+    fused_plans.forget()
+    yield
+    path.disable_own("CUDA")
+    fused_plans.forget()
 
 
 def of_python(enabled: Override) -> int:
@@ -118,3 +128,78 @@ def test_threads_share_it(enabled: Override) -> None:
     want = [conv2d(x, w) for _ in range(3)][-1]
     with ThreadPoolExecutor(8) as pool:
         assert all(torch.equal(each, want) for each in pool.map(lambda _: conv2d(x, w), range(200)))
+
+
+EPILOGUES: dict[str, dict[str, Any]] = {
+    "bias": {"given": ("bias",), "activation": "relu"},
+    "all": {"given": ("bias", "scale", "residual"), "activation": "silu"},
+    "numbers": {"given": ("bias", "residual"), "activation": "clamp", "beta": 0.5, "low": -0.5, "high": 0.75},
+    "after": {"given": ("residual",), "activation": "leaky_relu", "slope": 0.3, "residual_position": "after"},
+}
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("layer", ["3x3", "1x1 with bias", "strided", "depthwise", "grouped"])
+@pytest.mark.usefixtures("of_own_operators")
+def test_fused_results_are_right_without_python(layer: str, epilogue: str, dtype: Any, memory_format: str) -> None:
+    (c, k, size, groups), options = LAYERS[layer]
+    window = {name: value for name, value in options.items() if name in ("padding", "stride")} | {"groups": groups}
+    numbers = dict(EPILOGUES[epilogue])
+    given = numbers.pop("given")
+    for _ in range(4):
+        x = torch.randn(4, c, 14, 15, device="cuda").to(dtype).to(memory_format=FORMATS[memory_format])
+        w = (0.1 * torch.randn(k, c // groups, size, size, device="cuda")).to(dtype)
+        w = w.to(memory_format=FORMATS[memory_format])
+        like = conv2d(x.double(), w.double(), **window)
+        operands = {name: torch.randn(k, device="cuda").to(dtype) for name in given if name != "residual"}
+        if "residual" in given:
+            operands["residual"] = torch.randn_like(like).to(dtype).to(memory_format=FORMATS[memory_format])
+        y = miofind.torch.convolution(x, w, **operands, **window, **numbers)
+        wide = {name: tensor.double().cpu() for name, tensor in operands.items()}
+        want = miofind.torch.convolution(x.double().cpu(), w.double().cpu(), **wide, **window, **numbers)
+        assert (y.cpu() - want).abs().max() <= TOLERANCE[dtype] * max(1.0, float(like.abs().max()))
+    (plan,) = (each for each in fused_plans.plans() if each.parts and each.parts[0].launch is not None)
+    assert plan.calls == 4
+    assert plan.python_calls == (4 if plan.generation is None else 2)
+
+
+@pytest.mark.usefixtures("of_own_operators")
+def test_fused_gradients_are_right_without_python() -> None:
+    dtype, channels_last = torch.float16, {"memory_format": torch.channels_last}
+    for _ in range(4):
+        x, saved, residual = (torch.randn(4, 64, 14, 15, device="cuda").to(dtype).to(**channels_last) for _ in range(3))
+        w = (0.1 * torch.randn(128, 64, 3, 3, device="cuda")).to(dtype).to(**channels_last)
+        dy = torch.randn(4, 128, 14, 15, device="cuda").to(dtype).to(**channels_last)
+        window = ([1, 1], [1, 1], [1, 1], 1)
+        dx = torch.ops.miofind.convolution_backward_data(dy, x, w, residual, saved, "relu", *window)
+        dw, db = torch.ops.miofind.convolution_backward_weights(dy, x, w, *window, torch.float32)
+        exact = [tensor.double().requires_grad_() for tensor in (x, w)]
+        wide = torch.autograd.grad(conv2d(*exact, padding=1), exact, dy.double())
+        right = ((wide[0] + residual.double()) * (saved > 0), wide[1], dy.double().sum((0, 2, 3)))
+        for got, want in zip((dx, dw, db), right, strict=True):
+            assert (got - want).abs().max() <= 3e-3 * want.abs().max()
+    counts = [(plan.calls, plan.python_calls, plan.generation) for plan in fused_plans.plans() if plan.parts]
+    assert all(calls == 4 and (of_python == 2 or generation is None) for calls, of_python, generation in counts)
+
+
+@pytest.mark.usefixtures("of_own_operators")
+def test_a_fused_call_on_another_stream_and_in_a_graph_gives_the_same() -> None:
+    x, w = (torch.randn(8, 8, 12, 12, device="cuda"), torch.randn(8, 8, 3, 3, device="cuda"))
+
+    def call() -> Any:
+        return miofind.torch.convolution(x, w, padding=1, activation="relu")
+
+    want = [call() for _ in range(3)][-1]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        beside = call()
+    stream.synchronize()
+    with torch.cuda.graph(graph):
+        captured = call()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(beside, want)
+    assert torch.equal(captured, want)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
+from torch_layer.direct_driver import Driver
 
 from miofind import Handle
-from miofind.torch import Override, fused_plans, use
+from miofind.launch.invoker import _HostInvoker
+from miofind.torch import Override, direct, fused_plans, use
+from miofind.torch.direct import DirectPath
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +28,32 @@ def override_on_cpu(cpu_handle: Handle) -> Iterator[Override]:
     with use("estimate", handle=cpu_handle, devices="cpu") as override:
         yield override
         assert override.is_enabled, "a test is to leave the override as it found it"
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory) -> DirectPath:
+    """The direct path, built once for all of pytest's workers."""
+    if shutil.which("g++") is None:
+        pytest.skip("the direct path is built by g++")
+    shared = tmp_path_factory.getbasetemp().parent / "direct path"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MIOFIND_CACHE_DIR", str(shared))
+        patch.setattr(direct, "_path", direct._path.__wrapped__)
+        file = direct.build()
+        assert direct.build() == file, "it is built once"
+        return DirectPath(file)
+
+
+@pytest.fixture
+def driver(path: DirectPath, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """What the direct path launches by."""
+    made = Driver()
+    path.use_driver(made.launch, made.replace_address)
+    monkeypatch.delenv(direct.VARIABLE, raising=False)
+    monkeypatch.setattr(direct, "_loaded", [path])
+    monkeypatch.setattr(_HostInvoker, "flat", lambda self, *parameters: made.flat(self, *parameters))
+    path.enable_own("CPU")
+    fused_plans.forget()
+    yield made
+    path.disable_own("CPU")
+    fused_plans.forget()

@@ -2,117 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import shutil
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import conv2d, conv_transpose2d
+from torch_layer.direct_driver import Driver
 
 from miofind import Handle
-from miofind.arrays.arrays import NUMPY_DTYPES
-from miofind.core.epilogue import DEFAULT_PARAMETERS
 from miofind.errors import CompileError
-from miofind.launch.bound_steps import BasedAddress
-from miofind.launch.flat import Fixup, FlatKernel, FlatParameter
-from miofind.launch.invoker import Invoker, _HostInvoker
 from miofind.torch import direct, override, use
 from miofind.torch.direct import DirectPath
 from miofind.torch.launches import Launches
 from miofind.torch.override import Override
 
 HALF = {"dtype": torch.float16}
-
-
-class Driver:
-    """Runs an invoker of the CPU place where a kernel is launched; its first parameter says which.
-
-    Attributes:
-        launches: how many there were.
-        status: what further ones end with.
-    """
-
-    def __init__(self) -> None:
-        self.launches = 0
-        self.status = 0
-        self.invokers: list[Invoker] = []
-        launch = ctypes.CFUNCTYPE(
-            ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
-        )
-        replace = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        self.launch, self.replace_address = launch(self._launch), replace(self._replace_address)
-
-    def kernel_of(self, invoker: Invoker) -> FlatKernel:
-        """A launch of it: its number, each base by a pointer, the first one by a tensor map once more."""
-        self.invokers.append(invoker)
-        count = len(invoker.problem.operands)
-        places = [*range(count), count + bool(invoker.problem.epilogue)]
-        parameters = [FlatParameter(content=struct.pack("=q", len(self.invokers) - 1))]
-        parameters += [FlatParameter(content=bytes(8), fixups=(Fixup(0, BasedAddress(base, 0)),)) for base in places]
-        of_first = (Fixup(0, BasedAddress(0, 16)),)
-        parameters.append(FlatParameter(content=b"map" + bytes(125), fixups=of_first, is_map=True))
-        one = (1, 1, 1)
-        return FlatKernel(function=7, grid=one, block=one, shared_bytes=0, pdl=False, parameters=tuple(parameters))
-
-    def _replace_address(self, at: int, address: int) -> int:
-        assert at % 64 == 0
-        assert ctypes.string_at(at, 3) == b"map"
-        ctypes.memmove(at + 64, struct.pack("=Q", address), 8)
-        return 0
-
-    def _launch(self, config: int, function: int, parameters: Any, extra: int) -> int:
-        self.launches += 1
-        if self.status:
-            return self.status
-        assert (function, extra) == (7, None)
-        assert struct.unpack("=6I", ctypes.string_at(config, 24)) == (1,) * 6
-        invoker = self.invokers[struct.unpack("=q", ctypes.string_at(parameters[0], 8))[0]]
-        operands = invoker.problem.operands
-        addresses = [struct.unpack("=Q", ctypes.string_at(parameters[1 + i], 8))[0] for i in range(len(operands) + 1)]
-        mapped = ctypes.string_at(parameters[len(operands) + 2] + 64, 8)
-        assert struct.unpack("=Q", mapped) == (addresses[0] + 16,)
-        bases: list[Any] = [_array(address, each.array) for address, each in zip(addresses, operands, strict=False)]
-        bases += [DEFAULT_PARAMETERS] if invoker.problem.epilogue else []
-        size = invoker.workspace_bytes
-        scratch = np.frombuffer((ctypes.c_char * size).from_address(addresses[-1]), np.uint8) if size else None
-        invoker.run((*bases, scratch), 0)
-        return 0
-
-
-def _array(address: int, tensor: Any) -> Any:
-    """The memory of a tensor as an array of its shape and strides."""
-    dtype = NUMPY_DTYPES[tensor.dtype]
-    flat = np.frombuffer((ctypes.c_char * tensor.bytes).from_address(address), dtype)
-    return np.lib.stride_tricks.as_strided(flat, tensor.shape, [step * dtype.itemsize for step in tensor.strides])
-
-
-@pytest.fixture(scope="session")
-def path(tmp_path_factory: pytest.TempPathFactory) -> DirectPath:
-    """The direct path, built once for all of pytest's workers."""
-    if shutil.which("g++") is None:
-        pytest.skip("the direct path is built by g++")
-    shared = tmp_path_factory.getbasetemp().parent / "direct path"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIOFIND_CACHE_DIR", str(shared))
-        patch.setattr(direct, "_path", direct._path.__wrapped__)
-        file = direct.build()
-        assert direct.build() == file, "it is built once"
-        return DirectPath(file)
-
-
-@pytest.fixture
-def driver(path: DirectPath, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver()
-    path.use_driver(made.launch, made.replace_address)
-    monkeypatch.setattr(override, "direct_path", lambda: path)
-    monkeypatch.setattr(_HostInvoker, "flat", lambda self: (made.kernel_of(self),))
-    return made
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from miofind.compiler.directory import default_directory, private_folder
-from miofind.errors import CompileError, MissingLibraryError, described
+from miofind.errors import CompileError, LaunchError, MissingLibraryError, described
 from miofind.launch.flat import FlatKernel
 
 logger = logging.getLogger(__name__)
@@ -35,26 +35,37 @@ NAMESPACE = "miofind_router"
 SOURCE = Path(__file__).with_name("router.cpp")
 
 
-class DirectLaunch(NamedTuple):
-    """What computes one result of calls that look alike, without Python.
+OPERATORS = ("convolution", "convolution_backward_data", "convolution_backward_weights")
+"""Of the namespace miofind."""
 
-    Attributes:
-        shape, strides: of the result.
-        operands: which two of a call's tensors it reads: of (x, w), or (grad, x, w).
-        sources: what each of the kernels' bases is: 0 and 1 the operands, 2 the result, 3 the bias or its gradient, 4
-            the workspace, -1 nothing that has an address.
-        vector: 1 where it reads the bias, 2 where it writes its gradient, else 0.
-        channels: of the bias.
-        workspace_bytes: of the workspace.
-        alignment_bytes: that the tensors' addresses need.
-    """
+MOST_SOURCES = 16
+"""Operands, results and workspaces that a launch has."""
+
+
+class DirectResult(NamedTuple):
+    """What a launch makes: shape, strides, and a dtype of PyTorch."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    operands: tuple[int, int]
+    dtype: Any
+
+
+class DirectLaunch(NamedTuple):
+    """What computes results of calls that look alike, without Python.
+
+    Attributes:
+        operands: which of a call's tensors it reads: of (x, w, bias), of (grad, x, w), or by the places of an
+            operator's arguments.
+        results: what it makes, in the operator's order.
+        sources: what each of the kernels' bases is: the operands' numbers first, then the results', then the
+            workspace's; -1 nothing that has an address.
+        workspace_bytes: of the workspace.
+        alignment_bytes: that the operands' addresses need.
+    """
+
+    operands: tuple[int, ...]
+    results: tuple[DirectResult, ...]
     sources: tuple[int, ...]
-    vector: int
-    channels: int
     workspace_bytes: int
     alignment_bytes: int
     kernels: tuple[FlatKernel, ...]
@@ -72,20 +83,14 @@ class DirectPlan:
             self._add(which, launch)
 
     def _add(self, which: int, launch: DirectLaunch) -> None:
-        rank = len(launch.shape)
-        sizes = ctypes.c_int64 * rank
-        self._library.miofind_launch(
-            self._pointer,
-            which,
-            rank,
-            sizes(*launch.shape),
-            sizes(*launch.strides),
-            *launch.operands,
-            launch.vector,
-            ctypes.c_int64(launch.channels),
-            ctypes.c_int64(launch.workspace_bytes),
-            ctypes.c_uint64(launch.alignment_bytes),
-        )
+        places = (ctypes.c_int32 * len(launch.operands))(*launch.operands)
+        sizes = ctypes.c_int64(launch.workspace_bytes), ctypes.c_uint64(launch.alignment_bytes)
+        self._library.miofind_launch(self._pointer, which, len(places), places, *sizes)
+        for result in launch.results:
+            numbers = ctypes.c_int64 * len(result.shape)
+            shape, strides = numbers(*result.shape), numbers(*result.strides)
+            form = result.dtype.itemsize, int(result.dtype is torch.bfloat16)
+            self._library.miofind_result(self._pointer, which, len(result.shape), shape, strides, *form)
         for kernel in launch.kernels:
             self._add_kernel(which, kernel, launch.sources)
 
@@ -129,7 +134,8 @@ class DirectPath:
         self._library = ctypes.CDLL(str(path))
         self._library.miofind_plan.restype = ctypes.c_void_p
         self._library.miofind_calls.restype = ctypes.c_uint64
-        self._library.miofind_define.restype = self._library.miofind_enable.restype = ctypes.c_char_p
+        for name in ("miofind_define", "miofind_enable", "miofind_enable_own"):
+            getattr(self._library, name).restype = ctypes.c_char_p
         _refused(self._library.miofind_define())
         self.generation = 0
 
@@ -155,6 +161,19 @@ class DirectPath:
         """Take its kernels away again."""
         self._library.miofind_disable(key.encode())
 
+    def enable_own(self, key: str) -> None:
+        """Put its kernels before Python's of miofind's own operators at a key of the dispatcher.
+
+        Raises:
+            RuntimeError: PyTorch refuses them.
+        """
+        names = (ctypes.c_char_p * (len(OPERATORS) + 1))(*(name.encode() for name in OPERATORS), None)
+        _refused(self._library.miofind_enable_own(names, key.encode()))
+
+    def disable_own(self, key: str) -> None:
+        """Take those away again."""
+        self._library.miofind_disable_own(key.encode())
+
     def forget(self) -> None:
         """Have all calls go on to Python, until plans are adopted anew."""
         self._library.miofind_clear()
@@ -171,12 +190,58 @@ def _refused(told: bytes | None) -> None:
         raise RuntimeError(told.decode(errors="replace"))
 
 
+class DirectCalls:
+    """Calls that look alike, which may come to do without Python.
+
+    Attributes:
+        python_calls: how many came through Python.
+        generation: of the direct path when it was last offered them; None for calls that need Python.
+    """
+
+    __slots__ = ("direct_plans", "generation", "python_calls")
+
+    def __init__(self, *, needs_python: bool) -> None:
+        self.python_calls = 0
+        self.direct_plans: list[DirectPlan] = []
+        self.generation = None if needs_python else -1
+
+    @property
+    def calls(self) -> int:
+        """How many calls there were."""
+        return self.python_calls + sum(each.calls for each in self.direct_plans)
+
+    def direct_launches(self) -> Sequence[tuple[int, DirectLaunch]] | None:
+        """What runs them, as `DirectPath.plan` takes it; None where that needs Python.
+
+        Raises:
+            LaunchError: it needs Python, and why.
+        """
+        raise NotImplementedError
+
+    def offer(self, path: DirectPath) -> None:
+        """Have calls that look like the one that this thread is in do without Python from now on, where they can."""
+        if not path.takes:  # a call on a stream of its own, perhaps: others like it may do without
+            return
+        self.generation = path.generation
+        try:
+            launches = self.direct_launches()
+        except LaunchError as error:
+            logger.debug("a convolution goes through Python: %s", error)
+            launches = None
+        if launches is None:
+            self.generation = None
+            return
+        made = path.plan(launches)
+        if made.adopt():
+            self.direct_plans.append(made)
+
+
 _loading = threading.Lock()
 _loaded: list[DirectPath] = []
 
 
 def direct_path() -> DirectPath | None:
-    """The direct path; None where it was not built, is switched off or cannot be loaded."""
+    """The direct path, loaded and before miofind's own operators; None where it was not built, or cannot be loaded."""
     if os.environ.get(VARIABLE) == "0":
         return None
     with _loading:
@@ -184,17 +249,31 @@ def direct_path() -> DirectPath | None:
             try:
                 made = DirectPath(path)
                 _use_cuda(made.use_driver)
+                for key in ("CPU", "CUDA"):
+                    made.enable_own(key)
             except (OSError, RuntimeError) as error:
-                logger.warning("%s cannot be loaded, PyTorch's convolutions go through Python: %s", path, error)
+                logger.warning("%s cannot be loaded, convolutions in PyTorch go through Python: %s", path, error)
                 return None
             _loaded.append(made)
-        return _loaded[0] if _loaded else None
+    return loaded()
+
+
+def loaded() -> DirectPath | None:
+    """The direct path, where it was loaded."""
+    return _loaded[0] if _loaded else None
+
+
+def forget() -> None:
+    """Have all calls come to Python, since what runs them is decided anew."""
+    if _loaded:
+        _loaded[0].forget()
 
 
 def build() -> Path:
     """Build the direct path for the PyTorch that is installed, unless that was done; returns its file.
 
-    It takes half a minute, a C++ compiler and ninja. `enable` uses it from then on, in every process of this user.
+    It takes half a minute, a C++ compiler and ninja. `enable` uses it from then on, in every process of this user; so
+    do fused convolutions, in processes that begin later or call `enable` or `tune`.
 
     Raises:
         MissingLibraryError: there is no compiler, or no ninja.

@@ -1,6 +1,7 @@
-// The override's hot path without Python: calls of aten::convolution and aten::convolution_backward that look like an
-// earlier one are launched from here, or go on to PyTorch's own kernels. Whatever is new, or not made of own kernels
-// alone, goes on to the kernels of miofind_router, which are Python's (override.py).
+// The hot path without Python: calls of aten::convolution, aten::convolution_backward and miofind's own operators that
+// look like an earlier one are launched from here, or go on to PyTorch's own kernels. Whatever is new, or not made of
+// own kernels alone, goes on to Python: to the kernels of miofind_router (override.py), or to those of miofind's
+// operators that these stand before (ops.py).
 //
 // It needs PyTorch's headers and no CUDA toolkit: the driver's two functions come as addresses.
 
@@ -16,6 +17,7 @@
 #include <pthread.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -58,9 +60,9 @@ using ReplaceAddress = int (*)(void*, void*);
 LaunchKernel launch_kernel = nullptr;
 ReplaceAddress replace_address = nullptr;
 
-// What the addresses of a launch are of, in the order of `Launch::run`.
-enum Source { FIRST, SECOND, MADE, VECTOR, WORKSPACE, SOURCES };
-using Addresses = std::array<uint64_t, SOURCES>;
+// What the addresses of a launch are of: its operands, its results, its workspace.
+constexpr size_t MOST_SOURCES = 16;
+using Addresses = std::array<uint64_t, MOST_SOURCES>;
 
 struct Fixup {
   size_t at;
@@ -118,49 +120,55 @@ struct Kernel {
   }
 };
 
-// Second results and operands beside the two tensors.
-enum Vector { NO_VECTOR, READS_BIAS, WRITES_BIAS_GRADIENT };
+// A call's tensors by the places of their arguments; nullptr where there is none.
+using Tensors = const at::Tensor* const*;
 
+struct Result {
+  std::vector<int64_t> shape, strides;
+  at::ScalarType type;
+};
+
+constexpr size_t MOST_RESULTS = 2;
+
+// The results of a launch, or the status that it failed with.
 struct Made {
-  int status;
-  at::Tensor result, along;
+  int status = 0;
+  std::array<at::Tensor, MOST_RESULTS> results;
 };
 
 struct Launch {
-  std::vector<int64_t> shape, strides;
-  int first = 0, second = 0;  // which of the call's tensors
-  int vector = NO_VECTOR;
-  int64_t channels = 0, workspace_bytes = 0;
+  std::vector<int> operands;  // which of a call's tensors
+  std::vector<Result> results;
+  int64_t workspace_bytes = 0;
   uint64_t misaligned = 0;
   std::vector<Kernel> kernels;
 
-  bool takes(const at::Tensor& one, const at::Tensor& other, const at::Tensor* bias) const {
-    uint64_t bits = reinterpret_cast<uint64_t>(one.const_data_ptr());
-    bits |= reinterpret_cast<uint64_t>(other.const_data_ptr());
-    if (vector == READS_BIAS) bits |= reinterpret_cast<uint64_t>(bias->const_data_ptr());
+  bool takes(Tensors tensors) const {
+    uint64_t bits = 0;
+    for (const int place : operands) bits |= reinterpret_cast<uint64_t>(tensors[place]->const_data_ptr());
     return (bits & misaligned) == 0;
   }
 
-  // The result, and the bias's gradient where it is one, too; undefined where a launch fails, with its status.
-  Made run(const at::Tensor& one, const at::Tensor& other, const at::Tensor* bias, void* stream) const {
-    at::Tensor made = at::empty_strided(shape, strides, one.options()), along, scratch;
+  Made run(Tensors tensors, void* stream) const {
+    Made made;
     Addresses addresses{};
-    addresses[FIRST] = reinterpret_cast<uint64_t>(one.const_data_ptr());
-    addresses[SECOND] = reinterpret_cast<uint64_t>(other.const_data_ptr());
-    addresses[MADE] = reinterpret_cast<uint64_t>(made.mutable_data_ptr());
-    if (vector == READS_BIAS) addresses[VECTOR] = reinterpret_cast<uint64_t>(bias->const_data_ptr());
-    if (vector == WRITES_BIAS_GRADIENT) {
-      along = at::empty({channels}, one.options());
-      addresses[VECTOR] = reinterpret_cast<uint64_t>(along.mutable_data_ptr());
+    size_t count = 0;
+    for (const int place : operands) addresses[count++] = reinterpret_cast<uint64_t>(tensors[place]->const_data_ptr());
+    const at::TensorOptions options = tensors[operands[0]]->options();
+    for (size_t i = 0; i < results.size(); ++i) {
+      const Result& result = results[i];
+      made.results[i] = at::empty_strided(result.shape, result.strides, options.dtype(result.type));
+      addresses[count++] = reinterpret_cast<uint64_t>(made.results[i].mutable_data_ptr());
     }
+    at::Tensor scratch;
     if (workspace_bytes) {
-      scratch = at::empty({workspace_bytes}, one.options().dtype(at::kByte));
-      addresses[WORKSPACE] = reinterpret_cast<uint64_t>(scratch.mutable_data_ptr());
+      scratch = at::empty({workspace_bytes}, options.dtype(at::kByte));
+      addresses[count] = reinterpret_cast<uint64_t>(scratch.mutable_data_ptr());
     }
     for (const Kernel& kernel : kernels) {
-      if (const int status = kernel.run(addresses, stream)) return {status, {}, {}};
+      if ((made.status = kernel.run(addresses, stream))) break;
     }
-    return {0, std::move(made), std::move(along)};
+    return made;
   }
 };
 
@@ -380,15 +388,15 @@ at::Tensor convolution(c10::DispatchKeySet keys, const at::Tensor& x, const at::
     }
     const c10::OptionalDeviceGuard guard(x.device());
     const Launch& launch = *plan->launches[0];
-    const at::Tensor* vector = has_bias ? &*bias : nullptr;
-    if (launch.takes(x, w, vector)) {
-      Made made = launch.run(x, w, vector, nullptr);
+    const std::array<const at::Tensor*, 3> tensors{&x, &w, has_bias ? &*bias : nullptr};
+    if (launch.takes(tensors.data())) {
+      Made made = launch.run(tensors.data(), nullptr);
       if (!made.status) {
         plan->calls.fetch_add(1, std::memory_order_relaxed);
-        if (!has_bias || launch.vector == READS_BIAS) return std::move(made.result);
+        if (!has_bias || launch.operands.size() == 3) return std::move(made.results[0]);
         std::vector<int64_t> shape(x.dim(), 1);
         shape[1] = -1;
-        return made.result.add_(bias->view(shape));
+        return made.results[0].add_(bias->view(shape));
       }
       failed(key, made.status);
     }
@@ -434,19 +442,18 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
     for (int i = 0; i < 2 && is_done; ++i) {
       if (!mask[i]) continue;
       const Launch& launch = *plan->launches[i];
-      const at::Tensor &one = *tensors[launch.first], &other = *tensors[launch.second];
-      if (!launch.takes(one, other, nullptr)) {
+      if (!launch.takes(tensors.data())) {
         is_done = false;
         break;
       }
-      Made made = launch.run(one, other, nullptr, nullptr);
+      Made made = launch.run(tensors.data(), nullptr);
       if (made.status) {
         failed(key, made.status);
         is_done = false;
         break;
       }
-      results[i] = std::move(made.result);
-      if (launch.vector == WRITES_BIAS_GRADIENT) results[2] = std::move(made.along);
+      results[i] = std::move(made.results[0]);
+      if (launch.results.size() == 2) results[2] = std::move(made.results[1]);
     }
     if (is_done) {
       plan->calls.fetch_add(1, std::memory_order_relaxed);
@@ -463,6 +470,103 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
   const Miss miss(std::move(key), is_known, found.generation);
   return going_on.call(grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask);
 }
+
+// An argument's kind in a key, before its value.
+enum Kind : int64_t { NONE, TENSOR, INTEGER, REAL, BOOLEAN, TEXT, INTEGERS };
+
+void add(Key& key, const std::string& text) {
+  key.push_back(text.size());
+  for (size_t at = 0; at < text.size(); at += sizeof(int64_t)) {
+    int64_t word = 0;
+    std::memcpy(&word, text.data() + at, std::min(sizeof word, text.size() - at));
+    key.push_back(word);
+  }
+}
+
+// Add all that tells an argument from others to a key; false for one that calls from here do not have.
+bool add(Key& key, const c10::IValue& argument, const at::Tensor& first) {
+  if (argument.isNone()) {
+    key.push_back(NONE);
+  } else if (argument.isTensor()) {
+    const at::Tensor& tensor = argument.toTensor();
+    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.device() != first.device() || tensor.is_neg() ||
+        tensor.is_conj()) {
+      return false;
+    }
+    key.push_back(TENSOR);
+    key.push_back(static_cast<int64_t>(tensor.scalar_type()));
+    add(key, tensor);
+  } else if (argument.isInt()) {
+    key.insert(key.end(), {INTEGER, argument.toInt()});
+  } else if (argument.isDouble()) {
+    const double number = argument.toDouble();
+    int64_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    key.insert(key.end(), {REAL, bits});
+  } else if (argument.isBool()) {
+    key.insert(key.end(), {BOOLEAN, argument.toBool()});
+  } else if (argument.isString()) {
+    key.push_back(TEXT);
+    add(key, argument.toStringRef());
+  } else if (argument.isIntList()) {
+    const c10::List<int64_t> numbers = argument.toIntList();
+    key.insert(key.end(), {INTEGERS, static_cast<int64_t>(numbers.size())});
+    for (const int64_t number : numbers) key.push_back(number);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+constexpr size_t MOST_ARGUMENTS = 24;
+
+// What keys begin with: 0 and 1 for PyTorch's convolutions, a number from here on for each of miofind's operators.
+constexpr int64_t FIRST_OWN = 2;
+
+// An operator of miofind.
+struct OwnOperator : c10::OperatorKernel {
+  OwnOperator(int64_t number, c10::SafeKernelFunction python) : number(number), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& called, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t count = called.schema().arguments().size();
+    const c10::IValue* const arguments = stack->data() + (stack->size() - count);
+    const at::Tensor& first = arguments[0].toTensor();
+    std::array<const at::Tensor*, MOST_ARGUMENTS> tensors{};
+    Key key;
+    key.reserve(128);
+    bool is_known = count <= MOST_ARGUMENTS && on_default_stream(first);
+    key = {number, first.device().index(), switches()};
+    for (size_t i = 0; is_known && i < count; ++i) {
+      is_known = add(key, arguments[i], first);
+      if (is_known && arguments[i].isTensor()) tensors[i] = &arguments[i].toTensor();
+    }
+    const Found found = is_known ? plan_of(key) : Found();
+    if (const auto& plan = found.plan) {
+      const c10::OptionalDeviceGuard guard(first.device());
+      const Launch& launch = *plan->launches[0];
+      if (launch.takes(tensors.data())) {
+        Made made = launch.run(tensors.data(), nullptr);
+        if (!made.status) {
+          plan->calls.fetch_add(1, std::memory_order_relaxed);
+          torch::jit::drop(*stack, count);
+          for (size_t i = 0; i < launch.results.size(); ++i) stack->emplace_back(std::move(made.results[i]));
+          return;
+        }
+        failed(key, made.status);
+      }
+    }
+    const Miss miss(std::move(key), is_known, found.generation);
+    python.callBoxed(python.opHandle(), keys, stack);
+  }
+
+  const int64_t number;
+  const c10::SafeKernelFunction python;
+};
+
+// PyTorch warns of a kernel that is registered before another, which is what is done here.
+struct Quiet : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
 
 // The kernels at each key, by its name. They stay in use until the process ends, unless they are taken away.
 std::unordered_map<std::string, std::unique_ptr<torch::Library>>& libraries() {
@@ -524,8 +628,30 @@ const char* miofind_enable(const char* key) {
   });
 }
 
+// Put kernels before Python's ones of miofind's operators, one name after another up to nullptr, at a key.
+// Returns why it cannot, nullptr where it can.
+const char* miofind_enable_own(const char* const* names, const char* key) {
+  return refusal([names, key] {
+    const c10::DispatchKey at = c10::parseDispatchKey(key);
+    Quiet quiet;
+    const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "miofind", at, __FILE__, __LINE__);
+    for (int64_t i = 0; names[i]; ++i) {
+      const std::string name = std::string("miofind::") + names[i];
+      auto own = std::make_unique<OwnOperator>(FIRST_OWN + i, kernel_of(name.c_str(), at));
+      library->impl(name.c_str(),
+                    torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::move(own))));
+    }
+    libraries()[std::string("miofind ") + key] = std::move(library);
+  });
+}
+
 void miofind_disable(const char* key) {
   libraries().erase(key);
+}
+
+void miofind_disable_own(const char* key) {
+  libraries().erase(std::string("miofind ") + key);
 }
 
 void miofind_clear() {
@@ -547,17 +673,22 @@ void miofind_leave(void* plan) {
   (*static_cast<std::shared_ptr<Plan>*>(plan))->is_native = true;
 }
 
-void miofind_launch(void* plan, int which, int rank, const int64_t* shape, const int64_t* strides, int first,
-                    int second, int vector, int64_t channels, int64_t workspace_bytes, uint64_t alignment) {
+void miofind_launch(void* plan, int which, int operands, const int32_t* places, int64_t workspace_bytes,
+                    uint64_t alignment) {
   Launch& launch = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which].emplace();
-  launch.shape.assign(shape, shape + rank);
-  launch.strides.assign(strides, strides + rank);
-  launch.first = first;
-  launch.second = second;
-  launch.vector = vector;
-  launch.channels = channels;
+  launch.operands.assign(places, places + operands);
   launch.workspace_bytes = workspace_bytes;
   launch.misaligned = alignment - 1;
+}
+
+// A result of 2, 4 or 8 bytes an element; those of 2 are bfloat16 or not.
+void miofind_result(void* plan, int which, int rank, const int64_t* shape, const int64_t* strides, int bytes,
+                    int is_bfloat16) {
+  const at::ScalarType half = is_bfloat16 ? at::kBFloat16 : at::kHalf;
+  const at::ScalarType type = bytes == 8 ? at::kDouble : bytes == 4 ? at::kFloat : half;
+  (*static_cast<std::shared_ptr<Plan>*>(plan))
+      ->launches[which]
+      ->results.push_back({{shape, shape + rank}, {strides, strides + rank}, type});
 }
 
 void miofind_kernel(void* plan, int which, void* function, const uint32_t* grid, const uint32_t* block,

@@ -1,0 +1,246 @@
+"""The direct path before miofind's own operators, over a driver whose kernels are the CPU place's solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fused_answers import answers_of
+from torch_layer.direct_driver import Driver
+
+import miofind.torch
+from miofind import Handle
+from miofind.torch import fused_plans, ops
+from miofind.torch.override import native_kernels
+
+OPERATORS = torch.ops.miofind
+WINDOW = ([1, 1], [1, 1], [1, 1], 1)
+HALF = {"dtype": torch.float16}
+
+
+@pytest.fixture
+def served(driver: Driver, cpu_handle: Handle) -> Iterator[Driver]:
+    with answers_of(cpu_handle):
+        yield driver
+
+
+def drawn(*shapes: tuple[int, ...], dtype: Any = torch.float16) -> list[Any]:
+    return [(0.3 * torch.randn(shape)).to(dtype) for shape in shapes]
+
+
+X, W, VECTOR, Y = (2, 4, 7, 6), (6, 4, 3, 3), (6,), (2, 6, 7, 6)
+
+
+def _forward(dtype: Any, residual_position: str = "before", **named: Any) -> Any:
+    x, w, bias, scale, residual, of_channels = drawn(X, W, VECTOR, VECTOR, Y, Y[:2], dtype=dtype)
+    activation = named.pop("activation", "relu")
+    return OPERATORS.convolution(x, w, bias, scale, residual, activation, *WINDOW, residual_position,
+                                 channel_bias=of_channels, **named)  # fmt: skip
+
+
+def _plain(dtype: Any) -> Any:
+    return OPERATORS.convolution(*drawn(X, W, dtype=dtype), None, None, None, "none", *WINDOW)
+
+
+def _backward_data(dtype: Any) -> Any:
+    dy, x, w, residual, saved = drawn(Y, X, W, X, X, dtype=dtype)
+    return OPERATORS.convolution_backward_data(dy, x, w, residual, saved, "relu", *WINDOW, beta=0.5)
+
+
+def _backward_weights(dtype: Any) -> Any:
+    return OPERATORS.convolution_backward_weights(*drawn(Y, X, W, dtype=dtype), *WINDOW, None)[0]
+
+
+def _with_bias_gradient(dtype: Any) -> Any:
+    return OPERATORS.convolution_backward_weights(*drawn(Y, X, W, dtype=dtype), *WINDOW, torch.float32)
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "plain": _plain,
+    "all operands": _forward,
+    "numbers": lambda dtype: _forward(dtype, activation="clamp", beta=0.5, low=-0.25, high=0.5),
+    "residual after": lambda dtype: _forward(dtype, "after", activation="leaky_relu", slope=0.3),
+    "channels last": lambda dtype: _forward(dtype, channels_last=True),
+    "backward data": _backward_data,
+    "backward weights": _backward_weights,
+    "bias gradient": _with_bias_gradient,
+}
+
+
+def _same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for first, second in zip(*((each if isinstance(each, tuple) else (each,)) for each in (one, other)), strict=True):
+        assert first.stride() == second.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_third_call_is_launched_without_python_and_gives_the_same(served: Driver, name: str, dtype: Any) -> None:
+    results, before = [], []
+    for i in range(4):
+        torch.manual_seed(7)
+        keep = [torch.empty(64 * i)]  # so that addresses differ
+        before.append(served.launches)
+        results.append(CALLS[name](dtype))
+        del keep
+    (plan,) = fused_plans.plans()
+    needs_copy = name == "channels last"
+    assert [at - before[0] for at in before] == ([0, 0, 0, 0] if needs_copy else [0, 0, 0, 1])
+    assert served.launches - before[0] == (0 if needs_copy else 2)
+    assert plan.calls == 4
+    assert plan.answer is not None
+    assert plan.answer.is_served
+    for later in results[1:]:
+        _same(later, results[0])
+
+
+def _launched(driver: Driver, call: Callable[[], Any]) -> bool:
+    before = driver.launches
+    call()
+    return driver.launches > before
+
+
+def test_calls_that_differ_go_on_to_python(served: Driver) -> None:
+    x, w, bias, residual = drawn(X, W, VECTOR, Y)
+
+    def call(activation: str = "clamp", window: Any = WINDOW, **named: Any) -> Any:
+        given = {"x": x, "w": w, "bias": bias, "scale": None, "residual": residual} | named
+        numbers = {name: given.pop(name) for name in [*given] if name not in ("x", "w", "bias", "scale", "residual")}
+        return OPERATORS.convolution(*given.values(), activation, *window, **numbers)
+
+    for _ in range(3):
+        call()
+    assert _launched(served, call)
+    others: list[dict[str, Any]] = [
+        {"activation": "relu"},
+        {"activation": "elu"},
+        {"window": ([1, 1], [1, 1], [1, 1], 2), "w": w[:, :2].contiguous()},
+        {"high": 5.0},
+        {"low": 1e-300},
+        {"beta": 2.0},
+        {"slope": 0.0},
+        {"residual_position": "after"},
+        {"bias": None},
+        {"bias": bias.float()},
+        {"residual": None},
+        {"scale": bias},
+        {"channel_bias": residual[:, :, 0, 0].contiguous()},
+        {"x": x.bfloat16(), "w": w.bfloat16(), "bias": bias.bfloat16(), "residual": residual.bfloat16()},
+        {"residual": residual.to(memory_format=torch.channels_last)},
+        {"x": x[:1], "residual": residual[:1]},
+        {"channels_last": False},
+    ]
+    for other in others:
+        assert not _launched(served, lambda: call(**other)), other  # noqa: B023
+    assert len(fused_plans.plans()) == 1 + len(others)
+    assert _launched(served, call)
+
+
+def test_what_decides_anew_leads_through_python(served: Driver, cpu_handle: Handle) -> None:
+    tensors = drawn(X, W)
+
+    def call() -> Any:
+        return OPERATORS.convolution(*tensors, None, None, None, "relu", *WINDOW)
+
+    for _ in range(2):
+        call()
+    assert _launched(served, call)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        assert not _launched(served, call)
+    assert _launched(served, call)
+    with miofind.torch.use("fallback", handle=cpu_handle, devices="cpu"):
+        assert not any(_launched(served, call) for _ in range(4)), "another override, which has no answer"
+    assert [_launched(served, call) for _ in range(2)] == [False, True]
+    fused_plans.forget()
+    assert [_launched(served, call) for _ in range(3)] == [False, False, True]
+    with native_kernels():
+        assert [_launched(served, call) for _ in range(2)] == [False, True], "answers are those of enable's defaults"
+    assert [_launched(served, call) for _ in range(2)] == [False, True]
+
+
+def test_what_fails_without_python_is_computed_with_it(served: Driver) -> None:
+    tensors = drawn(X, W)
+
+    def call() -> Any:
+        return OPERATORS.convolution(*tensors, None, None, None, "relu", *WINDOW)
+
+    want = [call() for _ in range(3)]
+    for status, launches in ((201, 2), (700, 1)):  # no context in this thread: the plan stays; another failure ends it
+        served.status, before = status, served.launches
+        assert torch.equal(call(), want[0])
+        served.status = 0
+        assert torch.equal(call(), want[0])
+        assert served.launches == before + launches
+
+
+def test_a_misaligned_tensor_goes_through_python(served: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fused_plans.Plan.direct_launches
+
+    def wanting_more(self: fused_plans.Plan) -> Any:
+        launches = made(self)
+        assert launches is not None
+        return [(which, launch._replace(alignment_bytes=32)) for which, launch in launches]
+
+    monkeypatch.setattr(fused_plans.Plan, "direct_launches", wanting_more)
+    (w, memory), size = drawn(W, (2 * 4 * 7 * 6 + 64,)), 2 * 4 * 7 * 6
+    start = -memory.data_ptr() % 64 // 2
+    x, shifted = (memory[at : at + size].view(X) for at in (start, start + 1))
+
+    def call(x: Any) -> Any:
+        return OPERATORS.convolution(x, w, None, None, None, "relu", *WINDOW)
+
+    for _ in range(3):
+        call(x)
+    assert _launched(served, lambda: call(x))
+    assert not _launched(served, lambda: call(shifted))
+    assert torch.equal(call(shifted), call(shifted.clone()))
+
+
+def test_views_are_computed_from_what_they_show(served: Driver) -> None:
+    wide, w = drawn((2, 4, 7, 12), W, dtype=torch.float64)
+
+    def call(x: Any) -> Any:
+        return OPERATORS.convolution(x, w, None, None, None, "none", *WINDOW)
+
+    views = (wide[..., ::2], torch._neg_view(wide[..., ::2]), wide[:, :, :, :6], wide[:1, :, :, ::2].expand(2, 4, 7, 6))
+    for x in views:
+        results = [call(x) for _ in range(4)]
+        for result in results:
+            torch.testing.assert_close(result, torch.nn.functional.conv2d(x.clone(), w, padding=1))
+
+
+def test_a_fused_network_gives_the_same_without_python(served: Driver) -> None:
+    torch.manual_seed(3)
+    layers = [torch.nn.Conv2d(4, 6, 3, padding=1), torch.nn.BatchNorm2d(6), torch.nn.ReLU(), torch.nn.Conv2d(6, 4, 1)]
+    model = torch.nn.Sequential(*layers).eval()
+    fused, x = miofind.torch.fuse(model), torch.randn(X)
+    with torch.no_grad():
+        first = fused(x)
+        for _ in range(3):
+            again = fused(x)
+        assert torch.equal(again, first)
+        torch.testing.assert_close(first, model(x), rtol=1e-4, atol=1e-4)
+        assert served.launches == 4, "two calls of two layers"
+        next(fused.parameters()).mul_(2.0)
+        assert not torch.equal(fused(x), first), "weights are read anew"
+        assert served.launches == 6
+    compiled = torch.compile(fused, backend="aot_eager")
+    before = served.launches
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(x)
+    assert served.launches > before
+
+
+def test_the_operators_are_pythons_again_once_it_is_disabled(served: Driver, path: Any) -> None:
+    tensors = drawn(X, W)
+    for _ in range(3):
+        want = OPERATORS.convolution(*tensors, None, None, None, "relu", *WINDOW)
+    path.disable_own("CPU")
+    before = served.launches
+    assert torch.equal(OPERATORS.convolution(*tensors, None, None, None, "relu", *WINDOW), want)
+    assert served.launches == before
+    path.enable_own("CPU")
+    assert ops.LIBRARY is not None
