@@ -13,7 +13,7 @@ from torch.nn.functional import conv2d, conv_transpose2d
 
 import miofind
 import miofind.torch
-from miofind.torch import direct
+from miofind.torch import direct, fused_plans
 from miofind.torch.direct import DirectPath
 from miofind.torch.override import Override
 
