@@ -1,43 +1,51 @@
-"""Find, remember and run the fastest correct convolution on the GPU at hand."""
+"""Find, remember and run the fastest correct convolution on the GPU at hand.
+
+What is named here is imported when it is first asked for: processes that compile or measure need little of it.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from miofind.process import forks as _forks
 from miofind.process import interrupts as _interrupts
 
 if _interrupts.is_program():
     _interrupts.end_at_once()  # what follows takes a while
 
-from miofind.api import (
-    BoundGradients,
-    Convolution,
-    Gradients,
-    convolution,
-    convolution_backward_data,
-    convolution_backward_weights,
-    convolution_gradients,
-    convolution_transpose,
-    convolution_transpose_gradients,
-    find_solutions,
-    run_solution,
-)
-from miofind.arrays.batch_norm import batch_norm_as_scale_and_bias, fold_batch_norm
-from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
-from miofind.core.problem import (
-    ConvolutionDescriptor,
-    DataType,
-    Direction,
-    Layout,
-    MathMode,
-    ProblemDescription,
-    TensorDescriptor,
-)
-from miofind.device.device import Device
-from miofind.errors import MiofindError
-from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order
-from miofind.runtime.handle import Handle, default_handle
-from miofind.runtime.packed import PackedSolution
-from miofind.runtime.runner import OutputStatistics, ParameterGradients
-from miofind.runtime.solution import Solution
+if TYPE_CHECKING:
+    from miofind.api import (
+        BoundGradients,
+        Convolution,
+        Gradients,
+        convolution,
+        convolution_backward_data,
+        convolution_backward_weights,
+        convolution_gradients,
+        convolution_transpose,
+        convolution_transpose_gradients,
+        find_solutions,
+        run_solution,
+    )
+    from miofind.arrays.batch_norm import batch_norm_as_scale_and_bias, fold_batch_norm
+    from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
+    from miofind.core.problem import (
+        ConvolutionDescriptor,
+        DataType,
+        Direction,
+        Layout,
+        MathMode,
+        ProblemDescription,
+        TensorDescriptor,
+    )
+    from miofind.device.device import Device
+    from miofind.errors import MiofindError
+    from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order
+    from miofind.runtime.handle import Handle, default_handle
+    from miofind.runtime.packed import PackedSolution
+    from miofind.runtime.runner import OutputStatistics, ParameterGradients
+    from miofind.runtime.solution import Solution
 
 __version__ = "0.1.0"
 
@@ -79,3 +87,81 @@ __all__ = [
     "fold_batch_norm",
     "run_solution",
 ]
+
+_HOMES = {
+    "miofind.api": (
+        "BoundGradients",
+        "Convolution",
+        "Gradients",
+        "convolution",
+        "convolution_backward_data",
+        "convolution_backward_weights",
+        "convolution_gradients",
+        "convolution_transpose",
+        "convolution_transpose_gradients",
+        "find_solutions",
+        "run_solution",
+    ),
+    "miofind.arrays.batch_norm": (
+        "batch_norm_as_scale_and_bias",
+        "fold_batch_norm",
+    ),
+    "miofind.core.epilogue": (
+        "Activation",
+        "Epilogue",
+        "ResidualPosition",
+    ),
+    "miofind.core.problem": (
+        "ConvolutionDescriptor",
+        "DataType",
+        "Direction",
+        "Layout",
+        "MathMode",
+        "ProblemDescription",
+        "TensorDescriptor",
+    ),
+    "miofind.device.device": ("Device",),
+    "miofind.errors": ("MiofindError",),
+    "miofind.options": (
+        "FindEnforce",
+        "FindMode",
+        "FindOptions",
+        "OnMiss",
+        "Order",
+    ),
+    "miofind.runtime.handle": (
+        "Handle",
+        "default_handle",
+    ),
+    "miofind.runtime.packed": ("PackedSolution",),
+    "miofind.runtime.runner": (
+        "OutputStatistics",
+        "ParameterGradients",
+    ),
+    "miofind.runtime.solution": ("Solution",),
+}
+"""Modules, and what of them is named here."""
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """What is named here, or a module of the package."""
+    home = _HOME_OF.get(name)
+    if home is not None:
+        with _forks.loading():
+            value = globals()[name] = getattr(importlib.import_module(home), name)
+        return value
+    if not name.startswith("_"):
+        module = f"{__name__}.{name}"
+        try:
+            with _forks.loading():
+                return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,7 @@
 """What all tests run under. Imports no NumPy, which reads this when it is imported."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep the direct path into PyTorch that this user has built out of the tests without a GPU."""
     if "not gpu" in config.option.markexpr:
         os.environ.setdefault("MIOFIND_TORCH_DIRECT", "0")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but every n-th case of a test that is marked `sampled(n)` to `full_matrix`."""
+    counts: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            if counts[test] % mark.args[0]:
+                item.add_marker(pytest.mark.full_matrix)
+            counts[test] += 1
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import importlib.util
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -55,6 +56,17 @@ def test_versions_agree() -> None:
 
 def test_public_names_exist() -> None:
     assert [name for name in miofind.__all__ if not hasattr(miofind, name)] == []
+    assert sorted(miofind._HOME_OF) == sorted(set(miofind.__all__) - {"__version__"})
+    assert set(miofind.__all__) <= set(dir(miofind))
+    assert miofind.errors.MiofindError is miofind.MiofindError
+    assert not hasattr(miofind, "nonsense")
+
+
+def test_what_is_not_asked_for_is_not_imported() -> None:
+    """Processes that compile or measure, and commands that fail, need no database and few of the solvers."""
+    code = "import sys, miofind, miofind.compiler.worker, miofind.cli; print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not {"sqlalchemy", "miofind.api", "miofind.finddb", "miofind.solvers.winograd.fused"} & set(told.split())
 
 
 def test_contributing_names_every_extra_and_dependency() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import shutil
 import sqlite3
 import zlib
 from collections.abc import Callable
@@ -33,16 +34,26 @@ from miofind.finddb.validation import LAST_STAMP
 DEEP = "[" * 200_000
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A sound file, which the tests then spoil behind the store's back."""
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a release, and the same in the form before."""
+    folder = tmp_path_factory.mktemp("sound")
     with Store(MEMORY) as store:
         measured = row("ConvA", '{"tile":1}', max_error=1e-6, p20_ms=0.9, p80_ms=1.1)
         store.record(
             DEVICE, PROBLEM, [measured], scope=scope(), environment=VERSIONS, verdict=verdict(measured.candidate)
         )
-        write_release([store], tmp_path / "release.db")
-    return unpacked(tmp_path / "release.db", tmp_path / "other.db")
+        write_release([store], folder / "release.db")
+    unpacked(folder / "release.db", folder / "other.db")
+    return folder
+
+
+@pytest.fixture
+def path(sound: Path, tmp_path: Path) -> Path:
+    """A sound file, which the tests then spoil behind the store's back."""
+    for name in ("release.db", "other.db"):
+        shutil.copy(sound / name, tmp_path)
+    return tmp_path / "other.db"
 
 
 @pytest.fixture

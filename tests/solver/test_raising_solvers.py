@@ -139,6 +139,7 @@ def raising(method: str, raised: Callable[[], BaseException]) -> Solver:
     return type("Broken", (DIRECT,), {"id": "vendor/Broken", "solution": solution})()  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("raised", RAISED.values(), ids=RAISED.keys())
 @pytest.mark.parametrize(
     "method", ["is_applicable", "default_configs", "solution", "estimate_ms", "is_exact", "error_growth", "run"]

@@ -109,6 +109,7 @@ def _inside(at: Numbers, elements: int, channel: Numbers, image: Numbers) -> Wal
     return Walked(at[inside], *(np.broadcast_to(each, wide)[inside] for each in (channel, image)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("epilogue", ["relu", "residual", "bias", TERMS])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])

@@ -356,6 +356,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -38,6 +38,7 @@ def verify(problem: ProblemDescription, run: Run, claims: Claims = CLAIMS) -> Ve
         return verdict
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("activation", Activation)
