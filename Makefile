@@ -31,7 +31,7 @@ demo: $(VENV)/.run ## tune the layers of ResNet-50 on this machine and print wha
 		$(BIN)/miofind tune --suite resnet50 --direction forward $$size
 
 test: lint ## lint, types and the fast tests; needs no GPU
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-compile: $(VENV)/.dev ## every kernel for every architecture, and all that `make test` samples; needs no GPU
 	$(BIN)/pytest -n $(JOBS) -m full_matrix

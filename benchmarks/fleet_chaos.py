@@ -36,6 +36,7 @@ from miofind.errors import DatabaseError
 from miofind.finddb import Store
 from miofind.fleet.campaigns import retry, submit
 from miofind.fleet.database import FleetDatabase
+from miofind.fleet.queue import LEASE_S
 from miofind.fleet.status import status
 from miofind.fleet.values import CampaignRequest, JobState
 from miofind.options import FindOptions
@@ -273,6 +274,8 @@ def chaos(seconds: float, agents: int, seed: int) -> Aftermath:
             time.sleep(storm.random.uniform(*_PAUSE_S))
             storm.strike()
         chaos_s = time.monotonic() - began
+        if seconds < LEASE_S:
+            _end_leases(database)
         while not campaign.is_done():
             _keep_running(hosts)
             if time.monotonic() - began > chaos_s + _LIMIT_S:
@@ -286,6 +289,12 @@ def chaos(seconds: float, agents: int, seed: int) -> Aftermath:
 def _keep_running(hosts: list[Agent]) -> None:
     for host in hosts:
         host.keep_running()
+
+
+def _end_leases(database: FleetDatabase) -> None:
+    """Have what a killed agent may have claimed be free soon, as if its time were over."""
+    with suppress(DatabaseError), database.transaction() as connection:
+        connection.execute(text("UPDATE job SET lease_until = now() + interval '5 seconds' WHERE state = 'leased'"))
 
 
 def _entries(store: Store) -> Counter[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -109,14 +110,15 @@ def asked(arguments: argparse.Namespace) -> list[Asked]:
     ]
 
 
-def layers_of(network: str, case: Case) -> list[SuiteProblem]:
+@functools.cache
+def layers_of(network: str, case: Case) -> tuple[SuiteProblem, ...]:
     """A network's layers in a case; those of a training step's pass that have an epilogue, by its name for a suite."""
     batch = min(case.batch, LARGEST_BATCH.get(network, case.batch))
     if network in TRAINING:
         step = load_suite("resnet50_training").problems(batch=batch, dtype=case.dtype, layout=case.layout)
         of_pass = (entry for entry in step if entry.problem.direction is TRAINING[network])
-        return [replace(entry, suite=network) for entry in of_pass if entry.problem.epilogue]
-    return load_suite(network + ENDING).problems(batch=batch, dtype=case.dtype, layout=case.layout)
+        return tuple(replace(entry, suite=network) for entry in of_pass if entry.problem.epilogue)
+    return tuple(load_suite(network + ENDING).problems(batch=batch, dtype=case.dtype, layout=case.layout))
 
 
 def suite_of(network: str) -> str:

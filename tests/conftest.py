@@ -16,7 +16,7 @@ __all__ = ["_finddb_of_worker", "finddb_url", "postgres_server", "postgres_url"]
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Hypothesis fails an example that takes 0.2 s, and then takes a minute to find the smallest that does.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any machine", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 

@@ -142,6 +142,7 @@ def by_solver(events: Iterable[Outcome | RaceVerdict]) -> dict[str, Outcome]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "stage", "status", "message"),
     [

@@ -142,6 +142,7 @@ COMPILED = itertools.product(
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "layout", "epilogue", "dtype"),
     [  # Five has no divisor in common with the sizes of the product: the sample is of every value.

@@ -170,6 +170,7 @@ EDGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("shape", EDGES)
 def test_sums_of_few_products_are_direct(shape: str, channels_last: bool) -> None:

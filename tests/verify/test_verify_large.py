@@ -60,6 +60,7 @@ def middles(problem: ProblemDescription) -> Iterator[tuple[Any, ...]]:
             yield (*(slice(None),) * axis, coordinate)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [

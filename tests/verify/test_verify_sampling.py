@@ -77,6 +77,7 @@ def test_no_image_channel_row_or_column_is_left_out_on_a_gpu(name: str, directio
             assert seen >= set(range(size) if size <= budget.least * 3 // 8 else edge_coordinates(size).tolist())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("name", [*RESNET, *DEEP])
 def test_no_image_channel_row_or_column_is_left_out_on_the_cpu_place(name: str, direction: Direction) -> None:
