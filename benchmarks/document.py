@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import end_to_end
 import figures
 import script
 from figures import Figure
@@ -31,6 +32,10 @@ _ALL = ("1x1", "3x3", "small batch", "dilated", "first layer", "depthwise", "dep
 _NAMES = {"depthwise large": "depthwise, filters above 7"}
 _FUSED = {"one-pass": "one pass", "torch": "PyTorch", "cudnn": "cuDNN"}
 _HOW = ("sum", "mean")
+_EAGER = {
+    "torch": ("torch eager", "torch folded eager"),
+    "miofind": ("miofind eager", "miofind fused eager"),
+}
 _SHORT = {Direction.FORWARD: "forward", Direction.BACKWARD_DATA: "data", Direction.BACKWARD_WEIGHTS: "weights"}
 
 
@@ -147,6 +152,39 @@ def _ratio_or_dash(ratio: float | None) -> str:
     return "-" if ratio is None else ratio_text(ratio)
 
 
+def networks_section(folder: Path = figures.RESULTS) -> str:
+    """How whole networks in PyTorch compare, "" where none was measured."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{end_to_end.NAME}_*.json"))]
+    lines = [line for content in files for row in content["rows"] if (line := network_line(row))]
+    if not lines:
+        return ""
+    headings = ("network", "PyTorch, ms", "miofind, ms", "ratio", "eager alone", "ratio")
+    table = "\n".join([f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines])
+    return f"""## Whole networks in PyTorch
+
+Inference in float16, and training steps under autocast to bfloat16. Each side's best of its forms: the network as it
+is, in a CUDA graph, under torch.compile and both, in inference with its batch norms folded, too; miofind's are
+`enable`, `fuse` and `inductor_options`. *Eager alone* compares the forms without graphs and compilers.
+
+{table}
+
+"""
+
+
+def network_line(row: Mapping[str, Any]) -> str:
+    """A network's line of the table, "" where a side has no time."""
+    torchs, ours = end_to_end.best(row, "torch"), end_to_end.best(row, "miofind")
+    if torchs is None or ours is None:
+        return ""
+    eager = {side: [ms for key, ms in row["ms"].items() if key in _EAGER[side]] for side in _EAGER}
+    cells = [f"{row['network']}, {row['kind']}, {row['layout']}, batch {row['size']}"]
+    cells += [f"{ms:.3f} ({form})" for form, ms in (torchs, ours)] + [ratio_text(torchs[1] / ours[1])]
+    is_timed = all(eager.values())
+    cells += [" : ".join(f"{min(ms):.3f}" for ms in eager.values()) if is_timed else "-"]
+    cells += [ratio_text(min(eager["torch"]) / min(eager["miofind"])) if is_timed else "-"]
+    return f"| {' | '.join(cells)} |"
+
+
 def slots(kept: Sequence[Figure]) -> dict[str, str]:
     """What stands in the place of each {{name}} of the text."""
     own = [figure for figure in kept if not figure.whole]
@@ -158,6 +196,7 @@ def slots(kept: Sequence[Figure]) -> dict[str, str]:
     narrow = [("bfloat16", "NHWC", "bfloat16"), ("tf32", "NHWC", "TF32")]
     wide = [(kind, layout, f"{kind} {layout}") for kind in ("bfloat16", "float32") for layout in ("NHWC", "NCHW")]
     return {
+        "networks": networks_section(),
         "whole": whole_section([figure for figure in kept if figure.whole]),
         "fused": fused_section(),
         "float16": table(by_direction(own, *_layouts("float16")), _ALL, "all"),
