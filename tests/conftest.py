@@ -1,7 +1,7 @@
 """What all tests run under. Imports no NumPy, which reads this when it is imported."""
 
 import os
-from collections import Counter
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,15 +28,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all but every n-th case of a test that is marked `sampled(n)` to `full_matrix`."""
-    counts: Counter[str] = Counter()
+    """Leave most cases of tests that are marked `sampled(n)` to `full_matrix`: all but the first and one in n.
+
+    Which ones depends on their names, so that a sample has some of each parameter's values.
+    """
+    seen: set[str] = set()
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark is not None:
-            test = item.nodeid.partition("[")[0]
-            if counts[test] % mark.args[0]:
-                item.add_marker(pytest.mark.full_matrix)
-            counts[test] += 1
+        if mark is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if test in seen and zlib.crc32(item.nodeid.encode()) % mark.args[0]:
+            item.add_marker(pytest.mark.full_matrix)
+        seen.add(test)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

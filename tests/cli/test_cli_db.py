@@ -16,6 +16,8 @@ from miofind.driver.line import parse_driver_line
 from miofind.finddb import Comparison, Row, Store, Verdict
 from miofind.solver.steps import Config
 
+pytestmark = pytest.mark.sampled(2)
+
 PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
 
 

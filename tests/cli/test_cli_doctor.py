@@ -23,6 +23,8 @@ from miofind.find.immediate.model import write_model
 from miofind.finddb import ProblemKey, Store
 from miofind.suites import load_suite
 
+pytestmark = pytest.mark.sampled(2)
+
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from miofind.runtime.solution import SolutionList, Source
 from miofind.solver.registry import Registry
 from miofind.verify.verifier import Verification, Verifier
 
+pytestmark = pytest.mark.sampled(2)
+
 LONG_FLAGS = "conv --in_channels=4 --in_h=6 --in_w 5 -n 1 -k 2 -y 3 -x 3 --pad_h 1 --pad_w 1 -F 1"
 PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
 

@@ -24,6 +24,8 @@ from miofind.process import interrupts
 from miofind.solver.registry import Registry
 from miofind.suites.short_text import short_problem
 
+pytestmark = pytest.mark.sampled(2)
+
 # These say for all problems of a command what the driver's flags of that name say for one, or how it is run.
 SHARED_WITH_THE_DRIVER = {"direction", "dtype", "layout", "math", "search", "solution", "verify"}
 

@@ -20,6 +20,8 @@ from miofind.cli import db as db_commands
 from miofind.cli.output import Sheet, print_note
 from miofind.printable import printable
 
+pytestmark = pytest.mark.sampled(2)
+
 ROOT = Path(__file__).resolve().parents[2]
 needs_full = pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
 

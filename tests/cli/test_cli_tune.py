@@ -23,6 +23,8 @@ from miofind.evaluate.executors import InProcess
 from miofind.finddb import Store
 from miofind.solver.candidate import Outcome
 
+pytestmark = pytest.mark.sampled(2)
+
 HERE = ("--device", "cpu", "--in-process", "--exclude", "ConvCpuDirect")
 TWO_SOLVERS = (*HERE, "--only", "ConvCpuGemm1x1,ConvCpuIm2colGemm")
 SMALL_TABLE = """suite,layer,n,c,h,w,k,fy,fx,pad_h,pad_w

@@ -17,6 +17,8 @@ from miofind.verify.epilogue_bounds import EpilogueStandard
 from miofind.verify.epilogue_cuda import EpilogueTrial, epilogue_kernel
 from miofind.verify.ranges import UNSCALED
 
+pytestmark = pytest.mark.sampled(3)
+
 ENTRIES = {
     "harness/random_inputs.cu": ("random_inputs", "plant"),
     "harness/verify.cu": ("verify_written", "verify_poison", "verify_guards", "verify_checksum", "verify_compare"),

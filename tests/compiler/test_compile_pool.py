@@ -24,6 +24,8 @@ from miofind.errors import CompileError, InvalidOptionError
 from miofind.process import service
 from miofind.solver.steps import KernelStep
 
+pytestmark = pytest.mark.sampled(2)
+
 pytest.importorskip("cuda.bindings.nvrtc")
 
 ARCH = "80"

@@ -16,6 +16,8 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
+pytestmark = pytest.mark.sampled(3)
+
 H200 = "NVIDIA H200|132|9.0|"
 
 

@@ -31,6 +31,8 @@ from miofind.finddb.packing import MAX_TEXT_CHARS, HistoryCodec, pack
 from miofind.finddb.sqlite_file import translated
 from miofind.finddb.validation import LAST_STAMP
 
+pytestmark = pytest.mark.sampled(2)
+
 DEEP = "[" * 200_000
 
 

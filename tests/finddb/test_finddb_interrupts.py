@@ -18,6 +18,8 @@ from finddb_entries import DEVICE, PROBLEM, row, version_1
 from miofind.finddb import LayeredStore, Store, open_files
 from miofind.finddb.sqlite_file import open_file
 
+pytestmark = pytest.mark.sampled(2)
+
 OTHER = f"{PROBLEM}-other"
 
 

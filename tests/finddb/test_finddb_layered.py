@@ -31,6 +31,8 @@ from miofind.finddb import (
     write_release,
 )
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def make(path: Path, *rows, scoped=("ConvA",)) -> Path:
     """A database in the form of a shipped one."""

@@ -21,6 +21,8 @@ from miofind.errors import DatabaseError
 from miofind.finddb import MEMORY, Comparison, Release, ReleaseRules, Store, Verdict, failed_code, write_release
 from miofind.finddb.ranking import TIE
 
+pytestmark = pytest.mark.sampled(2)
+
 some_histories = st.lists(made.histories, max_size=3)
 
 

@@ -22,6 +22,8 @@ from waiting import LIMIT_S
 from miofind.errors import DatabaseError
 from miofind.finddb import MEMORY, LayeredStore, Store, sqlite_database, upgrade, write_release
 
+pytestmark = pytest.mark.sampled(3)
+
 OLD, NEW = "old", "new"
 MANY = 40
 

@@ -34,6 +34,8 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
+pytestmark = pytest.mark.sampled(2)
+
 PROBLEM = ProblemDescription.convolution(x=(1, 2, 4, 3), w=(2, 2, 2, 2))
 NORMAL = FindOptions(find_mode=FindMode.NORMAL)
 NAMES = ("ConvA", "ConvB")

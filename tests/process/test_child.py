@@ -21,6 +21,8 @@ import miofind
 from miofind.process import child as child_module
 from miofind.process.child import Child
 
+pytestmark = pytest.mark.sampled(2)
+
 
 def test_ctrl_c_while_a_process_is_begun_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Popen forgot a process that it had begun: it stayed a zombie as long as its parent lived."""

@@ -31,6 +31,8 @@ from miofind.reference import reference_on_host, round_once
 from miofind.solver.candidate import Status
 from miofind.solver.steps import KernelStep
 
+pytestmark = pytest.mark.sampled(2)
+
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
 OTHER = miofind.ProblemDescription.convolution(x=(1, 3, 6, 5), w=(2, 3, 3, 3))

@@ -36,6 +36,8 @@ from miofind.runtime.solution import Source, reordered
 from miofind.solver.candidate import Candidate, Outcome
 from miofind.solver.registry import Registry
 
+pytestmark = pytest.mark.sampled(2)
+
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 4, 9, 7), w=(6, 2, 3, 3), padding=1, stride=2, groups=2)
 OTHER = miofind.ProblemDescription.convolution(x=(1, 3, 8, 8), w=(4, 3, 3, 3))
 

@@ -12,6 +12,8 @@ import pytest
 import miofind
 from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError
 
+pytestmark = pytest.mark.sampled(2)
+
 RANDOM = np.random.default_rng(5)
 X = RANDOM.standard_normal((2, 8, 9, 7)).astype(np.float32)
 W = RANDOM.standard_normal((12, 8, 3, 3)).astype(np.float32)

@@ -31,6 +31,8 @@ from miofind.solver.registry import Registry
 from miofind.suites import load_csv, load_lines
 from miofind.suites.find_db_text import load_find_db
 
+pytestmark = pytest.mark.sampled(2)
+
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
 HEADER = "n,c,h,w,k,fy,fx"
 

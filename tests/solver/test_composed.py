@@ -18,6 +18,8 @@ from miofind.solver.steps import CudnnStep, KernelStep
 from miofind.solvers.cpu.direct import ConvCpuDirect
 from miofind.solvers.pointwise.composed import Composed
 
+pytestmark = pytest.mark.sampled(3)
+
 DEVICE = Device.virtual("90a")
 DEFAULT = Registry.default()
 FUSED = ProblemDescription.convolution(

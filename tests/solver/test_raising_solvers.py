@@ -31,6 +31,8 @@ from miofind.suites import SuiteProblem
 from miofind.tune.forecast import forecast
 from miofind.tune.values import TuneOptions
 
+pytestmark = pytest.mark.sampled(3)
+
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
 OTHER = miofind.ProblemDescription.convolution(x=(1, 4, 5, 6), w=(2, 4, 3, 3))
 DIRECT = type(Registry.default()["ConvCpuDirect"])

@@ -12,6 +12,8 @@ from miofind.device.device import Device
 from miofind.solver.steps import KernelStep, Scalar
 from miofind.solvers.pointwise.channel_sums import channel_sums_ms, channel_sums_regions, channel_sums_steps
 
+pytestmark = pytest.mark.sampled(3)
+
 DEVICE = Device.virtual("90a")
 SIZES = (
     (2, 64, 4, 5),

@@ -26,6 +26,8 @@ from miofind.solvers.common.overlap import least_products
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
+pytestmark = pytest.mark.sampled(3)
+
 Check = Callable[[Solver, ProblemDescription], None]
 
 SOLVERS = [solver for solver in Registry.default().values() if solver.keys[0].place is Place.CPU]

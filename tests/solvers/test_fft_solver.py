@@ -20,6 +20,8 @@ from miofind.solver.steps import Config, FftStep, KernelStep
 from miofind.solvers.fft.depthwise_steps import DepthwisePlan
 from miofind.solvers.fft.steps import FftPlan
 
+pytestmark = pytest.mark.sampled(2)
+
 DEVICE = Device.virtual("90a")
 IDS = ("ConvFft", "ConvFftTiles")
 SHAPES: dict[str, dict[str, Any]] = {

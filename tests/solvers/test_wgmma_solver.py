@@ -44,6 +44,8 @@ from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
 from miofind.solvers.implicit_gemm.wgmma_shortlist import shortlisted_tilings
 from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
 
+pytestmark = pytest.mark.sampled(3)
+
 Array = NDArray[np.float64]
 
 DEVICE = Device.virtual("90a")

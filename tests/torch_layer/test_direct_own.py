@@ -15,6 +15,8 @@ from miofind import Handle
 from miofind.torch import fused_plans, ops
 from miofind.torch.override import native_kernels
 
+pytestmark = pytest.mark.sampled(2)
+
 OPERATORS = torch.ops.miofind
 WINDOW = ([1, 1], [1, 1], [1, 1], 1)
 HALF = {"dtype": torch.float16}

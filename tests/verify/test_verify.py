@@ -19,6 +19,8 @@ from miofind.reference import numpy_dtype, round_once
 from miofind.verify.claims import Claims
 from miofind.verify.verifier import Verification, Verifier
 
+pytestmark = pytest.mark.sampled(2)
+
 SMALL = ProblemDescription.convolution(x=(2, 8, 9, 9), w=(12, 8, 3, 3), padding=1)
 HALF = ProblemDescription.convolution(x=(2, 64, 9, 9), w=(12, 64, 3, 3), padding=1, dtype="float16", layout="NHWC")
 DIRECTIONS = [
