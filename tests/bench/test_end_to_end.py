@@ -126,6 +126,7 @@ def test_a_process_that_hangs_is_stopped(end_to_end: ModuleType) -> None:
     assert told["row"]["failures"]["process"].startswith("stopped after 0 s")
 
 
+@pytest.mark.full_matrix
 def test_the_whole_script_keeps_its_rows_and_goes_on(end_to_end: ModuleType, tmp_path: Path, capsys: Any) -> None:
     asked = arguments(end_to_end, tmp_path, kinds=["inference"], batches=["2"])
     end_to_end.time_all(end_to_end.cases(asked), asked)

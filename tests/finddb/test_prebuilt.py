@@ -40,16 +40,16 @@ def test_every_shipped_row_is_what_its_solver_does_today(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
 def test_shipped_rows_are_undisturbed_and_some_are_what_their_solvers_do_today(path: Path) -> None:
-    """Those of every 48th problem, the same ones each time."""
+    """Those of every 96th problem, the same ones each time."""
     check = RowCheck(Registry.default())
     with Store(path, read_only=True) as store:
         rows = list(store.rows())
         assert store.stats().rechecks == 0
     assert {row.status for _, row in rows} <= {"ok", "cut_off"}
     assert not any(row.contended or row.message for _, row in rows)
-    chosen = [(key, row) for key, row in rows if zlib.crc32(key.network_config.encode()) % 48 == 0]
+    chosen = [(key, row) for key, row in rows if zlib.crc32(key.network_config.encode()) % 96 == 0]
     assert [finding for key, row in chosen if (finding := check(key, row))] == []
-    assert check.checked == len(chosen) > len(rows) // 96
+    assert check.checked == len(chosen) > len(rows) // 192
 
 
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
@@ -84,10 +84,10 @@ def test_a_default_request_finds_a_shipped_row_that_mixes_no_tiles(path: Path, t
     assert led
 
 
-@pytest.mark.parametrize("one_in", [192, pytest.param(1, marks=pytest.mark.full_matrix)])
+@pytest.mark.parametrize("one_in", [384, pytest.param(1, marks=pytest.mark.full_matrix)])
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
 def test_a_release_of_a_shipped_file_is_sound(path: Path, one_in: int, tmp_path: Path) -> None:
-    """Of every 192nd problem, the same ones each time: all of them take minutes."""
+    """Of every 384th problem, the same ones each time: all of them take minutes."""
     keep = Shipping(Registry.default())
     with Store(path, read_only=True) as store, Store(MEMORY) as part:
         part.add(each for each in store.histories() if zlib.crc32(each.network_config.encode()) % one_in == 0)

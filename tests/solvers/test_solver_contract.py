@@ -360,7 +360,7 @@ def check_that_what_the_cpu_place_computes_is_right(offer: Offer) -> None:
 CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_that_")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_contract_holds(case: Case, record_property: Callable[[str, object], None]) -> None:
     offer = offer_of(case)
