@@ -82,6 +82,9 @@ constexpr size_t ALIGNMENT = 64;
 // CUresult of a launch in a thread that has used no GPU yet; Python's launch makes a context current there.
 constexpr int INVALID_CONTEXT = 201;
 
+// The status of a launch where there is no driver: Python's launch tells of it.
+constexpr int NO_DRIVER = -1;
+
 struct Kernel {
   void* function;
   LaunchConfig config;
@@ -90,6 +93,7 @@ struct Kernel {
   size_t bytes = 0;
 
   int run(const Addresses& addresses, void* stream) const {
+    if (!launch_kernel || !replace_address) return NO_DRIVER;
     thread_local std::vector<char> memory;
     memory.resize(bytes + ALIGNMENT);
     char* start = memory.data() + (ALIGNMENT - reinterpret_cast<uintptr_t>(memory.data()) % ALIGNMENT) % ALIGNMENT;
