@@ -184,6 +184,25 @@ def find_problem(connection: Connection, device: str, network_config: str) -> in
     return connection.execute(statement).scalar()
 
 
+def find_problems(connection: Connection, keys: Iterable[ProblemKey]) -> dict[int, ProblemKey]:
+    """Those of some problems that this file holds anything of, by number, in the order of their keys."""
+    wanted: dict[str, list[str]] = {}
+    for key in sorted(set(keys), key=lambda each: (each.device, each.network_config)):
+        wanted.setdefault(key.device, []).append(key.network_config)
+    statement = (
+        select(schema.problem.c.id, schema.problem.c.network_config)
+        .join(schema.device, schema.problem.c.device_id == schema.device.c.id)
+        .order_by(schema.problem.c.network_config)
+    )
+    found = {}
+    for device, configs in wanted.items():
+        for start in range(0, len(configs), _MOST_NAMED):
+            chosen = schema.problem.c.network_config.in_(configs[start : start + _MOST_NAMED])
+            for number, config in connection.execute(statement.where(schema.device.c.identity == device, chosen)):
+                found[number] = ProblemKey(device=device, network_config=config)
+    return found
+
+
 def problems(connection: Connection, device: str | None = None) -> dict[int, ProblemKey]:
     """All problems by number, in the order of their keys."""
     statement = (

@@ -223,6 +223,12 @@ class Store:
             key = ProblemKey(device=device, network_config=network_config)
             return entries.history(connection, number, key, self._database.packing)
 
+    def histories_of(self, keys: Iterable[ProblemKey]) -> list[History]:
+        """What is stored of some problems, of those that anything is; by a few statements for all."""
+        with self._database.one_instant(), self._database.read() as connection:
+            found = entries.find_problems(connection, keys)
+            return entries.histories(connection, found, self._database.packing)
+
     def histories(self, device: str | None = None) -> Iterator[History]:
         """The histories of all problems, in the order of their keys."""
 

@@ -35,6 +35,9 @@ class Facts(Protocol):
     def history(self, device: str, network_config: str) -> History | None:
         """All that is stored of a problem; None if nothing is."""
 
+    def histories_of(self, keys: Iterable[ProblemKey]) -> list[History]:
+        """What is stored of some problems, of those that anything is."""
+
     def add(self, histories: Iterable[History]) -> int:
         """Store histories, each entry once however often it comes; returns how many were new."""
 
@@ -126,8 +129,7 @@ class Courier(threading.Thread):
 
     def _bring(self, keys: Sequence[ProblemKey]) -> dict[ProblemKey, str]:
         """Merge problems; those that the server refuses, and why."""
-        found = [self._local.history(key.device, key.network_config) for key in dict.fromkeys(keys)]
-        histories = [history for history in found if history is not None]
+        histories = self._local.histories_of(keys)
         try:
             self._server.add(histories)
             return {}

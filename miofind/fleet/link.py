@@ -13,7 +13,7 @@ from uuid import UUID
 
 from miofind import __version__
 from miofind.errors import DatabaseError, described
-from miofind.finddb import RefusedEntryError
+from miofind.finddb import ProblemKey, RefusedEntryError
 from miofind.fleet.campaign_options import options_of
 from miofind.fleet.courier import Courier, Facts
 from miofind.fleet.database import UnreachableError
@@ -277,19 +277,35 @@ class Link(threading.Thread):
     def _fetch(self, claimed: Sequence[Claimed]) -> None:
         """Copy what the server knows: what others measured is not measured again, nor what killed their GPUs' children.
 
-        A server that is away now, or a history that is refused, costs a measurement and no more.
+        A server that is away now, or a history that is refused or not legible, costs a measurement and no more.
         """
-        for each in claimed:
-            key = key_of(each)
-            try:
-                history = self._stores.server.history(key.device, key.network_config)
-                if history is not None:
-                    self._stores.local.add([history])
-            except RefusedEntryError as error:
-                logger.warning("what the server knows of %s is not believed: %s", key.network_config, error)
-            except DatabaseError as error:
-                logger.debug("what the server knows of the next problems is not fetched: %s", error)
+        keys = [key_of(each) for each in claimed]
+        if len(keys) > 1 and self._is_fetched(keys):
+            return
+        is_away = False
+        for key in keys:
+            if self._is_fetched([key]):
+                is_away = False
+            elif is_away:
                 return
+            else:  # what is stored of it, or the server
+                is_away = True
+
+    def _is_fetched(self, keys: Sequence[ProblemKey]) -> bool:
+        """Copy what the server knows of some problems; False, and nothing copied, where that cannot be done.
+
+        What is refused of a single one is told of, and left there.
+        """
+        try:
+            self._stores.local.add(self._stores.server.histories_of(keys))
+        except RefusedEntryError as error:
+            if len(keys) > 1:
+                return False
+            logger.warning("what the server knows of %s is not believed: %s", keys[0].network_config, error)
+        except DatabaseError as error:
+            logger.debug("what the server knows of %d problems is not fetched: %s", len(keys), error)
+            return False
+        return True
 
     def _note_idleness(self) -> None:
         if self._holdings.holds or any(time.monotonic() >= self._claim_at.get(kind, 0.0) for kind in self.devices):

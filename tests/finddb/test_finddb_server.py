@@ -27,7 +27,19 @@ from sqlalchemy import text
 from waiting import wait_until
 
 from miofind.errors import DatabaseError, SchemaVersionError
-from miofind.finddb import MEMORY, History, LayeredStore, Prune, Store, entries, open_layered, schema, server
+from miofind.finddb import (
+    MEMORY,
+    History,
+    LayeredStore,
+    ProblemKey,
+    Prune,
+    Store,
+    entries,
+    open_layered,
+    schema,
+    server,
+    write_release,
+)
 from miofind.finddb.location import server_url, shown_url
 
 SECRET = "s3cret-word"
@@ -75,6 +87,28 @@ def test_new_entries_are_counted_and_give_an_answer(store):
     assert store.add([more]) == 1
     assert store.add([more]) == 0
     assert len(store.answer(DEVICE, PROBLEM).rows) == 3
+
+
+@pytest.mark.parametrize("place", ["server", "file", "release"])
+def test_histories_of_some_problems(place: str, finddb_url: str, tmp_path: Path) -> None:
+    """Those that are known, each once, as they are told one by one."""
+    name = finddb_url if place == "server" else tmp_path / "finddb.db"
+    configs = [f"n{number}" for number in range(7)]
+    with Store(name) as store:
+        for number, config in enumerate(configs):
+            for device in (DEVICE, "another")[: 1 + number % 2]:
+                store.record(device, config, [row(time_ms=1.0 + number)], scope=scope(), environment=VERSIONS)
+        if place == "release":
+            write_release([store], tmp_path / "release.db")
+    with Store(tmp_path / "release.db" if place == "release" else name, read_only=True) as store:
+        wanted = [ProblemKey(device=DEVICE, network_config=name) for name in ("n5", "unknown", "n0", "n5", "n3")]
+        wanted.append(ProblemKey(device="another", network_config="n3"))
+        found = store.histories_of(wanted)
+        keys = [(history.device, history.network_config) for history in found]
+        assert keys == [(DEVICE, "n0"), (DEVICE, "n3"), (DEVICE, "n5"), ("another", "n3")]
+        assert found == [store.history(*key) for key in keys]
+        assert all(history.rows for history in found)
+        assert store.histories_of([]) == []
 
 
 @pytest.mark.parametrize("known", [True, False])

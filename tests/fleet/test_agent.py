@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import faulty_services
@@ -129,6 +130,37 @@ def test_what_the_server_knows_is_not_measured_again(host: Host, tmp_path: Path)
     assert outcomes == ["tuned", "tuned", "known", "known"]
 
 
+class Illegible:
+    """A server's FindDB of which a problem cannot be read."""
+
+    def __init__(self, store: Store, network_config: str) -> None:
+        self._store = store
+        self._network_config = network_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def histories_of(self, keys: Iterable[ProblemKey]) -> list[History]:
+        keys = list(keys)
+        if any(key.network_config == self._network_config for key in keys):
+            raise DatabaseError("a row is damaged")
+        return self._store.histories_of(keys)
+
+
+def test_what_of_the_server_cannot_be_read_costs_itself_alone(host: Host, tmp_path: Path) -> None:
+    submit(host.database, REQUEST, PROBLEMS)
+    host.agent().run(until_idle_s=0.5)
+    host.local_path = tmp_path / "another host.db"
+    submit(host.database, replace(REQUEST, name="again"), PROBLEMS)
+    damaged = PROBLEMS[1].problem.network_config
+    host.agent(server=Illegible(host.server, damaged)).run(until_idle_s=0.5)
+    with host.database.transaction() as connection:
+        statement = text("SELECT network_config, outcome FROM job WHERE id > 4")
+        outcomes = {row.network_config: row.outcome for row in connection.execute(statement)}
+    assert outcomes.pop(damaged) == "tuned"
+    assert [*outcomes.values()] == ["known"] * 3
+
+
 class Away:
     """A server's FindDB that refuses until it is back."""
 
@@ -140,6 +172,10 @@ class Away:
     def history(self, device: str, network_config: str) -> History | None:
         self._check()
         return self._store.history(device, network_config)
+
+    def histories_of(self, keys: Iterable[ProblemKey]) -> list[History]:
+        self._check()
+        return self._store.histories_of(keys)
 
     def add(self, histories: Iterable[History]) -> int:
         self._check()
