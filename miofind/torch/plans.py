@@ -24,7 +24,7 @@ from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
 from miofind.torch import comparisons, formats
 from miofind.torch.calls import COMPUTED, ConvolutionCall, Unserved
-from miofind.torch.direct import DirectCalls, DirectLaunch
+from miofind.torch.direct import DirectCalls, DirectLaunch, loaded
 from miofind.torch.flags import Flags
 from miofind.torch.launches import Arguments, Launch, Launches, ReadySolutions, first_line
 from miofind.torch.memory import is_capturing, make_room
@@ -245,7 +245,7 @@ class Planner:
             part.is_missing = True
             found = self._missed(part, options, handle, device, measures=settings.measures(flags))
             part.is_missing = False
-        return self._gaining(found, comparisons.gain(problem, handle.device))
+        return own_first(self._gaining(found, comparisons.gain(problem, handle.device)))
 
     def _missed(
         self, part: Part, options: FindOptions, handle: Handle, device: Any, *, measures: bool
@@ -307,6 +307,14 @@ class Planner:
         ready = ReadySolutions(solutions, handle)
         made = Launches(part.computed, call, arguments, ready, with_bias=part.with_bias).first()
         part.solution, part.launch, part.direct = made.solution, made.launch, made.direct
+
+
+def own_first(found: list[Solution]) -> list[Solution]:
+    """Solutions of which an own kernel that ties with a library's best goes first: calls of it need no Python."""
+    if loaded() is None or found[0].library is Library.PLAIN:
+        return found
+    tied = next((s for s in found if s.library is Library.PLAIN and s.ties_with_best), None)
+    return found if tied is None else [tied, *(s for s in found if s is not tied)]
 
 
 def _refuse_tensors(arguments: Arguments) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS
 from miofind.core.tensor import MathMode
-from miofind.torch import launches
+from miofind.device.device import Library
+from miofind.torch import launches, plans
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.launches import INPUTS, Arguments, Launches
 
@@ -128,3 +129,20 @@ def test_a_bias_goes_between_the_tensors_and_the_numbers_of_the_epilogue() -> No
     assert addresses == [tensor.data_ptr() for tensor in (arguments.x, dw, arguments.grad, db)]
     assert [operand.name for operand in problem.operands] == ["x", "w", "y", "bias_gradient"]
     assert (tuple(db.shape), numbers, workspace) == ((4,), DEFAULT_PARAMETERS, 0)
+
+
+class _Answer(NamedTuple):
+    library: Library
+    ties_with_best: bool
+
+
+def test_an_own_kernel_that_ties_with_a_librarys_goes_first_where_calls_need_no_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    best, tied, behind = _Answer(Library.CUDNN, True), _Answer(Library.PLAIN, True), _Answer(Library.PLAIN, False)
+    found: list[Any] = [best, behind, tied]
+    assert plans.own_first(found) == found, "there is no direct path"
+    monkeypatch.setattr(plans, "loaded", lambda: object())
+    assert plans.own_first(found) == [tied, best, behind]
+    assert plans.own_first([best, behind]) == [best, behind]
+    assert plans.own_first([behind, best, tied]) == [behind, best, tied]
