@@ -89,19 +89,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "miofind.api": (
-        "BoundGradients",
-        "Convolution",
-        "Gradients",
-        "convolution",
-        "convolution_backward_data",
-        "convolution_backward_weights",
-        "convolution_gradients",
-        "convolution_transpose",
-        "convolution_transpose_gradients",
-        "find_solutions",
-        "run_solution",
-    ),
     "miofind.arrays.batch_norm": (
         "batch_norm_as_scale_and_bias",
         "fold_batch_norm",
@@ -140,9 +127,9 @@ _HOMES = {
     ),
     "miofind.runtime.solution": ("Solution",),
 }
-"""Modules, and what of them is named here."""
+"""Modules besides `miofind.api`, and what of them is named here."""
 
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = dict.fromkeys(__all__, "miofind.api") | {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
