@@ -139,15 +139,15 @@ def __getattr__(name: str) -> Any:
         with _forks.loading():
             value = globals()[name] = getattr(importlib.import_module(home), name)
         return value
-    if not name.startswith("_"):
-        module = f"{__name__}.{name}"
-        try:
-            with _forks.loading():
-                return importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    told = f"module {__name__!r} has no attribute {name!r}"
+    if name.startswith("_") or not name.isidentifier():
+        raise AttributeError(told)
+    module = f"{__name__}.{name}"
+    try:
+        with _forks.loading():
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise AttributeError(told if error.name == module else f"{told}: {error}") from error
 
 
 def __dir__() -> list[str]:

@@ -59,7 +59,8 @@ def test_public_names_exist() -> None:
     assert sorted(miofind._HOME_OF) == sorted(miofind.__all__)
     assert set(miofind.__all__) <= set(dir(miofind))
     assert miofind.errors.MiofindError is miofind.MiofindError
-    assert not hasattr(miofind, "nonsense")
+    for name in ("nonsense", ".errors", "core.problem", "_nonsense"):
+        assert not hasattr(miofind, name)
 
 
 def test_what_is_not_asked_for_is_not_imported() -> None:
