@@ -622,6 +622,7 @@ const char* miofind_define() {
 const char* miofind_enable(const char* key) {
   return refusal([key] {
     const c10::DispatchKey at = c10::parseDispatchKey(key);
+    libraries().erase(key);  // else these kernels would stand before themselves
     auto own = std::make_unique<Natives>(
         Natives{at, kernel_of("aten::convolution", at), kernel_of("aten::convolution_backward", at)});
     natives[at == c10::DispatchKey::CUDA ? 1 : 0].store(own.release(), std::memory_order_release);
@@ -637,6 +638,7 @@ const char* miofind_enable(const char* key) {
 const char* miofind_enable_own(const char* const* names, const char* key) {
   return refusal([names, key] {
     const c10::DispatchKey at = c10::parseDispatchKey(key);
+    libraries().erase(std::string("miofind ") + key);  // else these kernels would stand before themselves
     Quiet quiet;
     const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "miofind", at, __FILE__, __LINE__);
