@@ -13,9 +13,10 @@ from torch.nn.functional import conv2d, conv_transpose2d
 
 import miofind
 import miofind.torch
-from miofind.torch import direct, fused_plans
+from miofind.torch import direct, fused_plans, unfused
 from miofind.torch.direct import DirectPath
 from miofind.torch.override import Override
+from miofind.torch.unfused import Nonlinearity, Window
 
 pytestmark = pytest.mark.gpu
 
@@ -138,6 +139,15 @@ EPILOGUES: dict[str, dict[str, Any]] = {
 }
 
 
+def expected(x: Any, w: Any, operands: dict[str, Any], window: dict[str, int], numbers: dict[str, Any]) -> Any:
+    """The same by PyTorch's own operations in float64 on the CPU."""
+    pairs = {name: (window.get(name, default),) * 2 for name, default in (("stride", 1), ("padding", 0))}
+    how = Window(**pairs, dilation=(1, 1), groups=window["groups"])
+    vectors = [operands.get(name) for name in ("bias", "scale", "residual", "channel_bias")]
+    given = [each if each is None else each.double().cpu() for each in (x, w, *vectors)]
+    return unfused.convolution(*given[:2], tuple(given[2:]), how, Nonlinearity(**numbers))
+
+
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("epilogue", EPILOGUES)
@@ -157,8 +167,7 @@ def test_fused_results_are_right_without_python(layer: str, epilogue: str, dtype
         if "residual" in given:
             operands["residual"] = torch.randn_like(like).to(dtype).to(memory_format=FORMATS[memory_format])
         y = miofind.torch.convolution(x, w, **operands, **window, **numbers)
-        wide = {name: tensor.double().cpu() for name, tensor in operands.items()}
-        want = miofind.torch.convolution(x.double().cpu(), w.double().cpu(), **wide, **window, **numbers)
+        want = expected(x, w, operands, window, numbers)
         assert (y.cpu() - want).abs().max() <= TOLERANCE[dtype] * max(1.0, float(like.abs().max()))
     (plan,) = (each for each in fused_plans.plans() if each.parts and each.parts[0].launch is not None)
     assert plan.calls == 4
