@@ -391,9 +391,7 @@ class SqliteFile(Database):
         while batch := list(islice(remaining, BATCH)):
             with self.snapshot(of=files) as connection:
                 # Numbers are of one instant: what took the place of a problem that went meanwhile may have its number.
-                numbers = [entries.find_problem(connection, key.device, key.network_config) for key in batch]
-                known = {number: key for number, key in zip(numbers, batch, strict=True) if number is not None}
-                found = read(connection, known)
+                found = read(connection, entries.find_problems(connection, batch))
             yield found
 
     def payload(self, connection: Connection, device: str, network_config: str) -> Any:

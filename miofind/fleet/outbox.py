@@ -47,9 +47,7 @@ class Outbox:
             self._connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
             self._connection.executescript(_TABLES)
         except (OSError, sqlite3.Error) as error:
-            raise DatabaseError(
-                f"{self._path.name}, the fleet's note beside the FindDB, at {self._path.parent}: {error}"
-            ) from error
+            raise self._refused(error) from error
 
     def succeed(self, agent: UUID) -> list[UUID]:
         """Note the agent that has it now; returns those before it, which are dead. All that they noted is orphaned."""
@@ -100,6 +98,9 @@ class Outbox:
                 "each a FindDB of its own by --db FILE"
             ) from None
 
+    def _refused(self, error: Exception) -> DatabaseError:
+        return DatabaseError(f"{self._path.name}, the fleet's note beside the FindDB, at {self._path.parent}: {error}")
+
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         try:
@@ -107,6 +108,4 @@ class Outbox:
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield self._connection
         except sqlite3.Error as error:
-            raise DatabaseError(
-                f"{self._path.name}, the fleet's note beside the FindDB, at {self._path.parent}: {error}"
-            ) from error
+            raise self._refused(error) from error

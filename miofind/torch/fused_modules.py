@@ -74,28 +74,21 @@ class FusedConvolution(torch.nn.Module):
         A residual of another shape or dtype, which PyTorch broadcasts or promotes, is added by PyTorch.
         """
         if not torch.compiler.is_compiling():
-            dtype = x.dtype
-            ready = self._packed.of_inputs.get((dtype, x.shape, x.stride(), dtype, x.get_device()))
-            if ready is not None and self._may_go_on(ready, x, residual):
-                bias = self._parameters["bias"]
-                return _convolution(x, ready.weight, bias, None, residual, *self._arguments)
+            ready = self._packed.of_inputs.get(_form(x, x.dtype))
+            if ready is not None and self._is_plain(ready, x, residual):
+                given = Tensors(x, ready.weight, self._parameters["bias"], None, residual)
+                if not given.need_gradients:
+                    return _convolution(*given, *self._arguments)
         return self._general(x, residual)
 
-    def _may_go_on(self, ready: _Ready, x: Any, residual: Any) -> bool:
-        """Whether a run is the operator's alone, by weights that are still those: written for speed."""
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+    def _is_plain(self, ready: _Ready, x: Any, residual: Any) -> bool:
+        """Whether the operator alone computes a run, by weights that are still those; asked at every run."""
+        weight = self._parameters["weight"]
         if type(weight) is not _Parameter or weight.is_inference() or self._packed.made_of != _made_of(weight):
             return False
         if residual is not None and (residual.dtype != x.dtype or residual.shape != ready.output_shape):
             return False
-        if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
-            return False
-        return not torch.is_grad_enabled() or not (
-            x.requires_grad
-            or weight.requires_grad
-            or (bias is not None and bias.requires_grad)
-            or (residual is not None and residual.requires_grad)
-        )
+        return not torch.is_autocast_enabled(x.device.type)
 
     def _general(self, x: Any, residual: Any) -> Any:
         """The same for whatever there may be."""
@@ -142,7 +135,7 @@ class FusedConvolution(torch.nn.Module):
         if self._packed.made_of != made_of:
             self._packed = _Packed(made_of)
         packed = self._packed
-        key = (dtype, x.shape, x.stride(), x.dtype, x.get_device())
+        key = _form(x, dtype)
         ready = packed.of_inputs.get(key)
         if ready is None:
             layout = output_layout(x, weight, None, self.window.geometry)
@@ -165,6 +158,11 @@ class FusedConvolution(torch.nn.Module):
         parts += ["bias"] if self.bias is not None else []
         parts += [self.numbers.activation] if self.numbers.activation != "none" else []
         return ", ".join(parts)
+
+
+def _form(x: Any, dtype: Any) -> tuple[Any, ...]:
+    """What of an input decides which weights a run in a dtype needs."""
+    return dtype, x.shape, x.stride(), x.dtype, x.get_device()
 
 
 def _made_of(weight: Any) -> tuple[Any, ...]:

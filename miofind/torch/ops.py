@@ -131,7 +131,7 @@ for _name, (_kernel, _fake) in _KERNELS.items():
         LIBRARY.impl(_name, _kernel, _place)
         LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
     torch.library.register_fake(f"miofind::{_name}", _fake, lib=LIBRARY)
-direct_path()
+direct_path()  # stands before these kernels, where it was built
 
 
 def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named: Any) -> tuple[Any, int]:

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,9 +38,6 @@ SOURCE = Path(__file__).with_name("router.cpp")
 
 OPERATORS = ("convolution", "convolution_backward_data", "convolution_backward_weights")
 """Of the namespace miofind."""
-
-MOST_SOURCES = 16
-"""Operands, results and workspaces that a launch has."""
 
 
 class DirectResult(NamedTuple):
@@ -190,7 +188,7 @@ def _refused(told: bytes | None) -> None:
         raise RuntimeError(told.decode(errors="replace"))
 
 
-class DirectCalls:
+class DirectCalls(ABC):
     """Calls that look alike, which may come to do without Python.
 
     Attributes:
@@ -210,13 +208,13 @@ class DirectCalls:
         """How many calls there were."""
         return self.python_calls + sum(each.calls for each in self.direct_plans)
 
+    @abstractmethod
     def direct_launches(self) -> Sequence[tuple[int, DirectLaunch]] | None:
         """What runs them, as `DirectPath.plan` takes it; None where that needs Python.
 
         Raises:
             LaunchError: it needs Python, and why.
         """
-        raise NotImplementedError
 
     def offer(self, path: DirectPath) -> None:
         """Have calls that look like the one that this thread is in do without Python from now on, where they can."""

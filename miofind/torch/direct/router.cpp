@@ -578,6 +578,11 @@ std::unordered_map<std::string, std::unique_ptr<torch::Library>>& libraries() {
   return *made;
 }
 
+// The name that the kernels of miofind's operators at a key have there.
+std::string own_at(const char* key) {
+  return std::string("miofind ") + key;
+}
+
 constexpr const char* SCHEMAS[] = {
     "convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
     "bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor",
@@ -638,7 +643,7 @@ const char* miofind_enable(const char* key) {
 const char* miofind_enable_own(const char* const* names, const char* key) {
   return refusal([names, key] {
     const c10::DispatchKey at = c10::parseDispatchKey(key);
-    libraries().erase(std::string("miofind ") + key);  // else these kernels would stand before themselves
+    libraries().erase(own_at(key));  // else these kernels would stand before themselves
     Quiet quiet;
     const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "miofind", at, __FILE__, __LINE__);
@@ -648,7 +653,7 @@ const char* miofind_enable_own(const char* const* names, const char* key) {
       library->impl(name.c_str(),
                     torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::move(own))));
     }
-    libraries()[std::string("miofind ") + key] = std::move(library);
+    libraries()[own_at(key)] = std::move(library);
   });
 }
 
@@ -657,7 +662,7 @@ void miofind_disable(const char* key) {
 }
 
 void miofind_disable_own(const char* key) {
-  libraries().erase(std::string("miofind ") + key);
+  libraries().erase(own_at(key));
 }
 
 void miofind_clear() {
