@@ -26,8 +26,8 @@ STATUSES = (
 
 _SHA256 = re.compile("[0-9a-f]{64}", re.ASCII)
 
-EFFORTS = ("defaults", "search")
-"""Search efforts of a find, the lesser first."""
+EFFORTS = ("likely", "defaults", "search")
+"""How much a find measures, the least first."""
 
 
 class Prune(StrEnum):
@@ -151,7 +151,8 @@ class Scope:
             of a solver of which nothing was usable is a `failed_code`.
         filters: options that left candidates out, {} when nothing did. Filters only ever narrow a find.
         workspace_limit_bytes: None is no limit.
-        effort: "defaults" timed default configurations, "search" searched them.
+        effort: "likely" timed the few candidates with the least predicted times, "defaults" all default configurations,
+            "search" searched them.
         complete: False where a budget ended the find early.
         created_at, id: filled in by the store.
     """
@@ -182,10 +183,9 @@ class Scope:
 
         A search that a budget ended says nothing of the defaults: it may not have come to all of them.
         """
-        if self.effort == other.effort:
-            if self.complete < other.complete:
-                return False
-        elif not self.complete or EFFORTS.index(self.effort) < EFFORTS.index(other.effort):
+        if self.complete < other.complete or EFFORTS.index(self.effort) < EFFORTS.index(other.effort):
+            return False
+        if self.effort == "search" != other.effort and not self.complete:
             return False
         if self.filters and self.filters != other.filters:
             return False

@@ -26,8 +26,11 @@ from miofind.errors import (
     described,
     raise_if_interrupted,
 )
+from miofind.find.likely import likely_plan
 from miofind.find.wanted_kernels import kernels_of, one_a_binary, solvers_with_kernels
+from miofind.finddb import MEMORY
 from miofind.options import FindOptions
+from miofind.runtime.handle import Handle
 from miofind.solver.registry import Registry
 from miofind.solver.steps import KernelStep
 
@@ -69,6 +72,7 @@ class _Report:
 @request_options
 @arch_option
 @click.option("--search", is_flag=True, help="Compile every configuration of a search, not the defaults alone.")
+@click.option("--likely", is_flag=True, help="Compile those few that are predicted to be the fastest.")
 @only_option
 @exclude_option
 @click.option(
@@ -80,6 +84,7 @@ class _Report:
 def compile_(
     archs: tuple[Device, ...],
     search: bool,
+    likely: bool,
     only: tuple[str, ...],
     exclude: tuple[str, ...],
     workers: int | None,
@@ -94,7 +99,7 @@ def compile_(
     --store they are shared: what another host has compiled is taken from there, what is compiled here goes there.
     """
     problems = [request.problem for request in requests_of(**values)]
-    options = FindOptions(only=only, exclude=exclude, tuning=search)
+    options = FindOptions(only=only, exclude=exclude, tuning=search, likely=likely)
     devices = _known(archs) or (_present_device(),)
     compiler, report, began = Compiler(cache_over(store, store_secret)), _Report(), time.monotonic()
     for device in devices:
@@ -138,6 +143,8 @@ def _steps(
     problems: Sequence[ProblemDescription], device: Device, options: FindOptions, report: _Report
 ) -> dict[KernelStep, str]:
     """The kernels that finds would launch, each with its solver's id; equal binaries count once, whatever the grid."""
+    if options.likely:
+        return _likely_steps(problems, device, options, report)
     wanted: dict[KernelStep, str] = {}
     registry = Registry.default()
     with counted("listing kernels", len(problems)) as advance:
@@ -150,6 +157,23 @@ def _steps(
                     raise_if_interrupted(error)
                     told = described(error, str if isinstance(error, MiofindError) else repr)
                     report.refused[f"{solver.id}: {problem}"] = told
+            advance()
+    return one_a_binary(wanted)
+
+
+def _likely_steps(
+    problems: Sequence[ProblemDescription], device: Device, options: FindOptions, report: _Report
+) -> dict[KernelStep, str]:
+    """The kernels of what finds of the likeliest would measure first; what a FindDB answers counts as unknown."""
+    wanted: dict[KernelStep, str] = {}
+    with Handle(device, database=MEMORY) as handle, counted("listing kernels", len(problems)) as advance:
+        for problem in problems:
+            plan = likely_plan(problem, options, handle, left_out={})
+            if not plan.candidates:
+                report.refused[str(problem)] = "no solver with kernels serves it"
+            for planned in plan.candidates:
+                for step in planned.kernels(device):
+                    wanted.setdefault(step, planned.solver.id)
             advance()
     return one_a_binary(wanted)
 

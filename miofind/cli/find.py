@@ -186,6 +186,8 @@ def _gaps_text(gaps: Gaps, budget_s: float) -> list[str]:
         lines.append(f"stopped after {budget_s:g} s: {left}; give {again}")
     if gaps.ended_early:
         lines.append(f"a budget ended an earlier find: {again or '--find-mode normal'} measures the rest")
+    if gaps.likely_alone:
+        lines.append("the likeliest candidates alone were measured: --find-mode normal measures the rest")
     if gaps.solvers:
         them = "it" if len(gaps.solvers) == 1 else "them"
         lines.append(f"not measured yet: {', '.join(gaps.solvers)}; --find-mode normal measures {them}")
@@ -226,6 +228,7 @@ def _json(found: _Found, top: int | None) -> dict[str, object]:
         "unmeasured_candidates": gaps.unmeasured,
         "unmeasured_solvers": list(gaps.solvers),
         "earlier_find_ended_early": gaps.ended_early,
+        "likely_alone": gaps.likely_alone,
         "measured": found.measured,
         "wider_bounds": found.wider_bounds,
         "solutions": shown,

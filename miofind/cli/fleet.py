@@ -27,6 +27,7 @@ from miofind.cli.options import (
     device_option,
     example,
     exclude_option,
+    likely_option,
     limit_options,
     only_option,
     retry_failed_option,
@@ -58,7 +59,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FIND = (
     *("only", "exclude", "workspace_limit_bytes", "deterministic", "strict_nonfinite", "max_error"),
-    *("trials", "patience", "seed", "retry_failed"),
+    *("likely", "trials", "patience", "seed", "retry_failed"),
 )
 _NAME = click.argument("name", metavar="CAMPAIGN")
 
@@ -124,6 +125,7 @@ def init(url: str, as_json: bool) -> None:
     "--for-stack", "stacks", multiple=True, metavar="STACK", help="Software stack; repeatable.  [default: all]"
 )
 @click.option("--search", is_flag=True, help="Search configurations beside the defaults.")
+@likely_option
 @search_options
 @click.option("--force", is_flag=True, help="Measure problems that a FindDB answers already, too.")
 @click.option("--stored", is_flag=True, help="Measure again what the FindDBs hold of the problems, and nothing else.")

@@ -246,6 +246,9 @@ def choice(kind: Any) -> Choice:
     return Choice(member.value for member in kind)
 
 
+likely_option = click.option(
+    "--likely", is_flag=True, help="Measure a few candidates alone: those with the least predicted times."
+)
 _LIMITS = (
     click.option(
         "--workspace-limit",
@@ -306,6 +309,7 @@ _FIND = (
         "search_db_update: a search. db_clean: removal of the problem from the FindDB first.",
     ),
     click.option("--search", "tuning", is_flag=True, help="Search configurations beside the defaults."),
+    likely_option,
     *_SEARCH,
     retry_failed_option,
     only_option,

@@ -22,6 +22,7 @@ from miofind.cli.options import (
     exclude_option,
     isolate_option,
     json_option,
+    likely_option,
     limit_options,
     only_option,
     retry_failed_option,
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _FIND = (
     *("only", "exclude", "workspace_limit_bytes", "deterministic", "strict_nonfinite", "max_error"),
-    *("trials", "patience", "seed", "retry_failed"),
+    *("likely", "trials", "patience", "seed", "retry_failed"),
 )
 _EXIT_CODES = {TuneEnd.INTERRUPTED: 130, TuneEnd.DEVICE_LOST: 1}
 
@@ -84,6 +85,7 @@ gpus_option = click.option(
 )
 @request_options
 @click.option("--search", is_flag=True, help="Search configurations beside the defaults.")
+@likely_option
 @search_options
 @click.option("--force", is_flag=True, help="Measure problems that the FindDB answers already, too.")
 @click.option("--recheck", is_flag=True, help="Measure the problems alone that the FindDB has queued for it.")

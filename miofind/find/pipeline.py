@@ -19,6 +19,7 @@ from miofind.errors import LaunchError, NoSolutionError
 from miofind.evaluate.evaluate import Job
 from miofind.find.composition import bare_request, is_bare_known
 from miofind.find.immediate.answer import predicted, with_predictions
+from miofind.find.likely import likely_plan
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import candidate_of, incumbent, known_times
 from miofind.find.lookup.scopes import Coverage
@@ -128,13 +129,15 @@ def measure(
     _refuse_capture(handle)
     logger.info("find: %s", driver_line(problem))
     handle.executor(isolate=options.isolate).prepare()
-    if problem.epilogue and not stored:
+    if problem.epilogue and not stored and not options.likely:
         options = _with_bare_measured(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead)
     start = shared_warm_start(handle.database, handle.device.identity) if options.searches else None
     winners = start.winners(problem, handle.database) if start else {}
     left_out = _left_out(problem, options, handle)
     if stored:
         plan = stored_plan(problem, options, handle)
+    elif options.likely:
+        plan = likely_plan(problem, options, handle, dynamic_only=dynamic_only, left_out=left_out)
     else:
         plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, winners=winners)
     plan = plan.without(left_out)
@@ -149,6 +152,9 @@ def measure(
     answer = None
     if measured:
         answer = records.look_up(problem, options, handle, measured=measured, coverage=_coverage(dynamic_only))
+    if not answer and options.likely and not stored:
+        options = replace(options, likely=False)
+        return measure(problem, options, handle, dynamic_only=dynamic_only, also=also, ahead=ahead, afresh=afresh)
     if not answer:
         raise nothing_found(problem, plan, outcomes)
     answer[0].solution_list.gaps = gaps

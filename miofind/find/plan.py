@@ -147,7 +147,7 @@ def make_plan(
     dynamic_only: bool = False,
     winners: Mapping[str, Sequence[Config]] | None = None,
     asks: Callable[[SolverFacts], bool] = lambda facts: True,
-    is_unmeasured: bool = False,
+    trusts_own: bool = False,
 ) -> Plan:
     """The candidates of a request: configurations of the handle's solvers.
 
@@ -155,7 +155,8 @@ def make_plan(
         dynamic_only: leave out solvers that compile for each shape.
         winners: by solver, configurations that won at near problems: a search begins with those that are valid here.
         asks: which of the solvers that the options allow are asked; the others count as left out.
-        is_unmeasured: nothing is measured of it, so that candidates need not be such as a FindDB can keep.
+        trusts_own: take it for granted that a FindDB can keep our own solvers' candidates: their steps are asked for
+            only where a limit is on those.
 
     Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
     fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
@@ -182,7 +183,7 @@ def make_plan(
             continue
         solver = handle.registry[facts.id]
         most = _DEFAULTS_BESIDE if solver.id in few else None
-        request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most, is_unmeasured)
+        request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most, trusts_own)
         if solver.id in slow:
             draft.pass_over(request, slow[solver.id])
         else:
@@ -191,7 +192,7 @@ def make_plan(
         choices = fastest_bare(bare, options) if bare else _estimated_bare(problem, options, handle, taken)
         for solver_id, configs in choices.items():
             solver = composed(handle.registry[solver_id])
-            request = _Request(problem, device, solver, options, configs, is_unmeasured=is_unmeasured)
+            request = _Request(problem, device, solver, options, configs, trusts_own=trusts_own)
             draft.ask_composed(request)
         counted = counted_solvers(options, handle.registry, fused=True)
         asked = (handle.registry[each.id] for each in counted if taken(each))
@@ -234,7 +235,7 @@ def _estimated_bare(
 ) -> Choices:
     """What is composed for a fused problem of whose bare one nothing is known: what estimates have first there."""
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
-    plan = make_plan(problem.bare, request, handle, asks=asks, is_unmeasured=True)
+    plan = make_plan(problem.bare, request, handle, asks=asks, trusts_own=True)
     planned = plan.candidates or plan.last_resort
     return first_of_each(((each.solver.id, each.candidate.config) for each in planned), options)
 
@@ -278,7 +279,7 @@ class _Request:
         earlier: configurations that were measured with its earlier code, or without the epilogue, fastest first.
         most_defaults: how many of its default configurations are asked for beside them, unless the solver does not take
             the fastest; None for all.
-        is_unmeasured: nothing is measured of it: own solvers are asked for steps only where a limit is on those.
+        trusts_own: our own solvers are asked for steps only where a limit is on those.
     """
 
     problem: ProblemDescription
@@ -287,7 +288,7 @@ class _Request:
     options: FindOptions
     earlier: tuple[Config, ...] = ()
     most_defaults: int | None = None
-    is_unmeasured: bool = False
+    trusts_own: bool = False
 
     @property
     def is_possible_here(self) -> bool:
@@ -303,7 +304,8 @@ class _Request:
         """The solver's default configurations, then the earlier ones that it still takes."""
         taken = tuple(filter(self.admits, self.earlier))
         most = self.most_defaults if taken[:1] == self.earlier[:1] else None
-        defaults = tuple(self.solver.default_configs(self.problem, self.device))[:most]
+        listed = own_defaults if self.trusts_own and _is_own(self.solver) else defaults_of
+        defaults = listed(self.solver, self.problem, self.device)[:most]
         return (*defaults, *(config for config in taken if config not in defaults))
 
     def planned(self, config: Config) -> Planned:
@@ -322,7 +324,7 @@ class _Request:
         """The configurations that keep the caller's limits; reasons of the others go into `refusals`."""
         for config in configs:
             planned = self.planned(config)
-            answer = APPLICABLE if self.is_unmeasured and _is_own(self.solver) else refuse_unrecordable(planned)
+            answer = APPLICABLE if self.trusts_own and _is_own(self.solver) else refuse_unrecordable(planned)
             if answer.refused:
                 _tell_once(self.solver.id, answer.reason)
             else:
@@ -494,6 +496,16 @@ class _Draft:
             absent=frozenset(self.absent),
             spaces=tuple(self.spaces),
         )
+
+
+def defaults_of(solver: Solver, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+    """A solver's default configurations."""
+    return tuple(solver.default_configs(problem, device))
+
+
+# A tuning of the likeliest plans each problem twice, a fused one with its bare form, and to list takes milliseconds.
+own_defaults = functools.lru_cache(maxsize=1 << 12)(defaults_of)
+"""Default configurations of one of our own solvers, which are the same each time."""
 
 
 def _is_own(solver: Solver) -> bool:

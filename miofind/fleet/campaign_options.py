@@ -16,7 +16,7 @@ from miofind.tune.values import TuneOptions
 
 _FIND = (
     *("only", "exclude", "workspace_limit_bytes", "max_error", "deterministic", "strict_nonfinite"),
-    *("tuning", "trials", "patience", "seed", "retry_failed", "time_budget_s"),
+    *("tuning", "likely", "trials", "patience", "seed", "retry_failed", "time_budget_s"),
 )
 _TUNE = ("force", "stored")
 _DEFAULTS = {item.name: item.default for item in fields(FindOptions) + fields(TuneOptions) if item.name != "find"}

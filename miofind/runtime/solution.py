@@ -185,6 +185,7 @@ class Gaps:
         ended_early: whether a budget ended all finds of the FindDB that the answer comes from.
         solvers: ids of those that may serve, and that came or changed since the FindDB's answer was measured.
         limited: ids of those of which the request's limits take none of the rows that answer.
+        likely_alone: whether of some solvers only those candidates were measured that were predicted to be the fastest.
     """
 
     candidates: int = 0
@@ -192,6 +193,7 @@ class Gaps:
     ended_early: bool = False
     solvers: tuple[str, ...] = ()
     limited: tuple[str, ...] = ()
+    likely_alone: bool = False
 
 
 class SolutionList:

@@ -23,6 +23,7 @@ from miofind.device.device import Place
 from miofind.errors import MiofindError
 from miofind.options import FindOptions
 from miofind.printable import printable_name
+from miofind.process.threads import Helper
 from miofind.runtime.handle import Handle, default_handle
 from miofind.torch import comparisons, fused_plans
 from miofind.torch.direct import build, direct_path
@@ -63,12 +64,14 @@ def tune(
     Call it before the first step. The network is not run; see `miofind.torch.problems`. Kernels are compiled in
     processes of their own, ahead of what is measured, and on a GPU a child process measures. What the FindDB knows is
     not measured again. On a GPU each problem is timed beside PyTorch, whose own kernel then runs what that is faster at
-    in this process, and `miofind.torch.build` is called. Ctrl-C ends it with a report, and the same call goes on.
+    in this process, and `miofind.torch.build` is called beside it, whose work this process uses where it is done by the
+    end. Ctrl-C ends it with a report, and the same call goes on.
 
     Args:
         model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
         inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
-        options: of each find; the defaults of `miofind tune` if left out.
+        options: of each find; the likeliest candidates alone, for as long as they take, if left out.
+            `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 5 a problem.
         handle: a device and its FindDB; the current GPU's default one if left out, else the CPU place's.
         on_event: called with what happens; a bar on a terminal's stderr if left out.
 
@@ -85,9 +88,9 @@ def tune(
     else:
         asked: dict[str, Any] = {"training": training, "amp": amp, "memory_format": memory_format, "keywords": keywords}
         recording = problems(model, *inputs, device="cuda" if on_gpu else "cpu", **asked)
-    options = FindOptions(isolate=on_gpu, time_budget_s=math.inf) if options is None else options
+    options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
     if on_gpu:
-        _build_direct_path()
+        Helper("miofind-build").submit(_build_direct_path)
         torch.cuda.empty_cache()  # what measures asks the driver for memory
     with _progress(on_event) as tell, CompilePool() if on_gpu else contextlib.nullcontext() as pool:
         summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), tell, pool=pool)
@@ -98,6 +101,8 @@ def tune(
                 rows = _compared(rows, summary, handle, options)
         except KeyboardInterrupt:  # what was found is told
             is_complete = False
+    if on_gpu:
+        direct_path()
     forget_plans()
     fused_plans.forget()
     return TuningReport(
@@ -111,10 +116,9 @@ def tune(
 
 
 def _build_direct_path() -> None:
-    """Build what launches calls without Python, where that can be built: a tuning is when to wait for compilers."""
+    """Build what launches calls without Python, where that can be built."""
     try:
         build()
-        direct_path()
     except MiofindError as error:
         logger.info("PyTorch's convolutions will go through Python: %s", error)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from miofind.core.problem import ProblemDescription
 from miofind.find.composition import bare_request, is_bare_known
+from miofind.find.likely import likely_plan
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import known_times
 from miofind.find.lookup.scopes import Coverage
@@ -18,16 +19,20 @@ from miofind.tune.values import TuneOptions
 def tuning_plans(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> tuple[Plan, ...]:
     """What a tuning of a problem measures: of a fused one the bare problem first, unless the FindDB answers that."""
     plans = [tuning_plan(problem, options, handle)]
-    if problem.epilogue and not options.stored and not is_bare_known(problem, options.find, handle):
+    is_first_bare = bool(problem.epilogue) and not options.stored and not options.find.likely
+    if is_first_bare and not is_bare_known(problem, options.find, handle):
         plans.insert(0, tuning_plan(problem.bare, replace(options, find=bare_request(options.find)), handle))
     return tuple(plans)
 
 
 def tuning_plan(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> Plan:
     """The candidates of a tuning, but for what failed here before."""
-    make = stored_plan if options.stored else make_plan
     failed = frozenset() if options.find.retry_failed else failures.quarantined(problem, handle)
-    return make(problem, options.find, handle).without(dict.fromkeys(failed, "failed here before"))
+    left_out = dict.fromkeys(failed, "failed here before")
+    if options.find.likely and not options.stored:
+        return likely_plan(problem, options.find, handle, left_out=left_out)
+    make = stored_plan if options.stored else make_plan
+    return make(problem, options.find, handle).without(left_out)
 
 
 def known_solutions(

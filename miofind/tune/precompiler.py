@@ -31,6 +31,10 @@ DEPTH = 8
 kernels of one problem do not keep a pool of processes busy."""
 
 
+LIKELY_DEPTH = 64
+"""The same where a few candidates of each are measured: all problems of a network, whose measuring is short, too."""
+
+
 class Precompiler:
     """Plans problems in a thread of its own and hands their kernels to a pool of compiling processes.
 
@@ -44,7 +48,7 @@ class Precompiler:
 
     def __init__(self, pool: CompilePool, options: TuneOptions) -> None:
         self.pool = pool
-        self.depth = 1 if options.find.searches else DEPTH
+        self.depth = 1 if options.find.searches else LIKELY_DEPTH if options.find.likely else DEPTH
         self._options = options
         self._helper = Helper("miofind-precompiler")
         self._switch_s = sys.getswitchinterval()

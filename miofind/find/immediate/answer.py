@@ -89,7 +89,7 @@ def _plan(
     def is_asked(facts: SolverFacts) -> bool:
         return facts.library is not Library.CUDNN and asks(facts)
 
-    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, asks=is_asked, is_unmeasured=True)
+    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, asks=is_asked, trusts_own=True)
     return plan.without(tried)
 
 
@@ -128,7 +128,7 @@ def _merged(
 ) -> list[Solution]:
     """Stored solutions in their order, and each prediction before the first of them that it is faster than."""
     found = SolutionList(handle)
-    predictions = _ranked(list(planned), problem, handle)
+    predictions = ranked(list(planned), problem, handle)
     if predictions:  # it is what runs: known to be sound before it is answered
         _ = predictions[0].planned.solution
     at = 0
@@ -141,14 +141,14 @@ def _merged(
     return found.solutions
 
 
-class _Ranked(NamedTuple):
+class Ranked(NamedTuple):
     """A candidate and what is predicted of it."""
 
     planned: Planned
     prediction: Prediction
 
 
-def _ranked(planned: Sequence[Planned], problem: ProblemDescription, handle: Handle) -> list[_Ranked]:
+def ranked(planned: Sequence[Planned], problem: ProblemDescription, handle: Handle) -> list[Ranked]:
     """Candidates with the least predicted time first.
 
     Of a fused problem the prediction is that of the bare one, by the estimate of the solver's fused form; where a pass
@@ -157,7 +157,7 @@ def _ranked(planned: Sequence[Planned], problem: ProblemDescription, handle: Han
     estimated = [_estimated(each, problem, handle.device) for each in planned]
     predictions = ranker_of(handle.device).predictions(problem.bare, handle.device, estimated)
     found = [
-        _Ranked(each, prediction._replace(time_ms=prediction.time_ms + (each.estimate_ms - bare.estimate_ms)))
+        Ranked(each, prediction._replace(time_ms=prediction.time_ms + (each.estimate_ms - bare.estimate_ms)))
         for each, bare, prediction in zip(planned, estimated, predictions, strict=True)
     ]
     return sorted(found, key=lambda each: each.prediction.time_ms)
@@ -170,9 +170,9 @@ def _estimated(planned: Planned, problem: ProblemDescription, device: Device) ->
     return Estimated(solver, config, planned.estimate_ms)
 
 
-def _as_solution(ranked: _Ranked, found: SolutionList, more: int = 0) -> Solution:
+def _as_solution(which: Ranked, found: SolutionList, more: int = 0) -> Solution:
     """The solution of a candidate that is to stand so many places behind the end of a list."""
-    planned, prediction = ranked
+    planned, prediction = which
     return without_steps(
         problem=planned.problem,
         device=found.handle.device,

@@ -67,6 +67,11 @@ class Ranker:
         """Whether the model was trained with a solver as it is."""
         return self.model is not None and self.model.solvers.get(solver.id) == solver.version
 
+    def reaches(self, problem: ProblemDescription) -> bool:
+        """Whether the model was trained with problems like one, given without its epilogue."""
+        trees = self.model.trees if self.model is not None else None
+        return trees is not None and trees.reaches(Kind.of(problem), position(problem))
+
     def predictions(
         self, problem: ProblemDescription, device: Device, candidates: Sequence[Estimated]
     ) -> list[Prediction]:

@@ -13,7 +13,16 @@ from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
 from miofind.find.lookup.failures import newest_rows, newest_statuses
-from miofind.find.lookup.scopes import WIDE_BOUNDS, Coverage, asked, considered, overwritten, requested_scope
+from miofind.find.lookup.scopes import (
+    LIKELY,
+    WIDE_BOUNDS,
+    Coverage,
+    accepted_scope,
+    asked,
+    considered,
+    overwritten,
+    requested_scope,
+)
 from miofind.find.lookup.stored import Stored, admits, answers_no_more, of_answer, of_rows, selected, selected_of
 from miofind.find.lookup.validity import is_valid
 from miofind.finddb import Answer, Scope
@@ -32,6 +41,7 @@ class _Hit(NamedTuple):
         is_stale: whether other versions of libraries or driver measured some of it.
         ended_early: whether the request asks for the defaults and a budget ended all finds that answer it.
         limited: solvers of whose rows the request's limits take none.
+        likely_alone: whether the request asks for the defaults and of some solver the likeliest alone were measured.
     """
 
     solutions: list[Solution]
@@ -39,6 +49,7 @@ class _Hit(NamedTuple):
     is_stale: bool
     ended_early: bool
     limited: frozenset[str]
+    likely_alone: bool
 
 
 def look_up(
@@ -62,7 +73,8 @@ def look_up(
     """
     partial = coverage is not Coverage.ALL
     dynamic_only = coverage is Coverage.DYNAMIC
-    request = requested_scope(options, handle.device, handle.registry, dynamic_only, bool(problem.epilogue))
+    scope = accepted_scope if partial else requested_scope
+    request = scope(options, handle.device, handle.registry, dynamic_only, bool(problem.epilogue))
     if not partial and _wants_all(problem, options, handle):
         request = replace(request, complete=True)
     asked = _Request(problem, options, handle, request, frozenset(measured), partial)
@@ -75,22 +87,29 @@ def look_up(
     if queue and not asked.fresh:
         if found.late:
             handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(found.late)}")
+        elif found.likely_alone:
+            handle.database.queue_recheck(device, problem.network_config, "the likeliest alone were measured")
         elif found.is_stale:
             handle.database.queue_recheck(device, problem.network_config, "measured with other versions")
-    gaps = Gaps(solvers=found.late, ended_early=found.ended_early, limited=tuple(sorted(found.limited)))
+    gaps = Gaps(
+        solvers=found.late,
+        ended_early=found.ended_early,
+        limited=tuple(sorted(found.limited)),
+        likely_alone=found.likely_alone,
+    )
     found.solutions[0].solution_list.gaps = gaps
     return found.solutions
 
 
 def all_rows(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
     """Solutions that FindDBs have within a request's limits, fastest first, whatever their finds considered."""
-    request = requested_scope(options, handle.device, handle.registry, False, bool(problem.epilogue))
+    request = accepted_scope(options, handle.device, handle.registry, False, bool(problem.epilogue))
     return _Request(problem, options, handle, request, frozenset(), True).of_all_histories().solutions
 
 
 def is_answered(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether `look_up` has solutions; asks of one row where the first will do, and notes nothing for a re-check."""
-    request = requested_scope(options, handle.device, handle.registry, False, bool(problem.epilogue))
+    request = accepted_scope(options, handle.device, handle.registry, False, bool(problem.epilogue))
     asked = _Request(problem, options, handle, request, frozenset(), True)
     return any(map(asked.holds_any, handle.database.answers(handle.device.identity, problem.network_config)))
 
@@ -136,7 +155,14 @@ class _Request(NamedTuple):
         if not found.solutions:
             return None
         ended_early = is_covered and not self.fresh and self._ended_early(answer)
-        return _Hit(found.solutions, late, found.is_stale, ended_early, found.limited)
+        return _Hit(found.solutions, late, found.is_stale, ended_early, found.limited, self._likely_alone(answer))
+
+    def _likely_alone(self, answer: Answer) -> bool:
+        """Whether the request asks for the defaults and of some solver finds measured the likeliest alone."""
+        if self.options.likely or all(scope.effort != LIKELY for scope in answer.scopes):
+            return False
+        wanted = replace(self.request, effort="defaults")
+        return not considered(wanted, answer.scopes, self.handle.registry) >= self.request.solvers.keys()
 
     def _ended_early(self, answer: Answer) -> bool:
         """Whether the request asks for the defaults and a budget ended all finds that an answer covers it by."""

@@ -29,6 +29,9 @@ class Coverage(Enum):
     DYNAMIC = auto()
 
 
+LIKELY = "likely"
+"""The least of the efforts of a find."""
+
 WIDE_BOUNDS = "any error bound"
 """A pseudo solver id in a scope: `max_error` was set, and so algorithms with wider error bounds took part."""
 
@@ -48,6 +51,13 @@ def requested_scope(options: FindOptions, device: Device, registry: Registry, dy
         and any(device.library_version(each.library) is not None for each in facts.served)
     }
     return scope_of(options, considered, complete=False, filtered=dynamic_only)
+
+
+@functools.lru_cache(maxsize=256)
+def accepted_scope(options: FindOptions, device: Device, registry: Registry, dynamic_only: bool, fused: bool) -> Scope:
+    """The scope whose coverage makes an answer usable: where defaults are asked for, the likeliest of them will do."""
+    request = requested_scope(options, device, registry, dynamic_only, fused)
+    return replace(request, effort=LIKELY) if request.effort == "defaults" else request
 
 
 def counted_solvers(options: FindOptions, registry: Registry, *, fused: bool) -> Iterator[SolverFacts]:
@@ -78,9 +88,15 @@ def scope_of(options: FindOptions, considered: Mapping[str, int], *, complete: b
         solvers=dict(considered),
         filters=filters,
         workspace_limit_bytes=options.workspace_limit_bytes,
-        effort="search" if options.searches else "defaults",
+        effort=_effort(options),
         complete=complete,
     )
+
+
+def _effort(options: FindOptions) -> str:
+    if options.searches:
+        return "search"
+    return LIKELY if options.likely else "defaults"
 
 
 def considered(request: Scope, scopes: Iterable[Scope], registry: Registry) -> frozenset[str]:
