@@ -9,7 +9,8 @@ stops when the first forward pass, or training step, is done: `import miofind`, 
 it is the time of a step in a CUDA graph, torch.compile's as it comes.
 
 Ways: PyTorch's own kernels as its heuristics choose them, and with `torch.backends.cudnn.benchmark`; torch.compile; and
-miofind after `miofind.torch.tune`, which measures the likeliest candidates of each problem, or all default ones.
+miofind after `miofind.torch.tune`, which measures the likeliest candidates of each problem and compares with PyTorch,
+does not compare (`compare=False`), or measures all default candidates and compares.
 Inference is in float16, of a network whose layers were fused; training under autocast to bfloat16.
 """
 
@@ -29,7 +30,7 @@ from typing import Any
 import script
 from commit import commit
 
-WAYS = ("torch", "torch benchmark", "torch compile", "miofind likely", "miofind defaults")
+WAYS = ("torch", "torch benchmark", "torch compile", "miofind uncompared", "miofind", "miofind defaults")
 KINDS = ("inference", "training")
 SIZE = 208
 """Pixels of an image's sides: suites and FindDBs have those of 224 and their halves."""
@@ -81,7 +82,13 @@ def _prepared(way: str, model: Any, x: Any, kind: str) -> tuple[Any, dict[str, A
     import torch
 
     report = miofind.torch.tune(
-        model, x, training=training, amp=torch.bfloat16 if training else None, options=options, on_event=lambda _: None
+        model,
+        x,
+        training=training,
+        amp=torch.bfloat16 if training else None,
+        options=options,
+        compare=way != "miofind uncompared",
+        on_event=lambda _: None,
     )
     miofind.torch.enable("fallback", devices=x.device.type)
     known = [row for row in report.rows if row.own_ms is not None]

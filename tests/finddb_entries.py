@@ -118,7 +118,7 @@ scopes = st.builds(
     solvers=st.dictionaries(st.sampled_from(["ConvA", "ConvB", "ConvC"]), st.integers(1, 2)),
     filters=st.sampled_from([{}, {"deterministic": True}]),
     workspace_limit_bytes=st.sampled_from([None, 0, 1 << 20]),
-    effort=st.sampled_from(["defaults", "search"]),
+    effort=st.sampled_from(["likely", "defaults", "search"]),
     complete=st.booleans(),
     created_at=st.integers(0, 9).map(at),
 )

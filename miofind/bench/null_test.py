@@ -76,7 +76,7 @@ class PairSeries:
         called: pairs that were called different; of slowed pairs, those whose slowdown was found.
         noise: median over the pairs of the spread of a round's ratio, as half the width from its 16th to its 84th
             percentile: one standard deviation, if the noise is normal.
-        rounds: least rounds of a final.
+        rounds: least rounds of a final; 0 where no pair came to one.
         contended: pairs with samples that another process or throttled clocks disturbed.
     """
 
@@ -262,7 +262,8 @@ class _PairTally:
     def add(self, pair: _Pair, *, is_called: bool) -> None:
         """Count one pair."""
         self._noises.append(pair.noise)
-        self._rounds.append(len(pair.first_ms))
+        if pair.first_ms:
+            self._rounds.append(len(pair.first_ms))
         self._called += is_called
         self._contended += pair.is_contended
 
@@ -273,7 +274,7 @@ class _PairTally:
             pairs=len(self._noises),
             called=self._called,
             noise=median(self._noises),
-            rounds=min(self._rounds),
+            rounds=min(self._rounds, default=0),
             contended=self._contended,
         )
 

@@ -56,6 +56,7 @@ def tune(
     memory_format: Any = None,
     keywords: Mapping[str, Any] | None = None,
     options: FindOptions | None = None,
+    compare: bool = True,
     handle: Handle | None = None,
     on_event: OnEvent | None = None,
 ) -> TuningReport:
@@ -63,15 +64,16 @@ def tune(
 
     Call it before the first step. The network is not run; see `miofind.torch.problems`. Kernels are compiled in
     processes of their own, ahead of what is measured, and on a GPU a child process measures. What the FindDB knows is
-    not measured again. On a GPU each problem is timed beside PyTorch, whose own kernel then runs what that is faster at
-    in this process, and `miofind.torch.build` is called beside it, whose work this process uses where it is done by the
-    end. Ctrl-C ends it with a report, and the same call goes on.
+    not measured again. On a GPU `miofind.torch.build` is called beside it, whose work this process uses where it is
+    done by the end. Ctrl-C ends it with a report, and the same call goes on.
 
     Args:
         model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
         inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
         options: of each find; the likeliest candidates alone, for as long as they take, if left out.
-            `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 5 a problem.
+            `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 4 a problem.
+        compare: on a GPU, time each problem beside PyTorch, whose own kernel then runs what it is faster at in this
+            process: about as long again as the finds.
         handle: a device and its FindDB; the current GPU's default one if left out, else the CPU place's.
         on_event: called with what happens; a bar on a terminal's stderr if left out.
 
@@ -95,7 +97,7 @@ def tune(
     with _progress(on_event) as tell, CompilePool() if on_gpu else contextlib.nullcontext() as pool:
         summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), tell, pool=pool)
     rows, is_complete = _rows(recording, summary), summary.end is TuneEnd.COMPLETE
-    if on_gpu and is_complete:
+    if compare and on_gpu and is_complete:
         try:
             with native_kernels(), _switches_kept():
                 rows = _compared(rows, summary, handle, options)

@@ -40,7 +40,7 @@ def test_kernels_of_a_fused_problem_are_those_of_both_forms() -> None:
     assert sorted(sources) == ["direct/naive.cu", "direct/naive.cu", "pointwise/epilogue_pass.cu"]
 
 
-def test_search_compiles_more_than_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_compiles_more_than_the_defaults_and_likely_less(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[KernelStep] = []
 
     def build_all(
@@ -54,8 +54,10 @@ def test_search_compiles_more_than_the_defaults(monkeypatch: pytest.MonkeyPatch)
     asked = ("compile", *FORWARD, "--arch", "90a", "--only", "plain")
     defaults = len(run_json(*asked)["kernels"])
     searched = len(run_json(*asked, "--search")["kernels"])
-    assert 0 < defaults < searched
-    assert len(built) == defaults + searched
+    few = len(run_json(*asked, "--likely")["kernels"])
+    assert 0 < few < defaults < searched
+    assert len(built) == defaults + searched + few
+    assert "ask for one of the two" in run(*asked, "--search", "--likely", code=2).stderr
 
 
 def test_a_kernel_that_fails_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

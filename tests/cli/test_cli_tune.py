@@ -67,6 +67,16 @@ def test_a_second_tuning_says_that_all_is_known(table: str, monkeypatch: pytest.
     assert result.stdout.count("finddb") >= 3
 
 
+def test_the_likeliest_are_tuned_and_told_of() -> None:
+    asked = (*TINY, "-F", "1")
+    run("tune", *asked, *HERE, "--likely")
+    assert "1 problem, 1 known already in 0." in run("tune", *asked, *HERE, "--likely").stdout
+    told = "the likeliest candidates alone were measured: --find-mode normal measures the rest"
+    assert told in run("find", *asked, *HERE).stdout
+    assert "1 problem, 1 measured in " in run("tune", *asked, *HERE).stdout
+    assert told not in run("find", *asked, *HERE).stdout
+
+
 def test_json(table: str) -> None:
     printed = run_json("tune", "--csv", table, *TWO_SOLVERS, "--limit", "2")
     assert printed["counts"] == {"tuned": 2, "known": 0, "failed": 0, "left": 0}

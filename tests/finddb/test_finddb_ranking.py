@@ -247,9 +247,11 @@ def test_a_release_keeps_the_best_row_of_each_kind():
         (scope("A"), scope("A", workspace_limit_bytes=5)),
         (scope("A", workspace_limit_bytes=5), scope("A", workspace_limit_bytes=4)),
         (scope("A", effort="search"), scope("A")),
+        (scope("A"), scope("A", effort="likely")),
+        (scope("A", complete=False), scope("A", effort="likely", complete=False)),
         (scope("A"), scope("A", complete=False)),
     ],
-    ids=["solvers", "filters", "no limit", "limit", "effort", "complete"],
+    ids=["solvers", "filters", "no limit", "limit", "effort", "likely", "both ended early", "complete"],
 )
 def test_scopes_cover(wider, narrower):
     assert wider.covers(narrower)
@@ -263,6 +265,7 @@ def test_scopes_cover(wider, narrower):
 def test_a_search_that_was_ended_early_covers_no_find_of_the_defaults(complete):
     cut_off = scope("A", effort="search", complete=False)
     assert not cut_off.covers(scope("A", complete=complete))
+    assert not cut_off.covers(scope("A", effort="likely", complete=complete))
     assert cut_off.covers(cut_off)
     assert scope("A", effort="search").covers(cut_off)
     assert not scope("A").covers(cut_off)

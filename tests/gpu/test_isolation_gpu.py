@@ -40,7 +40,8 @@ def executor(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     package.write(faults_cu=SOURCE)
     monkeypatch.setenv("FAULT_PACKAGE", package.name)
     monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
-    made = Isolated(device, Registry.default().with_solvers(Faulty()), candidate_timeout_s=5.0)
+    # A sound candidate beside many processes on a slow host may be silent for seconds; one without end stays silent.
+    made = Isolated(device, Registry.default().with_solvers(Faulty()), candidate_timeout_s=20.0)
     yield made
     made.close()
 
@@ -120,14 +121,11 @@ def test_the_monitor_finds_the_gpu(device: Device) -> None:
 
 
 def test_the_protocol_is_honest_here(device: Device) -> None:
-    """Few pairs: the bounds are those of 400 pairs with room for chance.
-
-    Beside other processes one of a pair may fall out before the final, which then has no rounds.
-    """
+    """Few pairs: the bounds are those of 400 pairs with room for chance."""
     report = null_test(DEFAULT_PROBLEM, device, Compiler(), NullTestOptions(pairs=20))
     assert report.protocol == "cuda-1"
     for series in (report.equal, report.slowed):
-        assert series.rounds == 45 or series.contended
+        assert series.rounds == 45
     assert report.equal.called <= 3
     assert report.slowed.called >= 12
 

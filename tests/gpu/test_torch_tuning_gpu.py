@@ -13,6 +13,7 @@ from torch import nn
 
 import miofind.torch
 from miofind import FindOptions, Handle
+from miofind.find.likely import MOST
 from miofind.torch import Recording, TuningReport
 from miofind.torch.override import current
 
@@ -78,6 +79,23 @@ def test_both_sides_are_timed_and_nothing_is_left_changed(
     assert torch.backends.cudnn.allow_tf32
     assert current() is None
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_few_of_each_problem_are_measured_where_nothing_else_is_asked_for(
+    model: Any, step: dict[str, Any], handle: Handle
+) -> None:
+    report = miofind.torch.tune(model, (4, 64, 26, 22), handle=handle, compare=False, **step)
+    assert {(row.source, row.torch_ms, row.message) for row in report.rows} == {("tuned", None, "")}
+    for row in report.rows:
+        (history, *_) = handle.database.histories(handle.device.identity, row.problem.network_config)
+        assert {scope.effort for scope in history.scopes} == {"likely"}
+        assert 1 <= len(history.rows) <= MOST
+        assert all(found.library != "cudnn" for found in history.rows)
+    x = torch.randn(4, 64, 26, 22, device="cuda").to(memory_format=torch.channels_last)
+    with miofind.torch.use("fallback", handle=handle) as override:
+        run_step(model, x, step["amp"])
+        counts = override.report()
+    assert counts.own_calls == counts.calls
 
 
 def test_the_override_runs_what_an_explanation_names(

@@ -186,6 +186,20 @@ def test_the_override_stands_back_for_the_comparison(handle: Handle, tmp_path: P
         assert override.report().own_calls == 1
 
 
+def test_the_likeliest_are_measured_unless_more_is_asked_for(model: Any, tmp_path: Path) -> None:
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        report = miofind.torch.tune(model[:1], (1, 2, 5, 3), handle=handle)
+        assert {row.source for row in report.rows} == {"tuned"}
+        (history,) = handle.database.histories(handle.device.identity, report.rows[0].problem.network_config)
+        assert {scope.effort for scope in history.scopes} == {"likely"}
+        with miofind.torch.use("fallback", handle=handle, devices="cpu") as override:
+            model[:1](torch.randn(1, 2, 5, 3))
+            assert override.report().own_calls == 1
+        assert {row.source for row in miofind.torch.tune(model[:1], (1, 2, 5, 3), handle=handle).rows} == {"known"}
+        whole = miofind.torch.tune(model[:1], (1, 2, 5, 3), handle=handle, options=FindOptions())
+        assert {row.source for row in whole.rows} == {"tuned"}
+
+
 def test_a_machine_without_a_compiler_tunes_as_well(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

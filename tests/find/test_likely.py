@@ -1,0 +1,151 @@
+"""Finds of the likeliest candidates: which few they are, what is kept of it, and what later requests make of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from immediate_models import H200
+
+import miofind
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Library
+from miofind.errors import InvalidOptionError
+from miofind.find import likely, pipeline
+from miofind.find.immediate.answer import predicted
+from miofind.find.immediate.devices import described
+from miofind.find.immediate.shipped import ranker_of
+from miofind.find.likely import LEAST, MOST, likely_plan
+from miofind.find.lookup import records
+from miofind.find.lookup.scopes import Coverage
+from miofind.find.plan import make_plan
+from miofind.finddb import MEMORY
+from miofind.options import FindOptions
+from miofind.runtime.solution import Source
+from miofind.solvers.vendor.cudnn import ConvCudnn
+from miofind.suites import SuiteProblem
+from miofind.tune.planning import known_solutions, tuning_plans
+from miofind.tune.service import TuneOptions, tune
+from miofind.tune.values import TuneStatus
+
+LIKELY = FindOptions(likely=True)
+PROBLEM = ProblemDescription.convolution(x=(2, 4, 9, 8), w=(6, 4, 3, 3), padding=1)
+NETWORKS = (
+    ProblemDescription.convolution(x=(31, 64, 52, 52), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC"),
+    ProblemDescription.convolution(x=(31, 256, 26, 26), w=(512, 256, 1, 1), dtype="bfloat16", layout="NHWC"),
+    ProblemDescription.convolution(x=(31, 96, 26, 26), w=(96, 1, 3, 3), padding=1, groups=96, dtype="float16"),
+)
+FUSED = ProblemDescription.convolution(
+    x=(31, 64, 52, 52), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC", epilogue="bias.relu"
+)
+
+
+@pytest.fixture
+def h200() -> Iterator[miofind.Handle]:
+    """An H200 that is not there, with the model that ships."""
+    with miofind.Handle(described(H200.identity), database=MEMORY) as handle:
+        yield handle
+
+
+@pytest.fixture
+def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[miofind.Handle]:
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    with miofind.Handle("cpu", database=tmp_path / "found.db", strict=True) as handle:
+        yield handle
+
+
+@pytest.mark.parametrize("problem", [*NETWORKS, FUSED], ids=str)
+def test_the_first_predictions_are_measured_and_cudnn_is_not_asked(
+    problem: ProblemDescription, h200: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ranker_of(h200.device).reaches(problem.bare)
+    monkeypatch.setattr(ConvCudnn, "default_configs", lambda *_: pytest.fail("cuDNN was asked for plans"))
+    plan = likely_plan(problem, LIKELY, h200, left_out={})
+    expected = predicted(problem, FindOptions(), h200)[: len(plan.candidates)]
+    assert LEAST <= len(plan.candidates) <= MOST
+    assert [(p.solver.id, p.candidate.config) for p in plan.candidates] == [(s.solver_id, s.config) for s in expected]
+    assert plan.considered.keys() >= {ConvCudnn.id}
+
+
+def test_what_failed_before_gives_its_place_to_the_next(h200: miofind.Handle) -> None:
+    whole = [p.candidate.id for p in likely_plan(NETWORKS[0], LIKELY, h200, left_out={}).candidates]
+    left = likely_plan(NETWORKS[0], LIKELY, h200, left_out={whole[0]: "failed here before"})
+    assert left.refusals[whole[0]] == "failed here before"
+    assert whole[0] not in {p.candidate.id for p in left.candidates}
+    assert len(left.candidates) >= LEAST
+
+
+def test_a_problem_that_no_model_knows_is_tried_with_cudnn_too(
+    h200: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likely.ranker_of(h200.device), "model", None)
+    plan = likely_plan(NETWORKS[0], LIKELY, h200, left_out={})
+    by_cudnn = [p for p in plan.candidates if p.solver.library is Library.CUDNN]
+    possible = [p for p in make_plan(NETWORKS[0], FindOptions(), h200).candidates if p.solver.library is Library.CUDNN]
+    assert [p.candidate.id for p in by_cudnn] == [p.candidate.id for p in possible[:2]]
+    assert LEAST <= len(plan.candidates) - len(by_cudnn) <= MOST
+
+
+def test_a_fused_problem_is_planned_without_its_bare_one(h200: miofind.Handle) -> None:
+    (plan,) = tuning_plans(FUSED, TuneOptions(find=LIKELY), h200)
+    assert {p.problem for p in plan.candidates} == {FUSED}
+    assert len(tuning_plans(FUSED, TuneOptions(find=FindOptions()), h200)) == 2
+
+
+def test_few_are_measured_and_the_rest_by_a_later_tuning(cpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "MOST", 1)
+    every = {p.candidate.id for p in make_plan(PROBLEM, FindOptions(), cpu).candidates}
+    found = miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
+    assert {s.source for s in found} == {Source.MEASURED}
+    first = {s.id for s in found}
+    assert len(first) == 1
+    assert first < every
+
+    answer = miofind.find_solutions(PROBLEM, options=FindOptions(on_miss="error"), handle=cpu)
+    assert {s.id for s in answer} == first
+    assert answer[0].solution_list.gaps.likely_alone
+    notes = cpu.database.rechecks(cpu.device.identity)
+    assert [note.reason for note in notes] == ["the likeliest alone were measured"]
+    again = miofind.find_solutions(PROBLEM, options=FindOptions(likely=True, on_miss="error"), handle=cpu)
+    assert not again[0].solution_list.gaps.likely_alone, "no more was asked for"
+
+    assert known_solutions(PROBLEM, TuneOptions(find=LIKELY), cpu)
+    assert not known_solutions(PROBLEM, TuneOptions(find=FindOptions()), cpu)
+    request = SuiteProblem(suite="t", layer="t", problem=PROBLEM, count=1)
+    summary = tune([request], [cpu], TuneOptions(find=FindOptions()))
+    assert summary.results[0].status is TuneStatus.TUNED
+    answer = miofind.find_solutions(PROBLEM, options=FindOptions(on_miss="error"), handle=cpu)
+    assert {s.id for s in answer} > first
+    assert not answer[0].solution_list.gaps.likely_alone
+    assert not cpu.database.rechecks(cpu.device.identity)
+    assert known_solutions(PROBLEM, TuneOptions(find=LIKELY), cpu), "all are more than the likeliest"
+
+
+def test_a_search_goes_beyond_the_likeliest(cpu: miofind.Handle) -> None:
+    miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
+    search = FindOptions(tuning=True, trials=4)
+    assert records.look_up(PROBLEM, search, cpu, coverage=Coverage.ALL) is None
+    assert records.look_up(PROBLEM, search, cpu) is None, "its rows are no search's"
+
+
+def test_where_none_of_the_likeliest_works_all_are_measured(
+    cpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pipeline.likely_plan
+
+    def none_works(*arguments: object, **keywords: object) -> object:
+        plan = real(*arguments, **keywords)  # type: ignore[arg-type]
+        return plan.without({p.candidate.id: "fails" for p in plan.candidates})
+
+    monkeypatch.setattr(pipeline, "likely_plan", none_works)
+    found = miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
+    assert {s.source for s in found} == {Source.MEASURED}
+    assert not found[0].solution_list.gaps.likely_alone
+
+
+@pytest.mark.parametrize("searching", [{"tuning": True}, {"find_enforce": "search"}], ids=str)
+def test_few_and_many_at_once_are_refused(searching: dict[str, object]) -> None:
+    with pytest.raises(InvalidOptionError, match="likely measures few candidates and a search many"):
+        FindOptions(likely=True, **searching)  # type: ignore[arg-type]
