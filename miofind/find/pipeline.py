@@ -17,6 +17,7 @@ from miofind.device.environment import versions
 from miofind.driver.line import driver_line
 from miofind.errors import LaunchError, NoSolutionError
 from miofind.evaluate.evaluate import Job
+from miofind.evaluate.harness_kernels import harness_steps
 from miofind.find.composition import bare_request, is_bare_known
 from miofind.find.immediate.answer import predicted, with_predictions
 from miofind.find.likely import likely_plan
@@ -129,6 +130,8 @@ def measure(
     _refuse_capture(handle)
     logger.info("find: %s", driver_line(problem))
     handle.executor(isolate=options.isolate).prepare()
+    if ahead is not None:
+        ahead.submit(harness_steps(problem, handle.device), handle.device.arch)
     if problem.epilogue and not stored and not options.likely:
         options = _with_bare_measured(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead)
     start = shared_warm_start(handle.database, handle.device.identity) if options.searches else None

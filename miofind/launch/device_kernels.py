@@ -61,15 +61,7 @@ class DeviceKernels:
             addresses: by the names in `arguments`.
             stream: address of the stream.
         """
-        step = KernelStep(
-            source=kernel.source,
-            entry=kernel.entry,
-            grid=(max(1, min(-(-kernel.items // DEVICE_THREADS), _BLOCKS_PER_SM * self.device.sm_count)), 1, 1),
-            block=(DEVICE_THREADS, 1, 1),
-            args=tuple(Pointer(buffer=item) if isinstance(item, str) else item for item in arguments),
-            defines=(("T", kernel.dtype), *kernel.defines),
-        )
-        return self.bind_step(step, addresses, stream)
+        return self.bind_step(kernel.step(arguments, self.device), addresses, stream)
 
     def bind_step(self, step: KernelStep, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
         """The same for a step whose pointers are named in `addresses`; steps that differ in scalars share a kernel."""
@@ -97,6 +89,17 @@ class GridStride:
     items: int
     dtype: str
     defines: tuple[tuple[str, str], ...] = ()
+
+    def step(self, arguments: tuple[Argument, ...], device: Device) -> KernelStep:
+        """Its launch with arguments in the kernel's order; a string is the pointer of that name."""
+        return KernelStep(
+            source=self.source,
+            entry=self.entry,
+            grid=(max(1, min(-(-self.items // DEVICE_THREADS), _BLOCKS_PER_SM * device.sm_count)), 1, 1),
+            block=(DEVICE_THREADS, 1, 1),
+            args=tuple(Pointer(buffer=item) if isinstance(item, str) else item for item in arguments),
+            defines=(("T", self.dtype), *self.defines),
+        )
 
 
 def check_kernel(name: str, items: int, dtype: str) -> GridStride:

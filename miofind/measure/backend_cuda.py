@@ -18,7 +18,7 @@ from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory
 from miofind.errors import WrongResultError, raise_if_interrupted
-from miofind.launch.device_kernels import DeviceKernels, GridStride, check_kernel, int64
+from miofind.launch.device_kernels import Argument, DeviceKernels, GridStride, check_kernel, int64
 from miofind.launch.invoker import Bases, bases_of
 from miofind.measure.backend import Repeatability, Runnable, TimedCandidate, TimingBackend
 
@@ -41,6 +41,12 @@ _ALIGNMENT = 512
 def _aligned(size: int) -> int:
     """Bytes from one buffer to the next."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def flushing(words: int) -> tuple[GridStride, tuple[Argument, ...]]:
+    """The kernel that reads so many words of 16 bytes, and its arguments."""
+    kernel = GridStride(source="harness/measure.cu", entry="flush_l2", items=words, dtype="float32")
+    return kernel, ("buffer", int64(words), "sink")
 
 
 class CudaTimingBackend(TimingBackend):
@@ -106,8 +112,7 @@ class CudaTimingBackend(TimingBackend):
         words = max(_LEAST_FLUSH_BYTES, 2 * self._device.l2_bytes) // 16
         addresses = {"buffer": self.memory.allocate(16 * words), "sink": self.memory.allocate(4)}
         self.memory.set_bytes(addresses["buffer"], 0, 16 * words)
-        kernel = GridStride(source="harness/measure.cu", entry="flush_l2", items=words, dtype="float32")
-        return self._kernels.bind(kernel, ("buffer", int64(words), "sink"), addresses, self.memory.stream_address)
+        return self._kernels.bind(*flushing(words), addresses, self.memory.stream_address)
 
     def _make_sets(self, limit: int | None) -> list[Bases]:
         """Sets of tensors; their outputs lie one after another, so that one kernel sees them all."""

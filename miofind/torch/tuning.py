@@ -71,7 +71,7 @@ def tune(
         model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
         inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
         options: of each find; the likeliest candidates alone, for as long as they take, if left out.
-            `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 4 a problem.
+            `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 6 a problem.
         compare: on a GPU, time each problem beside PyTorch, whose own kernel then runs what it is faster at in this
             process: about as long again as the finds.
         handle: a device and its FindDB; the current GPU's default one if left out, else the CPU place's.

@@ -12,6 +12,7 @@ from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
 from miofind.errors import described
+from miofind.evaluate.harness_kernels import harness_steps
 from miofind.process.threads import Helper
 from miofind.runtime.handle import Handle
 from miofind.solver.solver import MAX_DEFAULT_CONFIGS
@@ -75,7 +76,8 @@ class Precompiler:
         try:
             if known_solutions(problem, options, handle, queue=False):
                 return
-            self.pool.submit(list(_steps(problem, handle, options)), handle.device.arch)
+            steps = [*harness_steps(problem, handle.device), *_steps(problem, handle, options)]
+            self.pool.submit(steps, handle.device.arch)
         except BaseException as error:  # measuring the problem meets the same error, and says so
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
 

@@ -16,6 +16,7 @@ from struct_fields import fields_of
 from miofind.core.problem import Operand, ProblemDescription, Role, TensorDescriptor
 from miofind.core.values import Values
 from miofind.device.device import Device
+from miofind.evaluate.harness_kernels import harness_steps
 from miofind.launch.device_kernels import GridStride
 from miofind.solver.steps import RUN_PARAMETERS, KernelStep, Pointer
 from miofind.solver.structs import Struct
@@ -83,6 +84,11 @@ class Memory:
 
     def set_bytes(self, address: int, value: int, size: int) -> None:
         bytes_at(address, size)[:] = value
+
+    def upload(self, values: np.ndarray) -> int:
+        address = self.allocate(values.nbytes)
+        bytes_at(address, values.nbytes)[:] = values.view(np.uint8).reshape(-1)
+        return address
 
     def download(self, address: int, count: int, dtype: Any) -> np.ndarray:
         return bytes_at(address, count * np.dtype(dtype).itemsize).view(dtype).copy()
@@ -220,3 +226,42 @@ def test_an_epilogues_reference_reads_the_operands_of_the_run(monkeypatch: pytes
         assert (numbers["alpha"], numbers["beta"]) == (run[RUN_PARAMETERS].alpha, run[RUN_PARAMETERS].beta)
         assert {fields_of(of)[name] for name in ("first_even", "second_odd", "factor")} == {1.0}
     made.close()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        ProblemDescription.convolution(x=(2, 8, 5, 3), w=(6, 8, 3, 3), dtype="float16", epilogue="scale.bias.relu"),
+        ProblemDescription.convolution(
+            x=(2, 8, 5, 3), w=(6, 8, 3, 3), dtype="bfloat16", direction="backward_weights", epilogue="bias_gradient"
+        ),
+        ProblemDescription.convolution(x=(4, 64, 40, 40), w=(64, 64, 3, 3), direction="backward_data"),
+    ],
+    ids=str,
+)
+def test_what_checks_a_run_is_among_what_is_compiled_ahead(
+    problem: ProblemDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: set[tuple[object, ...]] = set()
+
+    class Listing(Kernels):
+        def bind(self, kernel: GridStride, *_: Any) -> Callable[[], None]:
+            launched.add((kernel.source, (("T", kernel.dtype), *kernel.defines)))
+            return self.nothing
+
+        def bind_step(self, step: KernelStep, *_: Any) -> Callable[[], None]:
+            launched.add((step.source, step.defines))
+            return self.nothing
+
+    monkeypatch.setattr(harness_cuda, "DeviceMemory", Memory)
+    monkeypatch.setattr(harness_cuda, "DeviceKernels", Listing)
+    device = Device.virtual("90a")
+    ahead = {(step.source, step.defines) for step in harness_steps(problem, device)}
+    for budget in (SampleBudget(products=1, most=1 << 12), SampleBudget(products=1 << 60)):  # a sample, and the whole
+        made = CudaHarness(problem, device, None, 5, budget)  # type: ignore[arg-type]
+        for setting in (*SETTINGS, Setting(values=Values.NORMAL, nonfinite=True)):
+            made.check(FakeInvoker(problem, lambda *_: None), setting, 1.0)
+        made.close()
+    assert launched
+    assert launched <= ahead
+    assert {source for source, _ in ahead - launched} <= {"harness/measure.cu", "harness/reference.cu"}

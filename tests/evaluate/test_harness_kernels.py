@@ -1,0 +1,40 @@
+"""The kernels of measuring, compiled ahead: they compile with the arguments that they are given, and none lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miofind.compiler import BinaryCache, Compiler
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.evaluate.harness_kernels import harness_steps
+
+pytest.importorskip("cuda.bindings.nvrtc")
+GPU = Device.virtual("90a")
+PROBLEMS = (
+    ProblemDescription.convolution(x=(2, 8, 9, 8), w=(4, 8, 3, 3), dtype="float16", layout="NHWC"),
+    ProblemDescription.convolution(
+        x=(2, 8, 9, 8), w=(4, 8, 3, 3), dtype="bfloat16", direction="backward_weights", epilogue="bias_gradient"
+    ),
+    ProblemDescription.convolution(x=(32, 64, 60, 60), w=(64, 64, 3, 3), epilogue="scale.bias.residual.relu"),
+)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_they_compile(problem: ProblemDescription, tmp_path: Path) -> None:
+    compiler = Compiler(BinaryCache(tmp_path))
+    steps = harness_steps(problem, GPU)
+    for step in steps:
+        compiler.build(step, GPU.arch)
+    assert len({compiler.key(step, GPU.arch) for step in steps}) == len(steps), "one of each binary"
+    sources = {step.source for step in steps}
+    epilogue = {"harness/epilogue.cu"} if problem.epilogue.changes_results else set()
+    sums = {"harness/channel_sums.cu"} if problem.second_outputs else set()
+    plain = {f"harness/{name}.cu" for name in ("measure", "random_inputs", "reference", "verify")}
+    assert sources == plain | epilogue | sums
+
+
+def test_the_cpu_place_has_none() -> None:
+    assert harness_steps(PROBLEMS[0], Device.cpu()) == ()
