@@ -237,8 +237,9 @@ import miofind
 problem = miofind.ProblemDescription.convolution(
     x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC"
 )
+find = miofind.find_solutions
 start = time.perf_counter()
-solutions = miofind.find_solutions(problem)
+solutions = find(problem)
 print(time.perf_counter() - start, len(solutions), solutions[0].solver_id)
 """
 

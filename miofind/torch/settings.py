@@ -75,7 +75,6 @@ class Settings:
             workspace_limit_bytes=self.workspace_limit_bytes,
             deterministic=deterministic,
             find_mode=FindMode.HYBRID,
-            likely=True,
             time_budget_s=self.time_budget_s,
             only=self.only,
             exclude=self.exclude,

@@ -120,6 +120,9 @@ def test_few_are_measured_and_the_rest_by_a_later_tuning(cpu: miofind.Handle, mo
     assert {s.id for s in answer} > first
     assert not answer[0].solution_list.gaps.likely_alone
     assert not cpu.database.rechecks(cpu.device.identity)
+    again = FindOptions(likely=True, find_mode="normal")
+    assert {s.id for s in miofind.find_solutions(PROBLEM, options=again, handle=cpu)} > first
+    assert not cpu.database.rechecks(cpu.device.identity), "all were measured before"
     assert known_solutions(PROBLEM, TuneOptions(find=LIKELY), cpu), "all are more than the likeliest"
 
 

@@ -87,8 +87,6 @@ def look_up(
     if queue and not asked.fresh:
         if found.late:
             handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(found.late)}")
-        elif found.likely_alone:
-            handle.database.queue_recheck(device, problem.network_config, "the likeliest alone were measured")
         elif found.is_stale:
             handle.database.queue_recheck(device, problem.network_config, "measured with other versions")
     gaps = Gaps(
