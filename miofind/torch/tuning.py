@@ -73,7 +73,8 @@ def tune(
         options: of each find; the likeliest candidates alone, for as long as they take, if left out.
             `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 6 a problem.
         compare: on a GPU, time each problem beside PyTorch, whose own kernel then runs what it is faster at in this
-            process: about as long again as the finds.
+            process: about as long again as the finds. Of the likeliest, problems that PyTorch was faster at are found
+            once more among all default candidates, cuDNN's too.
         handle: a device and its FindDB; the current GPU's default one if left out, else the CPU place's.
         on_event: called with what happens; a bar on a terminal's stderr if left out.
 
@@ -101,6 +102,7 @@ def tune(
         try:
             with native_kernels(), _switches_kept():
                 rows = _compared(rows, summary, handle, options)
+                rows = _found_in_full(rows, recording, handle, options)
         except KeyboardInterrupt:  # what was found is told
             is_complete = False
     if on_gpu:
@@ -179,6 +181,25 @@ def _compared(
                 comparisons.note(row.problem, handle.device, row.gain)
         compared.append(row)
     return compared
+
+
+def _found_in_full(
+    rows: Sequence[TunedProblem], recording: Recording, handle: Handle, options: FindOptions
+) -> list[TunedProblem]:
+    """The rows; those that PyTorch was faster at found among all default candidates, cuDNN's too, and compared again.
+
+    So the FindDB knows what is faster there, in other processes, too.
+    """
+    behind = {row.problem for row in rows if row.gain is not None and row.gain < 1}
+    if not options.likely or not behind:
+        return list(rows)
+    whole = replace(options, likely=False)
+    requests = [request for request in recording.problems if request.problem in behind]
+    torch.cuda.empty_cache()
+    with CompilePool() as pool:
+        summary = tune_problems(requests, [handle], TuneOptions(find=whole), pool=pool)
+    found = {row.problem: row for row in _compared(_rows(recording, summary), summary, handle, whole)}
+    return [found.get(row.problem, row) for row in rows]
 
 
 @contextlib.contextmanager

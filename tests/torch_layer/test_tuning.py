@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,34 @@ def test_the_likeliest_are_measured_unless_more_is_asked_for(model: Any, tmp_pat
         assert {row.source for row in miofind.torch.tune(model[:1], (1, 2, 5, 3), handle=handle).rows} == {"known"}
         whole = miofind.torch.tune(model[:1], (1, 2, 5, 3), handle=handle, options=FindOptions())
         assert {row.source for row in whole.rows} == {"tuned"}
+
+
+def test_what_pytorch_was_faster_at_is_found_among_all(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        recording = miofind.torch.problems(model, (1, 2, 5, 3), device="cpu")
+        options = FindOptions(likely=True)
+        summary = tune_problems(recording.problems, [handle], TuneOptions(find=options))
+        rows = [replace(row, torch_ms=2 * row.own_ms) for row in tuning._rows(recording, summary) if row.own_ms]
+        rows[1] = replace(rows[1], torch_ms=rows[1].own_ms / 2)
+        asked: list[Any] = []
+
+        def compared(some: Any, summary: Any, handle: Handle, options: FindOptions) -> list[Any]:
+            asked.append(options.likely)
+            return [replace(row, torch_ms=7.0) for row in some]
+
+        monkeypatch.setattr(tuning, "_compared", compared)
+        found = tuning._found_in_full(rows, recording, handle, options)
+        assert [row.torch_ms == 7.0 for row in found] == [False, True]
+        assert found[0] is rows[0]
+        assert asked == [False]
+        for row, effort in zip(found, ("likely", "defaults"), strict=True):
+            (history,) = handle.database.histories(handle.device.identity, row.problem.network_config)
+            assert effort in {scope.effort for scope in history.scopes}
+        assert tuning._found_in_full(rows[:1], recording, handle, options) == rows[:1], "it is faster already"
+        assert tuning._found_in_full(rows, recording, handle, FindOptions()) == rows, "all were measured"
+    assert asked == [False]
 
 
 def test_a_machine_without_a_compiler_tunes_as_well(
