@@ -11,6 +11,7 @@ import pytest
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import CompileError
+from miofind.evaluate.harness_kernels import harness_steps
 from miofind.find.plan import make_plan
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
@@ -57,7 +58,7 @@ def test_the_pool_gets_what_a_find_begins_with(handle: Handle) -> None:
     planned = make_plan(PROBLEM, OPTIONS.find, handle).candidates
     steps = [s for p in planned for s in p.solver.solution(PROBLEM, handle.device, p.candidate.config).kernels]
     assert steps
-    assert pool.given == [(steps, "90a")]
+    assert pool.given == [([*harness_steps(PROBLEM, handle.device), *steps], "90a")]
 
 
 def test_small_problems_are_prepared_further_ahead_than_those_of_a_search() -> None:
@@ -70,7 +71,9 @@ def test_a_search_does_not_fill_the_pool(handle: Handle) -> None:
     options = TuneOptions(find=FindOptions(only=("ConvDirectTiled",), tuning=True))
     prepared(Precompiler(pool, options), handle)  # type: ignore[arg-type]
     ((steps, _),) = pool.given
-    assert len(make_plan(PROBLEM, options.find, handle).candidates) > len(steps) == tune_precompiler.MAX_DEFAULT_CONFIGS
+    of_candidates = len(steps) - len(harness_steps(PROBLEM, handle.device))
+    assert of_candidates == tune_precompiler.MAX_DEFAULT_CONFIGS
+    assert of_candidates < len(make_plan(PROBLEM, options.find, handle).candidates)
 
 
 def test_what_is_known_is_not_compiled(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
