@@ -19,12 +19,16 @@ def test_ways_are_timed_and_failures_are_told(
     monkeypatch.syspath_prepend(FOLDER)
     script = importlib.import_module("first_step")
     path = tmp_path / "figures.json"
-    asked = ["--device", "cpu", "--networks", "tiny,none_such", "--kinds", "training", "--batch", "1"]
+    asked = ["--device", "cpu", "--networks", "tiny", "--kinds", "training", "--batch", "1"]
     monkeypatch.setattr(sys, "argv", ["first_step.py", *asked, "--ways", "miofind", "--json", str(path)])
     script.main()
-    tiny, missing = json.loads(path.read_text())["rows"]
+    (tiny,) = json.loads(path.read_text())["rows"]
     assert tiny["first_s"] > tiny["tune_s"] > tiny["find_s"] > 0
     assert tiny["solved"] == tiny["problems"] > 0
     assert tiny["step_ms"] > 0
-    assert "none_such" in missing["failure"]
-    assert "none_such" in capsys.readouterr().out
+    assert "tiny" in capsys.readouterr().out
+    fails = [sys.executable, "-c", "raise SystemExit('no such network')"]
+    assert script.by_child(fails, 60.0) == {"failure": "no such network"}
+    assert script.by_child([sys.executable, "-c", "import time; time.sleep(60)"], 0.2) == {
+        "failure": "stopped after 0 s"
+    }

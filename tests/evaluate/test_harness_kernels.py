@@ -22,7 +22,9 @@ PROBLEMS = (
 )
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize(
+    "problem", [PROBLEMS[0], *(pytest.param(each, marks=pytest.mark.full_matrix) for each in PROBLEMS[1:])], ids=str
+)
 def test_they_compile(problem: ProblemDescription, tmp_path: Path) -> None:
     compiler = Compiler(BinaryCache(tmp_path))
     steps = harness_steps(problem, GPU)

@@ -244,11 +244,12 @@ def _losses(steps: int, algorithm: str | None) -> Any:
     return torch.stack(losses)
 
 
-def test_losses_of_two_hundred_steps_agree() -> None:
+@pytest.mark.parametrize(("steps", "learnt"), [(50, 0.997), pytest.param(200, 0.99, marks=pytest.mark.full_matrix)])
+def test_losses_of_many_steps_agree(steps: int, learnt: float) -> None:
     """Roundings differ from algorithm to algorithm; what they grow to is far below what is learnt."""
-    native = _losses(200, None)
-    assert native[-1] < 0.99 * native[0]
-    torch.testing.assert_close(_losses(200, "ConvCpuDirect"), native, rtol=1e-4, atol=0)
+    native = _losses(steps, None)
+    assert native[-1] < learnt * native[0]
+    torch.testing.assert_close(_losses(steps, "ConvCpuDirect"), native, rtol=1e-4, atol=0)
 
 
 def test_threads_train_side_by_side(override_on_cpu: Override) -> None:
