@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         find_solutions,
         run_solution,
     )
+    from miofind.api.many import find_many
     from miofind.arrays.batch_norm import batch_norm_as_scale_and_bias, fold_batch_norm
     from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
     from miofind.core.problem import (
@@ -83,12 +84,14 @@ __all__ = [
     "convolution_transpose",
     "convolution_transpose_gradients",
     "default_handle",
+    "find_many",
     "find_solutions",
     "fold_batch_norm",
     "run_solution",
 ]
 
 _HOMES = {
+    "miofind.api.many": ("find_many",),
     "miofind.arrays.batch_norm": (
         "batch_norm_as_scale_and_bias",
         "fold_batch_norm",

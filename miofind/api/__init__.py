@@ -1,7 +1,7 @@
 """The public functions: find solutions, run one, or do both at once with the answer cached.
 
-`solutions.py` is the strict part, `calls.py`, `gradients.py` and `transposed.py` take arrays of any form, and
-`bound.py` has convolutions that are prepared once.
+`solutions.py` is the strict part, `many.py` that of many problems; `calls.py`, `gradients.py` and `transposed.py` take
+arrays of any form, and `bound.py` has convolutions that are prepared once.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def find_solutions(
     if not (
         isinstance(problem, ProblemDescription) and isinstance(options, FindOptions) and isinstance(handle, Handle)
     ):
-        raise _wrong_argument(problem, options, handle)
+        raise wrong_argument(problem, options, handle)
     key = (problem.network_config, options)
     cached = handle.answers.get(key)
     if cached is not None and not measures_always(options):
@@ -52,7 +52,8 @@ def find_solutions(
     return solutions.copy()
 
 
-def _wrong_argument(problem: object, options: object, handle: object) -> InvalidOptionError:
+def wrong_argument(problem: object, options: object, handle: object) -> InvalidOptionError:
+    """The error that says which of a find's arguments is none."""
     if not isinstance(problem, ProblemDescription):
         return InvalidOptionError(f"problem={brief(problem)} must be a ProblemDescription")
     if not isinstance(options, FindOptions):

@@ -43,8 +43,13 @@ TRUST_TOLERANCE = 1.25
 _ALWAYS_MEASURES = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE)
 
 
-def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
+def find(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, *, ahead: CompilePool | None = None
+) -> list[Solution]:
     """Solutions of a problem in the order asked for, by the mode asked for.
+
+    Args:
+        ahead: compiles candidates before they are measured.
 
     Raises:
         NoSolutionError: nothing usable; the message lists each solver's reason. NoPlaceError where all that is asked
@@ -68,7 +73,9 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
             if is_immediate:
                 return _ordered(with_predictions(hit, options, handle, dynamic_only=dynamic_only), options)
             verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)
-            return _ordered(hit if verified else measure(problem, options, handle, also=hit, afresh=True), options)
+            if not verified:
+                hit = measure(problem, options, handle, also=hit, ahead=ahead, afresh=True)
+            return _ordered(hit, options)
         if options.on_miss is OnMiss.ERROR:
             raise NoSolutionError(
                 f"the FindDB has no answer for {problem} on {handle.device.name} and on_miss is 'error': "
@@ -80,9 +87,9 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
             # another thread may have measured it meanwhile
             answer = records.look_up(problem, options, handle, coverage=coverage)
             if answer is None:
-                answer = measure(problem, options, handle, dynamic_only=dynamic_only)
+                answer = measure(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead)
         return _ordered(answer, options)
-    return _ordered(measure(problem, options, handle, afresh=True), options)
+    return _ordered(measure(problem, options, handle, ahead=ahead, afresh=True), options)
 
 
 def _is_immediate(mode: FindMode, options: FindOptions) -> bool:

@@ -1,0 +1,88 @@
+"""Solutions of many problems, whose kernels are compiled in parallel before one is measured after another."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+
+from miofind.api.solutions import measures_always, wrong_argument
+from miofind.compiler import CompilePool
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Place
+from miofind.errors import NoSolutionError
+from miofind.find.pipeline import find, find_mode
+from miofind.options import FindMode, FindOptions, OnMiss
+from miofind.runtime.handle import Handle, default_handle
+from miofind.runtime.solution import Solution
+from miofind.tune.precompiler import Precompiler
+from miofind.tune.values import TuneOptions
+
+logger = logging.getLogger(__name__)
+
+
+def find_many(
+    problems: Iterable[ProblemDescription], *, options: FindOptions | None = None, handle: Handle | None = None
+) -> list[list[Solution]]:
+    """Solutions of each of many problems, fastest first: `find_solutions` of all of a network at once.
+
+    On a GPU processes compile what will be measured of all problems meanwhile, one process less than there are
+    processors; one problem is measured after another. `FindOptions(likely=True)` has least to compile and to measure.
+
+    Args:
+        problems: what to solve; equal ones are solved once.
+        options: of each find; the defaults if left out.
+        handle: as for `find_solutions`.
+
+    Returns:
+        The solutions of each problem, in their order; none, and a warning in the log, where nothing is usable.
+
+    Raises:
+        InvalidOptionError: an argument is none of these.
+        NoDeviceError, MissingLibraryError: the handle's device cannot be used.
+        LaunchError: called while a CUDA graph is being captured and something would have to be measured.
+    """
+    options = FindOptions() if options is None else options
+    handle = default_handle() if handle is None else handle
+    wanted = list(problems)
+    for problem in wanted:
+        if not (
+            isinstance(problem, ProblemDescription) and isinstance(options, FindOptions) and isinstance(handle, Handle)
+        ):
+            raise wrong_argument(problem, options, handle)
+    found = _found(list(dict.fromkeys(wanted)), options, handle)
+    return [found[problem].copy() for problem in wanted]
+
+
+def _found(
+    problems: list[ProblemDescription], options: FindOptions, handle: Handle
+) -> dict[ProblemDescription, list[Solution]]:
+    """Each problem's solutions, from the handle's memory where that may be, else by a find."""
+    answers: dict[ProblemDescription, list[Solution]] = {}
+    if not measures_always(options):
+        for problem in problems:
+            if (cached := handle.answers.get((problem.network_config, options))) is not None:
+                answers[problem] = cached
+    left = [problem for problem in problems if problem not in answers]
+    with contextlib.ExitStack() as stack:
+        pool = None
+        if left and handle.device.place is Place.CUDA and _may_measure(options):
+            pool = stack.enter_context(CompilePool())
+            precompiler = stack.enter_context(contextlib.closing(Precompiler(pool, TuneOptions(find=options))))
+            precompiler.prepare(left[1:], handle)
+        for problem in left:
+            try:
+                answers[problem] = find(problem, options, handle, ahead=pool)
+            except NoSolutionError as error:
+                logger.warning("%s", error)
+                answers[problem] = []
+                continue
+            handle.remember((problem.network_config, options), answers[problem])
+    return answers
+
+
+def _may_measure(options: FindOptions) -> bool:
+    """Whether a request may come to measuring."""
+    if measures_always(options):
+        return True
+    return options.on_miss is OnMiss.FIND and find_mode(options) is not FindMode.FAST
