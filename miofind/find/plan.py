@@ -42,7 +42,7 @@ from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Candidate, Outcome
 from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import composed, composed_id, is_composed
-from miofind.solver.solver import APPLICABLE, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Applicability, Reach, Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep
 from miofind.solvers.pointwise.composed import Composed
 
@@ -58,6 +58,7 @@ _DEFAULTS_BESIDE = 2
 """Default configurations of a solver that are tried beside those that were its fastest without the epilogue, where
 that is light and they take it: a residual or a costly activation is hidden by configurations of another kind."""
 _LONGEST_NAME = 300
+_SPOILS = Applicability("lets a large value spoil results that do not meet it; set max_error (--max-error) to allow it")
 _NOTHING_TO_ASK = "  no solver is registered, or the FindDB holds nothing to measure again"
 
 
@@ -465,6 +466,8 @@ class _Draft:
         else:
             self.absent.add(solver.id)
         answer = solver.applicability(request.problem, request.device)
+        if answer and request.options.max_error is None and solver.least_reach > Reach.INPUTS:
+            answer = _SPOILS
         if not answer:
             self.refusals[solver.id] = answer.reason
         return bool(answer)
@@ -584,9 +587,7 @@ def _refuse_wide_bound(solver: Solver, problem: ProblemDescription, config: Conf
         return APPLICABLE
     if solver.error_growth(problem, config) > 1:
         return Applicability("has a wider error bound than direct summation; set max_error (--max-error) to allow it")
-    return Applicability(
-        "lets a large value spoil results that do not meet it; set max_error (--max-error) to allow it"
-    )
+    return _SPOILS
 
 
 def wider_bounds(problem: ProblemDescription, options: FindOptions, handle: Handle) -> dict[str, int]:

@@ -140,6 +140,7 @@ class Solver(ABC):
         alignment_bytes: alignment that every tensor's address needs, besides that of its elements.
         is_dynamic: sizes are arguments of its kernels, so that a new shape compiles nothing.
         is_last_resort: timed only where nothing else applies.
+        least_reach: how far errors reach of each configuration at least: who allows less need not ask for any.
         parameters: allowed values of each configuration parameter; the space is their product, thinned by
             `is_valid_config`.
         sources: files that its steps reach, before includes.
@@ -153,6 +154,7 @@ class Solver(ABC):
     alignment_bytes: ClassVar[int] = 1
     is_dynamic: ClassVar[bool] = False
     is_last_resort: ClassVar[bool] = False
+    least_reach: ClassVar[Reach] = Reach.PRODUCTS
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {}
     sources: ClassVar[tuple[str, ...]] = ()
     source_package: ClassVar[str] = "miofind.kernels_src"
@@ -287,7 +289,7 @@ class Solver(ABC):
 
     def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
         """Which finite inputs the errors of a result may follow; its own products alone unless documented."""
-        return Reach.PRODUCTS
+        return self.least_reach
 
     def keeps_bound(self, problem: ProblemDescription, config: Config) -> bool:
         """Whether errors are bounded as direct summation's, by what a result meets, whatever finite values that has.

@@ -34,6 +34,7 @@ class ConvFftDepthwise(Solver):
     id = "ConvFftDepthwise"
     algorithm = Algorithm.FFT
     keys = OWN_KEYS
+    least_reach = Reach.TILE
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile": (0, 256, 512, 1024, 2048, 4096, 8192, 16384),
         "points": POINTS,
@@ -61,9 +62,6 @@ class ConvFftDepthwise(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         return is_valid(problem, device, config["tile"], config["points"])
-
-    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
-        return Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

@@ -56,6 +56,7 @@ class ConvFft(Solver):
         ),
     )
     is_dynamic = True
+    least_reach = Reach.TILE
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile": (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
         "chunk_mib": CHUNKS_MIB,
@@ -84,9 +85,6 @@ class ConvFft(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         return is_valid(problem, config)
-
-    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
-        return Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

@@ -22,6 +22,7 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.direct.tiled import ConvDirectTiled
+from miofind.solvers.fft.tiles import ConvFft
 
 DEVICE = Device.virtual("90a")
 PROBLEM = ProblemDescription.convolution(x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC")
@@ -139,6 +140,18 @@ class _Vast(ConvDirectTiled):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         return bool(config["a"] != 0)
+
+
+def test_solvers_whose_every_configuration_spoils_a_tile_are_not_asked_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = ProblemDescription.convolution(x=(4, 16, 64, 64), w=(16, 16, 21, 21), padding=10)
+    with Handle(Device.virtual("90a"), database=":memory:") as handle:
+        allowed = make_plan(problem, FindOptions(max_error=1e-3, only=("fft",)), handle)
+        assert "ConvFft" in {planned.solver.id for planned in allowed.candidates}
+        monkeypatch.setattr(ConvFft, "default_configs", lambda *_: pytest.fail("it was asked"))
+        plan = make_plan(problem, FindOptions(), handle)
+        assert "ConvFft" not in {planned.solver.id for planned in plan.candidates}
+        assert plan.refusals["ConvFft"].startswith("lets a large value spoil results")
+        assert "ConvFft" in plan.considered
 
 
 def test_of_a_vast_product_an_even_part_is_estimated_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def compiler(request: pytest.FixtureRequest) -> Compiler:
     return Compiler(BinaryCache(request.config.cache.mkdir("kernels"), max_bytes=1 << 31))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("arch", "most"),
     [("80", 1), ("90a", 1), *(pytest.param(arch, 4, marks=pytest.mark.full_matrix) for arch in ARCHS)],
@@ -72,7 +72,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fields", "rows", "tile_n", "is_offered"),
     [
@@ -108,7 +108,7 @@ STEM = {"dtype": "bfloat16", "layout": "NHWC"}
 GRADIENT = {"dtype": "bfloat16", "direction": "backward_data"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("solver_id", "fields", "config"),
     [

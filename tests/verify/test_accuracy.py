@@ -38,7 +38,7 @@ def test_bounds_order_by_arithmetic() -> None:
     assert doubles < singles < halves < tf32
 
 
-@pytest.mark.parametrize("length", [1, 4, 64, 576, 2304])
+@pytest.mark.parametrize("length", [1, 4, 64, 576, pytest.param(2304, marks=pytest.mark.full_matrix)])
 def test_sequential_float32_sums_stay_within_half_the_bound(length: int) -> None:
     random = np.random.default_rng(length)
     a, b = (random.standard_normal((length, 20_000)).astype(np.float32).astype(np.float64) for _ in range(2))
@@ -50,7 +50,7 @@ def test_sequential_float32_sums_stay_within_half_the_bound(length: int) -> None
     assert errors.max() < direct_error(pointwise(length)) / 2
 
 
-@pytest.mark.parametrize("length", [16, 576, 4608])
+@pytest.mark.parametrize("length", [16, 576, pytest.param(4608, marks=pytest.mark.full_matrix)])
 def test_truncating_tensor_core_sums_stay_within_the_bound(length: int) -> None:
     random = np.random.default_rng(length)
     a, b = (random.standard_normal((length, 10_000)).astype(np.float16).astype(np.float64) for _ in range(2))
