@@ -24,6 +24,8 @@ from miofind.finddb.schema import SCHEMA_VERSION
 from miofind.finddb.store import Store
 from miofind.finddb.validation import MAX_INT, MAX_JSON_CHARS, RefusedEntryError, refusal
 from miofind.finddb.values import (
+    ANY_EFFORT,
+    LIKELY,
     Comparison,
     History,
     ProblemKey,
@@ -39,7 +41,9 @@ from miofind.finddb.values import (
 )
 
 __all__ = [
+    "ANY_EFFORT",
     "BEST_PER_SOLVER",
+    "LIKELY",
     "MAX_INT",
     "MAX_JSON_CHARS",
     "MEMORY",

@@ -26,8 +26,12 @@ STATUSES = (
 
 _SHA256 = re.compile("[0-9a-f]{64}", re.ASCII)
 
-EFFORTS = ("likely", "defaults", "search")
+LIKELY = "likely"
+EFFORTS = (LIKELY, "defaults", "search")
 """How much a find measures, the least first."""
+
+ANY_EFFORT = "any"
+"""The effort of a request that takes what any find of the same filters left; no find is stored with it."""
 
 
 class Prune(StrEnum):
@@ -181,10 +185,17 @@ class Scope:
     def covers(self, other: Scope) -> bool:
         """Whether a find of this scope timed all that a find of `other` would.
 
-        A search that a budget ended says nothing of the defaults: it may not have come to all of them.
+        A search that a budget ended says nothing of the defaults: it may not have come to all of them. The likeliest of
+        all are not those of some: a find of them covers requests with the same filters alone, and for one of the
+        likeliest with the same limit.
         """
-        if self.complete < other.complete or EFFORTS.index(self.effort) < EFFORTS.index(other.effort):
+        if self.complete < other.complete or _rank(self.effort) < _rank(other.effort):
             return False
+        if self.effort == LIKELY:
+            if self.filters != other.filters:
+                return False
+            if other.effort == LIKELY and self.workspace_limit_bytes != other.workspace_limit_bytes:
+                return False
         if self.effort == "search" != other.effort and not self.complete:
             return False
         if self.filters and self.filters != other.filters:
@@ -192,6 +203,11 @@ class Scope:
         if not _limit_covers(self.workspace_limit_bytes, other.workspace_limit_bytes):
             return False
         return self.solvers.items() >= other.solvers.items()
+
+
+def _rank(effort: str) -> int:
+    """How much is measured; a request that takes whatever there is asks for least."""
+    return -1 if effort == ANY_EFFORT else EFFORTS.index(effort)
 
 
 def _limit_covers(mine: int | None, other: int | None) -> bool:

@@ -11,6 +11,7 @@ from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
 from miofind.errors import NoSolutionError
+from miofind.find.lookup import records
 from miofind.find.pipeline import find, find_mode
 from miofind.options import FindMode, FindOptions, OnMiss
 from miofind.runtime.handle import Handle, default_handle
@@ -68,8 +69,9 @@ def _found(
         pool = None
         if left and handle.device.place is Place.CUDA and _may_measure(options):
             pool = stack.enter_context(CompilePool())
-            precompiler = stack.enter_context(contextlib.closing(Precompiler(pool, TuneOptions(find=options))))
-            precompiler.prepare(left[1:], handle)
+            tuning = TuneOptions(find=options, force=True)
+            precompiler = stack.enter_context(contextlib.closing(Precompiler(pool, tuning)))
+            precompiler.prepare(_unanswered(left[1:], options, handle), handle)
         for problem in left:
             try:
                 answers[problem] = find(problem, options, handle, ahead=pool)
@@ -79,6 +81,13 @@ def _found(
                 continue
             handle.remember((problem.network_config, options), answers[problem])
     return answers
+
+
+def _unanswered(problems: list[ProblemDescription], options: FindOptions, handle: Handle) -> list[ProblemDescription]:
+    """Those of the problems that finds will measure."""
+    if measures_always(options):
+        return problems
+    return [each for each in problems if records.look_up(each, options, handle, queue=False) is None]
 
 
 def _may_measure(options: FindOptions) -> bool:

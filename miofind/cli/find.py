@@ -187,7 +187,7 @@ def _gaps_text(gaps: Gaps, budget_s: float) -> list[str]:
     if gaps.ended_early:
         lines.append(f"a budget ended an earlier find: {again or '--find-mode normal'} measures the rest")
     if gaps.likely_alone:
-        lines.append("the likeliest candidates alone were measured: --find-mode normal measures the rest")
+        lines.append("the likeliest candidates alone were measured: --find-mode normal measures all")
     if gaps.solvers:
         them = "it" if len(gaps.solvers) == 1 else "them"
         lines.append(f"not measured yet: {', '.join(gaps.solvers)}; --find-mode normal measures {them}")

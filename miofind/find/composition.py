@@ -42,7 +42,7 @@ def bare_request(options: FindOptions) -> FindOptions:
 def bare_solutions(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Sequence[Solution]:
     """The FindDB's answer to the bare problem of a fused one, for the solvers that a request allows, fastest first."""
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
-    return records.look_up(problem.bare, request, handle, queue=False) or ()
+    return records.look_up(problem.bare, request, handle, queue=False, in_full=True) or ()
 
 
 def fastest_bare(found: Sequence[Solution], options: FindOptions) -> Choices:
@@ -82,7 +82,7 @@ def is_bare_known(
     """Whether the FindDB answers the bare problem of a fused one, with as much effort as is asked for that."""
     coverage = Coverage.DYNAMIC if dynamic_only else Coverage.PARTIAL
     request = bare_request(options)
-    return records.look_up(problem.bare, request, handle, coverage=coverage, queue=False) is not None
+    return records.look_up(problem.bare, request, handle, coverage=coverage, queue=False, in_full=True) is not None
 
 
 def first_of_each(candidates: Iterable[tuple[str, Config]], options: FindOptions) -> Choices:

@@ -71,7 +71,8 @@ def likely_plan(
         for name, version in asked.items()
         if name in handle.registry.facts and handle.registry.facts[name].library is Library.CUDNN
     }
-    return replace(plan, candidates=tuple(first), considered=unasked | plan.considered)
+    is_part = len(first) < len(plan.candidates) or not unasked.keys() <= plan.considered.keys()
+    return replace(plan, candidates=tuple(first), considered=unasked | plan.considered, is_part=is_part)
 
 
 def _count(own: list[Ranked]) -> int:

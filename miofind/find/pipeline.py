@@ -23,7 +23,7 @@ from miofind.find.immediate.answer import predicted, with_predictions
 from miofind.find.likely import likely_plan
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import candidate_of, incumbent, known_times
-from miofind.find.lookup.scopes import Coverage
+from miofind.find.lookup.scopes import Coverage, requested_scope
 from miofind.find.plan import Plan, make_plan, nothing_found, stored_plan
 from miofind.find.recording import Recording, row_of, storable
 from miofind.find.rounds import FindRequest, Measuring, searched
@@ -137,6 +137,8 @@ def measure(
     _refuse_capture(handle)
     logger.info("find: %s", driver_line(problem))
     handle.executor(isolate=options.isolate).prepare()
+    if options.likely and not stored and _was_found_in_full(problem, options, handle):
+        options = replace(options, likely=False)  # what was found in full stays so, with other code, too
     if ahead is not None:
         ahead.submit(harness_steps(problem, handle.device), handle.device.arch)
     if problem.epilogue and not stored and not options.likely:
@@ -148,6 +150,7 @@ def measure(
         plan = stored_plan(problem, options, handle)
     elif options.likely:
         plan = likely_plan(problem, options, handle, dynamic_only=dynamic_only, left_out=left_out)
+        options = replace(options, likely=plan.is_part)
     else:
         plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, winners=winners)
     plan = plan.without(left_out)
@@ -169,6 +172,15 @@ def measure(
         raise nothing_found(problem, plan, outcomes)
     answer[0].solution_list.gaps = gaps
     return answer
+
+
+def _was_found_in_full(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
+    """Whether a FindDB has a find of all that a request's likeliest are of."""
+    whole, fused = replace(options, likely=False), bool(problem.epilogue)
+    wanted = requested_scope(whole, handle.device, handle.registry, False, fused)
+    return any(
+        answer.covers(wanted) for answer in handle.database.answers(handle.device.identity, problem.network_config)
+    )
 
 
 def _with_bare_measured(

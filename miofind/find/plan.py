@@ -100,6 +100,7 @@ class Plan:
         candidates: by estimate, likely best first; for a search what it is likely to begin with.
         last_resort: measured only where no candidate is usable.
         spaces: what a search may measure, one a solver; () for a request that searches nothing.
+        is_part: whether candidates were left out that only seem less likely to be the fastest.
         considered: version by id of every solver that was asked.
         is_filtered: whether the find mode, not only `only` and `exclude`, kept solvers out.
         left_out: solvers that any of these kept out.
@@ -115,6 +116,7 @@ class Plan:
     left_out: tuple[str, ...] = ()
     absent: frozenset[str] = frozenset()
     spaces: tuple[Space, ...] = ()
+    is_part: bool = False
 
     def without(self, reasons: Mapping[str, str]) -> Plan:
         """The same less candidates, given by id with the reason; does not keep a search from proposing them."""

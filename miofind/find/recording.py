@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.environment import versions
-from miofind.find.lookup.scopes import LIKELY, scope_of
+from miofind.find.lookup.scopes import scope_of
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.plan import Plan
-from miofind.finddb import Comparison, Row, Scope, Verdict, refusal
+from miofind.finddb import LIKELY, Comparison, Row, Scope, Verdict, refusal
 from miofind.measure.verdict import RaceVerdict
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
@@ -89,9 +89,9 @@ class Recording:
 
     What measured stored configurations alone considered no solver, and leaves no scope.
     A search that a budget ended counts as a find of the defaults, too, where it had come to all of them.
-    A find that ends drops the problem's notes for a re-check, since it was one; one of the likeliest leaves one more,
-    unless another one measured all. So does something that speaks of the moment alone: a candidate ran out of memory,
-    and not in a re-check for that reason, or was measured while another process used the device.
+    A find that ends drops the problem's notes for a re-check, since it was one; one of the likeliest leaves one more.
+    So does something that speaks of the moment alone: a candidate ran out of memory, and not in a re-check for that
+    reason, or was measured while another process used the device.
 
     Attributes:
         search_ended: for a search, whether it came to its own end; a scope is incomplete where a budget ended it.
@@ -157,18 +157,12 @@ class Recording:
         momentary = set(self._momentary.values())
         if _MEMORY_RAN_OUT in momentary and _MEMORY_RAN_OUT in self._noted():
             momentary.remove(_MEMORY_RAN_OUT)  # this was the second chance: it does not fit
-        if scope is not None and scope.effort == LIKELY:
-            if not self._is_answered_in_full(scope):
-                self._handle.database.queue_recheck(*key, _FEW)
-        elif scope is not None and scope.complete and not scope.filters and scope.workspace_limit_bytes is None:
+        if scope is not None and scope.complete and not scope.filters and scope.workspace_limit_bytes is None:
             self._handle.database.drop_rechecks(*key)
+            if scope.effort == LIKELY:
+                self._handle.database.queue_recheck(*key, _FEW)
         for reason in momentary:
             self._handle.database.queue_recheck(*key, reason)
-
-    def _is_answered_in_full(self, scope: Scope) -> bool:
-        """Whether earlier finds measured all defaults of what this one measured the likeliest of."""
-        answers = self._handle.database.answers(self._handle.device.identity, self._problem.network_config)
-        return any(answer.covers(replace(scope, effort="defaults")) for answer in answers)
 
     def _noted(self) -> set[str]:
         """Reasons for which the problem is queued for a re-check."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,13 +23,11 @@ from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
-from miofind.errors import MiofindError
 from miofind.options import FindOptions
 from miofind.printable import printable_name
-from miofind.process.threads import Helper
 from miofind.runtime.handle import Handle, default_handle
 from miofind.torch import comparisons, fused_plans
-from miofind.torch.direct import build, direct_path
+from miofind.torch.direct import VARIABLE, direct_path
 from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import forget_plans, native_kernels
 from miofind.torch.recording import Recording
@@ -93,16 +94,19 @@ def tune(
         recording = problems(model, *inputs, device="cuda" if on_gpu else "cpu", **asked)
     options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
     if on_gpu:
-        Helper("miofind-build").submit(_build_direct_path)
+        _begin_to_build()
         torch.cuda.empty_cache()  # what measures asks the driver for memory
     with _progress(on_event) as tell, CompilePool() if on_gpu else contextlib.nullcontext() as pool:
         summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), tell, pool=pool)
-    rows, is_complete = _rows(recording, summary), summary.end is TuneEnd.COMPLETE
+    rows, is_complete, seconds = _rows(recording, summary), summary.end is TuneEnd.COMPLETE, summary.seconds
     if compare and on_gpu and is_complete:
         try:
             with native_kernels(), _switches_kept():
                 rows = _compared(rows, summary, handle, options)
-                rows = _found_in_full(rows, recording, handle, options)
+                again = _found_again(rows, recording, handle, options, on_event)
+                if again is not None:
+                    rows = _replaced(rows, recording, again, handle, options)
+                    is_complete, seconds = again.end is TuneEnd.COMPLETE, seconds + again.seconds
         except KeyboardInterrupt:  # what was found is told
             is_complete = False
     if on_gpu:
@@ -114,17 +118,30 @@ def tune(
         device=handle.device.name,
         rows=tuple(rows),
         left_out=recording.left_out,
-        seconds=summary.seconds,
+        seconds=seconds,
         is_complete=is_complete,
     )
 
 
-def _build_direct_path() -> None:
-    """Build what launches calls without Python, where that can be built."""
+_building: list[subprocess.Popen[bytes]] = []
+"""Processes that build the direct path, which nobody waits for."""
+
+
+def _begin_to_build() -> None:
+    """Begin to build what launches calls without Python, in a process that goes on where this one ends before it."""
+    if direct_path() is not None or os.environ.get(VARIABLE) == "0":
+        return
+    command = [sys.executable, "-c", "import miofind.torch; miofind.torch.build()"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    nowhere = subprocess.DEVNULL
     try:
-        build()
-    except MiofindError as error:
+        begun = subprocess.Popen(
+            command, env=environment, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
+        )
+    except OSError as error:
         logger.info("PyTorch's convolutions will go through Python: %s", error)
+    else:
+        _building.append(begun)
 
 
 @contextlib.contextmanager
@@ -177,28 +194,43 @@ def _compared(
             timed = bench_row(result.request, handle, options, _NO_FLOOR, against=(Rival.TORCH,))
             own_ms = row.own_ms if timed.time_ms is None else timed.time_ms
             row = replace(row, own_ms=own_ms, torch_ms=timed.rival_ms, message=timed.message)
-            if row.gain is not None:
+            if row.gain is not None and (row.gain >= 1 or not options.likely):  # else it is found again
                 comparisons.note(row.problem, handle.device, row.gain)
         compared.append(row)
     return compared
 
 
-def _found_in_full(
-    rows: Sequence[TunedProblem], recording: Recording, handle: Handle, options: FindOptions
-) -> list[TunedProblem]:
-    """The rows; those that PyTorch was faster at found among all default candidates, cuDNN's too, and compared again.
+def _found_again(
+    rows: Sequence[TunedProblem],
+    recording: Recording,
+    handle: Handle,
+    options: FindOptions,
+    on_event: OnEvent | None,
+) -> TuneSummary | None:
+    """Finds among all default candidates, cuDNN's too, of what PyTorch was faster at; None where there is none.
 
     So the FindDB knows what is faster there, in other processes, too.
     """
     behind = {row.problem for row in rows if row.gain is not None and row.gain < 1}
     if not options.likely or not behind:
-        return list(rows)
-    whole = replace(options, likely=False)
+        return None
     requests = [request for request in recording.problems if request.problem in behind]
     torch.cuda.empty_cache()
-    with CompilePool() as pool:
-        summary = tune_problems(requests, [handle], TuneOptions(find=whole), pool=pool)
-    found = {row.problem: row for row in _compared(_rows(recording, summary), summary, handle, whole)}
+    with _progress(on_event) as tell, CompilePool() as pool:
+        return tune_problems(requests, [handle], TuneOptions(find=replace(options, likely=False)), tell, pool=pool)
+
+
+def _replaced(
+    rows: Sequence[TunedProblem], recording: Recording, again: TuneSummary, handle: Handle, options: FindOptions
+) -> list[TunedProblem]:
+    """The rows, those that were found again compared again; what that failed for stays as it was."""
+    results = tuple(result for result in again.results if result.solutions)
+    solved = replace(again, results=results)
+    whole = replace(options, likely=False)
+    found = {row.problem: row for row in _compared(_rows(recording, solved), solved, handle, whole)}
+    for row in rows:
+        if row.gain is not None and row.gain < 1 and row.problem not in found:
+            comparisons.note(row.problem, handle.device, row.gain)
     return [found.get(row.problem, row) for row in rows]
 
 

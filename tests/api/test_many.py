@@ -13,6 +13,7 @@ from miofind.api import many
 from miofind.device.device import Device
 from miofind.errors import InvalidOptionError, NoSolutionError
 from miofind.evaluate.executors import InProcess
+from miofind.find import likely
 from miofind.runtime.solution import Source
 
 FIRST = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
@@ -69,7 +70,8 @@ def test_kernels_are_compiled_ahead_where_something_may_be_measured(
     pools: list[Any] = []
 
     class Ahead:
-        def __init__(self, pool: Any, options: Any) -> None:
+        def __init__(self, pool: Any, tuning: Any) -> None:
+            assert tuning.force, "whether it is known was asked by the rules of a find"
             pools.append(pool)
 
         def prepare(self, problems: Any, handle: Any) -> None:
@@ -88,6 +90,17 @@ def test_kernels_are_compiled_ahead_where_something_may_be_measured(
         assert miofind.find_many([FIRST, SECOND], options=options, handle=virtual) == [[], []]
     assert prepared == ([SECOND] if compiles else [])
     assert pools[1:] == (["closed"] if compiles else [])
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "normal"])
+def test_nothing_is_compiled_ahead_for_what_will_not_be_measured(
+    mode: str, handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "MOST", 1)
+    miofind.find_solutions(FIRST, options=miofind.FindOptions(likely=True), handle=handle)
+    ahead = many._unanswered([FIRST, SECOND], miofind.FindOptions(find_mode=mode), handle)
+    assert ahead == ([SECOND] if mode == "hybrid" else [FIRST, SECOND])
 
 
 def test_what_is_no_problem_is_named(handle: miofind.Handle) -> None:

@@ -20,6 +20,7 @@ from waiting import LIMIT_S
 from miofind.device.device import Device
 from miofind.errors import LaunchError
 from miofind.evaluate.executors import InProcess
+from miofind.find import likely
 from miofind.finddb import Store
 from miofind.solver.candidate import Outcome
 
@@ -67,11 +68,13 @@ def test_a_second_tuning_says_that_all_is_known(table: str, monkeypatch: pytest.
     assert result.stdout.count("finddb") >= 3
 
 
-def test_the_likeliest_are_tuned_and_told_of() -> None:
+def test_the_likeliest_are_tuned_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "MOST", 1)
     asked = (*TINY, "-F", "1")
     run("tune", *asked, *HERE, "--likely")
     assert "1 problem, 1 known already in 0." in run("tune", *asked, *HERE, "--likely").stdout
-    told = "the likeliest candidates alone were measured: --find-mode normal measures the rest"
+    told = "the likeliest candidates alone were measured: --find-mode normal measures all"
     assert told in run("find", *asked, *HERE).stdout
     assert "1 problem, 1 measured in " in run("tune", *asked, *HERE).stdout
     assert told not in run("find", *asked, *HERE).stdout

@@ -55,17 +55,27 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[miofind.Han
         yield handle
 
 
+@pytest.fixture
+def one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One candidate is measured of each problem, as if the others were far behind."""
+    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "MOST", 1)
+
+
 @pytest.mark.parametrize("problem", [*NETWORKS, FUSED], ids=str)
 def test_the_first_predictions_are_measured_and_cudnn_is_not_asked(
     problem: ProblemDescription, h200: miofind.Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ranker_of(h200.device).reaches(problem.bare)
-    monkeypatch.setattr(ConvCudnn, "default_configs", lambda *_: pytest.fail("cuDNN was asked for plans"))
+    asked: list[object] = []
+    monkeypatch.setattr(ConvCudnn, "default_configs", lambda *given: asked.append(given) or ())
     plan = likely_plan(problem, LIKELY, h200, left_out={})
     expected = predicted(problem, FindOptions(), h200)[: len(plan.candidates)]
     assert LEAST <= len(plan.candidates) <= MOST
     assert [(p.solver.id, p.candidate.config) for p in plan.candidates] == [(s.solver_id, s.config) for s in expected]
     assert plan.considered.keys() >= {ConvCudnn.id}
+    assert plan.is_part
+    assert not asked
 
 
 def test_what_failed_before_gives_its_place_to_the_next(h200: miofind.Handle) -> None:
@@ -93,9 +103,7 @@ def test_a_fused_problem_is_planned_without_its_bare_one(h200: miofind.Handle) -
     assert len(tuning_plans(FUSED, TuneOptions(find=FindOptions()), h200)) == 2
 
 
-def test_few_are_measured_and_the_rest_by_a_later_tuning(cpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likely, "LEAST", 1)
-    monkeypatch.setattr(likely, "MOST", 1)
+def test_few_are_measured_and_the_rest_by_a_later_tuning(one: None, cpu: miofind.Handle) -> None:
     every = {p.candidate.id for p in make_plan(PROBLEM, FindOptions(), cpu).candidates}
     found = miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
     assert {s.source for s in found} == {Source.MEASURED}
@@ -122,7 +130,7 @@ def test_few_are_measured_and_the_rest_by_a_later_tuning(cpu: miofind.Handle, mo
     assert not cpu.database.rechecks(cpu.device.identity)
     again = FindOptions(likely=True, find_mode="normal")
     assert {s.id for s in miofind.find_solutions(PROBLEM, options=again, handle=cpu)} > first
-    assert not cpu.database.rechecks(cpu.device.identity), "all were measured before"
+    assert not cpu.database.rechecks(cpu.device.identity), "what was found in full stays so"
     assert known_solutions(PROBLEM, TuneOptions(find=LIKELY), cpu), "all are more than the likeliest"
 
 
@@ -134,7 +142,7 @@ def test_a_search_goes_beyond_the_likeliest(cpu: miofind.Handle) -> None:
 
 
 def test_where_none_of_the_likeliest_works_all_are_measured(
-    cpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+    one: None, cpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = pipeline.likely_plan
 
@@ -152,3 +160,71 @@ def test_where_none_of_the_likeliest_works_all_are_measured(
 def test_few_and_many_at_once_are_refused(searching: dict[str, object]) -> None:
     with pytest.raises(InvalidOptionError, match="likely measures few candidates and a search many"):
         FindOptions(likely=True, **searching)  # type: ignore[arg-type]
+
+
+def scopes(handle: miofind.Handle, problem: ProblemDescription = PROBLEM) -> set[str]:
+    histories = handle.database.histories(handle.device.identity, problem.network_config)
+    return {scope.effort for history in histories for scope in history.scopes}
+
+
+def test_the_likeliest_of_all_answer_no_request_of_some(one: None, cpu: miofind.Handle) -> None:
+    best, *_ = miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
+    narrower = (
+        FindOptions(likely=True, exclude=(best.solver_id,)),
+        FindOptions(likely=True, workspace_limit_bytes=1 << 30),
+        FindOptions(exclude=(best.solver_id,)),
+        FindOptions(deterministic=True),
+    )
+    for options in narrower:
+        assert known_solutions(PROBLEM, TuneOptions(find=options), cpu) is None
+    assert records.look_up(PROBLEM, narrower[0], cpu) is None
+    assert records.look_up(PROBLEM, narrower[2], cpu) is None
+    assert records.look_up(PROBLEM, FindOptions(workspace_limit_bytes=1 << 30), cpu), "torch's limit is no filter"
+
+
+def test_a_plan_that_leaves_nothing_out_is_a_full_one(cpu: miofind.Handle) -> None:
+    miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
+    assert scopes(cpu) == {"defaults"}
+    assert not cpu.database.rechecks(cpu.device.identity)
+    assert known_solutions(PROBLEM, TuneOptions(find=FindOptions()), cpu)
+
+
+def test_a_fused_problem_s_full_find_measures_the_bare_one_in_full(one: None, cpu: miofind.Handle) -> None:
+    fused = ProblemDescription.convolution(x=(2, 4, 9, 8), w=(6, 4, 3, 3), padding=1, epilogue="bias.relu")
+    miofind.find_solutions(fused.bare, options=LIKELY, handle=cpu)
+    assert scopes(cpu, fused.bare) == {"likely"}
+    assert len(tuning_plans(fused, TuneOptions(find=FindOptions()), cpu)) == 2
+    miofind.find_solutions(fused, handle=cpu)
+    assert "defaults" in scopes(cpu, fused.bare)
+
+
+def test_a_shipped_full_answer_stands_before_the_user_s_likeliest(
+    one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    with miofind.Handle("cpu", database=tmp_path / "shipped.db") as handle:
+        full = {s.id for s in miofind.find_solutions(PROBLEM, handle=handle)}
+    with miofind.Handle("cpu", database=tmp_path / "user.db") as handle:
+        miofind.find_solutions(PROBLEM, options=LIKELY, handle=handle)
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", str(tmp_path / "shipped.db"))
+    with miofind.Handle("cpu", database=tmp_path / "user.db") as handle:
+        found = miofind.find_solutions(PROBLEM, options=FindOptions(on_miss="error"), handle=handle)
+    assert {s.id for s in found} == full
+    assert not found[0].solution_list.gaps.likely_alone
+
+
+def test_a_full_find_that_a_budget_ended_is_told_of_beside_the_likeliest(one: None, cpu: miofind.Handle) -> None:
+    miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
+    cut = FindOptions(find_mode="normal", time_budget_s=1e-6)
+    miofind.find_solutions(PROBLEM, options=cut, handle=cpu)
+    gaps = miofind.find_solutions(PROBLEM, handle=cpu)[0].solution_list.gaps
+    assert (gaps.ended_early, gaps.likely_alone) == (True, False)
+
+
+def test_notes_of_a_limited_find_are_none_that_stay(one: None, cpu: miofind.Handle) -> None:
+    miofind.find_solutions(PROBLEM, options=FindOptions(likely=True, workspace_limit_bytes=1 << 28), handle=cpu)
+    assert not cpu.database.rechecks(cpu.device.identity)
+    cpu.database.queue_recheck(cpu.device.identity, PROBLEM.network_config, "measured with other versions")
+    again = FindOptions(likely=True, find_mode="normal")
+    miofind.find_solutions(PROBLEM, options=again, handle=cpu)
+    assert [note.reason for note in cpu.database.rechecks(cpu.device.identity)] == ["the likeliest alone were measured"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ import miofind.torch
 from miofind import FindOptions, Handle, ProblemDescription
 from miofind.bench.comparison import BenchRow
 from miofind.bench.rivals import Rival
-from miofind.errors import InvalidOptionError, MissingLibraryError
+from miofind.errors import InvalidOptionError
+from miofind.find import likely
 from miofind.suites import SuiteProblem
 from miofind.torch import comparisons, tuning
 from miofind.torch.override import native_kernels
@@ -187,7 +189,11 @@ def test_the_override_stands_back_for_the_comparison(handle: Handle, tmp_path: P
         assert override.report().own_calls == 1
 
 
-def test_the_likeliest_are_measured_unless_more_is_asked_for(model: Any, tmp_path: Path) -> None:
+def test_the_likeliest_are_measured_unless_more_is_asked_for(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "MOST", 1)
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
         report = miofind.torch.tune(model[:1], (1, 2, 5, 3), handle=handle)
         assert {row.source for row in report.rows} == {"tuned"}
@@ -204,12 +210,24 @@ def test_the_likeliest_are_measured_unless_more_is_asked_for(model: Any, tmp_pat
 def test_what_pytorch_was_faster_at_is_found_among_all(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "MOST", 1)
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
         recording = miofind.torch.problems(model, (1, 2, 5, 3), device="cpu")
-        options = FindOptions(likely=True)
+        options, told = FindOptions(likely=True), []
         summary = tune_problems(recording.problems, [handle], TuneOptions(find=options))
         rows = [replace(row, torch_ms=2 * row.own_ms) for row in tuning._rows(recording, summary) if row.own_ms]
+        assert tuning._found_again(rows, recording, handle, options, None) is None, "it is faster at all"
         rows[1] = replace(rows[1], torch_ms=rows[1].own_ms / 2)
+        assert tuning._found_again(rows, recording, handle, FindOptions(), None) is None, "all were measured"
+        again = tuning._found_again(rows, recording, handle, options, told.append)
+        assert again is not None
+        assert told
+        assert [result.request.problem for result in again.results] == [rows[1].problem]
+        for row, effort in zip(rows, ("likely", "defaults"), strict=True):
+            (history,) = handle.database.histories(handle.device.identity, row.problem.network_config)
+            assert effort in {scope.effort for scope in history.scopes}
+
         asked: list[Any] = []
 
         def compared(some: Any, summary: Any, handle: Handle, options: FindOptions) -> list[Any]:
@@ -217,25 +235,38 @@ def test_what_pytorch_was_faster_at_is_found_among_all(
             return [replace(row, torch_ms=7.0) for row in some]
 
         monkeypatch.setattr(tuning, "_compared", compared)
-        found = tuning._found_in_full(rows, recording, handle, options)
+        found = tuning._replaced(rows, recording, again, handle, options)
         assert [row.torch_ms == 7.0 for row in found] == [False, True]
         assert found[0] is rows[0]
-        assert asked == [False]
-        for row, effort in zip(found, ("likely", "defaults"), strict=True):
-            (history,) = handle.database.histories(handle.device.identity, row.problem.network_config)
-            assert effort in {scope.effort for scope in history.scopes}
-        assert tuning._found_in_full(rows[:1], recording, handle, options) == rows[:1], "it is faster already"
-        assert tuning._found_in_full(rows, recording, handle, FindOptions()) == rows, "all were measured"
-    assert asked == [False]
+        failed = replace(again, results=tuple(replace(result, solutions=()) for result in again.results))
+        assert tuning._replaced(rows, recording, failed, handle, options) == rows, "the answer of before stands"
+        assert comparisons.gain(rows[1].problem, handle.device) == pytest.approx(0.5)
+        comparisons.forget()
+    assert asked == [False, False]
 
 
-def test_a_machine_without_a_compiler_tunes_as_well(
+def test_the_direct_path_is_built_by_a_process_that_may_outlive_the_tuning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def build() -> None:
-        raise MissingLibraryError("there is no compiler")
+    begun: list[Any] = []
 
-    monkeypatch.setattr(tuning, "build", build)
+    def popen(command: list[str], **keywords: Any) -> Any:
+        if begun:
+            raise OSError("no process can be had")
+        begun.append((command, keywords["start_new_session"]))
+        return command
+
+    monkeypatch.delenv("MIOFIND_TORCH_DIRECT", raising=False)
+    monkeypatch.setattr(tuning, "direct_path", lambda: None)
+    monkeypatch.setattr(tuning, "_building", [])
+    monkeypatch.setattr(tuning.subprocess, "Popen", popen)
+    tuning._begin_to_build()
+    assert begun == [([sys.executable, "-c", "import miofind.torch; miofind.torch.build()"], True)]
     with caplog.at_level("INFO"):
-        tuning._build_direct_path()
-    assert "will go through Python: there is no compiler" in caplog.text
+        tuning._begin_to_build()
+    assert "will go through Python: no process can be had" in caplog.text
+    monkeypatch.setenv("MIOFIND_TORCH_DIRECT", "0")
+    tuning._begin_to_build()
+    monkeypatch.setattr(tuning, "direct_path", lambda: object())
+    tuning._begin_to_build()
+    assert len(begun) == 1

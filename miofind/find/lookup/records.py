@@ -14,7 +14,6 @@ from typing import NamedTuple
 from miofind.core.problem import ProblemDescription
 from miofind.find.lookup.failures import newest_rows, newest_statuses
 from miofind.find.lookup.scopes import (
-    LIKELY,
     WIDE_BOUNDS,
     Coverage,
     accepted_scope,
@@ -25,7 +24,7 @@ from miofind.find.lookup.scopes import (
 )
 from miofind.find.lookup.stored import Stored, admits, answers_no_more, of_answer, of_rows, selected, selected_of
 from miofind.find.lookup.validity import is_valid
-from miofind.finddb import Answer, Scope
+from miofind.finddb import LIKELY, Answer, Scope
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import Selection
@@ -60,6 +59,7 @@ def look_up(
     measured: Iterable[str] = (),
     coverage: Coverage = Coverage.PARTIAL,
     queue: bool = True,
+    in_full: bool = False,
 ) -> list[Solution] | None:
     """Solutions that FindDBs have for a request, fastest first; None where no FindDB has any or has looked far enough.
 
@@ -70,10 +70,11 @@ def look_up(
         measured: ids of solutions measured just now.
         coverage: what an answer must have measured to count.
         queue: note for a re-check what is stale or incomplete.
+        in_full: finds of the likeliest alone do not count, unless they are what is asked for.
     """
     partial = coverage is not Coverage.ALL
     dynamic_only = coverage is Coverage.DYNAMIC
-    scope = accepted_scope if partial else requested_scope
+    scope = accepted_scope if partial and not in_full else requested_scope
     request = scope(options, handle.device, handle.registry, dynamic_only, bool(problem.epilogue))
     if not partial and _wants_all(problem, options, handle):
         request = replace(request, complete=True)
@@ -113,14 +114,17 @@ def is_answered(problem: ProblemDescription, options: FindOptions, handle: Handl
 
 
 def _chosen(held: Iterable[_Hit | None]) -> list[_Hit | None]:
-    """The first that lacks no solver, else the first of those that lack the fewest; then what was asked besides."""
+    """The first that lacks nothing, else the first of those that lack the fewest solvers; then what was asked besides.
+
+    What has the likeliest alone lacks something, too.
+    """
     seen = []
     for each in held:
         if each is not None:
             seen.append(each)
-            if not each.late:
+            if not each.late and not each.likely_alone:
                 break
-    return [*sorted(seen, key=lambda each: len(each.late))] or [None]
+    return [*sorted(seen, key=lambda each: (len(each.late), each.likely_alone))] or [None]
 
 
 class _Request(NamedTuple):
@@ -152,21 +156,25 @@ class _Request(NamedTuple):
             late = tuple(sorted({*late, *(void - self._settled() - self._failing(void))}))
         if not found.solutions:
             return None
-        ended_early = is_covered and not self.fresh and self._ended_early(answer)
+        ended_early = is_covered and self._asks_for_defaults and self._ended_early(answer)
         return _Hit(found.solutions, late, found.is_stale, ended_early, found.limited, self._likely_alone(answer))
+
+    @property
+    def _asks_for_defaults(self) -> bool:
+        return not (self.fresh or self.options.searches or self.options.likely)
 
     def _likely_alone(self, answer: Answer) -> bool:
         """Whether the request asks for the defaults and of some solver finds measured the likeliest alone."""
-        if self.options.likely or all(scope.effort != LIKELY for scope in answer.scopes):
+        if not self._asks_for_defaults or all(scope.effort != LIKELY for scope in answer.scopes):
             return False
         wanted = replace(self.request, effort="defaults")
         return not considered(wanted, answer.scopes, self.handle.registry) >= self.request.solvers.keys()
 
     def _ended_early(self, answer: Answer) -> bool:
-        """Whether the request asks for the defaults and a budget ended all finds that an answer covers it by."""
-        if self.options.searches:
-            return False
-        return not any(scope.complete and scope.covers(self.request) for scope in answer.scopes)
+        """Whether the request asks for the defaults and a budget ended all finds of them that an answer has."""
+        wanted = replace(self.request, effort="defaults")
+        covering = [scope for scope in answer.scopes if scope.covers(wanted)]
+        return bool(covering) and not any(scope.complete for scope in covering)
 
     def holds_any(self, answer: Answer) -> bool:
         """Whether an answer has anything for the request."""

@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from miofind.device.device import Device
 from miofind.find.lookup.validity import solver_hash
-from miofind.finddb import Scope, failed_code
+from miofind.finddb import ANY_EFFORT, LIKELY, Scope, failed_code
 from miofind.options import FindOptions
 from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import Registry, composed_facts
@@ -28,9 +28,6 @@ class Coverage(Enum):
     PARTIAL = auto()
     DYNAMIC = auto()
 
-
-LIKELY = "likely"
-"""The least of the efforts of a find."""
 
 WIDE_BOUNDS = "any error bound"
 """A pseudo solver id in a scope: `max_error` was set, and so algorithms with wider error bounds took part."""
@@ -57,7 +54,7 @@ def requested_scope(options: FindOptions, device: Device, registry: Registry, dy
 def accepted_scope(options: FindOptions, device: Device, registry: Registry, dynamic_only: bool, fused: bool) -> Scope:
     """The scope whose coverage makes an answer usable: where defaults are asked for, the likeliest of them will do."""
     request = requested_scope(options, device, registry, dynamic_only, fused)
-    return replace(request, effort=LIKELY) if request.effort == "defaults" else request
+    return replace(request, effort=ANY_EFFORT) if request.effort == "defaults" else request
 
 
 def counted_solvers(options: FindOptions, registry: Registry, *, fused: bool) -> Iterator[SolverFacts]:
@@ -84,6 +81,8 @@ def scope_of(options: FindOptions, considered: Mapping[str, int], *, complete: b
         filters["strict_nonfinite"] = True
     if options.max_error is not None:
         considered = {**considered, WIDE_BOUNDS: 1}
+        if options.likely:
+            filters["wide_bounds"] = True  # the likeliest with them are others
     return Scope(
         solvers=dict(considered),
         filters=filters,
@@ -152,6 +151,8 @@ def _alike(request: Scope, scopes: Iterable[Scope]) -> Iterator[Scope]:
     bounds = {WIDE_BOUNDS: 1} if WIDE_BOUNDS in request.solvers else {}
     least = replace(request, solvers=bounds, filters=request.candidate_filters)
     for scope in scopes:
+        if scope.effort == LIKELY and "solvers" in request.filters and scope.filters != request.filters:
+            continue  # the likeliest of all are not those of some
         if replace(scope, filters=scope.candidate_filters).covers(least):
             yield scope
 

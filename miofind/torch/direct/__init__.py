@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import os
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -284,14 +285,17 @@ def build() -> Path:
 
     private_folder(path.parent)
     try:
-        cpp_extension.load(
-            name=path.stem,
-            sources=[str(SOURCE)],
-            extra_cflags=["-O2"],
-            build_directory=str(path.parent),
-            is_python_module=False,
-            verbose=False,
-        )
+        # Of its own: one that was killed leaves a lock behind, and nobody may load a file that is being written.
+        with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
+            cpp_extension.load(
+                name=path.stem,
+                sources=[str(SOURCE)],
+                extra_cflags=["-O2"],
+                build_directory=folder,
+                is_python_module=False,
+                verbose=False,
+            )
+            os.replace(Path(folder) / path.name, path)
     except OSError as error:
         raise MissingLibraryError(f"router.cpp needs a C++ compiler and ninja: {described(error)}") from error
     except RuntimeError as error:
