@@ -8,12 +8,12 @@ compilation each, of about a second, and nothing is run before.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library
-from miofind.find.immediate.answer import Ranked, ranked
+from miofind.find.immediate.answer import ranked
 from miofind.find.immediate.shipped import ranker_of
 from miofind.find.lookup.scopes import requested_scope
 from miofind.find.plan import Plan, make_plan
@@ -64,7 +64,8 @@ def likely_plan(
         plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, trusts_own=True).without(left_out)
     cudnn = [each for each in plan.candidates if each.solver.library is Library.CUDNN]
     own = ranked([each for each in plan.candidates if each.solver.library is not Library.CUDNN], problem, handle)
-    first = [each.planned for each in own[: _count(own)]] + cudnn[: _CUDNN_PLANS if own else None]
+    most = how_many([each.prediction.time_ms for each in own])
+    first = [each.planned for each in own[:most]] + cudnn[: _CUDNN_PLANS if own else None]
     asked = requested_scope(options, handle.device, handle.registry, dynamic_only, bool(problem.epilogue)).solvers
     unasked = {
         name: version
@@ -75,7 +76,7 @@ def likely_plan(
     return replace(plan, candidates=tuple(first), considered=unasked | plan.considered, is_part=is_part)
 
 
-def _count(own: list[Ranked]) -> int:
-    """How many of the candidates, by predicted time, are measured."""
-    near = itertools.takewhile(lambda each: each.prediction.time_ms <= NEAR * own[0].prediction.time_ms, own)
+def how_many(times_ms: Sequence[float]) -> int:
+    """How many candidates are measured, given the predicted times of all, the least first."""
+    near = itertools.takewhile(lambda time_ms: time_ms <= NEAR * times_ms[0], times_ms)
     return max(LEAST, min(MOST, sum(1 for _ in near)))
