@@ -135,6 +135,7 @@ def measure(
         LaunchError: a CUDA graph is being captured.
     """
     _refuse_capture(handle)
+    began = time.monotonic()
     logger.info("find: %s", driver_line(problem))
     handle.executor(isolate=options.isolate).prepare()
     if options.likely and not stored and _was_found_in_full(problem, options, handle):
@@ -166,7 +167,8 @@ def measure(
     if measured:
         answer = records.look_up(problem, options, handle, measured=measured, coverage=_coverage(dynamic_only))
     if not answer and options.likely and not stored:
-        options = replace(options, likely=False)
+        left_s = max(0.0, options.budget_s - (time.monotonic() - began))
+        options = replace(options, likely=False, time_budget_s=left_s)
         return measure(problem, options, handle, dynamic_only=dynamic_only, also=also, ahead=ahead, afresh=afresh)
     if not answer:
         raise nothing_found(problem, plan, outcomes)
