@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -23,9 +24,12 @@ from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
+from miofind.errors import MissingLibraryError
 from miofind.options import FindOptions
 from miofind.printable import printable_name
 from miofind.runtime.handle import Handle, default_handle
+from miofind.solver.steps import KernelStep
+from miofind.suites import SuiteProblem
 from miofind.torch import comparisons, fused_plans
 from miofind.torch.direct import VARIABLE, direct_path
 from miofind.torch.network import problems, refuse_inputs
@@ -96,8 +100,7 @@ def tune(
     if on_gpu:
         _begin_to_build()
         torch.cuda.empty_cache()  # what measures asks the driver for memory
-    with _progress(on_event) as tell, CompilePool() if on_gpu else contextlib.nullcontext() as pool:
-        summary = tune_problems(recording.problems, [handle], TuneOptions(find=options), tell, pool=pool)
+    summary = _found(recording.problems, handle, options, on_event)
     rows, is_complete, seconds = _rows(recording, summary), summary.end is TuneEnd.COMPLETE, summary.seconds
     if compare and on_gpu and is_complete:
         try:
@@ -142,6 +145,39 @@ def _begin_to_build() -> None:
         logger.info("PyTorch's convolutions will go through Python: %s", error)
     else:
         _building.append(begun)
+
+
+def _found(
+    requests: Sequence[SuiteProblem], handle: Handle, options: FindOptions, on_event: OnEvent | None
+) -> TuneSummary:
+    """Finds of problems; on a GPU what runs those that were known is compiled, too, since a step follows."""
+    on_gpu = handle.device.place is Place.CUDA
+    with _progress(on_event) as tell, CompilePool() if on_gpu else contextlib.nullcontext() as pool:
+
+        def tell_and_compile(event: TuneEvent) -> None:
+            if pool is not None and isinstance(event, TuneFinished):
+                pool.submit(_kernels(event.result, handle), handle.device.arch)
+            tell(event)
+
+        summary = tune_problems(requests, [handle], TuneOptions(find=options), tell_and_compile, pool=pool)
+        if pool is not None and summary.end is TuneEnd.COMPLETE:
+            steps = itertools.chain.from_iterable(_kernels(result, handle) for result in summary.results)
+            try:
+                pool.errors(steps, handle.device.arch)
+            except MissingLibraryError as error:  # who launches them says so, and PyTorch's own kernels run
+                logger.debug("nothing is compiled: %s", error)
+            except KeyboardInterrupt:  # what was found is told
+                summary = replace(summary, end=TuneEnd.INTERRUPTED)
+    return summary
+
+
+def _kernels(result: TuneResult, handle: Handle) -> tuple[KernelStep, ...]:
+    """What the fastest solution of a problem launches of our own kernels."""
+    for best in result.solutions[:1]:
+        solver = handle.registry.named(best.solver_id)
+        if solver.sources:  # others may ask their library, and take long
+            return solver.solution(best.problem, best.device, best.config).kernels
+    return ()
 
 
 @contextlib.contextmanager
@@ -216,8 +252,7 @@ def _found_again(
         return None
     requests = [request for request in recording.problems if request.problem in behind]
     torch.cuda.empty_cache()
-    with _progress(on_event) as tell, CompilePool() as pool:
-        return tune_problems(requests, [handle], TuneOptions(find=replace(options, likely=False)), tell, pool=pool)
+    return _found(requests, handle, replace(options, likely=False), on_event)
 
 
 def _replaced(

@@ -11,20 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from immediate_models import H200
 from torch import nn
 
 import miofind.torch
 from miofind import FindOptions, Handle, ProblemDescription
 from miofind.bench.comparison import BenchRow
 from miofind.bench.rivals import Rival
+from miofind.compiler import BinaryCache, Compiler
 from miofind.errors import InvalidOptionError
 from miofind.find import likely
+from miofind.find.immediate.devices import described
+from miofind.finddb import MEMORY
 from miofind.suites import SuiteProblem
 from miofind.torch import comparisons, tuning
 from miofind.torch.override import native_kernels
 from miofind.torch.tuning import _switches_kept
 from miofind.torch.tuning_report import TunedProblem, TuningReport
-from miofind.tune.service import TuneOptions
+from miofind.tune.service import TuneOptions, TuneStatus
 from miofind.tune.service import tune as tune_problems
 
 
@@ -243,6 +247,22 @@ def test_what_pytorch_was_faster_at_is_found_among_all(
         assert comparisons.gain(rows[1].problem, handle.device) == pytest.approx(0.5)
         comparisons.forget()
     assert asked == [False, False]
+
+
+def test_what_was_known_is_compiled_for_the_step_that_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path))
+    problem = ProblemDescription.convolution(
+        x=(32, 512, 7, 7), w=(2048, 512, 1, 1), dtype="float16", layout="NHWC", epilogue="bias.residual.relu"
+    )
+    with Handle(described(H200.identity), database=MEMORY) as handle:
+        summary = tuning._found(
+            [SuiteProblem(problem=problem, suite="one", layer="layer", count=1)], handle, FindOptions(likely=True), None
+        )
+        (result,) = summary.results
+        steps = tuning._kernels(result, handle)
+        assert result.status is TuneStatus.KNOWN, "it is shipped"
+        assert steps
+        assert all(Compiler(BinaryCache()).is_at_hand(step, handle.device) for step in steps)
 
 
 def test_the_direct_path_is_built_by_a_process_that_may_outlive_the_tuning(
