@@ -3,6 +3,7 @@
 Each release says of its rows what they launch (`codes`), and the next one compares that with what it launches itself
 (`restamped`): instructions, constants and resources of each kernel, grids, blocks and arguments, library calls, the
 workspace, and the packed form. Names are left out. Proved row by row; a row of which anything differs stays behind.
+Rows under today's hashes hold as they are: nothing is compiled for them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 
 from miofind.compiler import Compiler, identity, kernel_hash, machine_code
@@ -26,6 +27,8 @@ from miofind.solver.steps import Argument, Config, ConvSolution, CudnnStep, Host
 from miofind.solver.structs import Struct
 
 _BATCH = 256
+_Name = tuple[str, str, str, str]
+_Hashes = tuple[int, str, str]
 # What older releases' steps have not; left out where a step has nothing there, so that it is told as they tell it.
 _OF_FUSED_STEPS = ("fused", "epilogue")
 
@@ -50,9 +53,14 @@ class Code:
     code: str
 
     @property
-    def name(self) -> tuple[str, str, str, str]:
+    def name(self) -> _Name:
         """Which row it is of."""
         return self.device, self.network_config, self.solver_id, self.config
+
+    @property
+    def hashes(self) -> _Hashes:
+        """What says of which release a row is."""
+        return self.solver_version, self.source_hash, self.kernel_hash
 
 
 @dataclass(slots=True)
@@ -61,11 +69,13 @@ class Restamped:
 
     Attributes:
         rows: carried over.
+        valid: under today's hashes already.
         unknown: of which the other release said nothing, or which it would not have run.
         different: whose code is another today, or which their solvers refuse.
     """
 
     rows: int = 0
+    valid: int = 0
     unknown: int = 0
     different: int = 0
 
@@ -81,16 +91,37 @@ class _ConfiguredSolver:
     parts: tuple[ConvSolution, ...]
     fused: bool
 
+    @property
+    def name(self) -> _Name:
+        """Which row it is of."""
+        return self.key.device, self.key.network_config, self.solver.id, self.config
 
-def codes(store: Store, compiler: Compiler) -> Iterator[Code]:
+    @property
+    def hashes(self) -> _Hashes:
+        """What says of a row that it is of this release."""
+        return self.solver.version, solver_hash(self.solver, fused=self.fused), kernel_hash(self.parts[0])
+
+
+def codes(store: Store, compiler: Compiler, solvers: Collection[str] | None = None) -> Iterator[Code]:
     """What this release launches for each usable row of a GPU that it can make something of, a configuration once.
+
+    Args:
+        solvers: ids of those whose rows are wanted; None for all.
 
     Raises:
         MissingLibraryError: nothing can be compiled here.
     """
-    rows = ((key, row) for key, row in store.rows() if row.usable)
+    return _codes_of(_configured(store, solvers), compiler)
+
+
+def _configured(store: Store, solvers: Collection[str] | None = None) -> Iterator[_ConfiguredSolver]:
+    """What this release makes of the usable rows, a configuration once."""
+    rows = ((key, row) for key, row in store.rows() if row.usable and (solvers is None or row.solver_id in solvers))
     named = dict.fromkeys((key, row.solver_id, row.config) for key, row in rows)
-    asked = (made for name in named if (made := _asked(*name)) is not None)
+    return (made for name in named if (made := _asked(*name)) is not None)
+
+
+def _codes_of(asked: Iterator[_ConfiguredSolver], compiler: Compiler) -> Iterator[Code]:
     while batch := list(itertools.islice(asked, _BATCH)):
         yield from _codes(batch, compiler)
 
@@ -120,6 +151,7 @@ def _codes(batch: list[_ConfiguredSolver], compiler: Compiler) -> Iterator[Code]
             if not isinstance(binary, CompileError):
                 kernels[arch, identity(step), step.entry] = machine_code(binary.cubin, step.entry)
     for asked in batch:
+        version, sources, kernels_hash = asked.hashes
         try:
             content = [_content(part, asked.device.arch, kernels) for part in asked.parts]
         except KeyError:  # a kernel of it does not compile
@@ -129,9 +161,9 @@ def _codes(batch: list[_ConfiguredSolver], compiler: Compiler) -> Iterator[Code]
             network_config=asked.key.network_config,
             solver_id=asked.solver.id,
             config=asked.config,
-            solver_version=asked.solver.version,
-            source_hash=solver_hash(asked.solver, fused=asked.fused),
-            kernel_hash=kernel_hash(asked.parts[0]),
+            solver_version=version,
+            source_hash=sources,
+            kernel_hash=kernels_hash,
             code=hashlib.sha256(repr(content).encode()).hexdigest(),
         )
 
@@ -167,7 +199,7 @@ def write_codes(found: Iterable[Code]) -> Iterator[str]:
     return (json.dumps(asdict(code), separators=(",", ":")) for code in found)
 
 
-def read_codes(lines: Iterable[str], name: str) -> dict[tuple[str, str, str, str], Code]:
+def read_codes(lines: Iterable[str], name: str) -> dict[_Name, Code]:
     """What another release wrote, by the names of its rows.
 
     Args:
@@ -176,7 +208,7 @@ def read_codes(lines: Iterable[str], name: str) -> dict[tuple[str, str, str, str
     Raises:
         InvalidOptionError: a line is none that `write_codes` wrote.
     """
-    found: dict[tuple[str, str, str, str], Code] = {}
+    found: dict[_Name, Code] = {}
     for number, line in enumerate(lines, start=1):
         try:
             written = json.loads(line)
@@ -187,20 +219,21 @@ def read_codes(lines: Iterable[str], name: str) -> dict[tuple[str, str, str, str
     return found
 
 
-def restamped(
-    store: Store, other: Mapping[tuple[str, str, str, str], Code], compiler: Compiler, told: Restamped
-) -> Iterator[History]:
+def restamped(store: Store, other: Mapping[_Name, Code], compiler: Compiler, told: Restamped) -> Iterator[History]:
     """The histories of a FindDB with the rows of which today's code is the other release's, under today's hashes.
 
     Args:
-        store: rows as the other release wrote them; failures stay behind, and those of the CPU place.
+        store: rows as the other release wrote them, or this one; failures stay behind, and those of the CPU place.
         other: what that release says of them.
         told: is filled in.
     """
-    today = {code.name: code for code in codes(store, compiler)}
+    hashes = {made.name: made.hashes for made in _configured(store)}
+    moved = (made for made in _configured(store) if made.name in other and other[made.name].hashes != made.hashes)
+    today = {code.name: code for code in _codes_of(moved, compiler)}
     for history in store.histories():
-        key = ProblemKey(device=history.device, network_config=history.network_config)
-        rows = tuple(row for each in history.rows if (row := _row(key, each, other, today, told)) is not None)
+        key = (history.device, history.network_config)
+        found = (_row((*key, each.solver_id, each.config), each, other, hashes, today, told) for each in history.rows)
+        rows = tuple(row for row in found if row is not None)
         if rows:
             kept = {row.candidate for row in rows}
             lost = {row.solver_id for row in history.rows if row.candidate not in kept}
@@ -210,20 +243,20 @@ def restamped(
 
 
 def _row(
-    key: ProblemKey,
+    name: _Name,
     row: Row,
-    other: Mapping[tuple[str, str, str, str], Code],
-    today: Mapping[tuple[str, str, str, str], Code],
+    other: Mapping[_Name, Code],
+    hashes: Mapping[_Name, _Hashes],
+    today: Mapping[_Name, Code],
     told: Restamped,
 ) -> Row | None:
     """A row under today's hashes; None where it stays behind."""
-    name = (key.device, key.network_config, row.solver_id, row.config)
+    written = (row.solver_version, row.source_hash, row.kernel_hash)
+    if hashes.get(name) == written:
+        told.valid += 1
+        return row
     then, now = other.get(name), today.get(name)
-    if then is None or (then.solver_version, then.source_hash, then.kernel_hash) != (
-        row.solver_version,
-        row.source_hash,
-        row.kernel_hash,
-    ):
+    if then is None or then.hashes != written:
         told.unknown += 1
         return None
     if now is None or (now.solver_version, now.code) != (then.solver_version, then.code):

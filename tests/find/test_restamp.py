@@ -152,6 +152,20 @@ def test_a_solver_of_which_a_row_stays_behind_is_asked_anew(compiler: Compiler) 
     assert set(kept.solvers) == {SOLVER.id, "ConvRefusing"}
 
 
+def test_a_row_under_todays_hashes_comes_along_uncompiled(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device.virtual("90a")
+    solution = SOLVER.solution(PROBLEM, device, SOLVER.default_configs(PROBLEM, device)[0])
+    valid = measured(source_hash=solver_hash(SOLVER), kernel_hash=kernel_hash(solution))
+    with Store(MEMORY) as store:
+        store.add([History(device=DEVICE, network_config=PROBLEM.network_config, rows=(valid,))])
+        monkeypatch.setattr(compiler, "build_all", lambda steps, arch: pytest.fail("compiled") if list(steps) else [])
+        told = Restamped()
+        (history,) = restamped(store, {}, compiler, told)
+        assert [replace(row, id="") for row in history.rows] == [valid]
+        assert told == Restamped(valid=1)
+        assert list(codes(store, compiler, solvers=["ConvOther"])) == []
+
+
 def test_lines_of_something_else_are_refused() -> None:
     unhashable = json.dumps({name: [] for name in Code.__dataclass_fields__})
     for line in ("[1]", "{", '{"device": "a"}', "1" * 5000, unhashable):
