@@ -238,7 +238,8 @@ def restamped(store: Store, other: Mapping[_Name, Code], compiler: Compiler, tol
             kept = {row.candidate for row in rows}
             lost = {row.solver_id for row in history.rows if row.candidate not in kept}
             scopes = tuple(without_solvers(history.scopes, lost))
-            verdicts = tuple(v for v in history.verdicts if {v.winner, *v.ties} <= kept)
+            behind = {row.candidate for row in history.rows} - kept
+            verdicts = tuple(v for v in history.verdicts if v.winner in kept and not behind.intersection(v.ties))
             yield replace(history, rows=rows, scopes=scopes, verdicts=verdicts)
 
 

@@ -19,7 +19,7 @@ from miofind.errors import InvalidOptionError
 from miofind.find import restamp
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.restamp import Code, Restamped, codes, read_codes, restamped, write_codes
-from miofind.finddb import MEMORY, History, Row, Store
+from miofind.finddb import MEMORY, History, Row, Store, Verdict
 from miofind.solver.registry import Registry
 from miofind.solver.steps import ConvSolution, FftStep, KernelStep, Pointer, Region, WorkspacePlan
 
@@ -150,6 +150,27 @@ def test_a_solver_of_which_a_row_stays_behind_is_asked_anew(compiler: Compiler) 
     assert [each.solver_id for each in history.rows] == [SOLVER.id]
     (kept,) = history.scopes
     assert set(kept.solvers) == {SOLVER.id, "ConvRefusing"}
+
+
+def test_a_verdict_stays_unless_one_of_its_candidates_is_left_behind(old: Store, compiler: Compiler) -> None:
+    """A release's verdicts name candidates, too, that it does not hold."""
+    (history,) = old.histories()
+    (mine,) = history.rows
+    left = replace(mine, solver_id="ConvOther", id="")
+    for ties, is_kept in (((mine.candidate, "ConvElsewhere:{}"), True), ((mine.candidate, left.candidate), False)):
+        verdict = Verdict(
+            winner=mine.candidate,
+            ties=ties,
+            comparisons=(),
+            blocks=3,
+            protocol="test",
+            environment="",
+            created_at=at(1),
+        )
+        with Store(MEMORY) as store:
+            store.add([replace(history, rows=(replace(mine, id=""), left), verdicts=(verdict,))])
+            (found,) = restamped(store, of_another_release(store, compiler), compiler, Restamped())
+        assert [each.ties for each in found.verdicts] == ([ties] if is_kept else [])
 
 
 def test_a_row_under_todays_hashes_comes_along_uncompiled(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
