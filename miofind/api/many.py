@@ -66,13 +66,15 @@ def _found(
                 answers[problem] = cached
     left = [problem for problem in problems if problem not in answers]
     with contextlib.ExitStack() as stack:
-        pool = None
+        pool = precompiler = None
         if left and handle.device.place is Place.CUDA and _may_measure(options):
             pool = stack.enter_context(CompilePool())
             tuning = TuneOptions(find=options, force=True)
             precompiler = stack.enter_context(contextlib.closing(Precompiler(pool, tuning)))
             precompiler.prepare(_unanswered(left[1:], options, handle), handle)
-        for problem in left:
+        while left:
+            problem = left[0] if precompiler is None else precompiler.take(left)
+            left.remove(problem)
             try:
                 answers[problem] = find(problem, options, handle, ahead=pool)
             except NoSolutionError as error:

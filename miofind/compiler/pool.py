@@ -115,6 +115,13 @@ class CompilePool:
                 found[step] = answer
         return found
 
+    def is_compiling(self, steps: Iterable[KernelStep], arch: str) -> bool:
+        """Whether one of the steps was taken and is not compiled yet."""
+        names = {_name(step, arch) for step in steps}
+        with self._changed:
+            known = [task for name in names if (task := self._tasks.get(name)) is not None]
+            return self._works and not all(task.answer.done() for task in known)
+
     def close(self) -> None:
         """End the processes within a second; what still waits is given up. Harmless when repeated."""
         self._stop()

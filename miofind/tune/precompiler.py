@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
@@ -35,6 +36,8 @@ kernels of one problem do not keep a pool of processes busy."""
 LIKELY_DEPTH = 64
 """The same where a few candidates of each are measured: all problems of a network, whose measuring is short, too."""
 
+_LOOK_S = 0.01
+
 
 class Precompiler:
     """Plans problems in a thread of its own and hands their kernels to a pool of compiling processes.
@@ -51,6 +54,8 @@ class Precompiler:
         self.pool = pool
         self.depth = 1 if options.find.searches else LIKELY_DEPTH if options.find.likely else DEPTH
         self._options = options
+        self._preparing: dict[ProblemDescription, tuple[KernelStep, ...] | None] = {}
+        self._arch = ""
         self._helper = Helper("miofind-precompiler")
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
@@ -64,22 +69,44 @@ class Precompiler:
             options: how they will be measured; None for the tuning's own.
         """
         if handle.device.place is Place.CUDA:
+            self._arch = handle.device.arch
             for problem in problems:
-                self._helper.submit(functools.partial(self._prepare, problem, handle, options or self._options))
+                self._preparing[problem] = None
+                work = functools.partial(self._prepare, problem, handle, options or self._options)
+                if not self._helper.submit(work):
+                    del self._preparing[problem]
+
+    def is_preparing(self, problem: ProblemDescription) -> bool:
+        """Whether what was begun for a problem is not done yet: to measure it now would be to wait."""
+        steps = self._preparing.get(problem, ())
+        if steps is None or self.pool.is_compiling(steps, self._arch):
+            return True
+        self._preparing.pop(problem, None)
+        return False
+
+    def take(self, problems: Sequence[ProblemDescription]) -> ProblemDescription:
+        """The first of the problems that need not be waited for; while there is none it waits."""
+        while True:
+            for problem in problems[: self.depth]:
+                if not self.is_preparing(problem):
+                    return problem
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Plan nothing more."""
         self._helper.give_up()
+        self._preparing.clear()
         sys.setswitchinterval(self._switch_s)
 
     def _prepare(self, problem: ProblemDescription, handle: Handle, options: TuneOptions) -> None:
+        steps: tuple[KernelStep, ...] = ()
         try:
-            if known_solutions(problem, options, handle, queue=False):
-                return
-            steps = [*harness_steps(problem, handle.device), *_steps(problem, handle, options)]
-            self.pool.submit(steps, handle.device.arch)
+            if not known_solutions(problem, options, handle, queue=False):
+                steps = (*harness_steps(problem, handle.device), *_steps(problem, handle, options))
+                self.pool.submit(steps, handle.device.arch)
         except BaseException as error:  # measuring the problem meets the same error, and says so
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
+        self._preparing[problem] = steps
 
 
 def _steps(problem: ProblemDescription, handle: Handle, options: TuneOptions) -> Iterator[KernelStep]:

@@ -9,13 +9,15 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from miofind.tune.values import Task
 
 MOST_LOSSES = 2
 """Devices that may be lost over one problem before it is given up."""
+
+_LOOK_S = 0.01
 
 
 class TaskQueue:
@@ -33,9 +35,15 @@ class TaskQueue:
         self._prepared: set[Task] = set()
         self._closed = False
         self._deadline = time.monotonic() + seconds
+        self._is_preparing: Callable[[Task], bool] = lambda task: False
+        self._depth = 1
         self.out_of_time = False
         for task in sorted(tasks, key=lambda task: task.weight, reverse=True):
             self._waiting.setdefault(task.kind, deque()).append(task)
+
+    def defer(self, is_preparing: Callable[[Task], bool], depth: int) -> None:
+        """Have `take` pass over tasks that are being prepared, among the heaviest `depth` of a kind."""
+        self._is_preparing, self._depth = is_preparing, depth
 
     def take(self, kind: str) -> Task | None:
         """The heaviest task left for a kind; None when there is none, the time is up, or the queue is closed.
@@ -48,12 +56,22 @@ class TaskQueue:
                     if time.monotonic() >= self._deadline:
                         self.out_of_time = True
                         return None
+                    task = self._ready(kind)
+                    if task is None:
+                        self._changed.wait(_LOOK_S)
+                        continue
+                    self._waiting[kind].remove(task)
                     self._in_work[kind] = self._in_work.get(kind, 0) + 1
-                    return self._waiting[kind].popleft()
+                    return task
                 if not self._in_work.get(kind):
                     return None
                 self._changed.wait()
             return None
+
+    def _ready(self, kind: str) -> Task | None:
+        """The heaviest task that is not being prepared; None while all are."""
+        nearest = itertools.islice(self._waiting[kind], self._depth)
+        return next((task for task in nearest if not self._is_preparing(task)), None)
 
     def ahead(self, kind: str, count: int) -> tuple[Task, ...]:
         """Of the next tasks, `count` a device at work, those that nobody prepares yet; they stay where they are.

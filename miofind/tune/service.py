@@ -108,7 +108,10 @@ def tune(
 
 def _run_alone(handle: Handle, options: TuneOptions, queue: TaskQueue, pool: CompilePool | None, log: _Log) -> None:
     """Run a worker in this thread."""
-    precompiler = None if pool is None else Precompiler(pool, options)
+    precompiler = None
+    if pool is not None:
+        precompiler = Precompiler(pool, options)
+        queue.defer(lambda task: precompiler.is_preparing(task.request.problem), precompiler.depth)
     try:
         Worker(0, handle, options, queue, precompiler=precompiler, tell=log.take).run()
     finally:

@@ -77,6 +77,9 @@ def test_kernels_are_compiled_ahead_where_something_may_be_measured(
         def prepare(self, problems: Any, handle: Any) -> None:
             prepared.extend(problems)
 
+        def take(self, problems: Any) -> Any:
+            return problems[-1]
+
         def close(self) -> None:
             pools.append("closed")
 

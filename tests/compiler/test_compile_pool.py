@@ -100,6 +100,7 @@ def test_what_is_submitted_is_in_the_cache_for_whoever_asks(
     asked = steps(package, 3, 4)
     assert pool.submit([*asked, asked[0]], ARCH) == 2
     assert pool.errors(asked, ARCH) == {}
+    assert not pool.is_compiling(asked, ARCH)
     monkeypatch.setattr("miofind.compiler.build.compile_source", lambda *_: pytest.fail("compiled once more"))
     assert all(Compiler(cache).build(step, ARCH).has_entry("scale") for step in asked)
 
@@ -232,7 +233,10 @@ def test_a_closed_pool_ends_at_once_and_knows_of_no_errors(
     hanging = [package.step(defines=(("FAULT", "hang"), ("FACTOR", factor))) for factor in (1, 2)]
     pool.submit([*hanging, *steps(package, *range(50))], ARCH)
     wait_until(lambda: len(list(folder.glob("hangs*"))) == 2, "two compilations that hang")
+    assert pool.is_compiling(hanging[1:], ARCH)
+    assert not pool.is_compiling(steps(package, 77), ARCH), "it was never taken"
     pool.close()
+    assert not pool.is_compiling(hanging, ARCH)
     pool.close()
     assert pool.submit(steps(package, 3), ARCH) == 0
     assert pool.errors(steps(package, 3), ARCH) == {}

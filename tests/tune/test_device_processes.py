@@ -317,6 +317,28 @@ def test_a_queue_gives_the_heaviest_of_a_kind() -> None:
     assert queue.take("c") is None
 
 
+def test_a_queue_passes_over_what_is_being_prepared_and_waits_while_all_is() -> None:
+    tasks = [task(k, estimate_s=20.0 - k) for k in range(1, 6)]
+    queue, preparing = TaskQueue(tasks, seconds=math.inf), set(tasks)
+    queue.defer(lambda each: each in preparing, depth=3)
+    preparing -= {tasks[2], tasks[3]}
+    assert queue.take("a") == tasks[2]
+    assert queue.take("a") == tasks[3], "the third of those that are left"
+    got: list[Task | None] = []
+    waiting = threading.Thread(target=lambda: got.append(queue.take("a")))
+    waiting.start()
+    preparing.discard(tasks[1])
+    waiting.join(timeout=LIMIT_S)
+    assert got == [tasks[1]]
+
+
+def test_the_time_is_up_for_what_is_being_prepared_too() -> None:
+    queue = TaskQueue([task(2)], seconds=0.05)
+    queue.defer(lambda _: True, depth=3)
+    assert queue.take("a") is None
+    assert queue.out_of_time
+
+
 def test_a_queue_gives_each_task_once_to_be_prepared_as_many_as_devices_at_work_need() -> None:
     tasks = [task(k, estimate_s=20.0 - k) for k in range(1, 9)]
     queue = TaskQueue(tasks, seconds=math.inf)

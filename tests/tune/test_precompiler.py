@@ -31,12 +31,17 @@ class Pool:
         self.given: list[tuple[list[KernelStep], str]] = []
         self.called = threading.Event()
         self._error = error
+        self.compiling: list[KernelStep] = []
+
+    def is_compiling(self, steps: Sequence[KernelStep], arch: str) -> bool:
+        return any(step in self.compiling for step in steps)
 
     def submit(self, steps: Sequence[KernelStep], arch: str) -> None:
         self.called.set()
         if self._error is not None:
             raise self._error
         self.given.append((list(steps), arch))
+        self.compiling += steps
 
 
 @pytest.fixture
@@ -94,3 +99,27 @@ def test_a_failure_is_nobodys_concern(handle: Handle) -> None:
     pool = Pool(CompileError("no such source", source="x.cu", options=(), log=""))
     prepared(Precompiler(pool, OPTIONS), handle)  # type: ignore[arg-type]
     assert pool.called.is_set()
+
+
+def test_a_problem_is_ready_once_its_kernels_are_compiled(handle: Handle) -> None:
+    pool, other = Pool(), ProblemDescription.convolution(x=(2, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
+    precompiler = Precompiler(pool, OPTIONS)  # type: ignore[arg-type]
+    assert not precompiler.is_preparing(PROBLEM), "nothing was begun"
+    prepared(precompiler, handle)
+    assert precompiler.is_preparing(PROBLEM)
+    assert precompiler.take([PROBLEM, other]) == other
+    pool.compiling.clear()
+    assert precompiler.take([PROBLEM, other]) == PROBLEM
+    prepared(precompiler, handle)
+    precompiler.close()
+    assert not precompiler.is_preparing(PROBLEM)
+
+
+def test_what_could_not_be_begun_is_not_waited_for(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Precompiler(Pool(CompileError("no such source", source="x.cu", options=(), log="")), OPTIONS)  # type: ignore[arg-type]
+    prepared(failing, handle)
+    assert not failing.is_preparing(PROBLEM)
+    threadless = Precompiler(Pool(), OPTIONS)  # type: ignore[arg-type]
+    monkeypatch.setattr(threadless._helper, "submit", lambda _: False)
+    threadless.prepare([PROBLEM], handle)
+    assert not threadless.is_preparing(PROBLEM)
