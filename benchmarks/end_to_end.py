@@ -8,8 +8,8 @@ Inference in float16, and training steps under autocast to bfloat16; `torch.back
 batch norms folded, too; on miofind's side with `enable()`, with `fuse()` in inference, and with `inductor_options()`.
 Each network has a process of its own, which a time limit ends; what it had found by then is kept. miofind's answers are
 those of the shipped FindDB and of --db; with --tune what they lack is measured before. Rows are added to the files of
---folder as they come: the same command goes on with what is left, and begins anew where they are of another commit. The
-last lines are a table, and the geometric means of its ratios.
+--folder as they come: the same command goes on with what is left. Each row names its commit; what is asked for and is
+of another is measured anew, and the others stay. The last lines are a table, and the geometric means of its ratios.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def keep(case: Case, told: Mapping[str, Any], arguments: argparse.Namespace) -> 
     if "gpu" not in told:
         return
     path = arguments.folder / case.file_of(told["gpu"])
-    kept = kept_rows(arguments.folder, arguments.commit)
-    kept[case.key] = told["row"]
+    kept = kept_rows(arguments.folder)
+    kept[case.key] = told["row"] | {"commit": arguments.commit}
     rows = [row for row in kept.values() if case_of(row).file_of(told["gpu"]) == path.name]
     content = {
         "gpu": told["gpu"],
@@ -235,13 +235,12 @@ def keep(case: Case, told: Mapping[str, Any], arguments: argparse.Namespace) -> 
     temporary.replace(path)
 
 
-def kept_rows(folder: Path, of: str) -> dict[str, dict[str, Any]]:
-    """The rows of a folder's files that are of a commit, by key."""
+def kept_rows(folder: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a folder's files, by key."""
     found = {}
     for path in sorted(folder.glob(f"{NAME}_*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["commit"] == of:
-            found |= {case_of(row).key: row for row in content["rows"]}
+        found |= {case_of(row).key: {"commit": content["commit"]} | row for row in content["rows"]}
     return found
 
 
@@ -282,8 +281,8 @@ def summary(told: Mapping[str, Any]) -> str:
 
 
 def table(arguments: argparse.Namespace) -> str:
-    """The rows of the folder's files that are of the commit, and their geometric means."""
-    rows = list(kept_rows(arguments.folder, arguments.commit).values())
+    """The rows of the folder's files, and their geometric means."""
+    rows = list(kept_rows(arguments.folder).values())
     lines = [f"{case_of(row).key + ' (' + str(row['size']) + ')':52} {summary({'row': row})}" for row in rows]
     for kind in KINDS:
         for layout in LAYOUTS:
@@ -320,8 +319,8 @@ def main() -> None:
         time_case(arguments.case, arguments)
         return
     if not arguments.table:
-        kept = kept_rows(arguments.folder, arguments.commit)
-        known = {key for key, row in kept.items() if PROCESS not in row["failures"]}
+        of_commit = {key: row for key, row in kept_rows(arguments.folder).items() if row["commit"] == arguments.commit}
+        known = {key for key, row in of_commit.items() if PROCESS not in row["failures"]}
         time_all([case for case in cases(arguments) if case.key not in known], arguments)
     print(table(arguments))
 

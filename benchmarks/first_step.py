@@ -17,6 +17,7 @@ Inference is in float16, of a network whose layers were fused; training under au
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import math
 import os
@@ -195,6 +196,8 @@ def main() -> None:
     from miofind.device.device import Device
     from miofind.device.environment import versions
 
+    for package in ("miofind", "solvers", "finddb"):  # an installation has their bytecode
+        compileall.compile_dir(Path(__file__).parents[1] / package, quiet=2)
     device = Device.cuda() if arguments.device == "cuda" else Device.cpu()
     figures = {
         "gpu": device.name,
