@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from miofind.process.parent import Parent
 from miofind.solver.steps import KernelStep
 
 logger = logging.getLogger(__name__)
+
+_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,9 @@ class CompileReply:
 
 
 def serve(parent: Parent, cache: BinaryCache) -> None:
-    """Compile what the parent asks for, one request after another."""
+    """Compile what the parent asks for, one request after another; what measures beside it goes first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICENESS)
     compiler = Compiler(cache)
     parent.ready()
     while True:

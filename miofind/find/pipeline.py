@@ -114,6 +114,7 @@ def measure(
     ahead: CompilePool | None = None,
     afresh: bool = False,
     stored: bool = False,
+    likeliest: Plan | None = None,
 ) -> list[Solution]:
     """Verify and time the candidates of a request, record what became of each, and answer.
 
@@ -127,6 +128,7 @@ def measure(
         ahead: compiles candidates before they are measured, and the likely next ones of a search meanwhile.
         afresh: search from the beginning, whatever the FindDB knows.
         stored: measure what the FindDBs' answers hold, and nothing else; no search.
+        likeliest: the plan of a request for the likeliest, where it was made before.
 
     Raises:
         NoSolutionError: nothing usable.
@@ -150,7 +152,9 @@ def measure(
     if stored:
         plan = stored_plan(problem, options, handle)
     elif options.likely:
-        plan = likely_plan(problem, options, handle, dynamic_only=dynamic_only, left_out=left_out)
+        if likeliest is None or left_out:
+            likeliest = likely_plan(problem, options, handle, dynamic_only=dynamic_only, left_out=left_out)
+        plan = likeliest
         options = replace(options, likely=plan.is_part)
     else:
         plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, winners=winners)

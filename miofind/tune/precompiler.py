@@ -14,6 +14,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
 from miofind.errors import described
 from miofind.evaluate.harness_kernels import harness_steps
+from miofind.find.plan import Plan
 from miofind.process.threads import Helper
 from miofind.runtime.handle import Handle
 from miofind.solver.solver import MAX_DEFAULT_CONFIGS
@@ -55,6 +56,7 @@ class Precompiler:
         self.depth = 1 if options.find.searches else LIKELY_DEPTH if options.find.likely else DEPTH
         self._options = options
         self._preparing: dict[ProblemDescription, tuple[KernelStep, ...] | None] = {}
+        self._plans: dict[ProblemDescription, Plan] = {}
         self._arch = ""
         self._helper = Helper("miofind-precompiler")
         self._switch_s = sys.getswitchinterval()
@@ -84,6 +86,10 @@ class Precompiler:
         self._preparing.pop(problem, None)
         return False
 
+    def planned(self, problem: ProblemDescription) -> Plan | None:
+        """The few candidates of a problem, where it was prepared and the likeliest are measured; told once."""
+        return self._plans.pop(problem, None)
+
     def take(self, problems: Sequence[ProblemDescription]) -> ProblemDescription:
         """The first of the problems that need not be waited for; while there is none it waits."""
         while True:
@@ -96,24 +102,27 @@ class Precompiler:
         """Plan nothing more."""
         self._helper.give_up()
         self._preparing.clear()
+        self._plans.clear()
         sys.setswitchinterval(self._switch_s)
 
     def _prepare(self, problem: ProblemDescription, handle: Handle, options: TuneOptions) -> None:
         steps: tuple[KernelStep, ...] = ()
         try:
             if not known_solutions(problem, options, handle, queue=False):
-                steps = (*harness_steps(problem, handle.device), *_steps(problem, handle, options))
+                first, *others = tuning_plans(problem, options, handle)
+                if options.find.likely and not others:
+                    self._plans[problem] = first
+                steps = (*harness_steps(problem, handle.device), *_steps(first, handle))
                 self.pool.submit(steps, handle.device.arch)
         except BaseException as error:  # measuring the problem meets the same error, and says so
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
         self._preparing[problem] = steps
 
 
-def _steps(problem: ProblemDescription, handle: Handle, options: TuneOptions) -> Iterator[KernelStep]:
-    """Kernels of as many candidates of each solver as a find begins with, of what is measured first."""
-    first, *_ = tuning_plans(problem, options, handle)
+def _steps(plan: Plan, handle: Handle) -> Iterator[KernelStep]:
+    """Kernels of as many candidates of each solver as a find begins with."""
     counts: Counter[str] = Counter()
-    for planned in first.candidates:
+    for planned in plan.candidates:
         counts[planned.solver.id] += 1
         if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
             yield from planned.kernels(handle.device)

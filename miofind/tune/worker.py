@@ -18,6 +18,7 @@ from miofind.evaluate.evaluate import DeviceLostError
 from miofind.find.lookup import records
 from miofind.find.lookup.validity import is_valid
 from miofind.find.pipeline import measure
+from miofind.find.plan import Plan
 from miofind.finddb import RefusedEntryError, usable_rows
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, reordered
@@ -98,8 +99,9 @@ class Worker:
                     self._precompiler.prepare([each.request.problem], self._handle, each.options)
             began = time.monotonic()
             try:
-                pool = self._precompiler.pool if self._precompiler else None
-                result = tuned(task, self._handle, task.options or self._options, pool)
+                options, ahead = task.options or self._options, self._precompiler
+                plan = ahead.planned(task.request.problem) if ahead else None
+                result = tuned(task, self._handle, options, ahead.pool if ahead else None, plan)
             except (DeviceLostError, NoDeviceError) as error:
                 self._lose(task, str(error), time.monotonic() - began)
                 return
@@ -114,11 +116,14 @@ class Worker:
         self._tell(TuneLost(device=self.number, message=message))
 
 
-def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | None = None) -> TuneResult:
+def tuned(
+    task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | None = None, plan: Plan | None = None
+) -> TuneResult:
     """One problem's result; whatever fails is in it.
 
     Args:
         pool: compiles the candidates; None where measuring does.
+        plan: of the likeliest candidates, where there is one already.
 
     Raises:
         DatabaseError, MissingEnvironmentError: what would fail every problem.
@@ -136,6 +141,7 @@ def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | 
             ahead=pool,
             afresh=options.force,
             stored=options.stored,
+            likeliest=plan,
         )
     except RefusedEntryError as error:
         return failed(task, str(error), time.monotonic() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,18 @@ def test_a_fused_problem_is_planned_without_its_bare_one(h200: miofind.Handle) -
     (plan,) = tuning_plans(FUSED, TuneOptions(find=LIKELY), h200)
     assert {p.problem for p in plan.candidates} == {FUSED}
     assert len(tuning_plans(FUSED, TuneOptions(find=FindOptions()), h200)) == 2
+
+
+def test_a_plan_that_is_there_is_measured_unless_something_failed_since(
+    cpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = likely_plan(PROBLEM, LIKELY, cpu, left_out={})
+    one = replace(plan, candidates=plan.candidates[-1:], is_part=True)
+    found = pipeline.measure(PROBLEM, LIKELY, cpu, likeliest=one)
+    assert {s.id for s in found} == {one.candidates[0].candidate.id}
+    monkeypatch.setattr(pipeline, "_left_out", lambda *_: {one.candidates[0].candidate.id: "failed here before"})
+    found = pipeline.measure(PROBLEM, LIKELY, cpu, likeliest=one)
+    assert one.candidates[0].candidate.id not in {s.id for s in found if s.source is Source.MEASURED}
 
 
 def test_few_are_measured_and_the_rest_by_a_later_tuning(one: None, cpu: miofind.Handle) -> None:

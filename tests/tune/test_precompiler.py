@@ -17,6 +17,7 @@ from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.steps import KernelStep
 from miofind.tune import precompiler as tune_precompiler
+from miofind.tune.planning import tuning_plans
 from miofind.tune.precompiler import Precompiler
 from miofind.tune.values import TuneOptions
 
@@ -113,6 +114,19 @@ def test_a_problem_is_ready_once_its_kernels_are_compiled(handle: Handle) -> Non
     prepared(precompiler, handle)
     precompiler.close()
     assert not precompiler.is_preparing(PROBLEM)
+
+
+def test_the_plan_of_the_likeliest_is_told_once(handle: Handle) -> None:
+    likely = TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",)))
+    for options, is_planned in ((likely, True), (OPTIONS, False)):
+        precompiler = Precompiler(Pool(), options)  # type: ignore[arg-type]
+        prepared(precompiler, handle)
+        plan = precompiler.planned(PROBLEM)
+        assert (plan is not None) == is_planned
+        if plan is not None:
+            again = tuning_plans(PROBLEM, likely, handle)[0]
+            assert [each.candidate for each in plan.candidates] == [each.candidate for each in again.candidates]
+        assert precompiler.planned(PROBLEM) is None
 
 
 def test_what_could_not_be_begun_is_not_waited_for(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_measuring_gets_the_pool_and_goes_on_where_it_was_unless_forced(
     monkeypatch.setattr("miofind.tune.worker.measure", measure)
     with CompilePool(workers=1) as pool:
         tune(REQUESTS[:1], [handle], replace(OPTIONS, force=force), pool=pool)
-    assert told == [{"also": (), "ahead": pool, "afresh": force, "stored": False}]
+    assert told == [{"also": (), "ahead": pool, "afresh": force, "stored": False, "likeliest": None}]
 
 
 def test_a_search_is_not_covered_by_defaults(handle: Handle) -> None:
