@@ -15,24 +15,30 @@ import torch
 import torch.nn.functional as functional
 from fused_answers import answers_of
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.decomposition import select_decomp_table
 
 import miofind.torch
 from miofind import Handle
-from miofind.torch.graph_pass import ConvolutionPass
 from miofind.torch.inductor import backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def convolution_pass() -> Any:
+    """A new pass. torch.compile, which its module imports, takes 1.6 s: here, so that reading this file takes none."""
+    from miofind.torch.graph_pass import ConvolutionPass
+
+    return ConvolutionPass()
 
 
 class Compiled:
     """torch.compile up to Inductor's graphs: decomposed and passed over, then run as they are."""
 
     def __init__(self, model: Callable[..., Any], **options: Any) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._inductor.decomposition import select_decomp_table
+
         self.graphs: list[fx.GraphModule] = []
-        self.convolution_pass = ConvolutionPass()
+        self.convolution_pass = convolution_pass()
         each = {"fw_compiler": self._passed, "decompositions": select_decomp_table()}
         torch._dynamo.reset()
         self._run = torch.compile(model, backend=aot_autograd(**each), **options)
@@ -41,6 +47,8 @@ class Compiled:
         return self._run(*inputs)
 
     def _passed(self, graph: fx.GraphModule, inputs: Any) -> Any:
+        from torch._functorch.aot_autograd import make_boxed_func
+
         self.convolution_pass(graph.graph)
         graph.recompile()
         self.graphs.append(graph)
@@ -217,10 +225,10 @@ def test_an_answer_that_fails_is_pytorchs(cpu_handle: Handle, monkeypatch: pytes
 
 def test_the_identity_of_a_pass_follows_what_it_depends_on(cpu_handle: Handle) -> None:
     with answers_of(cpu_handle):
-        first = ConvolutionPass().uuid()
-        assert first == ConvolutionPass().uuid()
+        first = convolution_pass().uuid()
+        assert first == convolution_pass().uuid()
         with torch.backends.cudnn.flags(deterministic=True):
-            assert ConvolutionPass().uuid() != first
+            assert convolution_pass().uuid() != first
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
