@@ -42,7 +42,7 @@ def test_it_shows_all_sections_and_makes_no_database(tmp_path: Path) -> None:
 
 def test_coverage_of_what_was_found() -> None:
     run("find", *FORWARD, "--device", "cpu")
-    layer = "conv -n 2 -c 512 -H 7 -W 7 -k 512 -y 3 -x 3 -p 1 -q 1 -F 1"
+    layer = "conv -n 2 -c 64 -H 56 -W 56 -k 64 -y 1 -x 1 -F 1"
     run("find", layer, "--device", "cpu")
     report = run_json("doctor")
     assert report["databases"][0]["devices"] == {Device.cpu().identity: 2}

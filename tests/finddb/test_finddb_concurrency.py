@@ -20,7 +20,7 @@ from waiting import LIMIT_S
 
 from miofind.finddb import MEMORY, LayeredStore, Store
 
-PAIRS = 16
+PAIRS = 8
 """Writers, and readers as many."""
 RECORDS = 4
 
@@ -39,7 +39,7 @@ def test_many_processes_lose_nothing(tmp_path):
 
 
 def test_many_processes_lose_nothing_on_a_server(postgres_url):
-    lose_nothing(postgres_url, 8)
+    lose_nothing(postgres_url, 4)
 
 
 def lose_nothing(address, pairs):

@@ -31,7 +31,7 @@ def _is_ours(override: Override) -> bool:
     return 0 < override.report().calls == override.report().own_calls
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn_calls(least_batch=1), st.sampled_from(_DTYPES), st.booleans(), st.booleans())
 def test_every_call_gives_pytorchs_numbers_and_strides(
     cpu_handle: Handle, call: DrawnCall, dtype: Any, with_bias: bool, expanded: bool

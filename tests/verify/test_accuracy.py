@@ -74,5 +74,11 @@ def test_truncated_tf32_inputs_stay_within_the_bound(length: int) -> None:
 
 
 def truncated(values: np.ndarray, bits: int = 24) -> np.ndarray:
-    mantissa, exponent = np.frexp(values)
-    return np.ldexp(np.trunc(mantissa * 2.0**bits), exponent - bits)
+    """Doubles, of whose significands so many bits are kept."""
+    return (values.view(np.int64) & -(1 << (53 - bits))).view(np.float64)
+
+
+def test_truncated_drops_the_bits_beyond() -> None:
+    values = np.array([1 + 2.0**-10, 1 + 2.0**-11, -1 - 2.0**-11, 3.0, 0.0, 2.0**-30 * (1 + 2.0**-10 + 2.0**-52)])
+    wanted = [1 + 2.0**-10, 1.0, -1.0, 3.0, 0.0, 2.0**-30 * (1 + 2.0**-10)]
+    np.testing.assert_array_equal(truncated(values, 11), wanted)
