@@ -306,13 +306,16 @@ class Release:
                 raise ValueError(f"{str(value)[:80]!r} is no SHA-256")
 
 
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode  # json.dumps makes one a call
+
+
 def canonical_json(value: object) -> str:
     """JSON text with sorted keys, no spaces and ASCII only; equal values have equal text.
 
     Raises:
         ValueError: NaN or infinity. TypeError: something JSON has no form for.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _encode(value)
 
 
 def from_json(text: str) -> Any:

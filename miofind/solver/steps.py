@@ -105,9 +105,12 @@ class Config(Mapping[str, Any]):
         return f"Config({self.json})"
 
 
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode  # json.dumps makes one a call
+
+
 def _text_of(values: Mapping[str, ConfigValue]) -> str:
     try:
-        return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return _encode(values)
     except (TypeError, ValueError, RecursionError) as error:
         names = ", ".join(f"{name!r:.40}" for name in values)
         raise InvalidConfigError(f"a config of {names:.200} cannot be written as JSON: {error}") from error
