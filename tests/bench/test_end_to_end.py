@@ -90,7 +90,7 @@ def test_a_wrong_form_is_a_failure_and_has_no_time(
     scripts: dict[str, ModuleType], monkeypatch: Any, factor: float, told: str
 ) -> None:
     forms, network = scripts["torch_forms"], scripts["torch_networks"].NETWORKS["tiny"]
-    forms.BLOCK_S, forms.ROUNDS = 1e-3, 1
+    forms.BLOCK_S, forms.ROUNDS, forms.WARM_UP_CALLS = 1e-3, 1, 1
     monkeypatch.setattr(forms, "folded", lambda model: lambda x: factor * model(x))
     with miofind.Handle("cpu") as handle:
         setting = forms.Setting(kind="inference", channels_last=False, device="cpu", handle=handle, forms=["eager"])

@@ -37,7 +37,7 @@ def verify(problem: ProblemDescription, run: Run, *, exact: bool = True, workspa
 @given(problem=problems())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_right_results_pass(problem: ProblemDescription) -> None:
-    assume(problem.flops < 5e7 and problem.bytes < 2e7)
+    assume(problem.flops < 5e6 and problem.bytes < 2e6)
     verdict = verify(problem, right(problem))
     assert verdict.ok, verdict.message
     assert verdict.message == ""
