@@ -24,7 +24,7 @@ from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
-from miofind.errors import MissingLibraryError
+from miofind.errors import MissingLibraryError, described, raise_if_interrupted
 from miofind.options import FindOptions
 from miofind.printable import printable_name
 from miofind.runtime.handle import Handle, default_handle
@@ -175,8 +175,12 @@ def _kernels(result: TuneResult, handle: Handle) -> tuple[KernelStep, ...]:
     """What the fastest solution of a problem launches of our own kernels."""
     for best in result.solutions[:1]:
         solver = handle.registry.named(best.solver_id)
-        if solver.sources:  # others may ask their library, and take long
-            return solver.solution(best.problem, best.device, best.config).kernels
+        try:
+            if solver.sources:  # others may ask their library, and take long
+                return solver.solution(best.problem, best.device, best.config).kernels
+        except BaseException as error:  # a solver's own code may raise anything; the step that needs it says so
+            raise_if_interrupted(error)
+            logger.debug("%s has no kernels: %s", best.id, described(error))
     return ()
 
 

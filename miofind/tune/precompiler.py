@@ -56,7 +56,7 @@ class Precompiler:
         self.depth = 1 if options.find.searches else LIKELY_DEPTH if options.find.likely else DEPTH
         self._options = options
         self._preparing: dict[ProblemDescription, tuple[KernelStep, ...] | None] = {}
-        self._plans: dict[ProblemDescription, Plan] = {}
+        self._plans: dict[ProblemDescription, tuple[TuneOptions, Plan]] = {}
         self._arch = ""
         self._helper = Helper("miofind-precompiler")
         self._switch_s = sys.getswitchinterval()
@@ -86,9 +86,11 @@ class Precompiler:
         self._preparing.pop(problem, None)
         return False
 
-    def planned(self, problem: ProblemDescription) -> Plan | None:
-        """The few candidates of a problem, where it was prepared and the likeliest are measured; told once."""
-        return self._plans.pop(problem, None)
+    def planned(self, problem: ProblemDescription, options: TuneOptions) -> Plan | None:
+        """The few candidates of a problem, where it was prepared and the likeliest are measured; it is done with."""
+        self._preparing.pop(problem, None)
+        made_for, plan = self._plans.pop(problem, (None, None))
+        return plan if made_for == options else None
 
     def take(self, problems: Sequence[ProblemDescription]) -> ProblemDescription:
         """The first of the problems that need not be waited for; while there is none it waits."""
@@ -110,13 +112,14 @@ class Precompiler:
         try:
             if not known_solutions(problem, options, handle, queue=False):
                 first, *others = tuning_plans(problem, options, handle)
-                if options.find.likely and not others:
-                    self._plans[problem] = first
+                if options.find.likely and not others and problem in self._preparing:
+                    self._plans[problem] = (options, first)
                 steps = (*harness_steps(problem, handle.device), *_steps(first, handle))
                 self.pool.submit(steps, handle.device.arch)
         except BaseException as error:  # measuring the problem meets the same error, and says so
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
-        self._preparing[problem] = steps
+        if problem in self._preparing:  # else it was measured meanwhile
+            self._preparing[problem] = steps
 
 
 def _steps(plan: Plan, handle: Handle) -> Iterator[KernelStep]:

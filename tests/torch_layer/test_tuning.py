@@ -263,6 +263,9 @@ def test_what_was_known_is_compiled_for_the_step_that_follows(tmp_path: Path, mo
         assert result.status is TuneStatus.KNOWN, "it is shipped"
         assert steps
         assert all(Compiler(BinaryCache()).is_at_hand(step, handle.device) for step in steps)
+        solver = type(handle.registry.named(result.solutions[0].solver_id))
+        monkeypatch.setattr(solver, "solution", lambda *_: pytest.fail("a solver's own failure"))
+        assert tuning._kernels(result, handle) == (), "the step that needs it says so"
 
 
 def test_the_direct_path_is_built_by_a_process_that_may_outlive_the_tuning(

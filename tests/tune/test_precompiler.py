@@ -118,15 +118,25 @@ def test_a_problem_is_ready_once_its_kernels_are_compiled(handle: Handle) -> Non
 
 def test_the_plan_of_the_likeliest_is_told_once(handle: Handle) -> None:
     likely = TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",)))
-    for options, is_planned in ((likely, True), (OPTIONS, False)):
+    for options, asked, is_planned in ((likely, likely, True), (likely, OPTIONS, False), (OPTIONS, OPTIONS, False)):
         precompiler = Precompiler(Pool(), options)  # type: ignore[arg-type]
         prepared(precompiler, handle)
-        plan = precompiler.planned(PROBLEM)
+        plan = precompiler.planned(PROBLEM, asked)
         assert (plan is not None) == is_planned
         if plan is not None:
             again = tuning_plans(PROBLEM, likely, handle)[0]
             assert [each.candidate for each in plan.candidates] == [each.candidate for each in again.candidates]
-        assert precompiler.planned(PROBLEM) is None
+        assert precompiler.planned(PROBLEM, asked) is None
+        assert not precompiler._plans
+        assert not precompiler._preparing
+
+
+def test_nothing_is_kept_of_what_was_measured_before_it_was_prepared(handle: Handle) -> None:
+    likely = TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",)))
+    precompiler = Precompiler(Pool(), likely)  # type: ignore[arg-type]
+    precompiler._prepare(PROBLEM, handle, likely)
+    assert not precompiler._plans
+    assert not precompiler._preparing
 
 
 def test_what_could_not_be_begun_is_not_waited_for(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
