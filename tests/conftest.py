@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from nursery import forked_children, nursery
 from postgres_server import _finddb_of_worker, finddb_url, postgres_server, postgres_url
 
-__all__ = ["_finddb_of_worker", "finddb_url", "postgres_server", "postgres_url"]
+__all__ = ["_finddb_of_worker", "finddb_url", "forked_children", "nursery", "postgres_server", "postgres_url"]
 
 # Workers of pytest share the cores: threads of each one's BLAS would wait for each other while they spin. On two busy
 # cores that made tests of small products take 40 s instead of one.

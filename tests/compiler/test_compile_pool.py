@@ -24,7 +24,7 @@ from miofind.errors import CompileError, InvalidOptionError
 from miofind.process import service
 from miofind.solver.steps import KernelStep
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = [pytest.mark.sampled(2), pytest.mark.usefixtures("forked_children")]
 
 pytest.importorskip("cuda.bindings.nvrtc")
 

@@ -32,7 +32,7 @@ from miofind.process.service import Service, Silence
 from miofind.solver.candidate import Candidate, Outcome, Status
 from miofind.solver.registry import Registry
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = [pytest.mark.sampled(2), pytest.mark.usefixtures("forked_children")]
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
 FAULTY = "ConvCpuGemm1x1"

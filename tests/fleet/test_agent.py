@@ -35,6 +35,8 @@ from miofind.suites import SuiteProblem
 from miofind.tune import device_processes
 from miofind.tune.values import TuneOptions
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 OPTIONS = TuneOptions(find=FindOptions(only=("ConvCpuIm2colGemm",)))
 REQUEST = CampaignRequest(name="small", options=OPTIONS)
 
@@ -272,8 +274,9 @@ def test_a_job_that_ends_two_processes_is_parked_and_the_rest_is_done(
     monkeypatch.setenv("DEVICE_FAULT", "exit at heaviest")
     monkeypatch.setenv("DEVICE_FOLDER", str(tmp_path))
     monkeypatch.setenv("DEVICE_HEAVIEST", PROBLEMS[-1].problem.network_config)
+    monkeypatch.setattr(link, "_IDLE_S", (0.05, 0.1))  # far less than ends the agent: what is given back is taken again
     submit(host.database, REQUEST, PROBLEMS[2:], lambda problem: float(problem.k))
-    host.agent().run(until_idle_s=0.5)
+    host.agent().run(until_idle_s=1.0)
     assert host.states() == {"parked": 1, "done": 1}
 
 

@@ -41,6 +41,8 @@ from miofind.tune.service import (
     tune,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 OPTIONS = TuneOptions(find=FindOptions(only=("ConvCpuIm2colGemm",), time_budget_s=math.inf))
 KIND_A, KIND_B = (replace(Device.cpu(), name=name) for name in ("kind A", "kind B"))
 HandlesOf = Callable[..., list[Handle]]
