@@ -285,6 +285,7 @@ def test_gpus_of_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no GPU that CUDA sees" in run("tune", *FORWARD, "--gpus", "all", code=3).stderr
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_all_gpus_get_a_table_a_kind(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [replace(Device.cpu(), name=name) for name in ("kind A", "kind A", "kind B")]
     monkeypatch.setattr("miofind.cli.tune.cuda_device_count", lambda: 3)

@@ -25,7 +25,7 @@ from miofind.finddb import MEMORY, LayeredStore, Store, sqlite_database, upgrade
 pytestmark = pytest.mark.sampled(3)
 
 OLD, NEW = "old", "new"
-MANY = 40
+MANY = 16
 
 
 @pytest.fixture

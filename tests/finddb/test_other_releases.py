@@ -440,7 +440,7 @@ class _Way:
 
 
 WAYS = ["written", "merged", "imported", "system"]
-drawn = settings(max_examples=40)
+drawn = settings(max_examples=20)
 
 
 def check_stands(solution: Solution) -> None:
