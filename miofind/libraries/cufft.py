@@ -13,7 +13,6 @@ from typing import Any
 
 from miofind.device.device import INSTALL_CUDA, Device
 from miofind.errors import LaunchError, MissingLibraryError
-from miofind.libraries.nvmath_bindings import binding
 from miofind.solver.steps import FftStep
 
 _PLANS = 256
@@ -121,4 +120,8 @@ def _library() -> Any:
     Raises:
         MissingLibraryError: it is not installed.
     """
-    return binding("cufft")
+    try:
+        from nvmath.bindings import cufft
+    except ImportError as error:
+        raise MissingLibraryError(f"nvmath-python is not installed, so cuFFT cannot be used: {INSTALL_CUDA}") from error
+    return cufft
