@@ -70,11 +70,13 @@ def _found(
         if left and handle.device.place is Place.CUDA and _may_measure(options):
             pool = stack.enter_context(CompilePool())
             tuning = TuneOptions(find=options, force=True)
-            precompiler = stack.enter_context(contextlib.closing(Precompiler(pool, tuning)))
+            precompiler = stack.enter_context(contextlib.closing(Precompiler(pool, tuning, defers=True)))
             precompiler.prepare(_unanswered(left[1:], options, handle), handle)
         while left:
             problem = left[0] if precompiler is None else precompiler.take(left)
             left.remove(problem)
+            if precompiler is not None:
+                precompiler.take_plan(problem, tuning)  # it is done with
             try:
                 answers[problem] = find(problem, options, handle, ahead=pool)
             except NoSolutionError as error:

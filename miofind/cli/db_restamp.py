@@ -16,14 +16,20 @@ from miofind.compiler import BinaryCache, Compiler
 from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.find.restamp import Restamped, codes, read_codes, restamped, write_codes
 from miofind.finddb import Store, told_address, user_path
-from miofind.solver.registry import Registry
+from miofind.solver.registry import Registry, composed
 from miofind.suites.text import read_lines
 
 
 @click.command("code", epilog=example("miofind db code finddb/prebuilt/nvidia_h200.db > before.jsonl"))
 @click.argument("source", required=False, metavar="[SOURCE]", type=FindDBFile(must_exist=True))
 @db_option(may_begin=False, about="The FindDB SOURCE.")
-@click.option("--solver", "solvers", multiple=True, metavar="ID", help="Rows of this solver alone; repeatable.")
+@click.option(
+    "--solver",
+    "solvers",
+    multiple=True,
+    metavar="ID",
+    help="Rows of this solver and of its composed form alone; repeatable.",
+)
 @json_option
 @verbose_option
 def code(source: str | None, database: str | None, solvers: tuple[str, ...], as_json: bool) -> None:
@@ -33,15 +39,15 @@ def code(source: str | None, database: str | None, solvers: tuple[str, ...], as_
     The kernels of all rows are compiled, without a GPU: some thousand take minutes, so name the solvers whose sources
     will change. Rows of the CPU place and failures are left out. With --json the lines are one array.
     """
-    known = Registry.default()
-    for name in solvers:
-        known.named(name)  # refuses what is none
+    named = [Registry.default().named(name) for name in solvers]
+    wanted = {each.id for solver in named for each in (solver, composed(solver))}
     where = one_of(source, database) or user_path()
     with Store(where, read_only=True) as store, store.one_instant():
-        found = codes(store, Compiler(BinaryCache()), solvers or None)
+        found = codes(store, Compiler(BinaryCache()), wanted or None)
         first = list(itertools.islice(found, 1))
         if not first:
-            print_note(f"no kernels: {store.location} has no usable rows of a GPU")
+            of_solvers = f" of {', '.join(sorted(wanted))}" if wanted else ""
+            print_note(f"no kernels: {store.location} has no usable rows of a GPU{of_solvers}")
         if as_json:
             print_json([asdict(each) for each in (*first, *found)])
             return
@@ -68,7 +74,7 @@ def restamp(old: str, new: Path, written: Path, as_json: bool) -> None:
     NEW gets the rows of OLD whose machine code is today's, under the hashes of today's sources. After sources were
     renamed or cleaned up, rows are void although what they measured still runs. Kernels and launches are compared one
     by one. A row that differs stays behind, and so do failures and rows of the CPU place: the next find asks their
-    solvers anew. Rows of sources that did not change come along. NEW must not exist.
+    solvers anew. Usable rows of a GPU whose sources did not change come along. NEW must not exist.
     """
     if new.exists():
         raise InvalidOptionError(f"{new} is there already: name a file that is not")

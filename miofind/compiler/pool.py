@@ -163,10 +163,21 @@ class CompilePool:
                 return task, False
             self._waiting.insert(0 if wanted else len(self._waiting), task)
             if len(self._threads) < self._workers:
-                self._threads.append(threading.Thread(target=self._work, name="miofind-compile", daemon=True))
-                self._threads[-1].start()
+                self._begin_thread()
             self._changed.notify()
             return task, True
+
+    def _begin_thread(self) -> None:
+        """Have one more thread; where none can be had, and none is there, all that waits is given up."""
+        thread = threading.Thread(target=self._work, name="miofind-compile", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                logger.warning("nothing is compiled ahead: no thread can be started (%s)", error)
+                self._stop()
+        else:
+            self._threads.append(thread)
 
     def _has_room(self, *, wanted: bool) -> bool:
         """Whether a new task may be taken. The lock is held."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from dataclasses import dataclass
 
@@ -14,8 +13,6 @@ from miofind.process.parent import Parent
 from miofind.solver.steps import KernelStep
 
 logger = logging.getLogger(__name__)
-
-_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +35,8 @@ class CompileReply:
 
 
 def serve(parent: Parent, cache: BinaryCache) -> None:
-    """Compile what the parent asks for, one request after another; what measures beside it goes first."""
+    """Compile what the parent asks for, one request after another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICENESS)
     compiler = Compiler(cache)
     parent.ready()
     while True:

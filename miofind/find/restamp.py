@@ -3,7 +3,7 @@
 Each release says of its rows what they launch (`codes`), and the next one compares that with what it launches itself
 (`restamped`): instructions, constants and resources of each kernel, grids, blocks and arguments, library calls, the
 workspace, and the packed form. Names are left out. Proved row by row; a row of which anything differs stays behind.
-Rows under today's hashes hold as they are: nothing is compiled for them.
+Usable rows of a GPU under today's hashes hold as they are: nothing is compiled for them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from miofind.bench.comparison import bench_row
 from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Place
+from miofind.device.device import Library, Place
 from miofind.errors import MissingLibraryError, described, raise_if_interrupted
 from miofind.options import FindOptions
 from miofind.printable import printable_name
@@ -176,7 +176,7 @@ def _kernels(result: TuneResult, handle: Handle) -> tuple[KernelStep, ...]:
     for best in result.solutions[:1]:
         solver = handle.registry.named(best.solver_id)
         try:
-            if solver.sources:  # others may ask their library, and take long
+            if solver.library is not Library.CUDNN:  # which may take long to say what it launches
                 return solver.solution(best.problem, best.device, best.config).kernels
         except BaseException as error:  # a solver's own code may raise anything; the step that needs it says so
             raise_if_interrupted(error)

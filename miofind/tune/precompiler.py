@@ -45,16 +45,18 @@ class Precompiler:
 
     Args:
         pool: fills the binary cache, for any number of devices; not closed here.
+        defers: keep what is prepared, for `take`, `is_preparing` and `take_plan`; off where nobody asks them.
 
     Attributes:
         depth: problems that are worth preparing ahead; one of a search, whose configurations take long to plan and to
             measure.
     """
 
-    def __init__(self, pool: CompilePool, options: TuneOptions) -> None:
+    def __init__(self, pool: CompilePool, options: TuneOptions, *, defers: bool = False) -> None:
         self.pool = pool
         self.depth = 1 if options.find.searches else LIKELY_DEPTH if options.find.likely else DEPTH
         self._options = options
+        self._defers = defers
         self._preparing: dict[ProblemDescription, tuple[KernelStep, ...] | None] = {}
         self._plans: dict[ProblemDescription, tuple[TuneOptions, Plan]] = {}
         self._arch = ""
@@ -73,10 +75,11 @@ class Precompiler:
         if handle.device.place is Place.CUDA:
             self._arch = handle.device.arch
             for problem in problems:
-                self._preparing[problem] = None
+                if self._defers:
+                    self._preparing[problem] = None
                 work = functools.partial(self._prepare, problem, handle, options or self._options)
                 if not self._helper.submit(work):
-                    del self._preparing[problem]
+                    self._preparing.pop(problem, None)
 
     def is_preparing(self, problem: ProblemDescription) -> bool:
         """Whether what was begun for a problem is not done yet: to measure it now would be to wait."""
@@ -86,7 +89,7 @@ class Precompiler:
         self._preparing.pop(problem, None)
         return False
 
-    def planned(self, problem: ProblemDescription, options: TuneOptions) -> Plan | None:
+    def take_plan(self, problem: ProblemDescription, options: TuneOptions) -> Plan | None:
         """The few candidates of a problem, where it was prepared and the likeliest are measured; it is done with."""
         self._preparing.pop(problem, None)
         made_for, plan = self._plans.pop(problem, (None, None))
@@ -112,10 +115,12 @@ class Precompiler:
         try:
             if not known_solutions(problem, options, handle, queue=False):
                 first, *others = tuning_plans(problem, options, handle)
-                if options.find.likely and not others and problem in self._preparing:
+                made = (*harness_steps(problem, handle.device), *_steps(first, handle))
+                self.pool.submit(made, handle.device.arch)
+                steps = made
+                # A fused problem's plan reads what the FindDB has of the bare one, which may be measured before.
+                if options.find.likely and not (others or problem.epilogue) and problem in self._preparing:
                     self._plans[problem] = (options, first)
-                steps = (*harness_steps(problem, handle.device), *_steps(first, handle))
-                self.pool.submit(steps, handle.device.arch)
         except BaseException as error:  # measuring the problem meets the same error, and says so
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
         if problem in self._preparing:  # else it was measured meanwhile

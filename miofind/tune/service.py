@@ -110,7 +110,7 @@ def _run_alone(handle: Handle, options: TuneOptions, queue: TaskQueue, pool: Com
     """Run a worker in this thread."""
     precompiler = None
     if pool is not None:
-        precompiler = Precompiler(pool, options)
+        precompiler = Precompiler(pool, options, defers=not options.find.searches)
         queue.defer(lambda task: precompiler.is_preparing(task.request.problem), precompiler.depth)
     try:
         Worker(0, handle, options, queue, precompiler=precompiler, tell=log.take).run()

@@ -100,7 +100,7 @@ class Worker:
             began = time.monotonic()
             try:
                 options, ahead = task.options or self._options, self._precompiler
-                plan = ahead.planned(task.request.problem, options) if ahead else None
+                plan = ahead.take_plan(task.request.problem, options) if ahead else None
                 result = tuned(task, self._handle, options, ahead.pool if ahead else None, plan)
             except (DeviceLostError, NoDeviceError) as error:
                 self._lose(task, str(error), time.monotonic() - began)

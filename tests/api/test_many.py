@@ -67,10 +67,12 @@ def test_kernels_are_compiled_ahead_where_something_may_be_measured(
     options: miofind.FindOptions, compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[Any] = []
+    dropped: list[Any] = []
     pools: list[Any] = []
 
     class Ahead:
-        def __init__(self, pool: Any, tuning: Any) -> None:
+        def __init__(self, pool: Any, tuning: Any, *, defers: bool) -> None:
+            assert defers
             assert tuning.force, "whether it is known was asked by the rules of a find"
             pools.append(pool)
 
@@ -79,6 +81,9 @@ def test_kernels_are_compiled_ahead_where_something_may_be_measured(
 
         def take(self, problems: Any) -> Any:
             return problems[-1]
+
+        def take_plan(self, problem: Any, tuning: Any) -> None:
+            dropped.append(problem)
 
         def close(self) -> None:
             pools.append("closed")
@@ -92,6 +97,7 @@ def test_kernels_are_compiled_ahead_where_something_may_be_measured(
     with miofind.Handle(Device.virtual("90a"), database=tmp_path / "found.db") as virtual:
         assert miofind.find_many([FIRST, SECOND], options=options, handle=virtual) == [[], []]
     assert prepared == ([SECOND] if compiles else [])
+    assert dropped == ([SECOND, FIRST] if compiles else [])
     assert pools[1:] == (["closed"] if compiles else [])
 
 

@@ -232,6 +232,13 @@ def test_code_of_rows_without_kernels_says_so(filled: Path) -> None:
     assert result.stderr.startswith("no kernels: ")
 
 
+def test_code_of_a_solver_is_that_of_its_composed_form_too(filled: Path) -> None:
+    result = run("db", "code", str(filled), "--solver", "ConvGemm1x1")
+    assert result.stderr == (
+        f"no kernels: {filled} has no usable rows of a GPU of ConvGemm1x1, ConvGemm1x1+Pointwise\n"
+    )
+
+
 def test_prune(filled: Path) -> None:
     run("find", *FORWARD, "--device", "cpu", "--enforce", "db_update")
     before = run_json("db", "stats")["rows"]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,37 @@ def test_what_is_in_the_cache_starts_no_process(
     with CompilePool(cache) as pool:
         assert pool.submit(asked, ARCH) == 0
         assert pool.errors(asked, ARCH) == {}
+
+
+def test_without_threads_nothing_is_compiled_ahead(
+    cache: BinaryCache, package: CudaPackage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cannot(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot)
+    with CompilePool(cache, workers=2) as pool:
+        assert pool.errors(steps(package, 3, 4), ARCH) == {}
+        assert not pool.is_compiling(steps(package, 3, 4), ARCH)
+    assert "no thread can be started (can't start new thread)" in caplog.text
+
+
+def test_one_thread_does_the_work_of_several(
+    cache: BinaryCache, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def once(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    with FaultyPool(cache, workers=2) as pool:
+        asked = steps(package, 3, 4)
+        assert pool.errors(asked, ARCH) == {}
+        assert all(is_cached(step, cache) for step in asked)
 
 
 def test_what_cannot_be_sent_or_received_makes_nobody_wait_for_good(

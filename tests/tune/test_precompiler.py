@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import CompileError
@@ -104,7 +106,7 @@ def test_a_failure_is_nobodys_concern(handle: Handle) -> None:
 
 def test_a_problem_is_ready_once_its_kernels_are_compiled(handle: Handle) -> None:
     pool, other = Pool(), ProblemDescription.convolution(x=(2, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
-    precompiler = Precompiler(pool, OPTIONS)  # type: ignore[arg-type]
+    precompiler = Precompiler(pool, OPTIONS, defers=True)  # type: ignore[arg-type]
     assert not precompiler.is_preparing(PROBLEM), "nothing was begun"
     prepared(precompiler, handle)
     assert precompiler.is_preparing(PROBLEM)
@@ -119,31 +121,53 @@ def test_a_problem_is_ready_once_its_kernels_are_compiled(handle: Handle) -> Non
 def test_the_plan_of_the_likeliest_is_told_once(handle: Handle) -> None:
     likely = TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",)))
     for options, asked, is_planned in ((likely, likely, True), (likely, OPTIONS, False), (OPTIONS, OPTIONS, False)):
-        precompiler = Precompiler(Pool(), options)  # type: ignore[arg-type]
+        precompiler = Precompiler(Pool(), options, defers=True)  # type: ignore[arg-type]
         prepared(precompiler, handle)
-        plan = precompiler.planned(PROBLEM, asked)
+        plan = precompiler.take_plan(PROBLEM, asked)
         assert (plan is not None) == is_planned
         if plan is not None:
             again = tuning_plans(PROBLEM, likely, handle)[0]
             assert [each.candidate for each in plan.candidates] == [each.candidate for each in again.candidates]
-        assert precompiler.planned(PROBLEM, asked) is None
+        assert precompiler.take_plan(PROBLEM, asked) is None
         assert not precompiler._plans
         assert not precompiler._preparing
 
 
 def test_nothing_is_kept_of_what_was_measured_before_it_was_prepared(handle: Handle) -> None:
     likely = TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",)))
-    precompiler = Precompiler(Pool(), likely)  # type: ignore[arg-type]
+    precompiler = Precompiler(Pool(), likely, defers=True)  # type: ignore[arg-type]
     precompiler._prepare(PROBLEM, handle, likely)
     assert not precompiler._plans
     assert not precompiler._preparing
 
 
 def test_what_could_not_be_begun_is_not_waited_for(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = Precompiler(Pool(CompileError("no such source", source="x.cu", options=(), log="")), OPTIONS)  # type: ignore[arg-type]
+    error = CompileError("no such source", source="x.cu", options=(), log="")
+    failing = Precompiler(Pool(error), OPTIONS, defers=True)  # type: ignore[arg-type]
     prepared(failing, handle)
     assert not failing.is_preparing(PROBLEM)
-    threadless = Precompiler(Pool(), OPTIONS)  # type: ignore[arg-type]
+    threadless = Precompiler(Pool(), OPTIONS, defers=True)  # type: ignore[arg-type]
     monkeypatch.setattr(threadless._helper, "submit", lambda _: False)
     threadless.prepare([PROBLEM], handle)
     assert not threadless.is_preparing(PROBLEM)
+
+
+def test_nothing_is_kept_where_nobody_asks(handle: Handle) -> None:
+    """A fleet's worker prepares for weeks and asks for nothing."""
+    pool = Pool()
+    precompiler = Precompiler(pool, TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",))))  # type: ignore[arg-type]
+    prepared(precompiler, handle)
+    assert pool.given
+    assert not precompiler._plans
+    assert not precompiler._preparing
+
+
+def test_no_plan_is_kept_of_a_fused_problem(handle: Handle) -> None:
+    """It reads what the FindDB has of the bare problem, which may be measured meanwhile."""
+    likely = TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",)))
+    fused = dataclasses.replace(PROBLEM, epilogue=Epilogue(bias=True))
+    precompiler = Precompiler(Pool(), likely, defers=True)  # type: ignore[arg-type]
+    precompiler.prepare([fused], handle)
+    precompiler._helper.finish()
+    assert precompiler._preparing[fused]
+    assert precompiler.take_plan(fused, likely) is None
