@@ -29,16 +29,18 @@ from miofind.torch.decompositions import activation_of
 from miofind.torch.flags import Flags, state
 from miofind.torch.formats import is_dense
 from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, of_one_dtype, problem_of
+from miofind.torch.group_statistics import split_group_statistics
 from miofind.torch.override import current
 from miofind.torch.unfused import Nonlinearity
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
-_OPERATORS = {
+_OPERATORS: dict[type[Call], Any] = {
     Forward: torch.ops.miofind.convolution.default,
     BackwardData: torch.ops.miofind.convolution_backward_data.default,
     BackwardWeights: torch.ops.miofind.convolution_backward_weights.default,
 }
+_ARGUMENTS = {operator: kind for kind, operator in _OPERATORS.items()}
 
 
 class ConvolutionPass(CustomGraphPass):
@@ -61,6 +63,9 @@ class ConvolutionPass(CustomGraphPass):
                 _replace_forward(writing, node)
             elif node.target is aten.convolution_backward.default and _is_plain(node, node.args[7]):
                 _replace_backward(writing, node)
+            elif node.target in _ARGUMENTS:
+                _state_layout(node)
+        split_group_statistics(graph)
         graph.lint()
 
     def uuid(self) -> Any:
@@ -131,6 +136,22 @@ def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
         return kernel.require_channels_last(value) if is_2d else kernel.require_channels_last_3d(value)
 
     return tuple(required(value) for value in arguments), named
+
+
+def _state_layout(node: fx.Node) -> None:
+    """Have an operator that the network itself calls name the memory format that it was traced with.
+
+    Then what computes its tensors writes them so. A group norm's result is traced in another format than its input,
+    and the operator would copy it.
+    """
+    call = _ARGUMENTS[node.target](*node.args, **node.kwargs)
+    if call.channels_last is not None or not _is_plain(node, transposed=False):
+        return
+    values = type(call)(*fx.map_arg(tuple(call), lambda each: each.meta["val"]))
+    if values.x.dim() == 3:  # whose memory format strides alone leave open
+        return
+    with values.x.fake_mode:
+        node.kwargs = {**node.kwargs, "channels_last": values.layout().channels_last}
 
 
 def _is_better_last(graph: fx.Graph) -> bool:

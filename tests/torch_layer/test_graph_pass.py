@@ -231,6 +231,39 @@ def test_the_identity_of_a_pass_follows_what_it_depends_on(cpu_handle: Handle) -
             assert convolution_pass().uuid() != first
 
 
+class Normed(nn.Module):
+    """A group norm before a convolution, which a GPU's traced one gives channels first, whatever it is given."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        convolution = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[rank]
+        self.norm, self.conv = nn.GroupNorm(2, 4), convolution(4, 4, 3, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        return self.conv(functional.silu(self.norm(x.contiguous())))
+
+
+@pytest.mark.parametrize("rank", [3, 4, 5])
+@pytest.mark.usefixtures("served")
+def test_operators_of_the_network_name_their_memory_format(rank: int) -> None:
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(rank, torch.contiguous_format)
+    model, x = prepared(Normed(rank)), torch.randn(2, 4, *(6, 5, 7)[: rank - 2])
+    network = miofind.torch.fuse(model)
+    told = []
+    for memory_format in (torch.contiguous_format, order):
+        for parameter in network.parameters():
+            if parameter.dim() == rank:
+                parameter.data = parameter.data.contiguous(memory_format=memory_format)
+        compiled = Compiled(network)
+        with torch.no_grad():
+            y = compiled(x.contiguous(memory_format=memory_format))
+            torch.testing.assert_close(y, model(x))
+        (graph,) = compiled.graphs
+        (node,) = (each for each in graph.graph.nodes if each.target is torch.ops.miofind.convolution.default)
+        told.append(node.kwargs.get("channels_last"))
+    assert told == ([None, None] if rank == 3 else [False, True])
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
