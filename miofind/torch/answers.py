@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from miofind.api.many import find_many
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import Direction
-from miofind.errors import LaunchError, NoSolutionError
+from miofind.errors import LaunchError, NoSolutionError, described
 from miofind.launch.invoker import Invoker
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags
 from miofind.torch.launches import ReadySolutions, first_line
-from miofind.torch.memory import host_array, is_capturing, stream_reader
+from miofind.torch.memory import host_array, is_capturing, make_room, stream_reader
 from miofind.torch.override import Override, current
 from miofind.torch.plans import Part, Planner
 from miofind.torch.settings import MissPolicy, Settings
@@ -148,6 +151,33 @@ def answer(problem: ProblemDescription, device: Any, flags: Flags, planner: Plan
     else:
         return Answer(part, solutions, invoker)
     return Answer(part, None, None)
+
+
+def find_missing(problems: Sequence[ProblemDescription], device: Any, flags: Flags, planner: Planner) -> None:
+    """Find those of many problems that no FindDB answers, the likeliest candidates of each, all compiled in parallel.
+
+    Args:
+        problems: of a PyTorch device, whose misses the settings have measured.
+    """
+    wanted = []
+    for problem in dict.fromkeys(problems):
+        with contextlib.suppress(Unserved):
+            _refuse(problem, planner.settings, flags)
+            wanted.append(problem)
+    if not wanted or is_capturing(device):
+        return
+    try:
+        handle = planner.handle_of(device)
+        make_room(max(wanted, key=lambda each: each.bytes), device)
+        find_many(
+            wanted,
+            options=replace(planner.settings.options(deterministic=flags.deterministic), likely=True),
+            handle=handle,
+        )
+    except Unserved as reason:
+        logger.debug("nothing is found ahead: %s", reason)
+    except Exception as error:  # each problem is asked for by itself yet
+        logger.warning("what a graph lacks is not found at once: %s", described(error))
 
 
 def _refuse(problem: ProblemDescription, settings: Settings, flags: Flags) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import miofind
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import Layout
 from miofind.solver.registry import Registry
-from miofind.torch.answers import answer, planner_of
+from miofind.torch.answers import answer, find_missing, planner_of
 from miofind.torch.calls import Unserved
 from miofind.torch.decompositions import activation_of
 from miofind.torch.flags import Flags, state
@@ -31,6 +31,7 @@ from miofind.torch.formats import is_dense
 from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, of_one_dtype, problem_of
 from miofind.torch.group_statistics import split_group_statistics
 from miofind.torch.override import current
+from miofind.torch.plans import Planner
 from miofind.torch.unfused import Nonlinearity
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -57,16 +58,24 @@ class ConvolutionPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         _constrain_layouts()
-        writing = _Writing(graph, self)
+        is_better_last = _is_better_last(graph)
+        _find_missing(graph, is_better_last)
+        _replace(_Writing(graph, self._serves, is_better_last))
         for node in list(graph.nodes):
-            if node.target is aten.convolution.default and _is_plain(node, node.args[6]):
-                _replace_forward(writing, node)
-            elif node.target is aten.convolution_backward.default and _is_plain(node, node.args[7]):
-                _replace_backward(writing, node)
-            elif node.target in _ARGUMENTS:
+            if node.target in _ARGUMENTS:
                 _state_layout(node)
         split_group_statistics(graph)
         graph.lint()
+
+    def _serves(self, problem: ProblemDescription, device: Any) -> bool:
+        """Whether a FindDB answers a problem; notes it."""
+        planner, flags = _asked(device)
+        found = answer(problem, device, flags, planner)
+        if found.is_served:
+            self.replaced.append(problem)
+        elif found.part.is_missing:
+            self.missing.append(problem)
+        return found.is_served
 
     def uuid(self) -> Any:
         """Changes with this package, the solvers, PyTorch's switches and the FindDBs, on which graphs depend."""
@@ -166,18 +175,59 @@ def _is_better_last(graph: fx.Graph) -> bool:
         return False
 
 
+Serves = Callable[[ProblemDescription, Any], bool]
+"""Whether an operator may be put in for a problem on a device of PyTorch's."""
+
+
+def _asked(device: Any) -> tuple[Planner, Flags]:
+    """What decides about problems on a device, and PyTorch's switches for it."""
+    return planner_of(current(device.type)), Flags.of(state(), on_gpu=device.type == "cuda")
+
+
+def _find_missing(graph: fx.Graph, is_better_last: bool) -> None:
+    """Find all that a graph lacks answers to at once, where the settings have misses measured.
+
+    A copy of the graph tells what: every operator that would be put in first is.
+    """
+    wanted: dict[Any, list[ProblemDescription]] = {}
+
+    def is_wanted(problem: ProblemDescription, device: Any) -> bool:
+        planner, flags = _asked(device)
+        is_measured = planner.settings.measures(flags)
+        if is_measured:
+            wanted.setdefault(device, []).append(problem)
+        return is_measured
+
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    _replace(_Writing(copied, is_wanted, is_better_last))
+    for device, problems in wanted.items():
+        planner, flags = _asked(device)
+        find_missing(problems, device, flags, planner)
+
+
+def _replace(writing: _Writing) -> None:
+    """Put operators in for the convolutions of a graph, where they are served."""
+    for node in list(writing.graph.nodes):
+        if node.target is aten.convolution.default and _is_plain(node, node.args[6]):
+            _replace_forward(writing, node)
+        elif node.target is aten.convolution_backward.default and _is_plain(node, node.args[7]):
+            _replace_backward(writing, node)
+
+
 class _Writing:
     """Writes steps into a graph, each with the fake tensor that it gives.
 
     Args:
         graph: of Inductor, after gradients.
-        convolution_pass: is told of the problems.
+        serves: says which problems operators are put in for.
+        is_better_last: whether Inductor would turn the graph's 2-D convolutions to channels last.
     """
 
-    def __init__(self, graph: fx.Graph, convolution_pass: ConvolutionPass) -> None:
+    def __init__(self, graph: fx.Graph, serves: Serves, is_better_last: bool) -> None:
         self.graph = graph
-        self._pass = convolution_pass
-        self.is_better_last = _is_better_last(graph)
+        self.is_better_last = is_better_last
+        self._serves = serves
         self._written: list[fx.Node] = []
 
     def step(self, target: Any, *arguments: Any, **named: Any) -> fx.Node:
@@ -211,15 +261,11 @@ class _Writing:
             problem = problem_of(known, layout, flags.math)
         except Unserved:
             return None
-        planner = planner_of(current(values.x.device.type))
-        found = answer(problem, values.x.device, flags, planner)
-        if not found.is_served:
-            self._pass.missing += [problem] if found.part.is_missing else []
+        if not self._serves(problem, values.x.device):
             return None
         named = {"channels_last": call.channels_last}
         if isinstance(call, Forward) and call.channel_bias is not None:
             named["channel_bias"] = call.channel_bias
-        self._pass.replaced.append(problem)
         return self.step(_OPERATORS[type(call)], *call[: call._fields.index("channels_last")], **named)
 
     def tidy(self) -> None:

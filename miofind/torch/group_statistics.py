@@ -2,8 +2,8 @@
 
 A group norm's statistics are sums over a group's channels and all places of an image. Where channels lie last a group
 is a few neighbouring elements of each place, and Inductor's kernels read each sector of memory once a group. The pass
-has them sum parts of the places for each channel, where neighbouring threads read neighbouring channels, and combines
-the parts of a group after it, by the formula for parts of equal size in Chan, Golub and LeVeque, "Updating Formulae and
+has them sum each channel first, where neighbouring threads read neighbouring channels, and combines a group's channels
+after it, by the formula for parts of equal size in Chan, Golub and LeVeque, "Updating Formulae and
 a Pairwise Algorithm for Computing Sample Variances" (1979).
 """
 
@@ -26,10 +26,8 @@ _WIDE_BYTES = 256
 """Of a group at one place: so many are read at once as they lie."""
 _LEAST_SIZE = 1 << 21
 """Elements of a tensor: of less the second step costs as much as the first saves."""
-_MOST_SUMS = 1 << 16
-"""Parts of all channels together: so many fill a GPU."""
-_LEAST_PART = 32
-"""Places of a part."""
+_LEAST_SUMMED = 8
+"""Numbers that are combined: of fewer Inductor does it again for every element that is normed."""
 
 
 def split_group_statistics(graph: fx.Graph) -> int:
@@ -80,10 +78,10 @@ def _before_copies(node: Any) -> fx.Node | None:
     return node if is_known else None
 
 
-def _parts(sums: int, places: int) -> int:
-    """How many parts the places of a channel are cut into, of `sums` channels of all images together."""
+def _parts(channels: int, places: int) -> int:
+    """How many parts the places of each of a group's channels are cut into."""
     parts = 1
-    while places % (2 * parts) == 0 and sums * 2 * parts <= _MOST_SUMS and places >= 2 * parts * _LEAST_PART:
+    while channels * parts < _LEAST_SUMMED and places % (2 * parts) == 0:
         parts *= 2
     return parts
 
@@ -92,7 +90,7 @@ def _combined(graph: fx.Graph, source: fx.Node, grouped: fx.Node) -> tuple[fx.No
     """New steps that give variance and mean of groups, (n, groups, 1, 1), of a tensor of channels."""
     n, groups, channels, places = grouped.meta["val"].shape
     dtype = grouped.meta["val"].dtype
-    parts = _parts(n * groups * channels, places)
+    parts = _parts(channels, places)
 
     def step(target: Any, *arguments: Any, **named: Any) -> fx.Node:
         made = graph.call_function(target, arguments, named)

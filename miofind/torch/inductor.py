@@ -13,8 +13,10 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     stays Inductor's. Forward, those are batch norm in inference, the addition of a tensor and an activation. In
     training, where batch norms are frozen or absent: the same as far as nothing between them is kept for backward,
     relu's mask and the sum of gradients at a branch with the gradient of the input, and the bias gradient with that of
-    the weights. Graphs of dynamic shapes stay. With `torch.backends.cudnn.benchmark` missing answers are measured while
-    a graph is compiled; else `missing` of the pass, the option's value, has the problems that lack one. For inference
+    the weights. Graphs of dynamic shapes stay. With `torch.backends.cudnn.benchmark`, or
+    `enable("find")`, missing answers are measured while a graph is compiled, all of a graph at once as by
+    `miofind.find_many`, the likeliest candidates of each; else `missing` of the pass, the option's value, has the
+    problems that lack one. For inference
     with weights that stay, fold batch norms first: compile what `miofind.torch.fuse` gives, or set
     `torch._inductor.config.freezing = True` (as an option of torch.compile it does nothing in PyTorch 2.13); else
     their scale and bias are computed from their statistics in each call. Calls that are not replaced come to miofind

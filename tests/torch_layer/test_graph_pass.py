@@ -18,6 +18,7 @@ from torch import fx, nn
 
 import miofind.torch
 from miofind import Handle
+from miofind.torch import answers, plans
 from miofind.torch.inductor import backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -294,3 +295,48 @@ def test_the_backend() -> None:
     compiled = torch.compile(model, backend=backend)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_what_a_graph_lacks_is_found_at_once(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operator that goes in first, and nothing that would go in were that one not served."""
+    asked: list[Any] = []
+
+    def noted(problems: Any, *, options: Any, handle: Any) -> Any:
+        asked.append((problems, options.likely, handle))
+        return miofind.find_many(problems, options=options, handle=handle)
+
+    monkeypatch.setattr(answers, "find_many", noted)
+    monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
+    model = prepared(Block(lambda y, x: torch.relu(y + x), norm=True))
+    x = torch.randn(2, 4, 7, 3)
+    with answers_of(cpu_handle, on_miss="find"), torch.no_grad():
+        for _ in range(2):
+            compiled = Compiled(model)
+            torch.testing.assert_close(compiled(x), model(x))
+            assert compiled.texts == ["scale.bias.residual.relu"]
+            assert compiled.convolution_pass.missing == []
+    assert [(problem.epilogue.text, likely, handle) for (problem,), likely, handle in asked] == [
+        ("scale.bias.residual.relu", True, cpu_handle)
+    ] * 2
+
+
+def test_nothing_is_found_at_once_where_misses_are_not_measured_or_finding_fails(
+    cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("a solver's own error")
+
+    monkeypatch.setattr(answers, "find_many", fails)
+    model = prepared(Block(lambda y, x: torch.relu(y), norm=False, bias=True))
+    x = torch.randn(2, 4, 3, 7)
+    with torch.no_grad():
+        with answers_of(cpu_handle, on_miss="fallback"):
+            compiled = Compiled(model)
+            torch.testing.assert_close(compiled(x), model(x))
+        assert [problem.epilogue.text for problem in compiled.convolution_pass.missing] == ["bias.relu"]
+        assert "at once" not in caplog.text
+        with answers_of(cpu_handle, on_miss="find"):
+            compiled = Compiled(model)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert compiled.texts == ["bias.relu"]
+    assert "not found at once: ValueError" in caplog.text

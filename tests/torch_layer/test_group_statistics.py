@@ -105,8 +105,7 @@ def test_others_stay(function: Callable[[Any], Any], x: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sums", "places", "parts"),
-    [(512, 1 << 18, 128), (2560, 4096, 16), (1024, 1 << 18, 64), (96, 75 * 75, 1), (64, 96, 2), (1 << 17, 4096, 1)],
+    ("channels", "places", "parts"), [(2, 4096, 4), (4, 64 * 65, 2), (3, 1 << 12, 4), (5, 75 * 75, 1), (8, 1 << 12, 1)]
 )
-def test_parts_fill_a_gpu_and_are_no_shorter_than_they_may_be(sums: int, places: int, parts: int) -> None:
-    assert group_statistics._parts(sums, places) == parts
+def test_enough_is_combined(channels: int, places: int, parts: int) -> None:
+    assert group_statistics._parts(channels, places) == parts
