@@ -19,7 +19,7 @@ from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, brief
 from miofind.torch.differentiable import padding_of
 from miofind.torch.fused_modules import FusedConvolution
-from miofind.torch.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks
+from miofind.torch.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution
 from miofind.torch.unfused import Nonlinearity, Window
 
 
@@ -70,7 +70,7 @@ def fuse(model: Any) -> Any:
     of its class with its submodules fused one by one, which keep their classes and attributes, too. It runs eagerly,
     under autocast, torch.compile and in CUDA graphs; it can be pickled, copied and moved to a device, dtype or memory
     format. Its gradients with respect to its input are right; its weights are constants. Convolutions with hooks,
-    parametrizations, padding other than zeros or classes of their own stay.
+    parametrizations, padding other than zeros or a computation of their own stay.
 
     Args:
         model: a torch.nn.Module in eval mode.
@@ -112,7 +112,7 @@ class _Tracer(fx.Tracer):
         self.failed: Any = None
 
     def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
-        is_single = isinstance(m, FusedConvolution) or has_hooks(m) or m in self.opaque
+        is_single = isinstance(m, FusedConvolution) or is_convolution(m) or has_hooks(m) or m in self.opaque
         return is_single or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -395,7 +395,7 @@ def _times_read(user: fx.Node, node: fx.Node) -> int:
 
 def _why_kept(module: Any, node: fx.Node) -> str:
     """Why a convolution stays as it is; "" where it may be fused."""
-    if type(module) not in CONVOLUTIONS:
+    if not is_convolution(module):
         return f"its class is {type(module).__name__}"
     if has_hooks(module):
         return "it has hooks"

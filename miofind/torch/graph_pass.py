@@ -138,6 +138,7 @@ def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
     def required(value: Any) -> Any:
         if not isinstance(value, ir.IRNode) or len(value.get_size()) < 3:
             return value
+        value.realize()  # else what else uses it computes it once more
         if not last or len(value.get_size()) == 3:
             return ir.ExternKernel.require_contiguous(value)
         is_2d = len(value.get_size()) == 4

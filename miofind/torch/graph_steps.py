@@ -117,6 +117,14 @@ _IN_PLACE_OPERATORS = (
 )
 
 
+def is_convolution(module: Any) -> bool:
+    """Whether a module is a convolution of PyTorch's, or of a class below one that computes as that does."""
+    kind = next((each for each in CONVOLUTIONS if isinstance(module, each)), None)
+    if kind is None or "forward" in vars(module) or "weight" not in module._parameters:  # else it is parametrized
+        return False
+    return all(getattr(type(module), name) is getattr(kind, name) for name in ("__call__", "forward", "_conv_forward"))
+
+
 def has_hooks(module: Any) -> bool:
     """Whether something is called before or after a module's forward or backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -196,7 +204,8 @@ class Steps:
         """Whether a step may write to what it is given."""
         if node.op == "call_module":
             module = self.module(node)
-            is_known = type(module) is FusedConvolution or type(module).__module__.startswith("torch.nn.modules.")
+            is_pytorchs = type(module).__module__.startswith("torch.nn.modules.")
+            is_known = is_pytorchs or type(module) is FusedConvolution or is_convolution(module)
             return bool(getattr(module, "inplace", False)) or not is_known or has_hooks(module)
         if node.op not in ("call_function", "call_method"):
             return False

@@ -247,6 +247,46 @@ def test_batch_norm_as_a_function() -> None:
     check_same(fused, model, torch.randn(2, 3, 5, 5))
 
 
+class Simple(nn.Conv3d):
+    """A convolution with arguments of its own, as torchvision's video networks have."""
+
+    def __init__(self, c: int, k: int) -> None:
+        super().__init__(c, k, 3, padding=1, bias=False)
+
+    @staticmethod
+    def strides() -> tuple[int, int, int]:
+        return 1, 1, 1
+
+
+def test_a_convolution_of_a_class_that_computes_as_pytorchs_does() -> None:
+    model = prepared(nn.Sequential(Simple(3, 4), nn.BatchNorm3d(4), nn.ReLU(inplace=True)))
+    fused = fuse(model)
+    assert parts(fused) == {"0": "batch_norm relu"}
+    check_same(fused, model, torch.randn(2, 3, 5, 4, 6))
+
+
+class Standardized(nn.Conv2d):
+    """A convolution whose weights are standardized in each call, as in BiT."""
+
+    def forward(self, x: Any) -> Any:
+        return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
+
+
+class Doubled(nn.Conv2d):
+    """A convolution with another kernel."""
+
+    def _conv_forward(self, input: Any, weight: Any, bias: Any) -> Any:
+        return 2 * super()._conv_forward(input, weight, bias)
+
+
+@pytest.mark.parametrize("kind", [Standardized, Doubled])
+def test_a_convolution_with_a_computation_of_its_own_stays(kind: type[nn.Conv2d]) -> None:
+    model = prepared(nn.Sequential(kind(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    fused = fuse(model)
+    assert parts(fused) == {}
+    check_same(fused, model, torch.randn(2, 3, 6, 5))
+
+
 class Shared(nn.Module):
     """A head that runs on two images, the second time with another end."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator
@@ -283,6 +284,35 @@ def test_inductor_runs_what_the_pass_put_in() -> None:
     torch.testing.assert_close(*(x.grad for x in inputs))
     for mine, pytorchs in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, pytorchs.grad)
+
+
+class Skip(nn.Module):
+    """A convolution of an activation that is used once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4, affine=True)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        y = functional.leaky_relu(self.norm(self.first(x)), 0.01)
+        return torch.cat([self.second(y), y], 1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_an_operator_reads_is_computed_once() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    model = prepared(Skip(), torch.float16).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 6, 5).half().to(memory_format=torch.channels_last)
+    torch._dynamo.reset()
+    options = {**miofind.torch.inductor_options(), "fx_graph_cache": False}
+    with torch.inference_mode():
+        y, (code,) = run_and_get_code(torch.compile(miofind.torch.fuse(model), options=options), x)
+        torch.testing.assert_close(y, model(x), rtol=0.01, atol=0.01)
+    made = re.findall(r"empty_strided_cpu\(\(2, 4, 6, 5\).*\)", code)
+    assert [each.count("float32") for each in made] == [0]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
