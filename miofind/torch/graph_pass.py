@@ -44,6 +44,9 @@ _OPERATORS: dict[type[Call], Any] = {
 _ARGUMENTS = {operator: kind for kind, operator in _OPERATORS.items()}
 
 
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+
+
 class ConvolutionPass(CustomGraphPass):
     """The pass; one may be used for any number of graphs.
 
@@ -185,19 +188,26 @@ def _asked(device: Any) -> tuple[Planner, Flags]:
     return planner_of(current(device.type)), Flags.of(state(), on_gpu=device.type == "cuda")
 
 
+def _measures(device: Any) -> bool:
+    """Whether misses on a device are measured."""
+    planner, flags = _asked(device)
+    return planner.settings.measures(flags)
+
+
 def _find_missing(graph: fx.Graph, is_better_last: bool) -> None:
     """Find all that a graph lacks answers to at once, where the settings have misses measured.
 
     A copy of the graph tells what: every operator that would be put in first is.
     """
-    wanted: dict[Any, list[ProblemDescription]] = {}
+    read = (node.args[0].meta["val"] for node in graph.nodes if node.target in _CONVOLUTIONS)
+    wanted: dict[Any, list[ProblemDescription]] = {value.device: [] for value in read if _measures(value.device)}
+    if not wanted:
+        return
 
     def is_wanted(problem: ProblemDescription, device: Any) -> bool:
-        planner, flags = _asked(device)
-        is_measured = planner.settings.measures(flags)
-        if is_measured:
-            wanted.setdefault(device, []).append(problem)
-        return is_measured
+        if device in wanted:
+            wanted[device].append(problem)
+        return device in wanted
 
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
