@@ -199,8 +199,9 @@ def _find_missing(graph: fx.Graph, is_better_last: bool) -> None:
 
     A copy of the graph tells what: every operator that would be put in first is.
     """
-    read = (node.args[0].meta["val"] for node in graph.nodes if node.target in _CONVOLUTIONS)
-    wanted: dict[Any, list[ProblemDescription]] = {value.device: [] for value in read if _measures(value.device)}
+    read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in _CONVOLUTIONS)
+    devices = {value.device for value in read if isinstance(value, torch.Tensor)}
+    wanted: dict[Any, list[ProblemDescription]] = {device: [] for device in devices if _measures(device)}
     if not wanted:
         return
 

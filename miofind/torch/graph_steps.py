@@ -120,9 +120,10 @@ _IN_PLACE_OPERATORS = (
 def is_convolution(module: Any) -> bool:
     """Whether a module is a convolution of PyTorch's, or of a class below one that computes as that does."""
     kind = next((each for each in CONVOLUTIONS if isinstance(module, each)), None)
-    if kind is None or "forward" in vars(module) or "weight" not in module._parameters:  # else it is parametrized
+    if kind is None or "weight" not in module._parameters:  # else it is parametrized
         return False
-    return all(getattr(type(module), name) is getattr(kind, name) for name in ("__call__", "forward", "_conv_forward"))
+    names = ("__call__", "forward", "_conv_forward")
+    return all(name not in vars(module) and getattr(type(module), name) is getattr(kind, name) for name in names)
 
 
 def has_hooks(module: Any) -> bool:

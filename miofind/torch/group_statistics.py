@@ -45,14 +45,9 @@ def _is_replaced(graph: fx.Graph, node: fx.Node) -> bool:
     if not is_biased or [*node.args[1:]] != [[2, 3]] or grouped.target not in _VIEWS:
         return False
     source = _before_copies(grouped.args[0])
-    if source is None or any(user.target is not operator.getitem for user in node.users):
+    if any(user.target is not operator.getitem for user in node.users):
         return False
-    value = source.meta["val"]
-    n, groups, channels, _ = grouped.meta["val"].shape
-    is_so = value.dim() > 3 and tuple(value.shape[:2]) == (n, groups * channels) and channels > 1
-    is_narrow = channels * value.element_size() < _WIDE_BYTES and value.numel() >= _LEAST_SIZE
-    last = Layout.of(value.dim() - 2, channels_last=True)
-    if not (is_so and is_narrow and is_dense(value, last)) or value.is_contiguous():
+    if not _has_groups(_known_value(source), _known_value(grouped)):
         return False
     with graph.inserting_before(node):
         made = _combined(graph, source, grouped)
@@ -63,19 +58,43 @@ def _is_replaced(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def _before_copies(node: Any) -> fx.Node | None:
-    """What conversions to a wider dtype and copies to another memory order are of; None where sizes are no numbers."""
+def _has_groups(value: Any, grouped: Any) -> bool:
+    """Whether a tensor is one in groups of channels, and channels last, and statistics are faster in two steps.
+
+    Args:
+        value, grouped: fake tensors; None for unknown ones.
+    """
+    if value is None or grouped is None or value.dim() not in (4, 5) or grouped.dim() != 4:
+        return False
+    if grouped.dtype not in (torch.float32, torch.float64):  # means of channels would be rounded to fewer bits
+        return False
+    n, groups, channels, _ = grouped.shape
+    if tuple(value.shape[:2]) != (n, groups * channels) or channels == 1 or value.numel() < _LEAST_SIZE:
+        return False
+    last = Layout.of(value.dim() - 2, channels_last=True)
+    is_last = is_dense(value, last) and not value.is_contiguous()
+    return is_last and channels * value.element_size() < _WIDE_BYTES
+
+
+def _known_value(node: Any) -> Any:
+    """The fake tensor that a step gives, of sizes that are numbers; None for whatever else."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value if all(isinstance(size, int) for size in (*value.shape, *value.stride())) else None
+
+
+def _before_copies(node: Any) -> Any:
+    """What conversions to a wider type of floating point, and copies to another memory order, are of."""
     while isinstance(node, fx.Node) and node.target in (_CONVERSION, aten.clone.default):
         before = node.args[0]
-        dtypes = (node.meta["val"].dtype, before.meta["val"].dtype)
-        if torch.promote_types(*dtypes) != dtypes[0]:
+        values = (_known_value(node), _known_value(before))
+        if any(value is None or not value.is_floating_point() for value in values):
+            break
+        if torch.promote_types(*(value.dtype for value in values)) != values[0].dtype:
             break
         node = before
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    is_known = isinstance(value, torch.Tensor) and all(
-        isinstance(size, int) for size in (*value.shape, *value.stride())
-    )
-    return node if is_known else None
+    return node
 
 
 def _parts(channels: int, places: int) -> int:

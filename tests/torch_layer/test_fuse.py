@@ -287,6 +287,16 @@ def test_a_convolution_with_a_computation_of_its_own_stays(kind: type[nn.Conv2d]
     check_same(fused, model, torch.randn(2, 3, 6, 5))
 
 
+def test_a_convolution_whose_computation_was_replaced_stays() -> None:
+    """As is done for images that repeat themselves: padding wraps around."""
+    model = prepared(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    plain = model[0]._conv_forward
+    model[0]._conv_forward = lambda x, weight, bias: plain(2 * x, weight, bias)
+    fused = fuse(model)
+    assert parts(fused) == {}
+    check_same(fused, model, torch.randn(2, 3, 6, 5))
+
+
 class Shared(nn.Module):
     """A head that runs on two images, the second time with another end."""
 

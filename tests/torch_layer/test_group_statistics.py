@@ -96,12 +96,38 @@ def test_what_rounds_is_no_copy() -> None:
         (lambda v: torch.var_mean(v.reshape(2, 4, 4, -1), (1, 3), correction=0, keepdim=True), last(2, 16, 16, 12)),
         (lambda v: torch.var_mean(v.reshape(4, 8, 4, -1), (2, 3), correction=0, keepdim=True), last(2, 16, 16, 12)),
         (lambda v: torch.var_mean(v, (2, 3), correction=0, keepdim=True), last(2, 16, 16, 12)),
+        (norm(4), torch.randn(128, 16)),  # no channels of an image
+        (norm(4), torch.randn(2, 16, 2, 3, 4, 5)),
+        (lambda v: torch.var_mean(v.view(2, 3, 4, 8, 9), (2, 3), correction=0, keepdim=True), last(6, 4, 8, 9)),
+        (
+            lambda v: torch.var_mean(v.reshape(2, 4, 4, -1), (2, 3), correction=0, keepdim=True),
+            last(2, 16, 16, 12).bfloat16(),
+        ),
+        (
+            lambda v: torch.var_mean(v.reshape(2, 4, 4, -1), (2, 3), correction=0, keepdim=True),
+            last(2, 16, 16, 12) + 1j,
+        ),
     ],
 )
 def test_others_stay(function: Callable[[Any], Any], x: Any) -> None:
     count, made = split(function, x)
     assert count == 0
     torch.testing.assert_close(made(x), function(x))
+
+
+def test_what_rounds_whole_numbers_is_no_copy() -> None:
+    x = (last(2, 16, 16, 12) * 300).to(torch.int32)
+    count, made = split(lambda v: norm(4)(v.bfloat16().float()), x)
+    assert count == 1
+    torch.testing.assert_close(made(x), norm(4)(x.bfloat16().float()), rtol=1e-5, atol=1e-5)
+
+
+def test_steps_of_other_passes_may_say_nothing_of_themselves() -> None:
+    made = traced(norm(4), last(2, 16, 16, 12))
+    for node in made.graph.nodes:
+        if node.target in group_statistics._VIEWS:
+            node.meta.clear()
+    assert group_statistics.split_group_statistics(made.graph) == 0
 
 
 @pytest.mark.parametrize(
