@@ -1,0 +1,250 @@
+"""ConvImplicitGemmHalo: few channels in three dimensions on Hopper's tensor cores, each pixel loaded once for all taps.
+
+Kernel: kernels_src/implicit_gemm/wgmma_halo.cu.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap
+from miofind.solver.structs import Struct, StructType
+from miofind.solvers.common.copies import packed_map
+from miofind.solvers.common.divisor import DIVISOR, divide_by
+from miofind.solvers.common.limits import refuse_tensors
+from miofind.solvers.implicit_gemm.wgmma_halo_tiling import MOST_CHANNELS, HaloProduct, HaloTiling
+
+_SOURCE = "implicit_gemm/wgmma_halo.cu"
+_DEFAULTS = 8
+
+SHAPE = StructType(
+    "Shape",
+    column_tiles=DIVISOR,
+    row_tiles=DIVISOR,
+    filter_tiles=DIVISOR,
+    parts=DIVISOR,
+    part_depth="int32",
+    depth="int32",
+    pad_d="int32",
+    pad_h="int32",
+    pad_w="int32",
+    out_depth="int32",
+    out_height="int32",
+    out_width="int32",
+    out_channels="int32",
+)
+"""All numbers of a launch; the kernel's source says what each is."""
+
+_CONFIGS = Config.product(
+    {
+        "tile_h": (2, 4, 7, 8, 14, 16),
+        "tile_w": (16, 32, 64, 128),
+        "consumers": (1, 2, 3),
+        "slices_ahead": (0, 1),
+        "keeps_filters": (0, 1),
+    }
+)
+
+
+class ConvImplicitGemmHalo(Solver):
+    """Implicit GEMM by wgmma whose operand of pixels is a tile of the input with its halo: taps are other addresses in
+    it.
+
+    Serves NDHWC in 16 bits, forward and backward data, of one group, stride 1 and up to 128 channels, which take
+    multiples of 8; dilation along height and width. Accumulators are float32. Padding is multiplied as zeros: an
+    infinity or NaN of the filter spreads to outputs at the border.
+
+    Configuration: blocks compute `tile_h` x `tile_w` pixels at most, with `consumers` warpgroups, and go along the
+    depth; `slices_ahead` slices are loaded while all that are met are held; filters stay, all of them, if
+    `keeps_filters`.
+
+    Source: PTX ISA, wgmma, matrix descriptors and swizzling modes, for addresses of shifted tiles.
+    """
+
+    id = "ConvImplicitGemmHalo"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NDHWC}),
+            min_sm=90,
+            archs=("90a",),
+        ),
+    )
+    alignment_bytes = 16
+    sources = (_SOURCE,)
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_h": (1, 2, 3, 4, 6, 7, 8, 10, 12, 14, 16),
+        "tile_w": (16, 32, 64, 128, 192),
+        "consumers": (1, 2, 3, 4),
+        "slices_ahead": (0, 1, 2),
+        "keeps_filters": (0, 1),
+    }
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def conv(direction: Direction = Direction.FORWARD, **values: object) -> ProblemDescription:
+            given = {"dtype": DataType.FLOAT16, "layout": Layout.NDHWC, "direction": direction} | values
+            return ProblemDescription.convolution(**given)  # type: ignore[arg-type]
+
+        data, brain = Direction.BACKWARD_DATA, DataType.BFLOAT16
+        return (
+            conv(x=(2, 32, 9, 12, 64), w=(32, 32, 3, 3, 3), padding=1),
+            conv(x=(1, 64, 7, 13, 28), w=(64, 64, 3, 3, 3), padding=1, dtype=brain),
+            conv(x=(2, 16, 5, 10, 11), w=(24, 16, 3, 3, 3), padding=((0, 1), (1, 2), (2, 0))),
+            conv(x=(2, 40, 6, 9, 14), w=(72, 40, 1, 3, 5), padding=(0, 1, 2), dilation=(1, 1, 2), dtype=brain),
+            conv(x=(1, 128, 4, 8, 9), w=(16, 128, 3, 1, 1), padding=(1, 0, 0)),
+            conv(data, x=(2, 32, 9, 12, 64), w=(32, 32, 3, 3, 3), padding=1, dtype=brain),
+            conv(data, x=(2, 24, 5, 10, 11), w=(40, 24, 3, 2, 3), padding=((0, 1), (1, 0), (2, 1)), dilation=(1, 2, 1)),
+            conv(data, x=(1, 72, 6, 9, 14), w=(128, 72, 3, 3, 3), padding=1),
+            conv(x=(2, 32, 5, 12, 20), w=(32, 32, 3, 3, 3), padding=1, epilogue="bias.residual.relu"),
+            conv(
+                x=(2, 48, 5, 9, 20),
+                w=(40, 48, 3, 3, 3),
+                padding=1,
+                dtype=brain,
+                epilogue="float32.scale.bias.silu.residual",
+            ),
+            conv(x=(2, 16, 5, 9, 20), w=(8, 16, 3, 3, 3), padding=1, epilogue="channel_bias.residual.leaky_relu"),
+            conv(data, x=(2, 32, 5, 12, 20), w=(64, 32, 3, 3, 3), padding=1, epilogue="residual.drelu"),
+        )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        conv = problem.conv
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            return Applicability("computes forward and backward data")
+        if problem.groups != 1:
+            return Applicability(f"serves one group, not {problem.groups}")
+        if any(stride != 1 for stride in conv.stride) or conv.dilation[0] != 1:
+            return Applicability(f"needs stride 1 and depth without dilation, not {conv.stride} and {conv.dilation}")
+        if problem.is_1x1:
+            return Applicability("has no halo where filters have one tap")
+        if problem.c % 8 or problem.k % 8:
+            return Applicability(f"copies 16 bytes: {problem.c} channels or {problem.k} filters are no multiple of 8")
+        pads = zip(conv.pad_before, conv.pad_after, problem.filter, conv.dilation, strict=True)
+        if any(max(before, after) > (taps - 1) * dilation for before, after, taps, dilation in pads):
+            return Applicability("needs outputs that each meet a pixel: padding is larger than the filter reaches")
+        if (answer := refuse_tensors(problem)).refused:
+            return answer
+        if problem.output.size == 0 or problem.flops == 0:
+            return Applicability("has no empty products")
+        product = HaloProduct.of(problem)
+        if product.sums > MOST_CHANNELS:
+            return Applicability(f"keeps up to {MOST_CHANNELS} channels of a tile, not {product.sums}")
+        if not any(self.is_valid_config(problem, device, config) for config in _CONFIGS):
+            return Applicability("has filters too large for a block's shared memory")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        return HaloTiling.of(HaloProduct.of(problem), config, device).is_valid(device)
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        chosen: list[Config] = []
+        alike: Counter[tuple[int, int]] = Counter()
+        for config in self.ranked(problem, device, _CONFIGS):
+            tiling = HaloTiling.of(HaloProduct.of(problem), config, device)
+            alike[tiling.tile_h, tiling.tile_w] += 1
+            if alike[tiling.tile_h, tiling.tile_w] <= 2:
+                chosen.append(config)
+        return tuple(chosen[:_DEFAULTS])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return HaloTiling.of(HaloProduct.of(problem), config, device).estimate_ms(device)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = HaloTiling.of(HaloProduct.of(problem), config, device)
+        step = KernelStep(
+            source=_SOURCE,
+            entry="implicit_gemm_wgmma_halo",
+            grid=(tiling.blocks, 1, 1),
+            block=(tiling.threads, 1, 1),
+            shared_bytes=tiling.shared_bytes,
+            defines=(*_defines(tiling), *epilogue_defines(problem)),
+            args=(
+                _pixels(tiling),
+                _filters(tiling.product),
+                Pointer(buffer=problem.direction.output),
+                _shape(tiling),
+                *epilogue_arguments(problem),
+            ),
+        )
+        return ConvSolution(steps=(step,))
+
+
+def _pixels(tiling: HaloTiling) -> TensorMap:
+    """Boxes of a slice: rows of pixels with the halo; images' slices one after another."""
+    product = tiling.product
+    sizes = (product.sums, product.width.size, product.height.size, product.depth.size * product.problem.n)
+    box = Box(sizes=(product.chunk, tiling.row_pixels, tiling.rows, 1))
+    return packed_map(product.problem, "y" if product.is_data else "x", sizes, box)
+
+
+def _filters(product: HaloProduct) -> TensorMap:
+    """Boxes of one tap: filters by a chunk of channels, or, of backward data, columns of rows of filters."""
+    problem = product.problem
+    if product.is_data:
+        box = Box(sizes=(product.filter_columns, 1, 16 * product.k_steps))
+    else:
+        box = Box(sizes=(product.chunk, 1, product.tile_n))
+    return packed_map(problem, "w", (problem.c, product.taps, problem.k), box)
+
+
+def _defines(tiling: HaloTiling) -> tuple[tuple[str, str | int], ...]:
+    product = tiling.product
+    return (
+        ("ELEMENT", product.problem.x.dtype.value),
+        ("DATA", int(product.is_data)),
+        ("FILTER_D", product.depth.taps),
+        ("FILTER_H", product.height.taps),
+        ("FILTER_W", product.width.taps),
+        ("DILATION_H", product.height.dilation),
+        ("DILATION_W", product.width.dilation),
+        ("TILE_H", tiling.tile_h),
+        ("TILE_W", tiling.tile_w),
+        ("TILE_N", product.tile_n),
+        ("CHUNK", product.chunk),
+        ("CHUNKS", product.chunks),
+        ("K_STEPS", product.k_steps),
+        ("CONSUMERS", tiling.consumers),
+        ("ATOMS", tiling.atoms),
+        ("SLICES", tiling.slices),
+        ("FILTER_STAGES", tiling.filter_stages),
+        ("FILTER_COLUMNS", product.filter_columns),
+        ("SHARED_BYTES", tiling.shared_bytes),
+        SHAPE.define,
+    )
+
+
+def _shape(tiling: HaloTiling) -> Struct:
+    product, (row_tiles, column_tiles) = tiling.product, tiling.tiles
+    return SHAPE(
+        column_tiles=divide_by(column_tiles),
+        row_tiles=divide_by(row_tiles),
+        filter_tiles=divide_by(product.filter_tiles),
+        parts=divide_by(tiling.parts),
+        part_depth=tiling.part_depth,
+        depth=product.depth.size,
+        pad_d=product.depth.pad,
+        pad_h=product.height.pad,
+        pad_w=product.width.pad,
+        out_depth=product.depth.outputs,
+        out_height=product.height.outputs,
+        out_width=product.width.outputs,
+        out_channels=product.results,
+    )
+
+
+SOLVERS = (ConvImplicitGemmHalo(),)

@@ -1,0 +1,230 @@
+"""Tiles of kernels_src/implicit_gemm/wgmma_halo.cu: slices with their halo, and how long a configuration takes.
+
+Pure arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.steps import Config
+from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
+
+MOST_CHANNELS = 128
+_ATOM = 64  # pixels that an instruction multiplies
+_SPANS = (16, 32, 64)  # channels of 16 bits that a swizzle of 32, 64 or 128 bytes spans
+_PATTERN = 1024  # bytes at which swizzles repeat
+_MAX_BOX = 256
+_MAX_N = 64
+_MAX_STAGES = 8  # of filters that do not stay
+_MAX_PARTS = 64
+_SHARED_BYTES = 227 << 10
+_REGISTERS = 1 << 16
+
+# First principles, for an H200.
+_LAUNCH_MS = 0.004
+_START_CYCLES = 4000  # of a block until its first products
+_SLICE_CYCLES = 700  # between products of one slice and of the next: the last ones' latency, and results
+
+
+def _span(channels: int) -> int:
+    return next(span for span in (*_SPANS, math.inf) if channels <= span or span == _SPANS[-1])  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HaloProduct:
+    """A problem as the kernel sees it: forward, or backward data as a correlation of dy.
+
+    Attributes:
+        depth, height, width: its spatial dimensions.
+        sums, results: channels that are summed over, and those of the output.
+        chunk, chunks: channels of a pixel that are swizzled together, and how many such.
+        k_steps: steps of 16 channels of a chunk.
+        tile_n, filter_tiles: filters of a block, and blocks for all of them.
+        filter_columns: of backward data, columns of a row of filters that are swizzled together.
+    """
+
+    problem: ProblemDescription
+    depth: Axis
+    height: Axis
+    width: Axis
+    sums: int
+    results: int
+    chunk: int
+    chunks: int
+    k_steps: int
+    tile_n: int
+    filter_tiles: int
+    filter_columns: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of(problem: ProblemDescription) -> HaloProduct:
+        """That of a problem of three spatial dimensions and stride 1."""
+        is_data = problem.direction is Direction.BACKWARD_DATA
+        axes = [backward_axes(problem, dim)[0] if is_data else forward_axis(problem, dim) for dim in range(3)]
+        sums, results = (problem.k, problem.c) if is_data else (problem.c, problem.k)
+        chunk = _span(sums)
+        filter_tiles = ceil_div(results, _MAX_N)
+        tile_n = round_up(ceil_div(results, filter_tiles), 8)
+        return HaloProduct(
+            problem=problem,
+            depth=axes[0],
+            height=axes[1],
+            width=axes[2],
+            sums=sums,
+            results=results,
+            chunk=chunk,
+            chunks=ceil_div(sums, chunk),
+            k_steps=ceil_div(min(sums, chunk), 16),
+            tile_n=tile_n,
+            filter_tiles=ceil_div(results, tile_n),
+            filter_columns=_span(tile_n),
+        )
+
+    @property
+    def is_data(self) -> bool:
+        return self.problem.direction is Direction.BACKWARD_DATA
+
+    @property
+    def taps(self) -> int:
+        """Of a filter."""
+        return self.depth.taps * self.height.taps * self.width.taps
+
+    @property
+    def filter_bytes(self) -> int:
+        """Shared memory of the filters of a tap."""
+        rows, row_bytes = (
+            (16 * self.k_steps, 2 * self.filter_columns) if self.is_data else (self.tile_n, 2 * self.chunk)
+        )
+        return self.chunks * round_up(rows * row_bytes, _PATTERN)
+
+
+def _halo(axis: Axis) -> int:
+    return (axis.taps - 1) * axis.dilation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HaloTiling:
+    """A configuration applied to a product.
+
+    Attributes:
+        tile_h, tile_w: pixels of outputs of a block, as equal for all blocks as may be.
+        consumers, atoms: warpgroups that multiply, and atoms of each.
+        slices, filter_stages: of the rings.
+        parts, part_depth: blocks that share the depth, and slices of outputs of each.
+    """
+
+    product: HaloProduct
+    tile_h: int
+    tile_w: int
+    consumers: int
+    atoms: int
+    slices: int
+    filter_stages: int
+    parts: int
+    part_depth: int
+
+    @staticmethod
+    def of(product: HaloProduct, config: Config, device: Device) -> HaloTiling:
+        """Tiles of at most `tile_h` rows and `tile_w` columns; parts of the depth that keep the device busy."""
+        height, width = product.height.outputs, product.width.outputs
+        tile_h = ceil_div(height, ceil_div(height, config["tile_h"]))
+        tile_w = ceil_div(width, ceil_div(width, config["tile_w"]))
+        if width > tile_w > _ATOM and tile_w % _ATOM:
+            tile_w = round_up(tile_w, 8)
+        row_pixels = tile_w + _halo(product.width)
+        atoms = tile_h * tile_w // _ATOM if tile_w % _ATOM == 0 else ceil_div((tile_h - 1) * row_pixels + tile_w, _ATOM)
+        atoms = ceil_div(atoms, config["consumers"])
+        slices = product.depth.taps + config["slices_ahead"]
+        filters = product.taps if config["keeps_filters"] else min(max(2, product.taps - 1), _MAX_STAGES)
+        blocks = product.problem.n * product.filter_tiles * ceil_div(height, tile_h) * ceil_div(width, tile_w)
+        parts = _parts(product.depth, blocks, device.sm_count)
+        part_depth = ceil_div(product.depth.outputs, parts)
+        return HaloTiling(
+            product=product,
+            tile_h=tile_h,
+            tile_w=tile_w,
+            consumers=config["consumers"],
+            atoms=atoms,
+            slices=slices,
+            filter_stages=filters,
+            parts=ceil_div(product.depth.outputs, part_depth),
+            part_depth=part_depth,
+        )
+
+    @property
+    def row_pixels(self) -> int:
+        """Pixels of a row of a slice, with its halo."""
+        return self.tile_w + _halo(self.product.width)
+
+    @property
+    def rows(self) -> int:
+        """Of a slice, with its halo."""
+        return self.tile_h + _halo(self.product.height)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Of rows and of columns."""
+        return ceil_div(self.product.height.outputs, self.tile_h), ceil_div(self.product.width.outputs, self.tile_w)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: consumers and two warps that load."""
+        return 128 * self.consumers + 64
+
+    @property
+    def slice_bytes(self) -> int:
+        """Shared memory of a slice."""
+        return self.product.chunks * round_up(self.rows * self.row_pixels * 2 * self.product.chunk, _PATTERN)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        return _PATTERN + self.slices * self.slice_bytes + self.filter_stages * self.product.filter_bytes
+
+    @property
+    def blocks(self) -> int:
+        """Of the grid."""
+        return self.product.problem.n * self.product.filter_tiles * math.prod(self.tiles) * self.parts
+
+    def is_valid(self, device: Device) -> bool:
+        """Whether a block can run, and what its atoms meet beyond the last slice is shared memory still."""
+        registers = self.atoms * self.product.tile_n // 2 + 56
+        most = min(255, _REGISTERS // self.threads // 8 * 8)
+        if registers > most or self.row_pixels > _MAX_BOX or self.rows > _MAX_BOX:
+            return False
+        if self.shared_bytes > (device.shared_bytes or _SHARED_BYTES):
+            return False
+        last = self.consumers * self.atoms - 1
+        of_row = self.tile_w // _ATOM
+        begins = last // of_row * self.row_pixels + last % of_row * _ATOM if self.tile_w % _ATOM == 0 else _ATOM * last
+        halo = _halo(self.product.height) * self.row_pixels + _halo(self.product.width)
+        met = 2 * self.product.chunk * (begins + _ATOM + halo)
+        beyond = met - self.slice_bytes // self.product.chunks
+        return beyond <= self.filter_stages * self.product.filter_bytes
+
+    def estimate_ms(self, device: Device) -> float:
+        """Milliseconds: products at the rate of tensor cores or of shared memory, in waves of blocks, or all bytes."""
+        product = self.product
+        step_cycles = max(product.tile_n / 2, 16 + product.tile_n / 4)
+        steps = product.taps * product.k_steps * product.chunks * self.consumers * self.atoms
+        slice_cycles = steps * step_cycles * 1.1 + _SLICE_CYCLES / self.consumers
+        waves = ceil_div(self.blocks, device.sm_count)
+        busy_ms = 1e3 * waves * (_START_CYCLES + self.part_depth * slice_cycles) / device.clock_hz
+        moved_ms = 1e3 * product.problem.bytes / device.bandwidth_bytes_per_s
+        return float(_LAUNCH_MS + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
+
+
+def _parts(depth: Axis, blocks: int, multiprocessors: int) -> int:
+    """Parts of the depth that take least time; each costs the slices that its neighbour meets, too, and its start."""
+
+    def cost(parts: int) -> float:
+        own = ceil_div(depth.outputs, parts)
+        return ceil_div(blocks * ceil_div(depth.outputs, own), multiprocessors) * (own + 1.0)
+
+    return min(range(1, min(depth.outputs, _MAX_PARTS) + 1), key=cost)
