@@ -4,11 +4,12 @@
 //
 // A pixel is loaded once for all taps: a block keeps TILE_H x TILE_W pixels of outputs and goes along the depth; the
 // slices of x that it meets, with the halo that the filter's window needs, stand in a ring of SLICES, where TMA puts
-// them, padding as zeros. M of a product is 64 pixels side by side in a slice, an atom; another tap is the same pixels
-// from another address on. If TILE_W is a multiple of 64 an atom is of one row; else atoms go on over the ends of rows,
-// and what they compute of the halo there is not written. N is TILE_N filters, K the channels, CHUNKS of CHUNK each.
-// CONSUMERS warpgroups have ATOMS each. Filters of a tap arrive in a ring of FILTER_STAGES, by a second producer warp;
-// if that holds all taps they stay. Grid: column tiles, row tiles, tiles of filters, parts of the depth, images.
+// them, padding as zeros. In two dimensions rows of an image are its depth, and the rows of a slice are of different
+// images. M of a product is 64 pixels side by side in a slice, an atom; another tap is the same pixels from another
+// address on. If TILE_W is a multiple of 64 an atom is of one row; else atoms go on over the ends of rows, and what
+// they compute of the halo there is not written. N is TILE_N filters, K the channels, CHUNKS of CHUNK each, in K_STEPS
+// of 16. CONSUMERS warpgroups have ATOMS each. Filters of a tap arrive in a ring of FILTER_STAGES, by a second producer
+// warp; if that holds all taps they stay. Grid: column tiles, row tiles, tiles of filters, parts of the depth, images.
 #include "common/divisor.cuh"
 #include "common/tile.cuh"
 
@@ -21,8 +22,9 @@
 #if !defined(CHUNK) || !defined(CHUNKS) || !defined(K_STEPS) || !defined(CONSUMERS) || !defined(ATOMS)
 #error "define CHUNK, CHUNKS, K_STEPS, CONSUMERS and ATOMS"
 #endif
-#if !defined(SLICES) || !defined(FILTER_STAGES) || !defined(FILTER_COLUMNS) || !defined(SHARED_BYTES)
-#error "define SLICES, FILTER_STAGES, FILTER_COLUMNS and SHARED_BYTES"
+#if !defined(SLICES) || !defined(FILTER_STAGES) || !defined(FILTER_COLUMNS) || !defined(BLOCKS) || \
+    !defined(SHARED_BYTES)
+#error "define SLICES, FILTER_STAGES, FILTER_COLUMNS, BLOCKS and SHARED_BYTES"
 #endif
 #ifndef SHAPE_FIELDS
 #error "define SHAPE_FIELDS, as SHAPE of solvers/implicit_gemm/wgmma_halo.py declares them"
@@ -34,7 +36,8 @@
 #include "common/epilogue.cuh"
 #endif
 
-// out: sizes of the output, with its channels; depth: slices of the input. A part is `part_depth` slices of outputs.
+// out: sizes of the output, with its channels, and elements from an image, a slice or a row to the next; depth: slices
+// of the input. A part is `part_depth` slices of outputs. `images_of_row` is 1 where rows are of different images.
 struct Shape {
   SHAPE_FIELDS
 };
@@ -172,74 +175,141 @@ __device__ __forceinline__ void transpose_words(unsigned (&words)[4]) {
   }
 }
 
-// Writes an atom's results: four lanes have a pixel, and each of them 8 neighbouring filters of 32.
-__device__ __forceinline__ void store_atom(const Shape& shape, const Work& work, int depth, int atom,
+// Where a lane's two pixels of an atom are: rows of 8 further on. Four lanes have a pixel.
+struct Place {
+  int at, image;
+  bool is_inside;
+};
+
+__device__ __forceinline__ Place place_of(const Shape& shape, const Work& work, int depth, int atom, int half) {
+  const int pixel = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+  int row, column;
+  if constexpr (kAtomsOfRows) {
+    row = atom / kRowAtoms;
+    column = atom % kRowAtoms * 64 + pixel;
+  } else {
+    row = (64 * atom + pixel) / kRowPixels;
+    column = 64 * atom + pixel - row * kRowPixels;
+  }
+  const bool is_inside =
+      row < TILE_H && column < TILE_W && work.row + row < shape.out_height && work.column + column < shape.out_width;
+  row += work.row;
+  column += work.column;
+  return {work.image * shape.image_stride + depth * shape.depth_stride + row * shape.row_stride +
+              column * shape.out_channels + work.filter,
+          work.image + row * shape.images_of_row, is_inside};
+}
+
+// Filters are written in groups of 32, of which each of four lanes writes 8 that are side by side in memory.
+constexpr int kGroups = ceil_div(TILE_N, 32);
+
+// The first of a group's filters that this lane writes, and whether there is one.
+__device__ __forceinline__ int own_filter(int group) {
+  return 32 * group + threadIdx.x % 4 * 8;
+}
+__device__ __forceinline__ bool is_filter(const Shape& shape, const Work& work, int filter) {
+  return filter < TILE_N && work.filter + filter < shape.out_channels;
+}
+
 #ifdef EPILOGUE
-                                           const Epilogue& epilogue,
-#endif
-                                           ELEMENT* __restrict__ y, const float (&acc)[kAccumulators]) {
-  const int lane = threadIdx.x % 32, quad = lane % 4;
+// Scale and bias of this lane's filters: of each block of 8, two side by side.
+struct FilterTerms {
+  float scale[kHasScale ? TILE_N / 4 : 1], bias[kHasBias ? TILE_N / 4 : 1];
+};
+
+__device__ __forceinline__ void read_terms(FilterTerms& terms, const Shape& shape, const Work& work,
+                                           const Epilogue& epilogue) {
+#pragma unroll
+  for (int i = 0; i < TILE_N / 4; ++i) {
+    const int filter = work.filter + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+    if (filter >= shape.out_channels) break;
+    if constexpr (kHasScale) terms.scale[i] = convert<float>(epilogue.scale[filter]);
+    if constexpr (kHasBias) terms.bias[i] = convert<float>(epilogue.bias[filter]);
+  }
+}
+
+// What is read with an atom's results, as it lies in memory: 8 filters of each group, of both pixels.
+template <bool kIsRead>
+using AtomWords = unsigned[kIsRead ? 2 : 1][kIsRead ? kGroups : 1][4];
+struct AtomTensors {
+  AtomWords<kHasResidual> residual;
+  AtomWords<kHasSaved> saved;
+  AtomWords<kHasChannelBias> channel_bias;
+};
+
+__device__ __forceinline__ void read_words(unsigned (&words)[4], const EpilogueElement* from) {
+  const uint4 read = *reinterpret_cast<const uint4*>(from);
+  words[0] = read.x, words[1] = read.y, words[2] = read.z, words[3] = read.w;
+}
+
+__device__ __forceinline__ void read_tensors(AtomTensors& tensors, const Shape& shape, const Work& work, int depth,
+                                             int atom, const Epilogue& epilogue) {
+  if constexpr (!kHasResidual && !kHasSaved && !kHasChannelBias) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int pixel = threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
-    int row, column;
-    if constexpr (kAtomsOfRows) {
-      row = atom / kRowAtoms;
-      column = atom % kRowAtoms * 64 + pixel;
-    } else {
-      row = (64 * atom + pixel) / kRowPixels;
-      column = 64 * atom + pixel - row * kRowPixels;
-    }
-    const bool is_inside =
-        row < TILE_H && column < TILE_W && work.row + row < shape.out_height && work.column + column < shape.out_width;
-    const int at = (((work.image * shape.out_depth + depth) * shape.out_height + work.row + row) * shape.out_width +
-                    work.column + column) *
-                       shape.out_channels +
-                   work.filter;
+    const Place place = place_of(shape, work, depth, atom, half);
 #pragma unroll
-    for (int first = 0; first < TILE_N; first += 32) {
-      const int own = first + 8 * quad;  // the first filter that this lane writes
-      const bool writes = is_inside && own < TILE_N && work.filter + own < shape.out_channels;
+    for (int group = 0; group < kGroups; ++group) {
+      const int filter = own_filter(group);
+      if (!place.is_inside || !is_filter(shape, work, filter)) continue;
+      if constexpr (kHasResidual) read_words(tensors.residual[half][group], epilogue.residual + place.at + filter);
+      if constexpr (kHasSaved) read_words(tensors.saved[half][group], epilogue.saved + place.at + filter);
+      if constexpr (kHasChannelBias)
+        read_words(tensors.channel_bias[half][group],
+                   epilogue.channel_bias + place.image * shape.out_channels + work.filter + filter);
+    }
+  }
+}
+
+// An element of two in a word.
+__device__ __forceinline__ float element_of(unsigned word, int e) {
+  return convert<float>(reinterpret_cast<const Vector<EpilogueElement, 2>*>(&word)->at[e]);
+}
+#endif
+
+// Writes an atom's results.
+__device__ __forceinline__ void store_atom(const Shape& shape, const Work& work, int depth, int atom,
 #ifdef EPILOGUE
-      unsigned residual[4] = {}, saved[4] = {};
-      if constexpr (kHasResidual) {
-        if (writes) {
-          const uint4 read = *reinterpret_cast<const uint4*>(epilogue.residual + at + own);
-          residual[0] = read.x, residual[1] = read.y, residual[2] = read.z, residual[3] = read.w;
-        }
-        transpose_words(residual);
-      }
-      if constexpr (kHasSaved) {
-        if (writes) {
-          const uint4 read = *reinterpret_cast<const uint4*>(epilogue.saved + at + own);
-          saved[0] = read.x, saved[1] = read.y, saved[2] = read.z, saved[3] = read.w;
-        }
-        transpose_words(saved);
-      }
+                                           const Epilogue& epilogue, const FilterTerms& of_filters,
+                                           AtomTensors& tensors,
+#endif
+                                           ELEMENT* __restrict__ y, const float (&acc)[kAccumulators]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Place place = place_of(shape, work, depth, atom, half);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#ifdef EPILOGUE
+      if constexpr (kHasResidual) transpose_words(tensors.residual[half][group]);
+      if constexpr (kHasSaved) transpose_words(tensors.saved[half][group]);
+      if constexpr (kHasChannelBias) transpose_words(tensors.channel_bias[half][group]);
 #endif
       unsigned words[4] = {};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (first + 8 * i >= TILE_N) break;
-        const int number = 4 * (first / 8 + i) + 2 * half;
-        float pair[2] = {acc[number], acc[number + 1]};
+        const int block = 4 * group + i;
+        if (8 * block >= TILE_N) break;
+        float pair[2] = {acc[4 * block + 2 * half], acc[4 * block + 2 * half + 1]};
 #ifdef EPILOGUE
-        using Elements = Vector<EpilogueElement, 2>;
-        const Elements residuals = *reinterpret_cast<const Elements*>(&residual[i]);
-        const Elements savings = *reinterpret_cast<const Elements*>(&saved[i]);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int channel = work.filter + first + 8 * i + 2 * quad + e;
           ChannelTerms terms = {1, 0, 0};
-          if (channel < shape.out_channels) terms = channel_terms(epilogue, work.image, channel, shape.out_channels);
-          pair[e] = finish(pair[e], terms, convert<float>(residuals.at[e]), convert<float>(savings.at[e]), epilogue);
+          float residual = 0, saved = 0;
+          if constexpr (kHasScale) terms.scale = of_filters.scale[2 * block + e];
+          if constexpr (kHasBias) terms.bias = of_filters.bias[2 * block + e];
+          if constexpr (kHasChannelBias) terms.channel_bias = element_of(tensors.channel_bias[half][group][i], e);
+          if constexpr (kHasResidual) residual = element_of(tensors.residual[half][group][i], e);
+          if constexpr (kHasSaved) saved = element_of(tensors.saved[half][group][i], e);
+          pair[e] = finish(pair[e], terms, residual, saved, epilogue);
         }
 #endif
-        Vector<ELEMENT, 2> rounded = {convert<ELEMENT>(pair[0]), convert<ELEMENT>(pair[1])};
+        const Vector<ELEMENT, 2> rounded = {convert<ELEMENT>(pair[0]), convert<ELEMENT>(pair[1])};
         words[i] = *reinterpret_cast<const unsigned*>(&rounded);
       }
       transpose_words(words);
-      if (writes) *reinterpret_cast<uint4*>(y + at + own) = make_uint4(words[0], words[1], words[2], words[3]);
+      const int filter = own_filter(group);
+      if (place.is_inside && is_filter(shape, work, filter))
+        *reinterpret_cast<uint4*>(y + place.at + filter) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
@@ -302,20 +372,30 @@ __device__ __forceinline__ void consume(const Shape& shape, const Work& work, in
           }
         }
     }
+#ifdef EPILOGUE
+    FilterTerms of_filters = {};
+    read_terms(of_filters, shape, work, epilogue);
+    AtomTensors ahead = {};
+    read_tensors(ahead, shape, work, depth, consumer * ATOMS, epilogue);  // of the first atom, while it is computed
+#endif
     wgmma_wait_group<0>();
     if (!kKeepsFilters && signals) mbarrier_arrive(filters_empty + 8 * before);
     if (end == 1 && signals) mbarrier_arrive(slices_empty + 8 * ((depth - shape.pad_d - first_slice) % SLICES));
 #pragma unroll
-    for (int atom = 0; atom < ATOMS; ++atom)
+    for (int i = 0; i < ATOMS; ++i) {
+      const int atom = consumer * ATOMS + i;
 #ifdef EPILOGUE
-      store_atom(shape, work, depth, consumer * ATOMS + atom, epilogue, y, acc[atom]);
+      AtomTensors tensors = ahead;
+      if (i + 1 < ATOMS) read_tensors(ahead, shape, work, depth, atom + 1, epilogue);
+      store_atom(shape, work, depth, atom, epilogue, of_filters, tensors, y, acc[i]);
 #else
-      store_atom(shape, work, depth, consumer * ATOMS + atom, y, acc[atom]);
+      store_atom(shape, work, depth, atom, y, acc[i]);
 #endif
+    }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma_halo(const __grid_constant__ TensorMap map_pixels,
                              const __grid_constant__ TensorMap map_filters,
 #ifdef EPILOGUE

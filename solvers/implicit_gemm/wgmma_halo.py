@@ -18,10 +18,19 @@ from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.limits import refuse_tensors
-from miofind.solvers.implicit_gemm.wgmma_halo_tiling import MOST_CHANNELS, HaloProduct, HaloTiling
+from miofind.solvers.implicit_gemm.wgmma_halo_tiling import (
+    MOST_CHANNELS,
+    TILES_H,
+    TILES_W,
+    HaloProduct,
+    HaloTiling,
+    is_least,
+    shortlisted_tilings,
+)
 
 _SOURCE = "implicit_gemm/wgmma_halo.cu"
 _DEFAULTS = 8
+_MOST_ALIKE = 2  # of equal tiles
 
 SHAPE = StructType(
     "Shape",
@@ -38,18 +47,12 @@ SHAPE = StructType(
     out_height="int32",
     out_width="int32",
     out_channels="int32",
+    image_stride="int32",
+    depth_stride="int32",
+    row_stride="int32",
+    images_of_row="int32",
 )
 """All numbers of a launch; the kernel's source says what each is."""
-
-_CONFIGS = Config.product(
-    {
-        "tile_h": (2, 4, 7, 8, 14, 16),
-        "tile_w": (16, 32, 64, 128),
-        "consumers": (1, 2, 3),
-        "slices_ahead": (0, 1),
-        "keeps_filters": (0, 1),
-    }
-)
 
 
 class ConvImplicitGemmHalo(Solver):
@@ -74,7 +77,7 @@ class ConvImplicitGemmHalo(Solver):
             place=Place.CUDA,
             library=Library.PLAIN,
             dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NDHWC}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NDHWC}),
             min_sm=90,
             archs=("90a",),
         ),
@@ -82,11 +85,12 @@ class ConvImplicitGemmHalo(Solver):
     alignment_bytes = 16
     sources = (_SOURCE,)
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "tile_h": (1, 2, 3, 4, 6, 7, 8, 10, 12, 14, 16),
-        "tile_w": (16, 32, 64, 128, 192),
+        "tile_h": TILES_H,
+        "tile_w": TILES_W,
         "consumers": (1, 2, 3, 4),
         "slices_ahead": (0, 1, 2),
         "keeps_filters": (0, 1),
+        "blocks": (1, 2),
     }
 
     def examples(self) -> tuple[ProblemDescription, ...]:
@@ -114,6 +118,18 @@ class ConvImplicitGemmHalo(Solver):
             ),
             conv(x=(2, 16, 5, 9, 20), w=(8, 16, 3, 3, 3), padding=1, epilogue="channel_bias.residual.leaky_relu"),
             conv(data, x=(2, 32, 5, 12, 20), w=(64, 32, 3, 3, 3), padding=1, epilogue="residual.drelu"),
+            conv(x=(5, 32, 19, 40), w=(40, 32, 3, 3), padding=1, dilation=(1, 2), layout=Layout.NHWC),
+            conv(data, x=(3, 40, 18, 70), w=(64, 40, 3, 5), padding=((0, 1), (2, 3)), layout=Layout.NHWC),
+            conv(
+                x=(5, 64, 14, 28),
+                w=(64, 64, 3, 3),
+                padding=1,
+                dtype=brain,
+                layout=Layout.NHWC,
+                epilogue="channel_bias.residual.relu",
+            ),
+            conv(x=(3, 32, 300), w=(32, 32, 7), padding=9, dilation=3, layout=Layout.NWC, epilogue="bias.leaky_relu"),
+            conv(data, x=(3, 24, 130), w=(56, 24, 11), padding=5, dtype=brain, layout=Layout.NWC),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
@@ -128,8 +144,10 @@ class ConvImplicitGemmHalo(Solver):
             return Applicability("computes forward and backward data")
         if problem.groups != 1:
             return Applicability(f"serves one group, not {problem.groups}")
-        if any(stride != 1 for stride in conv.stride) or conv.dilation[0] != 1:
-            return Applicability(f"needs stride 1 and depth without dilation, not {conv.stride} and {conv.dilation}")
+        if any(stride != 1 for stride in conv.stride):
+            return Applicability(f"needs stride 1, not {conv.stride}")
+        if len(problem.spatial) > 1 and conv.dilation[0] != 1:
+            return Applicability(f"goes along the first dimension slice by slice: no dilation {conv.dilation[0]} there")
         if problem.is_1x1:
             return Applicability("has no halo where filters have one tap")
         if problem.c % 8 or problem.k % 8:
@@ -144,20 +162,21 @@ class ConvImplicitGemmHalo(Solver):
         product = HaloProduct.of(problem)
         if product.sums > MOST_CHANNELS:
             return Applicability(f"keeps up to {MOST_CHANNELS} channels of a tile, not {product.sums}")
-        if not any(self.is_valid_config(problem, device, config) for config in _CONFIGS):
+        if next(shortlisted_tilings(product, device), None) is None:
             return Applicability("has filters too large for a block's shared memory")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        return HaloTiling.of(HaloProduct.of(problem), config, device).is_valid(device)
+        product = HaloProduct.of(problem)
+        return is_least(product, config) and HaloTiling.of(product, config, device).is_valid(device)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         chosen: list[Config] = []
         alike: Counter[tuple[int, int]] = Counter()
-        for config in self.ranked(problem, device, _CONFIGS):
-            tiling = HaloTiling.of(HaloProduct.of(problem), config, device)
+        likely = shortlisted_tilings(HaloProduct.of(problem), device)
+        for config, tiling in sorted(likely, key=lambda each: each[1].estimate_ms(device)):
             alike[tiling.tile_h, tiling.tile_w] += 1
-            if alike[tiling.tile_h, tiling.tile_w] <= 2:
+            if alike[tiling.tile_h, tiling.tile_w] <= _MOST_ALIKE:
                 chosen.append(config)
         return tuple(chosen[:_DEFAULTS])
 
@@ -185,11 +204,19 @@ class ConvImplicitGemmHalo(Solver):
 
 
 def _pixels(tiling: HaloTiling) -> TensorMap:
-    """Boxes of a slice: rows of pixels with the halo; images' slices one after another."""
+    """Boxes of a slice: rows of pixels with the halo; images' slices one after another, or their rows side by side."""
     product = tiling.product
-    sizes = (product.sums, product.width.size, product.height.size, product.depth.size * product.problem.n)
-    box = Box(sizes=(product.chunk, tiling.row_pixels, tiling.rows, 1))
-    return packed_map(product.problem, "y" if product.is_data else "x", sizes, box)
+    row, slices = product.width.size * product.sums, product.depth.size * product.images
+    strides = (row * product.depth.size, row) if product.rows_are_images else (row, row * product.height.size)
+    element = product.problem.x.dtype
+    return TensorMap(
+        pointer=Pointer(buffer="y" if product.is_data else "x"),
+        element=element.value,
+        sizes=(product.sums, product.width.size, product.height.size, slices),
+        strides_bytes=tuple(element.itemsize * stride for stride in (product.sums, *strides)),
+        copy=Box(sizes=(product.chunk, tiling.row_pixels, tiling.rows, 1)),
+        swizzle_bytes=element.itemsize * product.chunk,
+    )
 
 
 def _filters(product: HaloProduct) -> TensorMap:
@@ -223,6 +250,7 @@ def _defines(tiling: HaloTiling) -> tuple[tuple[str, str | int], ...]:
         ("SLICES", tiling.slices),
         ("FILTER_STAGES", tiling.filter_stages),
         ("FILTER_COLUMNS", product.filter_columns),
+        ("BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
         SHAPE.define,
     )
@@ -230,6 +258,8 @@ def _defines(tiling: HaloTiling) -> tuple[tuple[str, str | int], ...]:
 
 def _shape(tiling: HaloTiling) -> Struct:
     product, (row_tiles, column_tiles) = tiling.product, tiling.tiles
+    row = product.width.outputs * product.results
+    plane = row * (product.depth if product.rows_are_images else product.height).outputs
     return SHAPE(
         column_tiles=divide_by(column_tiles),
         row_tiles=divide_by(row_tiles),
@@ -244,6 +274,10 @@ def _shape(tiling: HaloTiling) -> Struct:
         out_height=product.height.outputs,
         out_width=product.width.outputs,
         out_channels=product.results,
+        image_stride=plane * product.depth.outputs,
+        depth_stride=row if product.rows_are_images else plane,
+        row_stride=plane if product.rows_are_images else row,
+        images_of_row=int(product.rows_are_images),
     )
 
 

@@ -6,15 +6,22 @@ Pure arithmetic on shapes.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, register_limit, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
 
 MOST_CHANNELS = 128
+TILES_H = (1, 2, 3, 4, 6, 7, 8, 10, 12, 14, 16)
+TILES_W = (16, 32, 64, 128, 192)
+_LIKELY_H = (1, 2, 4, 8, 16)
+_LIKELY_GROUPS = ((1, 1), (2, 1), (1, 2), (2, 2))  # warpgroups of a block, and blocks of a multiprocessor
 _ATOM = 64  # pixels that an instruction multiplies
 _SPANS = (16, 32, 64)  # channels of 16 bits that a swizzle of 32, 64 or 128 bytes spans
 _PATTERN = 1024  # bytes at which swizzles repeat
@@ -22,13 +29,13 @@ _MAX_BOX = 256
 _MAX_N = 64
 _MAX_STAGES = 8  # of filters that do not stay
 _MAX_PARTS = 64
-_SHARED_BYTES = 227 << 10
-_REGISTERS = 1 << 16
 
 # First principles, for an H200.
 _LAUNCH_MS = 0.004
-_START_CYCLES = 4000  # of a block until its first products
-_SLICE_CYCLES = 700  # between products of one slice and of the next: the last ones' latency, and results
+_START_CYCLES = 6000  # of a block until its first products
+_SLICE_CYCLES = 1000  # between products of one slice and of the next: the last ones' latency, and results
+_TAP_CYCLES = 40  # between products of one tap and of the next, where filters do not stay
+_RATE = 1.15  # of what products take to what they would at the rates of tensor cores and of shared memory
 
 
 def _span(channels: int) -> int:
@@ -40,7 +47,9 @@ class HaloProduct:
     """A problem as the kernel sees it: forward, or backward data as a correlation of dy.
 
     Attributes:
-        depth, height, width: its spatial dimensions.
+        depth, height, width: its spatial dimensions. In two, rows are the depth and images the rows of a slice; in one,
+            there is one slice.
+        images: that blocks take one by one.
         sums, results: channels that are summed over, and those of the output.
         chunk, chunks: channels of a pixel that are swizzled together, and how many such.
         k_steps: steps of 16 channels of a chunk.
@@ -52,6 +61,7 @@ class HaloProduct:
     depth: Axis
     height: Axis
     width: Axis
+    images: int
     sums: int
     results: int
     chunk: int
@@ -64,9 +74,15 @@ class HaloProduct:
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def of(problem: ProblemDescription) -> HaloProduct:
-        """That of a problem of three spatial dimensions and stride 1."""
+        """That of a problem of stride 1."""
         is_data = problem.direction is Direction.BACKWARD_DATA
-        axes = [backward_axes(problem, dim)[0] if is_data else forward_axis(problem, dim) for dim in range(3)]
+        dims = range(len(problem.spatial))
+        axes = [backward_axes(problem, dim)[0] if is_data else forward_axis(problem, dim) for dim in dims]
+        rows_are_images = len(axes) < 3
+        if rows_are_images:
+            axes.insert(-1, _without_taps(problem.n))
+        if len(axes) < 3:
+            axes.insert(0, _without_taps(1))
         sums, results = (problem.k, problem.c) if is_data else (problem.c, problem.k)
         chunk = _span(sums)
         filter_tiles = ceil_div(results, _MAX_N)
@@ -76,6 +92,7 @@ class HaloProduct:
             depth=axes[0],
             height=axes[1],
             width=axes[2],
+            images=1 if rows_are_images else problem.n,
             sums=sums,
             results=results,
             chunk=chunk,
@@ -85,6 +102,11 @@ class HaloProduct:
             filter_tiles=ceil_div(results, tile_n),
             filter_columns=_span(tile_n),
         )
+
+    @property
+    def rows_are_images(self) -> bool:
+        """Whether the rows of a slice are of different images."""
+        return len(self.problem.spatial) < 3
 
     @property
     def is_data(self) -> bool:
@@ -104,6 +126,10 @@ class HaloProduct:
         return self.chunks * round_up(rows * row_bytes, _PATTERN)
 
 
+def _without_taps(size: int) -> Axis:
+    return Axis(size=size, outputs=size, taps=1, pad=0, stride=1, dilation=1)
+
+
 def _halo(axis: Axis) -> int:
     return (axis.taps - 1) * axis.dilation
 
@@ -116,6 +142,7 @@ class HaloTiling:
         tile_h, tile_w: pixels of outputs of a block, as equal for all blocks as may be.
         consumers, atoms: warpgroups that multiply, and atoms of each.
         slices, filter_stages: of the rings.
+        resident: blocks that a multiprocessor holds.
         parts, part_depth: blocks that share the depth, and slices of outputs of each.
     """
 
@@ -126,6 +153,7 @@ class HaloTiling:
     atoms: int
     slices: int
     filter_stages: int
+    resident: int
     parts: int
     part_depth: int
 
@@ -142,8 +170,8 @@ class HaloTiling:
         atoms = ceil_div(atoms, config["consumers"])
         slices = product.depth.taps + config["slices_ahead"]
         filters = product.taps if config["keeps_filters"] else min(max(2, product.taps - 1), _MAX_STAGES)
-        blocks = product.problem.n * product.filter_tiles * ceil_div(height, tile_h) * ceil_div(width, tile_w)
-        parts = _parts(product.depth, blocks, device.sm_count)
+        blocks = product.images * product.filter_tiles * ceil_div(height, tile_h) * ceil_div(width, tile_w)
+        parts = _parts(product.depth.outputs, blocks, device.sm_count * config["blocks"])
         part_depth = ceil_div(product.depth.outputs, parts)
         return HaloTiling(
             product=product,
@@ -153,6 +181,7 @@ class HaloTiling:
             atoms=atoms,
             slices=slices,
             filter_stages=filters,
+            resident=config["blocks"],
             parts=ceil_div(product.depth.outputs, part_depth),
             part_depth=part_depth,
         )
@@ -190,15 +219,19 @@ class HaloTiling:
     @property
     def blocks(self) -> int:
         """Of the grid."""
-        return self.product.problem.n * self.product.filter_tiles * math.prod(self.tiles) * self.parts
+        return self.product.images * self.product.filter_tiles * math.prod(self.tiles) * self.parts
 
     def is_valid(self, device: Device) -> bool:
         """Whether a block can run, and what its atoms meet beyond the last slice is shared memory still."""
         registers = self.atoms * self.product.tile_n // 2 + 56
-        most = min(255, _REGISTERS // self.threads // 8 * 8)
-        if registers > most or self.row_pixels > _MAX_BOX or self.rows > _MAX_BOX:
+        if (
+            registers > register_limit(self.resident, self.threads)
+            or self.row_pixels > _MAX_BOX
+            or self.rows > _MAX_BOX
+        ):
             return False
-        if self.shared_bytes > (device.shared_bytes or _SHARED_BYTES):
+        limits = SmLimits.of(device)
+        if resident_blocks(registers, self.threads, self.shared_bytes, limits) < self.resident:
             return False
         last = self.consumers * self.atoms - 1
         of_row = self.tile_w // _ATOM
@@ -213,18 +246,50 @@ class HaloTiling:
         product = self.product
         step_cycles = max(product.tile_n / 2, 16 + product.tile_n / 4)
         steps = product.taps * product.k_steps * product.chunks * self.consumers * self.atoms
-        slice_cycles = steps * step_cycles * 1.1 + _SLICE_CYCLES / self.consumers
-        waves = ceil_div(self.blocks, device.sm_count)
-        busy_ms = 1e3 * waves * (_START_CYCLES + self.part_depth * slice_cycles) / device.clock_hz
+        taps_alone = 0 if self.filter_stages == product.taps else product.taps * _TAP_CYCLES
+        products, alone = steps * step_cycles * _RATE, taps_alone + _SLICE_CYCLES / self.consumers
+
+        def cycles(blocks: int) -> float:
+            return _START_CYCLES + self.part_depth * (blocks * products + alone)
+
+        busy_ms = 1e3 * cycles_of_waves(self.blocks, self.resident, device, cycles) / device.clock_hz
         moved_ms = 1e3 * product.problem.bytes / device.bandwidth_bytes_per_s
         return float(_LAUNCH_MS + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
 
 
-def _parts(depth: Axis, blocks: int, multiprocessors: int) -> int:
+def is_least(product: HaloProduct, config: Config) -> bool:
+    """Whether no smaller limit of rows or of columns cuts a product into as many tiles."""
+    return (
+        _least(product.height, TILES_H, config["tile_h"]) == config["tile_h"]
+        and _least(product.width, TILES_W, config["tile_w"]) == config["tile_w"]
+    )
+
+
+def _least(axis: Axis, limits: tuple[int, ...], limit: int) -> int:
+    """The least limit that cuts an axis into as many tiles as this one does."""
+    tiles = ceil_div(axis.outputs, limit)
+    return next(least for least in limits if ceil_div(axis.outputs, least) == tiles)
+
+
+def shortlisted_tilings(product: HaloProduct, device: Device) -> Iterator[tuple[Config, HaloTiling]]:
+    """Configurations worth an estimate, as they cut a product; all of them can run."""
+    heights = dict.fromkeys(_least(product.height, TILES_H, limit) for limit in _LIKELY_H)
+    widths = dict.fromkeys(_least(product.width, TILES_W, limit) for limit in TILES_W)
+    for tile_h, tile_w, (consumers, blocks), keeps in itertools.product(heights, widths, _LIKELY_GROUPS, (0, 1)):
+        config = Config.of(
+            tile_h=tile_h, tile_w=tile_w, consumers=consumers, blocks=blocks, slices_ahead=0, keeps_filters=keeps
+        )
+        tiling = HaloTiling.of(product, config, device)
+        if tiling.is_valid(device):
+            yield config, tiling
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _parts(depth: int, blocks: int, multiprocessors: int) -> int:
     """Parts of the depth that take least time; each costs the slices that its neighbour meets, too, and its start."""
 
     def cost(parts: int) -> float:
-        own = ceil_div(depth.outputs, parts)
-        return ceil_div(blocks * ceil_div(depth.outputs, own), multiprocessors) * (own + 1.0)
+        own = ceil_div(depth, parts)
+        return ceil_div(blocks * ceil_div(depth, own), multiprocessors) * (own + 1.0)
 
-    return min(range(1, min(depth.outputs, _MAX_PARTS) + 1), key=cost)
+    return min(range(1, min(depth, _MAX_PARTS) + 1), key=cost)
