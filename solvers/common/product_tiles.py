@@ -44,26 +44,59 @@ class Copies:
     bytes: int
 
 
-def _copies(product: Product, operand: Operand, config: Config, itemsize: int) -> Copies:
-    is_a = operand is product.a
-    mn, k_major = (product.m, product.a_k_major) if is_a else (product.n, product.b_k_major)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """What copies of an operand have in common, whatever the tiles.
+
+    Attributes:
+        is_a: whether it is A.
+        k_major: whether its rows are along k.
+        vector: elements of a row that a thread copies together.
+        at_once: whether they move at once.
+        axes: of its window, 0 without one.
+        is_linear: whether its rows begin equally far apart.
+        itemsize: of an element, in bytes.
+    """
+
+    is_a: bool
+    k_major: bool
+    vector: int
+    at_once: bool
+    axes: int
+    is_linear: bool
+    itemsize: int
+
+    @staticmethod
+    def of(product: Product, operand: Operand, itemsize: int) -> _Side:
+        is_a = operand is product.a
+        mn, k_major = (product.m, product.a_k_major) if is_a else (product.n, product.b_k_major)
+        vector = _vector(product, operand, itemsize)
+        at_once = vector * itemsize >= 4
+        return _Side(
+            is_a=is_a,
+            k_major=k_major,
+            vector=vector if at_once else _run(product, operand, itemsize),
+            at_once=at_once,
+            axes=len(product.window.first) if product.window and product.window.of_a == is_a else 0,
+            is_linear=linear_stride(mn, operand.mn_strides) is not None,
+            itemsize=itemsize,
+        )
+
+
+def _copies(side: _Side, config: Config) -> Copies:
+    is_a, k_major, vector, axes, itemsize = side.is_a, side.k_major, side.vector, side.axes, side.itemsize
     mn_tile, k_tile = config["tile_m"] if is_a else config["tile_n"], config["tile_k"]
     rows, columns = (mn_tile, k_tile) if k_major else (k_tile, mn_tile)
-    vector = _vector(product, operand, itemsize)
-    at_once = vector * itemsize >= 4
-    if not at_once:
-        vector = _run(product, operand, itemsize)
     row_vectors = columns // vector
     loads = ceil_div(rows * row_vectors, threads_of(config))
-    axes = len(product.window.first) if product.window and product.window.of_a == is_a else 0
-    kept = loads if k_major and (axes or linear_stride(mn, operand.mn_strides) is None) else 1
-    held = 0 if at_once else loads * vector * 5 // 4  # and addresses of those under way
+    kept = loads if k_major and (axes or not side.is_linear) else 1
+    held = 0 if side.at_once else loads * vector * 5 // 4  # and addresses of those under way
     # Where no instruction transposes, a fragment's every 8 columns have an address of their own.
     warps = config["warps_m"] if is_a else config["warps_n"]
     addresses = 0 if k_major or itemsize == 2 else mn_tile // warps // 8
     return Copies(
         vector=vector,
-        at_once=at_once,
+        at_once=side.at_once,
         row_vectors=row_vectors,
         loads=loads,
         registers=kept * (1 + axes) + held + addresses,
@@ -123,6 +156,37 @@ def threads_of(config: Config) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Sides:
+    """What all tilings of a product have in common.
+
+    Attributes:
+        out_vector, float32_vector: elements stored at once of the problem's type, and of float32.
+    """
+
+    product: Product
+    a: _Side
+    b: _Side
+    out_vector: int
+    float32_vector: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, product: Product) -> _Sides:
+        itemsize, size = problem.x.dtype.itemsize, problem.output.size
+        return _Sides(
+            product=product,
+            a=_Side.of(product, product.a, itemsize),
+            b=_Side.of(product, product.b, itemsize),
+            out_vector=_out_vector(product, itemsize, size),
+            float32_vector=_out_vector(product, 4, size),
+        )
+
+
+@functools.lru_cache(maxsize=256)  # tilings of dozens of configurations ask
+def _sides(problem: ProblemDescription) -> tuple[_Sides, ...]:
+    return tuple(_Sides.of(problem, product) for product in products(problem))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTiling:
     """A configuration applied to one product.
 
@@ -147,8 +211,12 @@ class ProductTiling:
 
     @staticmethod
     def of(problem: ProblemDescription, product: Product, config: Config) -> ProductTiling:
-        itemsize = problem.x.dtype.itemsize
-        a, b = (_copies(product, operand, config, itemsize) for operand in (product.a, product.b))
+        return ProductTiling._of_sides(problem, _Sides.of(problem, product), config)
+
+    @staticmethod
+    def _of_sides(problem: ProblemDescription, sides: _Sides, config: Config) -> ProductTiling:
+        product, itemsize = sides.product, problem.x.dtype.itemsize
+        a, b = _copies(sides.a, config), _copies(sides.b, config)
         gathers = itemsize == 2 and config["splits"] == 1
         warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
         gathered_bytes = 2 * config["tile_m"] * (config["tile_n"] + 8) if gathers else 0
@@ -158,7 +226,7 @@ class ProductTiling:
         return ProductTiling(
             a=a,
             b=b,
-            out_vector=_out_vector(product, itemsize if gathers else 4, problem.output.size),
+            out_vector=sides.out_vector if gathers else sides.float32_vector,
             gathers=gathers,
             registers=round_up(accumulators + fragments + a.registers + b.registers + 40, 8),
             shared_bytes=max(config["stages"] * (a.bytes + b.bytes), gathered_bytes),
@@ -169,12 +237,12 @@ class ProductTiling:
         )
 
 
-def alike(problem: ProblemDescription, config: Config) -> Config:
+def alike(itemsize: int, config: Config) -> Config:
     """One configuration for all that are tiled alike: they differ in the number of splits, or only in that of several.
 
     A ranking asks for each of hundreds of configurations: what is known of this one is worth keeping.
     """
-    return _with_splits(config, 1 if config["splits"] == 1 or problem.x.dtype.itemsize > 2 else 2)
+    return _with_splits(config, 1 if config["splits"] == 1 or itemsize > 2 else 2)
 
 
 @functools.lru_cache(maxsize=1 << 14)  # of all problems together
@@ -185,4 +253,4 @@ def _with_splits(config: Config, splits: int) -> Config:
 @functools.lru_cache(maxsize=1 << 12)
 def tilings(problem: ProblemDescription, config: Config) -> tuple[ProductTiling, ...]:
     """Those of all launches, of a configuration that `alike` gave."""
-    return tuple(ProductTiling.of(problem, product, config) for product in products(problem))
+    return tuple(ProductTiling._of_sides(problem, sides, config) for sides in _sides(problem))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
@@ -38,7 +38,7 @@ from miofind.solvers.common.product_tiles import (
     tilings,
 )
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK, result_order
-from miofind.solvers.implicit_gemm.mma_cost import estimate_ms
+from miofind.solvers.implicit_gemm.mma_cost import estimate_ms, work_of
 
 _MAX_COORDINATE = 2**30
 _MAX_LAUNCHES = 16
@@ -302,6 +302,27 @@ def _short_list(itemsize: int) -> tuple[Config, ...]:
     return tuple(config for config in _SHORT_LIST if config["tile_k"] * itemsize in _K_BYTES)
 
 
+class _TiledAlike(NamedTuple):
+    """Configurations of the short list that `alike` gives one for.
+
+    Attributes:
+        common: that one.
+        members: their places in the short list, and their splits.
+    """
+
+    common: Config
+    members: tuple[tuple[int, int], ...]
+
+
+@functools.cache
+def _tiled_alike(itemsize: int) -> tuple[_TiledAlike, ...]:
+    """The short list for such elements by what is tiled alike."""
+    found: dict[Config, list[tuple[int, int]]] = {}
+    for place, config in enumerate(_short_list(itemsize)):
+        found.setdefault(alike(itemsize, config), []).append((place, int(config["splits"])))
+    return tuple(_TiledAlike(common, tuple(members)) for common, members in found.items())
+
+
 class ConvImplicitGemmMma(Solver):
     """Implicit GEMM by mma.sync, cp.async and ldmatrix with float32 accumulators, and split-K with a reduction.
 
@@ -384,10 +405,10 @@ class ConvImplicitGemmMma(Solver):
         splits = config["splits"]
         if splits > 1 and splits > ceil_div(largest(problem).k, config["tile_k"]):
             return False
-        blocks = _most_blocks(problem, device, alike(problem, config))
+        blocks = _most_blocks(problem, device, alike(problem.x.dtype.itemsize, config))
         if blocks is None or blocks * splits > MAX_ELEMENTS:
             return False
-        return bool(splits == 1 or _split_k(problem, config).bytes <= _MAX_WORKSPACE_BYTES)
+        return splits == 1 or _workspace_holds(problem, splits)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         return tf32_error_growth(problem)
@@ -396,7 +417,7 @@ class ConvImplicitGemmMma(Solver):
         return products_of_tf32(problem) == 3
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, _short_list(problem.x.dtype.itemsize))
+        ranked = short_listed(problem, device)
         resorts = [config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config)]
         return tuple(_varied(ranked)[:8]) or tuple(resorts[:1])
 
@@ -411,6 +432,38 @@ class ConvImplicitGemmMma(Solver):
         reduction = split_k.vector_reduction(steps[0], vector=_reduction_vector(problem))
         reduction = split_k.fused_reduction(reduction, problem)
         return ConvSolution(steps=(*steps, reduction), workspace=WorkspacePlan((split_k.partials,)))
+
+
+def _workspace_holds(problem: ProblemDescription, splits: int) -> bool:
+    """Whether the partials of so many splits are few enough."""
+    return SplitK.of(problem, splits).bytes <= _MAX_WORKSPACE_BYTES
+
+
+def short_listed(problem: ProblemDescription, device: Device) -> list[Config]:
+    """What `Solver.ranked` gives of the short list, sooner: what is tiled alike is looked at once."""
+    itemsize = problem.x.dtype.itemsize
+    configs = _short_list(itemsize)
+    return [configs[place] for _, place in sorted(_estimated(problem, device, _tiled_alike(itemsize)))]
+
+
+def _estimated(
+    problem: ProblemDescription, device: Device, short_list: Sequence[_TiledAlike]
+) -> Iterator[tuple[float, int]]:
+    """Milliseconds and the place in the short list of its valid configurations."""
+    most_k = largest(problem).k
+    keeps_limit = {1: True}  # by splits: whether the workspace holds their partials
+    for common, members in short_list:
+        k_tiles = ceil_div(most_k, common["tile_k"])
+        split = [(place, splits) for place, splits in members if splits == 1 or splits <= k_tiles]
+        blocks = _most_blocks(problem, device, common) if split else None
+        if blocks is None:
+            continue
+        work = work_of(problem, device, common)
+        for place, splits in split:
+            if splits not in keeps_limit:
+                keeps_limit[splits] = _workspace_holds(problem, splits)
+            if keeps_limit[splits] and blocks * splits <= MAX_ELEMENTS:
+                yield work.ms(splits, device), place
 
 
 def _varied(ranked: Sequence[Config]) -> list[Config]:

@@ -67,9 +67,20 @@ class _Work:
     problem_bytes: int
     output_bytes: int
 
+    def ms(self, splits: int, device: Device) -> float:
+        """Milliseconds that all launches take, with a cold L2 cache."""
+        busy_ms = sum(launch.ms(splits, device) for launch in self.launches)
+        moved = self.problem_bytes
+        if splits > 1:
+            moved += 2 * splits * self.output_bytes  # partials are written and read
+        moved_ms = 1e3 * moved / device.bandwidth_bytes_per_s
+        count = len(self.launches) + int(splits > 1)
+        return float(_LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
+
 
 @functools.lru_cache(maxsize=1 << 12)
-def _work(problem: ProblemDescription, device: Device, config: Config) -> _Work:
+def work_of(problem: ProblemDescription, device: Device, config: Config) -> _Work:
+    """What the configurations launch for which `alike` gave this one."""
     tiled = zip(products(problem), tilings(problem, config), strict=True)
     return _Work(
         launches=tuple(_launch(problem, device, config, product, tiling) for product, tiling in tiled),
@@ -107,9 +118,4 @@ def _launch(
 
 def estimate_ms(problem: ProblemDescription, device: Device, config: Config) -> float:
     """Milliseconds that all launches of a configuration take, with a cold L2 cache."""
-    work, splits = _work(problem, device, alike(problem, config)), config["splits"]
-    busy_ms = sum(launch.ms(splits, device) for launch in work.launches)
-    moved = work.problem_bytes + (2 * splits * work.output_bytes if splits > 1 else 0)  # partials are written and read
-    moved_ms = 1e3 * moved / device.bandwidth_bytes_per_s
-    count = len(work.launches) + int(splits > 1)
-    return float(_LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
+    return work_of(problem, device, alike(problem.x.dtype.itemsize, config)).ms(config["splits"], device)

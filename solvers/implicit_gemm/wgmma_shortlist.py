@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div
@@ -55,12 +54,12 @@ def _splits(tile: WgmmaTiling, device: Device) -> Iterator[WgmmaTiling]:
     work_tiles, most = tile.work_tiles, tile.k_tiles // 2
     processors = max(1, device.sm_count)
     for cluster_k in CLUSTER_SPLITS:
-        clustered = replace(tile, cluster=(1, 1, cluster_k))
+        clustered = tile.spread(splits=1, cluster=(1, 1, cluster_k))
         if cluster_k <= most and clustered.work_tiles * cluster_k <= processors:
             yield clustered
     fitting = [count for count in SPLITS if count <= min(most, _FULL_DEVICES * processors // work_tiles)]
     for splits in [count for count in fitting if work_tiles * count >= _EMPTY_DEVICE * processors] or fitting[-1:]:
-        yield replace(tile, splits=splits)
+        yield tile.spread(splits=splits, cluster=(1, 1, 1))
 
 
 def _filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
@@ -76,13 +75,14 @@ def _filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[Wg
         is_whole and not tile.product.is_weights and (is_small or (k_tiles <= _FEW_K_TILES and tile.row_blocks == 2))
     )
     for blocks in (1, 2) if tile.work_tiles * math.prod(tile.cluster) > device.sm_count else (1,):
-        for stages in reversed(STAGES):
-            filled = tile.filled(stages=stages, blocks=blocks)
-            if stages <= enough and filled.is_valid(shared_bytes):
-                yield filled
-                if gains and (multicasting := replace(filled, cluster=(2, 1, 1))).is_valid(shared_bytes):
-                    yield multicasting
-                break
+        fewest = tile.filled(stages=STAGES[0], blocks=blocks)
+        if not fewest.is_valid(shared_bytes):  # nor is it with more
+            continue
+        staged = (fewest.filled(stages=count, blocks=blocks) for count in reversed(STAGES) if count <= enough)
+        filled = next(each for each in staged if each.holds(shared_bytes))
+        yield filled
+        if gains and (multicasting := filled.spread(splits=1, cluster=(2, 1, 1))).is_valid(shared_bytes):
+            yield multicasting
 
 
 def shortlisted_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:

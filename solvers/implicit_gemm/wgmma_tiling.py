@@ -24,6 +24,8 @@ _STATIC_BYTES = 256  # at most, of the barriers
 _MAX_INT = 2**31 - 1
 _MAX_BOX = 256  # elements of a copy along an axis
 _MAX_PARTIALS_BYTES = 1 << 30
+_KEPT_OF_SPREAD = ("tiles", "phase_cluster_k", "phase_work_tiles", "work_tiles")
+"""What a tiling keeps that splits or clusters change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,15 @@ class WgmmaTiling:
         """The same with other stages and blocks, and with what is kept: what `dataclasses.replace` gives, sooner."""
         made = object.__new__(WgmmaTiling)
         made.__dict__.update(self.__dict__, stages=stages, blocks=blocks)
+        return made
+
+    def spread(self, *, splits: int, cluster: tuple[int, int, int]) -> WgmmaTiling:
+        """The same with other splits and another cluster, and with what is kept that these do not change."""
+        made = object.__new__(WgmmaTiling)
+        kept = made.__dict__
+        kept.update(self.__dict__, splits=splits, cluster=cluster)
+        for name in _KEPT_OF_SPREAD:
+            kept.pop(name, None)
         return made
 
     @property
@@ -221,12 +232,19 @@ class WgmmaTiling:
 
     def is_valid(self, shared_bytes: int) -> bool:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
+        return self.holds(shared_bytes) and self.is_valid_if_it_holds()
+
+    def holds(self, shared_bytes: int) -> bool:
+        """Whether a multiprocessor with that much shared memory for a block holds its blocks; stages decide no more."""
+        return self.blocks * (self.shared_bytes + _ALIGNMENT_BYTES + _STATIC_BYTES) <= shared_bytes + _ALIGNMENT_BYTES
+
+    def is_valid_if_it_holds(self) -> bool:
+        """Whether the kernel serves it on a multiprocessor that holds its blocks."""
         return (
             self.may_be_valid
             and not self._spills()
             and self._has_cluster()
             and self._is_divisible()
-            and self.blocks * (self.shared_bytes + _ALIGNMENT_BYTES + _STATIC_BYTES) <= shared_bytes + _ALIGNMENT_BYTES
             and max(self.work_tiles * math.prod(self.cluster), self.k_tiles * self.splits * self.cluster[2]) <= _MAX_INT
             and self.tiles[1] * self.tile_n * self.cluster[1] <= _MAX_INT + 1  # the columns beyond the last, too
         )
@@ -234,13 +252,12 @@ class WgmmaTiling:
     @property
     def may_be_valid(self) -> bool:
         """Whether the tile is valid, whatever stages and splits it has."""
-        return (
-            self._has_registers()
-            and self._has_tile_n()
-            and self._has_tile_k()
-            and self._is_swappable()
-            and self._is_filled()
-        )
+        return self._has_registers() and self._is_swappable() and self._has_sizes
+
+    @functools.cached_property
+    def _has_sizes(self) -> bool:
+        """Whether the sizes of the tile are valid."""
+        return self._has_tile_n() and self._has_tile_k() and self._is_filled()
 
     def _has_registers(self) -> bool:
         """Whether registers hold the accumulators, and a box a tile's rows."""

@@ -1,0 +1,168 @@
+"""Shortlists that look at what configurations share once give what each configuration by itself would."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import pytest
+
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.registry import Registry
+from miofind.solvers.common.product import products
+from miofind.solvers.common.product_tiles import ProductTiling, alike, tilings
+from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.implicit_gemm import wgmma_shortlist
+from miofind.solvers.implicit_gemm.mma import _short_list, short_listed
+from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
+from miofind.solvers.implicit_gemm.wgmma_shortlist import shortlisted_tilings
+from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
+from miofind.suites import load_suite
+
+H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.9e12)
+SMALL = replace(Device.virtual("86"), sm_count=20)
+TYPES = (
+    (DataType.FLOAT16, MathMode.IEEE),
+    (DataType.BFLOAT16, MathMode.IEEE),
+    (DataType.FLOAT32, MathMode.IEEE),
+    (DataType.FLOAT32, MathMode.TF32),
+)
+SHARED_BYTES = (232448, 101376)
+"""That a block of an H200 has, and of a device of compute capability 8.6."""
+
+
+def drawn(count: int, seed: int) -> list[ProblemDescription]:
+    """Random problems of the suites wild and wild_3d, in random types, layouts and directions."""
+    draw = random.Random(seed)
+    rows = [row.problem for name in ("wild", "wild_3d") for row in load_suite(name).problems()]
+    found = []
+    for base in draw.choices(rows, k=count):
+        dtype, math_mode = draw.choice(TYPES)
+        conv = base.conv
+        found.append(
+            ProblemDescription.convolution(
+                x=base.x.shape,
+                w=base.w.shape,
+                padding=tuple(zip(conv.pad_before, conv.pad_after, strict=True)),
+                stride=conv.stride,
+                dilation=conv.dilation,
+                groups=base.groups,
+                dtype=dtype,
+                layout=Layout.of(base.spatial_dims, channels_last=draw.random() < 0.5),
+                direction=draw.choice(list(Direction)),
+                math=math_mode,
+            )
+        )
+    return found
+
+
+def served(solver_id: str, count: int, seed: int, device: Device = H200) -> list[ProblemDescription]:
+    """Those of so many random problems that a solver serves."""
+    solver = Registry.default()[solver_id]
+    return [problem for problem in drawn(count, seed) if solver.applicability(problem, device)]
+
+
+@pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
+def test_a_shortlist_of_mma_is_that_of_each_configuration_by_itself(device: Device) -> None:
+    solver = Registry.default()["ConvImplicitGemmMma"]
+    problems = served("ConvImplicitGemmMma", 40, 1, device)
+    assert len(problems) > 20
+    for problem in problems:
+        listed = short_listed(problem, device)
+        assert listed == solver.ranked(problem, device, _short_list(problem.x.dtype.itemsize)), problem
+
+
+def test_limits_of_many_splits_are_kept_in_a_shortlist_of_mma() -> None:
+    """A result so large that no split's partials are few enough."""
+    problem = ProblemDescription.convolution(
+        x=(64, 2048, 64, 64), w=(2048, 2048, 1, 1), dtype=DataType.FLOAT16, layout=Layout.NHWC
+    )
+    listed = short_listed(problem, H200)
+    assert {config["splits"] for config in listed} == {1}
+    solver = Registry.default()["ConvImplicitGemmMma"]
+    assert listed == solver.ranked(problem, H200, _short_list(2))
+
+
+def test_tilings_that_share_sides_are_those_of_each_launch() -> None:
+    for problem in served("ConvImplicitGemmMma", 40, 2):
+        itemsize = problem.x.dtype.itemsize
+        for config in {alike(itemsize, config) for config in _short_list(itemsize)[::7]}:
+            alone = tuple(ProductTiling.of(problem, product, config) for product in products(problem))
+            assert tilings(problem, config) == alone, (problem, config)
+
+
+def _plain_splits(tile: WgmmaTiling, device: Device) -> Iterator[WgmmaTiling]:
+    yield tile
+    if tile.swapped:
+        return
+    work_tiles, most, processors = tile.work_tiles, tile.k_tiles // 2, device.sm_count
+    for cluster_k in wgmma_shortlist.CLUSTER_SPLITS:
+        clustered = replace(tile, cluster=(1, 1, cluster_k))
+        if cluster_k <= most and clustered.work_tiles * cluster_k <= processors:
+            yield clustered
+    fitting = [count for count in wgmma_shortlist.SPLITS if count <= min(most, 4 * processors // work_tiles)]
+    for splits in [count for count in fitting if work_tiles * count >= 0.25 * processors] or fitting[-1:]:
+        yield replace(tile, splits=splits)
+
+
+def _plain_filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
+    stages_of = wgmma_shortlist.STAGES
+    k_tiles = math.ceil(tile.k_tiles / (tile.splits * tile.cluster[2]))
+    enough = min((count for count in stages_of if count >= k_tiles + 2), default=stages_of[-1])
+    is_small = tile.tile_m == WGMMA_M and tile.tile_m * tile.tile_n <= WGMMA_M * 96
+    is_whole = tile.splits == 1 and tile.cluster == (1, 1, 1)
+    gains = is_whole and not tile.product.is_weights and (is_small or (k_tiles <= 4 and tile.row_blocks == 2))
+    for blocks in (1, 2) if tile.work_tiles * math.prod(tile.cluster) > device.sm_count else (1,):
+        for stages in reversed(stages_of):
+            filled = replace(tile, stages=stages, blocks=blocks)
+            if stages <= enough and filled.is_valid(shared_bytes):
+                yield filled
+                multicasting = replace(filled, cluster=(2, 1, 1))
+                if gains and multicasting.is_valid(shared_bytes):
+                    yield multicasting
+                break
+
+
+def plain_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
+    """What `shortlisted_tilings` gives, each made anew, so that nothing is kept from one to another."""
+    tiles = itertools.product(wgmma_shortlist._k_tiles(product), wgmma_shortlist._WARPGROUPS, wgmma_shortlist.WIDTHS)
+    for length, (consumers, row_blocks), tile_n in tiles:
+        for swapped in (False, True) if product.size_n <= WGMMA_M and consumers == 1 else (False,):
+            tile = WgmmaTiling(
+                product=product,
+                consumers=consumers,
+                row_blocks=row_blocks,
+                tile_m=WGMMA_M * consumers * row_blocks,
+                tile_n=tile_n,
+                tile_k=length,
+                stages=3,
+                splits=1,
+                blocks=1,
+                cluster=(1, 1, 1),
+                swapped=swapped,
+            )
+            if tile.may_be_valid:
+                for split in _plain_splits(tile, device):
+                    yield from _plain_filled(split, device, shared_bytes)
+
+
+def written(tiling: WgmmaTiling) -> tuple[object, ...]:
+    """A tiling's fields but its product."""
+    return tuple(getattr(tiling, each.name) for each in fields(tiling) if each.name != "product")
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
+@pytest.mark.parametrize("solver_id", ["ConvImplicitGemmWgmma", "ConvChannelsLast"])
+def test_a_shortlist_of_wgmma_is_that_of_tilings_made_anew(solver_id: str, shared_bytes: int) -> None:
+    problems = served(solver_id, 150, 3)
+    assert len(problems) > 10
+    for problem in problems:
+        product = WgmmaProduct.of(problem)
+        found = list(shortlisted_tilings(product, H200, shared_bytes))
+        plain = list(plain_tilings(product, H200, shared_bytes))
+        assert [written(each) for each in found] == [written(each) for each in plain], problem
+        assert [estimate_ms(each, H200) for each in found] == [estimate_ms(each, H200) for each in plain], problem
