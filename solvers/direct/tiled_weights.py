@@ -6,9 +6,10 @@ Kernels: kernels_src/direct/tiled_weights.cu.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
@@ -74,6 +75,12 @@ class _Tiling:
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
+        whole = _whole(problem, _unsplit(config))
+        return replace(whole, blocks=whole.blocks * config["splits"]) if config["splits"] > 1 else whole
+
+    @staticmethod
+    def of_one_split(problem: ProblemDescription, config: Config) -> _Tiling:
+        """The tiling with one split, however many the configuration has."""
         height, width = forward_axes(problem)
         c, k = problem.c // problem.groups, problem.k // problem.groups
         channels_last = problem.x.layout.channels_last
@@ -106,9 +113,20 @@ class _Tiling:
             y_vector=y_vector,
             shared_bytes=4 * (x_floats + y_slots * plane_pitch(pixels)),
             copies=x_slots * rows * columns // x_vector + y_slots * pixels // y_vector,
-            blocks=filters * ceil_div(problem.groups, config["groups"]) * row_blocks * config["splits"],
+            blocks=filters * ceil_div(problem.groups, config["groups"]) * row_blocks,
             tiles=problem.n * ceil_div(height.outputs, config["tile_h"]) * ceil_div(width.outputs, config["tile_w"]),
         )
+
+
+@functools.lru_cache(maxsize=1 << 14)  # of all problems together
+def _unsplit(config: Config) -> Config:
+    """The same configuration with one split."""
+    return Config({**config, "splits": 1})
+
+
+@functools.lru_cache(maxsize=1 << 10)  # a ranking asks twice for every number of splits
+def _whole(problem: ProblemDescription, config: Config) -> _Tiling:
+    return _Tiling.of_one_split(problem, config)
 
 
 def _chunk(taps: int) -> int:
@@ -296,6 +314,13 @@ _SHORT_LIST = (
 )
 
 
+@functools.cache
+def _split_short_list() -> tuple[Config, ...]:
+    """The short list with every number of splits: made once, for to write their texts takes longer than a ranking."""
+    splits = ConvDirectTiledWeights.parameters["splits"]
+    return tuple(Config({**config, "splits": count}) for config in _SHORT_LIST for count in splits)
+
+
 class ConvDirectTiledWeights(Solver):
     """Backward weights of tiles in shared memory, float32 accumulators in registers, deterministic split-K reduction.
 
@@ -370,9 +395,7 @@ class ConvDirectTiledWeights(Solver):
         return bool(height.outputs % config["tile_h"] or width.outputs % config["tile_w"])
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        splits = self.parameters["splits"]
-        every = (Config({**config, "splits": count}) for config in _SHORT_LIST for count in splits)
-        return tuple(self.ranked(problem, device, every)[:4])
+        return tuple(self.ranked(problem, device, _split_short_list())[:4])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         busy_ms = tile_ms(_work(problem, config), _RATES, device)

@@ -16,6 +16,7 @@ from miofind.solver.registry import Registry
 from miofind.solvers.common.product import products
 from miofind.solvers.common.product_tiles import ProductTiling, alike, tilings
 from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.direct import tiled_weights
 from miofind.solvers.implicit_gemm import wgmma_shortlist
 from miofind.solvers.implicit_gemm.mma import _short_list, short_listed
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
@@ -166,3 +167,19 @@ def test_a_shortlist_of_wgmma_is_that_of_tilings_made_anew(solver_id: str, share
         plain = list(plain_tilings(product, H200, shared_bytes))
         assert [written(each) for each in found] == [written(each) for each in plain], problem
         assert [estimate_ms(each, H200) for each in found] == [estimate_ms(each, H200) for each in plain], problem
+
+
+def test_a_tiling_of_tiled_weights_with_many_splits_is_that_of_one_with_more_blocks() -> None:
+    problems = served("ConvDirectTiledWeights", 60, 4)
+    assert len(problems) > 10
+    for problem in problems:
+        for config in tiled_weights._split_short_list():
+            alone = tiled_weights._Tiling.of_one_split(problem, config)
+            assert tiled_weights._Tiling.of(problem, config) == replace(alone, blocks=alone.blocks * config["splits"])
+
+
+def test_the_split_short_list_of_tiled_weights_has_each_configuration_with_each_number_of_splits() -> None:
+    splits = tiled_weights.ConvDirectTiledWeights.parameters["splits"]
+    listed = tiled_weights._split_short_list()
+    assert len(set(listed)) == len(listed) == len(tiled_weights._SHORT_LIST) * len(splits)
+    assert [config["splits"] for config in listed] == list(splits) * len(tiled_weights._SHORT_LIST)
