@@ -7,9 +7,10 @@
 // them, padding as zeros. In two dimensions rows of an image are its depth, and the rows of a slice are of different
 // images. M of a product is 64 pixels side by side in a slice, an atom; another tap is the same pixels from another
 // address on. If TILE_W is a multiple of 64 an atom is of one row; else atoms go on over the ends of rows, and what
-// they compute of the halo there is not written. N is TILE_N filters, K the channels, CHUNKS of CHUNK each, in K_STEPS
-// of 16. CONSUMERS warpgroups have ATOMS each. Filters of a tap arrive in a ring of FILTER_STAGES, by a second producer
-// warp; if that holds all taps they stay. Grid: column tiles, row tiles, tiles of filters, parts of the depth, images.
+// they compute of the halo there is not written. N is TILE_N filters, K the CHANNELS that are loaded of a pixel, in
+// K_STEPS of 16. CONSUMERS warpgroups have ATOMS each. Filters of a tap arrive in a ring of FILTER_STAGES, by a second
+// producer warp; if that holds all taps they stay. Grid: column tiles, row tiles, tiles of filters, parts of the depth,
+// images.
 #include "common/divisor.cuh"
 #include "common/tile.cuh"
 
@@ -19,8 +20,8 @@
 #if !defined(DILATION_H) || !defined(DILATION_W) || !defined(TILE_H) || !defined(TILE_W) || !defined(TILE_N)
 #error "define DILATION_H, DILATION_W, TILE_H, TILE_W and TILE_N"
 #endif
-#if !defined(CHUNK) || !defined(CHUNKS) || !defined(K_STEPS) || !defined(CONSUMERS) || !defined(ATOMS)
-#error "define CHUNK, CHUNKS, K_STEPS, CONSUMERS and ATOMS"
+#if !defined(CHANNELS) || !defined(K_STEPS) || !defined(CONSUMERS) || !defined(ATOMS)
+#error "define CHANNELS, K_STEPS, CONSUMERS and ATOMS"
 #endif
 #if !defined(SLICES) || !defined(FILTER_STAGES) || !defined(FILTER_COLUMNS) || !defined(BLOCKS) || \
     !defined(SHARED_BYTES)
@@ -45,19 +46,17 @@ struct Shape {
 constexpr int kTaps = FILTER_D * FILTER_H * FILTER_W, kThreads = 128 * CONSUMERS + 64;
 constexpr bool kKeepsFilters = FILTER_STAGES == kTaps;
 
-// A slice: CHUNKS times rows of pixels of CHUNK channels, swizzled over as many bytes as these are.
-constexpr int kPixelBytes = 2 * CHUNK;
+// A slice: rows of pixels of CHANNELS channels, swizzled over as many bytes as these are.
+constexpr int kPixelBytes = 2 * CHANNELS;
 constexpr int kRowPixels = TILE_W + (FILTER_W - 1) * DILATION_W, kRows = TILE_H + (FILTER_H - 1) * DILATION_H;
-constexpr int kChunkBytes = round_up(kRows * kRowPixels * kPixelBytes, 1024), kSliceBytes = CHUNKS * kChunkBytes;
-constexpr int kLoadedSliceBytes = CHUNKS * kRows * kRowPixels * kPixelBytes;
-static_assert(kPixelBytes == 32 || kPixelBytes == 64 || kPixelBytes == 128, "a pixel's chunk is a span of a swizzle");
+constexpr int kLoadedSliceBytes = kRows * kRowPixels * kPixelBytes, kSliceBytes = round_up(kLoadedSliceBytes, 1024);
+static_assert(kPixelBytes == 32 || kPixelBytes == 64 || kPixelBytes == 128, "a pixel is a span of a swizzle");
 
-// Filters of a tap: forward, CHUNKS times TILE_N rows of CHUNK channels; of DATA rows of FILTER_COLUMNS, a row for each
-// of the 16 * K_STEPS * CHUNKS terms of the sum.
+// Filters of a tap: forward, TILE_N rows of CHANNELS; of DATA rows of FILTER_COLUMNS, a row for each of the 16 *
+// K_STEPS terms of the sum.
 constexpr int kTermRows = 16 * K_STEPS, kFilterRows = DATA ? kTermRows : TILE_N;
 constexpr int kFilterRowBytes = DATA ? 2 * FILTER_COLUMNS : kPixelBytes;
-constexpr int kFilterChunkBytes = round_up(kFilterRows * kFilterRowBytes, 1024);
-constexpr int kFilterBytes = CHUNKS * kFilterChunkBytes, kLoadedFilterBytes = CHUNKS * kFilterRows * kFilterRowBytes;
+constexpr int kLoadedFilterBytes = kFilterRows * kFilterRowBytes, kFilterBytes = round_up(kLoadedFilterBytes, 1024);
 static_assert(SHARED_BYTES == 1024 + SLICES * kSliceBytes + FILTER_STAGES * kFilterBytes,
               "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
@@ -119,10 +118,8 @@ __device__ __forceinline__ void load_slices(const Shape& shape, const Work& work
   for (int slice = first; slice < end; ++slice) {
     mbarrier_wait(empty + 8 * stage, parity);
     mbarrier_arrive_expect_tx(full + 8 * stage, kLoadedSliceBytes);
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk)
-      tma_load(slices + stage * kSliceBytes + chunk * kChunkBytes, map, full + 8 * stage, chunk * CHUNK,
-               work.column - shape.pad_w, work.row - shape.pad_h, work.image * shape.depth + slice);
+    tma_load(slices + stage * kSliceBytes, map, full + 8 * stage, 0, work.column - shape.pad_w, work.row - shape.pad_h,
+             work.image * shape.depth + slice);
     if (++stage == SLICES) {
       stage = 0;
       parity ^= 1;
@@ -142,14 +139,11 @@ __device__ __forceinline__ void load_filters(const Shape& shape, const Work& wor
     for (int tap = first * FILTER_H * FILTER_W; tap < end * FILTER_H * FILTER_W; ++tap) {
       if (!kKeepsFilters) mbarrier_wait(empty + 8 * stage, parity);
       mbarrier_arrive_expect_tx(full + 8 * stage, kLoadedFilterBytes);
-#pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        const unsigned to = filters + stage * kFilterBytes + chunk * kFilterChunkBytes;
-        if constexpr (DATA)
-          tma_load_tiled(to, map, full + 8 * stage, work.filter, kTaps - 1 - tap, chunk * CHUNK);
-        else
-          tma_load_tiled(to, map, full + 8 * stage, chunk * CHUNK, tap, work.filter);
-      }
+      const unsigned to = filters + stage * kFilterBytes;
+      if constexpr (DATA)
+        tma_load_tiled(to, map, full + 8 * stage, work.filter, kTaps - 1 - tap, 0);
+      else
+        tma_load_tiled(to, map, full + 8 * stage, 0, tap, work.filter);
       if (++stage == FILTER_STAGES) {
         stage = 0;
         parity ^= 1;
@@ -343,19 +337,16 @@ __device__ __forceinline__ void consume(const Shape& shape, const Work& work, in
           const unsigned b = filters + filter * kFilterBytes;
           wgmma_fence();
 #pragma unroll
-          for (int chunk = 0; chunk < CHUNKS; ++chunk)
+          for (int k = 0; k < K_STEPS; ++k)
 #pragma unroll
-            for (int k = 0; k < K_STEPS; ++k)
-#pragma unroll
-              for (int atom = 0; atom < ATOMS; ++atom) {
-                const unsigned a =
-                    slice + chunk * kChunkBytes + 32 * k +
-                    (atom_pixel(consumer * ATOMS + atom) + r * DILATION_H * kRowPixels + s * DILATION_W) * kPixelBytes;
-                Wgmma<ELEMENT>::ss<Major::K, DATA ? Major::MN : Major::K>(
-                    acc[atom], descriptor_at(kPixelDescriptor, a),
-                    descriptor_at(kFilterDescriptor, b + chunk * kFilterChunkBytes + k * kFilterStepBytes),
-                    t > first || r + s + chunk + k > 0);
-              }
+            for (int atom = 0; atom < ATOMS; ++atom) {
+              const unsigned a =
+                  slice + 32 * k +
+                  (atom_pixel(consumer * ATOMS + atom) + r * DILATION_H * kRowPixels + s * DILATION_W) * kPixelBytes;
+              Wgmma<ELEMENT>::ss<Major::K, DATA ? Major::MN : Major::K>(
+                  acc[atom], descriptor_at(kPixelDescriptor, a),
+                  descriptor_at(kFilterDescriptor, b + k * kFilterStepBytes), t > first || r + s + k > 0);
+            }
           wgmma_commit_group();
           if constexpr (!kKeepsFilters) {
             wgmma_wait_group<1>();  // the tap before has read its filters

@@ -1,4 +1,4 @@
-"""ConvImplicitGemmHalo: few channels in three dimensions on Hopper's tensor cores, each pixel loaded once for all taps.
+"""ConvImplicitGemmHalo: up to 64 channels on Hopper's tensor cores, each pixel loaded once for all taps.
 
 Kernel: kernels_src/implicit_gemm/wgmma_halo.cu.
 """
@@ -59,13 +59,14 @@ class ConvImplicitGemmHalo(Solver):
     """Implicit GEMM by wgmma whose operand of pixels is a tile of the input with its halo: taps are other addresses in
     it.
 
-    Serves NDHWC in 16 bits, forward and backward data, of one group, stride 1 and up to 128 channels, which take
-    multiples of 8; dilation along height and width. Accumulators are float32. Padding is multiplied as zeros: an
-    infinity or NaN of the filter spreads to outputs at the border.
+    Serves channels-last tensors of 16 bits, forward and backward data, of one group and stride 1, whose sums go over up
+    to 64 channels; channels and filters are multiples of 8. The first of two or three dimensions takes no dilation.
+    Accumulators are float32. Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the
+    border.
 
-    Configuration: blocks compute `tile_h` x `tile_w` pixels at most, with `consumers` warpgroups, and go along the
-    depth; `slices_ahead` slices are loaded while all that are met are held; filters stay, all of them, if
-    `keeps_filters`.
+    Configuration: blocks compute at most `tile_h` rows (in one and two dimensions, of as many images) by `tile_w`
+    columns with `consumers` warpgroups, and go along the first dimension; `slices_ahead` slices are loaded while all
+    that are met are held; filters stay, all of them, if `keeps_filters`; a multiprocessor holds `blocks` blocks.
 
     Source: PTX ISA, wgmma, matrix descriptors and swizzling modes, for addresses of shifted tiles.
     """
@@ -104,10 +105,10 @@ class ConvImplicitGemmHalo(Solver):
             conv(x=(1, 64, 7, 13, 28), w=(64, 64, 3, 3, 3), padding=1, dtype=brain),
             conv(x=(2, 16, 5, 10, 11), w=(24, 16, 3, 3, 3), padding=((0, 1), (1, 2), (2, 0))),
             conv(x=(2, 40, 6, 9, 14), w=(72, 40, 1, 3, 5), padding=(0, 1, 2), dilation=(1, 1, 2), dtype=brain),
-            conv(x=(1, 128, 4, 8, 9), w=(16, 128, 3, 1, 1), padding=(1, 0, 0)),
+            conv(x=(1, 64, 4, 8, 9), w=(168, 64, 3, 1, 1), padding=(1, 0, 0)),
             conv(data, x=(2, 32, 9, 12, 64), w=(32, 32, 3, 3, 3), padding=1, dtype=brain),
             conv(data, x=(2, 24, 5, 10, 11), w=(40, 24, 3, 2, 3), padding=((0, 1), (1, 0), (2, 1)), dilation=(1, 2, 1)),
-            conv(data, x=(1, 72, 6, 9, 14), w=(128, 72, 3, 3, 3), padding=1),
+            conv(data, x=(1, 72, 6, 9, 14), w=(64, 72, 3, 3, 3), padding=1),
             conv(x=(2, 32, 5, 12, 20), w=(32, 32, 3, 3, 3), padding=1, epilogue="bias.residual.relu"),
             conv(
                 x=(2, 48, 5, 9, 20),
@@ -161,7 +162,7 @@ class ConvImplicitGemmHalo(Solver):
             return Applicability("has no empty products")
         product = HaloProduct.of(problem)
         if product.sums > MOST_CHANNELS:
-            return Applicability(f"keeps up to {MOST_CHANNELS} channels of a tile, not {product.sums}")
+            return Applicability(f"sums over up to {MOST_CHANNELS} channels, not {product.sums}")
         if next(shortlisted_tilings(product, device), None) is None:
             return Applicability("has filters too large for a block's shared memory")
         return APPLICABLE
@@ -214,18 +215,18 @@ def _pixels(tiling: HaloTiling) -> TensorMap:
         element=element.value,
         sizes=(product.sums, product.width.size, product.height.size, slices),
         strides_bytes=tuple(element.itemsize * stride for stride in (product.sums, *strides)),
-        copy=Box(sizes=(product.chunk, tiling.row_pixels, tiling.rows, 1)),
-        swizzle_bytes=element.itemsize * product.chunk,
+        copy=Box(sizes=(product.channels, tiling.row_pixels, tiling.rows, 1)),
+        swizzle_bytes=element.itemsize * product.channels,
     )
 
 
 def _filters(product: HaloProduct) -> TensorMap:
-    """Boxes of one tap: filters by a chunk of channels, or, of backward data, columns of rows of filters."""
+    """Boxes of one tap: filters by channels, or, of backward data, columns of rows of filters."""
     problem = product.problem
     if product.is_data:
         box = Box(sizes=(product.filter_columns, 1, 16 * product.k_steps))
     else:
-        box = Box(sizes=(product.chunk, 1, product.tile_n))
+        box = Box(sizes=(product.channels, 1, product.tile_n))
     return packed_map(problem, "w", (problem.c, product.taps, problem.k), box)
 
 
@@ -242,8 +243,7 @@ def _defines(tiling: HaloTiling) -> tuple[tuple[str, str | int], ...]:
         ("TILE_H", tiling.tile_h),
         ("TILE_W", tiling.tile_w),
         ("TILE_N", product.tile_n),
-        ("CHUNK", product.chunk),
-        ("CHUNKS", product.chunks),
+        ("CHANNELS", product.channels),
         ("K_STEPS", product.k_steps),
         ("CONSUMERS", tiling.consumers),
         ("ATOMS", tiling.atoms),
@@ -274,7 +274,7 @@ def _shape(tiling: HaloTiling) -> Struct:
         out_height=product.height.outputs,
         out_width=product.width.outputs,
         out_channels=product.results,
-        image_stride=plane * product.depth.outputs,
+        image_stride=0 if product.rows_are_images else plane * product.depth.outputs,
         depth_stride=row if product.rows_are_images else plane,
         row_stride=plane if product.rows_are_images else row,
         images_of_row=int(product.rows_are_images),

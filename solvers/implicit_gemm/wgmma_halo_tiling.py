@@ -17,11 +17,11 @@ from miofind.solver.occupancy import SmLimits, cycles_of_waves, register_limit, 
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
 
-MOST_CHANNELS = 128
+MOST_CHANNELS = 64
 TILES_H = (1, 2, 3, 4, 6, 7, 8, 10, 12, 14, 16)
 TILES_W = (16, 32, 64, 128, 192)
 _LIKELY_H = (1, 2, 4, 8, 16)
-_LIKELY_GROUPS = ((1, 1), (2, 1), (1, 2), (2, 2))  # warpgroups of a block, and blocks of a multiprocessor
+_LIKELY_GROUPS = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2))  # warpgroups of a block, and blocks of a multiprocessor
 _ATOM = 64  # pixels that an instruction multiplies
 _SPANS = (16, 32, 64)  # channels of 16 bits that a swizzle of 32, 64 or 128 bytes spans
 _PATTERN = 1024  # bytes at which swizzles repeat
@@ -39,7 +39,8 @@ _RATE = 1.15  # of what products take to what they would at the rates of tensor 
 
 
 def _span(channels: int) -> int:
-    return next(span for span in (*_SPANS, math.inf) if channels <= span or span == _SPANS[-1])  # type: ignore[return-value]
+    """The channels of the least swizzle that has so many, or of the widest."""
+    return next((span for span in _SPANS if channels <= span), _SPANS[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,8 @@ class HaloProduct:
             there is one slice.
         images: that blocks take one by one.
         sums, results: channels that are summed over, and those of the output.
-        chunk, chunks: channels of a pixel that are swizzled together, and how many such.
-        k_steps: steps of 16 channels of a chunk.
+        channels: that are loaded of a pixel, zeros beyond those that there are.
+        k_steps: steps of 16 channels.
         tile_n, filter_tiles: filters of a block, and blocks for all of them.
         filter_columns: of backward data, columns of a row of filters that are swizzled together.
     """
@@ -64,8 +65,7 @@ class HaloProduct:
     images: int
     sums: int
     results: int
-    chunk: int
-    chunks: int
+    channels: int
     k_steps: int
     tile_n: int
     filter_tiles: int
@@ -84,7 +84,6 @@ class HaloProduct:
         if len(axes) < 3:
             axes.insert(0, _without_taps(1))
         sums, results = (problem.k, problem.c) if is_data else (problem.c, problem.k)
-        chunk = _span(sums)
         filter_tiles = ceil_div(results, _MAX_N)
         tile_n = round_up(ceil_div(results, filter_tiles), 8)
         return HaloProduct(
@@ -95,9 +94,8 @@ class HaloProduct:
             images=1 if rows_are_images else problem.n,
             sums=sums,
             results=results,
-            chunk=chunk,
-            chunks=ceil_div(sums, chunk),
-            k_steps=ceil_div(min(sums, chunk), 16),
+            channels=_span(sums),
+            k_steps=ceil_div(sums, 16),
             tile_n=tile_n,
             filter_tiles=ceil_div(results, tile_n),
             filter_columns=_span(tile_n),
@@ -121,9 +119,9 @@ class HaloProduct:
     def filter_bytes(self) -> int:
         """Shared memory of the filters of a tap."""
         rows, row_bytes = (
-            (16 * self.k_steps, 2 * self.filter_columns) if self.is_data else (self.tile_n, 2 * self.chunk)
+            (16 * self.k_steps, 2 * self.filter_columns) if self.is_data else (self.tile_n, 2 * self.channels)
         )
-        return self.chunks * round_up(rows * row_bytes, _PATTERN)
+        return round_up(rows * row_bytes, _PATTERN)
 
 
 def _without_taps(size: int) -> Axis:
@@ -209,7 +207,7 @@ class HaloTiling:
     @property
     def slice_bytes(self) -> int:
         """Shared memory of a slice."""
-        return self.product.chunks * round_up(self.rows * self.row_pixels * 2 * self.product.chunk, _PATTERN)
+        return round_up(self.rows * self.row_pixels * 2 * self.product.channels, _PATTERN)
 
     @property
     def shared_bytes(self) -> int:
@@ -237,15 +235,15 @@ class HaloTiling:
         of_row = self.tile_w // _ATOM
         begins = last // of_row * self.row_pixels + last % of_row * _ATOM if self.tile_w % _ATOM == 0 else _ATOM * last
         halo = _halo(self.product.height) * self.row_pixels + _halo(self.product.width)
-        met = 2 * self.product.chunk * (begins + _ATOM + halo)
-        beyond = met - self.slice_bytes // self.product.chunks
+        met = 2 * self.product.channels * (begins + _ATOM + halo)
+        beyond = met - self.slice_bytes
         return beyond <= self.filter_stages * self.product.filter_bytes
 
     def estimate_ms(self, device: Device) -> float:
         """Milliseconds: products at the rate of tensor cores or of shared memory, in waves of blocks, or all bytes."""
         product = self.product
         step_cycles = max(product.tile_n / 2, 16 + product.tile_n / 4)
-        steps = product.taps * product.k_steps * product.chunks * self.consumers * self.atoms
+        steps = product.taps * product.k_steps * self.consumers * self.atoms
         taps_alone = 0 if self.filter_stages == product.taps else product.taps * _TAP_CYCLES
         products, alone = steps * step_cycles * _RATE, taps_alone + _SLICE_CYCLES / self.consumers
 
@@ -259,10 +257,8 @@ class HaloTiling:
 
 def is_least(product: HaloProduct, config: Config) -> bool:
     """Whether no smaller limit of rows or of columns cuts a product into as many tiles."""
-    return (
-        _least(product.height, TILES_H, config["tile_h"]) == config["tile_h"]
-        and _least(product.width, TILES_W, config["tile_w"]) == config["tile_w"]
-    )
+    limits = _least(product.height, TILES_H, config["tile_h"]), _least(product.width, TILES_W, config["tile_w"])
+    return limits == (config["tile_h"], config["tile_w"])
 
 
 def _least(axis: Axis, limits: tuple[int, ...], limit: int) -> int:
