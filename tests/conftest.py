@@ -40,11 +40,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most cases of tests that are marked `sampled(n)` to `full_matrix`: all but the first and one in n.
 
-    Which ones depends on their names, so that a sample has some of each parameter's values.
+    Which ones depends on their names, so that a sample has some of each parameter's values. Who names tests by -k, as
+    those of one solver, has all of their cases.
     """
+    if config.option.keyword:
+        return
     seen: set[str] = set()
     for item in items:
         mark = item.get_closest_marker("sampled")
