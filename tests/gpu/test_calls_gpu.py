@@ -189,7 +189,8 @@ def test_repeated_calls_are_checked(handle: miofind.Handle, library: str, monkey
     x, w = on_gpu(library, on_host("x")), on_gpu(library, on_host("w"))
     wanted = reference_on_host(PROBLEM, x=on_host("x"), w=on_host("w"))
     run: dict[str, Any] = {"padding": 1, "handle": handle, "options": OWN}
-    miofind.convolution(x, w, **run)
+    for _ in range(2):  # a find changes answers, with which what ran the first call is forgotten
+        miofind.convolution(x, w, **run)
     taken: list[object] = []
     real = miofind.api.array_call.run_call
     monkeypatch.setattr(miofind.api.array_call, "run_call", lambda *a, **k: taken.append(a) or real(*a, **k))
