@@ -1,4 +1,4 @@
-"""Strides, dilations, padding, groups and odd sizes that solvers' examples lack, through both gates on a GPU."""
+"""Solvers' examples, and strides, dilations, groups and odd sizes that these lack, through both gates on a GPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ def cases() -> Iterator[object]:
     """As for the newest device that solvers serve; the device of the test may refuse some."""
     for solver in Registry.default().values():
         if any(key.place is Place.CUDA for key in solver.keys):
+            for problem in solver.examples():
+                yield pytest.param(solver, problem, id=f"{solver.id}-example-{problem}")
             for feature, problem in derived_problems(solver, Device.virtual("90a")):
                 yield pytest.param(solver, problem, id=f"{solver.id}-{feature}-{problem}")
 
 
 @pytest.mark.parametrize(("solver", "problem"), list(cases()))
-def test_problems_that_examples_lack_are_right(
+def test_examples_and_problems_that_they_lack_are_right(
     solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler
 ) -> None:
     answer = solver.applicability(problem, device)
