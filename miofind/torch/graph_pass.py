@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ class ConvolutionPass(CustomGraphPass):
         _constrain_layouts()
         is_better_last = _is_better_last(graph)
         _find_missing(graph, is_better_last)
-        _replace(_Writing(graph, self._serves, is_better_last))
+        writing = _Writing(graph, self._serves, is_better_last)
+        _replace(writing)
+        self.replaced += writing.put_in
         for node in list(graph.nodes):
             if node.target in _ARGUMENTS:
                 _state_layout(node)
@@ -71,12 +74,10 @@ class ConvolutionPass(CustomGraphPass):
         graph.lint()
 
     def _serves(self, problem: ProblemDescription, device: Any) -> bool:
-        """Whether a FindDB answers a problem; notes it."""
+        """Whether a FindDB answers a problem; notes what lacks an answer."""
         planner, flags = _asked(device)
         found = answer(problem, device, flags, planner)
-        if found.is_served:
-            self.replaced.append(problem)
-        elif found.part.is_missing:
+        if not found.is_served and found.part.is_missing:
             self.missing.append(problem)
         return found.is_served
 
@@ -160,7 +161,7 @@ def _state_layout(node: fx.Node) -> None:
     call = _ARGUMENTS[node.target](*node.args, **node.kwargs)
     if call.channels_last is not None or not _is_plain(node, transposed=False):
         return
-    values = type(call)(*fx.map_arg(tuple(call), lambda each: each.meta["val"]))
+    values = _values(call)
     if values.x.dim() == 3:  # whose memory format strides alone leave open
         return
     with values.x.fake_mode:
@@ -168,15 +169,39 @@ def _state_layout(node: fx.Node) -> None:
 
 
 def _is_better_last(graph: fx.Graph) -> bool:
-    """Whether Inductor would turn this graph's 2-D convolutions to channels last."""
+    """Whether Inductor would turn this graph's 2-D convolutions to channels last, the operators' ones among them."""
     from torch._inductor.graph import GraphLowering
 
     names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     trains = any(name.startswith(("primals", "tangents")) for name in names)
+    copied = _copied(graph)
+    for node in list(copied.nodes):
+        if node.target is _OPERATORS[Forward]:
+            _as_convolution(copied, node)
     try:
-        return bool(GraphLowering.decide_layout_opt(graph.owning_module, is_inference=not trains))
+        return bool(GraphLowering.decide_layout_opt(SimpleNamespace(graph=copied), is_inference=not trains))
     except (AttributeError, TypeError, KeyError):  # it is Inductor's own, and may change
         return False
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def _as_convolution(graph: fx.Graph, node: fx.Node) -> None:
+    """Put PyTorch's own convolution where the operator is, without what follows it."""
+    call = Forward(*node.args, **node.kwargs)
+    plain = (False, [0] * len(call.stride))
+    with graph.inserting_before(node):
+        made = graph.call_function(
+            aten.convolution.default,
+            (call.x, call.w, call.bias, call.stride, call.padding, call.dilation, *plain, call.groups),
+        )
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
 
 
 Serves = Callable[[ProblemDescription, Any], bool]
@@ -199,7 +224,8 @@ def _find_missing(graph: fx.Graph, is_better_last: bool) -> None:
 
     A copy of the graph tells what: every operator that would be put in first is.
     """
-    read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in _CONVOLUTIONS)
+    convolutions = (*_CONVOLUTIONS, _OPERATORS[Forward])
+    read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in convolutions)
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
     wanted: dict[Any, list[ProblemDescription]] = {device: [] for device in devices if _measures(device)}
     if not wanted:
@@ -210,9 +236,7 @@ def _find_missing(graph: fx.Graph, is_better_last: bool) -> None:
             wanted[device].append(problem)
         return device in wanted
 
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    _replace(_Writing(copied, is_wanted, is_better_last))
+    _replace(_Writing(_copied(graph), is_wanted, is_better_last))
     for device, problems in wanted.items():
         planner, flags = _asked(device)
         find_missing(problems, device, flags, planner)
@@ -220,6 +244,8 @@ def _find_missing(graph: fx.Graph, is_better_last: bool) -> None:
 
 def _replace(writing: _Writing) -> None:
     """Put operators in for the convolutions of a graph, where they are served."""
+    if writing.is_better_last:
+        _turn_last(writing)
     for node in list(writing.graph.nodes):
         if node.target is aten.convolution.default and _is_plain(node, node.args[6]):
             _replace_forward(writing, node)
@@ -234,11 +260,15 @@ class _Writing:
         graph: of Inductor, after gradients.
         serves: says which problems operators are put in for.
         is_better_last: whether Inductor would turn the graph's 2-D convolutions to channels last.
+
+    Attributes:
+        put_in: the problems of the operators that were put in, in order.
     """
 
     def __init__(self, graph: fx.Graph, serves: Serves, is_better_last: bool) -> None:
         self.graph = graph
         self.is_better_last = is_better_last
+        self.put_in: list[ProblemDescription] = []
         self._serves = serves
         self._written: list[fx.Node] = []
 
@@ -258,13 +288,13 @@ class _Writing:
         is_so = any(is_dense(value, last) and not value.is_contiguous() for value in values)
         return is_so or (values[0].dim() == 4 and self.is_better_last)
 
-    def put(self, call: Call) -> fx.Node | None:
-        """A step that is this operator; None where no FindDB answers its problem.
+    def served(self, call: Call) -> ProblemDescription | None:
+        """The problem of an operator; None where no FindDB answers it.
 
         Args:
             call: of nodes.
         """
-        values = type(call)(*fx.map_arg(tuple(call), lambda each: each.meta["val"]))
+        values = _values(call)
         flags = Flags.of(state(), on_gpu=values.x.is_cuda)
         with values.x.fake_mode:
             known = of_one_dtype(values) if isinstance(values, Forward) else values
@@ -273,8 +303,18 @@ class _Writing:
             problem = problem_of(known, layout, flags.math)
         except Unserved:
             return None
-        if not self._serves(problem, values.x.device):
+        return problem if self._serves(problem, values.x.device) else None
+
+    def put(self, call: Call) -> fx.Node | None:
+        """A step that is this operator; None where no FindDB answers its problem.
+
+        Args:
+            call: of nodes.
+        """
+        problem = self.served(call)
+        if problem is None:
             return None
+        self.put_in.append(problem)
         named = {"channels_last": call.channels_last}
         if isinstance(call, Forward) and call.channel_bias is not None:
             named["channel_bias"] = call.channel_bias
@@ -286,6 +326,34 @@ class _Writing:
             if not node.users and node.target not in _OPERATORS.values():
                 self.graph.erase_node(node)
         self._written.clear()
+
+
+def _values(call: Call) -> Call:
+    """A call of nodes, of the fake tensors that they give."""
+    return type(call)(*fx.map_arg(tuple(call), lambda each: each.meta["val"]))
+
+
+def _turn_last(writing: _Writing) -> None:
+    """Have the 2-D operators that the network itself calls be channels last, where FindDBs answer all of them so.
+
+    Where one stayed channels first, tensors would be copied between it and its neighbours.
+    """
+    operators = [node for node in writing.graph.nodes if node.target is _OPERATORS[Forward] and _is_first(node)]
+    calls = [Forward(*node.args, **node.kwargs)._replace(channels_last=True) for node in operators]
+    problems = [writing.served(call) for call in calls]
+    for node, call, problem in zip(operators, calls, problems, strict=True):
+        if problem is not None and None not in problems:
+            node.kwargs = {**node.kwargs, "channels_last": True}
+            values = _values(call)
+            with values.x.fake_mode:
+                node.meta["val"] = values.output(values.layout())
+            writing.put_in.append(problem)
+
+
+def _is_first(node: fx.Node) -> bool:
+    """Whether an operator's tensors are 2-D, of sizes that are numbers, and channels first as it was traced."""
+    value = node.meta["val"]
+    return value.dim() == 4 and _is_plain(node, transposed=False) and bool(value.is_contiguous())
 
 
 @dataclass(slots=True)

@@ -90,15 +90,17 @@ def tune(
     """
     handle = default_handle() if handle is None else handle
     on_gpu = handle.device.place is Place.CUDA
+    options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
+    if on_gpu:  # what takes seconds to start, beside the steps over fake tensors and the plans
+        handle.executor(isolate=options.isolate).prepare()
+        _begin_to_build()
     if isinstance(model, Recording):
         refuse_inputs(inputs, keywords, training=training, amp=amp, memory_format=memory_format)
         recording = model
     else:
         asked: dict[str, Any] = {"training": training, "amp": amp, "memory_format": memory_format, "keywords": keywords}
         recording = problems(model, *inputs, device="cuda" if on_gpu else "cpu", **asked)
-    options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
     if on_gpu:
-        _begin_to_build()
         torch.cuda.empty_cache()  # what measures asks the driver for memory
     summary = _found(recording.problems, handle, options, on_event)
     rows, is_complete, seconds = _rows(recording, summary), summary.end is TuneEnd.COMPLETE, summary.seconds
@@ -113,6 +115,7 @@ def tune(
         except KeyboardInterrupt:  # what was found is told
             is_complete = False
     if on_gpu:
+        handle.executor(isolate=options.isolate).close()  # the step is to have the memory of what measured
         direct_path()
     forget_plans()
     fused_plans.forget()

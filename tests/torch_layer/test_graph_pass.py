@@ -257,13 +257,39 @@ def test_operators_of_the_network_name_their_memory_format(rank: int) -> None:
             if parameter.dim() == rank:
                 parameter.data = parameter.data.contiguous(memory_format=memory_format)
         compiled = Compiled(network)
-        with torch.no_grad():
+        with torch.no_grad(), torch._inductor.config.patch(layout_optimization=False):
             y = compiled(x.contiguous(memory_format=memory_format))
             torch.testing.assert_close(y, model(x))
         (graph,) = compiled.graphs
         (node,) = (each for each in graph.graph.nodes if each.target is torch.ops.miofind.convolution.default)
         told.append(node.kwargs.get("channels_last"))
     assert told == ([None, None] if rank == 3 else [False, True])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.parametrize("all_answered", [True, False])
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_operators_of_a_contiguous_network_are_turned_to_channels_last(
+    all_answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Inductor turns convolutions, where all of them are answered so; what the network gives keeps its strides."""
+    network = miofind.torch.fuse(prepared(Two()))
+    eager, x = copy.deepcopy(network), torch.randn(2, 4, 6, 5)
+    options = miofind.torch.inductor_options()
+    convolutions = options["post_grad_custom_pre_pass"]
+    if not all_answered:
+        of_first = 6  # its output channels
+        serves = type(convolutions)._serves
+        monkeypatch.setattr(type(convolutions), "_serves", lambda *each: each[1].k != of_first and serves(*each))
+    torch._dynamo.reset()
+    compiled = torch.compile(network, options={**options, "fx_graph_cache": False})
+    with torch.no_grad(), torch._inductor.config.patch(force_layout_optimization=True):
+        y, expected = compiled(x), eager(x)
+    torch.testing.assert_close(y, expected)
+    assert y.stride() == expected.stride()
+    layouts = [str(problem.y.layout) for problem in convolutions.replaced]
+    assert layouts == (["NHWC", "NHWC"] if all_answered else [])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
