@@ -14,6 +14,7 @@ is composed with a pass.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -68,9 +69,7 @@ def verified(
 ) -> tuple[Status, str]:
     """What became of a solver's first default configuration that passes, else of its last."""
     status, message = Status.LAUNCH_FAILED, "no configuration"
-    for config in defaults(solver, problem, handle):
-        if not solver.keeps_bound(problem, config):
-            continue
+    for config in within_bound(solver, problem, handle):
         status, message = verdict_of(problem, solver, config, handle, verifier)
         if status is Status.OK:
             break
@@ -83,6 +82,11 @@ def defaults(solver: Solver, problem: ProblemDescription, handle: miofind.Handle
         return tuple(solver.default_configs(problem, handle.device))
     except LaunchError:
         return ()
+
+
+def within_bound(solver: Solver, problem: ProblemDescription, handle: miofind.Handle) -> list[Config]:
+    """The default configurations that answer a request without max_error."""
+    return [config for config in defaults(solver, problem, handle) if solver.keeps_bound(problem, config)]
 
 
 def run_drawn(
@@ -122,14 +126,25 @@ def drawn(solver: Solver, problem: ProblemDescription, handle: miofind.Handle, c
 
 
 def compile_ahead(
-    problems: Iterable[ProblemDescription], asked: Sequence[Solver], handle: miofind.Handle, count: int
+    problems: Iterable[ProblemDescription],
+    asked: Sequence[Solver],
+    handle: miofind.Handle,
+    count: int,
+    most: int | None = None,
 ) -> None:
-    """Build the kernels of what will be verified first in parallel, so that the GPU does not wait for them."""
+    """Build the kernels of what will be verified first in parallel, so that the GPU does not wait for them.
+
+    Args:
+        most: how many solvers are asked of each problem, the first that serve it; None for all.
+    """
     steps: list[KernelStep] = []
     for problem in problems:
-        for solver in asked:
-            form = next((form for form in forms(solver, problem) if form.applicability(problem, handle.device)), None)
-            for config in drawn(form, problem, handle, count) if form else ():
+        serving = (
+            next((form for form in forms(solver, problem) if form.applicability(problem, handle.device)), None)
+            for solver in asked
+        )
+        for form in itertools.islice(filter(None, serving), most):
+            for config in drawn(form, problem, handle, count):
                 steps += form.solution(problem, handle.device, config).kernels
     for _ in handle.compiler.build_all(steps, handle.device.arch):
         pass
@@ -175,8 +190,8 @@ def run_problem(
                 if not applicability:
                     tally["refusals"][f"{form.id}: {applicability.reason}"] += 1
                     continue
-                if not defaults(form, problem, handle):
-                    tally["refusals"][f"{form.id}: its library has no plan"] += 1
+                if not within_bound(form, problem, handle):
+                    tally["refusals"][f"{form.id}: no plan of its library's, or none within the error bound"] += 1
                     continue
                 status, message = verified(problem, form, handle, verifier)
                 tally["outcomes"][f"{form.id}: {status}"] += 1
@@ -238,9 +253,9 @@ def run_suite(
 ) -> dict[str, Any]:
     """What became of each problem of a suite, counted."""
     start = time.monotonic()
-    known = handle.registry
-    asked = [known.named(name) for name in arguments.only] if arguments.only else list(known.values())
-    compile_ahead((entry.problem for entry in entries), asked, handle, arguments.configs)
+    asked = [handle.registry.named(name) for name in arguments.only] if arguments.only else in_order(handle)
+    most = None if arguments.all or arguments.configs else 2
+    compile_ahead((entry.problem for entry in entries), asked, handle, arguments.configs, most)
     tally: dict[str, Any] = {
         "rows": sum(entry.count for entry in entries),
         "distinct": len(entries),

@@ -16,6 +16,7 @@ from miofind.reference import reference_on_host
 from miofind.verify.sampling import (
     SampleBudget,
     covering,
+    distinct,
     edge_coordinates,
     flattened_edges,
     sample_indices,
@@ -60,6 +61,12 @@ def turned(problem: ProblemDescription, direction: Direction) -> ProblemDescript
 def coordinates(problem: ProblemDescription, indices: np.ndarray) -> list[set[int]]:
     """The coordinates of each axis that occur."""
     return [set(axis.tolist()) for axis in np.unravel_index(indices, problem.output.shape)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000])
+def test_distinct_points_are_those_of_numpy(count: int) -> None:
+    points = np.random.default_rng(count).integers(0, max(1, count // 2), count)
+    np.testing.assert_array_equal(distinct(points), np.unique(points))
 
 
 @pytest.mark.parametrize("direction", Direction)
