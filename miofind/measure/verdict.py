@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ _RESAMPLES = 4000
 _PERCENTILES = (2.5, 97.5)
 
 _Times = NDArray[np.float64]
+_Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,8 @@ def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") 
     """The verdict on a final; None with fewer than two finalists or MIN_ROUNDS rounds.
 
     Whoever is not beaten by the fastest, and not clearly behind it, is a tie. Ties go to the smaller workspace, then
-    the smaller error, then the incumbent, then the smaller time.
+    the smaller error, then the incumbent, then the smaller time. Nobody wins whom another finalist beats, unless each
+    is beaten by one.
 
     Args:
         finalists: with equally many samples each.
@@ -104,10 +106,11 @@ def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") 
         return None
     logs = np.log(np.array([finalist.samples_ms for finalist in finalists], np.float64))
     typical = np.median(logs - logs.mean(axis=0), axis=1)
-    fastest = int(np.argmin(typical))
+    over = functools.cache(functools.partial(_intervals, logs))
+    fastest = _fastest(over, int(np.argmin(typical)))
     close = [
         i
-        for i, (low, _) in enumerate(_intervals(logs, fastest))
+        for i, (low, _) in enumerate(over(fastest))
         if low <= DIFFERENCE and typical[i] - typical[fastest] <= math.log(_CLOSE)
     ]
 
@@ -116,10 +119,10 @@ def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") 
         return finalist.workspace_bytes, finalist.max_error, finalist.key != incumbent, float(typical[i])
 
     close.sort(key=preference)
-    winner = close[0]
+    winner = next((i for i in close if not _beating(over(i))), fastest)
     compared = {
         i: PairedComparison(candidate=finalists[i].key, low=low, high=high)
-        for i, (low, high) in enumerate(_intervals(logs, winner))
+        for i, (low, high) in enumerate(over(winner))
         if i != winner
     }
     ties = [i for i in close if i == winner or not compared[i].is_slower]
@@ -132,7 +135,27 @@ def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") 
     )
 
 
-def _intervals(logs: _Times, base: int) -> list[tuple[float, float]]:
+def _fastest(over: Callable[[int], _Intervals], first: int) -> int:
+    """Who is beaten by nobody, beginning with the one whose times are typically the least.
+
+    Medians and paired ratios need not agree: half of the times of one may be another's best, and half far off.
+
+    Args:
+        over: the intervals of all finalists' times over one's.
+    """
+    base, seen = first, {first}
+    while left := {i: high for i, high in _beating(over(base)).items() if i not in seen}:
+        base = min(left, key=left.__getitem__)
+        seen.add(base)
+    return base
+
+
+def _beating(intervals: _Intervals) -> dict[int, float]:
+    """Who beats the one that the intervals are over: their upper ends."""
+    return {i: high for i, (_, high) in enumerate(intervals) if high < 1 / DIFFERENCE}
+
+
+def _intervals(logs: _Times, base: int) -> _Intervals:
     """95 % percentile intervals of the median ratio of each row of log times to the base row's."""
     ratios = np.sort(logs - logs[base], axis=1)
     lower, upper = _median_ranks(logs.shape[1])

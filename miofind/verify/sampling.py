@@ -141,7 +141,8 @@ def distinct(points: Indices) -> Indices:
     np.unique hashes them since NumPy 2.3, which takes 20 times as long as to sort 65,536 of them (6.3 to 0.3 ms).
     """
     ordered = np.sort(points)
-    return ordered[np.diff(ordered, prepend=ordered[:1] - 1) != 0]
+    is_new: NDArray[np.bool_] = np.diff(ordered, prepend=ordered[:1] - 1) != 0
+    return ordered[is_new]
 
 
 def filled(points: Indices, count: int, size: int, random: np.random.Generator) -> Indices:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from miofind.measure.verdict import Finalist, PairedComparison, RaceVerdict, judge
+from miofind.measure.verdict import DIFFERENCE, Finalist, PairedComparison, RaceVerdict, judge
 
 Noise = Callable[[np.random.Generator, int], NDArray[np.float64]]
 PAIRS = 400
@@ -72,6 +72,26 @@ def test_pairs_cancel_what_hits_both() -> None:
     drift = np.linspace(1.0, 2.0, 40)
     (slower,) = judged({"a": list(drift), "b": list(1.03 * drift)}).comparisons
     assert (slower.low, slower.high) == (pytest.approx(1.03), pytest.approx(1.03))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nobody_wins_whom_another_beats(seed: int) -> None:
+    """Where samples have two modes, centred medians put one first that paired ratios do not."""
+    random = np.random.default_rng(seed)
+
+    def times(typical: float, slow_share: float, slow: float) -> list[float]:
+        samples = typical * np.exp(random.normal(0, 0.02, 15))
+        return list(np.where(random.random(15) < slow_share, slow, 1.0) * samples)
+
+    verdict = judged({"a": times(0.195, 0, 1), "b": times(0.14, 0.35, 2.1), "c": times(0.14, 0.5, 4.4)})
+    assert [each.candidate for each in verdict.comparisons if each.high < 1 / DIFFERENCE] == []
+
+
+def test_where_each_is_beaten_one_wins() -> None:
+    ring = [1.0, 1.4, 1.2]  # each beats the next in two rounds of three
+    times = {key: (ring[i:] + ring[:i]) * 10 for i, key in enumerate("abc")}
+    verdict = judged({key: [t * (1 + 1e-4 * n) for n, t in enumerate(samples)] for key, samples in times.items()})
+    assert verdict.winner in verdict.ties
 
 
 @pytest.mark.parametrize("samples", [[1.0] * 4, []], ids=["four rounds", "none"])
