@@ -75,10 +75,9 @@ def _found(
         while left:
             problem = left[0] if precompiler is None else precompiler.take(left)
             left.remove(problem)
-            if precompiler is not None:
-                precompiler.take_plan(problem, tuning)  # it is done with
+            plan = None if precompiler is None else precompiler.take_plan(problem, tuning)
             try:
-                answers[problem] = find(problem, options, handle, ahead=pool)
+                answers[problem] = find(problem, options, handle, ahead=pool, likeliest=plan)
             except NoSolutionError as error:
                 logger.warning("%s", error)
                 answers[problem] = []

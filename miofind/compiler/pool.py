@@ -6,6 +6,7 @@ A compilation that hangs or takes its process down costs one step. Needs no GPU 
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
 import math
@@ -87,6 +88,13 @@ class CompilePool:
         self._waiting, self._tasks, self._threads = collections.deque(), collections.OrderedDict(), []
         self._works = False
 
+    def start(self) -> None:
+        """Start all processes now, so that the first steps need not wait for them; else each starts with a step."""
+        with self._changed:
+            for _ in range(self._workers - len(self._threads)):
+                if self._works:
+                    self._begin_thread(at_once=True)
+
     def submit(self, steps: Iterable[KernelStep], arch: str) -> int:
         """Begin to compile steps that will be wanted, behind all that wait; returns how many will be, without waiting.
 
@@ -167,9 +175,13 @@ class CompilePool:
             self._changed.notify()
             return task, True
 
-    def _begin_thread(self) -> None:
-        """Have one more thread; where none can be had, and none is there, all that waits is given up."""
-        thread = threading.Thread(target=self._work, name="miofind-compile", daemon=True)
+    def _begin_thread(self, *, at_once: bool = False) -> None:
+        """Have one more thread; where none can be had, and none is there, all that waits is given up.
+
+        Args:
+            at_once: with its process, which else starts with its first task.
+        """
+        thread = threading.Thread(target=self._work, args=(at_once,), name="miofind-compile", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -215,9 +227,12 @@ class CompilePool:
                 self._changed.wait()
             return self._waiting.popleft() if self._works else None
 
-    def _work(self) -> None:
+    def _work(self, at_once: bool) -> None:
         """One thread's work: hand tasks to a process of its own."""
         child: Service | None = None
+        if at_once:
+            with contextlib.suppress(Exception):  # the first task meets the same, and says so
+                child = self._started()
         while (task := self._next()) is not None:
             result = _Result(ended=True)
             try:

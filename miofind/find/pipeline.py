@@ -44,12 +44,18 @@ _ALWAYS_MEASURES = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE)
 
 
 def find(
-    problem: ProblemDescription, options: FindOptions, handle: Handle, *, ahead: CompilePool | None = None
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    *,
+    ahead: CompilePool | None = None,
+    likeliest: Plan | None = None,
 ) -> list[Solution]:
     """Solutions of a problem in the order asked for, by the mode asked for.
 
     Args:
         ahead: compiles candidates before they are measured.
+        likeliest: the plan of a request for the likeliest, where it was made before.
 
     Raises:
         NoSolutionError: nothing usable; the message lists each solver's reason. NoPlaceError where all that is asked
@@ -87,9 +93,10 @@ def find(
             # another thread may have measured it meanwhile
             answer = records.look_up(problem, options, handle, coverage=coverage)
             if answer is None:
-                answer = measure(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead)
+                planned = None if dynamic_only else likeliest
+                answer = measure(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead, likeliest=planned)
         return _ordered(answer, options)
-    return _ordered(measure(problem, options, handle, ahead=ahead, afresh=True), options)
+    return _ordered(measure(problem, options, handle, ahead=ahead, afresh=True, likeliest=likeliest), options)
 
 
 def _is_immediate(mode: FindMode, options: FindOptions) -> bool:

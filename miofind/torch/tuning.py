@@ -91,31 +91,33 @@ def tune(
     handle = default_handle() if handle is None else handle
     on_gpu = handle.device.place is Place.CUDA
     options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
-    if on_gpu:  # what takes seconds to start, beside the steps over fake tensors and the plans
-        handle.executor(isolate=options.isolate).prepare()
-        _begin_to_build()
-    if isinstance(model, Recording):
-        refuse_inputs(inputs, keywords, training=training, amp=amp, memory_format=memory_format)
-        recording = model
-    else:
-        asked: dict[str, Any] = {"training": training, "amp": amp, "memory_format": memory_format, "keywords": keywords}
-        recording = problems(model, *inputs, device="cuda" if on_gpu else "cpu", **asked)
+    with _workers(handle, options) as pool:
+        if isinstance(model, Recording):
+            refuse_inputs(inputs, keywords, training=training, amp=amp, memory_format=memory_format)
+            recording = model
+        else:
+            asked: dict[str, Any] = {
+                "training": training,
+                "amp": amp,
+                "memory_format": memory_format,
+                "keywords": keywords,
+            }
+            recording = problems(model, *inputs, device="cuda" if on_gpu else "cpu", **asked)
+        if on_gpu:
+            torch.cuda.empty_cache()  # what measures asks the driver for memory
+        summary = _found(recording.problems, handle, options, on_event, pool)
+        rows, is_complete, seconds = _rows(recording, summary), summary.end is TuneEnd.COMPLETE, summary.seconds
+        if compare and on_gpu and is_complete:
+            try:
+                with native_kernels(), _switches_kept():
+                    rows = _compared(rows, summary, handle, options)
+                    again = _found_again(rows, recording, handle, options, on_event, pool)
+                    if again is not None:
+                        rows = _replaced(rows, recording, again, handle, options)
+                        is_complete, seconds = again.end is TuneEnd.COMPLETE, seconds + again.seconds
+            except KeyboardInterrupt:  # what was found is told
+                is_complete = False
     if on_gpu:
-        torch.cuda.empty_cache()  # what measures asks the driver for memory
-    summary = _found(recording.problems, handle, options, on_event)
-    rows, is_complete, seconds = _rows(recording, summary), summary.end is TuneEnd.COMPLETE, summary.seconds
-    if compare and on_gpu and is_complete:
-        try:
-            with native_kernels(), _switches_kept():
-                rows = _compared(rows, summary, handle, options)
-                again = _found_again(rows, recording, handle, options, on_event)
-                if again is not None:
-                    rows = _replaced(rows, recording, again, handle, options)
-                    is_complete, seconds = again.end is TuneEnd.COMPLETE, seconds + again.seconds
-        except KeyboardInterrupt:  # what was found is told
-            is_complete = False
-    if on_gpu:
-        handle.executor(isolate=options.isolate).close()  # the step is to have the memory of what measured
         direct_path()
     forget_plans()
     fused_plans.forget()
@@ -127,6 +129,26 @@ def tune(
         seconds=seconds,
         is_complete=is_complete,
     )
+
+
+@contextlib.contextmanager
+def _workers(handle: Handle, options: FindOptions) -> Iterator[CompilePool | None]:
+    """On a GPU what takes seconds to start, beside the steps over fake tensors: what measures, and what compiles.
+
+    Both end with the tuning: the network's step is to have the memory of what measured.
+    """
+    if handle.device.place is not Place.CUDA:
+        yield None
+        return
+    executor = handle.executor(isolate=options.isolate)
+    executor.prepare()
+    _begin_to_build()
+    try:
+        with CompilePool() as pool:
+            pool.start()
+            yield pool
+    finally:
+        executor.close()
 
 
 _building: list[subprocess.Popen[bytes]] = []
@@ -151,11 +173,14 @@ def _begin_to_build() -> None:
 
 
 def _found(
-    requests: Sequence[SuiteProblem], handle: Handle, options: FindOptions, on_event: OnEvent | None
+    requests: Sequence[SuiteProblem],
+    handle: Handle,
+    options: FindOptions,
+    on_event: OnEvent | None,
+    pool: CompilePool | None,
 ) -> TuneSummary:
-    """Finds of problems; on a GPU what runs those that were known is compiled, too, since a step follows."""
-    on_gpu = handle.device.place is Place.CUDA
-    with _progress(on_event) as tell, CompilePool() if on_gpu else contextlib.nullcontext() as pool:
+    """Finds of problems; with a pool what runs those that were known is compiled, too, since a step follows."""
+    with _progress(on_event) as tell:
 
         def tell_and_compile(event: TuneEvent) -> None:
             if pool is not None and isinstance(event, TuneFinished):
@@ -249,6 +274,7 @@ def _found_again(
     handle: Handle,
     options: FindOptions,
     on_event: OnEvent | None,
+    pool: CompilePool | None,
 ) -> TuneSummary | None:
     """Finds among all default candidates, cuDNN's too, of what PyTorch was faster at; None where there is none.
 
@@ -259,7 +285,7 @@ def _found_again(
         return None
     requests = [request for request in recording.problems if request.problem in behind]
     torch.cuda.empty_cache()
-    return _found(requests, handle, replace(options, likely=False), on_event)
+    return _found(requests, handle, replace(options, likely=False), on_event, pool)
 
 
 def _replaced(

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
@@ -15,6 +16,7 @@ from miofind.device.device import Place
 from miofind.errors import described
 from miofind.evaluate.harness_kernels import harness_steps
 from miofind.find.plan import Plan
+from miofind.finddb import History
 from miofind.process.threads import Helper
 from miofind.runtime.handle import Handle
 from miofind.solver.solver import MAX_DEFAULT_CONFIGS
@@ -58,7 +60,7 @@ class Precompiler:
         self._options = options
         self._defers = defers
         self._preparing: dict[ProblemDescription, tuple[KernelStep, ...] | None] = {}
-        self._plans: dict[ProblemDescription, tuple[TuneOptions, Plan]] = {}
+        self._plans: dict[ProblemDescription, _Kept] = {}
         self._arch = ""
         self._helper = Helper("miofind-precompiler")
         self._switch_s = sys.getswitchinterval()
@@ -92,8 +94,9 @@ class Precompiler:
     def take_plan(self, problem: ProblemDescription, options: TuneOptions) -> Plan | None:
         """The few candidates of a problem, where it was prepared and the likeliest are measured; it is done with."""
         self._preparing.pop(problem, None)
-        made_for, plan = self._plans.pop(problem, (None, None))
-        return plan if made_for == options else None
+        kept = self._plans.pop(problem, None)
+        is_of_now = kept is not None and kept.options == options and kept.bare == _known_of_bare(problem, kept.handle)
+        return kept.plan if kept is not None and is_of_now else None
 
     def take(self, problems: Sequence[ProblemDescription]) -> ProblemDescription:
         """The first of the problems that need not be waited for; while there is none it waits."""
@@ -114,17 +117,38 @@ class Precompiler:
         steps: tuple[KernelStep, ...] = ()
         try:
             if not known_solutions(problem, options, handle, queue=False):
+                bare = _known_of_bare(problem, handle)
                 first, *others = tuning_plans(problem, options, handle)
                 made = (*harness_steps(problem, handle.device), *_steps(first, handle))
                 self.pool.submit(made, handle.device.arch)
                 steps = made
-                # A fused problem's plan reads what the FindDB has of the bare one, which may be measured before.
-                if options.find.likely and not (others or problem.epilogue) and problem in self._preparing:
-                    self._plans[problem] = (options, first)
+                if options.find.likely and not others and problem in self._preparing:
+                    self._plans[problem] = _Kept(options=options, handle=handle, plan=first, bare=bare)
         except BaseException as error:  # measuring the problem meets the same error, and says so
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
         if problem in self._preparing:  # else it was measured meanwhile
             self._preparing[problem] = steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A plan that was made ahead.
+
+    Attributes:
+        bare: what it read of the bare problem, which may be measured before the fused one.
+    """
+
+    options: TuneOptions
+    handle: Handle
+    plan: Plan
+    bare: tuple[History, ...]
+
+
+def _known_of_bare(problem: ProblemDescription, handle: Handle) -> tuple[History, ...]:
+    """What the FindDBs have of a fused problem's bare one."""
+    if not problem.epilogue:
+        return ()
+    return handle.database.histories(handle.device.identity, problem.bare.network_config)
 
 
 def _steps(plan: Plan, handle: Handle) -> Iterator[KernelStep]:

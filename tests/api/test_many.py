@@ -88,7 +88,7 @@ def test_kernels_are_compiled_ahead_where_something_may_be_measured(
         def close(self) -> None:
             pools.append("closed")
 
-    def found(problem: Any, options: Any, handle: Any, *, ahead: Any) -> list[Any]:
+    def found(problem: Any, options: Any, handle: Any, *, ahead: Any, likeliest: Any) -> list[Any]:
         assert (ahead is not None) == compiles
         raise NoSolutionError("nothing here")
 

@@ -95,6 +95,24 @@ def is_cached(step: KernelStep, cache: BinaryCache) -> bool:
     return cache.get(Compiler(cache).key(step, ARCH)) is not None
 
 
+def test_processes_may_start_before_there_is_a_step(cache: BinaryCache) -> None:
+    started: list[object] = []
+
+    class Counted(FaultyPool):
+        def _started(self) -> Any:
+            started.append(self)
+            return super()._started()
+
+    with Counted(cache, workers=2) as pool:
+        pool.start()
+        pool.start()
+        wait_until(lambda: len(started) == 2, "both processes start")
+        assert len(pool._threads) == 2
+    with RefusedPool(cache, workers=1) as refused:
+        refused.start()
+        wait_until(lambda: not refused._works, "the pool gives up")
+
+
 def test_what_is_submitted_is_in_the_cache_for_whoever_asks(
     pool: CompilePool, cache: BinaryCache, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

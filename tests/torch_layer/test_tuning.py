@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import miofind.torch
 from miofind import FindOptions, Handle, ProblemDescription
 from miofind.bench.comparison import BenchRow
 from miofind.bench.rivals import Rival
-from miofind.compiler import BinaryCache, Compiler
+from miofind.compiler import BinaryCache, CompilePool, Compiler
 from miofind.errors import InvalidOptionError
 from miofind.find import likely
 from miofind.find.immediate.devices import described
@@ -221,10 +222,10 @@ def test_what_pytorch_was_faster_at_is_found_among_all(
         options, told = FindOptions(likely=True), []
         summary = tune_problems(recording.problems, [handle], TuneOptions(find=options))
         rows = [replace(row, torch_ms=2 * row.own_ms) for row in tuning._rows(recording, summary) if row.own_ms]
-        assert tuning._found_again(rows, recording, handle, options, None) is None, "it is faster at all"
+        assert tuning._found_again(rows, recording, handle, options, None, None) is None, "it is faster at all"
         rows[1] = replace(rows[1], torch_ms=rows[1].own_ms / 2)
-        assert tuning._found_again(rows, recording, handle, FindOptions(), None) is None, "all were measured"
-        again = tuning._found_again(rows, recording, handle, options, told.append)
+        assert tuning._found_again(rows, recording, handle, FindOptions(), None, None) is None, "all were measured"
+        again = tuning._found_again(rows, recording, handle, options, told.append, None)
         assert again is not None
         assert told
         assert [result.request.problem for result in again.results] == [rows[1].problem]
@@ -254,10 +255,9 @@ def test_what_was_known_is_compiled_for_the_step_that_follows(tmp_path: Path, mo
     problem = ProblemDescription.convolution(
         x=(32, 512, 7, 7), w=(2048, 512, 1, 1), dtype="float16", layout="NHWC", epilogue="bias.residual.relu"
     )
-    with Handle(described(H200.identity), database=MEMORY) as handle:
-        summary = tuning._found(
-            [SuiteProblem(problem=problem, suite="one", layer="layer", count=1)], handle, FindOptions(likely=True), None
-        )
+    request = SuiteProblem(problem=problem, suite="one", layer="layer", count=1)
+    with Handle(described(H200.identity), database=MEMORY) as handle, CompilePool() as pool:
+        summary = tuning._found([request], handle, FindOptions(likely=True), None, pool)
         (result,) = summary.results
         steps = tuning._kernels(result, handle)
         assert result.status is TuneStatus.KNOWN, "it is shipped"
@@ -293,3 +293,38 @@ def test_the_direct_path_is_built_by_a_process_that_may_outlive_the_tuning(
     monkeypatch.setattr(tuning, "direct_path", lambda: object())
     tuning._begin_to_build()
     assert len(begun) == 1
+
+
+def test_what_takes_long_to_start_is_started_first_and_ends_with_the_tuning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    class Executor:
+        def prepare(self) -> None:
+            told.append("measuring starts")
+
+        def close(self) -> None:
+            told.append("measuring ends")
+
+    class Pool(CompilePool):
+        def start(self) -> None:
+            told.append("compiling starts")
+
+        def close(self) -> None:
+            super().close()
+            told.append("compiling ends")
+
+    monkeypatch.setattr(Handle, "executor", lambda self, *, isolate: Executor())
+    monkeypatch.setattr(tuning, "CompilePool", Pool)
+    monkeypatch.setattr(tuning, "_begin_to_build", lambda: None)
+    with (
+        Handle(described(H200.identity), database=MEMORY) as handle,
+        contextlib.suppress(KeyError),
+        tuning._workers(handle, FindOptions(isolate=True)) as pool,
+    ):
+        assert isinstance(pool, Pool)
+        raise KeyError("whatever a tuning meets")
+    assert told == ["measuring starts", "compiling starts", "compiling ends", "measuring ends"]
+    with Handle("cpu", database=MEMORY) as handle, tuning._workers(handle, FindOptions()) as pool:
+        assert pool is None

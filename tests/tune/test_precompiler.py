@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from finddb_entries import row
 
 from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription
@@ -162,12 +163,14 @@ def test_nothing_is_kept_where_nobody_asks(handle: Handle) -> None:
     assert not precompiler._preparing
 
 
-def test_no_plan_is_kept_of_a_fused_problem(handle: Handle) -> None:
-    """It reads what the FindDB has of the bare problem, which may be measured meanwhile."""
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_fused_problems_plan_holds_until_the_bare_one_is_measured(measured: bool, handle: Handle) -> None:
     likely = TuneOptions(find=FindOptions(likely=True, only=("ConvDirectTiled",)))
     fused = dataclasses.replace(PROBLEM, epilogue=Epilogue(bias=True))
     precompiler = Precompiler(Pool(), likely, defers=True)  # type: ignore[arg-type]
     precompiler.prepare([fused], handle)
     precompiler._helper.finish()
     assert precompiler._preparing[fused]
-    assert precompiler.take_plan(fused, likely) is None
+    if measured:
+        handle.database.record(handle.device.identity, PROBLEM.network_config, [row()])
+    assert (precompiler.take_plan(fused, likely) is None) == measured
