@@ -10,7 +10,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from miofind.device.device import Device
+from miofind.solver.columns import Integers
 
 RESERVED_SHARED_BYTES = 1 << 10
 """Shared memory that each block takes besides its own."""
@@ -63,6 +66,16 @@ def resident_blocks(registers: int, threads: int, shared_bytes: int, limits: SmL
     by_registers = warps // -(-threads // _WARP)
     by_shared = limits.shared_bytes // (shared_bytes + RESERVED_SHARED_BYTES)
     return min(by_registers, by_shared, limits.threads // threads, limits.blocks)
+
+
+def resident_blocks_each(registers: Integers, threads: Integers, shared_bytes: Integers, limits: SmLimits) -> Integers:
+    """The same of many kernels at once."""
+    of_warp = _WARP * -(-registers // _REGISTER_UNIT) * _REGISTER_UNIT
+    warps = limits.schedulers * (_REGISTERS // limits.schedulers // of_warp)
+    by_registers = warps // -(-threads // _WARP)
+    by_shared = limits.shared_bytes // (shared_bytes + RESERVED_SHARED_BYTES)
+    resident: Integers = np.minimum(np.minimum(by_registers, by_shared), limits.threads // threads)
+    return np.minimum(resident, limits.blocks, out=resident)
 
 
 def register_limit(blocks: int, threads: int) -> int:

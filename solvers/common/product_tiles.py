@@ -45,7 +45,7 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Side:
+class Side:
     """What copies of an operand have in common, whatever the tiles.
 
     Attributes:
@@ -67,12 +67,12 @@ class _Side:
     itemsize: int
 
     @staticmethod
-    def of(product: Product, operand: Operand, itemsize: int) -> _Side:
+    def of(product: Product, operand: Operand, itemsize: int) -> Side:
         is_a = operand is product.a
         mn, k_major = (product.m, product.a_k_major) if is_a else (product.n, product.b_k_major)
         vector = _vector(product, operand, itemsize)
         at_once = vector * itemsize >= 4
-        return _Side(
+        return Side(
             is_a=is_a,
             k_major=k_major,
             vector=vector if at_once else _run(product, operand, itemsize),
@@ -83,7 +83,8 @@ class _Side:
         )
 
 
-def _copies(side: _Side, config: Config) -> Copies:
+def copies_of(side: Side, config: Config) -> Copies:
+    """How a configuration's blocks copy an operand."""
     is_a, k_major, vector, axes, itemsize = side.is_a, side.k_major, side.vector, side.axes, side.itemsize
     mn_tile, k_tile = config["tile_m"] if is_a else config["tile_n"], config["tile_k"]
     rows, columns = (mn_tile, k_tile) if k_major else (k_tile, mn_tile)
@@ -156,7 +157,7 @@ def threads_of(config: Config) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sides:
+class Sides:
     """What all tilings of a product have in common.
 
     Attributes:
@@ -164,26 +165,27 @@ class _Sides:
     """
 
     product: Product
-    a: _Side
-    b: _Side
+    a: Side
+    b: Side
     out_vector: int
     float32_vector: int
 
     @staticmethod
-    def of(problem: ProblemDescription, product: Product) -> _Sides:
+    def of(problem: ProblemDescription, product: Product) -> Sides:
         itemsize, size = problem.x.dtype.itemsize, problem.output.size
-        return _Sides(
+        return Sides(
             product=product,
-            a=_Side.of(product, product.a, itemsize),
-            b=_Side.of(product, product.b, itemsize),
+            a=Side.of(product, product.a, itemsize),
+            b=Side.of(product, product.b, itemsize),
             out_vector=_out_vector(product, itemsize, size),
             float32_vector=_out_vector(product, 4, size),
         )
 
 
 @functools.lru_cache(maxsize=256)  # tilings of dozens of configurations ask
-def _sides(problem: ProblemDescription) -> tuple[_Sides, ...]:
-    return tuple(_Sides.of(problem, product) for product in products(problem))
+def sides_of(problem: ProblemDescription) -> tuple[Sides, ...]:
+    """Those of all launches of a problem."""
+    return tuple(Sides.of(problem, product) for product in products(problem))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,12 +213,12 @@ class ProductTiling:
 
     @staticmethod
     def of(problem: ProblemDescription, product: Product, config: Config) -> ProductTiling:
-        return ProductTiling._of_sides(problem, _Sides.of(problem, product), config)
+        return ProductTiling._of_sides(problem, Sides.of(problem, product), config)
 
     @staticmethod
-    def _of_sides(problem: ProblemDescription, sides: _Sides, config: Config) -> ProductTiling:
+    def _of_sides(problem: ProblemDescription, sides: Sides, config: Config) -> ProductTiling:
         product, itemsize = sides.product, problem.x.dtype.itemsize
-        a, b = _copies(sides.a, config), _copies(sides.b, config)
+        a, b = copies_of(sides.a, config), copies_of(sides.b, config)
         gathers = itemsize == 2 and config["splits"] == 1
         warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
         gathered_bytes = 2 * config["tile_m"] * (config["tile_n"] + 8) if gathers else 0
@@ -253,4 +255,4 @@ def _with_splits(config: Config, splits: int) -> Config:
 @functools.lru_cache(maxsize=1 << 12)
 def tilings(problem: ProblemDescription, config: Config) -> tuple[ProductTiling, ...]:
     """Those of all launches, of a configuration that `alike` gave."""
-    return tuple(ProductTiling._of_sides(problem, sides, config) for sides in _sides(problem))
+    return tuple(ProductTiling._of_sides(problem, sides, config) for sides in sides_of(problem))

@@ -5,11 +5,10 @@ Kernel: kernels_src/implicit_gemm/mma.cu. What the product's indices stand for: 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
@@ -35,18 +34,15 @@ from miofind.solvers.common.product_tiles import (
     products_of_tf32,
     tf32_error_growth,
     threads_of,
-    tilings,
 )
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK, result_order
-from miofind.solvers.implicit_gemm.mma_cost import estimate_ms, work_of
+from miofind.solvers.implicit_gemm.mma_cost import estimate_ms
+from miofind.solvers.implicit_gemm.mma_limits import MAX_WORKSPACE_BYTES, most_blocks
+from miofind.solvers.implicit_gemm.mma_shortlist import SPLITS, short_listed
 
 _MAX_COORDINATE = 2**30
 _MAX_LAUNCHES = 16
-_MAX_WORKSPACE_BYTES = 1 << 30
-_MAX_REGISTERS = 255
-_MAX_LOADS = 16  # of a thread, in vectors
-_SHARED_BYTES = 99 << 10
-_K_BYTES = (64, 128)  # of a tile's row along k
+_DEFAULTS = 8
 _DIGITS, _AXES = 4, 3  # at most, of an index and of an image
 
 RADIX = StructType("Radix", count="int32", size=(DIVISOR, _DIGITS - 1))
@@ -258,69 +254,11 @@ def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
     return SplitK.of(problem, config["splits"])
 
 
-_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
-# What default_configs ranks by estimate; the last two are valid for every applicable problem of 2 and 4-byte elements.
-_SHORT_LIST = Config.product(
-    {
-        ("tile_m", "tile_n", "warps_m", "warps_n"): (
-            (128, 128, 2, 2),
-            (128, 256, 2, 4),
-            (256, 128, 4, 2),
-            (128, 64, 2, 2),
-            (64, 128, 2, 2),
-            (256, 64, 4, 1),
-            (64, 256, 1, 4),
-            (64, 64, 2, 2),
-            (128, 32, 4, 1),
-            (32, 128, 1, 4),
-            (64, 32, 2, 2),
-            (32, 64, 2, 2),
-            (256, 32, 4, 1),
-            (32, 256, 1, 4),
-            (128, 16, 4, 1),
-            (16, 128, 1, 4),
-            (64, 16, 4, 1),
-            (16, 64, 1, 4),
-            (32, 32, 2, 2),
-            (16, 16, 1, 1),
-        ),
-        ("tile_k", "stages"): ((16, 4), (32, 4), (64, 3)),
-        "splits": _SPLITS,
-        "band": (8,),
-    }
-)
+# Valid for every applicable problem: the one of 2-byte elements, the other of 4-byte ones.
 _LAST_RESORTS = tuple(
     Config.of(tile_m=16, tile_n=16, tile_k=tile_k, warps_m=1, warps_n=1, stages=2, splits=1, band=1)
     for tile_k in (16, 32)
 )
-
-
-@functools.cache
-def _short_list(itemsize: int) -> tuple[Config, ...]:
-    """Those that tile sums of such elements."""
-    return tuple(config for config in _SHORT_LIST if config["tile_k"] * itemsize in _K_BYTES)
-
-
-class _TiledAlike(NamedTuple):
-    """Configurations of the short list that `alike` gives one for.
-
-    Attributes:
-        common: that one.
-        members: their places in the short list, and their splits.
-    """
-
-    common: Config
-    members: tuple[tuple[int, int], ...]
-
-
-@functools.cache
-def _tiled_alike(itemsize: int) -> tuple[_TiledAlike, ...]:
-    """The short list for such elements by what is tiled alike."""
-    found: dict[Config, list[tuple[int, int]]] = {}
-    for place, config in enumerate(_short_list(itemsize)):
-        found.setdefault(alike(itemsize, config), []).append((place, int(config["splits"])))
-    return tuple(_TiledAlike(common, tuple(members)) for common, members in found.items())
 
 
 class ConvImplicitGemmMma(Solver):
@@ -355,7 +293,7 @@ class ConvImplicitGemmMma(Solver):
         "warps_m": (1, 2, 4),
         "warps_n": (1, 2, 4),
         "stages": (2, 3, 4, 5),
-        "splits": _SPLITS,
+        "splits": SPLITS,
         "band": (1, 8),
     }
     sources = ("implicit_gemm/mma.cu",)
@@ -405,10 +343,10 @@ class ConvImplicitGemmMma(Solver):
         splits = config["splits"]
         if splits > 1 and splits > ceil_div(largest(problem).k, config["tile_k"]):
             return False
-        blocks = _most_blocks(problem, device, alike(problem.x.dtype.itemsize, config))
+        blocks = most_blocks(problem, device, alike(problem.x.dtype.itemsize, config))
         if blocks is None or blocks * splits > MAX_ELEMENTS:
             return False
-        return splits == 1 or _workspace_holds(problem, splits)
+        return splits == 1 or SplitK.of(problem, splits).bytes <= MAX_WORKSPACE_BYTES
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         return tf32_error_growth(problem)
@@ -417,9 +355,9 @@ class ConvImplicitGemmMma(Solver):
         return products_of_tf32(problem) == 3
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = short_listed(problem, device)
-        resorts = [config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config)]
-        return tuple(_varied(ranked)[:8]) or tuple(resorts[:1])
+        if listed := _varied(short_listed(problem, device), _DEFAULTS):
+            return listed
+        return tuple(config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config))[:1]
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return estimate_ms(problem, device, config)
@@ -434,80 +372,18 @@ class ConvImplicitGemmMma(Solver):
         return ConvSolution(steps=(*steps, reduction), workspace=WorkspacePlan((split_k.partials,)))
 
 
-def _workspace_holds(problem: ProblemDescription, splits: int) -> bool:
-    """Whether the partials of so many splits are few enough."""
-    return SplitK.of(problem, splits).bytes <= _MAX_WORKSPACE_BYTES
-
-
-def short_listed(problem: ProblemDescription, device: Device) -> list[Config]:
-    """What `Solver.ranked` gives of the short list, sooner: what is tiled alike is looked at once."""
-    itemsize = problem.x.dtype.itemsize
-    configs = _short_list(itemsize)
-    return [configs[place] for _, place in sorted(_estimated(problem, device, _tiled_alike(itemsize)))]
-
-
-def _estimated(
-    problem: ProblemDescription, device: Device, short_list: Sequence[_TiledAlike]
-) -> Iterator[tuple[float, int]]:
-    """Milliseconds and the place in the short list of its valid configurations."""
-    most_k = largest(problem).k
-    keeps_limit = {1: True}  # by splits: whether the workspace holds their partials
-    for common, members in short_list:
-        k_tiles = ceil_div(most_k, common["tile_k"])
-        split = [(place, splits) for place, splits in members if splits == 1 or splits <= k_tiles]
-        blocks = _most_blocks(problem, device, common) if split else None
-        if blocks is None:
-            continue
-        work = work_of(problem, device, common)
-        for place, splits in split:
-            if splits not in keeps_limit:
-                keeps_limit[splits] = _workspace_holds(problem, splits)
-            if keeps_limit[splits] and blocks * splits <= MAX_ELEMENTS:
-                yield work.ms(splits, device), place
-
-
-def _varied(ranked: Sequence[Config]) -> list[Config]:
+def _varied(ranked: Iterable[Config], most: int) -> tuple[Config, ...]:
     """The first two of each shape of tile: estimates are too coarse to tell more of them apart."""
     seen: Counter[tuple[int, int]] = Counter()
-    kept = []
+    kept: list[Config] = []
     for config in ranked:
         shape = config["tile_m"], config["tile_n"]
         if seen[shape] < 2:
             kept.append(config)
         seen[shape] += 1
-    return kept
-
-
-@functools.lru_cache(maxsize=1 << 12)  # a ranking asks for each of hundreds of configurations
-def _most_blocks(problem: ProblemDescription, device: Device, config: Config) -> int | None:
-    """Blocks of the largest launch, for one split; None where blocks cannot run, or smaller ones would do.
-
-    Args:
-        config: that `alike` gave.
-    """
-    if config["tile_k"] * problem.x.dtype.itemsize not in _K_BYTES:
-        return None
-    warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
-    if warp_m < 16 or warp_n < 16 or warp_m * warp_n > 64 * 64:
-        return None
-    most = largest(problem)
-    if config["tile_m"] >= 2 * max(16, most.m) or config["tile_n"] >= 2 * max(16, most.n):
-        return None
-    launches = tilings(problem, config)
-    return max(one.tiles for one in launches) if all(_fits(one, config, device) for one in launches) else None
-
-
-def _fits(tiling: ProductTiling, config: Config, device: Device) -> bool:
-    """Whether a launch is within what a block and a thread have."""
-    threads = threads_of(config)
-    sides = (tiling.a, tiling.b)
-    if any(side.row_vectors > threads or side.loads > _MAX_LOADS for side in sides):
-        return False
-    if tiling.gathers and config["tile_n"] // tiling.out_vector > threads:
-        return False
-    if tiling.registers > _MAX_REGISTERS or tiling.registers * threads > 65536:
-        return False
-    return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        if len(kept) == most:
+            break
+    return tuple(kept)
 
 
 SOLVERS = (ConvImplicitGemmMma(),)

@@ -4,32 +4,59 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TypeVar
 
 from miofind.core.problem import DataType, MathMode, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import Integers
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.product import Product, products
 from miofind.solvers.common.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings
 
+Count = TypeVar("Count", int, Integers)
+"""Of one configuration, or of many at once."""
+
 # First principles, for an H200: mma.sync reaches 60 % of the peak of wgmma, in blocks of 16 x 8 x 16.
 _MMA_SHARE = 0.6
-_LAUNCH_MS = 0.002
-_STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
-_START_CYCLES = 2500  # first tiles from device memory, and the results
+LAUNCH_MS = 0.002
+STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
+BLOCK_CYCLES = 600  # of a multiprocessor, with each block besides its steps
+START_CYCLES = 2500  # first tiles from device memory, and the results
 _COPY_CYCLES = 10  # issue slots of a copy with its address and tests
 _SPLIT_CYCLES = 12  # of four float32 elements of a lane, into two tf32 each
 _ELEMENT_CYCLES = 4  # each element of one that passes through registers, besides
 
 
-def _issued(problem: ProblemDescription, product: Product, config: Config) -> float:
-    """Instructions of a warp for 32 bytes of K."""
-    blocks_m, blocks_n = (int(config[f"tile_{i}"] // config[f"warps_{i}"]) // 16 for i in "mn")
-    by_element = problem.x.dtype.itemsize == 4  # no instruction transposes these
-    a_reads, b_reads = (4 if by_element and not k_major else 1 for k_major in (product.a_k_major, product.b_k_major))
-    splits = _SPLIT_CYCLES * (blocks_m + blocks_n) if products_of_tf32(problem) > 1 else 0
-    return blocks_m * a_reads + blocks_n * b_reads + splits + 2 * blocks_m * blocks_n * products_of_tf32(problem)
+def issued(blocks_m: Count, blocks_n: Count, k_major: tuple[bool, bool], itemsize: int, products: int) -> Count:
+    """Instructions of a warp for 32 bytes of K.
+
+    Args:
+        blocks_m, blocks_n: of 16 rows and columns, of a warp's part of a tile; of one configuration, or of many.
+        k_major: whether tiles of A and of B have rows along k.
+        itemsize: of an element, in bytes.
+        products: on tensor cores, for one of the problem's.
+    """
+    by_element = itemsize == 4  # no instruction transposes these
+    a_reads, b_reads = (4 if by_element and not each else 1 for each in k_major)
+    splits = _SPLIT_CYCLES * (blocks_m + blocks_n) if products > 1 else 0
+    found: Count = blocks_m * a_reads + blocks_n * b_reads + splits + 2 * blocks_m * blocks_n * products
+    return found
+
+
+def copy_cycles(at_once: bool, vector: int) -> int:
+    """Issue slots of the copy of a vector of elements."""
+    return _COPY_CYCLES + (0 if at_once else _ELEMENT_CYCLES * vector)
+
+
+def flops_a_cycle(problem: ProblemDescription, device: Device) -> float:
+    """Operations of the problem's that a multiprocessor does."""
+    math_mode = MathMode.TF32 if problem.x.dtype is DataType.FLOAT32 else problem.math
+    peak = (
+        device.peak_flops_per_s(problem.x.dtype, math_mode, tensor_cores=True) * _MMA_SHARE / products_of_tf32(problem)
+    )
+    return peak / device.sm_count / device.clock_hz
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +79,8 @@ class _Launch:
     def ms(self, splits: int, device: Device) -> float:
         """Milliseconds: arithmetic, copies and latency in waves of blocks."""
         steps = ceil_div(self.k_tiles, splits)
-        busy = steps * self.step_cycles + 600
-        alone = steps * (max(busy / max(1, steps), self.copy_cycles) + _STEP_CYCLES) + _START_CYCLES
+        busy = steps * self.step_cycles + BLOCK_CYCLES
+        alone = steps * (max(busy / max(1, steps), self.copy_cycles) + STEP_CYCLES) + START_CYCLES
         blocks = self.tiles * splits
         cycles = cycles_of_waves(blocks, self.resident, device, lambda together: max(together * busy, alone))
         return float(1e3 * cycles / device.clock_hz)
@@ -75,7 +102,7 @@ class _Work:
             moved += 2 * splits * self.output_bytes  # partials are written and read
         moved_ms = 1e3 * moved / device.bandwidth_bytes_per_s
         count = len(self.launches) + int(splits > 1)
-        return float(_LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
+        return float(LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -94,24 +121,22 @@ def _launch(
 ) -> _Launch:
     threads = threads_of(config)
     k_tile_bytes = config["tile_k"] * problem.x.dtype.itemsize
-    math_mode = MathMode.TF32 if problem.x.dtype is DataType.FLOAT32 else problem.math
-    peak = (
-        device.peak_flops_per_s(problem.x.dtype, math_mode, tensor_cores=True) * _MMA_SHARE / products_of_tf32(problem)
-    )
-    flops_a_cycle = peak / device.sm_count / device.clock_hz
     step_flops = 2 * config["tile_m"] * config["tile_n"] * config["tile_k"]
     warps = threads // 32
     read_bytes = warps * (config["tile_m"] // config["warps_m"] + config["tile_n"] // config["warps_n"]) * k_tile_bytes
-    copies = sum(
-        warps * side.loads * (_COPY_CYCLES + (0 if side.at_once else _ELEMENT_CYCLES * side.vector)) / 4
-        for side in (tiling.a, tiling.b)
-    )
-    issued = copies + warps / 4 * (8 + k_tile_bytes / 32 * _issued(problem, product, config))
+    copies = sum(warps * side.loads * copy_cycles(side.at_once, side.vector) / 4 for side in (tiling.a, tiling.b))
+    blocks_m, blocks_n = (int(config[f"tile_{i}"] // config[f"warps_{i}"]) // 16 for i in "mn")
+    k_major = product.a_k_major, product.b_k_major
+    instructions = issued(blocks_m, blocks_n, k_major, problem.x.dtype.itemsize, products_of_tf32(problem))
     return _Launch(
         tiles=tiling.tiles,
         k_tiles=tiling.k_tiles,
         resident=max(1, resident_blocks(tiling.registers, threads, tiling.shared_bytes, SmLimits.of(device))),
-        step_cycles=max(step_flops / flops_a_cycle, read_bytes / 128, issued),
+        step_cycles=max(
+            step_flops / flops_a_cycle(problem, device),
+            read_bytes / 128,
+            copies + warps / 4 * (8 + k_tile_bytes / 32 * instructions),
+        ),
         copy_cycles=copies * 4 / warps,
     )
 

@@ -18,7 +18,7 @@ from miofind.solvers.common.product_tiles import ProductTiling, alike, tilings
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.direct import tiled_weights
 from miofind.solvers.implicit_gemm import wgmma_shortlist
-from miofind.solvers.implicit_gemm.mma import _short_list, short_listed
+from miofind.solvers.implicit_gemm.mma_shortlist import estimated_short_list, short_list, short_listed
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
 from miofind.solvers.implicit_gemm.wgmma_shortlist import shortlisted_tilings
 from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
@@ -74,7 +74,21 @@ def test_a_shortlist_of_mma_is_that_of_each_configuration_by_itself(device: Devi
     assert len(problems) > 20
     for problem in problems:
         listed = short_listed(problem, device)
-        assert listed == solver.ranked(problem, device, _short_list(problem.x.dtype.itemsize)), problem
+        assert listed == solver.ranked(problem, device, short_list(problem.x.dtype.itemsize)), problem
+
+
+@pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
+def test_the_short_list_of_mma_as_arrays_is_that_of_each_configuration(device: Device) -> None:
+    solver = Registry.default()["ConvImplicitGemmMma"]
+    for problem in served("ConvImplicitGemmMma", 24, 5, device):
+        configs = short_list(problem.x.dtype.itemsize)
+        estimated = estimated_short_list(problem, device)
+        is_valid, ms = estimated.is_valid.reshape(-1).tolist(), estimated.ms.reshape(-1).tolist()
+        assert is_valid == [solver.is_valid_config(problem, device, config) for config in configs], problem
+        valid = [place for place in range(len(configs)) if is_valid[place]]
+        assert [ms[place] for place in valid] == [
+            solver.estimate_ms(problem, device, configs[place]) for place in valid
+        ], problem
 
 
 def test_limits_of_many_splits_are_kept_in_a_shortlist_of_mma() -> None:
@@ -85,13 +99,13 @@ def test_limits_of_many_splits_are_kept_in_a_shortlist_of_mma() -> None:
     listed = short_listed(problem, H200)
     assert {config["splits"] for config in listed} == {1}
     solver = Registry.default()["ConvImplicitGemmMma"]
-    assert listed == solver.ranked(problem, H200, _short_list(2))
+    assert listed == solver.ranked(problem, H200, short_list(2))
 
 
 def test_tilings_that_share_sides_are_those_of_each_launch() -> None:
     for problem in served("ConvImplicitGemmMma", 40, 2):
         itemsize = problem.x.dtype.itemsize
-        for config in {alike(itemsize, config) for config in _short_list(itemsize)[::7]}:
+        for config in {alike(itemsize, config) for config in short_list(itemsize)[::7]}:
             alone = tuple(ProductTiling.of(problem, product, config) for product in products(problem))
             assert tilings(problem, config) == alone, (problem, config)
 
