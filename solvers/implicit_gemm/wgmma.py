@@ -6,10 +6,13 @@ columns are laid out in memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
+
+import numpy as np
 
 from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
@@ -46,9 +49,10 @@ from miofind.solvers.implicit_gemm.wgmma_shortlist import (
     SPLITS,
     STAGES,
     WIDTHS,
-    shortlisted_tilings,
+    Shortlist,
     varied,
 )
+from miofind.solvers.implicit_gemm.wgmma_shortlist_cost import estimates_ms
 from miofind.solvers.implicit_gemm.wgmma_tiling import SWIZZLES_BYTES, WGMMA_M, WgmmaTiling
 
 _SOURCE = "implicit_gemm/wgmma.cu"
@@ -353,6 +357,11 @@ def _refuse_layouts(problem: ProblemDescription) -> Applicability:
     return APPLICABLE
 
 
+@functools.lru_cache(maxsize=16)  # of problems: whether there are tilings is asked before which
+def _shortlist(problem: ProblemDescription, device: Device) -> Shortlist:
+    return Shortlist.of(WgmmaProduct.of(problem), device, _shared_bytes(device))
+
+
 class ConvImplicitGemmWgmma(Solver):
     """Convolution as a matrix product on wgmma and TMA: NHWC, or NCHW where a filter has one tap; float32
     accumulators.
@@ -462,7 +471,7 @@ class ConvImplicitGemmWgmma(Solver):
         product = WgmmaProduct.of(problem)
         if (answer := refuse_copies(product)).refused:
             return answer
-        if next(shortlisted_tilings(product, device, _shared_bytes(device)), None) is None:
+        if not len(_shortlist(problem, device)):
             return Applicability("has groups whose channels or filters fit no tile")
         return APPLICABLE
 
@@ -470,9 +479,11 @@ class ConvImplicitGemmWgmma(Solver):
         return WgmmaTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        likely = shortlisted_tilings(WgmmaProduct.of(problem), device, _shared_bytes(device))
-        ranked = sorted(likely, key=lambda tiling: estimate_ms(tiling, device))
-        return tuple(tiling.config for tiling in varied(ranked, _DEFAULTS))
+        likely = _shortlist(problem, device)
+        ranked = np.argsort(estimates_ms(likely, device), kind="stable")
+        tiles = likely.tiles
+        kinds = zip(*(column[ranked].tolist() for column in (tiles.tile_m, tiles.tile_n, tiles.swapped)), strict=True)
+        return tuple(likely.tiling(ranked[place]).config for place in varied(list(kinds), _DEFAULTS))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return estimate_ms(WgmmaTiling.of(WgmmaProduct.of(problem), config), device)

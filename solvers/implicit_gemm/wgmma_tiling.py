@@ -19,20 +19,16 @@ WGMMA_M = 64
 
 _REGISTERS = 512  # that 128 threads could have each, if they were all of a multiprocessor
 _OTHER_REGISTERS = 40  # of a thread, besides its accumulators
-_ALIGNMENT_BYTES = 1024  # of operands in shared memory; a block besides costs as much of it
-_STATIC_BYTES = 256  # at most, of the barriers
-_MAX_INT = 2**31 - 1
+ALIGNMENT_BYTES = 1024  # of operands in shared memory; a block besides costs as much of it
+STATIC_BYTES = 256  # at most, of the barriers
+MAX_INT = 2**31 - 1
 _MAX_BOX = 256  # elements of a copy along an axis
-_MAX_PARTIALS_BYTES = 1 << 30
-_KEPT_OF_SPREAD = ("tiles", "phase_cluster_k", "phase_work_tiles", "work_tiles")
-"""What a tiling keeps that splits or clusters change."""
+MAX_PARTIALS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class WgmmaTiling:
     """A product cut into tiles as a configuration says.
-
-    What a ranking asks for often, and neither stages nor blocks change, is kept.
 
     Attributes:
         product: what is cut.
@@ -76,21 +72,6 @@ class WgmmaTiling:
             cluster=(m, n, k),
             swapped=bool(config["swapped"]),
         )
-
-    def filled(self, *, stages: int, blocks: int) -> WgmmaTiling:
-        """The same with other stages and blocks, and with what is kept: what `dataclasses.replace` gives, sooner."""
-        made = object.__new__(WgmmaTiling)
-        made.__dict__.update(self.__dict__, stages=stages, blocks=blocks)
-        return made
-
-    def spread(self, *, splits: int, cluster: tuple[int, int, int]) -> WgmmaTiling:
-        """The same with other splits and another cluster, and with what is kept that these do not change."""
-        made = object.__new__(WgmmaTiling)
-        kept = made.__dict__
-        kept.update(self.__dict__, splits=splits, cluster=cluster)
-        for name in _KEPT_OF_SPREAD:
-            kept.pop(name, None)
-        return made
 
     @property
     def config(self) -> Config:
@@ -188,12 +169,8 @@ class WgmmaTiling:
 
     @functools.cached_property
     def phase_cluster_k(self) -> tuple[int, ...]:
-        """Blocks that split K of a tile of each phase: a power of 2, so that none has more k-tiles than in the first.
-
-        A cluster takes so many tiles that its blocks all have one.
-        """
-        most, *_ = taps = self.product.phase_taps
-        return tuple(1 << (ceil_div(self.cluster[2] * count, most) - 1).bit_length() for count in taps)
+        """Blocks that split K of a tile of each phase; a cluster takes so many tiles that its blocks all have one."""
+        return phase_cluster_k(self.product, self.cluster[2])
 
     @functools.cached_property
     def phase_work_tiles(self) -> tuple[int, ...]:
@@ -224,11 +201,14 @@ class WgmmaTiling:
         """
         pipeline = self.stages * self.stage_bytes
         if self.cluster[2] > 1:  # partials take the place of the pipeline
-            return _ALIGNMENT_BYTES + max(pipeline, 4 * self.tile_m * (self.tile_n + 8))
+            return ALIGNMENT_BYTES + max(pipeline, 4 * self.tile_m * (self.tile_n + 8))
+        return ALIGNMENT_BYTES + pipeline + output_buffers(self.product) * self.buffer_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of an output buffer of each consumer."""
         columns = WGMMA_M if self.swapped else self.block_n
-        epilogue = self.product.problem.epilogue
-        buffers = 4 if epilogue.has_residual and "saved" in epilogue.operands else 2
-        return _ALIGNMENT_BYTES + pipeline + buffers * self.consumers * self.product.element_bytes * WGMMA_M * columns
+        return self.consumers * self.product.element_bytes * WGMMA_M * columns
 
     def is_valid(self, shared_bytes: int) -> bool:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
@@ -236,61 +216,51 @@ class WgmmaTiling:
 
     def holds(self, shared_bytes: int) -> bool:
         """Whether a multiprocessor with that much shared memory for a block holds its blocks; stages decide no more."""
-        return self.blocks * (self.shared_bytes + _ALIGNMENT_BYTES + _STATIC_BYTES) <= shared_bytes + _ALIGNMENT_BYTES
+        return self.blocks * (self.shared_bytes + ALIGNMENT_BYTES + STATIC_BYTES) <= shared_bytes + ALIGNMENT_BYTES
 
     def is_valid_if_it_holds(self) -> bool:
         """Whether the kernel serves it on a multiprocessor that holds its blocks."""
         return (
             self.may_be_valid
-            and not self._spills()
+            and not self.spills()
             and self._has_cluster()
             and self._is_divisible()
-            and max(self.work_tiles * math.prod(self.cluster), self.k_tiles * self.splits * self.cluster[2]) <= _MAX_INT
-            and self.tiles[1] * self.tile_n * self.cluster[1] <= _MAX_INT + 1  # the columns beyond the last, too
+            and max(self.work_tiles * math.prod(self.cluster), self.k_tiles * self.splits * self.cluster[2]) <= MAX_INT
+            and self.tiles[1] * self.tile_n * self.cluster[1] <= MAX_INT + 1  # the columns beyond the last, too
         )
 
     @property
     def may_be_valid(self) -> bool:
         """Whether the tile is valid, whatever stages and splits it has."""
-        return self._has_registers() and self._is_swappable() and self._has_sizes
+        return self.has_registers() and self.is_swappable() and self._has_sizes
 
     @functools.cached_property
     def _has_sizes(self) -> bool:
         """Whether the sizes of the tile are valid."""
-        return self._has_tile_n() and self._has_tile_k() and self._is_filled()
+        return self.has_tile_n() and has_tile_k(self.product, self.tile_k) and self.is_filled()
 
-    def _has_registers(self) -> bool:
+    def has_registers(self) -> bool:
         """Whether registers hold the accumulators, and a box a tile's rows."""
         if self.row_blocks > self.consumers or self.tile_m > _MAX_BOX:
             return False
         registers = min(255, _REGISTERS // ceil_div(self.threads * self.blocks, 128) // 8 * 8)
         return self.row_blocks * self.tile_n // 2 <= min(128, registers - _OTHER_REGISTERS)
 
-    def _spills(self) -> bool:
+    def spills(self) -> bool:
         """Whether a thread with 128 accumulators spills, as compilers have shown: its epilogue needs more registers."""
         if self.row_blocks * self.tile_n < 2 * 128 or math.prod(self.cluster) > 1:
             return False
         return self.product.is_weights and self.row_blocks > 1
 
-    def _has_tile_n(self) -> bool:
+    def has_tile_n(self) -> bool:
         """Whether tile_n is whole N blocks, or B is K-major, and operands begin where swizzles repeat."""
         product = self.product
-        if self.tile_n * product.element_bytes * self.tile_k % _ALIGNMENT_BYTES:
+        if self.tile_n * product.element_bytes * self.tile_k % ALIGNMENT_BYTES:
             return False
         is_k_major = product.has_k_major_filters and product.nchw is NchwTensors.NONE and not self.swapped
         return is_k_major or self.tile_n % (WGMMA_M // 2) == 0
 
-    def _has_tile_k(self) -> bool:
-        """Whether tile_k is a swizzle width, and mostly within a group."""
-        product = self.product
-        k_tile_bytes = product.element_bytes * self.tile_k
-        if product.is_weights:
-            return k_tile_bytes == max(SWIZZLES_BYTES)
-        if k_tile_bytes > min(SWIZZLES_BYTES) and self.tile_k >= 2 * product.size_k:
-            return False
-        return product.keeps_to_groups or product.size_k % self.tile_k == 0
-
-    def _is_swappable(self) -> bool:
+    def is_swappable(self) -> bool:
         """Whether A and B are not swapped, or may be."""
         if not self.swapped:
             return True
@@ -329,8 +299,31 @@ class WgmmaTiling:
             return False
         if min(self.phase_k_tiles) < self.splits:
             return False
-        return self.k_tiles >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTIALS_BYTES and size % 4 == 0
+        return self.k_tiles >= 2 * self.splits and 4 * self.splits * size <= MAX_PARTIALS_BYTES and size % 4 == 0
 
-    def _is_filled(self) -> bool:
+    def is_filled(self) -> bool:
         """Whether a tile is not mostly empty."""
         return self.tile_n < 2 * max(32, self.padded_n) and self.tile_m < 2 * max(WGMMA_M, self.size_m)
+
+
+def phase_cluster_k(product: WgmmaProduct, cluster_k: int) -> tuple[int, ...]:
+    """Blocks of a cluster that split K of a tile of each phase: a power of 2, so that none has more k-tiles than in the
+    first."""
+    most, *_ = taps = product.phase_taps
+    return tuple(1 << (ceil_div(cluster_k * count, most) - 1).bit_length() for count in taps)
+
+
+def has_tile_k(product: WgmmaProduct, tile_k: int) -> bool:
+    """Whether tile_k is a swizzle width, and mostly within a group."""
+    k_tile_bytes = product.element_bytes * tile_k
+    if product.is_weights:
+        return k_tile_bytes == max(SWIZZLES_BYTES)
+    if k_tile_bytes > min(SWIZZLES_BYTES) and tile_k >= 2 * product.size_k:
+        return False
+    return product.keeps_to_groups or product.size_k % tile_k == 0
+
+
+def output_buffers(product: WgmmaProduct) -> int:
+    """Of each consumer; more where what is saved for a derivative is loaded, too."""
+    epilogue = product.problem.epilogue
+    return 4 if epilogue.has_residual and "saved" in epilogue.operands else 2

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
@@ -19,8 +19,10 @@ from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.direct import tiled_weights
 from miofind.solvers.implicit_gemm import wgmma_shortlist
 from miofind.solvers.implicit_gemm.mma_shortlist import estimated_short_list, short_list, short_listed
+from miofind.solvers.implicit_gemm.wgmma import ConvImplicitGemmWgmma
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
-from miofind.solvers.implicit_gemm.wgmma_shortlist import shortlisted_tilings
+from miofind.solvers.implicit_gemm.wgmma_shortlist import Shortlist
+from miofind.solvers.implicit_gemm.wgmma_shortlist_cost import estimates_ms
 from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
 from miofind.suites import load_suite
 
@@ -143,7 +145,7 @@ def _plain_filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Itera
 
 
 def plain_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
-    """What `shortlisted_tilings` gives, each made anew, so that nothing is kept from one to another."""
+    """What a `Shortlist` holds, each made by itself."""
     tiles = itertools.product(wgmma_shortlist._k_tiles(product), wgmma_shortlist._WARPGROUPS, wgmma_shortlist.WIDTHS)
     for length, (consumers, row_blocks), tile_n in tiles:
         for swapped in (False, True) if product.size_n <= WGMMA_M and consumers == 1 else (False,):
@@ -165,22 +167,26 @@ def plain_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> I
                     yield from _plain_filled(split, device, shared_bytes)
 
 
-def written(tiling: WgmmaTiling) -> tuple[object, ...]:
-    """A tiling's fields but its product."""
-    return tuple(getattr(tiling, each.name) for each in fields(tiling) if each.name != "product")
-
-
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
 @pytest.mark.parametrize("solver_id", ["ConvImplicitGemmWgmma", "ConvChannelsLast"])
-def test_a_shortlist_of_wgmma_is_that_of_tilings_made_anew(solver_id: str, shared_bytes: int) -> None:
+def test_a_shortlist_of_wgmma_is_that_of_each_tiling_by_itself(solver_id: str, shared_bytes: int) -> None:
     problems = served(solver_id, 150, 3)
     assert len(problems) > 10
     for problem in problems:
         product = WgmmaProduct.of(problem)
-        found = list(shortlisted_tilings(product, H200, shared_bytes))
+        found = Shortlist.of(product, H200, shared_bytes)
         plain = list(plain_tilings(product, H200, shared_bytes))
-        assert [written(each) for each in found] == [written(each) for each in plain], problem
-        assert [estimate_ms(each, H200) for each in found] == [estimate_ms(each, H200) for each in plain], problem
+        assert [found.tiling(place) for place in range(len(found))] == plain, problem
+        assert estimates_ms(found, H200).tolist() == [estimate_ms(each, H200) for each in plain], problem
+
+
+def test_a_shortlist_of_strided_backward_data_is_that_of_each_tiling_by_itself() -> None:
+    """Phases with unequal taps, and some with none."""
+    for problem in ConvImplicitGemmWgmma().examples():
+        if max(problem.conv.stride) > 1 and problem.direction is Direction.BACKWARD_DATA:
+            product = WgmmaProduct.of(problem)
+            found, plain = Shortlist.of(product, H200, SHARED_BYTES[0]), plain_tilings(product, H200, SHARED_BYTES[0])
+            assert estimates_ms(found, H200).tolist() == [estimate_ms(each, H200) for each in plain], problem
 
 
 def test_a_tiling_of_tiled_weights_with_many_splits_is_that_of_one_with_more_blocks() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from dataclasses import replace
@@ -40,8 +39,6 @@ from miofind.solver.steps import (
 from miofind.solver.structs import Struct
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
-from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
-from miofind.solvers.implicit_gemm.wgmma_shortlist import shortlisted_tilings
 from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
 
 pytestmark = pytest.mark.sampled(3)
@@ -52,9 +49,6 @@ DEVICE = Device.virtual("90a")
 SOLVER = Registry.default()["ConvImplicitGemmWgmma"]
 PRODUCT = "implicit_gemm_wgmma"
 FORWARD, DATA, WEIGHTS = Direction.FORWARD, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
-
-
-KEPT = [name for name, value in vars(WgmmaTiling).items() if isinstance(value, functools.cached_property)]
 
 
 def conv(kind: str = "float16", **fields: Any) -> ProblemDescription:
@@ -848,20 +842,3 @@ def test_groups_do_not_meet(problem: ProblemDescription) -> None:
         result = np.moveaxis(result, -1, 1) if is_last else result
         found, wanted = first_group(result, output), first_group(expected, output)
         np.testing.assert_array_equal(found, wanted, err_msg=config.json)
-
-
-@pytest.mark.parametrize("problem", SOLVER.examples()[::4], ids=str)
-def test_what_a_tiling_keeps_is_what_a_new_one_says(problem: ProblemDescription) -> None:
-    """Stages and blocks change nothing of what is kept, and a ranking by kept values is one by new ones."""
-    product = WgmmaProduct.of(problem)
-    tilings = list(itertools.islice(shortlisted_tilings(product, DEVICE, DEVICE.shared_bytes), 60))
-    assert tilings
-    for tiling in tilings:
-        for name in KEPT:
-            getattr(tiling, name)
-        other = tiling.filled(stages=3, blocks=2)
-        new = replace(tiling, stages=3, blocks=2)
-        assert other == new
-        assert {name: getattr(other, name) for name in KEPT} == {name: getattr(new, name) for name in KEPT}
-        assert estimate_ms(other, DEVICE) == estimate_ms(new, DEVICE)
-        assert other.is_valid(DEVICE.shared_bytes) == new.is_valid(DEVICE.shared_bytes)
