@@ -129,6 +129,31 @@ class KernelKey:
         return APPLICABLE
 
 
+@dataclass(frozen=True, slots=True)
+class _Combination:
+    """What of a problem decides which keys match.
+
+    Attributes:
+        problem: any of the combination.
+    """
+
+    types: tuple[DataType, DataType, DataType]
+    layouts: tuple[Layout, Layout, Layout]
+    problem: ProblemDescription = field(compare=False)
+
+    @staticmethod
+    def of(problem: ProblemDescription) -> _Combination:
+        x, w, y = problem.x, problem.w, problem.y
+        return _Combination((x.dtype, w.dtype, y.dtype), (x.layout, w.layout, y.layout), problem)
+
+
+@functools.lru_cache(maxsize=1 << 12)  # a find asks all solvers, and most refuse by their keys
+def _matched_key(solver: Solver, combination: _Combination, device: Device) -> KernelKey | Applicability:
+    """The first of a solver's keys that matches, else why the first of all does not."""
+    answers = [key.applicability(combination.problem, device) for key in solver.keys]
+    return solver.keys[answers.index(APPLICABLE)] if APPLICABLE in answers else answers[0]
+
+
 class Solver(ABC):
     """One way to compute convolutions.
 
@@ -199,12 +224,11 @@ class Solver(ABC):
             return answer
         if problem.epilogue and problem.direction is Direction.FORWARD and (answer := self.fuses(problem)).refused:
             return answer
-        answers = [key.applicability(problem, device) for key in self.keys]
-        if APPLICABLE not in answers:
-            return answers[0]
-        key = self.keys[answers.index(APPLICABLE)]
-        if device.library_version(key.library) is None:
-            return Applicability(f"{key.library} is not installed: {INSTALL_CUDA}")
+        matched = _matched_key(self, _Combination.of(problem), device)
+        if isinstance(matched, Applicability):
+            return matched
+        if device.library_version(matched.library) is None:
+            return Applicability(f"{matched.library} is not installed: {INSTALL_CUDA}")
         return self.is_applicable(problem, device)
 
     def fuses(self, problem: ProblemDescription) -> Applicability:

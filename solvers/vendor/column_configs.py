@@ -6,6 +6,7 @@ product) and the library's choice of `matmul_choice`; a solver may add parameter
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 
@@ -44,6 +45,7 @@ def heuristic_config(plan: ColumnPlan, workspace_bytes: int = WORKSPACE_BYTES, *
     return Config.of(slots=plan.slots, algorithm={}, workspace_bytes=workspace_bytes, **own)
 
 
+@functools.lru_cache(maxsize=64)  # whether there are any is asked before which
 def column_plans(problem: ProblemDescription, device: Device, images: int) -> tuple[ColumnPlan, ...]:
     """Plans for chunks of `images` that can run, the likely best first; () where none can.
 

@@ -5,10 +5,10 @@ A configuration has "tile", "tiles", "slices" and "vector" of a `WinogradPlan`, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
@@ -40,6 +40,7 @@ _CHUNK_BYTES = (24 << 20, 96 << 20, 384 << 20, 1536 << 20)  # of transformed til
 _MOST_CHUNKS = 512
 
 
+@functools.lru_cache(maxsize=16)  # several solvers ask in turn
 def refuse_winograd(problem: ProblemDescription) -> Applicability:
     """Why no plan serves a problem; APPLICABLE if one does."""
     conv = problem.conv
@@ -148,11 +149,14 @@ def plans(
 ) -> Iterator[WinogradPlan]:
     """All plans that can run, of some slices and vectors."""
     lifted = problem.lifted(3)
+    if problem.direction is not Direction.BACKWARD_WEIGHTS:  # others are refused
+        slices_of = tuple(slices for slices in slices_of if slices == 1)
+    if not any(tensor.layout.channels_last for tensor in (problem.x, problem.y)):
+        vectors = tuple(vector for vector in vectors if vector == 1)
     for tile in (tile for tile in TILES if serves(problem, tile)):
         for tiles in _chunk_sizes(lifted, tile):
-            base = WinogradPlan(problem=lifted, tile=tile, tiles=tiles)
             for slices, vector in itertools.product(slices_of, vectors):
-                plan = replace(base, slices=slices, vector=vector)
+                plan = WinogradPlan(problem=lifted, tile=tile, tiles=tiles, slices=slices, vector=vector)
                 if not refuse_plan(plan).refused:
                     yield plan
 

@@ -57,9 +57,11 @@ FEW_FLOATS = 36  # of a thread's tiles: F(4x4, 3x3) of one channel
 _BLOCKS = {True: 8, False: 4}  # of a multiprocessor, for few floats and for many: so many have registers for them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WinogradPlan:
     """One way to compute a problem by minimal filtering.
+
+    What a choice among plans asks for often is kept.
 
     Attributes:
         problem: lifted to three spatial dimensions, the first of size 1.
@@ -78,24 +80,24 @@ class WinogradPlan:
     vector: int = 1
     places_within: bool = False
 
-    @property
+    @functools.cached_property
     def is_weights(self) -> bool:
         """Whether filters are the result."""
         return self.problem.direction is Direction.BACKWARD_WEIGHTS
 
-    @property
+    @functools.cached_property
     def taps(self) -> tuple[int, int]:
         """Of a filter, down and across."""
         _, down, across = self.problem.filter
         return down, across
 
-    @property
+    @functools.cached_property
     def steps_of_tiles(self) -> tuple[int, int]:
         """Rows and columns from one tile to the next."""
         down, across = (1 if taps == 1 else self.tile for taps in self.taps)
         return down, across
 
-    @property
+    @functools.cached_property
     def axes(self) -> tuple[Filtering, Filtering]:
         """The algorithm down and across."""
         down, across = (
@@ -122,7 +124,7 @@ class WinogradPlan:
         """
         return not self.is_weights and is_local(self.axes)
 
-    @property
+    @functools.cached_property
     def places(self) -> int:
         """Products of one tile for each pair of channels."""
         return math.prod(axis.products for axis in self.axes)
@@ -132,7 +134,7 @@ class WinogradPlan:
         """The images that filters slide over: "x", or "y" for backward data."""
         return "y" if self.problem.direction is Direction.BACKWARD_DATA else "x"
 
-    @property
+    @functools.cached_property
     def tiles_of_image(self) -> tuple[int, int]:
         """Down and across what the tiles cover: the result, or y for backward weights."""
         p = self.problem
@@ -140,23 +142,23 @@ class WinogradPlan:
         down, across = (ceil_div(size, step) for size, step in zip(covered[1:], self.steps_of_tiles, strict=True))
         return down, across
 
-    @property
+    @functools.cached_property
     def all_tiles(self) -> int:
         """Tiles of the whole batch."""
         return self.problem.n * math.prod(self.tiles_of_image)
 
-    @property
+    @functools.cached_property
     def slice_tiles(self) -> int:
         """Tiles of a slice, with zeros behind the last so that matrices begin at whole vectors."""
         tiles = ceil_div(self.tiles, self.slices)
         return round_up(tiles, 32 if tiles >= 256 else 8)
 
-    @property
+    @functools.cached_property
     def chunk_count(self) -> int:
         """Chunks of all tiles."""
         return ceil_div(self.all_tiles, self.tiles)
 
-    @property
+    @functools.cached_property
     def lanes(self) -> int:
         """Channels of the widest vector that a thread transforms."""
         return max(self._lanes(self.problem.x), self._lanes(self.problem.y))
@@ -174,6 +176,10 @@ class WinogradPlan:
 
     def regions(self) -> tuple[Region, ...]:
         """Workspace for transformed operands and products."""
+        return self._regions
+
+    @functools.cached_property
+    def _regions(self) -> tuple[Region, ...]:
         p = self.problem
         tiles, pairs = self.places * self.slices * self.slice_tiles, self.places * p.w.size // math.prod(p.filter)
         channels, results = (p.k, p.c) if p.direction is Direction.BACKWARD_DATA else (p.c, p.k)
