@@ -176,12 +176,18 @@ def _stamps_from(table: Table, problem_id: int, present: str) -> Select[Any]:
 
 def find_problem(connection: Connection, device: str, network_config: str) -> int | None:
     """Number of a problem in this file, None if it holds nothing of it."""
-    statement = (
-        select(schema.problem.c.id)
-        .join(schema.device, schema.problem.c.device_id == schema.device.c.id)
-        .where(schema.device.c.identity == device, schema.problem.c.network_config == network_config)
+    named = {"device": device, "network_config": network_config}
+    return connection.execute(_PROBLEM, named).scalar()
+
+
+_PROBLEM = (  # made once: every look-up asks
+    select(schema.problem.c.id)
+    .join(schema.device, schema.problem.c.device_id == schema.device.c.id)
+    .where(
+        schema.device.c.identity == bindparam("device"),
+        schema.problem.c.network_config == bindparam("network_config"),
     )
-    return connection.execute(statement).scalar()
+)
 
 
 def find_problems(connection: Connection, keys: Iterable[ProblemKey]) -> dict[int, ProblemKey]:

@@ -42,7 +42,7 @@ from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Candidate, Outcome
 from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import composed, composed_id, is_composed
-from miofind.solver.solver import APPLICABLE, Applicability, Reach, Solver
+from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig, Reach, Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep
 from miofind.solvers.pointwise.composed import Composed
 
@@ -303,31 +303,46 @@ class _Request:
         answer = applicability_of(self.solver, self.problem.bare, self.device)
         return APPLICABLE if answer is None else answer
 
-    def defaults(self) -> tuple[Config, ...]:
-        """The solver's default configurations, then the earlier ones that it still takes."""
+    def defaults(self) -> list[tuple[Config, float | None]]:
+        """The solver's default configurations, then the earlier ones that it still takes; estimates where at hand."""
         taken = tuple(filter(self.admits, self.earlier))
         most = self.most_defaults if taken[:1] == self.earlier[:1] else None
-        listed = own_defaults if self.trusts_own and _is_own(self.solver) else defaults_of
-        defaults = listed(self.solver, self.problem, self.device)[:most]
-        return (*defaults, *(config for config in taken if config not in defaults))
+        found: list[tuple[Config, float | None]] = []
+        if self.trusts_own and _is_own(self.solver):
+            found += own_defaults(self.solver, self.problem, self.device)[:most]
+        else:
+            found += _not_estimated(tuple(self.solver.default_configs(self.problem, self.device))[:most])
+        known = [config for config, _ in found]
+        return found + _not_estimated(config for config in taken if config not in known)
 
-    def planned(self, config: Config) -> Planned:
-        """A configuration with what decides about it."""
+    def still_taken(self) -> list[tuple[Config, float | None]]:
+        """The earlier configurations that the solver still takes."""
+        return _not_estimated(filter(self.admits, self.earlier))
+
+    def planned(self, config: Config, estimate_ms: float | None = None) -> Planned:
+        """A configuration with what decides about it; its estimate is asked for, if not at hand."""
         if not isinstance(config, Config):
             raise InvalidConfigError(f"{self.solver.id}: config {config!r} must be a Config")
         return Planned(
             candidate=Candidate(network_config=self.problem.network_config, solver_id=self.solver.id, config=config),
             solver=self.solver,
-            estimate_ms=self.estimate_ms(config),
+            estimate_ms=self.estimate_ms(config) if estimate_ms is None else estimate_ms,
             problem=self.problem,
             device=self.device,
         )
 
-    def within_limits(self, configs: Iterable[Config], refusals: dict[str, str]) -> Iterator[Planned]:
-        """The configurations that keep the caller's limits; reasons of the others go into `refusals`."""
-        for config in configs:
-            planned = self.planned(config)
-            answer = APPLICABLE if self.trusts_own and _is_own(self.solver) else refuse_unrecordable(planned)
+    def within_limits(
+        self, configs: Iterable[tuple[Config, float | None]], refusals: dict[str, str]
+    ) -> Iterator[Planned]:
+        """The configurations that keep the caller's limits; reasons of the others go into `refusals`.
+
+        Args:
+            configs: with their estimates, where they are at hand.
+        """
+        is_trusted = self.trusts_own and _is_own(self.solver)
+        for config, estimate_ms in configs:
+            planned = self.planned(config, estimate_ms)
+            answer = APPLICABLE if is_trusted else refuse_unrecordable(planned)
             if answer.refused:
                 _tell_once(self.solver.id, answer.reason)
             else:
@@ -431,7 +446,7 @@ class _Draft:
         with self._blaming(request):
             if not self._applies(request):
                 return
-            planned = list(request.within_limits(filter(request.admits, request.earlier), self.refusals))
+            planned = list(request.within_limits(request.still_taken(), self.refusals))
             self.planned += planned
             if planned and request.options.searches and not request.solver.is_last_resort:
                 self.spaces.append(request.listed_space([each.candidate.config for each in planned]))
@@ -458,7 +473,7 @@ class _Draft:
         """Take in a solver's earlier configurations, and nothing besides."""
         with self._blaming(request):
             if self._applies(request):
-                self.planned += request.within_limits(filter(request.admits, request.earlier), self.refusals)
+                self.planned += request.within_limits(request.still_taken(), self.refusals)
 
     def _applies(self, request: _Request) -> bool:
         """Whether a solver serves the problem; notes why not."""
@@ -503,14 +518,15 @@ class _Draft:
         )
 
 
-def defaults_of(solver: Solver, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-    """A solver's default configurations."""
-    return tuple(solver.default_configs(problem, device))
+def _not_estimated(configs: Iterable[Config]) -> list[tuple[Config, float | None]]:
+    return [(config, None) for config in configs]
 
 
 # A tuning of the likeliest plans each problem twice, a fused one with its bare form, and to list takes milliseconds.
-own_defaults = functools.lru_cache(maxsize=1 << 12)(defaults_of)
-"""Default configurations of one of our own solvers, which are the same each time."""
+@functools.lru_cache(maxsize=1 << 12)
+def own_defaults(solver: Solver, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+    """Default configurations of one of our own solvers with their estimates, which are the same each time."""
+    return solver.estimated_defaults(problem, device)
 
 
 def _is_own(solver: Solver) -> bool:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import INSTALL_CUDA, Device, Library, Place
@@ -154,6 +154,13 @@ def _matched_key(solver: Solver, combination: _Combination, device: Device) -> K
     return solver.keys[answers.index(APPLICABLE)] if APPLICABLE in answers else answers[0]
 
 
+class EstimatedConfig(NamedTuple):
+    """A configuration and the solver's estimate of it."""
+
+    config: Config
+    estimate_ms: float
+
+
 class Solver(ABC):
     """One way to compute convolutions.
 
@@ -217,6 +224,11 @@ class Solver(ABC):
     @abstractmethod
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         """The steps that compute an applicable problem with a valid configuration."""
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        """The default configurations with their estimates: who ranks by estimates has both at once."""
+        configs = self.default_configs(problem, device)
+        return tuple(EstimatedConfig(config, self.estimate_ms(problem, device, config)) for config in configs)
 
     def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
         """Whether it serves a problem here: its keys, its epilogue, its library's presence, then `is_applicable`."""

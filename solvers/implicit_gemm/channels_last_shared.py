@@ -14,7 +14,7 @@ from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.solver.delegating import DelegatingSolver, kernels_on
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep, Region, WorkspacePlan
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE, Transposition, transpose_step
 
@@ -72,6 +72,21 @@ def _after(problem: ProblemDescription, transpositions: dict[str, Transposition]
 def _form(inner: Solver, problem: ProblemDescription, device: Device) -> ProblemDescription | None:
     """The first form of a problem that another solver serves."""
     return next((form for form in _forms(problem) if inner.applicability(form, device)), None)
+
+
+def _around_ms(problem: ProblemDescription, form: ProblemDescription, device: Device, inner_ms: float) -> float:
+    """Milliseconds of the other solver's kernels and of all transpositions."""
+    steps, moved_bytes = _transposed(problem, form)
+    moved_ms = 1e3 * moved_bytes / (BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    return steps * _STEP_MS + moved_ms + inner_ms
+
+
+@functools.lru_cache(maxsize=64)  # every configuration's estimate asks
+def _transposed(problem: ProblemDescription, form: ProblemDescription) -> tuple[int, int]:
+    """Launches that transpose, and bytes that they move."""
+    transpositions = _transpositions(problem, form)
+    launches = len([*_before(problem, transpositions), *_after(problem, transpositions)])
+    return launches, sum(2 * transposition.bytes for transposition in transpositions.values())
 
 
 class ChannelsLastSolver(DelegatingSolver):
@@ -136,18 +151,19 @@ class ChannelsLastSolver(DelegatingSolver):
         self.check_inner_config(self.form(problem, device), device, config)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        configs = self.inner_solver.default_configs(self.form(problem, device), device)
-        return tuple(map(self._outer, configs[:_DEFAULTS]))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        form = self.form(problem, device)
+        return tuple(
+            EstimatedConfig(self._outer(each.config), _around_ms(problem, form, device, each.estimate_ms))
+            for each in self.inner_solver.estimated_defaults(form, device)[:_DEFAULTS]
+        )
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         form = self.form(problem, device)
-        transpositions = _transpositions(problem, form)
-        moved_bytes = sum(2 * transposition.bytes for transposition in transpositions.values())
-        moved_ms = 1e3 * moved_bytes / (BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
         inner_ms = self.inner_solver.estimate_ms(form, device, self.inner_config(config))
-        return (
-            len([*_before(problem, transpositions), *_after(problem, transpositions)]) * _STEP_MS + moved_ms + inner_ms
-        )
+        return _around_ms(problem, form, device, inner_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         form = self.form(problem, device)

@@ -13,7 +13,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -355,9 +355,13 @@ class ConvImplicitGemmMma(Solver):
         return products_of_tf32(problem) == 3
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         if listed := _varied(short_listed(problem, device), _DEFAULTS):
             return listed
-        return tuple(config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config))[:1]
+        resort = next(config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config))
+        return (EstimatedConfig(resort, self.estimate_ms(problem, device, resort)),)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return estimate_ms(problem, device, config)
@@ -372,14 +376,14 @@ class ConvImplicitGemmMma(Solver):
         return ConvSolution(steps=(*steps, reduction), workspace=WorkspacePlan((split_k.partials,)))
 
 
-def _varied(ranked: Iterable[Config], most: int) -> tuple[Config, ...]:
+def _varied(ranked: Iterable[EstimatedConfig], most: int) -> tuple[EstimatedConfig, ...]:
     """The first two of each shape of tile: estimates are too coarse to tell more of them apart."""
     seen: Counter[tuple[int, int]] = Counter()
-    kept: list[Config] = []
-    for config in ranked:
-        shape = config["tile_m"], config["tile_n"]
+    kept: list[EstimatedConfig] = []
+    for each in ranked:
+        shape = each.config["tile_m"], each.config["tile_n"]
         if seen[shape] < 2:
-            kept.append(config)
+            kept.append(each)
         seen[shape] += 1
         if len(kept) == most:
             break

@@ -16,6 +16,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import Integers, Numbers, Truths, ceil_div_each
 from miofind.solver.occupancy import SmLimits, resident_blocks_each
+from miofind.solver.solver import EstimatedConfig
 from miofind.solver.steps import Config
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.product import largest
@@ -78,13 +79,15 @@ def short_list(itemsize: int) -> tuple[Config, ...]:
     return tuple(config for config in _SHORT_LIST if config["tile_k"] * itemsize in K_BYTES)
 
 
-def short_listed(problem: ProblemDescription, device: Device) -> list[Config]:
-    """What `Solver.ranked` gives of the short list, sooner."""
+def short_listed(problem: ProblemDescription, device: Device) -> list[EstimatedConfig]:
+    """What `Solver.ranked` gives of the short list, sooner, with the estimates."""
     configs = short_list(problem.x.dtype.itemsize)
     estimated = estimated_short_list(problem, device)
     places = np.flatnonzero(estimated.is_valid)
-    order = np.argsort(estimated.ms.reshape(-1)[places], kind="stable")
-    return [configs[place] for place in places[order].tolist()]
+    times = estimated.ms.reshape(-1)[places]
+    order = np.argsort(times, kind="stable")
+    ranked = zip(places[order].tolist(), times[order].tolist(), strict=True)
+    return [EstimatedConfig(configs[place], ms) for place, ms in ranked]
 
 
 class Estimated(NamedTuple):

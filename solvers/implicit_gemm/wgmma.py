@@ -18,7 +18,7 @@ from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
 from miofind.solver.steps import (
     Box,
     Config,
@@ -479,11 +479,16 @@ class ConvImplicitGemmWgmma(Solver):
         return WgmmaTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         likely = _shortlist(problem, device)
-        ranked = np.argsort(estimates_ms(likely, device), kind="stable")
+        times = estimates_ms(likely, device)
+        ranked = np.argsort(times, kind="stable")
         tiles = likely.tiles
         kinds = zip(*(column[ranked].tolist() for column in (tiles.tile_m, tiles.tile_n, tiles.swapped)), strict=True)
-        return tuple(likely.tiling(ranked[place]).config for place in varied(list(kinds), _DEFAULTS))
+        chosen = [int(ranked[place]) for place in varied(list(kinds), _DEFAULTS)]
+        return tuple(EstimatedConfig(likely.tiling(place).config, float(times[place])) for place in chosen)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return estimate_ms(WgmmaTiling.of(WgmmaProduct.of(problem), config), device)

@@ -189,21 +189,26 @@ class ConvWinogradMma(DelegatingSolver):
     def _with_products(self, plan: WinogradPlan, device: Device, count: int) -> list[Config]:
         values: dict[str, Any] = {name: value for name, value in values_of(plan).items() if name not in _FIXED}
         products = sorted(
-            self.inner_solver.default_configs(product_problem(plan), device),
-            key=lambda product: self._product_ms(plan, device, product),
+            self.inner_solver.estimated_defaults(product_problem(plan), device),
+            key=lambda product: _slower_ms(plan, product.config, product.estimate_ms),
         )
-        return [Config({**values, "product": dict(product)}) for product in products[:count]]
+        return [Config({**values, "product": dict(product.config)}) for product in products[:count]]
 
     def _product_ms(self, plan: WinogradPlan, device: Device, product: Mapping[str, Any]) -> float:
         """Of one chunk."""
         estimate = self.inner_solver.estimate_ms(product_problem(plan), device, Config(product))
-        if plan.problem.math is not MathMode.IEEE:
-            return estimate
-        least, most = sorted((product["tile_m"], product["tile_n"]))
-        narrow = _NARROW_SLOWER if least < _NARROW else _SMALL_SLOWER if most <= _NARROW else 1.0
-        shallow = _SHALLOW_SLOWER if product["tile_k"] < _SHALLOW else 1.0
-        slower = _IEEE_OVER_ESTIMATE * narrow * shallow
-        return _PRODUCT_START_MS + slower * max(0.0, estimate - _PRODUCT_START_MS)
+        return _slower_ms(plan, product, estimate)
+
+
+def _slower_ms(plan: WinogradPlan, product: Mapping[str, Any], estimate_ms: float) -> float:
+    """What products by a configuration of the other solver's take, by its estimate."""
+    if plan.problem.math is not MathMode.IEEE:
+        return estimate_ms
+    least, most = sorted((product["tile_m"], product["tile_n"]))
+    narrow = _NARROW_SLOWER if least < _NARROW else _SMALL_SLOWER if most <= _NARROW else 1.0
+    shallow = _SHALLOW_SLOWER if product["tile_k"] < _SHALLOW else 1.0
+    slower = _IEEE_OVER_ESTIMATE * narrow * shallow
+    return _PRODUCT_START_MS + slower * max(0.0, estimate_ms - _PRODUCT_START_MS)
 
 
 @functools.lru_cache(maxsize=256)  # every configuration asks, for each of its products' estimates

@@ -75,7 +75,7 @@ def test_a_shortlist_of_mma_is_that_of_each_configuration_by_itself(device: Devi
     problems = served("ConvImplicitGemmMma", 40, 1, device)
     assert len(problems) > 20
     for problem in problems:
-        listed = short_listed(problem, device)
+        listed = [each.config for each in short_listed(problem, device)]
         assert listed == solver.ranked(problem, device, short_list(problem.x.dtype.itemsize)), problem
 
 
@@ -98,7 +98,7 @@ def test_limits_of_many_splits_are_kept_in_a_shortlist_of_mma() -> None:
     problem = ProblemDescription.convolution(
         x=(64, 2048, 64, 64), w=(2048, 2048, 1, 1), dtype=DataType.FLOAT16, layout=Layout.NHWC
     )
-    listed = short_listed(problem, H200)
+    listed = [each.config for each in short_listed(problem, H200)]
     assert {config["splits"] for config in listed} == {1}
     solver = Registry.default()["ConvImplicitGemmMma"]
     assert listed == solver.ranked(problem, H200, short_list(2))

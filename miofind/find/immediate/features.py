@@ -5,6 +5,7 @@ Logarithms are to base 2. A feature's name is part of a model: one that is renam
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -104,7 +105,8 @@ def problem_features(problem: ProblemDescription, device: Device) -> dict[str, f
     return found
 
 
-def parameters(config: Config) -> dict[str, float]:
+@functools.lru_cache(maxsize=1 << 12)
+def parameters(config: Config) -> Mapping[str, float]:
     """A configuration's parameters as numbers, those of a configuration inside it by both names.
 
     A text such as "2x1" counts as its product; what is no number is left out.
