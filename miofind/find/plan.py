@@ -35,14 +35,14 @@ from miofind.find.lookup.known import earlier_configs, stored_configs
 from miofind.find.lookup.scopes import counted_solvers
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
-from miofind.options import FindEnforce, FindOptions
+from miofind.options import FindEnforce, FindOptions, Order
 from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import applicability_of, forms
 from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Candidate, Outcome
 from miofind.solver.facts import SolverFacts
-from miofind.solver.registry import composed, composed_id, is_composed
-from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig, Reach, Solver
+from miofind.solver.registry import Registry, composed, composed_id, is_composed
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Reach, Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep
 from miofind.solvers.pointwise.composed import Composed
 
@@ -57,6 +57,11 @@ _BARE_WINNERS = 2
 _DEFAULTS_BESIDE = 2
 """Default configurations of a solver that are tried beside those that were its fastest without the epilogue, where
 that is light and they take it: a residual or a costly activation is hidden by configurations of another kind."""
+_FAR = 2.0
+"""How many times the best estimate all of a solver's must be for it to be passed over: what devices' models correct
+differs by less between solvers."""
+
+_FAR_BEHIND = "is estimated to be far behind the fastest"
 _LONGEST_NAME = 300
 _SPOILS = Applicability("lets a large value spoil results that do not meet it; set max_error (--max-error) to allow it")
 _NOTHING_TO_ASK = "  no solver is registered, or the FindDB holds nothing to measure again"
@@ -151,6 +156,7 @@ def make_plan(
     winners: Mapping[str, Sequence[Config]] | None = None,
     asks: Callable[[SolverFacts], bool] = lambda facts: True,
     trusts_own: bool = False,
+    passes_over_slow: bool = False,
 ) -> Plan:
     """The candidates of a request: configurations of the handle's solvers.
 
@@ -160,6 +166,7 @@ def make_plan(
         asks: which of the solvers that the options allow are asked; the others count as left out.
         trusts_own: take it for granted that a FindDB can keep our own solvers' candidates: their steps are asked for
             only where a limit is on those.
+        passes_over_slow: have no candidates of solvers whose estimates are all known to be far behind the best one.
 
     Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
     fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
@@ -180,7 +187,8 @@ def make_plan(
     bare = _bare(problem, options, handle, taken) if problem.epilogue else ()
     slow = out_of_reach(bare, options)
     few = {solution.solver_id for solution in bare if is_light(problem.epilogue) and not options.searches}
-    for facts in handle.registry.facts.values():
+    passes_over_slow = passes_over_slow and options.order is Order.TIME and not options.searches
+    for facts in _asked_in_turn(handle.registry, passes_over_slow):
         if not options.allows(facts) or not taken(facts):
             draft.left_out.append(facts.id)
             continue
@@ -190,7 +198,7 @@ def make_plan(
         if solver.id in slow:
             draft.pass_over(request, slow[solver.id])
         else:
-            draft.ask(request, (winners or {}).get(solver.id, ()))
+            draft.ask(request, (winners or {}).get(solver.id, ()), passes_over_slow=passes_over_slow)
     if problem.epilogue:
         choices = fastest_bare(bare, options) if bare else _estimated_bare(problem, options, handle, taken)
         for solver_id, configs in choices.items():
@@ -201,6 +209,12 @@ def make_plan(
         asked = (handle.registry[each.id] for each in counted if taken(each))
         draft.count_forms(_Request(problem, device, each, options) for each in asked)
     return draft.plan(is_filtered=dynamic_only)
+
+
+def _asked_in_turn(registry: Registry, fastest_first: bool) -> Iterable[SolverFacts]:
+    """The facts of all solvers; if asked for, those without tensor cores last."""
+    every = registry.facts.values()
+    return sorted(every, key=lambda facts: Algorithm.DIRECT.value in facts.names) if fastest_first else every
 
 
 def nothing_found(problem: ProblemDescription, plan: Plan, outcomes: Sequence[Outcome] = ()) -> NoSolutionError:
@@ -238,7 +252,7 @@ def _estimated_bare(
 ) -> Choices:
     """What is composed for a fused problem of whose bare one nothing is known: what estimates have first there."""
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
-    plan = make_plan(problem.bare, request, handle, asks=asks, trusts_own=True)
+    plan = make_plan(problem.bare, request, handle, asks=asks, trusts_own=True, passes_over_slow=True)
     planned = plan.candidates or plan.last_resort
     return first_of_each(((each.solver.id, each.candidate.config) for each in planned), options)
 
@@ -423,17 +437,24 @@ class _Draft:
     left_out: list[str] = field(default_factory=list)
     absent: set[str] = field(default_factory=set)
 
-    def ask(self, request: _Request, winners: Iterable[Config]) -> None:
+    def ask(self, request: _Request, winners: Iterable[Config], *, passes_over_slow: bool) -> None:
         """Take in what one solver has for a problem."""
         with self._blaming(request):
             applies = self._applies(request)
-            if applies and request.options.searches and not request.solver.is_last_resort:
+            if applies and passes_over_slow and self._is_behind(request):
+                self.refusals[request.solver.id] = _FAR_BEHIND
+            elif applies and request.options.searches and not request.solver.is_last_resort:
                 space = request.space(winners, self.refusals)
                 first = itertools.islice(dict.fromkeys((*space.seeds, *space.listed)), SEARCH_LIMIT)
                 self.planned += map(request.planned, first)
                 self.spaces.append(space)
             elif applies:
                 self.planned += request.within_limits(request.defaults(), self.refusals)
+
+    def _is_behind(self, request: _Request) -> bool:
+        """Whether all of a solver's estimates are far behind the best that is planned."""
+        best_ms = min((each.estimate_ms for each in self.planned if not each.solver.is_last_resort), default=math.inf)
+        return request.solver.least_ms(request.problem, request.device) > _FAR * best_ms
 
     def pass_over(self, request: _Request, reason: str) -> None:
         """Count a solver as asked that is not worth a measurement of the problem."""

@@ -225,6 +225,13 @@ class Solver(ABC):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         """The steps that compute an applicable problem with a valid configuration."""
 
+    def least_ms(self, problem: ProblemDescription, device: Device) -> float:
+        """A time that its estimates of an applicable problem all reach, known without its configurations; 0 for none.
+
+        Who wants the fastest need not ask it for its configurations where others are far below.
+        """
+        return 0.0
+
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         """The default configurations with their estimates: who ranks by estimates has both at once."""
         configs = self.default_configs(problem, device)

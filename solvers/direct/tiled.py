@@ -19,7 +19,7 @@ from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, 
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.limits import refuse_tensors
-from miofind.solvers.direct.tiled_cost import KEYS, LIMITS, TileRates, TileWork, plane_pitch, tile_ms
+from miofind.solvers.direct.tiled_cost import KEYS, LIMITS, TileRates, TileWork, least_tile_ms, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_LAUNCHES = 16
@@ -396,11 +396,21 @@ class ConvDirectTiled(Solver):
         rates = _OVERLAPPED if config["stages"] == 2 else _RATES
         launches = correlations(problem)
         busy_ms = sum(tile_ms(_work(conv, config), rates, device) for conv in launches)
-        moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
-        return len(launches) * _LAUNCH_MS + max(busy_ms, 3.8 * moved_ms) + moved_ms / 4
+        return _time_ms(problem, device, busy_ms)
+
+    def least_ms(self, problem: ProblemDescription, device: Device) -> float:
+        pixels = sum(math.prod(axis.outputs * axis.taps for axis in conv.axes) for conv in correlations(problem))
+        products = problem.n * pixels * problem.k * problem.w.shape[1]
+        return _time_ms(problem, device, least_tile_ms(products, _RATES, device))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         return ConvSolution(steps=tuple(_launch(conv, config) for conv in correlations(problem)))
+
+
+def _time_ms(problem: ProblemDescription, device: Device, busy_ms: float) -> float:
+    """Of all launches, whose multiprocessors are busy for so long."""
+    moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
+    return len(correlations(problem)) * _LAUNCH_MS + max(busy_ms, 3.8 * moved_ms) + moved_ms / 4
 
 
 def _fits(conv: Correlation, config: Config, shared_limit: int) -> bool:

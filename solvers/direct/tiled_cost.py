@@ -28,7 +28,7 @@ KEYS = (
 LIMITS = SmLimits(threads=1024, blocks=8, shared_bytes=96 << 10, schedulers=1)
 """What the kernels are compiled for, whatever the device: less than any has."""
 
-_SCHEDULERS = 4
+_SCHEDULERS, _WARP = 4, 32
 
 
 def plane_pitch(floats: int) -> int:
@@ -111,3 +111,9 @@ def tile_ms(work: TileWork, rates: TileRates, device: Device) -> float:
         return work.steps * max(blocks * busy, alone) + rates.block
 
     return 1e3 * cycles_of_waves(work.blocks, work.resident, device, wave_cycles) / device.clock_hz
+
+
+def least_tile_ms(products: int, rates: TileRates, device: Device) -> float:
+    """What tiles take at least whose threads do so many multiply-adds: the issue slots of these alone."""
+    slots = products / _WARP * rates.product
+    return 1e3 * slots / (_SCHEDULERS * device.sm_count * device.clock_hz)

@@ -21,7 +21,7 @@ from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.direct.tiled_cost import KEYS, LIMITS, TileRates, TileWork, plane_pitch, tile_ms
+from miofind.solvers.direct.tiled_cost import KEYS, LIMITS, TileRates, TileWork, least_tile_ms, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_WORKSPACE_BYTES = 1 << 30
@@ -399,14 +399,22 @@ class ConvDirectTiledWeights(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         busy_ms = tile_ms(_work(problem, config), _RATES, device)
-        partial_bytes = 2 * _split_k(problem, config).bytes
-        moved_ms = 1e3 * (problem.bytes + partial_bytes) / device.bandwidth_bytes_per_s
-        return float(_LAUNCH_MS + max(busy_ms, 3.5 * moved_ms) + 0.7 * moved_ms)
+        return _time_ms(problem, device, config["splits"], busy_ms)
+
+    def least_ms(self, problem: ProblemDescription, device: Device) -> float:
+        return _time_ms(problem, device, 1, least_tile_ms(problem.flops // 2, _RATES, device))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)
         step = _sum_step(problem, config, tiling)
         return _split_k(problem, config).solution(step, _reduction(problem, config, step))
+
+
+def _time_ms(problem: ProblemDescription, device: Device, splits: int, busy_ms: float) -> float:
+    """Of both passes, the first of which has multiprocessors busy for so long."""
+    partial_bytes = 2 * SplitK.of(problem, splits).bytes
+    moved_ms = 1e3 * (problem.bytes + partial_bytes) / device.bandwidth_bytes_per_s
+    return _LAUNCH_MS + max(busy_ms, 3.5 * moved_ms) + 0.7 * moved_ms
 
 
 SOLVERS = (ConvDirectTiledWeights(),)

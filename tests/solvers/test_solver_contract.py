@@ -193,6 +193,7 @@ def check_that_default_configurations(offer: Offer) -> None:
         assert case.solver.is_valid_config(case.problem, case.device, config)
     estimates = [case.solver.estimate_ms(case.problem, case.device, config) for config in defaults]
     assert case.solver.estimated_defaults(case.problem, case.device) == tuple(zip(defaults, estimates, strict=True))
+    assert 0 <= case.solver.least_ms(case.problem, case.device) <= min(estimates)
 
 
 def check_that_configurations_are_valid_and_named_by_their_text(offer: Offer) -> None:

@@ -89,7 +89,15 @@ def _plan(
     def is_asked(facts: SolverFacts) -> bool:
         return facts.library is not Library.CUDNN and asks(facts)
 
-    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, asks=is_asked, trusts_own=True)
+    plan = make_plan(
+        problem,
+        options,
+        handle,
+        dynamic_only=dynamic_only,
+        asks=is_asked,
+        trusts_own=True,
+        passes_over_slow=True,
+    )
     return plan.without(tried)
 
 

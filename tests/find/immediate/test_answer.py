@@ -182,3 +182,16 @@ def test_any_problem_has_an_order_of_candidates_that_serve_it(problem: ProblemDe
             assert solution.confidence is None or 0 <= solution.confidence <= 1
         times = [solution.time_ms for solution in found]
         assert times == sorted(times)
+
+
+def test_solvers_far_behind_are_asked_where_they_are_alone_or_another_order_is_asked_for(gpu: miofind.Handle) -> None:
+    problem = ProblemDescription.convolution(
+        x=(32, 256, 28, 28), w=(256, 256, 3, 3), padding=1, dtype="float16", layout="NHWC"
+    )
+
+    def solvers(options: FindOptions) -> set[str]:
+        return {each.solver_id for each in miofind.find_solutions(problem, options=options, handle=gpu)}
+
+    assert "ConvDirectTiled" not in solvers(FAST)
+    assert solvers(replace(FAST, only="ConvDirectTiled")) == {"ConvDirectTiled"}
+    assert "ConvDirectTiled" in solvers(replace(FAST, order="workspace"))
