@@ -1,13 +1,91 @@
-"""Types of arrays that hold a number of each of many configurations, for what is computed of all of them at once."""
+"""Many configurations at once: arrays that hold a number of each of them, and arithmetic that takes these or numbers.
+
+A cost model that is written with `larger`, `smaller`, `chosen`, `divisor` and `mapped`, where it would else ask for
+max, min, a condition, a common divisor or a function of numbers, says of a table of configurations what it says of one.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from miofind.solver.steps import Config
+
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 Truths = NDArray[np.bool_]
+Number = TypeVar("Number", int, float)
+"""Of one configuration; an array of these where a configuration is a table of many."""
+
+
+class ConfigTable(Mapping[str, Any]):
+    """Configurations of the same parameters as if they were one, whose values are arrays with a place for each."""
+
+    def __init__(self, configs: Sequence[Config], columns: Mapping[str, NDArray[Any]] | None = None) -> None:
+        self.configs = tuple(configs)
+        self._columns = columns or {name: np.array([config[name] for config in configs]) for name in configs[0]}
+
+    def at(self, places: Integers) -> ConfigTable:
+        """Those at some places."""
+        columns = {name: column[places] for name, column in self._columns.items()}
+        return ConfigTable([self.configs[place] for place in places.tolist()], columns)
+
+    def valid(self, is_valid: Callable[[Config], bool]) -> ConfigTable:
+        """Those for which a function that does arithmetic on a configuration's values holds."""
+        holds = np.broadcast_to(is_valid(self.as_config), len(self.configs))
+        return self if holds.all() else self.at(np.flatnonzero(holds))
+
+    @property
+    def as_config(self) -> Config:
+        """The table for functions that take one configuration and do arithmetic on its values alone."""
+        return cast(Config, self)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+def is_table(*values: object) -> bool:
+    """Whether one of the values is of many configurations."""
+    return any(isinstance(value, np.ndarray) for value in values)
+
+
+def larger(a: Number, b: Number) -> Number:
+    """The larger one."""
+    return cast(Number, np.maximum(a, b)) if is_table(a, b) else max(a, b)
+
+
+def smaller(a: Number, b: Number) -> Number:
+    """The smaller one."""
+    return cast(Number, np.minimum(a, b)) if is_table(a, b) else min(a, b)
+
+
+def chosen(condition: bool, a: Number, b: Number) -> Number:
+    """The first where the condition holds, else the second."""
+    return cast(Number, np.where(condition, a, b)) if is_table(condition, a, b) else (a if condition else b)
+
+
+def divisor(*values: int) -> int:
+    """The greatest common divisor."""
+    return cast(int, np.gcd.reduce(np.broadcast_arrays(*values))) if is_table(*values) else math.gcd(*values)
+
+
+def mapped(function: Callable[..., Number], *values: int) -> Number:
+    """What a function gives; it is asked once for equal values."""
+    if not is_table(*values):
+        return function(*values)
+    rows = list(zip(*(column.tolist() for column in np.broadcast_arrays(*values)), strict=True))
+    found = {row: function(*row) for row in set(rows)}
+    return cast(Number, np.array([found[row] for row in rows]))
 
 
 def ceil_div_each(a: Integers | int, b: Integers | int) -> Integers:

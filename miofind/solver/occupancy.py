@@ -1,7 +1,8 @@
 """Occupancy: how many blocks of a kernel a multiprocessor holds at once, and the registers that this leaves a thread.
 
 Source: CUDA C++ Programming Guide, Compute Capabilities, technical specifications; registers are allocated to a warp in
-units of 256, from the quarter of them that the warp's scheduler has.
+units of 256, from the quarter of them that the warp's scheduler has. Numbers may be those of many configurations
+(`columns.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from miofind.device.device import Device
-from miofind.solver.columns import Integers
+from miofind.solver.columns import chosen, is_table, larger, smaller
 
 RESERVED_SHARED_BYTES = 1 << 10
 """Shared memory that each block takes besides its own."""
@@ -65,17 +64,7 @@ def resident_blocks(registers: int, threads: int, shared_bytes: int, limits: SmL
     warps = limits.schedulers * (_REGISTERS // limits.schedulers // of_warp)
     by_registers = warps // -(-threads // _WARP)
     by_shared = limits.shared_bytes // (shared_bytes + RESERVED_SHARED_BYTES)
-    return min(by_registers, by_shared, limits.threads // threads, limits.blocks)
-
-
-def resident_blocks_each(registers: Integers, threads: Integers, shared_bytes: Integers, limits: SmLimits) -> Integers:
-    """The same of many kernels at once."""
-    of_warp = _WARP * -(-registers // _REGISTER_UNIT) * _REGISTER_UNIT
-    warps = limits.schedulers * (_REGISTERS // limits.schedulers // of_warp)
-    by_registers = warps // -(-threads // _WARP)
-    by_shared = limits.shared_bytes // (shared_bytes + RESERVED_SHARED_BYTES)
-    resident: Integers = np.minimum(np.minimum(by_registers, by_shared), limits.threads // threads)
-    return np.minimum(resident, limits.blocks, out=resident)
+    return smaller(smaller(by_registers, by_shared), smaller(limits.threads // threads, limits.blocks))
 
 
 def register_limit(blocks: int, threads: int) -> int:
@@ -94,4 +83,7 @@ def cycles_of_waves(blocks: int, resident: int, device: Device, cycles_of: Calla
         cycles_of: what a multiprocessor takes for so many blocks at once.
     """
     full, rest = divmod(blocks, device.sm_count * resident)
-    return full * cycles_of(resident) + (cycles_of(-(-rest // device.sm_count)) if rest else 0.0)
+    last = -(-rest // device.sm_count)
+    if is_table(blocks, resident):
+        return full * cycles_of(resident) + chosen(rest > 0, cycles_of(larger(1, last)), 0.0)
+    return full * cycles_of(resident) + (cycles_of(last) if rest else 0.0)

@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import INSTALL_CUDA, Device, Library, Place
 from miofind.errors import InvalidConfigError
+from miofind.solver.columns import ConfigTable
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing
 
 MAX_DEFAULT_CONFIGS = 16
@@ -301,6 +304,17 @@ class Solver(ABC):
         """Those of `configs` that are valid, each once, the least estimate first."""
         valid = dict.fromkeys(config for config in configs if self.is_valid_config(problem, device, config))
         return sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
+
+    def ranked_table(
+        self, problem: ProblemDescription, device: Device, table: ConfigTable
+    ) -> tuple[EstimatedConfig, ...]:
+        """What `ranked` gives of a table of valid configurations, all different, with the estimates.
+
+        For solvers whose `estimate_ms` takes a table for a configuration.
+        """
+        times = np.broadcast_to(self.estimate_ms(problem, device, table.as_config), len(table.configs))
+        order = np.argsort(times, kind="stable").tolist()
+        return tuple(EstimatedConfig(table.configs[place], float(times[place])) for place in order)
 
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         """Do nothing for a configuration of the schema.

@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, mapped, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solver.structs import StructType
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -25,6 +26,7 @@ from miofind.solvers.common.statistics import partial_statistics, with_statistic
 from miofind.solvers.depthwise.channels_last_rows import (
     DIMENSION,
     KEYS,
+    RowAxis,
     RowRates,
     RowTiling,
     RowWork,
@@ -81,8 +83,6 @@ class _Tiling:
     in_rows: int
     whole_rows: bool
     whole_groups: bool
-    row_units: int
-    column_units: int
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
@@ -101,8 +101,8 @@ class _Tiling:
             window = width.stride * (columns - 1) + width.taps
         group_step = columns * (1 if backward else width.stride)
         out_rows = height.stride if backward else 1
-        in_rows = config["rows"] + height.span - 1 if backward else height.stride * (config["rows"] - 1) + height.taps
-        pitch = pixel_pitch(in_channels, itemsize, vector, group_step, out_channels // vector)
+        in_rows = _in_rows(height, config, backward=backward)
+        pitch = mapped(pixel_pitch, in_channels, itemsize, vector, group_step, out_channels // vector)
         row = (group_step * (blocks.thread_groups - 1) + window) * pitch
         taps, out_columns = height.taps * width.taps, columns * (width.stride if backward else 1)
         filters = blocks.channels * multiplier * taps
@@ -121,8 +121,6 @@ class _Tiling:
             in_rows=in_rows,
             whole_rows=is_whole(problem, 0, config["rows"]),
             whole_groups=is_whole(problem, 1, columns),
-            column_units=width.units(backward=backward, aligned=is_dilated(problem)),
-            row_units=height.units(backward=backward, aligned=is_dilated(problem)),
             registers=taps * vector * (multiplier if backward else 1)
             + sums
             + window * vector
@@ -130,6 +128,12 @@ class _Tiling:
             + 2 * vector * problem.epilogue.statistics
             + 40,
         )
+
+
+def _in_rows(height: RowAxis, config: Config, *, backward: bool) -> int:
+    """Input rows of a row block."""
+    rows: int = config["rows"]
+    return rows + height.span - 1 if backward else height.stride * (rows - 1) + height.taps
 
 
 def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
@@ -199,9 +203,9 @@ def _work(problem: ProblemDescription, config: Config, tiling: _Tiling) -> RowWo
     multiplier = problem.k // problem.c if backward else 1
     in_rows, out_rows = tiling.in_rows, config["rows"] * (height.stride if backward else 1)
     units = height.units(backward=backward, aligned=is_dilated(problem))
-    filled = min(1.0, units / (tiling.blocks.row_blocks * config["rows"]))
+    filled = smaller(1.0, units / (tiling.blocks.row_blocks * config["rows"]))
     sources = height.y_size if backward else height.x_size
-    met = min(in_rows * filled, 1.0 * in_rows, sources / tiling.blocks.row_blocks + height.taps - 1)
+    met = smaller(smaller(in_rows * filled, 1.0 * in_rows), sources / tiling.blocks.row_blocks + height.taps - 1)
     copies = ceil_div(
         (tiling.group_step * (tiling.blocks.thread_groups - 1) + tiling.window)
         * tiling.in_channels
@@ -211,7 +215,7 @@ def _work(problem: ProblemDescription, config: Config, tiling: _Tiling) -> RowWo
     row = multiplier * tiling.window * (1 + converts * vector) + 12 + 9 * copies + 12 / config["step"]
     store = tiling.out_columns * (1.3 + vector * (0.5 if converts else 0)) + 8
     instructions = 300 + 1.5 * taps * vector * multiplier + met * row + out_rows * filled * store
-    instructions += tiling.products * filled * (1 if tiling.whole_rows else 1.05)
+    instructions += tiling.products * filled * chosen(tiling.whole_rows, 1.0, 1.05)
     return RowWork(
         instructions=instructions,
         registers=tiling.registers,
@@ -235,13 +239,46 @@ _SHORT_LIST = Config.product(
 )
 
 
-def _is_economical(problem: ProblemDescription, config: Config, tiling: _Tiling) -> bool:
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
+def _is_economical(problem: ProblemDescription, config: Config) -> bool:
     """Whether no smaller value of a parameter does the same."""
-    if config["channels"] >= 2 * max(16, problem.c) or config["rows"] >= 2 * max(2, tiling.row_units):
-        return False
-    if (config["stages"] - 1) * config["step"] >= tiling.in_rows + 4 or config["step"] >= tiling.in_rows:
-        return False
-    return bool(config["tile"] < 2 * max(14, tiling.column_units) and config["columns"] < 2 * tiling.column_units)
+    height, width = row_axes(problem)
+    backward, aligned = problem.direction is Direction.BACKWARD_DATA, is_dilated(problem)
+    rows, columns = (axis.units(backward=backward, aligned=aligned) for axis in (height, width))
+    in_rows = _in_rows(height, config, backward=backward)
+    is_economical: bool = (
+        (config["channels"] < 2 * max(16, problem.c))
+        & (config["rows"] < 2 * max(2, rows))
+        & ((config["stages"] - 1) * config["step"] < in_rows + 4)
+        & (config["step"] < in_rows)
+        & (config["tile"] < 2 * max(14, columns))
+        & (config["columns"] < 2 * columns)
+        & _has_vectors(problem, config)
+    )
+    return is_economical
+
+
+def _has_vectors(problem: ProblemDescription, config: Config) -> bool:
+    """Whether channels are whole vectors, of which each has one output."""
+    has_vectors: bool = (problem.c % config["vector"] == 0) & ((problem.k == problem.c) | (config["vector"] == 1))
+    return has_vectors
+
+
+def _fits(tiling: _Tiling, device: Device) -> bool:
+    """Whether a thread and a block have what they take."""
+    registers, threads = round_up(tiling.registers, 8), tiling.blocks.threads
+    return (
+        (tiling.products <= _MAX_PRODUCTS)
+        & (tiling.registers <= _MAX_REGISTERS)
+        & (threads <= 1024)
+        & (threads * registers <= 65536)
+        & (tiling.blocks.blocks <= MAX_ELEMENTS)
+        & (tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES))
+    )
 
 
 class ConvDepthwiseChannelsLast(Solver):
@@ -317,22 +354,27 @@ class ConvDepthwiseChannelsLast(Solver):
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if problem.c % config["vector"] or (problem.k != problem.c and config["vector"] > 1):
-            return False
-        tiling = _Tiling.of(problem, config)
-        if config not in _FALLBACKS and not _is_economical(problem, config, tiling):
-            return False
-        if tiling.products > _MAX_PRODUCTS or tiling.registers > _MAX_REGISTERS or tiling.blocks.threads > 1024:
-            return False
-        if tiling.blocks.threads * round_up(tiling.registers, 8) > 65536 or tiling.blocks.blocks > MAX_ELEMENTS:
-            return False
-        return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        is_tried = _is_economical(problem, config) or (config in _FALLBACKS and _has_vectors(problem, config))
+        return is_tried and _fits(_Tiling.of(problem, config), device)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, (*_FALLBACKS, *_SHORT_LIST))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        ranked = self._ranked(problem, device)
         # The best of each shape of a thread's work: estimates of one shape err alike.
-        best = {(config["vector"], config["columns"]): config for config in reversed(ranked)}
-        return tuple(sorted(best.values(), key=ranked.index)[:8])
+        best: dict[tuple[int, int], EstimatedConfig] = {}
+        for each in ranked:
+            best.setdefault((each.config["vector"], each.config["columns"]), each)
+        return tuple(best.values())[:8]
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> list[EstimatedConfig]:
+        """The fallbacks and the short list as far as they are valid, the least estimate first."""
+        fallbacks = (config for config in _FALLBACKS if self.is_valid_config(problem, device, config))
+        last = [EstimatedConfig(config, self.estimate_ms(problem, device, config)) for config in fallbacks]
+        economical = _short_list().valid(functools.partial(_is_economical, problem))
+        fitting = economical.valid(lambda config: _fits(_Tiling.of(problem, config), device))
+        return sorted((*last, *self.ranked_table(problem, device, fitting)), key=lambda each: each.estimate_ms)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.columns import divisor, larger, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Applicability, KernelKey
 from miofind.solver.steps import Config
@@ -139,12 +140,12 @@ def is_whole(problem: ProblemDescription, dim: int, units: int) -> bool:
 
 def copy_vector(problem: ProblemDescription, channels: int, total: int) -> int:
     """Elements that are copied at once of pixels of `total` channels of which blocks take `channels` each."""
-    return math.gcd(_COPY_BYTES // problem.x.dtype.itemsize, channels, total)
+    return divisor(_COPY_BYTES // problem.x.dtype.itemsize, channels, total)
 
 
 def even_size(total: int, most: int, unit: int = 1) -> int:
     """The size of parts that `total` falls into evenly, multiples of `unit`, at most `most` if that is one."""
-    parts = ceil_div(total, max(unit, most))
+    parts = ceil_div(total, larger(unit, most))
     return round_up(ceil_div(total, parts), unit)
 
 
@@ -215,7 +216,7 @@ def dimensions(problem: ProblemDescription) -> dict[str, Struct]:
 
 def channel_share(problem: ProblemDescription, config: Config) -> int:
     """Channels of x that a block takes, about `channels`: whole vectors, and whole copies where there are such."""
-    unit = max(config["vector"], math.gcd(_COPY_BYTES // problem.x.dtype.itemsize, problem.c))
+    unit = larger(config["vector"], math.gcd(_COPY_BYTES // problem.x.dtype.itemsize, problem.c))
     return even_size(problem.c, config["channels"], unit)
 
 
@@ -318,17 +319,17 @@ class RowWork:
     def time_ms(self, tiling: RowTiling, device: Device, rates: RowRates) -> float:
         """Milliseconds, launches and all."""
         registers = round_up(self.registers, 8)
-        resident = max(1, resident_blocks(registers, tiling.threads, self.shared_bytes, SmLimits.of(device)))
+        resident = larger(1, resident_blocks(registers, tiling.threads, self.shared_bytes, SmLimits.of(device)))
         cycles = cycles_of_waves(
             tiling.blocks, resident, device, lambda blocks: self._wave(blocks * tiling.threads, rates)
         )
         busy_ms = 1e3 * cycles * self.instructions / device.clock_hz
         moved_ms = 1e3 * self.moved_bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-        return rates.launch_ms + max(busy_ms, moved_ms) + rates.serial * min(busy_ms, moved_ms)
+        return rates.launch_ms + larger(busy_ms, moved_ms) + rates.serial * smaller(busy_ms, moved_ms)
 
     def _wave(self, threads: int, rates: RowRates) -> float:
         """Cycles of an instruction of a thread where a multiprocessor runs so many at once."""
-        return max(rates.alone, rates.issue * ceil_div(threads, 32 * _SCHEDULERS))
+        return larger(rates.alone, rates.issue * ceil_div(threads, 32 * _SCHEDULERS))
 
 
 _SCHEDULERS = 4

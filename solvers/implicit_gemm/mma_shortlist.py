@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import Integers, Numbers, Truths, ceil_div_each
-from miofind.solver.occupancy import SmLimits, resident_blocks_each
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import EstimatedConfig
 from miofind.solver.steps import Config
 from miofind.solvers.common.limits import MAX_ELEMENTS
@@ -219,7 +219,8 @@ def _common(kind: _Kind, device: Device) -> _Common:
     gathered_bytes = 2 * columns.tile_m * (columns.tile_n + 8)
     shared_bytes = np.maximum(pipeline_bytes[:, None], np.where(gathers, gathered_bytes[:, None], 0))
     stores = ~gathers | (columns.tile_n // kind.out_vector <= threads)[:, None]
-    resident = resident_blocks_each(registers[:, None], threads[:, None], shared_bytes, SmLimits.of(device))
+    of_tile: tuple[Any, Any, Any] = registers[:, None], threads[:, None], shared_bytes
+    resident = resident_blocks(*of_tile, SmLimits.of(device))
     step_cycles, copy_cycles = _cycles(kind)
     return _Common(
         fits=fits[:, None] & stores & (shared_bytes <= shared_bytes_of(device)),

@@ -16,6 +16,7 @@ from miofind.solver.registry import Registry
 from miofind.solvers.common.product import products
 from miofind.solvers.common.product_tiles import ProductTiling, alike, tilings
 from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.depthwise import channels_last
 from miofind.solvers.direct import tiled_weights
 from miofind.solvers.implicit_gemm import wgmma_shortlist
 from miofind.solvers.implicit_gemm.mma_shortlist import estimated_short_list, short_list, short_listed
@@ -215,3 +216,41 @@ def test_no_estimate_is_below_what_a_solver_says_of_all(solver_id: str, device: 
         configs = [*solver.default_configs(problem, device), *solver.drawn_configs(problem, device, 200)]
         least_ms = solver.least_ms(problem, device)
         assert 0 < least_ms <= min(solver.estimate_ms(problem, device, config) for config in configs), problem
+
+
+LISTED = {
+    "ConvDepthwiseChannelsLast": (*channels_last._FALLBACKS, *channels_last._SHORT_LIST),
+}
+"""By solver whose cost model takes a table of configurations, what its defaults are chosen among."""
+
+
+def depthwise_or_grouped(problem: ProblemDescription) -> ProblemDescription:
+    """The same with as many groups as channels, or with groups of a few."""
+    conv, shape = problem.conv, problem.x.shape
+    channels = shape[1] - shape[1] % 16 or 16
+    groups = channels if shape[1] % 3 else channels // 8
+    return ProblemDescription.convolution(
+        x=(shape[0], channels, *shape[2:]),
+        w=(channels, channels // groups, *problem.w.shape[2:]),
+        padding=tuple(zip(conv.pad_before, conv.pad_after, strict=True)),
+        stride=conv.stride,
+        dilation=conv.dilation,
+        groups=groups,
+        dtype=problem.x.dtype,
+        layout=problem.x.layout,
+        direction=problem.direction,
+        math=problem.math,
+    )
+
+
+@pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
+@pytest.mark.parametrize("solver_id", LISTED)
+def test_a_table_of_configurations_is_ranked_as_each_by_itself(solver_id: str, device: Device) -> None:
+    solver = Registry.default()[solver_id]
+    every = [*solver.examples(), *drawn(40, 8), *map(depthwise_or_grouped, drawn(60, 9))]
+    problems = [problem for problem in every if solver.applicability(problem, device)][:20]
+    assert len(problems) >= min(10, len(solver.examples()))
+    for problem in problems:
+        plain = solver.ranked(problem, device, LISTED[solver_id])
+        estimates = [solver.estimate_ms(problem, device, config) for config in plain]
+        assert list(solver._ranked(problem, device)) == list(zip(plain, estimates, strict=True)), problem  # type: ignore[attr-defined]
