@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miofind.core.problem import Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.columns import chosen, larger, smaller
 from miofind.solver.solver import APPLICABLE, Applicability, first_refusal
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -179,8 +180,8 @@ class GroupedTiling:
         height, width = axes = (GroupedAxis.of(planar, 0), GroupedAxis.of(planar, 1))
         packs, units, images = PackedGroups.of(problem), config["units"], config["images"]
         unit_in, unit_out = unit_channels(problem)
-        columns = min(config["columns"], round_up(width.outputs, 8))
-        span, tile_h = min(columns, width.outputs), config["rows"] * config["row_groups"]
+        columns = smaller(config["columns"], round_up(width.outputs, 8))
+        span, tile_h = smaller(columns, width.outputs), config["rows"] * config["row_groups"]
         fragments = ceil_div(columns // 8 * config["row_groups"] * images, 2)
         patch_h = (tile_h - 1) * height.stride + height.reach + 1
         patch_w = (span - 1) * width.stride + width.reach + 1
@@ -190,7 +191,7 @@ class GroupedTiling:
         filter_bytes = units * unit_k * odd_words(math.prod(planar.filter) * 2 * packs.c)
         stages, tile_rows = config["stages"], tile_h * height.phases
         staged = stages * patch_bytes + filter_bytes
-        is_whole = columns >= width.outputs and tile_h >= height.outputs
+        is_whole = (columns >= width.outputs) & (tile_h >= height.outputs)
         if planar.x.layout.channels_last:
             results = images * tile_rows * span * odd_words(2 * units * unit_out)
         else:
@@ -203,7 +204,7 @@ class GroupedTiling:
             axes=axes,
             in_blocks=unit_in // 8,
             out_blocks=unit_out // 8,
-            is_dense=packs.groups == 1 and packed_groups_of_unit(problem) == 1,
+            is_dense=is_dense(problem),
             rows=config["rows"],
             row_groups=config["row_groups"],
             images=images,
@@ -217,7 +218,7 @@ class GroupedTiling:
             is_whole=is_whole,
             stages=stages,
             threads=32 * fragments * units * config["shares"],
-            shared_bytes=max(staged, results) if width.phases == stages == 1 else staged + results,
+            shared_bytes=chosen((width.phases == 1) & (stages == 1), larger(staged, results), staged + results),
             tiles=(
                 ceil_div(units_of(problem), units),
                 ceil_div(height.outputs, tile_h),
@@ -225,6 +226,11 @@ class GroupedTiling:
                 ceil_div(problem.n, images),
             ),
         )
+
+
+def is_dense(problem: ProblemDescription) -> bool:
+    """Whether all blocks of a unit hold filters."""
+    return PackedGroups.of(problem).groups == 1 and packed_groups_of_unit(problem) == 1
 
 
 def packed_groups_of_unit(problem: ProblemDescription) -> int:
@@ -258,11 +264,15 @@ def aligned_units_of(problem: ProblemDescription) -> int:
 
 def raw_bytes(tensor: TensorDescriptor, patch: tuple[int, int], first_column: int, *, whole: bool) -> int:
     """Bytes of one channel of an image on its way to a patch of so many rows and columns, as `StagedNchw` has them."""
-    if whole:
-        return 2 * math.prod(tensor.shape[2:])
-    return odd_words(2 * patch[0] * round_up(first_column % 8 + patch[1], 8))
+    of_patch = odd_words(2 * patch[0] * round_up(first_column % 8 + patch[1], 8))
+    return chosen(whole, 2 * math.prod(tensor.shape[2:]), of_patch)
 
 
 def is_ample(value: int, menu: Sequence[int], needed: int) -> bool:
     """Whether a smaller choice would do too, so that this one computes the same or more."""
-    return any(needed <= other < value for other in menu)
+    return value > least_ample(menu, needed)
+
+
+def least_ample(menu: Sequence[int], needed: int) -> float:
+    """The smallest choice that does; infinite where none does."""
+    return min((other for other in menu if needed <= other), default=math.inf)

@@ -14,15 +14,25 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.axis_defines import axis_defines
-from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
 from miofind.solvers.common.examples import grouped_example
-from miofind.solvers.common.packed_groups import SOURCE, GroupedTiling, is_ample, refuse_groups, units_of
+from miofind.solvers.common.packed_groups import (
+    SOURCE,
+    GroupedAxis,
+    GroupedTiling,
+    is_dense,
+    least_ample,
+    refuse_groups,
+    unit_channels,
+    units_of,
+)
 from miofind.solvers.grouped.nhwc_shape import KEYS, SHAPE, shape_of
 
 _DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
@@ -37,10 +47,10 @@ _FINISHING = 12  # registers of an epilogue's arithmetic
 def _registers(problem: ProblemDescription, tiling: GroupedTiling) -> int:
     """Registers of a thread that spills nothing: sums, fragments of a column of taps, and addresses."""
     blocks_n = tiling.out_blocks // tiling.shares
-    unrolled = 32 if not tiling.is_dense and blocks_n > 2 else 0  # all of the depth is, and loads run ahead
-    addresses = 64 if tiling.stages > 1 else 48 if tiling.axes[0].stride == 1 else 56
+    unrolled = chosen((blocks_n > 2) & (not tiling.is_dense), 32, 0)  # all of the depth is, and loads run ahead
+    addresses = chosen(tiling.stages > 1, 64, 48 if tiling.axes[0].stride == 1 else 56)
     fused = epilogue_registers(problem, 2 * blocks_n, 2) + (_FINISHING if problem.epilogue else 0)
-    return 8 * math.ceil((tiling.sums + 2 * tiling.axes[0].taps * blocks_n + addresses + unrolled + fused) / 8)
+    return round_up(tiling.sums + 2 * tiling.axes[0].taps * blocks_n + addresses + unrolled + fused, 8)
 
 
 def _resident(problem: ProblemDescription, tiling: GroupedTiling, device: Device) -> int:
@@ -50,7 +60,7 @@ def _resident(problem: ProblemDescription, tiling: GroupedTiling, device: Device
 
 def _tiles_of_block(tiling: GroupedTiling, resident: int, device: Device) -> int:
     """Tiles that a block of several stages computes one after another: all blocks are resident at once."""
-    return ceil_div(tiling.spatial_tiles, max(1, device.sm_count * resident // tiling.tiles[0]))
+    return ceil_div(tiling.spatial_tiles, larger(1, device.sm_count * resident // tiling.tiles[0]))
 
 
 def _launch(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
@@ -140,24 +150,21 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
     slots = moved * (_MOVE if problem.x.layout.channels_last else _TURN) / 32
     slots += warps * (1.3 * products + reads / 2 + 150)
     shared = (3 * read + 4 * written) / 8 + warps * reads
-    busy = max(slots / 3, shared, warps * products * _PRODUCT)
+    busy = larger(larger(slots / 3, shared), warps * products * _PRODUCT)
     alone = _MOVE_LATENCY * moved / tiling.threads + _PRODUCT_LATENCY * products
-    together = min(resident, math.ceil(tiling.blocks / device.sm_count))
-    if tiling.stages > 1:
-        tiles = _tiles_of_block(tiling, resident, device)
-        together = min(resident, ceil_div(tiling.tiles[0] * ceil_div(tiling.spatial_tiles, tiles), device.sm_count))
-        cycles = tiles * max(together * busy, alone)
-    else:
-        cycles = cycles_of_waves(
-            tiling.blocks, resident, device, lambda blocks: _WAVE_LATENCY + max(blocks * busy, alone)
-        )
-    processing = 1e3 * cycles / device.clock_hz
+    # With several stages, blocks share the tiles; with one, they come in waves.
+    is_staged, tiles = tiling.stages > 1, _tiles_of_block(tiling, resident, device)
+    blocks = chosen(is_staged, tiling.tiles[0] * ceil_div(tiling.spatial_tiles, tiles), tiling.blocks)
+    together = smaller(resident, ceil_div(blocks, device.sm_count))
+    waves = cycles_of_waves(tiling.blocks, resident, device, lambda count: _WAVE_LATENCY + larger(count * busy, alone))
+    processing = 1e3 * chosen(is_staged, tiles * larger(together * busy, alone), waves) / device.clock_hz
     segment_bytes = 2 * tiling.span
     if problem.x.layout.channels_last:
         segment_bytes = 16 * tiling.units * min(tiling.in_blocks, tiling.out_blocks)
     through = problem.bytes * (1 + _SHORT_SEGMENT / segment_bytes)
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    return max(memory, processing) + min(memory, processing) * (_SERIAL_SHARE + _ALONE / (together * tiling.stages))
+    serial_share = _SERIAL_SHARE + _ALONE / (together * tiling.stages)
+    return larger(memory, processing) + smaller(memory, processing) * serial_share
 
 
 # What default_configs ranks by estimate. A problem is served if one of them is valid.
@@ -177,19 +184,55 @@ _SHORT_LIST = (
 )
 
 
-def _varied(ranked: Sequence[Config]) -> list[Config]:
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
+def _is_of_size(problem: ProblemDescription, config: Config) -> bool:
+    """Whether no smaller value of a parameter does the same, and a unit has so many shares."""
+    planar = problem.lifted(2)
+    height, width = GroupedAxis.of(planar, 0), GroupedAxis.of(planar, 1)
+    _, unit_out = unit_channels(problem)
+    is_of_size: bool = (
+        (config["rows"] * config["row_groups"] < 2 * height.outputs)
+        & (config["rows"] <= least_ample(_ROWS, height.outputs))
+        & (config["columns"] <= least_ample(_COLUMNS, width.outputs))
+        & (config["images"] < 2 * problem.n)
+        & (config["units"] < 2 * units_of(problem))
+        & ((config["shares"] == 1) | (is_dense(problem) & (unit_out // 8 % config["shares"] == 0)))
+        & ((config["stages"] == 1) | problem.x.layout.channels_last)
+    )
+    return is_of_size
+
+
+def _fits(problem: ProblemDescription, tiling: GroupedTiling, device: Device) -> bool:
+    """Whether a thread, a block and a grid have what they take, and blocks of several stages several tiles."""
+    registers, resident = _registers(problem, tiling), _resident(problem, tiling, device)
+    return (
+        (tiling.sums <= _MAX_SUMS)
+        & (tiling.threads <= _MAX_THREADS)
+        & (tiling.tiles[1] * tiling.tiles[2] <= _MAX_GRID)
+        & (tiling.tiles[3] <= _MAX_GRID)
+        & (registers <= _MAX_REGISTERS)
+        & (resident > 0)
+        & ((tiling.stages == 1) | (tiling.stages <= _tiles_of_block(tiling, resident, device)))
+    )
+
+
+def _varied(ranked: Sequence[EstimatedConfig]) -> list[EstimatedConfig]:
     """The first few, then the first of each number of rows and units, a few of each number of rows.
 
     Registers, and so blocks at once, depend on rows most, and what segments of channels cost on units.
     """
-    chosen: dict[tuple[int, int], Config] = {}
+    likely: dict[tuple[int, int], EstimatedConfig] = {}
     taken: Counter[int] = Counter()
-    for config in ranked:
-        rows, units = config["rows"], config["units"]
-        if (rows, units) not in chosen and taken[rows] < _MOST_ALIKE:
-            chosen[rows, units] = config
+    for each in ranked:
+        rows, units = each.config["rows"], each.config["units"]
+        if (rows, units) not in likely and taken[rows] < _MOST_ALIKE:
+            likely[rows, units] = each
             taken[rows] += 1
-    return list(dict.fromkeys([*ranked[:_FIRST], *chosen.values()]))
+    return list(dict.fromkeys([*ranked[:_FIRST], *likely.values()]))
 
 
 class ConvGrouped(Solver):
@@ -262,37 +305,28 @@ class ConvGrouped(Solver):
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        tiling = GroupedTiling.of(problem, config)
-        height, width = tiling.axes
-        tile_h = config["rows"] * config["row_groups"]
-        if config["shares"] > 1 and (not tiling.is_dense or tiling.out_blocks % config["shares"]):
+        if not _is_of_size(problem, config):
             return False
-        if tile_h >= 2 * height.outputs or is_ample(config["rows"], _ROWS, height.outputs):
-            return False
-        if is_ample(config["columns"], _COLUMNS, width.outputs):
-            return False
-        if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_of(problem):
-            return False
-        if tiling.stages > 1 and not problem.x.layout.channels_last:
-            return False
-        if tiling.stages > 1:
-            resident = _resident(problem, tiling, device)
-            if resident == 0 or tiling.stages > _tiles_of_block(tiling, resident, device):
-                return False
-        if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
-            return False
-        if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
-            return False
-        return _registers(problem, tiling) <= _MAX_REGISTERS and _resident(problem, tiling, device) > 0
+        return _fits(problem, GroupedTiling.of(problem, config), device)
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return any(channels // problem.groups % 8 for channels in (problem.c, problem.k))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, _SHORT_LIST)
-        staged = _varied([config for config in ranked if config["stages"] > 1])[: _DEFAULTS // 2]
-        plain = _varied([config for config in ranked if config["stages"] == 1])[: _DEFAULTS - len(staged)]
-        return tuple(self.ranked(problem, device, [*plain, *staged]))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        ranked = self._ranked(problem, device)
+        staged = _varied([each for each in ranked if each.config["stages"] > 1])[: _DEFAULTS // 2]
+        plain = _varied([each for each in ranked if each.config["stages"] == 1])[: _DEFAULTS - len(staged)]
+        return tuple(sorted([*plain, *staged], key=lambda each: each.estimate_ms))
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        """The short list as far as it is valid, the least estimate first."""
+        of_size = _short_list().valid(functools.partial(_is_of_size, problem))
+        return self.ranked_table(
+            problem, device, of_size.valid(lambda config: _fits(problem, GroupedTiling.of(problem, config), device))
+        )
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedTiling.of(problem, config)

@@ -18,6 +18,7 @@ from miofind.solvers.common.product_tiles import ProductTiling, alike, tilings
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.depthwise import channels_last
 from miofind.solvers.direct import tiled_weights
+from miofind.solvers.grouped import nhwc
 from miofind.solvers.implicit_gemm import wgmma_shortlist
 from miofind.solvers.implicit_gemm.mma_shortlist import estimated_short_list, short_list, short_listed
 from miofind.solvers.implicit_gemm.wgmma import ConvImplicitGemmWgmma
@@ -220,6 +221,7 @@ def test_no_estimate_is_below_what_a_solver_says_of_all(solver_id: str, device: 
 
 LISTED = {
     "ConvDepthwiseChannelsLast": (*channels_last._FALLBACKS, *channels_last._SHORT_LIST),
+    "ConvGrouped": nhwc._SHORT_LIST,
 }
 """By solver whose cost model takes a table of configurations, what its defaults are chosen among."""
 
