@@ -43,7 +43,7 @@ _MAX_TILE = 64  # elements of a tile: each is a register of a thread
 _MAX_STRIDE = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RegisterTileAxis:
     """One axis of an image cut into register tiles of outputs.
 
@@ -70,6 +70,7 @@ class RegisterTileAxis:
     met: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # configurations have few lengths
     def of(problem: ProblemDescription, dim: int, length: int, *, transposed: bool) -> RegisterTileAxis:
         """That of a 2-D problem, with tiles of `length` outputs or, of a shorter axis, of all.
 
@@ -103,27 +104,27 @@ class RegisterTileAxis:
             met=met,
         )
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """Tiles of the axis."""
         return ceil_div(self.outputs, self.length)
 
-    @property
+    @functools.cached_property
     def step(self) -> int:
         """Sources from one tile's origin to the next's."""
         return self.length // self.stride if self.transposed else self.length * self.stride
 
-    @property
+    @functools.cached_property
     def window(self) -> int:
         """Sources from the first that a tile meets to the last."""
         return self.last - self.first + 1
 
-    @property
+    @functools.cached_property
     def leaves(self) -> bool:
         """Whether what some tiles meet lies outside, and other tiles differ."""
         return self.count > 1 and (self.first < 0 or self.last + (self.count - 1) * self.step >= self.size)
 
-    @property
+    @functools.cached_property
     def products(self) -> int:
         """Pairs of an output of a tile and a tap that meet in a source, which the compiler cannot rule out."""
         pairs = ((o, t) for o in range(self.length) for t in range(self.taps))

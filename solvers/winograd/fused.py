@@ -6,6 +6,7 @@ out: solvers/winograd/fused_tiling.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -15,7 +16,8 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
 from miofind.device.device import Device, Library, Place
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Reach, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -156,23 +158,7 @@ class ConvWinogradFused(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = FusedTiling.of(problem, config)
-        if tiling.images < 1 or tiling.threads > _MAX_THREADS:
-            return False
-        if config["filters"] < config["tiles"] // 2:  # too few products for what is transformed
-            return False
-        if tiling.block_filters >= 2 * max(16, tiling.results):
-            return False
-        if config["warps_c"] > 1 and 8 * (config["warps_c"] // 2) >= tiling.channels:
-            return False
-        if config["stages"] > max(2, tiling.k_iterations):
-            return False
-        if tiling.products == 3 and 8 * tiling.k_iterations > _CHAIN * math.sqrt(tiling.channels):
-            return False
-        if math.prod(tiling.tile_grid) > _MOST_WASTE * _fewest(tiling):
-            return False
-        if tiling.blocks > _MAX_BLOCKS or tiling.filter_bytes > _MAX_FILTER_BYTES:
-            return False
-        return _fits(tiling, device)
+        return _is_of_size(tiling) and _fits(tiling, device)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         axis = Filtering.of(2, 3)
@@ -185,7 +171,16 @@ class ConvWinogradFused(Solver):
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return _varied(self.ranked(problem, device, _SHORT_LIST))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        return _varied(self._ranked(problem, device))
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        """The short list as far as it is valid, the least estimate first."""
+        of_size = _short_list().valid(lambda config: _is_of_size(FusedTiling.of(problem, config)))
+        fitting = of_size.valid(lambda config: _fits(FusedTiling.of(problem, config), device))
+        return self.ranked_table(problem, device, fitting)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return FusedTiling.of(problem, config).estimate_ms(device)
@@ -207,27 +202,57 @@ class ConvWinogradFused(Solver):
         )
 
 
-def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
+def _varied(ranked: Sequence[EstimatedConfig]) -> tuple[EstimatedConfig, ...]:
     """The likely best, at most two of each split of the work: estimates of others differ by less than they are off."""
     taken: Counter[tuple[int, ...]] = Counter()
-    chosen = []
-    for config in ranked:
-        shape = tuple(config[name] for name in ("tiles", "filters", "warps_t", "warps_k", "warps_c"))
+    likely = []
+    for each in ranked:
+        shape = tuple(each.config[name] for name in ("tiles", "filters", "warps_t", "warps_k", "warps_c"))
         if taken[shape] < _MOST_ALIKE:
-            chosen.append(config)
+            likely.append(each)
         taken[shape] += 1
-    return tuple(chosen[:_DEFAULTS])
+    return tuple(likely[:_DEFAULTS])
 
 
-def _fewest(tiling: FusedTiling) -> int:
-    """Blocks along tiles with the rows and columns that need the fewest."""
-    choices = (replace(tiling, rows=rows, cols=cols) for rows, cols in itertools.product(ROWS, COLS))
-    return min(math.prod(choice.tile_grid) for choice in choices if choice.images)
+def _is_of_size(tiling: FusedTiling) -> bool:
+    """Whether a block has tiles, and neither is mostly empty nor has few products for what it transforms."""
+    least_channels = 8 * (tiling.warps_c // 2)
+    return (
+        (tiling.images >= 1)
+        & (tiling.threads <= _MAX_THREADS)
+        & (tiling.filters >= tiling.tiles // 2)
+        & (tiling.block_filters < 2 * max(16, tiling.results))
+        & ((tiling.warps_c == 1) | (least_channels < tiling.channels))
+        & (tiling.stages <= larger(2, tiling.k_iterations))
+        & ((tiling.products != 3) | (8 * tiling.k_iterations <= _CHAIN * math.sqrt(tiling.channels)))
+    )
 
 
 def _fits(tiling: FusedTiling, device: Device) -> bool:
-    """Whether a multiprocessor holds a block."""
-    return tiling.shared_bytes <= (device.shared_bytes or 99 << 10) and tiling.resident(device) > 0
+    """Whether a multiprocessor and a grid hold what a tiling with images takes, and few blocks of it are empty."""
+    return (
+        (math.prod(tiling.tile_grid) <= _MOST_WASTE * _fewest(tiling))
+        & (tiling.blocks <= _MAX_BLOCKS)
+        & (tiling.filter_bytes <= _MAX_FILTER_BYTES)
+        & (tiling.shared_bytes <= (device.shared_bytes or 99 << 10))
+        & (tiling.resident(device) > 0)
+    )
+
+
+def _fewest(tiling: FusedTiling) -> float:
+    """Blocks along tiles with the rows and columns that need the fewest."""
+    n, _, height, width = tiling.problem.output.shape
+    fewest = math.inf
+    for rows, cols in itertools.product(ROWS, COLS):
+        images = tiling.block_tiles // (rows * cols)
+        count = ceil_div(n, larger(1, images)) * ceil_div(height, 2 * rows) * ceil_div(width, 2 * cols)
+        fewest = smaller(fewest, chosen(images > 0, count, math.inf))
+    return fewest
 
 
 def _images(tensor: TensorDescriptor, group_channels: int) -> Struct:

@@ -12,6 +12,7 @@ from typing import Any
 
 from miofind.core.problem import Direction, MathMode, ProblemDescription, TensorDescriptor
 from miofind.device.device import Device
+from miofind.solver.columns import larger, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solvers.common.correlation import ceil_div, round_up
 
@@ -56,8 +57,8 @@ class FusedTiling:
 
     @staticmethod
     def of(problem: ProblemDescription, config: Mapping[str, Any]) -> FusedTiling:
-        """The tiling that a configuration names."""
-        return FusedTiling(problem=problem, **{name: int(value) for name, value in config.items()})
+        """The tiling that a configuration names, or those of a table of them."""
+        return FusedTiling(problem=problem, **config)
 
     @property
     def source(self) -> TensorDescriptor:
@@ -179,7 +180,7 @@ class FusedTiling:
         tiles, filters = self.block_tiles, self.block_filters
         plane = tiles * (filters + 8) if self.is_last else filters * (tiles + 4)
         exchanged = 4 * 2 * _ROWS_OF_PLACES * self.warps_c * plane
-        return round_up(4 * self.pixels, 16) + max(self.stages * self.stage_bytes, exchanged)
+        return round_up(4 * self.pixels, 16) + larger(self.stages * self.stage_bytes, exchanged)
 
     @property
     def registers(self) -> int:
@@ -188,7 +189,7 @@ class FusedTiling:
         factors = 16 * tiles + 4 * filters
         halves = 4 * tiles + 4 * filters if self.products == 3 else 0
         used = 16 * tiles * filters + factors + halves + _REGISTERS_BESIDES[self.products]
-        return min(_MAX_REGISTERS, 8 * ceil_div(used, 8))
+        return smaller(_MAX_REGISTERS, 8 * ceil_div(used, 8))
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
@@ -202,11 +203,11 @@ class FusedTiling:
         per_ms = _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s / 1e3
         transformed = (self.filter_bytes + self.problem.w.bytes) / per_ms
         moved = (self.problem.bytes + self.filter_bytes) / per_ms
-        return _LAUNCH_MS + transformed + max(moved, 1e3 * self._cycles(device) / device.clock_hz)
+        return _LAUNCH_MS + transformed + larger(moved, 1e3 * self._cycles(device) / device.clock_hz)
 
     def _cycles(self, device: Device) -> float:
         """Of the multiprocessor that is busy longest: as many blocks at once as it holds, then what is left."""
-        return cycles_of_waves(self.blocks, max(1, self.resident(device)), device, self._cycles_of)
+        return cycles_of_waves(self.blocks, larger(1, self.resident(device)), device, self._cycles_of)
 
     def _cycles_of(self, blocks: int) -> float:
         """Of a multiprocessor for so many blocks at once."""

@@ -26,6 +26,7 @@ from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
 from miofind.solvers.implicit_gemm.wgmma_shortlist import Shortlist
 from miofind.solvers.implicit_gemm.wgmma_shortlist_cost import estimates_ms
 from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
+from miofind.solvers.winograd import fused
 from miofind.suites import load_suite
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.9e12)
@@ -222,6 +223,7 @@ def test_no_estimate_is_below_what_a_solver_says_of_all(solver_id: str, device: 
 LISTED = {
     "ConvDepthwiseChannelsLast": (*channels_last._FALLBACKS, *channels_last._SHORT_LIST),
     "ConvGrouped": nhwc._SHORT_LIST,
+    "ConvWinogradFused": fused._SHORT_LIST,
 }
 """By solver whose cost model takes a table of configurations, what its defaults are chosen among."""
 
