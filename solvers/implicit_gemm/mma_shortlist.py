@@ -7,6 +7,7 @@ say of one configuration is said here of all, to the bit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,15 +80,15 @@ def short_list(itemsize: int) -> tuple[Config, ...]:
     return tuple(config for config in _SHORT_LIST if config["tile_k"] * itemsize in K_BYTES)
 
 
-def short_listed(problem: ProblemDescription, device: Device) -> list[EstimatedConfig]:
+def short_listed(problem: ProblemDescription, device: Device) -> Iterator[EstimatedConfig]:
     """What `Solver.ranked` gives of the short list, sooner, with the estimates."""
     configs = short_list(problem.x.dtype.itemsize)
     estimated = estimated_short_list(problem, device)
     places = np.flatnonzero(estimated.is_valid)
     times = estimated.ms.reshape(-1)[places]
     order = np.argsort(times, kind="stable")
-    ranked = zip(places[order].tolist(), times[order].tolist(), strict=True)
-    return [EstimatedConfig(configs[place], ms) for place, ms in ranked]
+    for place, ms in zip(places[order].tolist(), times[order].tolist(), strict=True):
+        yield EstimatedConfig(configs[place], ms)
 
 
 class Estimated(NamedTuple):

@@ -18,7 +18,7 @@ from miofind.libraries.matmul_choice import (
     check_library_choice,
     with_library_choice,
 )
-from miofind.solver.solver import Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.solver import Algorithm, Applicability, EstimatedConfig, KernelKey, Reach, Solver
 from miofind.solver.steps import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solvers.winograd.choice import (
     EXACT_TILE,
@@ -105,11 +105,18 @@ class ConvWinograd(Solver):
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely best, of every tile the best, so that a bound on the error leaves some, and the smallest."""
-        ranked = sorted(plans(problem), key=lambda plan: estimate_ms(plan, device))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        times = {plan: estimate_ms(plan, device) for plan in plans(problem)}
+        ranked = sorted(times, key=lambda plan: times[plan])
         firsts = [next((plan for plan in ranked if plan.tile == tile), None) for tile in TILES]
         best = list(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked]))[: _DEFAULTS - 1]
         least = min(ranked, key=lambda plan: sum(region.bytes for region in plan.regions()))
-        return (*map(_heuristic_config, best), Config({**_heuristic_config(least), "workspace_bytes": 0}))
+        return (
+            *(EstimatedConfig(_heuristic_config(plan), times[plan]) for plan in best),
+            EstimatedConfig(Config({**_heuristic_config(least), "workspace_bytes": 0}), times[least]),
+        )
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
         defaults = self.default_configs(problem, device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 from miofind.device.device import Device
 from miofind.libraries.gemm import STEP_MS, product_ms
 from miofind.solvers.winograd.product import library_product
@@ -12,8 +15,12 @@ _BANDWIDTH_SHARES = {True: 0.82, False: 0.7}  # of the device's, that transforms
 
 def estimate_ms(plan: WinogradPlan, device: Device) -> float:
     """Analytic milliseconds of all steps; the library splits no sums of products in batches."""
-    product = product_ms(library_product(plan, plan.tiles), device, splits=False)
-    return plan.all_tiles / plan.tiles * product + transforms_ms(plan, device)
+    return plan.all_tiles / plan.tiles * _product_ms(replace(plan, vector=1), device) + transforms_ms(plan, device)
+
+
+@functools.lru_cache(maxsize=256)  # plans that differ in vectors alone ask
+def _product_ms(plan: WinogradPlan, device: Device) -> float:
+    return product_ms(library_product(plan, plan.tiles), device, splits=False)
 
 
 def transforms_ms(plan: WinogradPlan, device: Device, *, step_ms: float = STEP_MS) -> float:

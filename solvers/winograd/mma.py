@@ -15,7 +15,7 @@ from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemD
 from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
 from miofind.solver.delegating import DelegatingSolver, kernels_on
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Reach
 from miofind.solver.steps import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solvers.winograd.choice import (
     EXACT_TILE,
@@ -102,6 +102,9 @@ class ConvWinogradMma(DelegatingSolver):
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely best plans, of each tile one, and one of the smallest; the best with several products."""
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         ranked = sorted(
             self._plans(problem, device),
             key=lambda plan: _transforms_ms(plan, device) + _ranked_ms(plan, device),
@@ -110,16 +113,16 @@ class ConvWinogradMma(DelegatingSolver):
         least = min(ranked, key=lambda plan: sum(region.bytes for region in plan.regions()))
         chosen = list(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked[:3], least]))
         choices = [self._with_products(plan, device, _PRODUCTS_EACH) for plan in chosen]
-        best = min(choices, key=lambda configs: self.estimate_ms(problem, device, configs[0]))
+        best = min(choices, key=lambda configs: configs[0].estimate_ms)
         return tuple(dict.fromkeys([best[0], *(configs[0] for configs in choices), *best]))[:_DEFAULTS]
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
         found = dict.fromkeys(self.default_configs(problem, device))
         yield from found
         for plan in self._plans(problem, device):
-            for config in self._with_products(plan, device, _PRODUCTS_EACH):
-                if config not in found:
-                    yield config
+            for each in self._with_products(plan, device, _PRODUCTS_EACH):
+                if each.config not in found:
+                    yield each.config
 
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         if set(config) != _NAMES:
@@ -186,13 +189,19 @@ class ConvWinogradMma(DelegatingSolver):
     def _products(self, plan: WinogradPlan, device: Device, config: Config) -> ConvSolution:
         return self.inner_solver.solution(product_problem(plan), device, self.inner_config(config))
 
-    def _with_products(self, plan: WinogradPlan, device: Device, count: int) -> list[Config]:
+    def _with_products(self, plan: WinogradPlan, device: Device, count: int) -> list[EstimatedConfig]:
+        """The likely best configurations with a plan."""
         values: dict[str, Any] = {name: value for name, value in values_of(plan).items() if name not in _FIXED}
-        products = sorted(
-            self.inner_solver.estimated_defaults(product_problem(plan), device),
-            key=lambda product: _slower_ms(plan, product.config, product.estimate_ms),
-        )
-        return [Config({**values, "product": dict(product.config)}) for product in products[:count]]
+        listed = self.inner_solver.estimated_defaults(product_problem(plan), device)
+        times = [_slower_ms(plan, product.config, product.estimate_ms) for product in listed]
+        around_ms = _transforms_ms(plan, device)
+        return [
+            EstimatedConfig(
+                Config({**values, "product": dict(listed[place].config)}),
+                around_ms + plan.chunk_count * times[place],
+            )
+            for place in sorted(range(len(listed)), key=times.__getitem__)[:count]
+        ]
 
     def _product_ms(self, plan: WinogradPlan, device: Device, product: Mapping[str, Any]) -> float:
         """Of one chunk."""

@@ -147,6 +147,15 @@ class Columns:
     def __init__(self, names: Sequence[str]) -> None:
         self._width = len(names)
         self._places = {name: place for place, name in enumerate(names)}
+        self._of_times = [self._places.get(name) for name in _CANDIDATE]
+        # Of all problems together: near ones have near candidates.
+        self._known = functools.lru_cache(maxsize=1 << 12)(self._known_of)
+
+    def _known_of(self, solver_id: str, config: Config) -> _Known:
+        """The features that a candidate has in all problems."""
+        own = {_SOLVER + solver_id: 1.0} | {_PARAMETER + name: value for name, value in parameters(config).items()}
+        found = {place: value for name, value in own.items() if (place := self._places.get(name)) is not None}
+        return _Known(np.array(list(found), np.intp), np.array(list(found.values()), np.float32))
 
     def matrix(self, problem: ProblemDescription, device: Device, guesses: Sequence[Guess]) -> NDArray[np.float32]:
         """Features of candidates of one problem: a row a candidate, a column a feature."""
@@ -156,23 +165,37 @@ class Columns:
             if name in places:
                 row[places[name]] = number
         found = np.tile(row, (len(guesses), 1))
-        least_estimate = min(guess.estimate_ms for guess in guesses)
-        least = min(guess.table_ms for guess in guesses)
-        by_table = sorted(guess.table_ms for guess in guesses)
         for values, guess in zip(found, guesses, strict=True):
-            own = {
-                "estimate_over_floor": _log(guess.estimate_ms) - shared["floor"],
-                "estimate_over_best": _log(guess.estimate_ms) - _log(least_estimate),
-                "table_over_floor": _log(guess.table_ms) - shared["floor"],
-                "table_over_best": _log(guess.table_ms) - _log(least),
-                "table_place": float(by_table.index(guess.table_ms)),
-                _SOLVER + guess.solver_id: 1.0,
-            }
-            own |= {_PARAMETER + name: number for name, number in parameters(guess.config).items()}
-            for name, number in own.items():
-                if (place := places.get(name)) is not None:
-                    values[place] = number
+            known = self._known(guess.solver_id, guess.config)
+            values[known.places] = known.values
+        for place, column in zip(self._of_times, _time_features(shared["floor"], guesses), strict=True):
+            if place is not None:
+                found[:, place] = column
         return found
+
+
+class _Known(NamedTuple):
+    """Features of a candidate whatever the problem: their places among a model's columns, and what they are."""
+
+    places: NDArray[np.intp]
+    values: NDArray[np.float32]
+
+
+def _time_features(floor: float, guesses: Sequence[Guess]) -> tuple[list[float], ...]:
+    """Those of `_CANDIDATE`, each of all candidates."""
+    estimates, tables = [_log(guess.estimate_ms) for guess in guesses], [_log(guess.table_ms) for guess in guesses]
+    least_estimate, least = (
+        _log(min(guess.estimate_ms for guess in guesses)),
+        _log(min(guess.table_ms for guess in guesses)),
+    )
+    by_table = sorted(guess.table_ms for guess in guesses)
+    return (
+        [each - floor for each in estimates],
+        [each - least_estimate for each in estimates],
+        [each - floor for each in tables],
+        [each - least for each in tables],
+        [float(by_table.index(guess.table_ms)) for guess in guesses],
+    )
 
 
 def _log(time_ms: float) -> float:
