@@ -5,6 +5,7 @@ Kernel: kernels_src/depthwise/channels_first.cu. ConvDepthwiseChannelsFirstWeigh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -41,7 +42,7 @@ _MAX_REGISTERS = 168
 _ROWS, _COLUMNS = (1, 2, 4, 7), (4, 7, 8, 14, 28)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Tiling(RegisterTiling):
     """A configuration applied to a problem: what the kernel's constants come to.
 
@@ -54,6 +55,7 @@ class _Tiling(RegisterTiling):
     rolled: bool
 
     @staticmethod
+    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
         planar, transposed = problem.lifted(2), problem.direction is Direction.BACKWARD_DATA
         down = RegisterTileAxis.of(planar, 0, config["rows"], transposed=transposed)
@@ -81,21 +83,21 @@ class _Tiling(RegisterTiling):
         """Whether results pass through shared memory: where threads cannot write 16 bytes at once (an H200: 2x)."""
         return self.vector * self.itemsize < COPY_BYTES
 
-    @property
+    @functools.cached_property
     def items(self) -> int:
         """Tiles of a block."""
         return self.channel_images * self.row_block_tiles * self.across.count
 
-    @property
+    @functools.cached_property
     def threads(self) -> int:
         """Of a block: one a tile, up to a limit."""
         return round_up(ceil_div(self.items, ceil_div(self.items, _MAX_THREADS)), 32)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         return ceil_div(self.all_channel_images, self.channel_images) * self.row_blocks
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         if self.row_blocks == 1:
             read = padded_size(self.itemsize, self.sources * self.source_elements)
@@ -106,7 +108,7 @@ class _Tiling(RegisterTiling):
             self.zeros + read + written
         )
 
-    @property
+    @functools.cached_property
     def registers(self) -> int:
         """Registers of a thread that spills nothing: sums, taps, a window's row, and addresses."""
         taps = self.across.taps if self.rolled else self.taps

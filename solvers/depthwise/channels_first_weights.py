@@ -43,7 +43,7 @@ _MIN_CLUSTER_SM = 90
 _MAX_CLUSTER = 8  # blocks of a cluster that every device has
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Tiling(RegisterTiling):
     """A configuration applied to a problem: what the kernel's constants come to.
 
@@ -60,6 +60,7 @@ class _Tiling(RegisterTiling):
     clustered: bool
 
     @staticmethod
+    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
         planar = problem.lifted(2)
         down = RegisterTileAxis.of(planar, 0, config["rows"], transposed=False)
@@ -72,17 +73,17 @@ class _Tiling(RegisterTiling):
             **{name: config[name] for name in ("units", "buffers", "splits", "clustered")},
         )
 
-    @property
+    @functools.cached_property
     def items(self) -> int:
         """Tiles of a stage of a block."""
         return self.channel_images * self.units * self.row_block_tiles * self.across.count
 
-    @property
+    @functools.cached_property
     def threads(self) -> int:
         """Of a block: one a tile, up to a limit."""
         return round_up(ceil_div(self.items, ceil_div(self.items, _MAX_THREADS)), 32)
 
-    @property
+    @functools.cached_property
     def stages(self) -> int:
         """Of all blocks that share filters."""
         return ceil_div(self.problem.n * self.row_blocks, self.units)
@@ -92,23 +93,23 @@ class _Tiling(RegisterTiling):
         """What the reduction adds; a cluster adds the partials of its blocks itself."""
         return SplitK.of(self.problem, 1 if self.clustered else self.splits)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         return ceil_div(self.problem.k, self.channel_images) * self.splits
 
-    @property
+    @functools.cached_property
     def stage_elements(self) -> int:
         """Elements of shared memory for a stage."""
         x, dy = self.sources * self.source_elements, self.channel_images * self.elements
         return self.units * (_odd_padded_size(self.itemsize, x) + _odd_padded_size(self.itemsize, dy))
 
-    @property
+    @functools.cached_property
     def shared_bytes(self) -> int:
         totals = round_up(self.channel_images * self.taps, 4) if self.clustered else 0
         staged = self.itemsize * (self.zeros + self.buffers * self.stage_elements)
         return max(staged, 4 * (self.taps * self.threads + totals))
 
-    @property
+    @functools.cached_property
     def registers(self) -> int:
         """Registers of a thread that spills nothing: sums, a tile, a window's row, and addresses."""
         return round_up(self.down.length * self.across.length + self.taps + self.across.met + 54, 8)

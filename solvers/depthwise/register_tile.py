@@ -164,7 +164,7 @@ def tap_pitch(taps: int) -> int:
     return 4 * (ceil_div(taps, 4) | 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RegisterTiling:
     """What the depthwise kernels have in common of a configuration applied to a problem.
 
@@ -181,7 +181,7 @@ class RegisterTiling:
     channel_images: int
     row_blocks: int
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return self.problem.x.dtype.itemsize
@@ -195,22 +195,22 @@ class RegisterTiling:
         """Filters of a channel."""
         return self.problem.k // self.problem.c
 
-    @property
+    @functools.cached_property
     def taps(self) -> int:
         """Of a filter."""
         return self.down.taps * self.across.taps
 
-    @property
+    @functools.cached_property
     def products(self) -> int:
         """Multiplications of a tile and a filter."""
         return self.down.products * self.across.products
 
-    @property
+    @functools.cached_property
     def row_block_tiles(self) -> int:
         """Tiles down a row block."""
         return ceil_div(self.down.count, self.row_blocks)
 
-    @property
+    @functools.cached_property
     def sources(self) -> int:
         """Channels of images that a block reads at most to compute its own, or of x beside those of dy."""
         images, multiplier = self.channel_images, self.multiplier
@@ -220,23 +220,23 @@ class RegisterTiling:
             return 1
         return (images - 1 + (multiplier - 1 if images % multiplier else 0)) // multiplier + 1
 
-    @property
+    @functools.cached_property
     def source_elements(self) -> int:
         """Elements of a source that a row block meets at most."""
         down, reach = self.down, (self.row_block_tiles - 1) * self.down.step + self.down.window
         return (down.size if self.row_blocks == 1 else min(down.size, reach)) * self.across.size
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         """Elements of a channel of an image that a row block has at most."""
         return min(self.down.outputs, self.row_block_tiles * self.down.length) * self.across.outputs
 
-    @property
+    @functools.cached_property
     def zeros(self) -> int:
         """Elements of a row of zeros, if some tiles meet rows outside their image."""
         return round_up(self.across.size, COPY_BYTES // self.itemsize) if self.down.leaves else 0
 
-    @property
+    @functools.cached_property
     def vector(self) -> int:
         """Elements that a thread moves at once."""
         return vector(self.itemsize, self.across.outputs, self.across.length)

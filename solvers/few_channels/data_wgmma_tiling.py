@@ -5,6 +5,7 @@ Pure arithmetic on shapes.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -120,6 +121,7 @@ class DataWgmmaTiling:
     blocks: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> DataWgmmaTiling:
         """Tiles of as equal as may be of up to `tile_w` s2d blocks, and strips that fill the device."""
         last, (stride_y, stride_x) = problem.y.layout.channels_last, problem.conv.stride

@@ -5,6 +5,7 @@ Kernel: kernels_src/few_channels/forward.cu. Windows and tiles: solvers/few_chan
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class _Tiling:
     schedule: TileSchedule
 
     @staticmethod
+    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         tile = WindowTile.of(problem, config["tile_h"], config["tile_w"], config["vector"])
         tile_k, threads = config["tile_k"], 32 * config["warps"]

@@ -5,6 +5,7 @@ Kernel: kernels_src/few_channels/forward_wgmma.cu; how windows lie: kernels_src/
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -82,6 +83,7 @@ class _Tiling:
     schedule: TileSchedule
 
     @staticmethod
+    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         (out_h, out_w), (stride_y, stride_x) = problem.out_spatial, problem.conv.stride
         (taps_y, taps_x), last = problem.filter, problem.x.layout.channels_last

@@ -5,6 +5,7 @@ And what it has in common with its twin for float32 (row_streaming_tf32.py). Pur
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class ColumnTiles:
     count: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # configurations have few of these
     def of(problem: ProblemDescription, width: S2dRows, most: int, aligned: int) -> ColumnTiles:
         """Those of up to `most` columns that begin at multiples of `aligned`."""
         base = max(0, width.first - width.met + 1) // aligned * aligned
@@ -157,6 +159,7 @@ class RowStreaming(StreamedRows):
     held_registers: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> RowStreaming:
         """Tiles of as many columns as the warps take, and strips that fill the device."""
         height, width, last = S2dRows.of(problem, 0), S2dRows.of(problem, 1), problem.y.layout.channels_last

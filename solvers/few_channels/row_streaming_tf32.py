@@ -5,6 +5,7 @@ What kernels_src/few_channels/data_rows_tf32.cu computes. Pure arithmetic on sha
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class TapBlocks:
     count: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # configurations have few of these
     def of(problem: ProblemDescription, warps: int) -> TapBlocks:
         """Those that `warps` warps share; accumulators of packed rows move up within one."""
         (rows, row_taps), stride = (problem.filter[0], problem.filter[1] * problem.c), problem.conv.stride[0]
@@ -67,6 +69,7 @@ class RowStreamingTf32(StreamedRows):
     warp_blocks: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> RowStreamingTf32:
         """Tiles of as many columns as the warps take, and strips that fill the device."""
         height, width, last = S2dRows.of(problem, 0), S2dRows.of(problem, 1), problem.y.layout.channels_last

@@ -5,6 +5,7 @@ Pure arithmetic on shapes.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
@@ -34,6 +35,7 @@ class S2dBlocks:
     last_tap: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # configurations have few of these
     def of(problem: ProblemDescription, axis: int, size: int) -> S2dBlocks:
         """Those that meet fewest outputs, and of these, that begin nearest before the input."""
         stride, pad, filter_size = problem.conv.stride[axis], problem.conv.pad_before[axis], problem.filter[axis]
@@ -70,6 +72,7 @@ class S2dRows:
     met: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # configurations have few of these
     def of(problem: ProblemDescription, axis: int) -> S2dRows:
         """Those along `axis` of a problem of two dimensions."""
         stride, pad = problem.conv.stride[axis], problem.conv.pad_before[axis]

@@ -6,6 +6,7 @@ kernels_src/few_channels/weights_wgmma.cu.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class _Tiling:
     schedule: TileSchedule
 
     @staticmethod
+    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         (out_h, out_w), (stride_y, stride_x) = problem.out_spatial, problem.conv.stride
         (taps_y, taps_x), last = problem.filter, problem.y.layout.channels_last

@@ -6,6 +6,7 @@ hold four channels: of each row pixels side by side. Pure arithmetic on shapes.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ class WindowTile:
     flat: bool
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # configurations have few of these
     def of(problem: ProblemDescription, tile_h: int, tile_w: int, most: int = _MOST) -> WindowTile:
         """Tiles of at most `tile_h` rows and `tile_w` columns, as equal as may be, with vectors of at most `most`."""
         (out_h, out_w), (stride_y, stride_x), (taps_y, taps_x) = (
