@@ -5,18 +5,20 @@ Kernel: kernels_src/few_channels/data_rows_tf32.cu. Strips and tiles: solvers/fe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, larger, mapped
 from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.packed_groups import is_ample
+from miofind.solvers.common.packed_groups import least_ample
 from miofind.solvers.common.product_tiles import products_of_tf32, tf32_error_growth
 from miofind.solvers.few_channels.row_streaming import StreamingCost, warps
-from miofind.solvers.few_channels.row_streaming_tf32 import MAX_REGISTERS, RowStreamingTf32
+from miofind.solvers.few_channels.row_streaming_tf32 import MAX_REGISTERS, RowStreamingTf32, TapBlocks, column_tiles
 from miofind.solvers.few_channels.solver import FewChannelsSolver
 
 _LEAST_WARPS, _MAX_WARPS = 4, 12
@@ -58,6 +60,28 @@ _BESIDE = 0.7
 _ROW = 966.0
 _LATENCY = 9.0
 _COST = StreamingCost(begin_cycles=2000.0, launch_ms=0.00261, exposed=0.36, rows_again=0.0325, columns_again=0.015)
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
+def _is_of_size(problem: ProblemDescription, config: Config) -> bool:
+    """Whether warps are enough and not too many, have whole shares, and fewer would not do the same."""
+    warps_m, others = config["warps_m"], config["warps_n"] * config["warps_k"]
+    columns = mapped(lambda blocks: column_tiles(problem, blocks).columns // 16, config["blocks"] * warps_m)
+    taps = mapped(lambda warps_n: TapBlocks.of(problem, warps_n).count, config["warps_n"])
+    needed = larger(columns, ceil_div(_LEAST_WARPS, others))
+    is_of_size: bool = (
+        (warps_m * others >= _LEAST_WARPS)
+        & (warps_m * others <= _MAX_WARPS)
+        & (config["warps_k"] <= ceil_div(problem.k, 8))
+        & (taps % config["warps_n"] == 0)
+        & (config["blocks"] == ceil_div(columns, warps_m))
+        & (warps_m <= mapped(lambda count: least_ample(_WARPS_M, count), needed))
+    )
+    return is_of_size
 
 
 class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
@@ -108,25 +132,18 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         )
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        others = config["warps_n"] * config["warps_k"]
-        if not _LEAST_WARPS <= config["warps_m"] * others <= _MAX_WARPS:
-            return False
-        if config["warps_k"] > ceil_div(problem.k, 8):
+        if not _is_of_size(problem, config):
             return False
         tiling = RowStreamingTf32.of(problem, config, device)
-        if tiling.taps.count % config["warps_n"]:
-            return False
-        columns = tiling.tiles.columns // 16
-        if config["blocks"] != ceil_div(columns, config["warps_m"]):
-            return False
-        if is_ample(config["warps_m"], _WARPS_M, max(columns, ceil_div(_LEAST_WARPS, others))):
-            return False
         if tiling.registers > MAX_REGISTERS or tiling.shared_bytes > (device.shared_bytes or _SHARED_BYTES):
             return False
         return bool(tiling.resident == config["resident"])
 
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST
+
+    def likely(self, problem: ProblemDescription) -> Sequence[Config]:
+        return _short_list().valid(functools.partial(_is_of_size, problem)).configs
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         return tf32_error_growth(problem)

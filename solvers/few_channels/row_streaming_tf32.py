@@ -74,8 +74,7 @@ class RowStreamingTf32(StreamedRows):
         """Tiles of as many columns as the warps take, and strips that fill the device."""
         height, width, last = S2dRows.of(problem, 0), S2dRows.of(problem, 1), problem.y.layout.channels_last
         blocks, warps_m, warps_n, warps_k = (config[name] for name in ("blocks", "warps_m", "warps_n", "warps_k"))
-        in_vector = math.gcd(4, problem.k if last else problem.out_spatial[1])
-        tiles = ColumnTiles.of(problem, width, 16 * blocks * warps_m, 1 if last else in_vector)
+        in_vector, tiles = _in_vector(problem), column_tiles(problem, blocks * warps_m)
         taps, steps = TapBlocks.of(problem, warps_n), round_up(ceil_div(problem.k, 8), warps_k)
         warp_steps, warp_blocks = steps // warps_k, taps.groups * ceil_div(taps.count, warps_n)
         products, product_floats = products_of_tf32(problem), completed_floats(problem, warps_k, tiles.columns)
@@ -106,6 +105,16 @@ class RowStreamingTf32(StreamedRows):
             resident=resident,
             strips=Strips.of(height, problem.n, tiles.count, device.sm_count * max(1, resident)),
         )
+
+
+def _in_vector(problem: ProblemDescription) -> int:
+    return math.gcd(4, problem.k if problem.y.layout.channels_last else problem.out_spatial[1])
+
+
+def column_tiles(problem: ProblemDescription, blocks: int) -> ColumnTiles:
+    """Tiles of columns of dy for so many blocks of 16 outputs."""
+    aligned = 1 if problem.y.layout.channels_last else _in_vector(problem)
+    return ColumnTiles.of(problem, S2dRows.of(problem, 1), 16 * blocks, aligned)
 
 
 def _registers(blocks: int, chunk: int, products: int, warp_blocks: int, held: int) -> int:

@@ -64,6 +64,10 @@ class FewChannelsSolver(Solver):
     def short_list(self) -> Sequence[Config]:
         """Configurations that default_configs ranks by estimate."""
 
+    def likely(self, problem: ProblemDescription) -> Sequence[Config]:
+        """Those of them that may be valid."""
+        return self.short_list()
+
     def refuse_problem(self, problem: ProblemDescription) -> Applicability:
         """Why no configuration can compute a problem of its direction; APPLICABLE if one may."""
         return refuse_windows(problem)
@@ -90,7 +94,7 @@ class FewChannelsSolver(Solver):
             return Applicability(f"computes {self.direction} only, not {problem.direction}")
         if (answer := self.refuse_problem(problem)).refused:
             return answer
-        if not any(self.is_valid_config(problem, device, config) for config in self.short_list()):
+        if not any(self.is_valid_config(problem, device, config) for config in self.likely(problem)):
             sizes = f"k={problem.k} filter {problem.filter} stride {problem.conv.stride}"
             return Applicability(f"filters or strides are too large for a block: {sizes}")
         return APPLICABLE
@@ -98,7 +102,7 @@ class FewChannelsSolver(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         chosen: list[Config] = []
         alike: Counter[tuple[ConfigValue, ...]] = Counter()
-        for config in self.ranked(problem, device, self.short_list()):
+        for config in self.ranked(problem, device, self.likely(problem)):
             kind = tuple(config[name] for name in self.kind)
             alike[kind] += 1
             if alike[kind] <= self.most_alike:

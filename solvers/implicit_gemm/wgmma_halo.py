@@ -12,7 +12,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map
@@ -172,13 +172,17 @@ class ConvImplicitGemmHalo(Solver):
         return is_least(product, config) and HaloTiling.of(product, config, device).is_valid(device)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        chosen: list[Config] = []
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        chosen: list[EstimatedConfig] = []
         alike: Counter[tuple[int, int]] = Counter()
         likely = shortlisted_tilings(HaloProduct.of(problem), device)
-        for config, tiling in sorted(likely, key=lambda each: each[1].estimate_ms(device)):
+        estimated = [(tiling.estimate_ms(device), config, tiling) for config, tiling in likely]
+        for time_ms, config, tiling in sorted(estimated, key=lambda each: each[0]):
             alike[tiling.tile_h, tiling.tile_w] += 1
             if alike[tiling.tile_h, tiling.tile_w] <= _MOST_ALIKE:
-                chosen.append(config)
+                chosen.append(EstimatedConfig(config, time_ms))
         return tuple(chosen[:_DEFAULTS])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:

@@ -12,7 +12,15 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, first_refusal
+from miofind.solver.solver import (
+    APPLICABLE,
+    Algorithm,
+    Applicability,
+    EstimatedConfig,
+    KernelKey,
+    Solver,
+    first_refusal,
+)
 from miofind.solver.steps import (
     Box,
     Config,
@@ -225,16 +233,19 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         return TransposedTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         shared_bytes = _shared_bytes(device)
         likely = shortlisted_tilings(WgmmaProduct.of(problem), device, shared_bytes)
-        ranked = sorted(likely, key=lambda tiling: estimate_ms(tiling, device, shared_bytes))
+        estimated = [(estimate_ms(tiling, device, shared_bytes), tiling) for tiling in likely]
         seen: dict[tuple[int, int], int] = {}
         chosen = []
-        for tiling in ranked:
+        for time_ms, tiling in sorted(estimated, key=lambda each: each[0]):
             tile = (tiling.tile_m, tiling.tile_n)
             seen[tile] = seen.get(tile, 0) + 1
             if seen[tile] <= _ALIKE:
-                chosen.append(tiling.config)
+                chosen.append(EstimatedConfig(tiling.config, time_ms))
         return tuple(chosen[:_DEFAULTS])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:

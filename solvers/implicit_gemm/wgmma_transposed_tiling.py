@@ -5,9 +5,10 @@ M is channels of a tap, N is filters, K is pixels.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from miofind.device.device import Device
 from miofind.solver.steps import Config
@@ -67,9 +68,9 @@ _EXPOSED = 0.25
 _CLUSTERED = 0.91  # share of the multiprocessors where clusters of four and more find a place
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TransposedTiling:
-    """A product cut into tiles as a configuration says.
+    """A product cut into tiles as a configuration says. What a ranking asks for often is kept.
 
     Attributes:
         product: what is cut.
@@ -102,6 +103,13 @@ class TransposedTiling:
             blocks=int(config["blocks"]),
         )
 
+    def split(self, splits: int, cluster_k: int) -> TransposedTiling:
+        """The same with K split otherwise, and with what is kept that this does not change."""
+        made = object.__new__(TransposedTiling)
+        made.__dict__.update(self.__dict__, splits=splits, cluster_k=cluster_k)
+        made.__dict__.pop("work_tiles", None)
+        return made
+
     @property
     def config(self) -> Config:
         """The configuration that it is of."""
@@ -114,47 +122,47 @@ class TransposedTiling:
             blocks=self.blocks,
         )
 
-    @property
+    @functools.cached_property
     def tile_m(self) -> int:
         """Rows of a tile."""
         return WGMMA_M * self.consumers * self.row_blocks
 
-    @property
+    @functools.cached_property
     def filters(self) -> int:
         """Columns of one group."""
         return self.product.size_m
 
-    @property
+    @functools.cached_property
     def tap_blocks(self) -> int:
         """Blocks of rows of a tap."""
         return ceil_div(self.product.size_n, BLOCK)
 
-    @property
+    @functools.cached_property
     def padded_m(self) -> int:
         """Rows of one group in whole blocks, all taps together."""
         return BLOCK * self.tap_blocks * math.prod(self.product.taps)
 
-    @property
+    @functools.cached_property
     def tiles(self) -> tuple[int, int]:
         """Tiles of one group along rows and columns."""
         return ceil_div(self.padded_m, self.tile_m), ceil_div(self.filters, self.tile_n)
 
-    @property
+    @functools.cached_property
     def k_tiles(self) -> int:
         """Of the whole K, all pixels."""
         return ceil_div(self.product.size_k, TILE_K)
 
-    @property
+    @functools.cached_property
     def work_tiles(self) -> int:
         """Tiles, or splits of them, that blocks or clusters compute."""
         return math.prod(self.tiles) * self.product.problem.groups * self.splits
 
-    @property
+    @functools.cached_property
     def threads(self) -> int:
         """Of a block: those that multiply, and a warpgroup that loads and transposes."""
         return 128 * (self.consumers + 1)
 
-    @property
+    @functools.cached_property
     def stage_bytes(self) -> int:
         """Of both operands of a k-tile."""
         return 4 * (self.tile_m + self.tile_n) * TILE_K
@@ -162,7 +170,8 @@ class TransposedTiling:
     def stages(self, shared_bytes: int) -> int:
         """Of the pipeline: as many as a multiprocessor's shared memory holds; 0 if too few."""
         free = (shared_bytes + _ALIGNMENT_BYTES) // self.blocks - 2 * _ALIGNMENT_BYTES - _STATIC_BYTES
-        return max((count for count in _STAGES if count * self.stage_bytes <= free), default=0)
+        held = min(free // self.stage_bytes, _STAGES[-1])
+        return held if held >= _STAGES[0] else 0
 
     def shared_bytes(self, stages: int) -> int:
         """Dynamic shared memory."""
@@ -194,7 +203,7 @@ class TransposedTiling:
         """Whether a tile is not mostly empty."""
         return self.tile_n < 2 * max(BLOCK, self.filters) and self.tile_m < 2 * max(WGMMA_M, self.padded_m)
 
-    @property
+    @functools.cached_property
     def together(self) -> int:
         """wgmma instructions along K that are begun at once: as many as registers hold beside accumulators, or 0."""
         if (self.consumers, self.row_blocks) not in _WARPGROUPS or (self.blocks > 1 and self.consumers > 1):
@@ -296,6 +305,6 @@ def _splits(tile: TransposedTiling, device: Device, shared_bytes: int) -> Iterat
             most = min(turns * at_once // (tile.work_tiles * cluster_k), tile.k_tiles // (2 * cluster_k))
             found.add(max((count for count in SPLITS if count <= most), default=1))
         for splits in sorted(found):
-            tiling = replace(tile, splits=splits, cluster_k=cluster_k)
+            tiling = tile.split(splits, cluster_k)
             if (cluster_k == 1 or tiling.work_tiles * cluster_k <= at_once) and tiling.is_valid(shared_bytes):
                 yield tiling

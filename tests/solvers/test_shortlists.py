@@ -18,14 +18,16 @@ from miofind.solvers.common.product_tiles import ProductTiling, alike, tilings
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.depthwise import channels_last
 from miofind.solvers.direct import tiled_weights
+from miofind.solvers.few_channels.solver import FewChannelsSolver
 from miofind.solvers.grouped import nhwc
-from miofind.solvers.implicit_gemm import wgmma_shortlist
+from miofind.solvers.implicit_gemm import wgmma_shortlist, wgmma_transposed_tiling
 from miofind.solvers.implicit_gemm.mma_shortlist import estimated_short_list, short_list, short_listed
 from miofind.solvers.implicit_gemm.wgmma import ConvImplicitGemmWgmma
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
 from miofind.solvers.implicit_gemm.wgmma_shortlist import Shortlist
 from miofind.solvers.implicit_gemm.wgmma_shortlist_cost import estimates_ms
 from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
+from miofind.solvers.implicit_gemm.wgmma_transposed import ConvImplicitGemmWgmmaTurned
 from miofind.solvers.winograd import fused
 from miofind.suites import load_suite
 
@@ -258,3 +260,28 @@ def test_a_table_of_configurations_is_ranked_as_each_by_itself(solver_id: str, d
         plain = solver.ranked(problem, device, LISTED[solver_id])
         estimates = [solver.estimate_ms(problem, device, config) for config in plain]
         assert list(solver._ranked(problem, device)) == list(zip(plain, estimates, strict=True)), problem  # type: ignore[attr-defined]
+
+
+def test_a_shortlist_of_transposed_products_is_that_of_tilings_made_anew() -> None:
+    """Splits and clusters change nothing of what tilings keep of one another."""
+    solver = ConvImplicitGemmWgmmaTurned()
+    for problem in solver.examples():
+        product = WgmmaProduct.of(problem)
+        for tiling in wgmma_transposed_tiling.shortlisted_tilings(product, H200, SHARED_BYTES[0]):
+            anew = wgmma_transposed_tiling.TransposedTiling.of(product, tiling.config)
+            assert tiling == anew
+            assert tiling.is_valid(SHARED_BYTES[0])
+            assert anew.is_valid(SHARED_BYTES[0])
+            found, expected = (
+                wgmma_transposed_tiling.estimate_ms(each, H200, SHARED_BYTES[0]) for each in (tiling, anew)
+            )
+            assert found == expected, (problem, tiling.config)
+
+
+def test_what_may_be_valid_of_first_layers_leaves_nothing_out() -> None:
+    solver = Registry.default()["ConvFirstLayerDataRowsTf32"]
+    assert isinstance(solver, FewChannelsSolver)
+    for problem in solver.examples():
+        likely = set(solver.likely(problem))
+        assert likely < set(solver.short_list())
+        assert likely >= {each for each in solver.short_list() if solver.is_valid_config(problem, H200, each)}, problem
