@@ -61,6 +61,7 @@ _FAR = 2.0
 """How many times the best estimate all of a solver's must be for it to be passed over: what devices' models correct
 differs by less between solvers."""
 
+_ASKED_LATE = frozenset({Algorithm.DIRECT.value, Algorithm.IM2COL_GEMM.value})
 _FAR_BEHIND = "is estimated to be far behind the fastest"
 _LONGEST_NAME = 300
 _SPOILS = Applicability("lets a large value spoil results that do not meet it; set max_error (--max-error) to allow it")
@@ -211,10 +212,10 @@ def make_plan(
     return draft.plan(is_filtered=dynamic_only)
 
 
-def _asked_in_turn(registry: Registry, fastest_first: bool) -> Iterable[SolverFacts]:
-    """The facts of all solvers; if asked for, those without tensor cores last."""
+def _asked_in_turn(registry: Registry, likeliest_first: bool) -> Iterable[SolverFacts]:
+    """The facts of all solvers; if asked for, those last that may be known to be far behind the others."""
     every = registry.facts.values()
-    return sorted(every, key=lambda facts: Algorithm.DIRECT.value in facts.names) if fastest_first else every
+    return sorted(every, key=lambda facts: not _ASKED_LATE.isdisjoint(facts.names)) if likeliest_first else every
 
 
 def nothing_found(problem: ProblemDescription, plan: Plan, outcomes: Sequence[Outcome] = ()) -> NoSolutionError:

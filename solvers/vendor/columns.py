@@ -33,6 +33,7 @@ _THREADS = 256
 _CHANNELS_A_THREAD = 4
 # Padding of the depth pays up to this growth of the columns; products of unaligned rows run at a tenth of the speed.
 _MOST_PADDING = 1.25
+_BANDWIDTH_SHARE = 0.7  # of the device's, that columns reach
 _SHAPE = StructType(
     "Shape",
     **dict.fromkeys(("channels", "group_channels", "padded_elements", "depth", "height", "width"), "int32"),
@@ -226,7 +227,14 @@ class ColumnPlan:
         if self.writes_partials:
             moved += float(self.split_k.bytes)
             total += STEP_MS
-        return total + 1e3 * moved / (0.7 * device.bandwidth_bytes_per_s)
+        return total + 1e3 * moved / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+
+    def least_ms(self, device: Device) -> float:
+        """What every plan of the problem takes at least: the traffic of columns, in one chunk."""
+        if self.in_place:
+            return 0.0
+        moved = self.problem.n * self.column_bytes + self.problem.x.bytes
+        return STEP_MS + 1e3 * moved / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
 
     def _chunk(self, first: int, count: int) -> Iterator[BatchedGemm]:
         images = ImageRange(first=first, count=count, first_column=first if self.in_place else 0)

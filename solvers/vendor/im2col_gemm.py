@@ -79,9 +79,12 @@ class ConvIm2colGemm(Solver):
             return Applicability("serves tensors of one dtype")
         if len({tensor.layout for tensor in tensors}) > 1:
             return Applicability("serves tensors of one layout")
-        if not _plans(problem, device):
+        if not any(column_plans(problem, device, images) for images in _chunks(problem)):
             return refuse_plan(_plan(problem, 1))
         return APPLICABLE
+
+    def least_ms(self, problem: ProblemDescription, device: Device) -> float:
+        return _plan(problem, 1).least_ms(device)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         plans = _plans(problem, device)
@@ -124,10 +127,14 @@ def _plan_of(problem: ProblemDescription, config: Config) -> ColumnPlan:
     return _plan(problem, config["images"], config["slots"])
 
 
+def _chunks(problem: ProblemDescription) -> list[int]:
+    """Images of chunks: powers of two and all, few first."""
+    return sorted({1 << i for i in range(problem.n.bit_length())} | {problem.n})
+
+
 def _plans(problem: ProblemDescription, device: Device) -> tuple[ColumnPlan, ...]:
     """The likely best plan of each chunk that can run, powers of two and all images, small chunks first."""
-    counts = sorted({1 << i for i in range(problem.n.bit_length())} | {problem.n})
-    best = (column_plans(problem, device, images)[:1] for images in counts)
+    best = (column_plans(problem, device, images)[:1] for images in _chunks(problem))
     return tuple(plan for plans in best for plan in plans)
 
 

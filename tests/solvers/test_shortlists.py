@@ -210,14 +210,15 @@ def test_the_split_short_list_of_tiled_weights_has_each_configuration_with_each_
     assert [config["splits"] for config in listed] == list(splits) * len(tiled_weights._SHORT_LIST)
 
 
-@pytest.mark.parametrize("solver_id", ["ConvDirectTiled", "ConvDirectTiledWeights"])
+@pytest.mark.parametrize("solver_id", ["ConvDirectTiled", "ConvDirectTiledWeights", "ConvIm2colGemm"])
 @pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
 def test_no_estimate_is_below_what_a_solver_says_of_all(solver_id: str, device: Device) -> None:
     solver = Registry.default()[solver_id]
     problems = served(solver_id, 60, 6, device)
     assert len(problems) > 10
     for problem in problems:
-        configs = [*solver.default_configs(problem, device), *solver.drawn_configs(problem, device, 200)]
+        drawn = solver.drawn_configs(problem, device, 200) if solver.parameters else solver.configs(problem, device)
+        configs = [*solver.default_configs(problem, device), *drawn]
         least_ms = solver.least_ms(problem, device)
         assert 0 < least_ms <= min(solver.estimate_ms(problem, device, config) for config in configs), problem
 
