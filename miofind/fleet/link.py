@@ -32,6 +32,7 @@ MOST_JOBS = 64
 _LOOK_S = 1.0
 _LEAST_PAUSE_S = 0.2  # a thousand GPUs that tell of every problem by itself would be all that the server does
 _IDLE_S = (0.5, 2.0)
+_BEGUN_S = 1.0
 _CAMPAIGNS_S = 5.0
 _RETRY_S = (0.5, 10.0)
 
@@ -88,6 +89,7 @@ class Link(threading.Thread):
         self._options: dict[int, TuneOptions | DatabaseError] = {}
         self._duties: list[Duty] = [
             Duty(RENEW_S, self._renew),
+            Duty(_BEGUN_S, self._tell_begun),
             Duty(_CAMPAIGNS_S, self._follow_campaigns),
             Duty(REAP_S, self._reap_and_beat),
         ]
@@ -184,11 +186,14 @@ class Link(threading.Thread):
         self._follow_campaigns()
         self._is_in_doubt = False
 
-    def _tell(self) -> None:
-        """Tell the server what has become of jobs."""
+    def _tell_begun(self) -> None:
+        """Tell the server what is being measured, what was measured in between left out."""
         begun = self._holdings.untold
         self._queue.begin(begun)
         self._holdings.told_begun(begun)
+
+    def _tell(self) -> None:
+        """Tell the server what has become of jobs."""
         finishes = self._holdings.finishes
         finished = self._queue.finish(finishes)
         if len(finished) < len(finishes):
@@ -219,7 +224,7 @@ class Link(threading.Thread):
 
     def _reap_and_beat(self) -> None:
         self._beat("draining" if self._is_draining else "ready")
-        lost = self._queue.reap()
+        lost = self._queue.reap(pause_s=REAP_S / 2)
         if lost:
             logger.info("%d jobs of workers that are gone are free again", lost)
 
