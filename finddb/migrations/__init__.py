@@ -25,7 +25,7 @@ from sqlalchemy import Connection, inspect, text
 
 from miofind.errors import DatabaseError, SchemaVersionError
 
-REVISIONS = ("0001_finddb", "0002_fleet")
+REVISIONS = ("0001_finddb", "0002_fleet", "0003_claims")
 """All that this release knows, the oldest first."""
 
 FINDDB = "0001_finddb"

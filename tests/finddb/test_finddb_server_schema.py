@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -13,12 +15,15 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from fleet_jobs import done, holds, states, submitted
 from sqlalchemy import Engine, MetaData, create_engine, inspect, text
 from sqlalchemy.pool import NullPool
 
 from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb import migrations, schema
+from miofind.fleet import database as fleet_database
 from miofind.fleet import schema as fleet_schema
+from miofind.fleet.queue import Queue
 
 
 def described() -> list[MetaData]:
@@ -109,3 +114,24 @@ def test_what_is_lacking_is_named():
     migrations.require(migrations.REVISIONS[-1], "here")
     with pytest.raises(DatabaseError, match="empty database"):
         migrations.require(None, "here")
+
+
+def test_claims_of_an_older_server_go_on_and_its_jobs_stay_when_it_is_brought_up(engine, postgres_url):
+    """Its jobs are found again by the new index: no enrolment doubles one."""
+    with engine.begin() as connection:
+        migrations.bring_up(connection, "here")
+        config = Config()
+        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+        config.attributes["connection"] = connection
+        command.downgrade(config, fleet_database.FLEET)
+    with closing(fleet_database.FleetDatabase(postgres_url)) as database:
+        database.require()
+        submitted(database, 3)
+        queue, worker = Queue(database), uuid4()
+        (hold,) = holds(queue, worker)
+        database.create()
+        with engine.connect() as connection:
+            assert migrations.revision(connection) == migrations.REVISIONS[-1]
+        assert queue.finish([done(hold)]) == {hold}
+        assert submitted(database, 4).added == 1
+        assert states(database) == {"done": 1, "new": 3}
