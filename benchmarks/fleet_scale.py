@@ -4,17 +4,20 @@
 
 Needs no GPU and measures nothing: agents are simulated by their calls of the queue, from processes on the machine that
 the server runs on, too. They do not read the problems that they get, which takes a real agent 0.3 ms each of its own
-host's time. Three loads, one after another:
+host's time. The server writes every commit to the disk. Three loads, one after another:
 
 - single: clients claim one job and finish it, as fast as they can;
-- fleet: 125 agents of 8 workers each, a problem every 0.28 s on each worker (one H200 without search): claims of 10 s
-  of work, once a second a call that tells of what was begun and one of what is done, renewals and beats;
+- fleet: 125 agents of 8 workers each that begin within 5 s, a problem every 0.28 s on each worker (one H200 without
+  search). Each claims as much as an agent does, at first two jobs a worker, then up to 64 where it has half of these,
+  and calls as often: each second what was begun and what is done, every 5 s campaigns and enrolments, every 15 s a beat
+  and a look for expired leases, every 30 s renewals;
 - rows: one writer merges histories of new problems into the FindDB.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -40,15 +43,18 @@ from miofind.core.problem import ProblemDescription
 from miofind.finddb import History, Store, environment_id
 from miofind.fleet import queue
 from miofind.fleet.database import FleetDatabase
-from miofind.fleet.queue import RENEW_S, Queue
+from miofind.fleet.link import BATCH_S, MOST_JOBS, Duty
+from miofind.fleet.queue import REAP_S, RENEW_S, Queue
 from miofind.fleet.values import Agent, Claimed, Finish, Hold, Kind
 
 KIND = Kind(device=DEVICE, stack="simulated")
 WORKERS_AN_AGENT = 8
 PROBLEM_S = 0.28
-CLAIM_S = 10.0
+BEGIN_WITHIN_S = 5.0
 TELL_S = 1.0
+CAMPAIGNS_S = 5.0
 PROCESSES = 4
+DURABLE = ("fsync=on", "full_page_writes=on")
 _STAMP = "2026-01-01T00:00:00.000000Z"
 Waits = dict[str, list[float]]
 Result = TypeVar("Result")
@@ -100,28 +106,39 @@ class Client:
 
     def fleet(self, until: float) -> None:
         """Work as an agent of several workers does."""
-        time.sleep(random.uniform(0, CLAIM_S / 2))
+        time.sleep(random.uniform(0, BEGIN_WITHIN_S))
         self._queue.register(self._agent, "simulated")
-        a_second = WORKERS_AN_AGENT * TELL_S / PROBLEM_S
         held: list[Hold] = []
-        owed, renew_at, due = 0.0, time.monotonic() + random.uniform(0, RENEW_S), time.monotonic()
+        owed, due = 0.0, time.monotonic()
+        duties = [
+            Duty(RENEW_S, lambda: self._timed("renew", lambda: self._queue.renew(held)), due + RENEW_S),
+            Duty(CAMPAIGNS_S, lambda: (self._queue.paused([1]), self._queue.enrol(KIND))),
+            Duty(REAP_S, self._reap_and_beat),
+        ]
+        wanted = 2 * WORKERS_AN_AGENT
         while due < until:
-            if len(held) < a_second * CLAIM_S / 2:
-                held += self._claim(round(a_second * CLAIM_S) - len(held))
-            owed += a_second
-            done, held = held[: int(owed)], held[int(owed) :]
+            for duty in duties:
+                if time.monotonic() >= duty.due:
+                    duty.work()
+                    duty.due = time.monotonic() + duty.every_s
+            if 2 * len(held) <= wanted:
+                held += self._claim(wanted - len(held))
+                wanted = WORKERS_AN_AGENT * min(MOST_JOBS, math.ceil(BATCH_S / PROBLEM_S))
+            owed = min(owed + WORKERS_AN_AGENT * TELL_S / PROBLEM_S, len(held))
+            done = held[: int(owed)]
+            del held[: len(done)]
             owed -= len(done)
             self._timed("begin", lambda done=done: self._queue.begin(done))
             self._finish(done)
-            if time.monotonic() >= renew_at:
-                self._timed("renew", lambda held=held: self._queue.renew(held))
-                self._queue.beat(self._agent, state="ready", problems=0, age_s=0.0)
-                renew_at += RENEW_S
             due += TELL_S
             self.rounds += 1
             self.late += time.monotonic() > due
             time.sleep(max(0.0, due - time.monotonic()))
         self._queue.release(held)
+
+    def _reap_and_beat(self) -> None:
+        self._queue.beat(self._agent, state="ready", problems=0, age_s=0.0)
+        self._queue.reap(pause_s=REAP_S / 2)
 
     def close(self) -> None:
         """Part with the server."""
@@ -258,7 +275,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     asked = parser.parse_args()
     with ExitStack() as stack:
-        server = stack.enter_context(new_server())
+        server = stack.enter_context(new_server(*DURABLE))
         url = stack.enter_context(new_database(server.url))
         fill(url, asked.jobs)
         found = {"single": asdict(load(url, "single", 16, asked.seconds))}

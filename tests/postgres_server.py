@@ -5,7 +5,7 @@ installed: pg_ctl's, Debian's, the package pgserver's. A new one listens on a Un
 users: a keeper, a process in the background, ends it and removes its files once the last connection to the keeper is
 closed, which the kernel does for a worker that is killed.
 
-Run as a script, this is the keeper: `postgres_server.py FOLDER` returns when the server is ready.
+Run as a script, this is the keeper: `postgres_server.py FOLDER SETTING...` returns when the server is ready.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,9 +33,10 @@ _IDLE_S = 60.0
 """How long a keeper waits for its first user."""
 
 _SETTINGS = (
-    *("listen_addresses=", "max_connections=200", "shared_buffers=32MB", "full_page_writes=off", "jit=off"),
+    *("listen_addresses=", "max_connections=200", "shared_buffers=32MB", "jit=off"),
     "deadlock_timeout=50ms",
 )
+_PASSING = ("fsync=off", "full_page_writes=off")
 _KEEPER = "keeper.sock"
 
 
@@ -73,9 +74,13 @@ class PostgresServer:
 
 
 @contextmanager
-def new_server() -> Iterator[PostgresServer]:
-    """A server of one's own, which may be killed and started again."""
-    server = _started()
+def new_server(*settings: str) -> Iterator[PostgresServer]:
+    """A server of one's own, which may be killed and started again.
+
+    Args:
+        settings: such as "fsync=on"; a server for tests writes nothing to the disk for good.
+    """
+    server = _started(settings=settings)
     try:
         yield server
     finally:
@@ -159,10 +164,10 @@ def _shared(root: Path) -> PostgresServer:
         return _started(noted)
 
 
-def _started(note: Path | None = None) -> PostgresServer:
+def _started(note: Path | None = None, settings: Sequence[str] = ()) -> PostgresServer:
     folder = Path(tempfile.mkdtemp(prefix="miofind-postgres-", dir="/tmp"))  # the path of a socket is short
     try:
-        keeper = subprocess.run([sys.executable, __file__, str(folder)], capture_output=True, text=True)
+        keeper = subprocess.run([sys.executable, __file__, str(folder), *settings], capture_output=True, text=True)
         assert keeper.returncode == 0, f"no PostgreSQL server: {keeper.stderr}"
         if note is not None:
             note.write_text(str(folder))
@@ -175,8 +180,9 @@ def _started(note: Path | None = None) -> PostgresServer:
 class _Keeper:
     """Makes, starts and ends the server in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
         self._folder = folder
+        self._settings = settings
         self._user = None if os.geteuid() else _other_user()
         if self._user is not None:
             os.chown(folder, self._user.pw_uid, self._user.pw_gid)
@@ -193,8 +199,8 @@ class _Keeper:
 
     def start(self) -> None:
         """Start it; returns once it answers."""
-        settings = [word for setting in _SETTINGS for word in ("-c", setting)]
-        command = [self._program("postgres"), "-D", str(self._data), "-k", str(self._folder), "-F", *settings]
+        settings = [word for setting in (*_SETTINGS, *_PASSING, *self._settings) for word in ("-c", setting)]
+        command = [self._program("postgres"), "-D", str(self._data), "-k", str(self._folder), *settings]
         with open(self._folder / "log", "ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, **self._as_user)
         deadline = time.monotonic() + _LIMIT_S
@@ -297,7 +303,7 @@ def _keep(keeper: _Keeper, listening: socket.socket) -> None:
                 connection.close()
 
 
-def _main(folder: Path) -> int:
+def _main(folder: Path, settings: Sequence[str]) -> int:
     """Fork the keeper, and wait until its server is ready."""
     told, telling = os.pipe()
     if os.fork():
@@ -312,7 +318,7 @@ def _main(folder: Path) -> int:
             os.dup2(log.fileno(), stream)
     keeper = None
     try:
-        keeper = _Keeper(folder)
+        keeper = _Keeper(folder, settings)
         keeper.make()
         keeper.start()
         with socket.socket(socket.AF_UNIX) as listening:
@@ -332,4 +338,4 @@ def _main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(Path(sys.argv[1])))
+    sys.exit(_main(Path(sys.argv[1]), sys.argv[2:]))
