@@ -4,13 +4,13 @@
 
 Needs no GPU and measures nothing: agents are simulated by their calls of the queue, from processes on the machine that
 the server runs on, too. They do not read the problems that they get, which takes a real agent 0.3 ms each of its own
-host's time. The server writes every commit to the disk. Three loads, one after another:
+host's time. The server has the settings of PostgreSQL itself. Three loads, one after another:
 
 - single: clients claim one job and finish it, as fast as they can;
 - fleet: 125 agents of 8 workers each that begin within 5 s, a problem every 0.28 s on each worker (one H200 without
-  search). Each claims as much as an agent does, at first two jobs a worker, then up to 64 where it has half of these,
-  and calls as often: each second what was begun and what is done, every 5 s campaigns and enrolments, every 15 s a beat
-  and a look for expired leases, every 30 s renewals;
+  search). They claim and call as real ones do: at first two jobs a worker, then 128 whenever half of 64 a worker are
+  left; each second what was begun and what is done, every 5 s campaigns and enrolments, every 15 s a beat and a look
+  for expired leases, every 30 s renewals;
 - rows: one writer merges histories of new problems into the FindDB.
 """
 
@@ -41,9 +41,9 @@ from postgres_server import new_database, new_server
 
 from miofind.core.problem import ProblemDescription
 from miofind.finddb import History, Store, environment_id
-from miofind.fleet import queue
+from miofind.fleet import health, queue
 from miofind.fleet.database import FleetDatabase
-from miofind.fleet.link import BATCH_S, MOST_JOBS, Duty
+from miofind.fleet.link import BATCH_S, MOST_AT_ONCE, MOST_JOBS, Duty
 from miofind.fleet.queue import REAP_S, RENEW_S, Queue
 from miofind.fleet.values import Agent, Claimed, Finish, Hold, Kind
 
@@ -54,7 +54,7 @@ BEGIN_WITHIN_S = 5.0
 TELL_S = 1.0
 CAMPAIGNS_S = 5.0
 PROCESSES = 4
-DURABLE = ("fsync=on", "full_page_writes=on")
+DURABLE = ("fsync=on", "full_page_writes=on", "shared_buffers=128MB")  # as PostgreSQL is without settings
 _STAMP = "2026-01-01T00:00:00.000000Z"
 Waits = dict[str, list[float]]
 Result = TypeVar("Result")
@@ -108,6 +108,8 @@ class Client:
         """Work as an agent of several workers does."""
         time.sleep(random.uniform(0, BEGIN_WITHIN_S))
         self._queue.register(self._agent, "simulated")
+        for number in range(WORKERS_AN_AGENT):
+            health.register(self._database, f"{self._agent.id}:{number}", KIND, self._agent)
         held: list[Hold] = []
         owed, due = 0.0, time.monotonic()
         duties = [
@@ -122,7 +124,7 @@ class Client:
                     duty.work()
                     duty.due = time.monotonic() + duty.every_s
             if 2 * len(held) <= wanted:
-                held += self._claim(wanted - len(held))
+                held += self._claim(min(MOST_AT_ONCE, wanted - len(held)), devices=WORKERS_AN_AGENT, waiting=len(held))
                 wanted = WORKERS_AN_AGENT * min(MOST_JOBS, math.ceil(BATCH_S / PROBLEM_S))
             owed = min(owed + WORKERS_AN_AGENT * TELL_S / PROBLEM_S, len(held))
             done = held[: int(owed)]
@@ -144,8 +146,11 @@ class Client:
         """Part with the server."""
         self._database.close()
 
-    def _claim(self, most: int) -> list[Hold]:
-        return [each.hold for each in self._timed("claim", lambda: self._queue.claim(self._agent.id, KIND, most))]
+    def _claim(self, most: int, *, devices: int = 1, waiting: int = 0) -> list[Hold]:
+        claimed = self._timed(
+            "claim", lambda: self._queue.claim(self._agent.id, KIND, most, devices=devices, waiting=waiting)
+        )
+        return [each.hold for each in claimed]
 
     def _finish(self, holds: list[Hold]) -> None:
         told = [Finish(hold=hold, outcome="tuned", seconds=PROBLEM_S) for hold in holds]

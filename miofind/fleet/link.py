@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 BATCH_S = 25.0
 MOST_JOBS = 64
 """Of a device, claimed ahead."""
+MOST_AT_ONCE = 128
+"""By one claim, which others that claim wait for: an agent of many devices takes several."""
 
 _LOOK_S = 1.0
 _LEAST_PAUSE_S = 0.2  # a thousand GPUs that tell of every problem by itself would be all that the server does
@@ -243,7 +245,7 @@ class Link(threading.Thread):
             logger.warning("the server is behind what was measured here: nothing is claimed until it has that")
             self._claim_at[kind] = time.monotonic() + _CAMPAIGNS_S
             return
-        most = wanted - load.waiting
+        most = min(MOST_AT_ONCE, wanted - load.waiting)
         claimed = self._queue.claim(self._agent.id, kind, most, devices=count, waiting=load.waiting)
         if not claimed:
             self._claim_at[kind] = time.monotonic() + (_LOOK_S if load.waiting else random.uniform(*_IDLE_S))
