@@ -278,10 +278,7 @@ class FleetAgent:
 
     def _follow_health(self) -> None:
         """Have members measure, or not, as their GPUs' states on the server say."""
-        if not self._are_registered:
-            for member in self.members:
-                health.register(self._database, member.device_name, member.kind, self.agent)
-            self._are_registered = True
+        self._register()
         for member in self.members:
             self._report(member)
         states = health.states(self._database, [member.device_name for member in self.members])
@@ -297,6 +294,18 @@ class FleetAgent:
         self.link.devices = self._devices()
         for kind in {member.kind for member in self.members} - self.link.devices.keys():
             self.holdings.give_back_waiting(kind=kind.device)
+
+    def _register(self) -> None:
+        """Have the server know all members as this agent's: at first, and where it has forgotten one.
+
+        It has where it was restored from a backup, or where another agent had a device of that name and is gone.
+        """
+        names = [member.device_name for member in self.members]
+        known = health.states(self._database, names) if self._are_registered else {}
+        for member in self.members:
+            if member.device_name not in known:
+                health.register(self._database, member.device_name, member.kind, self.agent)
+        self._are_registered = True
 
     def _doubt(self, member: Member) -> None:
         """Have what a member measured since its canaries were right never ship."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +38,10 @@ ON CONFLICT (name) DO UPDATE SET host = excluded.host, device = excluded.device,
     worker_id = excluded.worker_id
 RETURNING state
 """)
+_STATES = text(
+    "SELECT gpu.name, gpu.state FROM gpu LEFT JOIN worker ON worker.id = gpu.worker_id "
+    "WHERE gpu.name = ANY(CAST(:names AS text[])) AND worker.state IS DISTINCT FROM 'gone'"
+)
 _SET = text(
     "UPDATE gpu SET state = :state, reason = :reason, since = now(), strikes = 0 "
     "WHERE name = ANY(CAST(:names AS text[])) RETURNING name"
@@ -48,7 +52,7 @@ def register(database: FleetDatabase, name: str, kind: Kind, agent: Agent) -> Gp
     """Make a GPU known as an agent's; what state it is in."""
     values = {"name": name, "host": printable_name(agent.host), "device": kind.device, "stack": kind.stack}
     with database.transaction() as connection:
-        return GpuState(connection.execute(_REGISTER, values | {"worker": agent.id}).scalar_one())
+        return _checked_state(connection.execute(_REGISTER, values | {"worker": agent.id}).scalar_one())
 
 
 def set_state(database: FleetDatabase, names: Sequence[str], state: GpuState, reason: str = "") -> None:
@@ -85,7 +89,7 @@ def report_canaries(database: FleetDatabase, name: str, times: Times) -> Judgeme
         found = factor(times, [times, *map(_checked_times, others)])
         is_off = found is not None and abs(found - 1.0) > TOLERANCE
         strikes = gpu.strikes + 1 if is_off else 0
-        before = GpuState(gpu.state)
+        before = _checked_state(gpu.state)
         state = _judged(before, strikes)
         reason = f"its canaries take {found:.3f} of the others' times" if is_off else ""
         change = {"state": state.value, "factor": found, "strikes": strikes, "canaries": dict(times)}
@@ -135,11 +139,25 @@ def _checked_times(values: object) -> Times:
     """What the server has of another GPU's canaries, as far as it is times."""
     if not isinstance(values, Mapping):
         return {}
-    return {str(name): float(ms) for name, ms in values.items() if isinstance(ms, int | float) and 0 < ms < math.inf}
+    most_ms = sys.float_info.max  # JSON has whole numbers beyond it
+    return {str(name): float(ms) for name, ms in values.items() if isinstance(ms, int | float) and 0 < ms <= most_ms}
+
+
+def _checked_state(told: str) -> GpuState:
+    try:
+        return GpuState(told)
+    except ValueError:
+        raise DatabaseError(
+            f"the server has a GPU in the state {brief(told)}, which this release of miofind does not know: upgrade it"
+        ) from None
 
 
 def states(database: FleetDatabase, names: Sequence[str]) -> dict[str, GpuState]:
-    """The states of GPUs."""
-    statement = text("SELECT name, state FROM gpu WHERE name = ANY(CAST(:names AS text[]))")
-    with database.transaction() as connection:
-        return {name: GpuState(state) for name, state in connection.execute(statement, {"names": list(names)}).all()}
+    """The states of those of the GPUs that are known, as an agent's that is not gone.
+
+    Raises:
+        DatabaseError: one is of a later release.
+    """
+    with database.statement() as connection:
+        found = connection.execute(_STATES, {"names": list(names)}).all()
+        return {name: _checked_state(state) for name, state in found}

@@ -292,6 +292,19 @@ def test_two_devices_share_a_batch(host: Host) -> None:
     assert host.states() == {"done": 4}
 
 
+def test_a_gpu_that_the_server_has_forgotten_is_registered_again(host: Host) -> None:
+    """It was restored from a backup. The agent ended at its next canaries."""
+    agent = host.agent()
+    (member,) = agent.members
+    agent.link._step()
+    with host.database.transaction() as connection:
+        connection.execute(text("DELETE FROM gpu"))
+    member.canary_times = {"a": 1.0}
+    agent._follow_health()
+    assert health.states(host.database, [member.device_name]) == {member.device_name: GpuState.READY}
+    agent._outbox.close()
+
+
 def test_a_quarantined_gpu_gives_its_jobs_back_until_it_is_cleared(host: Host) -> None:
     submit(host.database, REQUEST, PROBLEMS)
     agent = host.agent()

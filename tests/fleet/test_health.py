@@ -9,8 +9,10 @@ from uuid import uuid4
 import pytest
 from finddb_entries import DEVICE, PROBLEM, row
 from fleet_jobs import KIND, scalar
+from sqlalchemy import text
 
 from miofind.device.device import Device, Library
+from miofind.errors import DatabaseError
 from miofind.finddb import History, ProblemKey, Store
 from miofind.fleet import health
 from miofind.fleet.agent import Measured
@@ -18,6 +20,7 @@ from miofind.fleet.canary import PROBLEMS, canary_tasks, factor
 from miofind.fleet.database import FleetDatabase
 from miofind.fleet.health import Judgement
 from miofind.fleet.holdings import GpuTasks, Holdings
+from miofind.fleet.queue import Queue
 from miofind.fleet.values import Agent, GpuState
 from miofind.runtime.handle import Handle
 from miofind.solver.registry import Registry
@@ -67,8 +70,30 @@ def test_one_good_time_clears_a_suspect(database: FleetDatabase) -> None:
 def test_what_is_no_time_on_the_server_counts_for_nothing(database: FleetDatabase) -> None:
     scalar(database, """UPDATE gpu SET canaries = '{"a": "x", "b": -1, "c": null}' WHERE name = 'GPU-2' RETURNING 1""")
     scalar(database, "UPDATE gpu SET canaries = '[3]' WHERE name = 'GPU-3' RETURNING 1")
+    scalar(database, f"""UPDATE gpu SET canaries = '{{"a": 1{400 * "0"}}}' WHERE name = 'GPU-4' RETURNING 1""")
     health.report_canaries(database, "GPU-1", slowed(2.0))
-    assert scalar(database, "SELECT factor FROM gpu WHERE name = 'GPU-1'") is None, "two GPUs are no fleet"
+    assert scalar(database, "SELECT factor FROM gpu WHERE name = 'GPU-1'") is None, "one GPU is no fleet"
+
+
+def test_a_state_of_a_later_release_is_told(database: FleetDatabase) -> None:
+    with database.transaction() as connection:
+        connection.execute(text("ALTER TABLE gpu DROP CONSTRAINT gpu_state_check"))
+        connection.execute(text("UPDATE gpu SET state = 'asleep'"))
+    with pytest.raises(DatabaseError, match="in the state 'asleep', which this release of miofind does not know"):
+        health.states(database, GPUS)
+    with pytest.raises(DatabaseError, match="'asleep'"):
+        health.report_canaries(database, "GPU-1", USUAL)
+
+
+def test_gpus_of_an_agent_that_is_gone_are_to_be_registered(database: FleetDatabase) -> None:
+    """So that whoever has one of them now, by the same name, takes it over."""
+    agent = Agent(id=uuid4(), host="h")
+    queue = Queue(database)
+    queue.register(agent, "1")
+    health.register(database, "GPU-1", KIND, agent)
+    assert health.states(database, GPUS).keys() == set(GPUS)
+    queue.beat(agent, state="gone", problems=0, age_s=0.0)
+    assert health.states(database, GPUS).keys() == set(GPUS[1:])
 
 
 def test_two_lost_contexts_in_an_hour_quarantine(database: FleetDatabase) -> None:
