@@ -115,8 +115,9 @@ WITH expired AS (
 """)
 _LOSE_WORKERS = text(f"{_LOSE} WHERE worker_id = :worker AND state = 'leased' RETURNING job.id, job.state, job.losses")
 
+# A time to come is none: the server's clock was put back.
 _MAY_REAP = text("""
-SELECT NOT EXISTS (SELECT FROM reaper WHERE reaped_at > now() - make_interval(secs => :pause_s))
+SELECT NOT EXISTS (SELECT FROM reaper WHERE reaped_at BETWEEN now() - make_interval(secs => :pause_s) AND now())
     AND pg_try_advisory_xact_lock(:key)
 """)
 
@@ -136,9 +137,10 @@ ON CONFLICT (campaign_id, device, stack) DO UPDATE SET revision = excluded.revis
     WHERE enrolment.revision < excluded.revision
 RETURNING campaign_id
 """)
+# A problem whose time is beyond all numbers keeps no other from its agents.
 _MAKE_JOBS = text("""
 INSERT INTO job (campaign_id, device, stack, network_config, suite, layer, count, estimate_s, weight)
-SELECT campaign_id, :device, :stack, network_config, suite, layer, count, estimate_s, estimate_s * count
+SELECT campaign_id, :device, :stack, network_config, suite, layer, count, estimate_s, least(estimate_s, 1e18) * count
 FROM campaign_problem WHERE campaign_id = ANY(CAST(:campaigns AS bigint[]))
 ORDER BY campaign_id, network_config
 ON CONFLICT DO NOTHING

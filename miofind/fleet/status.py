@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,13 +14,15 @@ from miofind.fleet.values import JobState
 _RECENT_S = 60
 _MOST_SHOWN = 20
 
-_JOBS = text("""
+# Whatever is there: a sum of it is a number.
+_WEIGHT = "least(greatest(weight, 0), 1e18)"
+_JOBS = text(f"""
 SELECT campaign.name, job.device, job.stack, campaign.priority, campaign.paused,
     count(*) FILTER (WHERE state = 'new') AS new, count(*) FILTER (WHERE state = 'leased') AS leased,
     count(*) FILTER (WHERE state = 'done') AS done, count(*) FILTER (WHERE state = 'failed') AS failed,
     count(*) FILTER (WHERE state = 'parked') AS parked,
-    coalesce(sum(weight) FILTER (WHERE state IN ('new', 'leased')), 0) AS weight_left,
-    coalesce(sum(weight) FILTER (WHERE finished_at > now() - make_interval(secs => :recent_s)), 0) AS weight_recent,
+    coalesce(sum({_WEIGHT}) FILTER (WHERE state IN ('new', 'leased')), 0) AS weight_left,
+    coalesce(sum({_WEIGHT}) FILTER (WHERE finished_at > now() - make_interval(secs => :recent_s)), 0) AS weight_recent,
     count(*) FILTER (WHERE finished_at > now() - make_interval(secs => :recent_s)) AS recent
 FROM job JOIN campaign ON campaign.id = job.campaign_id
 GROUP BY campaign.id, job.device, job.stack ORDER BY campaign.priority DESC, campaign.id, job.device, job.stack
@@ -32,7 +35,8 @@ GROUP BY campaign.id ORDER BY campaign.id
 """)
 _GPUS = text("""
 SELECT gpu.name, gpu.host, gpu.device, gpu.stack, gpu.state, gpu.reason, gpu.factor,
-    coalesce(worker.state, 'gone') AS worker, extract(epoch FROM now() - worker.beat_at)::float8 AS silent_s,
+    coalesce(worker.state, 'gone') AS worker,
+    CASE WHEN isfinite(worker.beat_at) THEN extract(epoch FROM now() - worker.beat_at)::float8 END AS silent_s,
     coalesce(worker.outbox_problems, 0) AS outbox_problems, coalesce(worker.outbox_age_s, 0) AS outbox_age_s
 FROM gpu LEFT JOIN worker ON worker.id = gpu.worker_id ORDER BY gpu.device, gpu.host, gpu.name
 """)
@@ -134,6 +138,7 @@ def status(database: FleetDatabase) -> FleetStatus:
 
 def _campaign(row: RowMapping) -> CampaignStatus:
     pace = row["weight_recent"] / _RECENT_S
+    eta_s = row["weight_left"] / pace if pace else math.nan
     return CampaignStatus(
         name=row["name"],
         device=row["device"],
@@ -142,7 +147,7 @@ def _campaign(row: RowMapping) -> CampaignStatus:
         paused=row["paused"],
         jobs={state: int(row[state.value]) for state in JobState},
         recent=row["recent"],
-        eta_s=row["weight_left"] / pace if pace else None,
+        eta_s=eta_s if 0 <= eta_s < math.inf else None,
     )
 
 

@@ -15,6 +15,7 @@ from fleet_jobs import KIND, NIGHTLY, OTHER, done, expire, holds, problems, scal
 from postgres_server import new_database, new_server
 from sqlalchemy import TextClause, text
 
+from miofind.cli.fleet_board import print_status
 from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.fleet import health
 from miofind.fleet.campaign_options import options_json, options_of
@@ -22,6 +23,7 @@ from miofind.fleet.campaigns import retry, set_paused, submit
 from miofind.fleet.database import FleetDatabase, UnreachableError
 from miofind.fleet.garbage import Removed, collect
 from miofind.fleet.queue import BEGIN, CLAIM, FINISH, MOST_ATTEMPTS, RELEASE, RENEW, Queue
+from miofind.fleet.status import status
 from miofind.fleet.values import Agent
 from miofind.options import FindOptions
 from miofind.tune.values import TuneOptions
@@ -347,6 +349,15 @@ def test_reapers_leave_each_other_time(database: FleetDatabase, queue: Queue) ->
     assert queue.reap() == 1
 
 
+def test_a_clock_of_the_server_that_was_put_back_stops_no_reaper(database: FleetDatabase, queue: Queue) -> None:
+    submitted(database, 1)
+    queue.reap()
+    scalar(database, "UPDATE reaper SET reaped_at = 'infinity' RETURNING 1")
+    holds(queue, uuid4())
+    expire(database)
+    assert queue.reap(pause_s=60.0) == 1
+
+
 def test_a_restart_of_the_server_extends_all_leases() -> None:
     with new_server() as server, new_database(server.url) as url:
         database = FleetDatabase(url)
@@ -395,6 +406,27 @@ def test_a_job_that_cannot_be_read_is_refused(
     (claimed,) = queue.claim(uuid4(), KIND, 1)
     assert claimed.task is None
     assert told in claimed.refusal
+
+
+def test_times_that_are_none_stop_neither_agents_nor_the_status(database: FleetDatabase, queue: Queue) -> None:
+    """An infinite beat, and products and sums beyond all numbers, were errors of every call."""
+    submitted(database, 3)
+    agent = Agent(id=uuid4(), host="h")
+    queue.register(agent, "1")
+    health.register(database, "GPU-1", KIND, agent)
+    for statement in (
+        "UPDATE campaign_problem SET estimate_s = 1e308, count = 1000",
+        "UPDATE job SET weight = 1e308, finished_at = now()",
+        "UPDATE job SET weight = 'NaN' WHERE id = 1",
+        "UPDATE worker SET beat_at = 'infinity', outbox_age_s = 'infinity'",
+        "UPDATE gpu SET factor = 'NaN'",
+    ):
+        scalar(database, f"{statement} RETURNING 1")
+    assert queue.enrol(OTHER) == 3
+    found = status(database)
+    assert [each.silent_s for each in found.gpus] == [None]
+    assert all(each.eta_s is None or each.eta_s >= 0 for each in found.campaigns)
+    print_status(found)
 
 
 def test_options_cross_as_plain_json() -> None:
