@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -196,8 +197,10 @@ def member(kind: type[_E], value: object, name: str) -> _E:
 def _check_number(name: str, value: object) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or value < 0:
-        raise InvalidOptionError(f"{name}={brief(value)} must be a number of at least 0")
+    with contextlib.suppress(OverflowError):  # a whole number beyond all floats
+        if isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
+            return
+    raise InvalidOptionError(f"{name}={brief(value)} must be a number of at least 0")
 
 
 def _count(name: str, value: object, least: int, *, may_be_none: bool) -> int | None:

@@ -440,7 +440,10 @@ def test_options_cross_as_plain_json() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [None, [], {"isolate": False}, {"only": 3}, {"trials": -1}, {"force": 1}, {"only": ["nothing"]}, {"seed": "x"}],
+    [
+        *(None, [], {"isolate": False}, {"only": 3}, {"trials": -1}, {"force": 1}, {"only": ["nothing"]}),
+        *({"seed": "x"}, {"time_budget_s": 10**400}, {"max_error": -(10**400)}, {"workspace_limit_bytes": 10**400}),
+    ],
 )
 def test_options_of_another_form_are_refused(values: object) -> None:
     with pytest.raises(DatabaseError):
