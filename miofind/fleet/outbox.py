@@ -99,7 +99,10 @@ class Outbox:
             ) from None
 
     def _refused(self, error: Exception) -> DatabaseError:
-        return DatabaseError(f"{self._path.name}, the fleet's note beside the FindDB, at {self._path.parent}: {error}")
+        told = f"{self._path.name}, the fleet's note beside the FindDB, at {self._path.parent}: {error}"
+        if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            told += ". Merge the FindDB into the server's by `miofind db merge`, then remove the note"
+        return DatabaseError(told)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

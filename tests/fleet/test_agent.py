@@ -361,6 +361,12 @@ def test_the_outbox_outlives_its_agent(tmp_path: Path) -> None:
     outbox.close()
 
 
+def test_a_damaged_note_says_how_to_lose_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.db.fleet").write_bytes(b"no database" * 500)
+    with pytest.raises(DatabaseError, match=r"not a database. Merge the FindDB .* by `miofind db merge`, then remove"):
+        Outbox(tmp_path / "a.db")
+
+
 def test_a_stack_tells_code_apart() -> None:
     device, registry = Device.cpu(), Registry.default()
 

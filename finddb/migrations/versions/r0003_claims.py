@@ -13,7 +13,8 @@ _OF_TEXTS = "job_campaign_id_device_stack_network_config_key"  # the name that P
 
 
 def upgrade() -> None:
-    """Change the indexes; the jobs stay."""
+    """Change the indexes; the jobs stay. Agents that are at work wait meanwhile."""
+    op.execute("LOCK TABLE job")  # first: who has read it and is about to write would wait for this, and this for it
     op.create_index("job_once", "job", ["campaign_id", _hash(0), _hash(1)], unique=True)
     op.drop_constraint(_OF_TEXTS, "job")
     # A renewal changes lease_until: while that is in an index, each renewal writes to all of them.
