@@ -198,7 +198,7 @@ def _check_number(name: str, value: object) -> None:
     if value is None:
         return
     with contextlib.suppress(OverflowError):  # a whole number beyond all floats
-        if isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
+        if not isinstance(value, bool) and isinstance(value, Real) and float(value) >= 0:
             return
     raise InvalidOptionError(f"{name}={brief(value)} must be a number of at least 0")
 

@@ -40,12 +40,11 @@ from miofind.cli.store import cache_over, store_options
 from miofind.cli.tune import gpus_option
 from miofind.compiler import Compiler
 from miofind.device.device import Device
-from miofind.errors import DatabaseError
 from miofind.finddb import Store, user_path
 from miofind.fleet import health
 from miofind.fleet.agent import AgentEnd, FleetAgent
 from miofind.fleet.campaigns import MOST_PRIORITY, checked_name, nominal_seconds, retry, set_paused, submit
-from miofind.fleet.database import FleetDatabase
+from miofind.fleet.database import FleetDatabase, UnreachableError
 from miofind.fleet.garbage import collect
 from miofind.fleet.metrics import LOOPBACK, MetricsServer
 from miofind.fleet.status import FleetStatus, status
@@ -288,7 +287,7 @@ def _watch(database: FleetDatabase) -> None:
         while True:
             try:
                 live.update(shown_status(status(database)))
-            except DatabaseError as error:
+            except UnreachableError as error:
                 print_note(f"warning: {error}")
             time.sleep(2.0)
 

@@ -15,8 +15,7 @@ from miofind.cli.fleet_board import shown_status
 from miofind.cli.fleet_session import fleet_command, opened, told_or_json
 from miofind.cli.output import print_note, stdout
 from miofind.cli.scheduler import agents_of, scheduler_options, started
-from miofind.errors import DatabaseError
-from miofind.fleet.database import FleetDatabase
+from miofind.fleet.database import FleetDatabase, UnreachableError
 from miofind.fleet.status import FleetStatus, status
 from miofind.fleet.values import JobState
 from miofind.process.interrupts import INTERRUPTED, terminable
@@ -94,12 +93,12 @@ def watched(database: FleetDatabase, agents: Agents, *, show: bool, campaign: st
     """The state of the fleet, or of one campaign, once nothing is left to do that is not paused; shown meanwhile.
 
     Raises:
-        MissingEnvironmentError: no agent can work.
+        MissingEnvironmentError: no agent can work. DatabaseError: the server refuses.
     """
     board = Live(console=stdout(), refresh_per_second=1) if show else None
     with board or contextlib.nullcontext():
         while True:
-            with contextlib.suppress(DatabaseError):  # agents go on while the server is away
+            with contextlib.suppress(UnreachableError):  # agents go on while the server is away
                 found = _of_campaign(status(database), campaign)
                 if board is not None:
                     board.update(shown_status(found))

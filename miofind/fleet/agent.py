@@ -82,7 +82,7 @@ class Member(threading.Thread):
         members: of the agent, which share the host's processors.
 
     Attributes:
-        name_here: of the device: its UUID, or the place on this host.
+        device_name: its UUID, or that of the place on this host.
         lost: why it no longer answers, "" while it does.
         unproven: what it has measured since its canaries were right.
         error: what would fail every problem.

@@ -112,11 +112,6 @@ class FleetStatus:
     gpus: tuple[GpuStatus, ...]
     failures: tuple[FailureStatus, ...]
 
-    @property
-    def is_done(self) -> bool:
-        """Whether no job waits or is being measured."""
-        return not any(each.jobs[JobState.NEW] + each.jobs[JobState.LEASED] for each in self.campaigns)
-
 
 def status(database: FleetDatabase) -> FleetStatus:
     """How a fleet stands.

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
+from miofind.cli.fleet import _watch
+from miofind.cli.fleet_launch import watched
+from miofind.errors import DatabaseError
 from miofind.finddb import Store
 from miofind.fleet import health
-from miofind.fleet.database import FleetDatabase
+from miofind.fleet.database import FleetDatabase, UnreachableError
 from miofind.fleet.queue import Queue
+from miofind.fleet.status import FleetStatus
 from miofind.fleet.values import Kind
 
 
@@ -78,6 +83,23 @@ def test_campaigns_are_paused_resumed_and_retried(postgres_url: str) -> None:
 )
 def test_mistakes_are_of_usage(arguments: tuple[str, ...], told: str) -> None:
     assert told in run("fleet", *arguments, code=2).stderr
+
+
+def test_a_watch_outlives_an_outage_and_ends_where_the_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on for ever, and said nothing."""
+    answers: list[DatabaseError] = []
+
+    def refused(database: object) -> FleetStatus:
+        raise answers.pop()
+
+    for module in ("fleet_launch", "fleet"):
+        monkeypatch.setattr(f"miofind.cli.{module}.status", refused)
+        monkeypatch.setattr(f"miofind.cli.{module}.time.sleep", lambda seconds: None)
+    database = cast(Any, None)
+    for watch in (lambda: watched(database, database, show=False), lambda: _watch(database)):
+        answers += [DatabaseError("no rights"), UnreachableError("away")]
+        with pytest.raises(DatabaseError, match="no rights"):
+            watch()
 
 
 def test_dasks_workers_run_agents_until_nothing_is_left(
