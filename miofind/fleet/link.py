@@ -182,7 +182,7 @@ class Link(threading.Thread):
         self._queue.register(self._agent, __version__)
         while self._predecessors:
             self._queue.lose_worker(self._predecessors[-1])
-            self._predecessors.pop()
+            self._stores.outbox.buried(self._predecessors.pop())
         self._renew()
         self._queue.release_unknown(self._agent.id, self._holdings.holds)
         self._follow_campaigns()

@@ -50,13 +50,20 @@ class Outbox:
             raise self._refused(error) from error
 
     def succeed(self, agent: UUID) -> list[UUID]:
-        """Note the agent that has it now; returns those before it, which are dead. All that they noted is orphaned."""
+        """Note the agent that has it now; returns those before it, which are dead. All that they noted is orphaned.
+
+        They stay noted until the server was told of them: the agent may be killed before that.
+        """
         with self._transaction() as connection:
             found = connection.execute("SELECT id FROM agent").fetchall()
-            connection.execute("DELETE FROM agent")
             connection.execute("INSERT INTO agent VALUES (?)", (str(agent),))
             connection.execute("UPDATE OR REPLACE pending SET job = ?", (ORPHANED,))
         return [UUID(row[0]) for row in found]
+
+    def buried(self, agent: UUID) -> None:
+        """Note that the server was told of a dead agent."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM agent WHERE id = ?", (str(agent),))
 
     def expect(self, keys: Iterable[tuple[ProblemKey, int]]) -> None:
         """Note problems that are about to be measured, and the job of each."""

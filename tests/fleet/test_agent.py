@@ -361,6 +361,24 @@ def test_the_outbox_outlives_its_agent(tmp_path: Path) -> None:
     outbox.close()
 
 
+def test_an_agent_that_dies_before_it_tells_of_its_predecessor_leaves_that_to_the_next(host: Host) -> None:
+    """Jobs of agents that were killed twice in a row waited for their leases to run out."""
+    submit(host.database, REQUEST, PROBLEMS)
+    first = host.agent()
+    first.link.devices = first._devices()
+    first.link._step()
+    assert host.states() == {"leased": 2, "new": 2}
+    first._outbox.close()
+    host.agent()._outbox.close()  # killed while the server is away
+    third = host.agent()
+    third.link._agree()
+    assert host.states() == {"new": 4}
+    third._outbox.close()
+    fourth = host.agent()
+    assert fourth.link._predecessors == [third.agent.id], "whom the server was told of is forgotten"
+    fourth._outbox.close()
+
+
 def test_a_damaged_note_says_how_to_lose_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.db.fleet").write_bytes(b"no database" * 500)
     with pytest.raises(DatabaseError, match=r"not a database. Merge the FindDB .* by `miofind db merge`, then remove"):
