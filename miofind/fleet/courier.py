@@ -15,7 +15,7 @@ from miofind.errors import DatabaseError
 from miofind.finddb import History, ProblemKey, RefusedEntryError
 from miofind.fleet.holdings import Holdings, Stage, key_of
 from miofind.fleet.outbox import ORPHANED, Outbox
-from miofind.fleet.values import Claimed
+from miofind.fleet.values import Claimed, Hold
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Courier(threading.Thread):
         self._outbox = outbox
         self._local = local
         self._server = server
-        self._others: deque[tuple[ProblemKey, int]] = deque((key, ORPHANED) for key in outbox.orphans())
+        self._others: deque[tuple[ProblemKey, Hold]] = deque((key, ORPHANED) for key in outbox.orphans())
         self._wake = threading.Event()
         self._is_over = False
         self._interval_s = MERGE_S
@@ -82,7 +82,7 @@ class Courier(threading.Thread):
 
     def also(self, jobs: Iterable[Claimed]) -> None:
         """Merge problems, too, that were given up: what was found out before is true."""
-        self._others.extend((key_of(each), each.hold.job) for each in jobs if each.task is not None)
+        self._others.extend((key_of(each), each.hold) for each in jobs if each.task is not None)
 
     def hurry(self) -> None:
         """Merge now, where much waits or no more comes."""
@@ -121,7 +121,7 @@ class Courier(threading.Thread):
 
     def _merge_jobs(self, batch: Sequence[Claimed]) -> None:
         refused = self._bring([key_of(each) for each in batch])
-        self._outbox.forget((key_of(each), each.hold.job) for each in batch)
+        self._outbox.forget((key_of(each), each.hold) for each in batch)
         for each in batch:
             if key_of(each) in refused:
                 self._holdings.refused(each.hold.job, refused[key_of(each)])

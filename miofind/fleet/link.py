@@ -257,7 +257,7 @@ class Link(threading.Thread):
         read = [self._with_options(each) for each in claimed]
         legible = [each for each in read if each.task is not None]
         try:
-            self._stores.outbox.expect((key_of(each), each.hold.job) for each in legible)
+            self._stores.outbox.expect((key_of(each), each.hold) for each in legible)
         except DatabaseError:
             self._queue.release([each.hold for each in claimed])
             raise

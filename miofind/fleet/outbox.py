@@ -17,14 +17,15 @@ from uuid import UUID
 
 from miofind.errors import DatabaseError
 from miofind.finddb import ProblemKey
+from miofind.fleet.values import Hold
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS pending (
-    device TEXT, network_config TEXT, job INTEGER, PRIMARY KEY (device, network_config, job)) WITHOUT ROWID;
+    device TEXT, network_config TEXT, job TEXT, PRIMARY KEY (device, network_config, job)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS agent (id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
-ORPHANED = -1
-"""Stands for the jobs of agents that are gone."""
+ORPHANED = Hold(-1, 0)
+"""Stands for what agents held that are gone."""
 
 
 class Outbox:
@@ -57,7 +58,7 @@ class Outbox:
         with self._transaction() as connection:
             found = connection.execute("SELECT id FROM agent").fetchall()
             connection.execute("INSERT INTO agent VALUES (?)", (str(agent),))
-            connection.execute("UPDATE OR REPLACE pending SET job = ?", (ORPHANED,))
+            connection.execute("UPDATE OR REPLACE pending SET job = ?", (_text(ORPHANED),))
         return [UUID(row[0]) for row in found]
 
     def buried(self, agent: UUID) -> None:
@@ -65,15 +66,15 @@ class Outbox:
         with self._transaction() as connection:
             connection.execute("DELETE FROM agent WHERE id = ?", (str(agent),))
 
-    def expect(self, keys: Iterable[tuple[ProblemKey, int]]) -> None:
-        """Note problems that are about to be measured, and the job of each."""
-        rows = [(key.device, key.network_config, job) for key, job in keys]
+    def expect(self, notes: Iterable[tuple[ProblemKey, Hold]]) -> None:
+        """Note problems that are about to be measured, and the claim of each: a job may come again."""
+        rows = list(map(_row, notes))
         with self._transaction() as connection:
             connection.executemany("INSERT OR IGNORE INTO pending VALUES (?, ?, ?)", rows)
 
-    def forget(self, keys: Iterable[tuple[ProblemKey, int]]) -> None:
+    def forget(self, notes: Iterable[tuple[ProblemKey, Hold]]) -> None:
         """Drop notes: the server has what they speak of, or nothing was measured."""
-        rows = [(key.device, key.network_config, job) for key, job in keys]
+        rows = list(map(_row, notes))
         with self._transaction() as connection:
             connection.executemany("DELETE FROM pending WHERE device = ? AND network_config = ? AND job = ?", rows)
 
@@ -82,7 +83,8 @@ class Outbox:
         with self._transaction() as connection:
             statement = "SELECT device, network_config FROM pending WHERE job = ?"
             return [
-                ProblemKey(device=row[0], network_config=row[1]) for row in connection.execute(statement, (ORPHANED,))
+                ProblemKey(device=row[0], network_config=row[1])
+                for row in connection.execute(statement, (_text(ORPHANED),))
             ]
 
     def __len__(self) -> int:
@@ -119,3 +121,13 @@ class Outbox:
                 yield self._connection
         except sqlite3.Error as error:
             raise self._refused(error) from error
+
+
+def _row(note: tuple[ProblemKey, Hold]) -> tuple[str, str, str]:
+    key, hold = note
+    return key.device, key.network_config, _text(hold)
+
+
+def _text(hold: Hold) -> str:
+    """A claim as the note's file has it, also in one of an earlier release, whose column is of whole numbers."""
+    return f"{hold.job}/{hold.fence}"

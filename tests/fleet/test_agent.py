@@ -25,9 +25,9 @@ from miofind.fleet.campaign_options import options_of
 from miofind.fleet.campaigns import set_paused, submit
 from miofind.fleet.database import FleetDatabase
 from miofind.fleet.metrics import text_of
-from miofind.fleet.outbox import Outbox
+from miofind.fleet.outbox import ORPHANED, Outbox
 from miofind.fleet.stack import kind_of, stack_of
-from miofind.fleet.values import CampaignRequest, GpuState
+from miofind.fleet.values import CampaignRequest, GpuState, Hold
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.registry import Registry
@@ -350,15 +350,34 @@ def test_the_outbox_outlives_its_agent(tmp_path: Path) -> None:
     first, second = uuid4(), uuid4()
     outbox = Outbox(tmp_path / "of a new" / "user" / "finddb.db")
     assert outbox.succeed(first) == []
-    outbox.expect([(key, 7)])
+    outbox.expect([(key, Hold(7, 1))])
     assert outbox.orphans() == []
     outbox.close()
     outbox = Outbox(tmp_path / "of a new" / "user" / "finddb.db")
     assert (outbox.succeed(second), outbox.orphans()) == ([first], [key])
-    outbox.expect([(key, 8)])
-    outbox.forget([(key, -1)])
+    outbox.expect([(key, Hold(8, 1))])
+    outbox.forget([(key, ORPHANED)])
     assert (outbox.orphans(), len(outbox)) == ([], 1)
     outbox.close()
+
+
+def test_a_job_that_is_lost_and_claimed_again_stays_noted(host: Host) -> None:
+    """What was merged of its first claim had the note of the second dropped; a kill then left rows behind."""
+    submit(host.database, REQUEST, PROBLEMS[:1])
+    agent = host.agent()
+    (member,) = agent.members
+    agent.link.devices = agent._devices()
+    agent.link._step()
+    task = member.tasks.take(member.kind.device)
+    assert task is not None
+    member.tasks.give_back(task)
+    agent.link._step()
+    assert agent.holdings.load(member.kind.device).waiting == 1, "it is claimed again"
+    agent._courier.merge()
+    agent._outbox.close()
+    successor = host.agent()
+    assert [key.network_config for key in successor._outbox.orphans()] == [PROBLEMS[0].problem.network_config]
+    successor._outbox.close()
 
 
 def test_an_agent_that_dies_before_it_tells_of_its_predecessor_leaves_that_to_the_next(host: Host) -> None:
