@@ -30,6 +30,7 @@ from miofind.runtime.solution import Solution, Source
 from miofind.solver.registry import Registry
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Config, ConvSolution
+from miofind.solvers.cpu.direct import ConvCpuDirect
 from miofind.solvers.cpu.im2col_gemm import ConvCpuIm2colGemm
 from miofind.solvers.pointwise.epilogue_pass import MODULE, pass_step
 from miofind.suites import SuiteProblem
@@ -347,7 +348,8 @@ def test_a_tuning_measures_fused_problems_and_then_knows_them(database: Path) ->
         for p in (PROBLEM, PROBLEM.bare)
     ]
     options = TuneOptions(find=FindOptions(tuning=True, trials=12))
-    with Handle("cpu", database=database, strict=True) as handle:
+    registry = Registry([ConvCpuDirect, ConvCpuIm2colGemm])
+    with Handle("cpu", database=database, strict=True, registry=registry) as handle:
         before = forecast(requests, [handle], options)
         first = tune(requests, [handle], options)
         after = forecast(requests, [handle], options)

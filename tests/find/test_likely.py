@@ -24,6 +24,9 @@ from miofind.find.plan import make_plan
 from miofind.finddb import MEMORY
 from miofind.options import FindOptions
 from miofind.runtime.solution import Source
+from miofind.solver.registry import Registry
+from miofind.solvers.cpu.direct import ConvCpuDirect
+from miofind.solvers.cpu.im2col_gemm import ConvCpuIm2colGemm
 from miofind.solvers.vendor.cudnn import ConvCudnn
 from miofind.suites import SuiteProblem
 from miofind.tune.planning import known_solutions, tuning_plans
@@ -195,11 +198,15 @@ def test_the_likeliest_of_all_answer_no_request_of_some(one: None, cpu: miofind.
     assert records.look_up(PROBLEM, FindOptions(workspace_limit_bytes=1 << 30), cpu), "torch's limit is no filter"
 
 
-def test_a_plan_that_leaves_nothing_out_is_a_full_one(cpu: miofind.Handle) -> None:
-    miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
-    assert scopes(cpu) == {"defaults"}
-    assert not cpu.database.rechecks(cpu.device.identity)
-    assert known_solutions(PROBLEM, TuneOptions(find=FindOptions()), cpu)
+def test_a_plan_that_leaves_nothing_out_is_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are no more solvers than are measured at least."""
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    registry = Registry([ConvCpuDirect, ConvCpuIm2colGemm])
+    with miofind.Handle("cpu", database=MEMORY, strict=True, registry=registry) as cpu:
+        miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
+        assert scopes(cpu) == {"defaults"}
+        assert not cpu.database.rechecks(cpu.device.identity)
+        assert known_solutions(PROBLEM, TuneOptions(find=FindOptions()), cpu)
 
 
 def test_a_fused_problem_s_full_find_measures_the_bare_one_in_full(one: None, cpu: miofind.Handle) -> None:

@@ -20,9 +20,10 @@ from miofind.device.device import Device, Place
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.solver.registry import Registry
-from miofind.solver.solver import Reach, Solver
+from miofind.solver.solver import Applicability, Reach, Solver
 from miofind.solver.steps import Config, HostStep
 from miofind.solvers.common.overlap import least_products
+from miofind.solvers.cpu.direct import ConvCpuDirect
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
@@ -224,26 +225,49 @@ def test_what_mixes_a_tile_says_so_for_it_spoils_results_of_zeros(case: str) -> 
     assert spoiled, f"{name} is more exact than it says"
 
 
+@pytest.mark.parametrize("outputs", ["NHWC", "NCHW"])
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
-def test_dtypes_and_layouts_may_differ(solver: Solver) -> None:
-    served = frozenset().union(*(key.every_dtype for key in solver.keys))
-    if not served >= {DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}:
-        pytest.skip(f"its keys name {', '.join(sorted(served))} alone")
-    problem = ProblemDescription.convolution(
-        x=(2, 16, 7, 5),
-        w=(4, 16, 1, 1),
-        dtype={"x": "float16", "w": "bfloat16", "y": "float32"},
-        layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"},
-    )
-    if not solver.applicability(problem, Device.cpu()):
-        problem = replace(problem, w=replace(problem.w, shape=(4, 16, 3, 3)), y=replace(problem.y, shape=(2, 4, 5, 3)))
-    assert solver.applicability(problem, Device.cpu())
+def test_dtypes_and_layouts_may_differ(solver: Solver, outputs: str) -> None:
+    """Where the solver's keys and its own conditions allow it: some serve one layout, or one filter a channel."""
+    fields: dict[str, Any] = {
+        "x": (2, 16, 7, 5),
+        "dtype": {"x": "float16", "w": "bfloat16", "y": "float32"},
+        "layout": {"x": "NHWC", "w": "NCHW", "y": outputs},
+    }
+    shapes = ({"w": (4, 16, 1, 1)}, {"w": (4, 16, 3, 3)}, {"w": (16, 1, 3, 3), "groups": 16})
+    problems = [ProblemDescription.convolution(**fields, **shape) for shape in shapes]
+    answers = [solver.applicability(problem, Device.cpu()) for problem in problems]
+    if not any(answers):
+        pytest.skip("; ".join(dict.fromkeys(answer.reason for answer in answers)))
+    problem = next(problem for problem, answer in zip(problems, answers, strict=True) if answer)
     buffers = buffers_of(problem, integers=True)
     config = solver.default_configs(problem, Device.cpu())[0]
     run(solver, problem, config, buffers)
     if solver.is_exact(config):
         np.testing.assert_array_equal(buffers["y"], expected(problem, buffers))
     np.testing.assert_allclose(buffers["y"], expected(problem, buffers), atol=1e-4)
+
+
+class ChannelsFirst(ConvCpuDirect):
+    """Serves one layout."""
+
+    id = "ConvCpuChannelsFirst"
+    keys = (replace(ConvCpuDirect.keys[0], layouts=frozenset({Layout.NCHW})),)
+
+
+class OneFilterAChannel(ConvCpuDirect):
+    """Serves depthwise convolutions alone."""
+
+    id = "ConvCpuOneFilterAChannel"
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        return Applicability("" if problem.groups == problem.c == problem.k else "needs one filter a channel")
+
+
+def test_a_solver_of_few_problems_is_asked_for_those_that_it_serves() -> None:
+    test_dtypes_and_layouts_may_differ(OneFilterAChannel(), "NCHW")
+    with pytest.raises(pytest.skip.Exception, match="x is NHWC, served are NCHW"):
+        test_dtypes_and_layouts_may_differ(ChannelsFirst(), "NCHW")
 
 
 FILTERED: dict[str, dict[str, Any]] = {
