@@ -1,8 +1,9 @@
-"""Solvers' examples, and strides, dilations, groups and odd sizes that these lack, through both gates on a GPU."""
+"""Solvers' examples, and what these lack and the solvers accept, through both gates on a GPU: dtypes, layouts,
+directions, strides, dilations, groups, odd sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from both_gates import check_both_gates
@@ -10,11 +11,16 @@ from feature_problems import derived_problems
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Device, Place
+from miofind.device.device import Device, Library, Place
+from miofind.libraries.cudnn import HEURISTIC
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
+from miofind.solver.steps import Config
 
 pytestmark = pytest.mark.gpu
+
+FEW = 4
+"""Default configurations of a derived problem that are all run."""
 
 
 def cases() -> Iterator[object]:
@@ -22,16 +28,25 @@ def cases() -> Iterator[object]:
     for solver in Registry.default().values():
         if any(key.place is Place.CUDA for key in solver.keys):
             for problem in solver.examples():
-                yield pytest.param(solver, problem, id=f"{solver.id}-example-{problem}")
+                yield pytest.param(solver, problem, False, id=f"{solver.id}-example-{problem}")
             for feature, problem in derived_problems(solver, Device.virtual("90a")):
-                yield pytest.param(solver, problem, id=f"{solver.id}-{feature}-{problem}")
+                yield pytest.param(solver, problem, True, id=f"{solver.id}-{feature}-{problem}")
 
 
-@pytest.mark.parametrize(("solver", "problem"), list(cases()))
+@pytest.mark.parametrize(("solver", "problem", "is_derived"), list(cases()))
 def test_examples_and_problems_that_they_lack_are_right(
-    solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler
+    solver: Solver, problem: ProblemDescription, is_derived: bool, device: Device, compiler: Compiler
 ) -> None:
     answer = solver.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    check_both_gates(problem, solver, solver.default_configs(problem, device)[0], device, compiler)
+    configs = solver.default_configs(problem, device)
+    if solver.library is Library.CUDNN and configs[0]["engine"] == HEURISTIC:
+        pytest.skip("cuDNN has no engine for it")
+    for config in some_of(configs) if is_derived else configs[:1]:
+        check_both_gates(problem, solver, config, device, compiler)
+
+
+def some_of(configs: Sequence[Config]) -> Sequence[Config]:
+    """All where they are few, else the first and the last."""
+    return configs if len(configs) <= FEW else (configs[0], configs[-1])

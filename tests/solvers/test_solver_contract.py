@@ -1,6 +1,7 @@
 """The contract that every registered solver keeps, whatever it computes. Needs no GPU.
 
-It goes over the solvers' examples, and over problems derived from them with what they lack: strides, groups, odd sizes.
+It goes over the solvers' examples, and over problems derived from them with what they lack: dtypes, layouts,
+directions, strides, groups, odd sizes.
 Values are computed on the CPU place alone: the summary says of which solvers they go unchecked.
 """
 
@@ -10,18 +11,22 @@ import importlib.resources
 import itertools
 import math
 import pickle
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from both_gates import check_both_gates
-from feature_problems import FEATURES, derived_problems
+from feature_problems import FEATURES, Kind, accepted_kinds, derived_problems
+from other_sizes import SIZES, Size, with_other
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import InvalidConfigError
+from miofind.reference import numpy_dtype
 from miofind.solver.registry import Registry
 from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver
 from miofind.solver.steps import (
@@ -38,12 +43,15 @@ from miofind.solver.steps import (
     TensorMap,
 )
 from miofind.solvers.cpu import direct
+from miofind.solvers.cpu.direct import ConvCpuDirect
+from miofind.solvers.direct.naive import ConvDirectNaive
 
 SOLVERS = list(Registry.default().values())
 VALUES_UNCHECKED = "values unchecked"
 CTYPES = {"int32": 2**31, "int64": 2**63, "uint32": 2**32, "uint64": 2**64}
 MAX_CONFIGS = 40
 MAX_DRAWN = 4000
+MAX_HOST_BYTES = 1 << 24
 # Of the CPU place's solvers an example is computed where it has no more operations than this.
 MAX_FLOPS = 100_000_000
 
@@ -69,18 +77,17 @@ def device_of(key: KernelKey) -> Device:
     return Device.virtual(key.archs[0] if key.archs else str(max(80, key.min_sm)))
 
 
-def cases() -> Iterator[Case]:
-    for solver in SOLVERS:
-        devices = dict.fromkeys(device_of(key) for key in solver.keys)
-        for problem, device in itertools.product(solver.examples(), devices):
-            if any(key.applicability(problem, device) for key in solver.keys):
-                yield Case(solver, problem, device)
-        for device in devices:
-            for feature, problem in derived_problems(solver, device):
-                yield Case(solver, problem, device, feature)
+def cases_of(solver: Solver) -> Iterator[Case]:
+    devices = dict.fromkeys(device_of(key) for key in solver.keys)
+    for problem, device in itertools.product(solver.examples(), devices):
+        if any(key.applicability(problem, device) for key in solver.keys):
+            yield Case(solver, problem, device)
+    for device in devices:
+        for feature, problem in derived_problems(solver, device):
+            yield Case(solver, problem, device, feature)
 
 
-CASES = list(cases())
+CASES = [case for solver in SOLVERS for case in cases_of(solver)]
 each_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
 
 
@@ -148,6 +155,21 @@ def test_every_key_has_an_example_that_is_accepted(solver: Solver) -> None:
     mine = [case for case in CASES if case.solver is solver and not case.feature]
     for key in solver.keys:
         assert any(key.applicability(case.problem, case.device) for case in mine), key
+
+
+@each_solver
+def test_every_direction_that_is_accepted_has_an_example(solver: Solver) -> None:
+    """`miofind solvers` lists the directions of the examples."""
+    mine = [case.problem.direction for case in CASES if case.solver is solver]
+    assert set(mine) <= {problem.direction for problem in solver.examples()}
+
+
+@each_solver
+def test_every_dtype_and_memory_order_that_is_accepted_is_a_case(solver: Solver) -> None:
+    """Of each direction, as far as an example is accepted with it."""
+    for device in {case.device for case in CASES if case.solver is solver}:
+        mine = {Kind.of(case.problem) for case in CASES if (case.solver, case.device) == (solver, device)}
+        assert set(accepted_kinds(solver, device)) <= mine
 
 
 @each_solver
@@ -343,12 +365,39 @@ def in_range(scalar: Scalar) -> bool:
     return (-limit if scalar.ctype.startswith("int") else 0) <= scalar.value < limit
 
 
-def check_that_host_functions_exist(offer: Offer) -> None:
+def check_that_sizes_are_arguments_where_a_solver_says_so(offer: Offer) -> None:
+    """Of each size, two problems that differ in it share their kernels."""
     case = offer.case
+    if not case.solver.is_dynamic or case.feature or case.device.place is Place.CPU:
+        return
+    for name, size in SIZES.items():
+        others = [p for p in with_other(size, case.problem) if case.solver.applicability(p, case.device)]
+        shared = (share_kernels(case, config, size, others) for config in offer.defaults)
+        assert any(shared), f"kernels of {case.solver.id} depend on {name}"
+
+
+def share_kernels(case: Case, config: Config, size: Size, others: list[ProblemDescription]) -> bool:
+    """Whether two of the problems do that differ in a size; true where the configuration serves no two of them, too."""
+    known: list[tuple[object, set[object]]] = []
+    for problem in (case.problem, *others):
+        if case.solver.is_valid_config(problem, case.device, config):
+            kernels = case.solver.solution(problem, case.device, config).kernels
+            value, compiled = size.of(problem), {(binary_of(step), step.entry) for step in kernels}
+            if any(value != other and (compiled <= earlier or earlier <= compiled) for other, earlier in known):
+                return True
+            known.append((value, compiled))
+    return len({value for value, _ in known}) < 2
+
+
+def check_that_host_functions_exist(offer: Offer) -> None:
+    """In every process: the tests can import what users cannot, such as `solvers.cpu`."""
+    case = offer.case
+    packages = {"miofind", type(case.solver).__module__.partition(".")[0]}
     for solution in offer.solutions.values():
         for step in solution.steps:
             if isinstance(step, HostStep):
                 assert case.device.place is Place.CPU
+                assert step.module.partition(".")[0] in packages, step.module
                 assert callable(getattr(importlib.import_module(step.module), step.function))
 
 
@@ -360,17 +409,47 @@ def check_that_what_the_cpu_place_computes_is_right(offer: Offer) -> None:
     check_both_gates(case.problem, case.solver, offer.defaults[0], case.device, Compiler())
 
 
+def check_that_padding_takes_no_memory(offer: Offer) -> None:
+    """Where padding is vast, a step of the CPU place takes less memory than an input with its padding would."""
+    case = offer.case
+    if not case.feature.startswith("vast padding"):
+        return
+    arrays = {each.name: np.zeros(each.shape, numpy_dtype(each.tensor.dtype)) for each in case.problem.operands}
+    for config in offer.defaults:
+        regions = offer.solutions[config].workspace.regions
+        buffers = arrays | {region.name: np.zeros(region.bytes, np.uint8) for region in regions}
+        tracemalloc.start()
+        try:
+            for step in offer.solutions[config].steps:
+                assert isinstance(step, HostStep)
+                getattr(importlib.import_module(step.module), step.function)(case.problem, config, buffers)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes < MAX_HOST_BYTES, f"{case.solver.id} takes {peak_bytes} bytes of memory beside its workspace"
+
+
 CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_that_")]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_contract_holds(case: Case, record_property: Callable[[str, object], None]) -> None:
+def check_contract(case: Case, record_property: Callable[[str, object], None]) -> None:
     offer = offer_of(case)
     for check in CHECKS:
         check(offer)
     if case.device.place is not Place.CPU:
         record_property(VALUES_UNCHECKED, case.solver.id)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.feature], ids=str)
+def test_the_contract_holds(case: Case, record_property: Callable[[str, object], None]) -> None:
+    check_contract(case, record_property)
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("case", [case for case in CASES if case.feature], ids=str)
+def test_the_contract_holds_for_what_examples_lack(case: Case, record_property: Callable[[str, object], None]) -> None:
+    check_contract(case, record_property)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -379,10 +458,96 @@ def test_each_feature_is_seen_in_problems_derived_for_it(feature: str) -> None:
     for case in CASES:
         if case.feature == feature:
             assert FEATURES[feature].is_in(case.problem)
+            assert case.device.place in FEATURES[feature].places
             own = [p for p in case.solver.examples() if p.direction is case.problem.direction]
             assert not any(FEATURES[feature].is_in(p) for p in own if case.solver.applicability(p, case.device))
     directions = {case.problem.direction for case in CASES if FEATURES[feature].is_in(case.problem)}
     assert directions == {*Direction}
+
+
+class OneExample(ConvCpuDirect):
+    """Serves what the solver does that it is made of, and has one of its examples."""
+
+    id = "ConvCpuOneExample"
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        return (ProblemDescription.convolution(x=(1, 4, 8, 8), w=(4, 4, 1, 1)),)
+
+
+@pytest.mark.parametrize(
+    "is_wrong",
+    [
+        lambda problem: problem.y.dtype is DataType.BFLOAT16,
+        lambda problem: problem.x.dtype is not problem.y.dtype,
+        lambda problem: problem.y.layout is Layout.NHWC,
+        lambda problem: problem.x.layout is not problem.y.layout,
+        lambda problem: problem.w.layout is not problem.y.layout,
+        lambda problem: problem.direction is Direction.BACKWARD_DATA,
+        lambda problem: max(problem.filter) > 1,
+    ],
+    ids=["bfloat16", "dtypes", "channels last", "layouts", "layout of w", "direction", "several taps"],
+)
+def test_what_no_example_has_is_computed(
+    monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[ProblemDescription], bool]
+) -> None:
+    def negative(problem: ProblemDescription, config: Config, buffers: Mapping[str, Any]) -> None:
+        convolve(problem, config, buffers)
+        if is_wrong(problem):
+            buffers[problem.direction.output][...] *= -1
+
+    convolve = direct.convolve
+    monkeypatch.setattr(direct, "convolve", negative)
+    wrong = [case for case in cases_of(OneExample()) if is_wrong(case.problem)]
+    assert wrong
+    for case in wrong:
+        with pytest.raises(AssertionError, match="gate"):
+            check_that_what_the_cpu_place_computes_is_right(offer_of(case))
+
+
+def test_a_solver_whose_kernels_depend_on_a_size_that_it_calls_an_argument_breaks_the_contract() -> None:
+    solver = ChannelsDefined()
+    assert solver.is_dynamic
+    with pytest.raises(AssertionError, match="kernels of ConvChannelsDefined depend on c"):
+        check_that_sizes_are_arguments_where_a_solver_says_so(offer_of(next(cases_of(solver))))
+
+
+class ChannelsDefined(ConvDirectNaive):
+    """Has one more define."""
+
+    id = "ConvChannelsDefined"
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        solution = super().solution(problem, device, config)
+        defined = (replace(step, defines=(*step.defines, ("CHANNELS", problem.c))) for step in solution.kernels)
+        return replace(solution, steps=tuple(defined))
+
+
+class ImportedByTestsAlone(ConvCpuDirect):
+    """Names its function's module as it is called with the repository's root on the path."""
+
+    id = "ConvCpuImportedByTestsAlone"
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        return ConvSolution(steps=(HostStep(module="solvers.cpu.direct", function="convolve"),))
+
+
+def test_a_host_function_that_users_cannot_import_breaks_the_contract() -> None:
+    offer = offer_of(next(cases_of(ImportedByTestsAlone())))
+    assert importlib.import_module("solvers.cpu.direct").convolve
+    with pytest.raises(AssertionError, match=r"solvers\.cpu\.direct"):
+        check_that_host_functions_exist(offer)
+
+
+def test_a_solver_that_lays_its_padding_out_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    def padded(problem: ProblemDescription, config: Config, buffers: Mapping[str, Any]) -> None:
+        np.pad(buffers["x"], ((0, 0), (0, 0), *zip(problem.conv.pad_before, problem.conv.pad_after, strict=True)))
+        convolve(problem, config, buffers)
+
+    convolve = direct.convolve
+    monkeypatch.setattr(direct, "convolve", padded)
+    vast = next(case for case in cases_of(OneExample()) if case.feature.startswith("vast padding"))
+    with pytest.raises(AssertionError, match="bytes of memory"):
+        check_that_padding_takes_no_memory(offer_of(vast))
 
 
 def test_a_solver_that_computes_something_else_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
