@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
 from miofind.compiler.cache import Binary, BinaryCache
-from miofind.compiler.cubin import complaint, parameter_bytes
+from miofind.compiler.cubin import complaint, max_threads, parameter_bytes
 from miofind.compiler.host_sources import host_hash
 from miofind.compiler.load import Kernel, load_kernel
 from miofind.compiler.nvrtc import compile_options, compile_source, toolchain
@@ -94,7 +95,8 @@ class Compiler:
         """Whether a step's kernel need not be compiled: it is loaded, or its binary in memory or in the cache.
 
         Raises:
-            CompileError: the source is missing or unreadable, or has no such entry, or that takes other parameters.
+            CompileError: the source is missing or unreadable, or has no such entry, or that takes other parameters or
+                no such block.
         """
         key = self.key(step, device.arch)
         if (key, step.entry, device.index) in self._kernels:
@@ -106,7 +108,8 @@ class Compiler:
         """The binary that holds a step's kernel, from the cache or compiled; needs no GPU.
 
         Raises:
-            CompileError: NVRTC refuses the source, it has no such entry, or that takes other parameters.
+            CompileError: NVRTC refuses the source, it has no such entry, or that takes other parameters or no such
+                block.
             MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
         """
         return _with_entry(self._build(step, arch), step, arch)
@@ -237,17 +240,27 @@ def identity(step: KernelStep) -> object:
 
 
 def _with_entry(binary: Binary, step: KernelStep, arch: str) -> Binary:
-    """The binary, if it has the step's kernel and that takes the step's arguments."""
-    if not binary.has_entry(step.entry):
-        known = ", ".join(sorted(binary.resources)) or "none"
-        message = f'{step.source} has no kernel {step.entry!r}, it has {known}: declare it extern "C" __global__'
-    else:
-        given, taken = tuple(map(_argument_bytes, step.args)), parameter_bytes(binary.cubin, step.entry)
-        if taken is None or taken == given:
-            return binary
-        message = f"{step.entry} of {step.source} {_difference(taken, given)}"
+    """The binary, if it has the step's kernel and that takes the step's arguments and its block."""
+    message = _misfit(binary, step)
+    if not message:
+        return binary
     options = compile_options(step.options, step.defines, arch)
     raise CompileError(message, source=step.source, options=options, log=binary.log)
+
+
+def _misfit(binary: Binary, step: KernelStep) -> str:
+    """Why a step cannot launch what was compiled for it, "" if it can."""
+    if not binary.has_entry(step.entry):
+        known = ", ".join(sorted(binary.resources)) or "none"
+        return f'{step.source} has no kernel {step.entry!r}, it has {known}: declare it extern "C" __global__'
+    given, taken = tuple(map(_argument_bytes, step.args)), parameter_bytes(binary.cubin, step.entry)
+    if taken is not None and taken != given:
+        return f"{step.entry} of {step.source} {_difference(taken, given)}"
+    threads, most = math.prod(step.block), max_threads(binary.cubin, step.entry)
+    if most is not None and threads > most:
+        bounds = f"its __launch_bounds__ allow {most} threads a block"
+        return f"{step.entry} of {step.source}: {bounds}, its step launches {threads}"
+    return ""
 
 
 def _argument_bytes(argument: Argument) -> int:

@@ -1,14 +1,17 @@
-"""What a cubin says of its kernels' parameters, and whether its ELF tables are what a compiler writes.
+"""What a cubin says of its kernels' parameters and blocks, and whether its ELF tables are what a compiler writes.
 
 A cubin is an ELF file. Of the attributes in its section `.nv.info.<kernel>`, 0x17 (EIATTR_KPARAM_INFO) tells of a
-parameter its ordinal, its offset and, in the upper 14 bits, its size.
+parameter its ordinal, its offset and, in the upper 14 bits, its size; 0x05 (EIATTR_MAX_THREADS) has what
+`__launch_bounds__` says, as three sizes of a block.
 Source: elf(5); the layout as `cuobjdump -elf` and `readelf -x` show it: NVIDIA documents ELF sections, not these bits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _IDENT = b"\x7fELF\x02\x01"  # 64 bits, little endian
@@ -25,6 +28,8 @@ _UNREADABLE = (struct.error, ValueError, OverflowError)  # places beyond any fil
 _INFO = ".nv.info."
 _MODULE_WIDE = frozenset({".nv.constant3", ".nv.constant4", ".nv.global", ".nv.global.init", ".nv.shared.reserved.0"})
 _SIZED = 0x04  # an attribute with a 16-bit size and as many bytes; others have 16 bits in all
+_MAX_THREADS = 0x05
+_BLOCK = struct.Struct("<III")
 _PARAMETER = 0x17
 _PARAMETER_INFO = struct.Struct("<IHHI")
 _SIZE_SHIFT = 18
@@ -103,16 +108,38 @@ def _name(cubin: bytes, section: _Section) -> str:
 
 def parameter_bytes(cubin: bytes, kernel: str) -> tuple[int, ...] | None:
     """Sizes of a kernel's parameters in their order; None where the file does not tell."""
-    name = f"{_INFO}{kernel}\0".encode()
     try:
-        named = (s for s in _sections(cubin, _header(cubin)) if cubin.startswith(name, s.name_at))
-        section = next(named, None)
-        found = None if section is None else _parameters(cubin[section.at : section.at + section.size_bytes])
+        found = _parameters(_info(cubin, kernel))
     except _UNREADABLE:
         return None
-    if found is None or sorted(found) != list(range(len(found))):
+    if sorted(found) != list(range(len(found))):
         return None
     return tuple(found[ordinal] for ordinal in range(len(found)))
+
+
+def max_threads(cubin: bytes, kernel: str) -> int | None:
+    """Threads that a block of a kernel may have by its `__launch_bounds__`; None where the file does not tell."""
+    try:
+        blocks = [
+            _BLOCK.unpack_from(value) for kind, value in _attributes(_info(cubin, kernel)) if kind == _MAX_THREADS
+        ]
+    except _UNREADABLE:
+        return None
+    return math.prod(blocks[0]) if blocks else None
+
+
+def _info(cubin: bytes, kernel: str) -> bytes:
+    """The section that tells of a kernel.
+
+    Raises:
+        ValueError, struct.error: it is no cubin, or has no such section.
+    """
+    name = f"{_INFO}{kernel}\0".encode()
+    named = (section for section in _sections(cubin, _header(cubin)) if cubin.startswith(name, section.name_at))
+    section = next(named, None)
+    if section is None:
+        raise ValueError(f"it has no section {_INFO}{kernel}")
+    return cubin[section.at : section.at + section.size_bytes]
 
 
 def _header(cubin: bytes) -> _Header:
@@ -153,14 +180,19 @@ def _segment_sizes(cubin: bytes, header: _Header) -> list[int]:
 def _parameters(info: bytes) -> dict[int, int]:
     """Bytes of each parameter by ordinal."""
     found: dict[int, int] = {}
+    for kind, value in _attributes(info):
+        if kind == _PARAMETER:
+            _, ordinal, _, packed = _PARAMETER_INFO.unpack_from(value)
+            found[ordinal] = packed >> _SIZE_SHIFT
+    return found
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
+    """Attributes that have a size, by their number, with what they hold."""
     at = 0
     while at + 4 <= len(info):
         form, attribute, length = struct.unpack_from("<BBH", info, at)
         at += 4
-        if form != _SIZED:
-            continue
-        if attribute == _PARAMETER:
-            _, ordinal, _, packed = _PARAMETER_INFO.unpack_from(info, at)
-            found[ordinal] = packed >> _SIZE_SHIFT
-        at += length
-    return found
+        if form == _SIZED:
+            yield attribute, info[at : at + length]
+            at += length

@@ -15,7 +15,7 @@ from cuda_package import SCALE, SCALE_ARGS, SCALE_HEADER, CudaPackage, make_pack
 from waiting import LIMIT_S
 
 from miofind.compiler import Binary, BinaryCache, Compiler, build, kernel_hash, nvrtc, nvrtc_version
-from miofind.compiler.cubin import parameter_bytes
+from miofind.compiler.cubin import max_threads, parameter_bytes
 from miofind.compiler.nvrtc import Compiled, compile_source, toolchain
 from miofind.compiler.sources import KernelSource
 from miofind.device.device import Device
@@ -309,10 +309,31 @@ def test_arguments_that_the_kernel_does_not_take(
     assert isinstance(result, CompileError)
 
 
+@pytest.mark.parametrize("arch", [ARCH, "90a"])
+def test_a_block_larger_than_the_kernel_s_bounds_is_refused(
+    compiler: Compiler, package: CudaPackage, arch: str
+) -> None:
+    """The driver refused the launch, on a GPU alone."""
+    package.write(scale_cu=SCALE.replace("__global__ void scale", "__global__ void __launch_bounds__(64) scale"))
+    fitting, large = package.step(block=(8, 4, 2)), package.step(block=(8, 4, 3))
+    binary = compiler.build(fitting, arch)
+    assert max_threads(binary.cubin, "scale") == 64
+    with pytest.raises(CompileError, match=r"__launch_bounds__ allow 64 threads a block, its step launches 96"):
+        compiler.build(large, arch)
+    results = [result for _, result in compiler.build_all([fitting, large], arch)]
+    assert results[0] == binary
+    assert isinstance(results[1], CompileError)
+
+
+def test_a_kernel_without_bounds_takes_any_block(compiler: Compiler, package: CudaPackage) -> None:
+    assert max_threads(compiler.build(package.step(block=(1024, 1, 1)), ARCH).cubin, "scale") is None
+
+
 def test_parameters_of_what_is_no_cubin() -> None:
     cubin = b"\x7fELF" + bytes(60)
-    assert parameter_bytes(cubin, "scale") is None
-    assert parameter_bytes(b"", "scale") is None
+    for content in (cubin, b""):
+        assert parameter_bytes(content, "scale") is None
+        assert max_threads(content, "scale") is None
 
 
 def test_resources_of_a_kernel_that_spills(compiler: Compiler, package: CudaPackage) -> None:

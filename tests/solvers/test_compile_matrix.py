@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -14,13 +16,15 @@ from miofind.device.device import Device, Place
 from miofind.errors import CompileError
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solver.steps import Config, KernelStep
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep
+from miofind.solvers.direct.naive import ConvDirectNaive
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
 ARCHS = ("80", "90a")
 SAMPLED = {"80": 1, "90a": 2}
 """Kernels of a solver that the fast tests compile for an architecture."""
+MAX_DRAWN = 1000
 ALL_ARCHS = ("75", "80", "86", "89", "90a", "100a", "120a")
 SOLVERS = [solver for solver in Registry.default().values() if any(key.place is Place.CUDA for key in solver.keys)]
 # What ptxas says where it gives up asynchronous wgmma, which costs more than a spill.
@@ -59,6 +63,43 @@ def test_default_configurations_compile(compiler: Compiler, solver: Solver, arch
 def test_extreme_configurations_compile(compiler: Compiler, solver: Solver, arch: str) -> None:
     device = Device.virtual(arch)
     check(compiler, steps_of(solver, device, lambda problem: extremes(solver, problem, device)), arch)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
+def test_every_value_of_a_parameter_compiles(compiler: Compiler, solver: Solver) -> None:
+    """Once, for one architecture: the first and the last value say little of those between them."""
+    arch = solver.keys[0].archs[0] if solver.keys[0].archs else "90a"
+    device = Device.virtual(arch)
+    chosen = configs_of_values(solver, device)
+    check(compiler, steps_of(solver, device, lambda problem: chosen.get(problem, ())), arch)
+
+
+class ThreeWarps(ConvDirectNaive):
+    """Has a value between the first and the last that its kernel refuses: THREADS must be a power of two."""
+
+    id = "ConvThreeWarps"
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {**ConvDirectNaive.parameters, "threads": (64, 96, 128)}
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        return super().examples()[:1]
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return (Config.of(accumulate="float32", threads=64),)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        (step,) = super().solution(problem, device, config).kernels
+        threads = config["threads"]
+        defines = {**dict(step.defines), "THREADS": threads, "LANES": threads}
+        return ConvSolution(steps=(replace(step, defines=tuple(defines.items()), block=(threads, 1, 1)),))
+
+
+@pytest.mark.full_matrix
+def test_a_value_in_the_middle_that_does_not_compile_is_seen(compiler: Compiler) -> None:
+    solver, device = ThreeWarps(), Device.virtual("90a")
+    check(compiler, steps_of(solver, device, lambda problem: extremes(solver, problem, device)), "90a")
+    with pytest.raises(pytest.fail.Exception, match="-DTHREADS=96"):
+        test_every_value_of_a_parameter_compiles(compiler, solver)
 
 
 ONE_FIRST = {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW}
@@ -170,15 +211,40 @@ def extremes(solver: Solver, problem: ProblemDescription, device: Device) -> Ite
                     yield config
 
 
+def configs_of_values(solver: Solver, device: Device) -> dict[ProblemDescription, list[Config]]:
+    """Configurations of examples that have each value of each parameter that some configuration of an example has."""
+    found: dict[ProblemDescription, list[Config]] = {}
+    wanted = {(name, value) for name, values in solver.parameters.items() for value in values}
+    for problem in solver.examples():
+        for config in near_and_far(solver, problem, device) if solver.applicability(problem, device) else ():
+            if not wanted:
+                return found
+            values = {(name, config[name]) for name in solver.parameters}
+            if values & wanted:
+                wanted -= values
+                found.setdefault(problem, []).append(config)
+    return found
+
+
+def near_and_far(solver: Solver, problem: ProblemDescription, device: Device) -> Iterator[Config]:
+    """The defaults, then these with another value of one parameter, then random ones."""
+    defaults = solver.default_configs(problem, device)
+    yield from defaults
+    for default, (name, values) in itertools.product(defaults, solver.parameters.items()):
+        changed = (Config({**default, name: value}) for value in values)
+        yield from (config for config in changed if solver.is_valid_config(problem, device, config))
+    yield from solver.drawn_configs(problem, device, MAX_DRAWN)
+
+
 def steps_of(solver: Solver, device: Device, configs: Configs) -> list[KernelStep]:
-    """Launches that differ in what is compiled, over the solver's examples."""
+    """Launches that differ in what is compiled or in their block, over the solver's examples."""
     found: dict[tuple[object, ...], KernelStep] = {}
     for problem in solver.examples():
         if not solver.applicability(problem, device):
             continue
         for config in dict.fromkeys(configs(problem)):
             for step in solver.solution(problem, device, config).kernels:
-                identity = (step.package, step.source, step.entry, step.defines, step.options)
+                identity = (step.package, step.source, step.entry, step.defines, step.options, step.block)
                 found.setdefault(identity, step)
     return list(found.values())
 
