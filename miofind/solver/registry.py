@@ -130,7 +130,7 @@ class Registry(Mapping[str, Solver]):
     def _import(self, facts: SolverFacts) -> Solver:
         """A solver of the index, from its module."""
         with loading():
-            for solver in importlib.import_module(facts.module).SOLVERS:
+            for solver in _named(importlib.import_module(facts.module)):
                 self._solvers.setdefault(solver.id, solver)
         return self._solvers[facts.id]
 
@@ -232,7 +232,7 @@ def _is_sound(own: Sequence[Solver]) -> bool:
     if len({solver.id for solver in own}) < len(own):
         return False
     modules = {sys.modules[type(solver).__module__] for solver in own}
-    named = [solver for module in modules for solver in getattr(module, "SOLVERS", ())]
+    named = [solver for module in modules for solver in _named(module)]
     package = [module for name, module in list(sys.modules.items()) if name.startswith("miofind.solvers.")]
     return set(own) == set(named) and not any(map(_unnamed, package))
 
@@ -258,21 +258,39 @@ def _own() -> Iterator[Solver]:
     package = importlib.import_module("miofind.solvers")
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         module = importlib.import_module(found.name)
+        _warn_of_what_is_no_solver(module)
         _warn_of_unnamed(module)
-        yield from getattr(module, "SOLVERS", ())
+        yield from _named(module)
+
+
+def _named(module: types.ModuleType) -> Iterator[Solver]:
+    """The solvers that a module names in SOLVERS, a sequence of them or one alone."""
+    return (each for each in _given(module) if isinstance(each, Solver))
+
+
+def _warn_of_what_is_no_solver(module: types.ModuleType) -> None:
+    """Tell of what a module's SOLVERS names besides solvers."""
+    for each in _given(module):
+        if not isinstance(each, Solver):
+            reason = _refuse_unfit(each).reason
+            logger.warning("%s names %.80r in SOLVERS, which is left out: %s", _path(module), each, reason)
 
 
 def _warn_of_unnamed(module: types.ModuleType) -> None:
     """Tell of classes with an id that a module defines, and that its SOLVERS does not name."""
     for name in _unnamed(module):
-        path = f"{module.__name__.removeprefix('miofind.').replace('.', '/')}.py"
         missing = "its SOLVERS does not name it" if getattr(module, "SOLVERS", ()) else "no SOLVERS"
-        logger.warning("%s defines the solver %s but %s: add SOLVERS = (%s(),)", path, name, missing, name)
+        logger.warning("%s defines the solver %s but %s: add SOLVERS = (%s(),)", _path(module), name, missing, name)
+
+
+def _path(module: types.ModuleType) -> str:
+    """The file of one of miofind's modules, as a repository has it."""
+    return f"{module.__name__.removeprefix('miofind.').replace('.', '/')}.py"
 
 
 def _unnamed(module: types.ModuleType) -> list[str]:
     """Classes with an id that a module defines, and that its SOLVERS does not name."""
-    named = {type(solver) for solver in getattr(module, "SOLVERS", ())}
+    named = {type(solver) for solver in _named(module)}
     return [
         name
         for name, value in vars(module).items()

@@ -134,6 +134,36 @@ def test_a_solver_that_its_module_does_not_name_is_told_of(
     ]
 
 
+def own_module(monkeypatch: pytest.MonkeyPatch, solvers: object) -> types.ModuleType:
+    """The one module of miofind's solvers, with these SOLVERS."""
+    module = types.ModuleType("miofind.solvers.cpu.mine")
+    vars(module)["SOLVERS"] = solvers
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = [types.SimpleNamespace(name=module.__name__)]
+    monkeypatch.setattr(registry_module.pkgutil, "walk_packages", lambda *_: found)
+    return module
+
+
+@pytest.mark.parametrize("given", [Theirs(), Theirs, (Theirs(),), (Theirs,)], ids=["one", "class", "tuple", "classes"])
+def test_a_module_may_name_one_solver_without_a_comma(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any, given: object
+) -> None:
+    """`SOLVERS = (Theirs())` is no sequence, and was told as a defect of miofind."""
+    module = own_module(monkeypatch, given)
+    assert [type(solver) for solver in registry_module._own()] == [Theirs]
+    assert [type(solver) for solver in registry_module._named(module)] == [Theirs]
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("given", [7, (Theirs(), 7)], ids=["alone", "beside a solver"])
+def test_what_a_module_names_that_is_no_solver_is_told_with_its_file(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any, given: object
+) -> None:
+    own_module(monkeypatch, given)
+    assert len(list(registry_module._own())) == isinstance(given, tuple)
+    assert "solvers/cpu/mine.py names 7 in SOLVERS, which is left out: it is of type int" in caplog.text
+
+
 def test_every_module_names_its_solvers(caplog: Any) -> None:
     assert list(registry_module._own())
     assert caplog.records == []
