@@ -223,6 +223,13 @@ def _example(language: str) -> str:
     return section.partition(f"```{language}\n")[2].partition("```")[0]
 
 
+def test_commands_to_try_of_contributing_are_about_its_solver_alone() -> None:
+    """`miofind solvers` listed all that there are, and the new one somewhere among them."""
+    commands = [line for line in _example("console").splitlines() if line.startswith("$ ")]
+    assert len(commands) >= 4
+    assert all("ConvMySolver" in command for command in commands)
+
+
 def test_the_solver_of_contributing_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example is written out, loaded, asked for its examples, and its kernel compiled."""
     package = tmp_path / "contributing_example"
