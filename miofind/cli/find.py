@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from miofind.api import find_solutions
+from miofind.cli.failed_candidates import failed_json, left_out_lines
 from miofind.cli.options import (
     DRIVER_LINE,
     OutputFile,
@@ -30,11 +31,13 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, NoPlaceError, NoSolutionError
+from miofind.find.lookup.failures import failed_outcomes
 from miofind.find.plan import wider_bounds
 from miofind.finddb import told_address, user_path
 from miofind.options import FindOptions, Order
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Gaps, Solution
+from miofind.solver.candidate import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,7 @@ class _Found:
         measured: number of candidates that the FindDB has times of.
         database: where that FindDB is, None in memory.
         wider_bounds: by solver, the number of default configurations that only `max_error` lets in.
+        failed: candidates that failed here.
     """
 
     problem: ProblemDescription
@@ -52,6 +56,7 @@ class _Found:
     measured: int = 0
     database: str | None = None
     wider_bounds: dict[str, int] = field(default_factory=dict)
+    failed: tuple[Outcome, ...] = ()
 
 
 @click.command(
@@ -148,7 +153,7 @@ def find(
                 found.append(_find(problem, options, handle))
             except NoSolutionError as error:
                 unsolved.append(error)
-                found.append(_Found(problem=problem))
+                found.append(_Found(problem=problem, failed=failed_outcomes(problem, options, handle)))
         if save is not None and found[0].solutions:
             found[0].solutions[0].save(save)
             print_note(f"saved {found[0].solutions[0].id} to {save}")
@@ -167,7 +172,8 @@ def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> 
     with stderr().status(f"finding: {driver_line(problem)}"):
         solutions = find_solutions(problem, options=options, handle=handle)
         wider = wider_bounds(problem, options, handle)
-        found = _Found(problem=problem, solutions=solutions, wider_bounds=wider)
+        failed = failed_outcomes(problem, options, handle)
+        found = _Found(problem=problem, solutions=solutions, wider_bounds=wider, failed=failed)
     for store in handle.database.layers:
         with contextlib.suppress(DatabaseError):  # a find goes on without a database, and so does what is told of it
             history = store.history(handle.device.identity, problem.network_config) if store.exists else None
@@ -208,6 +214,7 @@ def _show(found: _Found, top: int | None, options: FindOptions) -> None:
     untied = [solution.time_ms for solution in solutions[:top] if "tie" not in notes_of(solution)]
     if options.order is not Order.WORKSPACE and untied != sorted(untied):
         print_text("a slower one above a faster one is its tie: of ties the smaller workspace, then error, comes first")
+    print_text(*left_out_lines(found.failed))
     print_text(*_gaps_text(solutions[0].solution_list.gaps, options.budget_s))
     if found.wider_bounds:
         left_out = ", ".join(f"{count} of {name}" for name, count in found.wider_bounds.items())
@@ -231,5 +238,6 @@ def _json(found: _Found, top: int | None) -> dict[str, object]:
         "likely_alone": gaps.likely_alone,
         "measured": found.measured,
         "wider_bounds": found.wider_bounds,
+        "failed": failed_json(found.failed),
         "solutions": shown,
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from miofind.api import find_solutions
+from miofind.cli.failed_candidates import failed_json, left_out_lines
 from miofind.cli.options import (
     DRIVER_LINE,
     InputFile,
@@ -26,10 +27,11 @@ from miofind.cli.solution_table import solution_json
 from miofind.device.device import Device, Place
 from miofind.driver.line import driver_line
 from miofind.errors import InvalidOptionError, WrongResultError
+from miofind.find.lookup.failures import failed_outcomes
 from miofind.measure.timer import Timer
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
-from miofind.solver.candidate import Timing
+from miofind.solver.candidate import Outcome, Timing
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verification, Verifier
 
@@ -38,11 +40,16 @@ _SAMPLES = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A solution, its time now, and its verdict; None without verification."""
+    """A solution, its time now, and its verdict; None without verification.
+
+    Attributes:
+        failed: candidates of its problem that failed here; none of a saved solution's.
+    """
 
     solution: Solution
     timing: Timing
     verdict: Verification | None
+    failed: tuple[Outcome, ...] = ()
 
 
 @click.command(
@@ -91,7 +98,8 @@ def run(
         else:
             solutions = [find_solutions(problem, options=options, handle=handle)[0] for problem in problems]
         for solution in solutions:
-            runs.append(_run(solution, handle, verify))
+            failed = failed_outcomes(solution.problem, options, handle) if file is None else ()
+            runs.append(replace(_run(solution, handle, verify), failed=failed))
             if not as_json:
                 _show(runs[-1])
     if as_json:
@@ -127,6 +135,7 @@ def _show(run: _Run) -> None:
     if run.verdict is not None:
         outcome = f"passed, largest error {error_text(run.verdict.max_error)}" if run.verdict.ok else "FAILED"
         print_text(f"  verify     {outcome}")
+    print_text(*left_out_lines(run.failed))
 
 
 def _json(run: _Run) -> dict[str, object]:
@@ -146,4 +155,5 @@ def _json(run: _Run) -> dict[str, object]:
         "solution": solution_json(run.solution),
         "timing": measured,
         "verification": verified,
+        "failed": failed_json(run.failed),
     }

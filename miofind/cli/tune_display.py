@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from miofind.cli.failed_candidates import failed_counts
 from miofind.cli.output import print_note, ratio_text, seconds_text, stderr, tflops_text, time_text
 from miofind.cli.tune_progress import DeviceProgress, TuneProgress
 from miofind.device.device import Device, Place
@@ -116,4 +117,6 @@ def _outcome(result: TuneResult) -> str:
     best = result.solutions[0]
     rate = tflops_text(best.problem.flops, best.time_ms)
     gain = "" if result.gain is None or result.gain < 1.005 else f", gain {ratio_text(result.gain)}"
-    return f"{best.solver_id} {time_text(best.time_ms)} ms, {rate} TFLOP/s{gain} ({seconds_text(result.seconds)})"
+    failed = f", {counts}" if (counts := failed_counts(result.failed)) else ""
+    took = seconds_text(result.seconds)
+    return f"{best.solver_id} {time_text(best.time_ms)} ms, {rate} TFLOP/s{gain}{failed} ({took})"

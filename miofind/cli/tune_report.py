@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from miofind.cli.failed_candidates import failed_counts, failed_json, left_out_lines
 from miofind.cli.output import (
     Sheet,
     bytes_text,
@@ -60,7 +61,20 @@ def print_report(summary: TuneSummary, handles: Sequence[Handle]) -> None:
         if not result.solutions:
             first, *more = _shortened(result.message)
             print_text(f"failed: {printable_name(result.request.layer)} {first}", *more)
+    _print_failed_candidates(summary.results)
     print_text(_summary_line(summary, handles))
+
+
+def _print_failed_candidates(results: Iterable[TuneResult]) -> None:
+    """A line a problem on what is left out of its solutions; of many problems the first."""
+    lines = [
+        f"{printable_name(result.request.layer)} {short_direction(result.request.problem)}: {line}"
+        for result in results
+        if result.solutions
+        for line in left_out_lines(result.failed)
+    ]
+    rest = len(lines) - _REASONS_SHOWN
+    print_text(*lines[:_REASONS_SHOWN], *([f"  and {rest} more: see --json"] if rest > 0 else []))
 
 
 def by_kind(handles: Iterable[Handle]) -> dict[str, Handle]:
@@ -141,6 +155,8 @@ def _summary_line(summary: TuneSummary, handles: Sequence[Handle]) -> str:
         "left": summary.left,
     }
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    if candidates := failed_counts([outcome for result in summary.results for outcome in result.failed]):
+        told = f"{told} ({candidates})" if told else candidates
     kinds = by_kind(handles)
     gain = mean_gain(summary.results)
     parts = [f"{_plural(summary.total, 'problem')}, {told or 'nothing to measure'} in {seconds_text(summary.seconds)}"]
@@ -180,6 +196,7 @@ def _result_json(result: TuneResult) -> dict[str, object]:
         "count": request.count,
         "status": result.status.value,
         "message": result.message,
+        "failed": failed_json(result.failed),
         "seconds": result.seconds,
         "gain": result.gain,
         "best": solution_json(result.solutions[0]) if result.solutions else None,

@@ -29,6 +29,7 @@ from miofind.find.recording import Recording, row_of, storable
 from miofind.find.rounds import FindRequest, Measuring, searched
 from miofind.find.search import Search
 from miofind.find.warm_start import shared_warm_start
+from miofind.finddb import Row
 from miofind.measure.effort import Effort
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
 from miofind.runtime.handle import Handle
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 TRUST_TOLERANCE = 1.25
 """How much slower than recorded a solution may be for TRUST_VERIFY to keep it."""
+
+_LONGEST_REASON = 200
+"""Characters of an earlier failure that are told."""
 
 _ALWAYS_MEASURES = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE)
 
@@ -170,6 +174,7 @@ def measure(
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
     request = FindRequest(problem=problem, options=options, handle=handle, ahead=ahead)
     outcomes, gaps = _measured(request, plan, besides, left_out, afresh=afresh)
+    _warn_of_wrong_results(problem, outcomes)
     if start:
         start.add(problem.network_config)
     handle.forget_answers(problem.network_config)
@@ -256,14 +261,33 @@ def _coverage(dynamic_only: bool) -> Coverage:
 
 def _left_out(problem: ProblemDescription, options: FindOptions, handle: Handle) -> dict[str, str]:
     """By id, the candidates that failed here before and are not tried again, and why."""
-    failed = failures.failures(problem, handle)
-    quarantined = frozenset() if options.retry_failed else failures.quarantined(problem, handle)
+    quarantined = {} if options.retry_failed else failures.quarantined_rows(problem, handle)
     if not options.isolate:  # what destroyed a process before must not do it to this one
-        quarantined |= {name for name, status in failed.items() if status is Status.CRASHED}
+        failed = failures.failed_rows(problem, handle)
+        quarantined |= {name: row for name, row in failed.items() if row.status == Status.CRASHED}
     return {
-        name: f"failed here before ({failed[name]}): retry_failed (--retry-failed) measures it again"
-        for name in quarantined
+        name: f"failed here before ({_told(row)}): retry_failed (--retry-failed) measures it again"
+        for name, row in quarantined.items()
     }
+
+
+def _told(row: Row) -> str:
+    """What became of a candidate, in one line."""
+    message = row.message.partition("\n")[0]
+    return f"{row.status}: {message[:_LONGEST_REASON]}" if message else row.status
+
+
+def _warn_of_wrong_results(problem: ProblemDescription, outcomes: Iterable[Outcome]) -> None:
+    """One warning a solver that computed wrong results: who wrote it wants to know, whoever else answers."""
+    wrong: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.status is Status.WRONG_RESULT:
+            wrong.setdefault(outcome.candidate.solver_id, []).append(outcome)
+    for solver_id, found in wrong.items():
+        others = f" (and {len(found) - 1} more of its configurations)" if len(found) > 1 else ""
+        first = found[0]
+        told = f"{first.candidate.config.json}{others}: {first.message}"
+        logger.warning("solver %s is wrong for %s and left out, with %s", solver_id, problem, told)
 
 
 def _search(

@@ -11,6 +11,7 @@ from miofind.device.device import Device
 from miofind.errors import InvalidOptionError
 from miofind.options import FindOptions
 from miofind.runtime.solution import Solution
+from miofind.solver.candidate import Outcome
 from miofind.suites import SuiteProblem
 
 
@@ -100,6 +101,7 @@ class TuneResult:
         default_ms: time of the winning solver's first default configuration, None where it is not known.
         message: why it failed, "" otherwise.
         seconds: time it took.
+        failed: candidates that are left out of the solutions, since they failed there, now or before.
     """
 
     request: SuiteProblem
@@ -109,6 +111,7 @@ class TuneResult:
     default_ms: float | None = None
     message: str = ""
     seconds: float = 0.0
+    failed: tuple[Outcome, ...] = ()
 
     @property
     def gain(self) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from miofind.compiler import CompilePool
@@ -16,6 +17,7 @@ from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError, described, raise_if_interrupted
 from miofind.evaluate.evaluate import DeviceLostError
 from miofind.find.lookup import records
+from miofind.find.lookup.failures import failed_outcomes
 from miofind.find.lookup.validity import is_valid
 from miofind.find.pipeline import measure
 from miofind.find.plan import Plan
@@ -151,7 +153,8 @@ def tuned(
         raise_if_interrupted(error)
         logger.debug("tuning failed: %s", driver_line(problem), exc_info=True)
         told = described(error, str) or type(error).__name__
-        return failed(task, told, time.monotonic() - began)
+        result = failed(task, told, time.monotonic() - began)
+        return replace(result, failed=failed_outcomes(problem, options.find, handle))
     return TuneResult(
         request=task.request,
         kind=task.kind,
@@ -159,6 +162,7 @@ def tuned(
         solutions=tuple(reordered(_fastest_of_each_solver(solutions), handle)),
         default_ms=_default_ms(solutions, handle),
         seconds=time.monotonic() - began,
+        failed=failed_outcomes(problem, options.find, handle),
     )
 
 

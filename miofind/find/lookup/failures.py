@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 from miofind.core.problem import ProblemDescription
+from miofind.find.lookup.known import candidate_of
 from miofind.find.lookup.validity import current_environment, is_valid
 from miofind.finddb import Row
+from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
-from miofind.solver.candidate import Status
+from miofind.solver.candidate import Outcome, Status
 
 
 def failures(problem: ProblemDescription, handle: Handle) -> dict[str, Status]:
     """By id, the candidates that the FindDBs know to have failed here with the solvers of this release."""
-    statuses = newest_statuses(problem, handle, ignored=frozenset())
-    return {name: status for name, status in statuses.items() if not status.usable}
+    return {name: Status(row.status) for name, row in failed_rows(problem, handle).items()}
+
+
+def failed_rows(problem: ProblemDescription, handle: Handle) -> dict[str, Row]:
+    """By id, the last rows of those candidates."""
+    return _failed(newest_rows(problem, handle, ignored=frozenset()))
+
+
+def failed_outcomes(problem: ProblemDescription, options: FindOptions, handle: Handle) -> tuple[Outcome, ...]:
+    """What became of those candidates whose solvers a request allows, in the order of their ids."""
+    failed = sorted(failed_rows(problem, handle).items())
+    rows = [row for _, row in failed if options.allows(handle.registry[row.solver_id])]
+    return tuple(
+        Outcome(candidate=candidate_of(row.candidate, problem), status=Status(row.status), message=row.message)
+        for row in rows
+    )
 
 
 def quarantined(problem: ProblemDescription, handle: Handle) -> frozenset[str]:
-    """Ids of the candidates that failed here with the solvers of this release and are not to be tried again.
+    """Ids of the candidates that failed here with the solvers of this release and are not to be tried again."""
+    return frozenset(quarantined_rows(problem, handle))
+
+
+def quarantined_rows(problem: ProblemDescription, handle: Handle) -> dict[str, Row]:
+    """By id, the rows that quarantine those candidates.
 
     Running out of memory speaks of the moment: it quarantines nobody, and lifts no quarantine. A failure with another
     driver or library says nothing of this one.
     """
-    statuses = newest_statuses(
-        problem,
-        handle,
-        ignored=frozenset({Status.OUT_OF_MEMORY}),
-        environment=current_environment(handle.device),
-    )
-    return frozenset(name for name, status in statuses.items() if not status.usable)
+    environment = current_environment(handle.device)
+    return _failed(newest_rows(problem, handle, ignored=frozenset({Status.OUT_OF_MEMORY}), environment=environment))
+
+
+def _failed(rows: dict[str, Row]) -> dict[str, Row]:
+    return {name: row for name, row in rows.items() if not row.usable}
 
 
 def newest_statuses(
