@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from miofind.errors import (
     CompileError,
     InvalidOptionError,
     MiofindError,
+    MissingEnvironmentError,
     NoSolutionError,
     described,
     raise_if_interrupted,
@@ -35,6 +37,7 @@ from miofind.solver.registry import Registry
 from miofind.solver.steps import KernelStep
 
 _MOST_SHOWN = 20
+_MOST_REASONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +58,32 @@ class _Built:
 
 @dataclass(slots=True)
 class _Report:
-    """The kernels built so far, and the solvers that refused."""
+    """The kernels built so far, and why there are none of some solvers.
+
+    Attributes:
+        left_out: what this machine lacks for them, or that none serves a problem.
+        broken: what their own code raised.
+    """
 
     built: list[_Built] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> int:
+        """Kernels that were not compiled, and solvers that could not say which there are."""
+        return sum(built.error is not None for built in self.built) + len(self.broken)
+
+    def blame(self, solver_id: str, problem: ProblemDescription, error: BaseException) -> None:
+        """Take what a solver raised.
+
+        Raises:
+            KeyboardInterrupt: it was the user's.
+        """
+        raise_if_interrupted(error)
+        told = described(error, str if isinstance(error, MiofindError) else repr)
+        kind = self.left_out if isinstance(error, MissingEnvironmentError) else self.broken
+        kind[f"{solver_id}: {problem}"] = told
 
 
 @click.command(
@@ -105,8 +130,9 @@ def compile_(
     for device in devices:
         steps = _steps(problems, device, options, report)
         report.built += _build(compiler, steps, device.arch, workers)
-    if not report.built and not report.refused:
-        raise NoSolutionError("no solver with kernels serves these problems there: `miofind solvers conv ...` says why")
+    if not report.built and not report.left_out and not report.broken:
+        why = _only_reason(problems, devices, options) or "`miofind solvers conv ...` says why"
+        raise NoSolutionError(f"no solver with kernels serves these problems there: {why}")
     if as_json:
         print_json(_json(report, compiler))
     else:
@@ -114,7 +140,7 @@ def compile_(
     if compiler.cache.stats().directory is None:
         print_note("error: no kernel is kept: set MIOFIND_CACHE_DIR to a folder that can be written")
         raise click.exceptions.Exit(CompileError.exit_code)
-    if any(built.error for built in report.built):
+    if report.failed:
         raise click.exceptions.Exit(CompileError.exit_code)
 
 
@@ -154,9 +180,7 @@ def _steps(
                     for step in kernels_of(solver, problem, device, search=options.searches):
                         wanted.setdefault(step, solver.id)
                 except BaseException as error:  # a solver's own code may raise anything
-                    raise_if_interrupted(error)
-                    told = described(error, str if isinstance(error, MiofindError) else repr)
-                    report.refused[f"{solver.id}: {problem}"] = told
+                    report.blame(solver.id, problem, error)
             advance()
     return one_a_binary(wanted)
 
@@ -169,13 +193,30 @@ def _likely_steps(
     with Handle(device, database=MEMORY) as handle, counted("listing kernels", len(problems)) as advance:
         for problem in problems:
             plan = likely_plan(problem, options, handle, left_out={})
-            if not plan.candidates:
-                report.refused[str(problem)] = "no solver with kernels serves it"
+            report.broken |= {f"{name}: {problem}": plan.refusals[name] for name in sorted(plan.failing)}
+            if not plan.candidates and not plan.failing:
+                report.left_out[str(problem)] = "no solver with kernels serves it"
             for planned in plan.candidates:
-                for step in planned.kernels(device):
-                    wanted.setdefault(step, planned.solver.id)
+                try:
+                    for step in planned.kernels(device):
+                        wanted.setdefault(step, planned.solver.id)
+                except BaseException as error:  # a solver's own code may raise anything
+                    report.blame(planned.solver.id, problem, error)
             advance()
     return one_a_binary(wanted)
+
+
+def _only_reason(problems: Sequence[ProblemDescription], devices: Sequence[Device], options: FindOptions) -> str:
+    """Why the only solver that the options allow has no kernels for problems; "" where they allow several."""
+    allowed = [solver for solver in Registry.default().values() if options.allows(solver)]
+    if len(allowed) != 1:
+        return ""
+    (solver,) = allowed
+    if not solver.sources:
+        return f"{solver.id} has no kernels of its own"
+    answers = (solver.applicability(problem, device) for device in devices for problem in problems)
+    reasons = dict.fromkeys(answer.reason for answer in answers if not answer)
+    return f"{solver.id} {'; '.join(itertools.islice(reasons, _MOST_REASONS))}" if reasons else ""
 
 
 def _build(compiler: Compiler, steps: dict[KernelStep, str], arch: str, workers: int | None) -> Iterator[_Built]:
@@ -195,7 +236,7 @@ def _show(report: _Report, compiler: Compiler, seconds: float) -> None:
         registers = [b.resources.registers for b in of_solver if b.resources is not None]
         spilling = sum(b.spills for b in of_solver)
         failed = sum(b.error is not None for b in of_solver)
-        spread = f"{min(registers)} to {max(registers)}" if registers else "-"
+        spread = " to ".join(map(str, sorted({min(registers), max(registers)}))) if registers else "-"
         made.add(solver_id, arch, str(len(of_solver)), str(failed), spread, str(spilling))
     if len(made):
         made.print()
@@ -205,14 +246,14 @@ def _show(report: _Report, compiler: Compiler, seconds: float) -> None:
     for built in report.built:
         if built.error is not None:
             print_error(built.error, f"{_named(built)}\n")
-    for name, reason in report.refused.items():
-        print_note(f"left out: {name}: {reason}")
+    for kind, reasons in (("left out", report.left_out), ("failed", report.broken)):
+        for name, reason in reasons.items():
+            print_note(f"{kind}: {name}: {reason}")
     stats = compiler.cache.stats()
     where = stats.directory or "nowhere: the disk cannot be used"
-    failed = sum(built.error is not None for built in report.built)
     print_text(
-        f"kernels: {len(report.built)} in {seconds_text(seconds)}, {failed} failed, {stats.hits} known already, some "
-        f"in one binary; the cache holds {stats.entries}, {bytes_text(stats.bytes)}, {where}"
+        f"kernels: {len(report.built)} in {seconds_text(seconds)}, {report.failed} failed, {stats.hits} known already, "
+        f"some in one binary; the cache holds {stats.entries}, {bytes_text(stats.bytes)}, {where}"
     )
     if shared := sharing(compiler.cache):
         print_text(f"store: {shared['fetched']} taken, {shared['published']} given")
@@ -227,8 +268,8 @@ def _json(report: _Report, compiler: Compiler) -> dict[str, object]:
     stats = compiler.cache.stats()
     return {
         "kernels": [_built_json(built) for built in report.built],
-        "failed": sum(built.error is not None for built in report.built),
-        "left_out": report.refused,
+        "failed": report.failed,
+        "left_out": report.left_out | report.broken,
         "cache": {
             "directory": None if stats.directory is None else str(stats.directory),
             "entries": stats.entries,

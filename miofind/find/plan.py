@@ -17,6 +17,7 @@ from miofind.driver.line import driver_line
 from miofind.errors import (
     InvalidConfigError,
     MiofindError,
+    MissingEnvironmentError,
     NoPlaceError,
     NoSolutionError,
     described,
@@ -111,6 +112,7 @@ class Plan:
         is_filtered: whether the find mode, not only `only` and `exclude`, kept solvers out.
         left_out: solvers that any of these kept out.
         absent: the others whose place or library this machine lacks.
+        failing: those whose own code raised over the problem, for no lack of this machine.
         refusals: reason by solver id, or by candidate id where a limit left one out; nothing of what was left out.
     """
 
@@ -121,6 +123,7 @@ class Plan:
     refusals: dict[str, str]
     left_out: tuple[str, ...] = ()
     absent: frozenset[str] = frozenset()
+    failing: frozenset[str] = frozenset()
     spaces: tuple[Space, ...] = ()
     is_part: bool = False
 
@@ -437,6 +440,7 @@ class _Draft:
     refusals: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     absent: set[str] = field(default_factory=set)
+    failing: set[str] = field(default_factory=set)
 
     def ask(self, request: _Request, winners: Iterable[Config], *, passes_over_slow: bool) -> None:
         """Take in what one solver has for a problem."""
@@ -521,6 +525,8 @@ class _Draft:
             raise_if_interrupted(error)
             self.refusals[solver.id] = f"{type(error).__name__}: {described(error, str)}"
             self.considered.pop(solver.id, None)
+            if not isinstance(error, MissingEnvironmentError):
+                self.failing.add(solver.id)
             if not isinstance(error, MiofindError):  # a library that cannot list its plans raises one of these
                 told = described(error)
                 logger.warning("solver %s cannot plan for %s and is left out: %s", solver.id, request.problem, told)
@@ -536,6 +542,7 @@ class _Draft:
             refusals=self.refusals,
             left_out=tuple(self.left_out),
             absent=frozenset(self.absent),
+            failing=frozenset(self.failing),
             spaces=tuple(self.spaces),
         )
 

@@ -89,7 +89,26 @@ def test_without_a_gpu_an_architecture_is_needed(monkeypatch: pytest.MonkeyPatch
 
 def test_what_no_solver_serves_is_an_error() -> None:
     result = run("compile", *FORWARD, "--arch", "90a", "--only", "ConvCpuDirect", code=1)
-    assert "no solver with kernels serves these problems" in result.stderr
+    assert result.stderr.endswith(
+        "no solver with kernels serves these problems there: ConvCpuDirect has no kernels of its own\n"
+    )
+    several = run("compile", *FORWARD, "--arch", "90a", "--only", "ConvCpuDirect,ConvCpuGemm1x1", code=1).stderr
+    assert "`miofind solvers conv ...` says why" in several
+
+
+def test_the_only_solver_that_is_asked_for_says_why_it_refuses() -> None:
+    told = run("compile", *FORWARD, "--arch", "90a", "--only", "ConvGemm1x1", code=1).stderr
+    assert "no solver with kernels serves these problems there: ConvGemm1x1 " in told
+    told = run("compile", *FORWARD, "--arch", "90a", "--only", "ConvDepthwiseMma", code=1).stderr
+    listed = run_json("solvers", *FORWARD, "--arch", "90a", "--only", "ConvDepthwiseMma")["problems"][0]["solvers"]
+    assert f"there: ConvDepthwiseMma {listed[0]['reason']}" in told
+
+
+def test_equal_numbers_of_registers_are_one_number() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    lines = run("compile", *FORWARD, "--arch", "80", "--only", "ConvDirectNaive").stdout.splitlines()
+    (row,) = [line for line in lines if line.startswith("ConvDirectNaive")]
+    assert " to " not in row
 
 
 def test_a_cache_that_keeps_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
