@@ -19,7 +19,15 @@ from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_text
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, CacheStats, nvrtc_version
-from miofind.device.device import INSTALL_CUDA, Device, Library, cuda_device_count, device_text
+from miofind.device.device import (
+    INSTALL_CUDA,
+    NO_DRIVER,
+    Device,
+    Library,
+    cuda_device_count,
+    device_text,
+    has_driver,
+)
 from miofind.device.environment import versions
 from miofind.errors import DatabaseError, MiofindError
 from miofind.find.immediate.model import read_model
@@ -79,7 +87,7 @@ class _Model:
 
 @dataclass(slots=True)
 class _Examination:
-    """The findings; `missing` says what to do."""
+    """The findings; `missing` says what to do, `notes` what is so and no fault."""
 
     devices: list[Device] = field(default_factory=list)
     libraries: dict[str, str] = field(default_factory=dict)
@@ -90,6 +98,7 @@ class _Examination:
     models: list[_Model] = field(default_factory=list)
     cache: CacheStats | None = None
     missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def attempt(self, what: str, examine: Callable[[], Result]) -> Result | None:
         """The result of `examine`; None where it fails, with a line in `missing`."""
@@ -144,6 +153,9 @@ def doctor(asks_all: bool, as_json: bool) -> None:
 
 
 def _devices(found: _Examination) -> list[Device]:
+    if not has_driver():
+        found.notes.append(NO_DRIVER)
+        return [Device.cpu()]
     count = found.attempt("CUDA devices", cuda_device_count)
     if count == 0:
         found.missing.append("the CUDA driver knows no GPU: check `nvidia-smi`; the CPU place is used")
@@ -253,7 +265,7 @@ def _exists(path: str) -> bool:
 def _show(found: _Examination) -> None:
     print_text(f"miofind {__version__}, Python {platform.python_version()}, {platform.platform()}")
     _section("Missing", found.missing or ["nothing"])
-    _section("Devices", [_device_line(device) for device in found.devices])
+    _section("Devices", [*map(_device_line, found.devices), *found.notes])
     names = [f"{name} {version}" for name, version in found.libraries.items() if name not in ("miofind", "python")]
     _section("Libraries", [", ".join(names) or "none"])
     _section("FindDBs, in the order they are asked", [_database_line(database) for database in found.databases])
@@ -328,6 +340,7 @@ def _json(found: _Examination) -> dict[str, object]:
         "binary_cache": None if found.cache is None else _cache_json(found.cache),
         "environment": _environment(),
         "missing": found.missing,
+        "notes": found.notes,
     }
 
 

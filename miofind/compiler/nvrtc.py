@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from miofind.compiler.sources import KernelSource
-from miofind.device.device import INSTALL_CUDA
+from miofind.device.device import INSTALL_CUDA, has_driver
 from miofind.errors import CompileError, ForkedProcessError, MissingLibraryError
 
-INSTALL_NVRTC = f"{INSTALL_CUDA}; without a GPU the extra compile"
+_INSTALL_WITHOUT_GPU = (
+    "install miofind's extra compile: `pip install -e '.[compile]'` in its clone, `pip install 'FILE.whl[compile]'` "
+    "for its wheel"
+)
 
 # -default-device makes constexpr functions and tables usable in device code without annotations.
 _BASE_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
@@ -71,10 +74,15 @@ def toolchain() -> Toolchain:
         major, minor = _checked(nvrtc.nvrtcVersion())
         (sms,) = _checked(nvrtc.nvrtcGetSupportedArchs())
     except (ImportError, RuntimeError) as error:
-        message = f"NVRTC cannot be used, so kernels cannot be compiled ({error}): {INSTALL_NVRTC}"
+        message = f"NVRTC cannot be used, so kernels cannot be compiled ({error}): {_how_to_install()}"
         raise MissingLibraryError(message) from error
     headers_version = _headers_version(_runtime_headers())
     return Toolchain(version=f"{major}.{minor}", headers_version=headers_version, sms=frozenset(sms))
+
+
+def _how_to_install() -> str:
+    """What brings NVRTC and the headers to this machine."""
+    return INSTALL_CUDA if has_driver() else _INSTALL_WITHOUT_GPU
 
 
 def compile_options(
@@ -198,7 +206,7 @@ def _runtime_headers() -> Path:
     runtime = _header_directory("cudart")
     if runtime is None:
         raise MissingLibraryError(
-            f"the CUDA runtime's headers are not installed, so kernels cannot be compiled: {INSTALL_NVRTC}"
+            f"the CUDA runtime's headers are not installed, so kernels cannot be compiled: {_how_to_install()}"
         )
     return runtime
 

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import re
+import shutil
 import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,6 +29,8 @@ INSTALL_CUDA = (
     "install miofind's extra cuda12 or cuda13, whichever the driver supports: `pip install -e '.[cuda12]'` in its "
     "clone, `pip install 'FILE.whl[cuda12]'` for its wheel"
 )
+
+NO_DRIVER = 'this machine has no NVIDIA driver; the CPU place works: --device cpu, Handle("cpu")'
 
 IDENTITY = re.compile(
     r"(?P<name>[^|]*)\|(?P<sm_count>\d{1,6})\|(?P<major>\d{1,2})\.(?P<minor>\d)\|(?P<mig_profile>[^|]*)", re.ASCII
@@ -210,14 +214,28 @@ def _flops_per_sm_clock(sm: int, kind: int, tensor_cores: bool) -> int:
     return sixteen_bit if kind == 2 else sixteen_bit // 2
 
 
+@functools.cache
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is installed, asked as scripts/pick_extra.py does; starts no CUDA."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return shutil.which("nvidia-smi") is not None
+    return True
+
+
 def require_cupy() -> None:
     """Do nothing where CuPy is installed.
 
     Raises:
+        NoDeviceError: it is not, and without a driver it would be of no use.
         MissingLibraryError: it is not.
     """
-    if not has_cupy():
-        raise MissingLibraryError(f"CuPy is not installed, so CUDA devices cannot be used: {INSTALL_CUDA}")
+    if has_cupy():
+        return
+    if not has_driver():
+        raise NoDeviceError(NO_DRIVER)
+    raise MissingLibraryError(f"CuPy is not installed, so CUDA devices cannot be used: {INSTALL_CUDA}")
 
 
 @functools.cache
@@ -263,6 +281,8 @@ def cuda_device_count() -> int:
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
+        if not has_driver():
+            raise NoDeviceError(NO_DRIVER) from error
         raise NoDeviceError(f"the CUDA driver cannot be used ({error}): check `nvidia-smi`") from error
 
 

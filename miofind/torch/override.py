@@ -19,7 +19,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-from miofind.device.device import INSTALL_CUDA, has_cupy
+from miofind.device.device import INSTALL_CUDA, has_cupy, has_driver
 from miofind.errors import InvalidOptionError, MissingLibraryError, brief, with_known_keywords
 from miofind.process.forks import follow_forks
 from miofind.runtime.handle import Handle
@@ -413,7 +413,7 @@ def enable(
     if os.environ.get("MIOFIND_TORCH") == "0":
         logger.warning("MIOFIND_TORCH=0 is set: miofind.torch.enable() leaves PyTorch's convolutions as they are")
         return override
-    if "cuda" in override.devices and torch.backends.cuda.is_built() and not has_cupy():
+    if "cuda" in override.devices and torch.backends.cuda.is_built() and has_driver() and not has_cupy():
         logger.warning("CuPy is not installed, so PyTorch's own kernels run on GPUs: %s", INSTALL_CUDA)
     _switch_on(override)
     logger.info("miofind runs PyTorch's convolutions on %s", " and ".join(override.devices))

@@ -15,6 +15,7 @@ SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "__main__" in path
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miofind.device.device.has_cupy", lambda: False)
+    monkeypatch.setattr("miofind.device.device.has_driver", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.syspath_prepend(FOLDER)

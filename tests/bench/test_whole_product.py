@@ -123,6 +123,7 @@ def test_it_needs_gpus_a_folder_and_a_commit(
     whole: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("miofind.device.device.has_cupy", lambda: False)
+    monkeypatch.setattr("miofind.device.device.has_driver", lambda: True)
     for words, code, told in (
         (["--commit", "abc"], 3, "CuPy is not installed"),
         (["--commit", ""], 2, "--commit: this checkout has no git"),

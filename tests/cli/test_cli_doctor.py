@@ -197,6 +197,7 @@ def test_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_package(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
+    monkeypatch.setattr(doctor_module, "has_driver", lambda: True)
     monkeypatch.setattr(doctor_module, "cuda_device_count", missing)
     monkeypatch.setattr(doctor_module, "nvrtc_version", missing)
     monkeypatch.setattr(doctor_module, "versions", lambda _: {})
@@ -206,11 +207,23 @@ def test_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CuPy is not installed: pip install it" in report["missing"]
 
 
+def test_a_machine_without_a_driver_lacks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told to install CuPy by the extra that the driver supports."""
+    monkeypatch.setattr(doctor_module, "has_driver", lambda: False)
+    monkeypatch.setattr(doctor_module, "cuda_device_count", lambda: pytest.fail("there is nothing to ask"))
+    report = run_json("doctor")
+    assert report["notes"] == ['this machine has no NVIDIA driver; the CPU place works: --device cpu, Handle("cpu")']
+    assert [line for line in report["missing"] if "CuPy" in line or "driver" in line] == []
+    devices = run("doctor").stdout.partition("\nDevices\n")[2].partition("\nLibraries\n")[0]
+    assert devices.splitlines()[-1] == f"  {report['notes'][0]}"
+
+
 @pytest.mark.parametrize("error", [NoDeviceError("the driver is gone"), OSError("broken"), ImportError("half there")])
 def test_every_probe_may_fail(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise error
 
+    monkeypatch.setattr(doctor_module, "has_driver", lambda: True)
     for name in ("cuda_device_count", "nvrtc_version", "versions", "suite_layers", "system_addresses", "BinaryCache"):
         monkeypatch.setattr(doctor_module, name, fail)
     missing = "\n".join(run_json("doctor")["missing"])

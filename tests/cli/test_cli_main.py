@@ -14,11 +14,13 @@ import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 from waiting import LIMIT_S
 
+import miofind
 from miofind.cli import main
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.driver.flags import FLAGS
 from miofind.driver.shapes import NAMES as SHAPE_FLAGS
+from miofind.errors import MissingLibraryError, NoDeviceError
 from miofind.finddb import Row, Store
 from miofind.process import interrupts
 from miofind.solver.registry import Registry
@@ -258,6 +260,17 @@ def test_exit_codes_are_in_the_help() -> None:
 def test_no_gpu_is_an_error_of_the_environment(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miofind.device.device.cuda_device_count", lambda: 0)
     assert "CUDA device 0 does not exist" in run(*arguments, "--device", "cuda", code=3).stderr
+
+
+@pytest.mark.parametrize("driver", [False, True], ids=["no driver", "no CuPy"])
+def test_cuda_without_its_parts_says_which_is_missing(driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked first: no extra of CUDA helps a machine without one."""
+    monkeypatch.setattr("miofind.device.device.has_cupy", lambda: False)
+    monkeypatch.setattr("miofind.device.device.has_driver", lambda: driver)
+    kind, told = (MissingLibraryError, "CuPy is not installed") if driver else (NoDeviceError, "has no NVIDIA driver")
+    assert told in run("find", *FORWARD, "--device", "cuda", code=3).stderr
+    with pytest.raises(kind, match=told):
+        miofind.Handle("cuda")
 
 
 def test_an_unknown_log_level_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
