@@ -35,7 +35,7 @@ LAYERS = (
     ("solver", "options"),
     ("suites", "driver"),
     ("device", "core", "arrays"),
-    ("finddb", "kernels_src", "process", "errors", "files", "printable"),
+    ("finddb", "kernels_src", "process", "errors", "files", "printable", "sheet"),
 )
 
 # Methods that lead into a package above or beside: imported inside a function, nowhere else.

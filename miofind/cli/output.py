@@ -8,34 +8,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import itertools
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import IO, Any, cast
 
 import click
-from rich.cells import cell_len
 from rich.console import Console
-from rich.text import Text
 
+from miofind import sheet
 from miofind.errors import MiofindError
-from miofind.printable import LINE_CHARS, NAME_CHARS, printable, printable_lines, printable_path
+from miofind.printable import printable, printable_path
 
 _PIPE_WIDTH = 1000
 """Columns where stdout is no terminal: nothing is wrapped or cut there."""
-
-_GAP = 2
-"""Columns between two cells of a table."""
-
-_MARGIN = "  "
-"""Before a row with a line of its own above it."""
-
-_INDENT = "    "
-"""Before what is folded below a row."""
 
 
 def prepare_streams() -> None:
@@ -150,109 +139,16 @@ def print_error(error: BaseException, about: str = "") -> None:
     print_note(*(text.split("\n") if has_lines else [text]))
 
 
-class Sheet:
-    """A table for any width: where not all columns fit, it folds some to lines of their own and gives up others.
-
-    Args:
-        title: the lines above it; "" for none.
-        columns: headers.
-        right: those of columns aligned to the right.
-        fold: those that go to a line of their own where needed, in that order: above the row where they stand first
-            in it, else below with their name.
-        spare: those that may be given up, in that order.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        columns: Sequence[str],
-        *,
-        right: Sequence[str] = (),
-        fold: Sequence[str] = (),
-        spare: Sequence[str] = (),
-    ) -> None:
-        self._title = title
-        self._columns = columns
-        self._right = right
-        self._fold = fold
-        self._spare = spare
-        self._limits = [LINE_CHARS if name in fold else NAME_CHARS for name in columns]
-        self._rows: list[tuple[tuple[str, ...], str]] = []
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, *cells: str | Sequence[str], style: str = "") -> None:
-        """Add a row, one cell a column: a text, or several that stand below each other."""
-        shown = []
-        for cell, limit in zip(cells, self._limits, strict=True):
-            lines = (cell,) if isinstance(cell, str) else cell
-            shown.append("\n".join(printable(line, limit) for line in lines))
-        self._rows.append((tuple(shown), style))
+class Sheet(sheet.Sheet):
+    """A table for stdout."""
 
     def print(self) -> None:
         """Print it to stdout."""
         console = stdout()
-        shown, folded = self._fitting(console.width)
-        above = [number for number in folded if number < shown[0]]
-        below = [number for number in folded if number > shown[0]]
-        margin = _MARGIN if above else ""
-        widths = self._shrunk(shown, console.width - len(margin))
-        rule = "-" if console.options.ascii_only else "\N{BOX DRAWINGS LIGHT HORIZONTAL}"
-        text = Text()
-        text.append("".join(f"{margin}{line}\n" for line in self._lines(self._columns, shown, widths)), "bold")
-        text.append(f"{rule * (len(margin) + sum(widths) + _GAP * (len(widths) - 1))}\n")
-        for cells, style in self._rows:
-            lines = [cells[number] for number in above]
-            lines += [margin + line for line in self._lines(cells, shown, widths)]
-            named = [f"{self._columns[number]}: {cells[number]}" for number in below if cells[number]]
-            lines += [_INDENT + line for cell in named for line in _wrapped(cell, console.width - len(_INDENT))]
-            text.append("".join(f"{line}\n" for line in lines), style)
-        if self._title:
-            console.print(printable_lines(self._title), style="bold", soft_wrap=True)
-        console.print(text, soft_wrap=True, end="")
-
-    def _fitting(self, width: int) -> tuple[list[int], list[int]]:
-        """Positions of the columns of the table, and of those that are folded out of it."""
-        shown, folded = list(range(len(self._columns))), []
-        for name in (*self._fold, *self._spare):
-            if sum(map(self._width, shown)) + _GAP * (len(shown) - 1) <= width:
-                break
-            number = self._columns.index(name)
-            shown.remove(number)
-            if name in self._fold:
-                folded.append(number)
-        return shown, sorted(folded)
-
-    def _shrunk(self, shown: Sequence[int], width: int) -> list[int]:
-        """Widths of the columns: where they do not fit all the same, the widest gives."""
-        widths = [self._width(number) for number in shown]
-        while sum(widths) + _GAP * (len(widths) - 1) > width and max(widths) > 1:
-            widths[widths.index(max(widths))] -= 1
-        return widths
-
-    def _width(self, number: int) -> int:
-        cells = [self._columns[number], *(cells[number] for cells, _ in self._rows)]
-        return max(cell_len(line) for cell in cells for line in (cell.splitlines() or [""]))
-
-    def _lines(self, cells: Sequence[str], shown: Sequence[int], widths: Sequence[int]) -> list[str]:
-        """One row as lines."""
-        columns = [_wrapped(cells[number], width) for number, width in zip(shown, widths, strict=True)]
-        lines = []
-        for parts in itertools.zip_longest(*columns, fillvalue=""):
-            padded = []
-            for number, width, part in zip(shown, widths, parts, strict=True):
-                space = " " * (width - cell_len(part))
-                padded.append(space + part if self._columns[number] in self._right else part + space)
-            lines.append((" " * _GAP).join(padded).rstrip())
-        return lines
-
-
-def _wrapped(cell: str, width: int) -> list[str]:
-    """A cell's lines, broken where they are too wide."""
-    if cell_len(cell) <= width and "\n" not in cell:
-        return [cell]
-    return [line.plain.rstrip() for line in Text(cell).wrap(stdout(), max(1, width), overflow="fold")]
+        body = self.body(console.width, ascii_only=console.options.ascii_only)
+        if self.title:
+            console.print(self.title, style="bold", soft_wrap=True)
+        console.print(body, soft_wrap=True, end="")
 
 
 def time_text(time_ms: float) -> str:

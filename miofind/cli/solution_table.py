@@ -31,7 +31,8 @@ _MEANINGS = {
     "tie": "as fast as the best, as far as the measurements tell; the smaller workspace comes first, then the smaller "
     "error",
 }
-_SPARE = ("source", "determ.", "algorithm", "error", "library", "vs best", "#", "workspace")
+_SPARE = ("source", "determ.", "algorithm", "TFLOP/s", "library", "vs best", "#", "error", "workspace")
+"""Workspace and error go last: they say which of ties comes first."""
 
 
 def solution_sheet(title: str, solutions: Sequence[Solution]) -> Sheet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from dataclasses import dataclass, replace
 
@@ -131,8 +132,10 @@ def _list(listed: list[Solver], as_json: bool) -> None:
 
 
 def _about(solver: Solver) -> str:
-    """The first line of a solver's docstring."""
-    return (type(solver).__doc__ or "").strip().partition("\n")[0]
+    """The first sentence of a solver's docstring."""
+    paragraph = inspect.cleandoc(type(solver).__doc__ or "").partition("\n\n")[0]
+    sentence, stop, _ = f"{' '.join(paragraph.split())} ".partition(". ")
+    return (sentence + stop).strip()
 
 
 def _runs_on(solver: Solver) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from miofind.core.problem import ProblemDescription
 from miofind.printable import printable_name
+from miofind.sheet import Sheet
 from miofind.torch.answers import answer
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags, state
@@ -20,7 +20,7 @@ from miofind.torch.override import current
 from miofind.torch.plans import Part, Planner
 from miofind.torch.recording import RecordedCall, Recording
 from miofind.torch.settings import MissPolicy, Settings
-from miofind.torch.tables import add_row, as_text, described, milliseconds, shortened, table
+from miofind.torch.tables import as_text, described, milliseconds, shortened
 
 PYTORCH = "pytorch"
 
@@ -87,14 +87,15 @@ class Explanation:
     def __str__(self) -> str:
         return as_text(self.__rich__(), self._lines())
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Sheet:
         columns = ("layer", "result", "problem", "runs", "source", "count", "ms")
-        made = table(f"{self.network} on {self.device}", columns, ("count", "ms"))
+        title, fold = f"{self.network} on {self.device}", ("problem", "layer")
+        made = Sheet(title, columns, right=("count", "ms"), fold=fold, spare=("source",))
         for row in self.rows:
             problem = "-" if row.problem is None else described(row.problem)
             runs = row.solver_id or "PyTorch's own"
             cells = (printable_name(row.layer) or "-", row.computed, problem, runs, row.source, str(row.count))
-            add_row(made, *cells, milliseconds(row.time_ms))
+            made.add(*cells, milliseconds(row.time_ms))
         return made
 
     def _lines(self) -> Iterator[str]:

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import io
+import shutil
 from collections.abc import Iterable
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from miofind.core.problem import ProblemDescription
 from miofind.printable import printable
+from miofind.sheet import Sheet
 from miofind.suites.short_text import short_problem
 
 _WIDTH = 140
+"""Columns where nobody says how many there are."""
+
 _MOST_LINES = 12
 
 
-def table(title: str, columns: Iterable[str], numbers: Iterable[str]) -> Table:
-    """An empty table; the columns of numbers stand right."""
-    made = Table(title=Text(printable(title)), title_justify="left")
-    right = frozenset(numbers)
-    for name in columns:
-        made.add_column(name, justify="right" if name in right else "left")
-    return made
-
-
-def add_row(made: Table, *cells: str) -> None:
-    """Add a row of texts, whatever names are in them."""
-    made.add_row(*(Text(printable(cell)) for cell in cells))
-
-
-def as_text(made: Table, lines: Iterable[str]) -> str:
-    """The table and lines below it."""
-    console = Console(file=io.StringIO(), width=_WIDTH)
-    with console.capture() as captured:
-        console.print(made)
-        for line in lines:
-            console.print(Text(printable(line)), soft_wrap=True)
-    return captured.get().rstrip()
+def as_text(made: Sheet, lines: Iterable[str]) -> str:
+    """The table and lines below it, for the width of the terminal."""
+    body = made.body(shutil.get_terminal_size((_WIDTH, 0)).columns).plain
+    return "\n".join([made.title, body.rstrip(), *map(printable, lines)])
 
 
 def shortened(lines: list[str]) -> list[str]:

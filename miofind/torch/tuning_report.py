@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from miofind.core.problem import ProblemDescription
 from miofind.printable import printable_name
+from miofind.sheet import Sheet
 from miofind.suites.short_text import short_direction
 from miofind.torch.recording import RecordedCall
-from miofind.torch.tables import add_row, as_text, described, milliseconds, shortened, table
+from miofind.torch.tables import as_text, described, milliseconds, shortened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +103,16 @@ class TuningReport:
     def __str__(self) -> str:
         return as_text(self.__rich__(), self._lines())
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Sheet:
         is_compared = any(row.torch_ms is not None for row in self.rows)
         numbers = ("count", "PyTorch ms", "miofind ms", "gain") if is_compared else ("count", "miofind ms")
-        made = table(f"{self.network} on {self.device}", ("layer", "problem", "dir", "solver", *numbers), numbers)
+        columns = ("layer", "problem", "dir", "solver", *numbers)
+        made = Sheet(f"{self.network} on {self.device}", columns, right=numbers, fold=("problem", "layer"))
         for row in self.rows:
             gain = "-" if row.gain is None else f"{row.gain:.2f}x"
             cells = {"count": str(row.count), "PyTorch ms": milliseconds(row.torch_ms), "gain": gain}
             cells["miofind ms"] = milliseconds(row.own_ms)
-            add_row(made, *_described(row), *(cells[name] for name in numbers))
+            made.add(*_described(row), *(cells[name] for name in numbers))
         return made
 
     def _lines(self) -> list[str]:

@@ -126,6 +126,7 @@ def test_the_shipped_coverage_is_told_without_a_gpu(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("MIOFIND_SYSTEM_DB")
     monkeypatch.setenv("COLUMNS", "80")
     text = run("doctor").stdout
+    assert re.search(r"^convnext_tiny_fused +1 +16 ", text, re.MULTILINE), "names of suites are whole"
     coverage_text = text[text.index("\nCoverage") : text.index("\nBinary cache")]
     assert "NVIDIA H200, 132 SMs, sm_90: " in coverage_text
     assert re.search(r"finds answered without measuring: \d+ of (\d+); a sample of \1, --all asks all", coverage_text)

@@ -173,6 +173,16 @@ def test_notes_on_times_are_shown_at_every_width(monkeypatch: pytest.MonkeyPatch
     assert notes == [["tie"], ["cut off", "tie"], ["contended", "tie"], ["predicted", "tie"]]
 
 
+def test_what_decides_between_ties_is_shown_at_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notes took the place of the error, by which the line below orders ties."""
+    monkeypatch.setattr(SolutionList, "ties", frozenset({"ConvCpuDirect:{}"}))
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("find", *FORWARD, "--device", "cpu").stdout
+    header = next(line for line in text.splitlines() if "solver" in line).split()
+    assert {"ms", "notes", "workspace", "error"} <= set(header)
+    assert "the smaller workspace comes first, then the smaller error" in text
+
+
 def test_predictions_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = run("find", *FORWARD, "--device", "cpu", "--find-mode", "fast").stdout

@@ -24,6 +24,7 @@ from miofind.errors import MissingLibraryError, NoDeviceError
 from miofind.finddb import Row, Store
 from miofind.process import interrupts
 from miofind.solver.registry import Registry
+from miofind.solvers.cpu.direct import ConvCpuDirect
 from miofind.suites.short_text import short_problem
 
 pytestmark = pytest.mark.sampled(2)
@@ -365,6 +366,16 @@ def test_solvers_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         assert lines[at + 1].startswith("    dtypes: float")
         assert lines[at + 2].startswith("    about: "), "a solver's class has a docstring"
     assert re.search(r"\nConvDepthwiseBands +sm_80 +fwd data +NCHW +1-2\n", text)
+
+
+def test_a_solvers_description_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `miofind solvers` says of one is its docstring's first sentence, not what fits the first line of it."""
+    told = {solver["id"]: solver["about"] for solver in run_json("solvers")["solvers"]}
+    assert [name for name, about in told.items() if not about.endswith(".") or about.count(". ")] == []
+    assert told["ConvImplicitGemmHalo"].endswith(": taps are other addresses in it.")
+    solver = type("Two", (ConvCpuDirect,), {"__doc__": "One sentence\n    of F(2.5) on lines. And more.\n\n    Rest."})
+    monkeypatch.setattr(Registry, "_default", Registry([solver()]))
+    assert [each["about"] for each in run_json("solvers")["solvers"]] == ["One sentence of F(2.5) on lines."]
 
 
 def test_a_solvers_examples_have_all_its_directions() -> None:

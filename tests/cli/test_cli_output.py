@@ -126,6 +126,15 @@ def test_a_sheet_breaks_what_is_too_wide(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().out.splitlines()[2:] == ["one two    0.5", "three"]
 
 
+def test_a_sheet_breaks_words_last(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A long name was broken where a list beside it could have been."""
+    monkeypatch.setenv("COLUMNS", "30")
+    sheet = Sheet("", ("suite", "types"))
+    sheet.add("convnext_tiny_fused", "bfloat16, float16")
+    sheet.print()
+    assert capsys.readouterr().out.splitlines()[2:] == ["convnext_tiny_fused  bfloat16,", f"{'float16':>28}"]
+
+
 @pytest.mark.parametrize(
     ("identity", "text"),
     [

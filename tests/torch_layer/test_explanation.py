@@ -56,6 +56,16 @@ def test_an_explanation_is_a_table_and_json(model: Any, handle: Handle) -> None:
     assert [(each["layer"], each["source"]) for each in layers] == [("0", "finddb"), ("1", "finddb"), ("2", "pytorch")]
 
 
+@pytest.mark.parametrize("columns", [80, 60])
+def test_it_fits_the_terminal(model: Any, handle: Handle, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with miofind.torch.use("fallback", handle=handle, devices="cpu"):
+        told = str(miofind.torch.explain(model, (1, 2, 3, 3)))
+    assert max(map(len, told.splitlines())) <= columns
+    assert "    problem: n1 2x3x3 > 3, 1x1 bias float32 NCHW\n" in told
+    assert "ConvCpu" in told
+
+
 def test_settings_and_switches_are_reasons(model: Any, handle: Handle) -> None:
     def reasons(**settings: Any) -> dict[str, int]:
         with miofind.torch.use(handle=handle, devices="cpu", **settings):

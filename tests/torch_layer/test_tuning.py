@@ -101,6 +101,18 @@ def test_a_step_gains_where_the_faster_side_runs_each_layer() -> None:
     assert "2.00x" in str(report)
 
 
+def test_a_report_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was 140 columns wide whatever COLUMNS said."""
+    problem = ProblemDescription.convolution(x=(32, 256, 56, 56), w=(256, 256, 3, 3), padding=1, dtype="float16")
+    solver = {"solver_id": "ConvImplicitGemmWgmma+Pointwise", "source": "tuned", "own_ms": 1.0, "torch_ms": 2.0}
+    row = TunedProblem(layers=("backbone.layer1.0.conv1", "other"), problem=problem, count=3, **solver)
+    report = TuningReport(network="net", device="GPU", rows=(row,), left_out=(), seconds=1.0)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(report).splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "160")
+    assert "backbone.layer1.0.conv1 (+1)  n32 256x56x56 > 256, 3x3 p1 float16 NCHW  fwd" in str(report)
+
+
 def test_both_sides_have_the_times_of_the_comparison(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a GPU: each problem's solution beside PyTorch, whose failure leaves the find's time."""
     with miofind.torch.record() as recording:
