@@ -113,7 +113,7 @@ class NoDeviceError(MissingEnvironmentError):
     """No usable GPU, or no device of the asked index."""
 
 
-class MissingLibraryError(MissingEnvironmentError):
+class MissingLibraryError(MissingEnvironmentError, ImportError):
     """A library that is not installed; the message says how to install it."""
 
 

@@ -213,6 +213,32 @@ assert not {blocked} & set(sys.modules), "a GPU library was imported"
 """
 
 
+def test_miofind_torch_without_torch_names_its_extra(tmp_path: Path) -> None:
+    """As an ImportError, too, which programs with and without PyTorch expect of an import."""
+    code = "\n".join(
+        [
+            "import miofind",
+            "try:",
+            "    import miofind.torch",
+            "except ImportError as error:",
+            "    assert isinstance(error, miofind.errors.MissingLibraryError), error",
+            "    print(error)",
+        ]
+    )
+    script = _BLOCKED.format(blocked=GPU_LIBRARIES, code=code)
+    told = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": str(PACKAGE.parent), "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert told.stderr == ""
+    assert "install miofind's extra torch, as in `pip install -e '.[cuda12,torch]'`" in told.stdout
+
+
 @pytest.mark.parametrize(
     "code",
     [

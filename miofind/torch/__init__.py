@@ -3,6 +3,18 @@
 `fuse` makes a network for inference of one, whose convolutions compute what follows them; `convolution` is such a call.
 """
 
+from miofind.errors import MissingLibraryError
+
+try:
+    import torch as _torch  # noqa: F401, what all below imports
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise MissingLibraryError(
+        "miofind.torch needs PyTorch 2.9 or newer, which is not installed: install miofind's extra torch, as in "
+        "`pip install -e '.[cuda12,torch]'` in its clone, `pip install 'FILE.whl[cuda12,torch]'` for its wheel"
+    ) from error
+
 from miofind.torch.differentiable import convolution
 from miofind.torch.direct import build
 from miofind.torch.explanation import Explanation, LayerRun, explain

@@ -12,6 +12,8 @@ from miofind.torch.plans import Part
 
 DIRECTIONS = {"y": "forward", "dx": "backward_data", "dw": "backward_weights"}
 
+CPU_IS_PYTORCHS = 'calls on CPU tensors are PyTorch\'s own, unless miofind.torch.enable(devices="cpu") asks for them'
+
 
 class CountedPlan(Protocol):
     """What runs calls that look alike: what became of their results, and how many calls there were."""
@@ -46,15 +48,20 @@ class CallCount:
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """Calls since miofind was enabled, the most frequent first."""
+    """Calls since miofind was enabled, the most frequent first.
+
+    Attributes:
+        devices: kinds of PyTorch's devices whose calls come to miofind; those on others are not counted.
+    """
 
     counts: tuple[CallCount, ...]
+    devices: tuple[str, ...] = ()
 
     @staticmethod
-    def of(plans: Iterable[CountedPlan]) -> CallReport:
-        """The calls that plans were made for."""
+    def of(plans: Iterable[CountedPlan], devices: Iterable[str] = ()) -> CallReport:
+        """The calls on some devices that plans were made for."""
         counts = [count for plan in plans for count in _counts(plan)]
-        return CallReport(tuple(sorted(counts, key=lambda count: -count.calls)))
+        return CallReport(tuple(sorted(counts, key=lambda count: -count.calls)), tuple(devices))
 
     @property
     def calls(self) -> int:
@@ -87,6 +94,8 @@ class CallReport:
     def __str__(self) -> str:
         lines = [f"miofind computed {self.own_calls} of {self.calls} results of convolutions"]
         lines += [f"  {calls} left to PyTorch: {reason}" for reason, calls in self.reasons.items()]
+        if not self.counts and self.devices and "cpu" not in self.devices:
+            lines.append(f"  {CPU_IS_PYTORCHS}")
         return "\n".join(lines)
 
 

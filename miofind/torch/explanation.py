@@ -14,6 +14,7 @@ from miofind.printable import printable_name
 from miofind.sheet import Sheet
 from miofind.torch.answers import answer
 from miofind.torch.calls import Unserved
+from miofind.torch.counts import CPU_IS_PYTORCHS
 from miofind.torch.flags import Flags, state
 from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import current
@@ -57,7 +58,7 @@ class Explanation:
     Attributes:
         network: its name.
         device: PyTorch's name of the device.
-        is_enabled: whether miofind is enabled there; if not, what would run with `enable()` and its defaults.
+        is_enabled: whether miofind is enabled there; if not, what would run with `enable` and its defaults.
         rows: by layer and result, in the order of their first calls.
     """
 
@@ -101,9 +102,12 @@ class Explanation:
     def _lines(self) -> Iterator[str]:
         """What stands below the table."""
         own = sum(row.count for row in self.rows if row.solver_id)
-        yield f"miofind runs {own} of {sum(row.count for row in self.rows)} results"
+        runs = "runs" if self.is_enabled else "would run"
+        yield f"miofind {runs} {own} of {sum(row.count for row in self.rows)} results"
         yield from shortened([f"left to PyTorch, {count}: {reason}" for reason, count in self.reasons.items()])
-        if not self.is_enabled:
+        if not self.is_enabled and self.device == "cpu":
+            yield f"miofind is not enabled here: {CPU_IS_PYTORCHS}; this is what that would have run"
+        elif not self.is_enabled:
             yield "miofind is not enabled here: this is what miofind.torch.enable() would have run"
 
 

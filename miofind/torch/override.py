@@ -82,7 +82,7 @@ class Override:
 
     def report(self) -> CallReport:
         """What ran the calls so far, and why; a call counts once for each result that was asked for."""
-        return CallReport.of(self.plans)
+        return CallReport.of(self.plans, self.devices)
 
     def forget_plans(self) -> None:
         """Decide anew for all calls to come, since FindDBs may have more answers now."""
@@ -452,7 +452,8 @@ def report() -> CallReport:
 
     with _switching:
         own = [plan for override in _enabled for plan in override.plans]
-    return CallReport.of((*own, *fused_plans.plans()))
+        devices = dict.fromkeys(device for override in _enabled for device in override.devices)
+    return CallReport.of((*own, *fused_plans.plans()), devices)
 
 
 @contextmanager

@@ -56,6 +56,21 @@ def test_an_explanation_is_a_table_and_json(model: Any, handle: Handle) -> None:
     assert [(each["layer"], each["source"]) for each in layers] == [("0", "finddb"), ("1", "finddb"), ("2", "pytorch")]
 
 
+def test_enabled_on_gpus_it_promises_nothing_of_cpu_tensors(model: Any, handle: Handle) -> None:
+    """It said "runs", and named an enable() that had been called and would not have run it."""
+    with miofind.torch.use("fallback", handle=handle) as override:
+        told = miofind.torch.explain(model, (1, 2, 3, 3))
+        model(torch.randn(1, 2, 3, 3))
+        text = f"{override.report()}\n{miofind.torch.report()}"
+    assert not told.is_enabled
+    assert 'PyTorch\'s own, unless miofind.torch.enable(devices="cpu") asks for them' in str(told)
+    counted = "miofind computed 0 of 0 results of convolutions"
+    assert text.splitlines() == 2 * [
+        counted,
+        '  calls on CPU tensors are PyTorch\'s own, unless miofind.torch.enable(devices="cpu") asks for them',
+    ]
+
+
 @pytest.mark.parametrize("columns", [80, 60])
 def test_it_fits_the_terminal(model: Any, handle: Handle, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -82,7 +97,12 @@ def test_settings_and_switches_are_reasons(model: Any, handle: Handle) -> None:
 def test_without_the_override_it_says_so(model: Any) -> None:
     told = miofind.torch.explain(model[:1], (1, 2, 3, 3))
     assert not told.is_enabled
-    assert "miofind.torch.enable()" in str(told)
+    *_, counted, _, why = str(told).splitlines()
+    assert counted == "miofind would run 0 of 1 results"
+    assert why == (
+        "miofind is not enabled here: calls on CPU tensors are PyTorch's own, unless "
+        'miofind.torch.enable(devices="cpu") asks for them; this is what that would have run'
+    )
     with miofind.torch.record() as recording:
         torch.conv2d(torch.randn(0, 2, 3, 3), torch.randn(1, 2, 1, 1))
     (row,) = miofind.torch.explain(recording).rows
