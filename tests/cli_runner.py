@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from miofind.cli import doctor, main
+from miofind.cli import doctor, main, tune_display
 from miofind.cli.coverage import suite_layers
 
 TINY = ("conv", "-n", "1", "-c", "4", "-H", "6", "-W", "5", "-k", "2", "-y", "3", "-x", "3", "-p", "1", "-q", "1")
@@ -21,12 +21,13 @@ _suite_layers = functools.cache(suite_layers)
 
 
 def use_own_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep FindDB and binary cache in `folder`, ship nothing, and let no terminal cut the output."""
+    """Keep FindDB and binary cache in `folder`, ship nothing, and let neither terminal nor clock change the output."""
     monkeypatch.setenv("MIOFIND_DB", str(folder / "finddb.db"))
     monkeypatch.setenv("MIOFIND_CACHE_DIR", str(folder / "cache"))
     monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
     for name in ("COLUMNS", "FORCE_COLOR", "MIOFIND_FIND_MODE", "MIOFIND_LOG"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tune_display, "_EVERY_S", 3600.0)
     monkeypatch.setattr(doctor, "suite_layers", _suite_layers)
 
 

@@ -121,6 +121,16 @@ def test_lines_fit_an_editor_but_for_tables(document: str) -> None:
     assert [line for line in lines if len(line) > 120] == []
 
 
+def test_the_readme_compiles_what_it_tunes() -> None:
+    """Both rows pasted: float32 forward was compiled, and float16 in all directions measured."""
+    tuned, compiled = (
+        re.search(rf"`miofind {name} (--suite [^`]*)`", text("README.md")) for name in ("tune", "compile")
+    )
+    assert tuned is not None
+    assert compiled is not None
+    assert compiled[1].replace(" --arch 90a", "") == tuned[1]
+
+
 def test_the_install_command_is_of_a_clone() -> None:
     assert "pip install miofind" not in text("README.md")
 

@@ -1,9 +1,13 @@
-"""How a tuning shows that it goes on: a live table on a terminal, a line a problem elsewhere. All of it on stderr."""
+"""How a tuning shows that it goes on: a live table on a terminal, elsewhere a line a problem and some in between.
+
+All of it on stderr.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Group, RenderableType
@@ -20,6 +24,10 @@ from miofind.suites import SuiteProblem
 from miofind.suites.short_text import short_direction, short_problem
 from miofind.tune.service import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus
 
+_EVERY_S = 5.0
+"""Seconds of silence after which a line says what is measured; twice as many before the next, up to _LONGEST_S."""
+_LONGEST_S = 60.0
+
 _NUMBERS = ("done", "failed", "left", "ETA", "gain")
 
 
@@ -27,7 +35,9 @@ _NUMBERS = ("done", "failed", "left", "ETA", "gain")
 def display() -> Iterator[OnEvent]:
     """What to call with the events of a tuning."""
     if not stderr().is_terminal:
-        yield _TuneLines()
+        lines = _TuneLines()
+        with _reminded(lines):
+            yield lines
         return
     view = _View()
     with Live(console=stderr(), transient=True, refresh_per_second=4, get_renderable=view.shown):
@@ -41,16 +51,49 @@ def device_name(number: int, device: Device) -> str:
 
 
 class _TuneLines:
-    """Prints a line for each problem that is done with and each device that is lost."""
+    """Prints a line for each problem that is done with and each device that is lost, and one after silence."""
 
     def __init__(self) -> None:
         self._progress = TuneProgress()
+        self._lock = threading.Lock()
+        self._began = self._told = time.monotonic()
+        self._pause_s = _EVERY_S
 
     def __call__(self, event: TuneEvent) -> None:
-        self._progress.take(event)
-        text = _text(event, self._progress)
-        if text:
-            print_note(text)
+        with self._lock:
+            self._progress.take(event)
+            text = _text(event, self._progress)
+            if text:
+                print_note(text)
+                self._told, self._pause_s = time.monotonic(), _EVERY_S
+
+    def remind(self) -> None:
+        """Print what is measured where nothing was printed for a while; another thread may call."""
+        with self._lock:
+            now = time.monotonic()
+            running = [state for state in self._progress.devices if state.task is not None]
+            if not running or now - self._told < self._pause_s:
+                return
+            print_note(_running_text(self._progress, running, now, now - self._began))
+            self._told, self._pause_s = now, min(2 * self._pause_s, _LONGEST_S)
+
+
+@contextmanager
+def _reminded(lines: _TuneLines) -> Iterator[None]:
+    """Have a thread ask every few seconds whether a line is due."""
+    ended = threading.Event()
+
+    def remind() -> None:
+        while not ended.wait(_EVERY_S):
+            lines.remind()
+
+    thread = threading.Thread(target=remind, name="miofind-tune-lines", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class _View:
@@ -105,6 +148,18 @@ def _text(event: TuneEvent, progress: TuneProgress) -> str:
     where = f"{device_name(event.device, progress.devices[event.device].device)}: " if several else ""
     head = f"[{event.number:>{width}}/{event.total}] {result.status.value:6} {where}"
     return f"{head}{_named(result.request)}: {_outcome(result)}"
+
+
+def _running_text(progress: TuneProgress, running: Sequence[DeviceProgress], now: float, elapsed_s: float) -> str:
+    """One line on what is measured, the longest first."""
+    first, *others = sorted(running, key=lambda state: state.since)
+    assert first.task is not None
+    done = sum(progress.counts().values())
+    eta_s = progress.eta_s(first)
+    left = "" if eta_s is None else f", about {seconds_text(eta_s)} left"
+    more = f", and {len(others)} more" if others else ""
+    named = f"{_named(first.task.request)} for {seconds_text(now - first.since)}"
+    return f"tune: {done}/{progress.total} in {seconds_text(elapsed_s)}{left}; measuring {named}{more}"
 
 
 def _named(request: SuiteProblem) -> str:

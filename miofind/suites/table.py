@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TextIO
 
 from miofind.core.problem import DataType, Direction, Epilogue, Layout, ProblemDescription, enum_value
+from miofind.driver.line import OPERATIONS
 from miofind.errors import InvalidProblemError
 
 _SIZES = ("n", "c", "d", "h", "w", "k", "fz", "fy", "fx")
@@ -127,6 +128,9 @@ def write_table(rows: Iterable[SuiteRow], target: TextIO) -> None:
 
 
 def _check_columns(columns: list[str], source: str) -> None:
+    first = columns[0].partition(" ")[0] if columns else ""
+    if first in OPERATIONS or first.endswith("MIOpenDriver"):
+        raise InvalidProblemError(f"{source}, line 1: this is a driver line, and no header: --lines reads such a file")
     known = [*_SIZES, *_OPTIONAL_SIZES, *_TEXTS, _PROBLEM]
     if _PROBLEM in columns:
         known = [*_BESIDE_PROBLEM, _PROBLEM]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from waiting import LIMIT_S
 
+from miofind.cli import tune_display
 from miofind.cli.tune_display import _View, device_name
 from miofind.cli.tune_progress import TuneProgress
 from miofind.core.problem import ProblemDescription
@@ -92,6 +95,44 @@ def test_the_view_has_a_row_a_device_and_a_line_for_all() -> None:
     assert first.startswith("CPU 0 kind A  layer3 4x6x5 > 3, 3x3 p1 fwd")
     assert second.split() == ["CPU", "1", "kind", "B", "lost", "-", "1", "0", "0", "-", "-"]
     assert last.startswith("1/3 1 tuned in ")
+
+
+def test_a_long_problem_is_told_of_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A piped tuning of one problem printed nothing for its half minute."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    lines = tune_display._TuneLines()
+    lines.remind()
+    lines(TuneBegan(devices=(A, A), tasks=TASKS[:2]))
+    lines(TuneStarted(task=TASKS[0], device=0, number=1, total=2))
+    now = 1.0
+    lines(TuneStarted(task=TASKS[1], device=1, number=2, total=2))
+    told = []
+    for second in range(1, 61):
+        now = float(second)
+        lines.remind()
+        told += [second] if (said := capsys.readouterr().err) else []
+        if second == 5:
+            assert said == ("tune: 0/2 in 5.0 s; measuring layer2 4x6x5 > 2, 3x3 p1 fwd for 5.0 s, and 1 more\n")
+    assert told == [5, 15, 35]
+    lines(finished(TASKS[0], 0, 60.0, TuneStatus.FAILED))
+    capsys.readouterr()
+    now = 66.0
+    lines.remind()
+    assert capsys.readouterr().err == "tune: 1/2 in 1 min 06 s; measuring layer3 4x6x5 > 3, 3x3 p1 fwd for 1 min 05 s\n"
+
+
+def test_a_thread_tells_of_it_until_the_tuning_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    monkeypatch.setattr(tune_display, "_EVERY_S", 0.0)
+    monkeypatch.setattr(tune_display, "print_note", lambda *_: told.set())
+    with tune_display.display() as on_event:
+        on_event(TuneBegan(devices=(A,), tasks=TASKS[:1]))
+        on_event(TuneStarted(task=TASKS[0], device=0, number=1, total=1))
+        assert told.wait(LIMIT_S)
+    assert [thread for thread in threading.enumerate() if thread.name == "miofind-tune-lines"] == []
 
 
 def test_devices_are_named_by_ordinal() -> None:

@@ -161,6 +161,8 @@ def test_short_table(tmp_path: Path) -> None:
         ([""], ["line 1", "column 'n' is missing"]),
         ([_HEADER.replace("fy,", "")], ["line 1", "column 'fy' is missing"]),
         ([_HEADER.replace("fy", "r")], ["line 1", "column 'r' is unknown", "fy"]),
+        (["conv -n 1 -c 4"], ["line 1", "this is a driver line", "--lines"]),
+        (["./bin/MIOpenDriver conv -n 1, -c 4"], ["line 1", "this is a driver line", "--lines"]),
         (["n,c,d,h,w,k,fy,fx"], ["line 1", "column 'fz' is missing"]),
         (["n,n,c,h,w,k,fy,fx"], ["line 1", "stands twice"]),
         ([_HEADER, _ROW, _ROW + ",1"], ["line 3", "18 values for 17 columns"]),
