@@ -12,10 +12,12 @@ import pytest
 from miofind import find_solutions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.errors import NoSolutionError
 from miofind.find import recording as recording_module
 from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import failures, known, records, scopes, stored, validity
 from miofind.find.lookup.scopes import Coverage
+from miofind.find.pipeline import measure
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import History, Row, Store
@@ -117,6 +119,19 @@ def test_running_out_of_memory_lifts_no_quarantine(handle: Handle) -> None:
     record(handle, outcome(first, Status.CRASHED))
     record(handle, outcome(first, Status.OUT_OF_MEMORY))
     assert failures.quarantined(PROBLEM, handle) == {first.id}
+    assert [each.status for each in failures.failed_outcomes(PROBLEM, OPTIONS, handle)] == [Status.CRASHED]
+
+
+def test_what_failed_here_alone_is_left_out_of_a_find(handle: Handle) -> None:
+    """It passed with another driver since: a find that was to say why it is left out ended with a KeyError."""
+    (first, *_) = candidates(handle)
+    record(handle, outcome(first, Status.LAUNCH_FAILED))
+    row = recording_module.row_of(outcome(first), handle.registry)
+    handle.database.record(handle.device.identity, PROBLEM.network_config, [row], environment={"driver": "another"})
+    assert failures.failures(PROBLEM, handle) == {}
+    assert failures.quarantined(PROBLEM, handle) == {first.id}
+    with pytest.raises(NoSolutionError, match=r"failed here before \(launch_failed: launch_failed\)"):
+        measure(PROBLEM, replace(OPTIONS, only=(first.solver_id,), exclude=()), handle, stored=True)
 
 
 @pytest.mark.parametrize(

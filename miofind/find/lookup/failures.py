@@ -22,9 +22,13 @@ def failed_rows(problem: ProblemDescription, handle: Handle) -> dict[str, Row]:
 
 
 def failed_outcomes(problem: ProblemDescription, options: FindOptions, handle: Handle) -> tuple[Outcome, ...]:
-    """What became of those candidates whose solvers a request allows, in the order of their ids."""
-    failed = sorted(failed_rows(problem, handle).items())
-    rows = [row for _, row in failed if options.allows(handle.registry[row.solver_id])]
+    """What became of those candidates whose solvers a request allows, in the order of their ids.
+
+    Of one that ran out of memory last and is quarantined it is what quarantines it.
+    """
+    failed, quarantining = failed_rows(problem, handle), quarantined_rows(problem, handle)
+    last = [quarantining.get(name, failed[name]) for name in sorted(failed)]
+    rows = [row for row in last if options.allows(handle.registry[row.solver_id])]
     return tuple(
         Outcome(candidate=candidate_of(row.candidate, problem), status=Status(row.status), message=row.message)
         for row in rows
