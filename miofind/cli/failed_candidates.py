@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 
+from miofind.finddb import told_address, user_path
+from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Outcome, Status
 
 _SOLVERS_NAMED = 3
@@ -18,8 +21,8 @@ _GRAVEST_FIRST = (
 )
 
 
-def left_out_lines(failed: Sequence[Outcome]) -> list[str]:
-    """One line on who failed and why, the gravest first; none where nobody did."""
+def left_out_lines(failed: Sequence[Outcome], handle: Handle) -> list[str]:
+    """One line on who failed at a problem and why, the gravest first; none where nobody did."""
     if not failed:
         return []
     groups: dict[tuple[str, Status], list[Outcome]] = {}
@@ -28,7 +31,15 @@ def left_out_lines(failed: Sequence[Outcome]) -> list[str]:
     told = [_group_text(group) for group in groups.values()]
     more = [f"and {len(told) - _SOLVERS_NAMED} more"] if len(told) > _SOLVERS_NAMED else []
     listed = ", ".join([*told[:_SOLVERS_NAMED], *more])
-    return [f"left out: {listed}; --verbose or `miofind db show --all` tells more"]
+    user = handle.database.user
+    where = "" if user.in_memory else f" or `{show_all_command(failed[0].candidate.network_config, user.location)}`"
+    return [f"left out: {listed}; --verbose{where} tells more"]
+
+
+def show_all_command(network_config: str, database: str) -> str:
+    """The command line that lists all that a FindDB has of a problem."""
+    named = "" if database == told_address(user_path()) else f" --db {shlex.quote(database)}"
+    return f"miofind db show --all{named} {network_config}"
 
 
 def failed_json(failed: Iterable[Outcome]) -> list[dict[str, object]]:

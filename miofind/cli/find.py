@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import click
 
 from miofind.api import find_solutions
-from miofind.cli.failed_candidates import failed_json, left_out_lines
+from miofind.cli.failed_candidates import failed_json, left_out_lines, show_all_command
 from miofind.cli.options import (
     DRIVER_LINE,
     OutputFile,
@@ -33,7 +32,6 @@ from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, NoPlaceError, NoSolutionError
 from miofind.find.lookup.failures import failed_outcomes
 from miofind.find.plan import wider_bounds
-from miofind.finddb import told_address, user_path
 from miofind.options import FindOptions, Order
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Gaps, Solution
@@ -162,7 +160,7 @@ def find(
         else:
             print_text(f"{device.name}, {device.place.value}")
             for each in found:
-                _show(each, top, options)
+                _show(each, top, options, handle)
     if unsolved:
         is_elsewhere = all(isinstance(error, NoPlaceError) for error in unsolved)
         raise (NoPlaceError if is_elsewhere else NoSolutionError)("\n".join(map(str, unsolved)))
@@ -200,7 +198,7 @@ def _gaps_text(gaps: Gaps, budget_s: float) -> list[str]:
     return lines
 
 
-def _show(found: _Found, top: int | None, options: FindOptions) -> None:
+def _show(found: _Found, top: int | None, options: FindOptions, handle: Handle) -> None:
     problem, solutions = found.problem, found.solutions
     work = f"{problem.flops / 1e9:.3g} GFLOP, {bytes_text(problem.bytes)}"
     title = f"\n{problem.direction.value}  {driver_line(problem)}  ({work})"
@@ -214,17 +212,14 @@ def _show(found: _Found, top: int | None, options: FindOptions) -> None:
     untied = [solution.time_ms for solution in solutions[:top] if "tie" not in notes_of(solution)]
     if options.order is not Order.WORKSPACE and untied != sorted(untied):
         print_text("a slower one above a faster one is its tie: of ties the smaller workspace, then error, comes first")
-    print_text(*left_out_lines(found.failed))
+    print_text(*left_out_lines(found.failed, handle))
     print_text(*_gaps_text(solutions[0].solution_list.gaps, options.budget_s))
     if found.wider_bounds:
         left_out = ", ".join(f"{count} of {name}" for name, count in found.wider_bounds.items())
         print_text(f"configurations left out for wider error bounds, unless --max-error lets them in: {left_out}")
     if found.measured > len(solutions) and found.database is not None:
-        named = "" if found.database == told_address(user_path()) else f" --db {shlex.quote(found.database)}"
-        print_text(
-            f"the FindDB has times of {found.measured} in all: "
-            f"`miofind db show --all{named} {problem.network_config}` lists them"
-        )
+        command = show_all_command(problem.network_config, found.database)
+        print_text(f"the FindDB has times of {found.measured} in all: `{command}` lists them")
 
 
 def _json(found: _Found, top: int | None) -> dict[str, object]:

@@ -101,7 +101,7 @@ def run(
             failed = failed_outcomes(solution.problem, options, handle) if file is None else ()
             runs.append(replace(_run(solution, handle, verify), failed=failed))
             if not as_json:
-                _show(runs[-1])
+                _show(runs[-1], handle)
     if as_json:
         print_json({"device": device.identity, "runs": [_json(run) for run in runs]})
     wrong = [run for run in runs if run.verdict is not None and not run.verdict.ok]
@@ -123,7 +123,7 @@ def _run(solution: Solution, handle: Handle, verify: bool) -> _Run:
     return _Run(solution=solution, timing=timing, verdict=verdict)
 
 
-def _show(run: _Run) -> None:
+def _show(run: _Run, handle: Handle) -> None:
     solution, timing = run.solution, run.timing
     spread = f"min {time_text(timing.min_ms)}, p20 {time_text(timing.p20_ms)}, p80 {time_text(timing.p80_ms)}"
     print_text(driver_line(solution.problem))
@@ -135,7 +135,7 @@ def _show(run: _Run) -> None:
     if run.verdict is not None:
         outcome = f"passed, largest error {error_text(run.verdict.max_error)}" if run.verdict.ok else "FAILED"
         print_text(f"  verify     {outcome}")
-    print_text(*left_out_lines(run.failed))
+    print_text(*left_out_lines(run.failed, handle))
 
 
 def _json(run: _Run) -> dict[str, object]:

@@ -61,17 +61,17 @@ def print_report(summary: TuneSummary, handles: Sequence[Handle]) -> None:
         if not result.solutions:
             first, *more = _shortened(result.message)
             print_text(f"failed: {printable_name(result.request.layer)} {first}", *more)
-    _print_failed_candidates(summary.results)
+    _print_failed_candidates(summary.results, by_kind(handles))
     print_text(_summary_line(summary, handles))
 
 
-def _print_failed_candidates(results: Iterable[TuneResult]) -> None:
+def _print_failed_candidates(results: Iterable[TuneResult], kinds: Mapping[str, Handle]) -> None:
     """A line a problem on what is left out of its solutions; of many problems the first."""
     lines = [
         f"{printable_name(result.request.layer)} {short_direction(result.request.problem)}: {line}"
         for result in results
         if result.solutions
-        for line in left_out_lines(result.failed)
+        for line in left_out_lines(result.failed, kinds[result.kind])
     ]
     rest = len(lines) - _REASONS_SHOWN
     print_text(*lines[:_REASONS_SHOWN], *([f"  and {rest} more: see --json"] if rest > 0 else []))

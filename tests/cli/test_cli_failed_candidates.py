@@ -16,6 +16,7 @@ from miofind.solver.candidate import Candidate, Outcome, Status
 from miofind.solver.steps import Config
 
 HERE = ("--device", "cpu")
+(PROBLEM,) = parse_driver_line(" ".join(FORWARD))
 STATUSES = {"vendor/Wrong": "wrong_result", "vendor/Refusing": "launch_failed"}
 
 
@@ -37,7 +38,10 @@ def test_a_find_and_the_finds_that_the_finddb_answers_name_them() -> None:
         assert line.startswith("left out: vendor/Wrong (wrong result: ")
         assert ", vendor/Refusing (launch failed: " in line
         assert "the launch was refused" in line
-        assert line.endswith("; --verbose or `miofind db show --all` tells more")
+        assert line.endswith(f"; --verbose or `miofind db show --all {PROBLEM.network_config}` tells more")
+    shown = run("db", "show", "--all", PROBLEM.network_config).stdout
+    assert "vendor/Refusing  " in shown
+    assert "the launch was refused" in shown
 
 
 @pytest.mark.parametrize("command", ["find", "run"])
@@ -45,8 +49,15 @@ def test_json_has_each_with_status_and_message(command: str) -> None:
     printed = run_json(command, *FORWARD, *HERE)
     failed = printed["problems" if command == "find" else "runs"][0]["failed"]
     assert {each["solver"]: each["status"] for each in failed} == STATUSES
-    assert all(each["config"] == {} and each["message"] for each in failed)
+    assert [each["config"] for each in failed] == [{}, {}]
+    assert all(each["message"] for each in failed)
     assert run_json("find", *FORWARD, *HERE, "--exclude", "vendor/Wrong,vendor/Refusing")["problems"][0]["failed"] == []
+
+
+def test_the_finddb_that_knows_more_is_named(tmp_path: Path) -> None:
+    other = str(tmp_path / "other.db")
+    assert f"`miofind db show --all --db {other} conv2d-" in run("find", *FORWARD, *HERE, "--db", other).stdout
+    assert "); --verbose tells more\n" in run("find", *FORWARD, *HERE, "--db", ":memory:").stdout
 
 
 def test_a_run_names_them_below_the_solution() -> None:
@@ -77,9 +88,8 @@ def test_what_is_not_tried_again_says_what_was_wrong() -> None:
 
 
 def test_a_wrong_result_is_logged_and_other_failures_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    (problem,) = parse_driver_line(" ".join(FORWARD))
     with caplog.at_level(logging.WARNING), miofind.Handle("cpu", database=":memory:") as handle:
-        miofind.find_solutions(problem, handle=handle)
+        miofind.find_solutions(PROBLEM, handle=handle)
     (told,) = [record.message for record in caplog.records]
     assert told.startswith("solver vendor/Wrong is wrong for ")
     assert "elements" in told
@@ -88,8 +98,9 @@ def test_a_wrong_result_is_logged_and_other_failures_are_not(caplog: pytest.LogC
 def test_one_line_for_any_number() -> None:
     many = [outcome("A", Status.CRASHED, f"first {n}\nsecond", tile=n) for n in range(4)]
     others = [outcome(name, Status.LAUNCH_FAILED, "x" * 300) for name in "BCDE"]
-    assert left_out_lines([]) == []
-    (line,) = left_out_lines([*others, *many, outcome("F", Status.WRONG_RESULT)])
+    with miofind.Handle("cpu", database=":memory:") as handle:
+        assert left_out_lines([], handle) == []
+        (line,) = left_out_lines([*others, *many, outcome("F", Status.WRONG_RESULT)], handle)
     assert line.startswith("left out: F (wrong result), A (4 configurations, crashed: first 0), B (launch failed: xxx")
     assert f"{'x' * 200}...), and 3 more; " in line
     assert failed_counts([*others, *many]) == "8 candidates failed"
