@@ -71,6 +71,8 @@ class Hidden(importlib.abc.MetaPathFinder):
             raise {error}
 sys.meta_path.insert(0, Hidden())
 from miofind.cli import main
+from miofind.device import device
+device.has_driver = lambda: True
 main(sys.argv[1:], prog_name="miofind")
 """
 

@@ -260,15 +260,17 @@ def test_a_missing_entry(compiler: Compiler, package: CudaPackage) -> None:
         compiler.build(package.step(entry="gone"), ARCH)
 
 
+@pytest.mark.parametrize(("driver", "extra"), [(True, "cuda12"), (False, "compile")], ids=["driver", "no driver"])
 @pytest.mark.parametrize("module", ["cuda.bindings", "cuda.bindings.nvrtc"])
 def test_without_nvrtc_the_error_says_what_to_install(
-    compiler: Compiler, package: CudaPackage, monkeypatch: pytest.MonkeyPatch, module: str
+    compiler: Compiler, package: CudaPackage, monkeypatch: pytest.MonkeyPatch, module: str, driver: bool, extra: str
 ) -> None:
     toolchain.cache_clear()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, module, None)
         patch.delattr("cuda.bindings.nvrtc", raising=False)
-        with pytest.raises(MissingLibraryError, match=r"pip install -e '\.\[cuda12\]'"):
+        patch.setattr(nvrtc, "has_driver", lambda: driver)
+        with pytest.raises(MissingLibraryError, match=rf"pip install -e '\.\[{extra}\]'"):
             compiler.build(package.step(), ARCH)
         with pytest.raises(MissingLibraryError):
             list(compiler.build_all([package.step()], ARCH))
