@@ -137,17 +137,18 @@ class _Combination:
     """What of a problem decides which keys match.
 
     Attributes:
+        text: element types and memory orders of x, w and y.
         problem: any of the combination.
     """
 
-    types: tuple[DataType, DataType, DataType]
-    layouts: tuple[Layout, Layout, Layout]
+    text: str
     problem: ProblemDescription = field(compare=False)
 
     @staticmethod
+    @functools.lru_cache(maxsize=64)  # all solvers ask
     def of(problem: ProblemDescription) -> _Combination:
-        x, w, y = problem.x, problem.w, problem.y
-        return _Combination((x.dtype, w.dtype, y.dtype), (x.layout, w.layout, y.layout), problem)
+        tensors = (problem.x, problem.w, problem.y)
+        return _Combination(" ".join(f"{tensor.dtype} {tensor.layout}" for tensor in tensors), problem)
 
 
 @functools.lru_cache(maxsize=1 << 12)  # a find asks all solvers, and most refuse by their keys
@@ -242,10 +243,11 @@ class Solver(ABC):
 
     def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
         """Whether it serves a problem here: its keys, its epilogue, its library's presence, then `is_applicable`."""
-        if problem.trains and (answer := self.fuses_training(problem)).refused:
-            return answer
-        if problem.epilogue and problem.direction is Direction.FORWARD and (answer := self.fuses(problem)).refused:
-            return answer
+        if problem.epilogue:
+            if problem.trains and (answer := self.fuses_training(problem)).refused:
+                return answer
+            if problem.direction is Direction.FORWARD and (answer := self.fuses(problem)).refused:
+                return answer
         matched = _matched_key(self, _Combination.of(problem), device)
         if isinstance(matched, Applicability):
             return matched
