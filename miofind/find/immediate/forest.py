@@ -31,7 +31,7 @@ class Forest:
     Attributes:
         roots: the first node of each tree.
         features, thresholds: of each node; a row whose feature is at most the threshold goes left.
-        left, right: the nodes below, both the node itself where it is a leaf.
+        below: of each node the right and the left one below, both the node itself where it is a leaf.
         values: of leaves, 0 elsewhere.
         depth: steps from a root to the lowest leaf.
     """
@@ -39,8 +39,7 @@ class Forest:
     roots: NDArray[np.intp]
     features: NDArray[np.intp]
     thresholds: NDArray[np.float32]
-    left: NDArray[np.intp]
-    right: NDArray[np.intp]
+    below: NDArray[np.intp]
     values: NDArray[np.float32]
     depth: int
 
@@ -70,17 +69,28 @@ class Forest:
         goes_on = (left > own) & (right > own) & (left < nodes) & (right < nodes)
         _demand(bool((is_leaf | goes_on).all()), "a node that leads nowhere")
         depth = _depth(roots, left, right, is_leaf)
-        return Forest(roots, features, thresholds, left, right, values, depth)
+        below = np.stack((right, left), axis=1).reshape(-1)
+        return Forest(roots, features, thresholds, below, values, depth)
+
+    @property
+    def left(self) -> NDArray[np.intp]:
+        """Of each node the one below for rows whose feature is at most the threshold."""
+        return self.below[1::2]
+
+    @property
+    def right(self) -> NDArray[np.intp]:
+        """Of each node the one below for other rows."""
+        return self.below[::2]
 
     def sums(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
         """The sum of all trees' values for each row of features."""
-        flat, width = rows.reshape(-1), rows.shape[1]
-        starts = (np.arange(len(rows)) * width)[:, None]
-        at = np.broadcast_to(self.roots, (len(rows), len(self.roots)))
-        for _ in range(self.depth):
-            goes_left = flat[starts + self.features[at]] <= self.thresholds[at]
-            at = np.where(goes_left, self.left[at], self.right[at])
-        sums: NDArray[np.float64] = self.values[at].sum(axis=1, dtype=np.float64)
+        flat, (count, width) = rows.reshape(-1), rows.shape
+        starts = np.repeat(np.arange(count) * width, len(self.roots))
+        at = np.tile(self.roots, count)
+        for _ in range(self.depth):  # `take` takes two thirds of the time of an index
+            goes_left = flat.take(starts + self.features.take(at)) <= self.thresholds.take(at)
+            at = self.below.take(2 * at + goes_left)
+        sums: NDArray[np.float64] = self.values.take(at).reshape(count, -1).sum(axis=1, dtype=np.float64)
         return sums
 
 
