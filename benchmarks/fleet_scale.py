@@ -43,7 +43,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.finddb import History, Store, environment_id
 from miofind.fleet import health, queue
 from miofind.fleet.database import FleetDatabase
-from miofind.fleet.link import BATCH_S, MOST_AT_ONCE, MOST_JOBS, Duty
+from miofind.fleet.link import BATCH_S, MOST_A_CLAIM, MOST_JOBS, Duty
 from miofind.fleet.queue import REAP_S, RENEW_S, Queue
 from miofind.fleet.values import Agent, Claimed, Finish, Hold, Kind
 
@@ -124,7 +124,7 @@ class Client:
                     duty.work()
                     duty.due = time.monotonic() + duty.every_s
             if 2 * len(held) <= wanted:
-                held += self._claim(min(MOST_AT_ONCE, wanted - len(held)), devices=WORKERS_AN_AGENT, waiting=len(held))
+                held += self._claim(min(MOST_A_CLAIM, wanted - len(held)), devices=WORKERS_AN_AGENT, waiting=len(held))
                 wanted = WORKERS_AN_AGENT * min(MOST_JOBS, math.ceil(BATCH_S / PROBLEM_S))
             owed = min(owed + WORKERS_AN_AGENT * TELL_S / PROBLEM_S, len(held))
             done = held[: int(owed)]

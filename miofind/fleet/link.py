@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 BATCH_S = 25.0
 MOST_JOBS = 64
 """Of a device, claimed ahead."""
-MOST_AT_ONCE = 128
+MOST_A_CLAIM = 128
 """By one claim, which others that claim wait for: an agent of many devices takes several."""
 
 _LOOK_S = 1.0
@@ -245,7 +245,7 @@ class Link(threading.Thread):
             logger.warning("the server is behind what was measured here: nothing is claimed until it has that")
             self._claim_at[kind] = time.monotonic() + _CAMPAIGNS_S
             return
-        most = min(MOST_AT_ONCE, wanted - load.waiting)
+        most = min(MOST_A_CLAIM, wanted - load.waiting)
         claimed = self._queue.claim(self._agent.id, kind, most, devices=count, waiting=load.waiting)
         if not claimed:
             self._claim_at[kind] = time.monotonic() + (_LOOK_S if load.waiting else random.uniform(*_IDLE_S))
