@@ -23,7 +23,7 @@ from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory
 from miofind.launch.device_kernels import DeviceKernels
-from miofind.reference import reference_step
+from miofind.reference.convolution import reference_step
 from miofind.verify.sampling import SampleBudget, sample_indices
 
 SHAPES: dict[str, dict[str, Any]] = {

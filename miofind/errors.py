@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import ClassVar, ParamSpec, TypeVar
 
-from miofind.printable import printable, printable_lines, printable_name
+from miofind.text.printable import printable, printable_lines, printable_name
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from miofind.core.problem import ProblemDescription
-from miofind.reference import numpy_dtype
+from miofind.reference.convolution import numpy_dtype
 
 GUARD = 1024
 POISON = 0xFF

@@ -9,7 +9,7 @@ from device_runs import DeviceRun
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.reference import numpy_dtype, reference_on_host
+from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.epilogue_reference import apply_epilogue
 from miofind.launch.invoker import Invoker
-from miofind.reference import reference_on_host, round_once
+from miofind.reference.convolution import reference_on_host, round_once
+from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.steps import RUN_PARAMETERS, Config
 
 Run = Callable[[dict[str, Any], Any], None]

@@ -11,8 +11,8 @@ from miofind.compiler import Compiler
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.epilogue_reference import apply_epilogue
-from miofind.reference import numpy_dtype, reference_on_host
+from miofind.reference.convolution import numpy_dtype, reference_on_host
+from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 

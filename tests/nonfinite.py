@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.core.problem import Direction, ProblemDescription
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,11 +31,11 @@ LAYERS = (
     ("launch",),
     ("compiler",),
     ("solvers",),
-    ("reference", "epilogue_reference", "libraries"),
+    ("reference", "libraries"),
     ("solver", "options"),
     ("suites", "driver"),
     ("device", "core", "arrays"),
-    ("finddb", "kernels_src", "process", "errors", "files", "printable", "sheet"),
+    ("finddb", "kernels_src", "process", "text", "errors", "files"),
 )
 
 # Methods that lead into a package above or beside: imported inside a function, nowhere else.

@@ -22,9 +22,9 @@ import miofind
 from miofind.cli import main
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device.device import Device
-from miofind.epilogue_reference import apply_epilogue
 from miofind.errors import MissingLibraryError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
+from miofind.reference.epilogue import apply_epilogue
 from miofind.suites import suite_names
 
 ROOT = Path(__file__).resolve().parents[1]

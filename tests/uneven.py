@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.core.problem import DataType, ProblemDescription
-from miofind.reference import numpy_dtype, reference_on_host
+from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.solver.solver import Reach
 from miofind.verify.accuracy import direct_error, error_bounds
 

@@ -5,7 +5,7 @@
 //
 // in EPILOGUE_NUMBER, in this order; the residual comes before the activation or after it. Whoever writes results
 // applies it, whoever writes partial sums does not. The definitions are `activated` and `differentiated` of
-// miofind/epilogue_reference.py. NaN stays NaN, as comparisons with NaN are false.
+// miofind/reference/epilogue.py. NaN stays NaN, as comparisons with NaN are false.
 // Defines, as miofind/solver/epilogue.py gives them: EPILOGUE, EPILOGUE_NUMBER (float32, float64), EPILOGUE_ELEMENT (of
 // results, channel_bias, residual and saved), EPILOGUE_PARAMETER (of scale and bias), EPILOGUE_SCALE, EPILOGUE_BIAS,
 // EPILOGUE_CHANNEL_BIAS (0, 1), EPILOGUE_RESIDUAL (0 for none, 1 before, 2 after the activation), EPILOGUE_ACTIVATION,

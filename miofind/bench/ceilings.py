@@ -15,7 +15,7 @@ from miofind.core.problem import DataType, MathMode, ProblemDescription
 from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory
 from miofind.errors import MiofindError
-from miofind.reference import numpy_dtype
+from miofind.reference.convolution import numpy_dtype
 from miofind.solver.steps import MatmulStep, Pointer
 
 _COPY_BYTES = 1 << 30

@@ -18,8 +18,8 @@ from miofind.cli.group import CommandGroup
 from miofind.cli.output import discard_output, prepare_streams, print_error, print_note
 from miofind.cli.session import configure_logging, reset_logging
 from miofind.errors import MiofindError
-from miofind.printable import printable
 from miofind.process import interrupts
+from miofind.text.printable import printable
 
 logger = logging.getLogger(__name__)
 

@@ -38,10 +38,10 @@ from miofind.errors import InvalidOptionError, NoDeviceError
 from miofind.files import replacing
 from miofind.finddb import is_of_database
 from miofind.options import FindOptions
-from miofind.printable import printable_name
 from miofind.runtime.handle import Handle
 from miofind.suites.short_text import short_direction, short_problem
 from miofind.suites.suite import SuiteProblem
+from miofind.text.printable import printable_name
 
 _COLUMNS = ("layer", "problem", "dir", "class", "solver", "ms")
 _SIDES = {

@@ -19,8 +19,8 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import device_text
 from miofind.errors import InvalidConfigError, InvalidProblemError
 from miofind.finddb import ProblemKey, Row, Scope, Store, Verdict
-from miofind.printable import printable
 from miofind.solver.steps import Config, config_text
+from miofind.text.printable import printable
 
 _LIST = ("problem", "solver", "config", "ms", "TFLOP/s", "workspace")
 _ROWS = ("solver", "config", "status", "ms", "p20", "p80", "samples", "workspace", "error", "measured at")

@@ -43,8 +43,8 @@ from miofind.finddb import (
     told_address,
     user_path,
 )
-from miofind.printable import printable
 from miofind.solver.registry import Registry
+from miofind.text.printable import printable
 
 Result = TypeVar("Result")
 

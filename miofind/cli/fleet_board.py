@@ -10,7 +10,7 @@ from miofind.cli.output import Sheet, print_text, ratio_text, seconds_text
 from miofind.device.device import device_text
 from miofind.fleet.status import CampaignStatus, FleetStatus, GpuStatus
 from miofind.fleet.values import JobState
-from miofind.printable import printable
+from miofind.text.printable import printable
 
 _CAMPAIGN = ("campaign", "device", "stack", *(state.value for state in JobState), "per minute", "ETA")
 _CAMPAIGN_NUMBERS = (*(state.value for state in JobState), "per minute", "ETA")

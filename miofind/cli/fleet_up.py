@@ -9,7 +9,7 @@ import click
 from miofind.cli.fleet_session import fleet_command, opened
 from miofind.cli.output import print_json, print_text
 from miofind.fleet.launchers import kubernetes_manifest, read_hosts, slurm_script, start_by_ssh, stop_by_ssh
-from miofind.printable import printable
+from miofind.text.printable import printable
 
 
 @fleet_command(

@@ -19,9 +19,9 @@ from typing import IO, Any, cast
 import click
 from rich.console import Console
 
-from miofind import sheet
 from miofind.errors import MiofindError
-from miofind.printable import printable, printable_path
+from miofind.text import sheet
+from miofind.text.printable import printable, printable_path
 
 _PIPE_WIDTH = 1000
 """Columns where stdout is no terminal: nothing is wrapped or cut there."""

@@ -9,7 +9,7 @@ import click
 
 from miofind.cli.output import stderr
 from miofind.errors import InvalidOptionError
-from miofind.printable import printable, printable_lines
+from miofind.text.printable import printable, printable_lines
 
 _LEVELS = ("debug", "info", "warning", "error")
 _LOGGER = logging.getLogger("miofind")

@@ -19,9 +19,9 @@ from miofind.cli.failed_candidates import failed_counts
 from miofind.cli.output import print_note, ratio_text, seconds_text, stderr, tflops_text, time_text
 from miofind.cli.tune_progress import DeviceProgress, TuneProgress
 from miofind.device.device import Device, Place
-from miofind.printable import printable, printable_name
 from miofind.suites import SuiteProblem
 from miofind.suites.short_text import short_direction, short_problem
+from miofind.text.printable import printable, printable_name
 from miofind.tune.service import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus
 
 _EVERY_S = 5.0

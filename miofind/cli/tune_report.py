@@ -18,11 +18,11 @@ from miofind.cli.output import (
 from miofind.cli.problems import problem_json, traits
 from miofind.cli.solution_table import solution_json
 from miofind.measure.race import TIE
-from miofind.printable import printable_name
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.solver.steps import config_text
 from miofind.suites.short_text import short_direction, short_problem
+from miofind.text.printable import printable_name
 from miofind.tune.service import TuneEnd, TuneResult, TuneStatus, TuneSummary, mean_gain
 
 _COLUMNS = (

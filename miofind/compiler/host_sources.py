@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 
-SHARED = ("miofind.solvers", "miofind.reference", "miofind.epilogue_reference")
+SHARED = ("miofind.solvers", "miofind.reference")
 """Code of this package that host functions may compute with: modules, and packages with all in them."""
 
 # A line of comment or a blank one goes; strings and comments behind code stay, and hide what looks like either.

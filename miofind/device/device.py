@@ -21,7 +21,7 @@ from numbers import Integral
 
 from miofind.core.problem import DataType, MathMode
 from miofind.errors import ForkedProcessError, MissingLibraryError, NoDeviceError, brief
-from miofind.printable import printable_name
+from miofind.text.printable import printable_name
 
 logger = logging.getLogger(__name__)
 

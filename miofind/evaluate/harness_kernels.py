@@ -12,7 +12,7 @@ from miofind.core.values import Values
 from miofind.device.device import Device, Place
 from miofind.launch.device_kernels import DEVICE_THREADS, GridStride, check_kernel, filling, int64
 from miofind.measure.backend_cuda import flushing
-from miofind.reference import reference_step
+from miofind.reference.convolution import reference_step
 from miofind.solver.steps import KernelStep, Pointer
 from miofind.verify.channel_sums import CHANNEL_SUMS, SUMMED, channel_sums_terms
 from miofind.verify.epilogue_bounds import EpilogueStandard

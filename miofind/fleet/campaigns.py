@@ -18,8 +18,8 @@ from miofind.fleet.database import FleetDatabase
 from miofind.fleet.queue import enrol, note
 from miofind.fleet.values import CampaignRequest, JobState, Kind, Submitted
 from miofind.measure.effort import Effort
-from miofind.printable import printable_name
 from miofind.suites import SuiteProblem
+from miofind.text.printable import printable_name
 from miofind.tune.cost import rough_seconds
 
 MOST_PRIORITY = 1_000_000

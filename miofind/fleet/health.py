@@ -15,7 +15,7 @@ from miofind.fleet.canary import TOLERANCE, Times, factor
 from miofind.fleet.database import FleetDatabase
 from miofind.fleet.queue import note
 from miofind.fleet.values import Agent, GpuState, Kind
-from miofind.printable import printable, printable_name
+from miofind.text.printable import printable, printable_name
 
 _REASON_CHARS = 500
 SUSPECT_AT, QUARANTINED_AT = 2, 3

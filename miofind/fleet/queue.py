@@ -18,8 +18,8 @@ from miofind.finddb import MAX_INT
 from miofind.fleet import schema
 from miofind.fleet.database import FleetDatabase
 from miofind.fleet.values import Agent, Claimed, Finish, Hold, Kind
-from miofind.printable import printable, printable_name
 from miofind.suites import SuiteProblem
+from miofind.text.printable import printable, printable_name
 from miofind.tune.queue import MOST_LOSSES
 from miofind.tune.values import Task, TuneStatus
 

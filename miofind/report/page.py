@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 import miofind
-from miofind.printable import printable, printable_name
 from miofind.report import charts, tables
 from miofind.report.results import SourceContent
+from miofind.text.printable import printable, printable_name
 
 _TEMPLATE = "page.html"
 _SLOT = re.compile(r"\{\{(\w+)\}\}")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from miofind.bench.ceilings import Ceilings, arithmetic_of, known_ceilings
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library
-from miofind.printable import printable, printable_name
 from miofind.report.results import ProblemResult, SourceContent
 from miofind.suites import problem_class
+from miofind.text.printable import printable, printable_name
 
 OWN_KERNELS = "miofind"
 OTHER = "other"

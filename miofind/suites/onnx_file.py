@@ -25,9 +25,9 @@ from miofind.errors import (
     suggestion,
 )
 from miofind.files import read_bounded
-from miofind.printable import printable_name
 from miofind.suites.suite import Suite
 from miofind.suites.table import SuiteRow
+from miofind.text.printable import printable_name
 
 MAX_FILE_BYTES = (1 << 31) - 1
 """Of a message of protocol buffers; larger networks have their weights in files beside it."""

@@ -21,9 +21,9 @@ from miofind.core.problem import (
 from miofind.driver.line import driver_line, read_driver_line
 from miofind.errors import InvalidOptionError, InvalidProblemError, suggestion
 from miofind.files import replacing
-from miofind.printable import printable
 from miofind.suites.table import SuiteRow, read_table, write_table
 from miofind.suites.text import read_lines
+from miofind.text.printable import printable
 
 _MOST_SAMPLE_IMAGES = 2
 

@@ -16,7 +16,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from miofind.errors import MiofindError
-from miofind.printable import printable
+from miofind.text.printable import printable
 
 VARIABLE = "MIOFIND_TORCH"
 RECORD_VARIABLE = "MIOFIND_TORCH_RECORD"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from miofind.core.problem import ProblemDescription
-from miofind.printable import printable_name
-from miofind.sheet import Sheet
+from miofind.text.printable import printable_name
+from miofind.text.sheet import Sheet
 from miofind.torch.answers import answer
 from miofind.torch.calls import Unserved
 from miofind.torch.counts import CPU_IS_PYTORCHS

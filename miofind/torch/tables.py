@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Iterable
 
 from miofind.core.problem import ProblemDescription
-from miofind.printable import printable
-from miofind.sheet import Sheet
 from miofind.suites.short_text import short_problem
+from miofind.text.printable import printable
+from miofind.text.sheet import Sheet
 
 _WIDTH = 140
 """Columns where nobody says how many there are."""

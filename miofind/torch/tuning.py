@@ -26,10 +26,10 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library, Place
 from miofind.errors import MissingLibraryError, described, raise_if_interrupted
 from miofind.options import FindOptions
-from miofind.printable import printable_name
 from miofind.runtime.handle import Handle, default_handle
 from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
+from miofind.text.printable import printable_name
 from miofind.torch import comparisons, fused_plans
 from miofind.torch.direct import VARIABLE, direct_path
 from miofind.torch.network import problems, refuse_inputs

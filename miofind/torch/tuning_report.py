@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
-from miofind.printable import printable_name
-from miofind.sheet import Sheet
 from miofind.suites.short_text import short_direction
+from miofind.text.printable import printable_name
+from miofind.text.sheet import Sheet
 from miofind.torch.recording import RecordedCall
 from miofind.torch.tables import as_text, described, milliseconds, shortened
 

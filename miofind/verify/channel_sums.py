@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from miofind.core.operand import Operand
 from miofind.core.problem import DataType, ProblemDescription
-from miofind.reference import round_once
+from miofind.reference.convolution import round_once
 from miofind.solver.structs import Struct, StructType
 from miofind.verify.accuracy import half_ulp, least_exponent, overflow
 

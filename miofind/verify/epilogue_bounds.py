@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from miofind.core.epilogue import Activation, EpilogueParameters, ResidualPosition
 from miofind.core.problem import DataType, ProblemDescription
-from miofind.epilogue_reference import activated, along_output, before_activation, derivative_terms, differentiated
-from miofind.reference import round_once
+from miofind.reference.convolution import round_once
+from miofind.reference.epilogue import activated, along_output, before_activation, derivative_terms, differentiated
 from miofind.verify.accuracy import half_ulp
 
 Wide = NDArray[np.float64]

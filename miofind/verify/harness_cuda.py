@@ -33,7 +33,7 @@ from miofind.launch.device_kernels import (
     int64,
 )
 from miofind.launch.invoker import bases_of
-from miofind.reference import numpy_dtype, reference_step, round_once
+from miofind.reference.convolution import numpy_dtype, reference_step, round_once
 from miofind.solver.steps import Pointer
 from miofind.solver.structs import Struct
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow

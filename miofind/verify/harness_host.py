@@ -20,7 +20,7 @@ from miofind.core.tensor import TensorDescriptor
 from miofind.core.values import FLOAT16_GRID, Values
 from miofind.launch.invoker import bases_of
 from miofind.process.threads import in_threads
-from miofind.reference import numpy_dtype, reference_on_host, round_once
+from miofind.reference.convolution import numpy_dtype, reference_on_host, round_once
 from miofind.verify.accuracy import ErrorBounds, error_bounds, half_ulp, overflow
 from miofind.verify.channel_sums import wrong_sums
 from miofind.verify.epilogue_bounds import BareSums, EpilogueStandard, fused_results

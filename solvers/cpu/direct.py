@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.reference import reference_on_host, round_once
+from miofind.reference.convolution import reference_on_host, round_once
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConvSolution, HostStep
 

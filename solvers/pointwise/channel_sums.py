@@ -16,7 +16,7 @@ import numpy as np
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
-from miofind.reference import round_once
+from miofind.reference.convolution import round_once
 from miofind.solver.steps import Argument, Config, HostStep, KernelStep, Pointer, Region, Scalar
 from miofind.solvers.common.correlation import ceil_div
 

@@ -15,8 +15,8 @@ from typing import Any
 from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import ProblemDescription, TensorDescriptor
 from miofind.device.device import Device, Place
-from miofind.epilogue_reference import apply_epilogue
-from miofind.reference import round_once
+from miofind.reference.convolution import round_once
+from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.steps import RUN_PARAMETERS, Argument, Config, HostStep, KernelStep, Pointer, Scalar
 from miofind.solvers.common.correlation import ceil_div

@@ -12,7 +12,7 @@ import pytest
 import miofind
 from miofind.api import solutions
 from miofind.errors import InvalidArrayError, InvalidProblemError, WorkspaceError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 
 FAST = miofind.FindOptions(find_mode="fast", on_miss="estimate")
 GENERATOR = np.random.default_rng(0)

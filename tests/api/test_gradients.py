@@ -12,7 +12,7 @@ import miofind
 from miofind.api import array_call
 from miofind.arrays import arrays
 from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 
 FAST = miofind.FindOptions(find_mode="fast", on_miss="estimate")
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 4, 9, 7), w=(6, 2, 3, 3), padding=1, stride=2, groups=2)

@@ -10,7 +10,7 @@ import pytest
 
 import miofind
 from miofind.errors import InvalidArrayError, InvalidOptionError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 4, 6, 5), w=(6, 2, 3, 3), padding=1, groups=2)
 GENERATOR = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from miofind.errors import (
     InvalidProblemError,
     WorkspaceError,
 )
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.solver.registry import Registry
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 2, 6, 5), w=(2, 2, 3, 3), padding=1)

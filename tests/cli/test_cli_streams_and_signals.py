@@ -18,7 +18,7 @@ from waiting import LIMIT_S, wait_until
 
 from miofind.cli import db as db_commands
 from miofind.cli.output import Sheet, print_note
-from miofind.printable import printable
+from miofind.text.printable import printable
 
 pytestmark = pytest.mark.sampled(2)
 

@@ -12,7 +12,7 @@ from miofind.compiler.sources import read_source
 from miofind.core.epilogue import Activation, EpilogueParameters, ResidualPosition
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.launch.device_kernels import check_kernel
-from miofind.reference import reference_step
+from miofind.reference.convolution import reference_step
 from miofind.verify.epilogue_bounds import EpilogueStandard
 from miofind.verify.epilogue_cuda import EpilogueTrial, epilogue_kernel
 from miofind.verify.ranges import UNSCALED

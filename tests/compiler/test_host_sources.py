@@ -206,7 +206,9 @@ def test_a_solver_of_another_package_is_known_by_its_source(package: Package) ->
         importlib.invalidate_caches()
         hashes.append(solver_hash(importlib.import_module(f"{package.name}.own").Own()))
     assert len({*hashes, solver_hash(Registry.default()["ConvCpuDirect"]), ""}) == 4
-    assert "miofind.reference" in set(host_sources._followed("miofind.solvers.cpu.direct", of=f"{package.name}.own"))
+    assert "miofind.reference.convolution" in set(
+        host_sources._followed("miofind.solvers.cpu.direct", of=f"{package.name}.own")
+    )
 
 
 def test_solvers_of_the_cpu_place_have_hashes_of_their_own() -> None:

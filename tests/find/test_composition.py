@@ -12,7 +12,6 @@ import pytest
 from miofind.core.epilogue import Epilogue, EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.epilogue_reference import apply_epilogue
 from miofind.errors import NoSolutionError, UnknownSolverError
 from miofind.find.composition import MAX_COMPOSED, bare_solutions, fastest_bare, is_light
 from miofind.find.immediate.answer import predicted
@@ -24,7 +23,8 @@ from miofind.find.row_check import RowCheck, Shipping
 from miofind.finddb import ReleaseRules, Store, write_release
 from miofind.launch.invoker import bases_of, make_invoker
 from miofind.options import FindMode, FindOptions, OnMiss
-from miofind.reference import reference_on_host, round_once
+from miofind.reference.convolution import reference_on_host, round_once
+from miofind.reference.epilogue import apply_epilogue
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, Source
 from miofind.solver.registry import Registry

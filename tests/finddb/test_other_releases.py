@@ -28,7 +28,7 @@ from miofind.find.lookup.validity import solver_hash
 from miofind.find.row_check import RowCheck
 from miofind.finddb import History, Row, Scope, Store, Verdict
 from miofind.options import FindMode
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.runtime.solution import Solution
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver

@@ -12,7 +12,7 @@ import pytest
 
 import miofind
 from miofind.errors import ForkedProcessError, InvalidArrayError, LaunchError, WorkspaceError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

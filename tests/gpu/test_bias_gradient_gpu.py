@@ -18,7 +18,7 @@ from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import bases_of
-from miofind.reference import numpy_dtype
+from miofind.reference.convolution import numpy_dtype
 from miofind.solver.registry import Registry
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier

@@ -11,7 +11,7 @@ import pytest
 
 import miofind
 from miofind.errors import InvalidArrayError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

@@ -11,13 +11,13 @@ from device_buffers import upload
 from drawn_configs import spread
 from exact_results import check_exact
 
-from miofind import reference
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.bound_steps import make_step_launcher
 from miofind.launch.invoker import make_invoker
-from miofind.reference import numpy_dtype, reference_on_host, reference_step
+from miofind.reference import convolution as reference
+from miofind.reference.convolution import numpy_dtype, reference_on_host, reference_step
 from miofind.solver.registry import Registry
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier

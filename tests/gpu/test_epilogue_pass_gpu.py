@@ -10,9 +10,9 @@ from miofind.compiler import Compiler
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.epilogue_reference import apply_epilogue
 from miofind.launch.bound_steps import make_step_launcher
-from miofind.reference import numpy_dtype
+from miofind.reference.convolution import numpy_dtype
+from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.steps import RUN_PARAMETERS, KernelStep
 from miofind.solvers.pointwise.epilogue_pass import pass_step
 

@@ -19,7 +19,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.device_kernels import DeviceKernels
 from miofind.launch.invoker import Invoker, make_invoker
-from miofind.reference import numpy_dtype, round_once
+from miofind.reference.convolution import numpy_dtype, round_once
 from miofind.solver.registry import Registry
 from miofind.solver.steps import RUN_PARAMETERS, Config
 from miofind.verify.claims import Claims, claims_of

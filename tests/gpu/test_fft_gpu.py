@@ -17,7 +17,7 @@ from miofind.device.device import Device
 from miofind.errors import LaunchError
 from miofind.launch.invoker import make_invoker
 from miofind.libraries.cufft import fft_plan
-from miofind.reference import numpy_dtype, reference_on_host
+from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, FftStep, Pointer

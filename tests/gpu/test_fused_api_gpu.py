@@ -11,9 +11,9 @@ import pytest
 
 import miofind
 from miofind.core.epilogue import EpilogueParameters
-from miofind.epilogue_reference import apply_epilogue
 from miofind.errors import InvalidArrayError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
+from miofind.reference.epilogue import apply_epilogue
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,9 @@ from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import TensorDescriptor
 from miofind.device.device import Device
-from miofind.epilogue_reference import apply_epilogue
 from miofind.launch.invoker import bases_of, make_invoker
-from miofind.reference import numpy_dtype, reference_on_host
+from miofind.reference.convolution import numpy_dtype, reference_on_host
+from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.registry import Registry
 
 pytestmark = pytest.mark.gpu

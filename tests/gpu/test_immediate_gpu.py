@@ -10,7 +10,7 @@ import pytest
 import miofind
 from miofind.device.device import Device
 from miofind.find.immediate import devices
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.runtime.solution import Source
 
 cupy = pytest.importorskip("cupy")

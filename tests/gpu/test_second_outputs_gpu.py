@@ -17,7 +17,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.bound_steps import make_step_launcher
 from miofind.launch.invoker import Invoker, make_invoker
-from miofind.reference import numpy_dtype
+from miofind.reference.convolution import numpy_dtype
 from miofind.solver.registry import Registry
 from miofind.solver.steps import KernelStep
 from miofind.solvers.pointwise.channel_sums import PARTIALS, channel_sums_regions, channel_sums_steps

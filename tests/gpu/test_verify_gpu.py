@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miofind import reference
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.launch.invoker import Invoker, make_invoker
-from miofind.reference import numpy_dtype, reference_on_host
+from miofind.reference import convolution as reference
+from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
 from miofind.verify.claims import Claims
 from miofind.verify.harness import Setting

@@ -13,7 +13,7 @@ from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
-from miofind.reference import numpy_dtype, reference_on_host
+from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config

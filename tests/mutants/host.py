@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
-from miofind.epilogue_reference import apply_epilogue
-from miofind.reference import reference_on_host, round_once
+from miofind.reference.convolution import reference_on_host, round_once
+from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.steps import RUN_PARAMETERS, Config, ConvSolution, HostStep, Packing, Region, WorkspacePlan
 from mutants.base import Declared, Mutant, MutantSolver
 

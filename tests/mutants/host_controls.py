@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from miofind.core.problem import ProblemDescription
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from mutants.base import conv
 from mutants.host import Call, Packed, Wide, control
 from mutants.host_packed import FORWARD, pack, run

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 
 from miofind.core.epilogue import Activation, EpilogueParameters
-from miofind.epilogue_reference import (
+from miofind.reference.convolution import round_once
+from miofind.reference.epilogue import (
     activated,
     apply_epilogue,
     before_activation,
     derivative_terms,
     differentiated,
 )
-from miofind.reference import round_once
 from mutants.base import conv
 from mutants.host import Call, Wide, control, mutant
 

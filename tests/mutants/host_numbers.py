@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from miofind.core.problem import ProblemDescription
-from miofind.reference import reference_on_host, round_once
+from miofind.reference.convolution import reference_on_host, round_once
 from mutants.base import conv
 from mutants.host import Array, Call, Wide, mutant
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from miofind.reference import round_once
+from miofind.reference.convolution import round_once
 from mutants.base import conv
 from mutants.host import Array, Call, Wide, control, mutant
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from miofind.core.problem import ProblemDescription
-from miofind.reference import round_once
+from miofind.reference.convolution import round_once
 from mutants.base import conv
 from mutants.host import Array, Call, Wide, mutant
 

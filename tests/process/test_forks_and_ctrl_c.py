@@ -27,7 +27,7 @@ from miofind.core.problem import DataType
 from miofind.errors import ForkedProcessError
 from miofind.evaluate.executors import Isolated
 from miofind.find import warm_start
-from miofind.reference import reference_on_host, round_once
+from miofind.reference.convolution import reference_on_host, round_once
 from miofind.solver.candidate import Status
 from miofind.solver.steps import KernelStep
 

@@ -31,7 +31,7 @@ from miofind.find import pipeline
 from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import records, validity
 from miofind.finddb import Row
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.runtime.solution import Source, reordered
 from miofind.solver.candidate import Candidate, Outcome
 from miofind.solver.registry import Registry

@@ -10,9 +10,9 @@ import pytest
 
 import miofind
 from miofind.core.epilogue import EpilogueParameters
-from miofind.epilogue_reference import apply_epilogue
 from miofind.finddb import MEMORY
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
+from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
 from miofind.solvers.cpu.winograd import ConvCpuWinograd

@@ -11,9 +11,9 @@ import pytest
 
 import miofind
 from miofind.core.epilogue import DERIVATIVES, EpilogueParameters
-from miofind.epilogue_reference import apply_epilogue
 from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
+from miofind.reference.epilogue import apply_epilogue
 
 RANDOM = np.random.default_rng(7)
 X_SHAPE = (2, 8, 9, 7)

@@ -13,11 +13,11 @@ import pytest
 
 import miofind
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
-from miofind.epilogue_reference import apply_epilogue
 from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError, LaunchError, WorkspaceError
 from miofind.launch.invoker import Bases
 from miofind.options import FindOptions
-from miofind.reference import reference_on_host, round_once
+from miofind.reference.convolution import reference_on_host, round_once
+from miofind.reference.epilogue import apply_epilogue
 from miofind.runtime.solution import reordered
 from miofind.solver.registry import Registry
 from miofind.solver.solver import APPLICABLE, Applicability

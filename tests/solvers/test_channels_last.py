@@ -16,7 +16,7 @@ from transpose_in_numpy import ENTRIES, carry_out, tensors
 from miofind.core.problem import Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, ConvSolution, KernelStep, Pointer, Scalar, TensorMap
 

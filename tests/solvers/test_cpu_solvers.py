@@ -18,7 +18,7 @@ from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
 from miofind.device.device import Device, Place
 from miofind.launch.invoker import make_invoker
-from miofind.reference import numpy_dtype, reference_on_host, round_once
+from miofind.reference.convolution import numpy_dtype, reference_on_host, round_once
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Applicability, Reach, Solver
 from miofind.solver.steps import Config, HostStep

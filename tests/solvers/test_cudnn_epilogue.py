@@ -14,12 +14,12 @@ import pytest
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, Activation, Epilogue, EpilogueParameters
 from miofind.core.problem import ProblemDescription
-from miofind.epilogue_reference import activated, apply_epilogue
 from miofind.errors import LaunchError
 from miofind.libraries import cudnn, cudnn_epilogue, cudnn_tensor
 from miofind.libraries.cudnn import FusedConvPlan
 from miofind.libraries.cudnn_backend import Attribute, Kind, Type
 from miofind.libraries.cudnn_epilogue import fused_operations, refused
+from miofind.reference.epilogue import activated, apply_epilogue
 from miofind.solver.steps import CudnnStep
 
 SOME = EpilogueParameters(alpha=0.5, beta=-2.0, low=-0.75, high=1.5, slope=0.125)

@@ -13,7 +13,7 @@ from fft_in_numpy import carry_out
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Reach
 from miofind.solver.steps import Config, FftStep, KernelStep

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from miofind.core.problem import Direction, ProblemDescription
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.solvers.common.fourier import FftAxis, smooth, spectrum, whole_length
 from miofind.solvers.common.overlap import least_products
 

@@ -15,10 +15,10 @@ from struct_fields import fields_of
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.epilogue_reference import activated, apply_epilogue
 from miofind.errors import InvalidConfigError
 from miofind.libraries.gemm import MAX_BATCH, BatchedGemm, GemmOperand
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES, TENSOR_ALIGNMENT, MatmulShape
+from miofind.reference.epilogue import activated, apply_epilogue
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Argument, Config, ConvSolution, KernelStep, MatmulStep, Pointer, Scalar
 from miofind.solver.structs import Struct

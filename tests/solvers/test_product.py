@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solvers.common.product import (
     Index,

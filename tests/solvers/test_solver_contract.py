@@ -26,7 +26,7 @@ from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import InvalidConfigError
-from miofind.reference import numpy_dtype
+from miofind.reference.convolution import numpy_dtype
 from miofind.solver.registry import Registry
 from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver
 from miofind.solver.steps import (

@@ -22,7 +22,7 @@ from miofind.compiler.sources import read_source
 from miofind.core.problem import Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.steps import (
     Argument,

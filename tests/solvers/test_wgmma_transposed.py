@@ -13,7 +13,7 @@ from wgmma_transposed_in_numpy import Launch
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, KernelStep, Scalar, TensorMap
 from miofind.solvers.common.wgmma_product import WgmmaProduct

@@ -13,7 +13,7 @@ from winograd_fused_in_numpy import carry_out
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.solver.steps import Config, ConvSolution
 from miofind.solvers.winograd.fused import ConvWinogradFused
 from miofind.solvers.winograd.fused_tiling import FusedTiling

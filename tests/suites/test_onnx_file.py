@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 from miofind.core.problem import Direction
 from miofind.errors import InvalidOptionError
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.suites.onnx_file import load_onnx
 
 X, W = (2, 4, 9, 8), (6, 4, 3, 3)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from torch_layer.drawn_calls import DrawnCall, drawn_calls, tensors_of
 
 from miofind.core.tensor import MathMode
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.torch.calls import COMPUTED, ConvolutionCall, TensorForm, Unserved
 
 

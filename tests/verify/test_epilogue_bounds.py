@@ -13,8 +13,8 @@ import pytest
 from miofind.core.epilogue import Activation, EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
-from miofind.epilogue_reference import activated
-from miofind.reference import round_once
+from miofind.reference.convolution import round_once
+from miofind.reference.epilogue import activated
 from miofind.verify.epilogue_bounds import BareSums, EpilogueStandard, FusedResults, fused_results, largest_slope
 from miofind.verify.epilogue_trials import operand_values, trial_parameters
 from miofind.verify.harness_host import random_values

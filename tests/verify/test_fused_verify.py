@@ -12,7 +12,7 @@ from miofind.core.epilogue import DEFAULT_PARAMETERS, DERIVATIVES, Activation
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device
-from miofind.reference import numpy_dtype, round_once
+from miofind.reference.convolution import numpy_dtype, round_once
 from miofind.solver.steps import RUN_PARAMETERS
 from miofind.verify import harness_host
 from miofind.verify.claims import Claims

@@ -15,7 +15,7 @@ from problem_strategies import problems
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.reference import numpy_dtype, round_once
+from miofind.reference.convolution import numpy_dtype, round_once
 from miofind.verify.claims import Claims
 from miofind.verify.verifier import Verification, Verifier
 

@@ -12,7 +12,7 @@ from problem_strategies import problems
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.reference import reference_on_host
+from miofind.reference.convolution import reference_on_host
 from miofind.verify.sampling import (
     SampleBudget,
     covering,

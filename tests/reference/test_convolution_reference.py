@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
-from miofind.reference import reference_on_host, reference_step, round_once
+from miofind.reference.convolution import reference_on_host, reference_step, round_once
 from miofind.solver.geometry import geometry, index_bits
 from miofind.solver.steps import Pointer
 

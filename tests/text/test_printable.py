@@ -22,8 +22,8 @@ from miofind.cli.output import Sheet, print_error, print_note, print_text
 from miofind.driver.line import driver_line
 from miofind.errors import CompileError, DatabaseError, InvalidOptionError, NoSolutionError
 from miofind.finddb import Row, Store
-from miofind.printable import LINE_CHARS, NAME_CHARS, printable, printable_lines, printable_name
 from miofind.process import child_logs
+from miofind.text.printable import LINE_CHARS, NAME_CHARS, printable, printable_lines, printable_name
 
 STEERING = "\x1b]0;t\x07\x1b[2J\r\x08\x9b31m\x7f"
 TURNING = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c"

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from miofind.printable import LINE_CHARS, NAME_CHARS, printable, printable_lines
+from miofind.text.printable import LINE_CHARS, NAME_CHARS, printable, printable_lines
 
 _GAP = 2
 """Columns between two cells of a table."""

@@ -9,7 +9,7 @@ import pytest
 
 from miofind.core.epilogue import DERIVATIVES, Activation, EpilogueParameters
 from miofind.core.problem import ProblemDescription
-from miofind.epilogue_reference import activated, apply_epilogue, differentiated
+from miofind.reference.epilogue import activated, apply_epilogue, differentiated
 
 NUMBERS = EpilogueParameters(alpha=0.5, beta=2.0, low=-0.75, high=1.5, slope=0.125)
 
