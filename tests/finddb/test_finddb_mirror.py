@@ -12,9 +12,35 @@ import pytest
 from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, contents, row, scope, verdict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from postgres_server import new_database, new_server
 
 from miofind.errors import DatabaseError
 from miofind.finddb import LayeredStore, Prune, Store, entries, mirror
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[str]:
+    """The URL of a server of one's own: a mirror reads again what changed since a transaction of others began."""
+    named = os.environ.get("MIOFIND_TEST_POSTGRES")
+    if named:
+        yield named
+        return
+    with new_server() as server:
+        yield server.url
+
+
+@pytest.fixture
+def postgres_url(own_server: str) -> Iterator[str]:
+    with new_database(own_server) as url:
+        yield url
+
+
+@pytest.fixture
+def finddb_url(own_server: str) -> Iterator[str]:
+    with new_database(own_server) as url:
+        with Store(url) as made_now:
+            made_now.open()
+        yield url
 
 
 @pytest.fixture
