@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from sqlalchemy import Engine, create_engine, event
-from sqlalchemy.exc import DisconnectionError, InvalidRequestError, SQLAlchemyError
+from sqlalchemy.exc import DisconnectionError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
 from miofind.errors import DatabaseError
@@ -202,10 +202,6 @@ def _database_error(where: str, error: BaseException) -> DatabaseError:
     for length in (5, 3, 2):
         if advice := _ADVICE.get(state[:length]):
             return DatabaseError(f"{where} cannot be used: {advice} ({told})")
-    if isinstance(error, InvalidRequestError):
-        return DatabaseError(
-            f"{where} cannot be used, its tables are not as they should be ({told}): run `miofind db check` on it"
-        )
     if not state:
         return DatabaseError(
             f"{where} cannot be reached: {told}. Correct the URL, or see that the server runs and lets you in"

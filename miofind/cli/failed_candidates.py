@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from miofind.finddb import told_address, user_path
 from miofind.runtime.handle import Handle
-from miofind.solver.candidate import Outcome, Status
+from miofind.solver.candidate import Candidate, Outcome, Status
 
 _SOLVERS_NAMED = 3
 _MESSAGE_CHARS = 200
@@ -31,9 +31,19 @@ def left_out_lines(failed: Sequence[Outcome], handle: Handle) -> list[str]:
     told = [_group_text(group) for group in groups.values()]
     more = [f"and {len(told) - _SOLVERS_NAMED} more"] if len(told) > _SOLVERS_NAMED else []
     listed = ", ".join([*told[:_SOLVERS_NAMED], *more])
-    user = handle.database.user
-    where = "" if user.in_memory else f" or `{show_all_command(failed[0].candidate.network_config, user.location)}`"
-    return [f"left out: {listed}; --verbose{where} tells more"]
+    where = _where_told(failed[0].candidate, handle) or "--verbose"  # what is in memory alone was measured just now
+    return [f"left out: {listed}; {where} tells more"]
+
+
+def _where_told(candidate: Candidate, handle: Handle) -> str:
+    """The command that lists the row of a candidate, from the first FindDB that has it; "" where only memory does."""
+    for layer in handle.database.layers:
+        if layer.in_memory or not (layer.read_only or layer.exists):
+            continue
+        history = layer.history(handle.device.identity, candidate.network_config)
+        if history is not None and any(row.candidate == candidate.id for row in history.rows):
+            return f"`{show_all_command(candidate.network_config, layer.location)}`"
+    return ""
 
 
 def show_all_command(network_config: str, database: str) -> str:

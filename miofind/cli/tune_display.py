@@ -19,6 +19,7 @@ from miofind.cli.failed_candidates import failed_counts
 from miofind.cli.output import print_note, ratio_text, seconds_text, stderr, tflops_text, time_text
 from miofind.cli.tune_progress import DeviceProgress, TuneProgress
 from miofind.device.device import Device, Place
+from miofind.process.threads import Helper
 from miofind.suites import SuiteProblem
 from miofind.suites.short_text import short_direction, short_problem
 from miofind.text.printable import printable, printable_name
@@ -87,13 +88,13 @@ def _reminded(lines: _TuneLines) -> Iterator[None]:
         while not ended.wait(_EVERY_S):
             lines.remind()
 
-    thread = threading.Thread(target=remind, name="miofind-tune-lines", daemon=True)
-    thread.start()
+    helper = Helper("miofind-tune-lines")
+    helper.submit(remind)
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        helper.finish()
 
 
 class _View:

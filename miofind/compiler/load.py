@@ -57,8 +57,8 @@ def load_kernel(binary: Binary, entry: str, device: Device) -> Kernel:
     Raises:
         ForkedProcessError: this process was forked from one that had used CUDA.
         LaunchError: the driver refuses the binary.
-        MissingLibraryError, NoDeviceError: CuPy is not installed, or no driver.
-        NoDeviceError: the device is virtual or the CPU place.
+        MissingLibraryError: CuPy is not installed.
+        NoDeviceError: there is no driver, or the device is virtual or the CPU place.
     """
     if device.place is not Place.CUDA or device.index < 0:
         raise NoDeviceError(

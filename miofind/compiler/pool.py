@@ -88,10 +88,10 @@ class CompilePool:
         self._waiting, self._tasks, self._threads = collections.deque(), collections.OrderedDict(), []
         self._works = False
 
-    def start(self) -> None:
-        """Start all processes now, so that the first steps need not wait for them; else each starts with a step."""
+    def start(self, most: int) -> None:
+        """Start so many processes at most, so that the first steps need not wait for them; others start with steps."""
         with self._changed:
-            for _ in range(self._workers - len(self._threads)):
+            for _ in range(min(most, self._workers) - len(self._threads)):
                 if self._works:
                     self._begin_thread(at_once=True)
 

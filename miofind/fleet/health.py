@@ -84,7 +84,9 @@ def report_canaries(database: FleetDatabase, name: str, times: Times) -> Judgeme
     time that it is not makes a suspect one ready again.
     """
     with database.transaction() as connection:
-        gpu = connection.execute(_LOCKED, {"name": name}).one()
+        gpu = connection.execute(_LOCKED, {"name": name}).one_or_none()
+        if gpu is None:
+            raise DatabaseError(f"{database.where} knows no GPU {name}: start the agent of its host again")
         others = connection.execute(_OTHERS, {"name": name, "device": gpu.device, "stack": gpu.stack}).scalars().all()
         found = factor(times, [times, *map(_checked_times, others)])
         is_off = found is not None and abs(found - 1.0) > TOLERANCE

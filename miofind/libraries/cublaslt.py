@@ -27,7 +27,7 @@ from miofind.solver.steps import MatmulStep
 # Values of cudaDataType_t and cublasComputeType_t. Source: library_types.h and cublas_api.h of the CUDA toolkit.
 _CUDA_TYPE = {DataType.FLOAT32: 0, DataType.FLOAT64: 1, DataType.FLOAT16: 2, DataType.BFLOAT16: 14}
 # cublasLtEpilogue_t: what an activation and a bias add up to; _DEFAULT for neither.
-_EPILOGUES = {Activation.NONE: 0, Activation.RELU: 2, Activation.GELU_TANH: 32}
+_EPILOGUES = {Activation.NONE: 0, Activation.RELU: 2}
 _BIAS = 4
 _DEFAULT = 1
 _COMPUTE_32F = 68

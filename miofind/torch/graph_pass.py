@@ -45,6 +45,9 @@ _OPERATORS: dict[type[Call], Any] = {
 _ARGUMENTS = {operator: kind for kind, operator in _OPERATORS.items()}
 
 
+_TURNED = "miofind_turned_to_channels_last"
+"""What is noted with a node that the lowering runs channels last, whatever it was traced with."""
+
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
@@ -136,6 +139,8 @@ def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
     from torch._inductor import ir, lowering
 
     last = named.get("channels_last")
+    if node.meta.get(_TURNED):
+        last = named["channels_last"] = True
     if last is None:
         return lowering.constrain_to_fx_strides(node, *arguments, **named)
 
@@ -165,7 +170,7 @@ def _state_layout(node: fx.Node) -> None:
     if values.x.dim() == 3:  # whose memory format strides alone leave open
         return
     with values.x.fake_mode:
-        node.kwargs = {**node.kwargs, "channels_last": values.layout().channels_last}
+        _write(node, call._replace(channels_last=values.layout().channels_last))
 
 
 def _is_better_last(graph: fx.Graph) -> bool:
@@ -315,10 +320,8 @@ class _Writing:
         if problem is None:
             return None
         self.put_in.append(problem)
-        named = {"channels_last": call.channels_last}
-        if isinstance(call, Forward) and call.channel_bias is not None:
-            named["channel_bias"] = call.channel_bias
-        return self.step(_OPERATORS[type(call)], *call[: call._fields.index("channels_last")], **named)
+        arguments, named = _spelt(call)
+        return self.step(_OPERATORS[type(call)], *arguments, **named)
 
     def tidy(self) -> None:
         """Take back steps that nothing came to use."""
@@ -334,20 +337,35 @@ def _values(call: Call) -> Call:
 
 
 def _turn_last(writing: _Writing) -> None:
-    """Have the 2-D operators that the network itself calls be channels last, where FindDBs answer all of them so.
+    """Have the 2-D operators that the network itself calls run channels last, where FindDBs answer all of them so.
 
-    Where one stayed channels first, tensors would be copied between it and its neighbours.
+    Where one stayed channels first, tensors would be copied between it and its neighbours. Nodes are marked for the
+    lowering, and say what they were traced with: who reads strides (views of outputs, `as_strided`, operators of a
+    fixed stride order) is given these by Inductor, as it gives them where it turns convolutions itself.
     """
     operators = [node for node in writing.graph.nodes if node.target is _OPERATORS[Forward] and _is_first(node)]
-    calls = [Forward(*node.args, **node.kwargs)._replace(channels_last=True) for node in operators]
-    problems = [writing.served(call) for call in calls]
+    calls = [Forward(*node.args, **node.kwargs) for node in operators]
+    problems = [writing.served(call._replace(channels_last=True)) for call in calls]
+    if None in problems:
+        return
     for node, call, problem in zip(operators, calls, problems, strict=True):
-        if problem is not None and None not in problems:
-            node.kwargs = {**node.kwargs, "channels_last": True}
-            values = _values(call)
-            with values.x.fake_mode:
-                node.meta["val"] = values.output(values.layout())
-            writing.put_in.append(problem)
+        assert problem is not None
+        _write(node, call)
+        node.meta[_TURNED] = True
+        writing.put_in.append(problem)
+
+
+def _write(node: fx.Node, call: Call) -> None:
+    """Have a node make a call whose memory format is given by name."""
+    node.args, node.kwargs = _spelt(call)
+
+
+def _spelt(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments as an operator takes them, the memory format and what follows it by name."""
+    named: dict[str, Any] = {"channels_last": call.channels_last}
+    if isinstance(call, Forward) and call.channel_bias is not None:
+        named["channel_bias"] = call.channel_bias
+    return call[: call._fields.index("channels_last")], named
 
 
 def _is_first(node: fx.Node) -> bool:

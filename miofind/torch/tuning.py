@@ -91,18 +91,15 @@ def tune(
     handle = default_handle() if handle is None else handle
     on_gpu = handle.device.place is Place.CUDA
     options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
+    asked: dict[str, Any] = {"training": training, "amp": amp, "memory_format": memory_format}
+    if isinstance(model, Recording):
+        refuse_inputs(inputs, keywords, **asked)
     with _workers(handle, options) as pool:
-        if isinstance(model, Recording):
-            refuse_inputs(inputs, keywords, training=training, amp=amp, memory_format=memory_format)
-            recording = model
-        else:
-            asked: dict[str, Any] = {
-                "training": training,
-                "amp": amp,
-                "memory_format": memory_format,
-                "keywords": keywords,
-            }
-            recording = problems(model, *inputs, device="cuda" if on_gpu else "cpu", **asked)
+        recording = (
+            model
+            if isinstance(model, Recording)
+            else problems(model, *inputs, device="cuda" if on_gpu else "cpu", keywords=keywords, **asked)
+        )
         if on_gpu:
             torch.cuda.empty_cache()  # what measures asks the driver for memory
         summary = _found(recording.problems, handle, options, on_event, pool)
@@ -141,15 +138,18 @@ def _workers(handle: Handle, options: FindOptions) -> Iterator[CompilePool | Non
         yield None
         return
     executor = handle.executor(isolate=options.isolate)
-    executor.prepare()
-    _begin_to_build()
     try:
+        executor.prepare()
+        _begin_to_build()
         with CompilePool() as pool:
-            pool.start()
+            pool.start(_EARLY_COMPILERS)
             yield pool
     finally:
         executor.close()
 
+
+_EARLY_COMPILERS = 8
+"""Processes that compile and are started before there is a step: each takes 40 MB, and more start with the steps."""
 
 _building: list[subprocess.Popen[bytes]] = []
 """Processes that build the direct path, which nobody waits for."""

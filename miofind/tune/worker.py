@@ -24,6 +24,7 @@ from miofind.find.plan import Plan
 from miofind.finddb import RefusedEntryError, usable_rows
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, reordered
+from miofind.solver.candidate import Outcome
 from miofind.solver.steps import Config
 from miofind.tune.planning import known_solutions
 from miofind.tune.precompiler import Precompiler
@@ -154,7 +155,7 @@ def tuned(
         logger.debug("tuning failed: %s", driver_line(problem), exc_info=True)
         told = described(error, str) or type(error).__name__
         result = failed(task, told, time.monotonic() - began)
-        return replace(result, failed=failed_outcomes(problem, options.find, handle))
+        return replace(result, failed=_failures(problem, options, handle))
     return TuneResult(
         request=task.request,
         kind=task.kind,
@@ -162,8 +163,20 @@ def tuned(
         solutions=tuple(reordered(_fastest_of_each_solver(solutions), handle)),
         default_ms=_default_ms(solutions, handle),
         seconds=time.monotonic() - began,
-        failed=failed_outcomes(problem, options.find, handle),
+        failed=_failures(problem, options, handle),
     )
+
+
+def _failures(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> tuple[Outcome, ...]:
+    """What became of the candidates that failed; none where that cannot be told, which a result must survive."""
+    try:
+        return failed_outcomes(problem, options.find, handle)
+    except (DatabaseError, MissingEnvironmentError):
+        raise
+    except Exception as error:  # a solver's own code may raise anything
+        raise_if_interrupted(error)
+        logger.debug("what failed is not told: %s", driver_line(problem), exc_info=True)
+        return ()
 
 
 def _checked_again(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> Sequence[Solution]:

@@ -61,7 +61,12 @@ class ConvIm2colGemm(Solver):
         return (
             conv(x=(3, 16, 9, 8), w=(24, 16, 3, 3), padding=1, stride=2, dtype="float16", layout="NHWC"),
             conv(
-                x=(3, 16, 9, 8), w=(24, 16, 3, 3), padding=1, dtype="bfloat16", layout="NHWC", epilogue="bias.gelu_tanh"
+                x=(3, 16, 9, 8),
+                w=(24, 16, 3, 3),
+                padding=1,
+                dtype="bfloat16",
+                layout="NHWC",
+                epilogue="residual.relu",
             ),
             conv(x=(5, 6, 7, 7), w=(8, 3, 3, 2), groups=2, padding=asymmetric, direction="backward_data"),
             conv(x=(5, 8, 20), w=(8, 8, 5), dilation=3, dtype="bfloat16", direction="backward_weights"),

@@ -38,7 +38,7 @@ def test_a_find_and_the_finds_that_the_finddb_answers_name_them() -> None:
         assert line.startswith("left out: vendor/Wrong (wrong result: ")
         assert ", vendor/Refusing (launch failed: " in line
         assert "the launch was refused" in line
-        assert line.endswith(f"; --verbose or `miofind db show --all {PROBLEM.network_config}` tells more")
+        assert line.endswith(f"; `miofind db show --all {PROBLEM.network_config}` tells more")
     shown = run("db", "show", "--all", PROBLEM.network_config).stdout
     assert "vendor/Refusing  " in shown
     assert "the launch was refused" in shown
@@ -58,6 +58,14 @@ def test_the_finddb_that_knows_more_is_named(tmp_path: Path) -> None:
     other = str(tmp_path / "other.db")
     assert f"`miofind db show --all --db {other} conv2d-" in run("find", *FORWARD, *HERE, "--db", other).stdout
     assert "); --verbose tells more\n" in run("find", *FORWARD, *HERE, "--db", ":memory:").stdout
+
+
+def test_the_finddb_that_has_the_failure_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shipped one had the answer and the failure, and the user's was named, which was not there."""
+    shipped, own = str(tmp_path / "shipped.db"), str(tmp_path / "own.db")
+    run("find", *FORWARD, *HERE, "--db", shipped)
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", shipped)
+    assert f"`miofind db show --all --db {shipped} conv2d-" in run("find", *FORWARD, *HERE, "--db", own).stdout
 
 
 def test_a_run_names_them_below_the_solution() -> None:

@@ -103,13 +103,13 @@ def test_processes_may_start_before_there_is_a_step(cache: BinaryCache) -> None:
             started.append(self)
             return super()._started()
 
-    with Counted(cache, workers=2) as pool:
-        pool.start()
-        pool.start()
+    with Counted(cache, workers=3) as pool:
+        pool.start(2)
+        pool.start(2)
         wait_until(lambda: len(started) == 2, "both processes start")
         assert len(pool._threads) == 2
     with RefusedPool(cache, workers=1) as refused:
-        refused.start()
+        refused.start(8)
         wait_until(lambda: not refused._works, "the pool gives up")
 
 

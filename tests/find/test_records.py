@@ -122,6 +122,19 @@ def test_running_out_of_memory_lifts_no_quarantine(handle: Handle) -> None:
     assert [each.status for each in failures.failed_outcomes(PROBLEM, OPTIONS, handle)] == [Status.CRASHED]
 
 
+def test_a_failed_row_whose_configuration_is_damaged_is_passed_over(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended a whole tuning."""
+    (first, second, *_) = candidates(handle)
+    record(handle, outcome(first, Status.WRONG_RESULT), outcome(second, Status.CRASHED))
+    rows = failures.failed_rows(PROBLEM, handle)
+    damaged = rows | {first.id: replace(rows[first.id], config="x")}
+    monkeypatch.setattr(failures, "failed_rows", lambda *_: damaged)
+    monkeypatch.setattr(failures, "quarantined_rows", lambda *_: {})
+    assert [each.candidate for each in failures.failed_outcomes(PROBLEM, OPTIONS, handle)] == [second]
+
+
 def test_what_failed_here_alone_is_left_out_of_a_find(handle: Handle) -> None:
     """It passed with another driver since: a find that was to say why it is left out ended with a KeyError."""
     (first, *_) = candidates(handle)

@@ -320,7 +320,7 @@ def test_what_takes_long_to_start_is_started_first_and_ends_with_the_tuning(
             told.append("measuring ends")
 
     class Pool(CompilePool):
-        def start(self) -> None:
+        def start(self, most: int) -> None:
             told.append("compiling starts")
 
         def close(self) -> None:

@@ -96,7 +96,7 @@ def _plan(
         dynamic_only=dynamic_only,
         asks=is_asked,
         trusts_own=True,
-        passes_over_slow=True,
+        passes_over_slow=not tried,  # what is left out may be what others are far behind
     )
     return plan.without(tried)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from miofind.core.problem import ProblemDescription
+from miofind.errors import InvalidConfigError
 from miofind.find.lookup.known import candidate_of
 from miofind.find.lookup.validity import current_environment, is_valid
 from miofind.finddb import Row
@@ -28,11 +31,13 @@ def failed_outcomes(problem: ProblemDescription, options: FindOptions, handle: H
     """
     failed, quarantining = failed_rows(problem, handle), quarantined_rows(problem, handle)
     last = [quarantining.get(name, failed[name]) for name in sorted(failed)]
-    rows = [row for row in last if options.allows(handle.registry[row.solver_id])]
-    return tuple(
-        Outcome(candidate=candidate_of(row.candidate, problem), status=Status(row.status), message=row.message)
-        for row in rows
-    )
+    found = []
+    for row in last:
+        if options.allows(handle.registry[row.solver_id]):
+            with contextlib.suppress(InvalidConfigError):  # a damaged row says nothing of any candidate
+                candidate = candidate_of(row.candidate, problem)
+                found.append(Outcome(candidate=candidate, status=Status(row.status), message=row.message))
+    return tuple(found)
 
 
 def quarantined(problem: ProblemDescription, handle: Handle) -> frozenset[str]:

@@ -21,7 +21,10 @@ from miofind.device.device import Library
 from miofind.errors import NoSolutionError
 from miofind.evaluate.executors import InProcess
 from miofind.find.immediate.devices import described
+from miofind.find.plan import make_plan
+from miofind.find.recording import row_of
 from miofind.runtime.solution import Source
+from miofind.solver.candidate import Outcome, Status
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
 from miofind.solvers.cpu.direct import ConvCpuDirect
@@ -195,3 +198,9 @@ def test_solvers_far_behind_are_asked_where_they_are_alone_or_another_order_is_a
     assert "ConvDirectTiled" not in solvers(FAST)
     assert solvers(replace(FAST, only="ConvDirectTiled")) == {"ConvDirectTiled"}
     assert "ConvDirectTiled" in solvers(replace(FAST, order="workspace"))
+    plan = make_plan(problem, FAST, gpu, trusts_own=True)
+    broken = [each.candidate for each in plan.candidates if each.solver.id != "ConvDirectTiled"]
+    rows = [row_of(Outcome(candidate=each, status=Status.CRASHED), gpu.registry) for each in broken]
+    gpu.database.record(gpu.device.identity, problem.network_config, rows)
+    gpu.forget_answers(problem.network_config)
+    assert "ConvDirectTiled" in solvers(FAST), "those that it is far behind failed here"
