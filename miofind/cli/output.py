@@ -5,6 +5,7 @@ Results go to stdout, progress, logs and errors to stderr.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import io
@@ -37,12 +38,27 @@ def prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for the life of the process
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+    atexit.register(_give_up_notes)
 
 
 def discard_output() -> None:
     """Let what stdout still holds, and what is written from now on, go nowhere: Python would complain of it at exit."""
+    _discard(sys.stdout)
+
+
+def _give_up_notes() -> None:
+    """Have notes that could not be written, as on a full disk, not become the exit code: Python would end with 120."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
+    except ValueError:  # it is closed
+        return
+
+
+def _discard(stream: IO[str]) -> None:
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager

@@ -33,10 +33,17 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shell(line: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What `line` does, where "$@" stands for miofind and its arguments."""
+    """What `line` does, where "$@" stands for miofind and its arguments; streams are buffered, as Python has them."""
     command = ["bash", "-c", line, "bash", sys.executable, "-m", "miofind", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=LIMIT_S
+        command,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        timeout=LIMIT_S,
+        env=environment,
     )
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
