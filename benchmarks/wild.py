@@ -65,11 +65,15 @@ def verdict_of(
 
 
 def verified(
-    problem: ProblemDescription, solver: Solver, handle: miofind.Handle, verifier: Verifier
+    problem: ProblemDescription,
+    solver: Solver,
+    configs: Sequence[Config],
+    handle: miofind.Handle,
+    verifier: Verifier,
 ) -> tuple[Status, str]:
-    """What became of a solver's first default configuration that passes, else of its last."""
+    """What became of the first of a solver's configurations that passes, else of the last."""
     status, message = Status.LAUNCH_FAILED, "no configuration"
-    for config in within_bound(solver, problem, handle):
+    for config in configs:
         status, message = verdict_of(problem, solver, config, handle, verifier)
         if status is Status.OK:
             break
@@ -190,10 +194,11 @@ def run_problem(
                 if not applicability:
                     tally["refusals"][f"{form.id}: {applicability.reason}"] += 1
                     continue
-                if not within_bound(form, problem, handle):
+                configs = within_bound(form, problem, handle)
+                if not configs:
                     tally["refusals"][f"{form.id}: no plan of its library's, or none within the error bound"] += 1
                     continue
-                status, message = verified(problem, form, handle, verifier)
+                status, message = verified(problem, form, configs, handle, verifier)
                 tally["outcomes"][f"{form.id}: {status}"] += 1
                 if status is not Status.OK:
                     tally["failures"].append({"problem": problem.network_config, "message": message[:600]})

@@ -179,14 +179,22 @@ def _is_better_last(graph: fx.Graph) -> bool:
 
     names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     trains = any(name.startswith(("primals", "tangents")) for name in names)
+    read = SimpleNamespace(graph=_with_convolutions(graph))
+    try:
+        return bool(GraphLowering.decide_layout_opt(read, is_inference=not trains))
+    except (AttributeError, TypeError, KeyError):  # it is Inductor's own, and may change
+        return False
+
+
+def _with_convolutions(graph: fx.Graph) -> fx.Graph:
+    """The graph, or a copy in which PyTorch's own convolutions stand where it has operators."""
+    if not any(node.target is _OPERATORS[Forward] for node in graph.nodes):
+        return graph
     copied = _copied(graph)
     for node in list(copied.nodes):
         if node.target is _OPERATORS[Forward]:
             _as_convolution(copied, node)
-    try:
-        return bool(GraphLowering.decide_layout_opt(SimpleNamespace(graph=copied), is_inference=not trains))
-    except (AttributeError, TypeError, KeyError):  # it is Inductor's own, and may change
-        return False
+    return copied
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

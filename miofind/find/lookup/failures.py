@@ -29,7 +29,10 @@ def failed_outcomes(problem: ProblemDescription, options: FindOptions, handle: H
 
     Of one that ran out of memory last and is quarantined it is what quarantines it.
     """
-    failed, quarantining = failed_rows(problem, handle), quarantined_rows(problem, handle)
+    failed = failed_rows(problem, handle)
+    if not failed:
+        return ()
+    quarantining = quarantined_rows(problem, handle)
     last = [quarantining.get(name, failed[name]) for name in sorted(failed)]
     found = []
     for row in last:
