@@ -4,9 +4,9 @@
 // element i where indices is null: sums[i] = sum a*b over the products a*b that make it, and unless scales is null
 // scales[2*i] = sum |a|*|b| and scales[2*i + 1] = sqrt(sum a^2 * b^2), rounded up.
 // One block an element, the reduction split over its THREADS threads and joined in a fixed order; in the kernels for
-// whole outputs one thread an element.
+// whole outputs one thread an element. Whole outputs of dense convolutions have reference_tiled.cu.
 // Defines: T_X, T_W, T_Y (dtype names), INDEX_BITS, THREADS (a power of two, 32 to 1024).
-#include "common/geometry.cuh"
+#include "harness/reference_sums.cuh"
 
 #if !defined(T_X) || !defined(T_W) || !defined(T_Y) || !defined(THREADS)
 #error "define T_X, T_W, T_Y and THREADS"
@@ -14,41 +14,6 @@
 
 constexpr int kThreads = THREADS;
 static_assert(kThreads >= 32 && kThreads <= 1024 && (kThreads & (kThreads - 1)) == 0, "THREADS is a power of two");
-
-struct Sums {
-  double product, magnitude, square;
-
-  // Float64 is slow on most GPUs: what is not wanted is not summed.
-  __device__ __forceinline__ void add(double a, double b, bool scaled) {
-    const double term = a * b;
-    product += term;
-    if (!scaled) return;
-    magnitude += fabs(term);
-    square += term * term;
-  }
-  __device__ void add(const Sums& other) {
-    product += other.product;
-    magnitude += other.magnitude;
-    square += other.square;
-  }
-  __device__ void write(int64 i, double* sums, float* scales) const {
-    sums[i] = product;
-    if (scales == nullptr) return;
-    scales[2 * i] = __double2float_ru(magnitude);
-    scales[2 * i + 1] = __double2float_ru(sqrt(square));
-  }
-};
-
-// Splits `rest` into its remainder by `size`, which is returned, and its quotient, which is left.
-__device__ __forceinline__ Index take(Index& rest, Index size) {
-  const Index remainder = rest % size;
-  rest /= size;
-  return remainder;
-}
-
-__device__ __forceinline__ bool inside(Index at, Index size) {
-  return at >= 0 && at < size;
-}
 
 __device__ __forceinline__ int64 element_of(const int64* indices, int64 i) {
   return indices == nullptr ? i : indices[i];
@@ -64,27 +29,6 @@ __device__ void write_joined(const Sums& mine, int64 i, double* sums, float* sca
   }
   if (threadIdx.x == 0) partial[0].write(i, sums, scales);
   __syncthreads();  // the root is read before the next element overwrites it
-}
-
-// Where output `out` meets the input through `tap`; false where that is padding.
-__device__ __forceinline__ bool meets_input(const Geometry& conv, const Index (&out)[3], const Index (&tap)[3],
-                                            Index (&in)[3]) {
-  for (int dim = 0; dim < 3; ++dim) {
-    in[dim] = out[dim] * conv.stride[dim] - conv.pad[dim] + tap[dim] * conv.dilation[dim];
-    if (!inside(in[dim], conv.size[dim])) return false;
-  }
-  return true;
-}
-
-// Which output reaches input `in` through `tap`, if one does: out * stride = in + pad - tap * dilation.
-__device__ __forceinline__ bool meets_output(const Geometry& conv, const Index (&in)[3], const Index (&tap)[3],
-                                             Index (&out)[3]) {
-  for (int dim = 0; dim < 3; ++dim) {
-    const Index start = in[dim] + conv.pad[dim] - tap[dim] * conv.dilation[dim];
-    if (start % conv.stride[dim] != 0 || !inside(start / conv.stride[dim], conv.out[dim])) return false;
-    out[dim] = start / conv.stride[dim];
-  }
-  return true;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -172,13 +116,6 @@ __device__ __forceinline__ int64 element_step() {
 // memory, so that they read the same lines.
 __device__ __forceinline__ Position element_at(int64 i, Index channels, const Index (&size)[3], bool channels_last) {
   return channels_last ? position_of<true>(i, channels, size) : position_of<false>(i, channels, size);
-}
-
-// Its flat index in logical order.
-__device__ __forceinline__ int64 logical_rank(const Position& p, Index channels, const Index (&size)[3]) {
-  int64 rank = int64(p.n) * channels + p.c;
-  for (int dim = 0; dim < 3; ++dim) rank = rank * size[dim] + p.at[dim];
-  return rank;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -1,11 +1,12 @@
 """What a convolution is: the reference in float64, on the host and as a kernel step.
 
-`reference_on_host` is the definition; the kernel of kernels_src/harness/reference.cu is tested against it and answers
-for listed elements of problems that are too large for the host.
+`reference_on_host` is the definition; the kernels of kernels_src/harness/reference.cu are tested against it and answer
+for problems that are too large for the host.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -21,6 +22,8 @@ from miofind.solver.geometry import geometry, geometry_defines
 from miofind.solver.steps import KernelStep, Pointer, Scalar
 
 _MAX_BLOCKS = 2**20
+_TILE = 16
+_LEAST_FILLED = 1 / 8
 # From so many elements on a thread for each fills a GPU.
 _MANY_ELEMENTS = 2**17
 _WHOLE_THREADS = 256
@@ -55,37 +58,77 @@ def reference_step(problem: ProblemDescription, count: int | None = None) -> Ker
     output in logical order, and null for the whole output; "sums", float64 (count,), written: sum a*b over the products
     a*b that make the element; "scales", float32 (count, 2), written unless null: sum |a|*|b| and sqrt(sum a^2 * b^2).
     """
-    size = problem.output.size if count is None else count
-    by_thread = count is None and size >= _MANY_ELEMENTS and problem.direction is not Direction.BACKWARD_WEIGHTS
-    threads = _WHOLE_THREADS if by_thread else _threads(problem)
-    blocks = -(-size // threads) if by_thread else size
-    inputs = tuple(Pointer(buffer=name) for name in problem.direction.inputs)
+    form = _form(problem, count)
     return KernelStep(
-        source="harness/reference.cu",
-        entry=f"reference_{problem.direction.value}{'_whole' if by_thread else ''}",
-        grid=(max(1, min(blocks, _MAX_BLOCKS)), 1, 1),
-        block=(threads, 1, 1),
+        source=form.source,
+        entry=f"reference_{problem.direction.value}{form.ending}",
+        grid=(max(1, min(form.blocks, _MAX_BLOCKS)), 1, 1),
+        block=(form.threads, 1, 1),
         defines=(
             ("T_X", problem.x.dtype.value),
             ("T_W", problem.w.dtype.value),
             ("T_Y", problem.y.dtype.value),
             *geometry_defines(problem),
-            ("THREADS", threads),
+            form.define,
         ),
         args=(
-            *inputs,
-            *(() if by_thread else (Pointer(buffer="indices"),)),
+            *(Pointer(buffer=name) for name in problem.direction.inputs),
+            *((Pointer(buffer="indices"),) if form.lists else ()),
             Pointer(buffer="sums"),
             Pointer(buffer="scales"),
-            Scalar(ctype="int64", value=size),
+            Scalar(ctype="int64", value=problem.output.size if count is None else count),
             geometry(problem),
         ),
     )
 
 
-def _threads(problem: ProblemDescription) -> int:
-    """Threads that share one element: a warp for short reductions."""
-    return 32 if problem.reduction_length <= 1024 else 256
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """How a kernel spreads the elements over a GPU.
+
+    Attributes:
+        ending: of its entry.
+        lists: whether it is given the elements.
+    """
+
+    source: str = "harness/reference.cu"
+    ending: str = ""
+    blocks: int
+    threads: int
+    define: tuple[str, int]
+    lists: bool = False
+
+
+def _form(problem: ProblemDescription, count: int | None) -> _Form:
+    """The fastest form for so many elements, or for the whole output."""
+    size = problem.output.size
+    tiles, filled = _tiles(problem)
+    if count is None and filled >= _LEAST_FILLED:
+        define = ("TILE", _TILE)
+        source = "harness/reference_tiled.cu"
+        return _Form(source=source, ending="_tiled", blocks=tiles, threads=_TILE**2, define=define)
+    if count is None and size >= _MANY_ELEMENTS and problem.direction is not Direction.BACKWARD_WEIGHTS:
+        blocks, define = -(-size // _WHOLE_THREADS), ("THREADS", _WHOLE_THREADS)
+        return _Form(ending="_whole", blocks=blocks, threads=_WHOLE_THREADS, define=define)
+    threads = 32 if problem.reduction_length <= 1024 else 256  # a warp for short reductions
+    blocks = size if count is None else count
+    return _Form(blocks=blocks, threads=threads, define=("THREADS", threads), lists=True)
+
+
+def _tiles(problem: ProblemDescription) -> tuple[int, float]:
+    """How many tiles reference_tiled.cu makes of the whole output, and the share of a tile that is filled at best.
+
+    Of the form by threads, backward data reads neighbours in memory whatever the layout, and is as fast as tiles.
+    """
+    group_c, group_k = problem.c // problem.groups, problem.k // problem.groups
+    if problem.direction is Direction.FORWARD:
+        rows, columns, others = problem.output.size // problem.k, group_k, problem.groups
+    elif problem.direction is Direction.BACKWARD_WEIGHTS:
+        rows, columns, others = group_k, group_c, problem.groups * math.prod(problem.filter)
+    else:
+        return 0, 0.0
+    tiles = -(-rows // _TILE) * -(-columns // _TILE) * others
+    return tiles, min(rows, _TILE) * min(columns, _TILE) / _TILE**2
 
 
 @dataclass(frozen=True, slots=True)

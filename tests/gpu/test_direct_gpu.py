@@ -205,7 +205,9 @@ def test_naive_mixes_dtypes_and_layouts(direction: Direction, device: Device, co
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", ["odd", "stride_and_dilation", "groups", "3d"])
+@pytest.mark.parametrize("least_filled", [1 / 256, 2.0], ids=["tiles", "threads"])
 def test_reference_kernel_is_the_host_reference(
+    least_filled: float,
     shape: str,
     direction: Direction,
     channels_last: bool,
@@ -216,6 +218,7 @@ def test_reference_kernel_is_the_host_reference(
 ) -> None:
     """All three sums of listed elements and of the whole output: to the last few bits of float64, and of float32."""
     monkeypatch.setattr(reference, "_MANY_ELEMENTS", 1)
+    monkeypatch.setattr(reference, "_LEAST_FILLED", least_filled)
     problem = make(shape, channels_last, direction=direction, dtype=dtype)
     generator = np.random.default_rng(5)
     types = {name: numpy_dtype(problem.tensor(name).dtype) for name in direction.inputs}

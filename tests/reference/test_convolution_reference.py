@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from typing import Any
 
@@ -145,16 +146,21 @@ def test_kernel_step_names_the_inputs_and_its_regions(direction: Direction) -> N
     assert step.grid == (10, 1, 1)
 
 
+@pytest.mark.parametrize("groups", [1, 64])
 @pytest.mark.parametrize("direction", list(Direction))
-def test_a_whole_output_of_many_elements_needs_no_list_of_them(direction: Direction) -> None:
-    problem = ProblemDescription.convolution(x=(64, 64, 32, 32), w=(256, 64, 3, 3), padding=1, direction=direction)
+def test_a_whole_output_of_many_elements_needs_no_list_of_them(direction: Direction, groups: int) -> None:
+    """Dense ones go by tiles where neighbours would read far apart, others by threads, depthwise weights by blocks."""
+    problem = ProblemDescription.convolution(
+        x=(64, 64, 32, 32), w=(256, 64 // groups, 3, 3), padding=1, groups=groups, direction=direction
+    )
     step = reference_step(problem)
     names = [arg.buffer for arg in step.args if isinstance(arg, Pointer)]
-    by_thread = direction is not Direction.BACKWARD_WEIGHTS
-    assert names == [*direction.inputs, *([] if by_thread else ["indices"]), "sums", "scales"]
-    assert step.entry.endswith("_whole") == by_thread
-    elements = step.grid[0] * (step.block[0] if by_thread else 1)
-    assert problem.output.size <= elements < problem.output.size + step.block[0]
+    is_tiled = direction is not Direction.BACKWARD_DATA and (groups == 1 or direction is Direction.FORWARD)
+    by_block = not is_tiled and direction is Direction.BACKWARD_WEIGHTS
+    assert names == [*direction.inputs, *(["indices"] if by_block else []), "sums", "scales"]
+    assert step.entry.endswith("_tiled" if is_tiled else "" if by_block else "_whole")
+    elements = step.grid[0] * (1 if by_block else math.prod(step.block))
+    assert problem.output.size <= elements <= problem.output.size * (4 if is_tiled and groups > 1 else 1)
 
 
 def test_indices_are_wide_where_a_size_or_a_coordinate_needs_it() -> None:
