@@ -10,7 +10,9 @@ it is the time of a step in a CUDA graph, torch.compile's as it comes.
 
 Ways: PyTorch's own kernels as its heuristics choose them, and with `torch.backends.cudnn.benchmark`; torch.compile; and
 miofind after `miofind.torch.tune`, which measures the likeliest candidates of each problem and compares with PyTorch,
-does not compare (`compare=False`), or measures all default candidates and compares.
+does not compare (`compare=False`), or measures all default candidates and compares; and after `enable("estimate")`,
+which measures nothing, with no kernel compiled, and with those of `miofind compile --likely` at hand, compiled before
+the clock starts and loaded within it.
 Inference is in float16, of a network whose layers were fused; training under autocast to bfloat16.
 """
 
@@ -31,7 +33,16 @@ from typing import Any
 import script
 from commit import commit
 
-WAYS = ("torch", "torch benchmark", "torch compile", "miofind uncompared", "miofind", "miofind defaults")
+WAYS = (
+    "torch",
+    "torch benchmark",
+    "torch compile",
+    "miofind predicted",
+    "miofind predicted compiled",
+    "miofind uncompared",
+    "miofind",
+    "miofind defaults",
+)
 KINDS = ("inference", "training")
 SIZE = 208
 """Pixels of an image's sides: suites and FindDBs have those of 224 and their halves."""
@@ -40,21 +51,18 @@ SIZE = 208
 def timed(way: str, network: str, kind: str, device: str, batch: int) -> dict[str, Any]:
     """Seconds until the first step of a network is done in this process, and milliseconds of the next ones."""
     import torch
-    from torch_networks import NETWORKS
 
     backends = torch.backends.cudnn
     backends.benchmark, backends.benchmark_limit = way == "torch benchmark", 0
-    torch.manual_seed(0)
-    shape = (batch, *(SIZE if size == 224 else size for size in NETWORKS[network].shape))
-    order = torch.channels_last if len(shape) == 4 else torch.contiguous_format
-    dtype = torch.float16 if kind == "inference" and device == "cuda" else torch.float32
-    model = NETWORKS[network].build().to(device, dtype, memory_format=order)
-    x = torch.randn(*shape).to(device, dtype, memory_format=order)
-    model.train(kind == "training")
+    model, x = network_of(network, kind, device, batch)
+    if way == "miofind predicted compiled":
+        _compile_likely(network, kind, device, batch)
     _wait(device)
     began = time.perf_counter()
     told: dict[str, Any] = {}
-    if way.startswith("miofind"):
+    if way.startswith("miofind predicted"):
+        model = _predicted(model, kind, device)
+    elif way.startswith("miofind"):
         model, told = _prepared(way, model, x, kind)
     elif way == "torch compile":
         model = torch.compile(model)
@@ -65,6 +73,53 @@ def timed(way: str, network: str, kind: str, device: str, batch: int) -> dict[st
     if device == "cuda" and way != "torch compile":
         step = _in_a_graph(step)
     return {"first_s": round(first_s, 2), "step_ms": round(_step_ms(step, device), 4), **told}
+
+
+def network_of(network: str, kind: str, device: str, batch: int) -> tuple[Any, Any]:
+    """A network on a device, and its input."""
+    import torch
+    from torch_networks import NETWORKS
+
+    torch.manual_seed(0)
+    shape = (batch, *(SIZE if size == 224 else size for size in NETWORKS[network].shape))
+    order = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+    dtype = torch.float16 if kind == "inference" and device == "cuda" else torch.float32
+    model = NETWORKS[network].build().to(device, dtype, memory_format=order)
+    model.train(kind == "training")
+    return model, torch.randn(*shape).to(device, dtype, memory_format=order)
+
+
+def _compile_likely(network: str, kind: str, device: str, batch: int) -> None:
+    """Compile the likely kernels of a network in processes of their own, so that nothing of it is loaded here."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, __file__, "--device", device, "--batch", str(batch)]
+        subprocess.run([*words, "--record", network, kind, f"{folder}/network.csv"], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "miofind", "compile", "--suite", f"{folder}/network.csv", "--likely"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+
+def record(network: str, kind: str, path: str, device: str, batch: int) -> None:
+    """Write the problems of a network's first step as a suite."""
+    import torch
+
+    import miofind.torch
+
+    model, x = network_of(network, kind, device, batch)
+    training = kind == "training"
+    model = model if training else miofind.torch.fuse(model)
+    miofind.torch.problems(model, x, training=training, amp=torch.bfloat16 if training else None).save(path)
+
+
+def _predicted(model: Any, kind: str, device: str) -> Any:
+    """A network with miofind in force, which measures nothing."""
+    import miofind.torch
+
+    model = miofind.torch.fuse(model) if kind == "inference" else model
+    miofind.torch.enable("estimate", devices=device)
+    return model
 
 
 def _prepared(way: str, model: Any, x: Any, kind: str) -> tuple[Any, dict[str, Any]]:
@@ -188,7 +243,12 @@ def main() -> None:
     parser.add_argument("--json", type=script.output, help="write the figures to this file")
     parser.add_argument("--commit", default=commit(), help="of the code; by default git's")
     parser.add_argument("--one", nargs=3, metavar=("WAY", "NETWORK", "KIND"), help=argparse.SUPPRESS)
+    parser.add_argument("--record", nargs=3, metavar=("NETWORK", "KIND", "PATH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.record:
+        network, kind, path = arguments.record
+        record(network, kind, path, arguments.device, arguments.batch)
+        return
     if arguments.one:
         way, network, kind = arguments.one
         print(json.dumps(timed(way, network, kind, arguments.device, arguments.batch)))
