@@ -1,4 +1,7 @@
-"""Device memory of one measurement: from a pool of its own, so that closing gives everything back to the driver."""
+"""Device memory of one measurement: from a pool of its own, so that closing gives everything back to the driver.
+
+A process that does nothing but measure keeps what it had for the next measurement, see `keep_pools`.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,27 @@ class HostInt:
         self._at[0] = value
 
 
+_KEPT_SHARE = 8
+"""Of a device's memory no more than one in so many parts is kept."""
+
+_kept_pools: dict[int, Any] | None = None
+
+
+def keep_pools() -> None:
+    """Have all measurements of this process share a pool a device, until `empty_pools`.
+
+    A measurement has some hundred blocks, and the driver takes 50 us for each.
+    """
+    global _kept_pools
+    _kept_pools = {} if _kept_pools is None else _kept_pools
+
+
+def empty_pools() -> None:
+    """Give back to the driver what no measurement holds of the pools that are kept."""
+    for pool in (_kept_pools or {}).values():
+        pool.free_all_blocks()
+
+
 class DeviceMemory:
     """Allocations, a stream of their own and copies on it; a context manager that makes the device current.
 
@@ -51,6 +75,8 @@ class DeviceMemory:
 
         self._device = cupy.cuda.Device(device_index)
         self._pool = cupy.cuda.MemoryPool()
+        if _kept_pools is not None:
+            self._pool = _kept_pools.setdefault(device_index, self._pool)
         self._blocks: dict[int, Any] = {}
         self._other: Any = None
         with self._device:
@@ -63,11 +89,11 @@ class DeviceMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Device memory that nobody holds."""
+        """Device memory that nobody holds, or this process from an earlier measurement alone."""
         import cupy
 
         with self._device:
-            return int(cupy.cuda.runtime.memGetInfo()[0])
+            return int(cupy.cuda.runtime.memGetInfo()[0]) + int(self._pool.free_bytes())
 
     def __enter__(self) -> DeviceMemory:
         self._device.__enter__()
@@ -115,10 +141,12 @@ class DeviceMemory:
         """
         import cupy
 
-        with self._device, self.stream:
+        # A pool gives a stream's blocks to that stream alone. Whatever is freed here has been waited for: one for all.
+        with self._device, cupy.cuda.Stream.null:
             try:
                 block = self._pool.malloc(max(1, size))
             except cupy.cuda.memory.OutOfMemoryError:
+                self._pool.free_all_blocks()
                 cupy.get_default_memory_pool().free_all_blocks()
                 block = self._pool.malloc(max(1, size))
         address = int(block.ptr)
@@ -130,7 +158,7 @@ class DeviceMemory:
         if address == 0:
             return
         del self._blocks[address]
-        self._pool.free_all_blocks()
+        self._give_back()
 
     def set_bytes(self, address: int, value: int, size: int) -> None:
         """Set bytes, asynchronously."""
@@ -166,7 +194,16 @@ class DeviceMemory:
         try:
             with self._device:
                 self.stream.synchronize()
-                self._blocks.clear()
-                self._pool.free_all_blocks()
+            self._blocks.clear()
+            self._give_back()
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError):
             self._blocks.clear()
+
+    def _give_back(self) -> None:
+        """Give the driver what is not held, unless this process keeps it."""
+        import cupy
+
+        with self._device:
+            most = 0 if _kept_pools is None else cupy.cuda.runtime.memGetInfo()[1] // _KEPT_SHARE
+            if self._pool.total_bytes() > most:
+                self._pool.free_all_blocks()

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device.device import Device, Place
+from miofind.device.memory import empty_pools, keep_pools
 from miofind.errors import MeasurementError
 from miofind.evaluate.evaluate import Job, Journal, evaluate
 from miofind.evaluate.health import complaint
 from miofind.process.parent import Parent
 from miofind.solver.registry import Registry
+
+_IDLE_S = 0.1
+"""How long memory is kept for a next job: what comes between two jobs of a tuning takes less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +48,11 @@ def serve(parent: Parent, setup: MeasuringSetup) -> None:
     if reason:
         raise MeasurementError(reason)
     parent.ready()
+    keep_pools()
     journal: Journal = parent.send
     while True:
+        if parent.is_silent(_IDLE_S):
+            empty_pools()
         job: Job = parent.receive()
         for event in evaluate(job, device, compiler, setup.registry, journal):
             parent.send(event)

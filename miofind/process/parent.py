@@ -63,6 +63,17 @@ class Parent:
                 raise ParentGoneError(str(error)) from error
             self._is_broken = False
 
+    def is_silent(self, seconds: float) -> bool:
+        """Whether no message comes within so long; waits for one.
+
+        Raises:
+            ParentGoneError: there is none to come.
+        """
+        try:
+            return not self._connection.poll(seconds)
+        except (EOFError, ConnectionError) as error:
+            raise ParentGoneError(str(error)) from error
+
     def receive(self) -> Any:
         """The next message.
 

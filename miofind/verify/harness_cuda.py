@@ -75,7 +75,7 @@ _ELEMENT_BYTES = 3 * _SUM_BYTES + 2 * _SCALE_BYTES
 _FUSED_ELEMENT_BYTES = _ELEMENT_BYTES + 3 * (RESULT_BYTES + BOUND_BYTES)
 _MEMORY_SHARE = 4
 # Infinities spoil whole tiles where they go astray: a sample sees that, where the whole output would take long.
-_PLANTED_SHARE = 16
+_PLANTED_SHARE = 4
 # How long two runs wait for the host to launch both.
 _HELD_NS = 20_000_000
 _OTHER = "the other"

@@ -9,7 +9,9 @@ import pytest
 from miofind.bench.ceilings import measure_ceilings
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
+from miofind.device import memory
 from miofind.device.device import Device
+from miofind.device.memory import DeviceMemory
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
 from miofind.measure.race import Entrant, Race
@@ -114,3 +116,35 @@ def test_ceilings_are_plausible(device: Device) -> None:
     rates = ceilings.flops_per_s
     assert rates["float16"] > rates["float32"] > 1e11
     assert ceilings.floor_ms(LARGE) is not None
+
+
+def test_memory_is_kept_for_the_next_measurement_and_given_back_when_told(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 256 << 20
+
+    def used() -> int:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return int(total - free)
+
+    def measured() -> int:
+        held = DeviceMemory(device.index)
+        address = held.allocate(size)
+        held.close()
+        return address
+
+    measured()
+    before = used()
+    monkeypatch.setattr(memory, "_kept_pools", None)
+    memory.keep_pools()
+    first = measured()
+    assert used() >= before + size
+    assert measured() == first  # on another stream
+    other = DeviceMemory(device.index)
+    assert other.free_bytes >= device.memory_bytes - used() + size - (64 << 20)
+    other.close()
+    memory.empty_pools()
+    assert used() < before + size
+    monkeypatch.setattr(memory, "_KEPT_SHARE", 2 * device.memory_bytes // size)
+    measured()
+    assert used() < before + size, "more than a share is not kept"
