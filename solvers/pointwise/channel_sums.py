@@ -33,6 +33,8 @@ _LANES = 32  # columns of a block at most: 512 bytes side by side
 _BLOCKS_PER_SM = 3
 _FINISHING_CHANNELS = 32
 _FINISHING_THREADS = 1024
+_FINISHING_WARPS = _FINISHING_THREADS // 32
+_LONGEST_ROW = 64
 _LAUNCH_MS = 2e-3
 _BANDWIDTH_SHARE = 0.8
 _HOST_BANDWIDTH_SHARE = 0.05
@@ -127,7 +129,16 @@ class _ChannelSums:
         """Rows, or vectors of a channel, of a block."""
         batch = self.side * self.unroll
         parts = max(1, _BLOCKS_PER_SM * self.device.sm_count // self.strips)
-        return ceil_div(ceil_div(self.length, parts), batch) * batch
+        row = min(ceil_div(self.length, self.side * parts), self.longest_row)
+        return ceil_div(self.side * row, batch) * batch
+
+    @property
+    def longest_row(self) -> int:
+        """How many numbers a thread adds one after another at most; rounding errors of one sign grow with them.
+
+        Of long sums as many as those who finish then add, whose partial sums are the more the fewer these are.
+        """
+        return max(_LONGEST_ROW, math.isqrt(self.length // (self.side * _FINISHING_WARPS)))
 
     @property
     def parts(self) -> int:

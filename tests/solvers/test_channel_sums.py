@@ -11,6 +11,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.steps import KernelStep, Scalar
 from miofind.solvers.pointwise.channel_sums import channel_sums_ms, channel_sums_regions, channel_sums_steps
+from miofind.verify.channel_sums import SumStandard
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -23,6 +24,8 @@ SIZES = (
     (70, 40, 28, 29),
     (32, 2048, 7, 7),
     (64, 64, 56, 56),
+    (800, 256, 26, 26),
+    (128, 2048, 56, 56),
 )
 
 
@@ -73,6 +76,21 @@ def test_blocks_cover_the_tensor_once_and_partials_fit(size: tuple[int, ...], la
     assert finish.grid == (-(-k // 32), 2, 1)
     (region,) = channel_sums_regions(problem, DEVICE)
     assert region.bytes == 2 * partials * k * problem.accumulator.itemsize
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_no_thread_adds_long_rows(size: tuple[int, ...], layout: str) -> None:
+    """Errors of one sign: half a unit for each number of a row, which the standard of the sums must leave room for."""
+    problem = summing(size, layout, "float32")
+    sums, finish = steps_of(problem)
+    numbers = [int(arg.value) for arg in sums.args if isinstance(arg, Scalar)]
+    last = bool(dict(sums.defines)["CHANNELS_LAST"])
+    a_part, side = (numbers[2], sums.block[0] // numbers[4]) if last else (numbers[3], 256)
+    (_, partials) = (int(arg.value) for arg in finish.args if isinstance(arg, Scalar))
+    added = a_part / side + partials / 32
+    standard = SumStandard.of(problem, problem.second_outputs[0])
+    assert added / 2 <= standard.roundings * 2.0**standard.digits
 
 
 def test_partials_are_few_beside_the_tensor() -> None:
