@@ -23,7 +23,7 @@ from miofind.solver.steps import KernelStep, Pointer, Scalar
 
 _MAX_BLOCKS = 2**20
 _TILE = 16
-_LEAST_FILLED = 1 / 8
+_LEAST_FILLED = 1 / 4
 # From so many elements on a thread for each fills a GPU.
 _MANY_ELEMENTS = 2**17
 _WHOLE_THREADS = 256
