@@ -55,7 +55,7 @@ def timed(way: str, network: str, kind: str, device: str, batch: int) -> dict[st
     backends = torch.backends.cudnn
     backends.benchmark, backends.benchmark_limit = way == "torch benchmark", 0
     model, x = network_of(network, kind, device, batch)
-    if way == "miofind predicted compiled":
+    if way == "miofind predicted compiled" and device == "cuda":
         _compile_likely(network, kind, device, batch)
     _wait(device)
     began = time.perf_counter()
