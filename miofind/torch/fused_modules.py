@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from miofind.torch.differentiable import Tensors, arguments_of, run
-from miofind.torch.formats import dense, output_layout
+from miofind.torch.formats import output_layout
+from miofind.torch.kept_weights import kept, renew
+from miofind.torch.memory import is_capturing
 from miofind.torch.unfused import Nonlinearity, Window, activated
 
 _Parameter = torch.nn.Parameter
@@ -35,12 +37,10 @@ class _Packed:
 
     Attributes:
         made_of: what tells the weights that they were made of from others.
-        of_forms: by dtype and memory order.
         of_inputs: by the dtype of a run and what its input is like.
     """
 
     made_of: tuple[Any, ...] = ()
-    of_forms: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     of_inputs: dict[tuple[Any, ...], _Ready] = field(default_factory=dict)
 
 
@@ -49,7 +49,8 @@ class FusedConvolution(torch.nn.Module):
 
     state_dict has `weight`, (k, c/groups, *filter), and `bias`, (k,), where there is one: batch norms are in them. Both
     are parameters that require no gradient; x may. Weights in the dtype of autocast or in the memory format of x are
-    made once, kept beside them, and made again where the weights change; they are in no state_dict and in no pickle.
+    made once, kept beside them, and written anew, in place, where the weights change; they are in no state_dict and in
+    no pickle. Loading a state_dict does so at once, for captured CUDA graphs; other changes reach these by a run.
 
     Args:
         weight: (k, c/groups, *filter).
@@ -139,11 +140,25 @@ class FusedConvolution(torch.nn.Module):
         ready = packed.of_inputs.get(key)
         if ready is None:
             layout = output_layout(x, weight, None, self.window.geometry)
-            kept = packed.of_forms.setdefault((dtype, layout), dense(weight.detach().to(dtype), layout))
+            ready = _Ready(kept(weight, dtype, layout.channels_last), self.window.output_shape(x.shape, weight.shape))
+            if is_capturing(weight.device) or type(ready.weight) is not torch.Tensor:  # it is for this run alone
+                return ready.weight
             if len(packed.of_inputs) >= _MAX_INPUTS:
                 packed.of_inputs.clear()
-            ready = packed.of_inputs[key] = _Ready(kept, self.window.output_shape(x.shape, weight.shape))
+            packed.of_inputs[key] = ready
         return ready.weight
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        """Load weights, and have what was captured in CUDA graphs read them, too."""
+        super()._load_from_state_dict(*arguments, **named)
+        renew(self.weight)
+
+    def _apply(self, *arguments: Any, **named: Any) -> Any:
+        """Move or convert the module, and leave no copies where it was."""
+        made = super()._apply(*arguments, **named)
+        self._packed = _Packed()
+        renew(self.weight)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_packed": _Packed()}

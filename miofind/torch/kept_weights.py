@@ -1,0 +1,107 @@
+"""Copies of weights in the memory format and dtype that they are used in, made once and kept while the weights live.
+
+A copy is written anew, in place, where its weight was written to: who holds its address, as a captured CUDA graph does,
+reads the new values from then on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from miofind.core.tensor import Layout
+from miofind.torch.formats import dense, is_dense
+from miofind.torch.memory import is_capturing
+
+
+class _Copies:
+    """The copies of one weight.
+
+    Attributes:
+        weight: a weak reference to it.
+        place, version: what told its memory from another's, and its version, which PyTorch counts up where a tensor is
+            written to, when the copies were written.
+        of_forms: by dtype and whether they are channels last.
+    """
+
+    __slots__ = ("of_forms", "place", "version", "weight")
+
+    def __init__(self, weight: Any) -> None:
+        key = id(weight)
+        self.weight = weakref.ref(weight, lambda _: _copies.pop(key, None))
+        self.place, self.version = _place(weight), weight._version
+        self.of_forms: dict[tuple[Any, bool], Any] = {}
+
+    def are_of(self, weight: Any) -> bool:
+        """Whether these are copies of a weight, written to meanwhile or not."""
+        return self.weight() is weight and self.place == _place(weight)
+
+
+_copies: dict[int, _Copies] = {}
+"""By the identity of the weight."""
+
+
+def _place(weight: Any) -> tuple[Any, ...]:
+    """What tells a weight's memory from another's."""
+    return weight.data_ptr(), weight.dtype, weight.stride()
+
+
+def kept(weight: Any, dtype: Any, channels_last: bool) -> Any:
+    """A weight, (k, c/groups, *filter), in a dtype and packed in a memory format: itself if it is so, else a copy.
+
+    The copy of a parameter that requires no gradient is kept, and is written anew where PyTorch counts another version
+    of the parameter: not after writing through `weight.data` or by torch.distributed. Others are copied in each call,
+    since fused optimizers count no versions, tensors of inference mode have none, and what is no parameter may be new
+    in each call. While a CUDA graph is captured, what lacks an up-to-date copy is copied by the graph, at each replay.
+    """
+    copies = _copies.get(id(weight))
+    if copies is not None and copies.are_of(weight) and copies.version == weight._version:
+        made = copies.of_forms.get((dtype, channels_last))
+        if made is not None and not weight.requires_grad:
+            return made
+    layout = Layout.of(weight.dim() - 2, channels_last=channels_last)
+    is_ready = weight.dtype == dtype and is_dense(weight, layout)
+    if is_ready or not _is_constant(weight) or is_capturing(weight.device):
+        return _made(weight, dtype, channels_last)
+    return _copied(weight, dtype, channels_last)
+
+
+def _is_constant(weight: Any) -> bool:
+    """Whether a weight stays, and PyTorch tells where it is written to nevertheless."""
+    return isinstance(weight, torch.nn.Parameter) and not (weight.requires_grad or weight.is_inference())
+
+
+def _made(weight: Any, dtype: Any, channels_last: bool) -> Any:
+    """A weight in a dtype and a memory format: the same memory if it is so, else new memory."""
+    return dense(weight.detach().to(dtype), Layout.of(weight.dim() - 2, channels_last=channels_last))
+
+
+def _copied(weight: Any, dtype: Any, channels_last: bool) -> Any:
+    """A new copy, or one that was written anew, for all threads and streams once it is written."""
+    form, version = (dtype, channels_last), weight._version
+    copies = _copies.get(id(weight))
+    if copies is None or not copies.are_of(weight):
+        copies = _Copies(weight)
+    with torch.inference_mode(mode=False), torch.no_grad():  # a copy made in inference mode could not be written to
+        for copy in copies.of_forms.values() if copies.version != version else ():
+            copy.copy_(weight)
+        made = copies.of_forms.get(form)
+        if made is None:
+            made = _made(weight, dtype, channels_last)
+    if weight.is_cuda:
+        torch.cuda.current_stream(weight.device).synchronize()
+    if type(made) is torch.Tensor:  # no fake one, which stands for it while a model is traced
+        copies.version, copies.of_forms[form], _copies[id(weight)] = version, made, copies
+    return made
+
+
+def renew(weight: Any) -> None:
+    """Write the copies of a weight anew now, rather than at its next use, or forget them where it has other memory."""
+    copies = _copies.get(id(weight))
+    if copies is not None and not copies.are_of(weight):
+        del _copies[id(weight)]
+    elif copies is not None:
+        for form in [*copies.of_forms]:
+            kept(weight, *form)

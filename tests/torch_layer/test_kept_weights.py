@@ -1,0 +1,126 @@
+"""Kept copies of weights: up to date, at the same place, and gone with their weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from miofind.torch import fuse, kept_weights
+from miofind.torch.kept_weights import kept
+
+
+def weight_of(*shape: int) -> Any:
+    return nn.Parameter(torch.randn(shape or (4, 3, 3, 3)), requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_copy_is_written_anew_in_place(dtype: Any) -> None:
+    weight = weight_of()
+    with torch.inference_mode():
+        made = kept(weight, dtype, channels_last=True)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    assert kept(weight, dtype, channels_last=True) is made
+    for write in (lambda: weight.mul_(2), lambda: weight.detach().copy_(torch.randn(4, 3, 3, 3))):
+        write()
+        assert not made.equal(weight.to(dtype))
+        assert kept(weight, dtype, channels_last=True) is made
+        assert made.equal(weight.to(dtype))
+
+
+def test_other_memory_has_other_copies() -> None:
+    weight = weight_of()
+    made = kept(weight, torch.float32, channels_last=True)
+    weight.data = torch.randn(4, 3, 3, 3)
+    again = kept(weight, torch.float32, channels_last=True)
+    assert again is not made
+    assert again.equal(weight)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 3, 3), (4, 1, 3, 3), (4, 3, 1, 1)], ids=str)
+def test_weights_that_lie_as_they_are_used_are_not_copied(shape: tuple[int, ...]) -> None:
+    weight = weight_of(*shape)
+    for last in (False, True) if 1 in shape else (False,):
+        assert kept(weight, torch.float32, channels_last=last).data_ptr() == weight.data_ptr()
+    assert id(weight) not in kept_weights._copies
+
+
+def test_copies_go_with_their_weights() -> None:
+    weight = weight_of()
+    key, made = id(weight), weakref.ref(kept(weight, torch.float32, channels_last=True))
+    assert key in kept_weights._copies
+    del weight
+    gc.collect()
+    assert key not in kept_weights._copies
+    assert made() is None
+
+
+@pytest.mark.parametrize("kind", ["a tensor", "of inference mode", "trained"])
+def test_what_may_not_stay_is_copied_in_each_call(kind: str) -> None:
+    """A fused optimizer writes to what is trained, and PyTorch counts no version of it."""
+    with torch.inference_mode(mode=kind == "of inference mode"), torch.no_grad():
+        weight = torch.randn(4, 3, 3, 3) if kind == "a tensor" else weight_of().requires_grad_(kind == "trained")
+        assert kept(weight, torch.float32, channels_last=True).equal(weight)
+        weight.mul_(2)
+        assert kept(weight, torch.float32, channels_last=True).equal(weight)
+    assert id(weight) not in kept_weights._copies
+
+
+def test_gradients_go_through_copies_that_inference_mode_made() -> None:
+    fused = fuse(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
+    x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
+    with torch.inference_mode():
+        fused(x)
+    fused(x.requires_grad_()).sum().backward()
+    assert x.grad.any()
+
+
+def test_a_captured_copy_is_the_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written by replays: what runs beside them must not read it. What is up to date is read while capturing."""
+    old, new = weight_of(), weight_of()
+    made = kept(old, torch.float32, channels_last=True)
+    monkeypatch.setattr(kept_weights, "is_capturing", lambda _: True)
+    assert kept(old, torch.float32, channels_last=True) is made
+    assert kept(new, torch.float32, channels_last=True).equal(new)
+    assert id(new) not in kept_weights._copies
+    old.mul_(2)
+    captured = kept(old, torch.float32, channels_last=True)
+    assert captured is not made
+    assert captured.equal(old)
+    monkeypatch.undo()
+    assert kept(old, torch.float32, channels_last=True) is made
+    assert made.equal(old)
+
+
+@pytest.fixture
+def fused() -> Any:
+    return fuse(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
+
+
+def test_loading_a_state_dict_writes_the_copies_of_fused_modules(fused: Any) -> None:
+    """Without a run, for CUDA graphs that were captured with them."""
+    x, weight = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last), getattr(fused, "0").weight
+    fused(x)
+    made = kept(weight, torch.float32, channels_last=True)
+    fused.load_state_dict({name: torch.ones_like(tensor) for name, tensor in fused.state_dict().items()})
+    assert made.eq(1).all()
+    torch.testing.assert_close(copy.deepcopy(fused)(x), fused(x))
+    weight.data.fill_(2)
+    fused.load_state_dict(fused.state_dict())
+    assert made.eq(2).all()
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"memory_format": torch.channels_last}], ids=str)
+def test_a_module_that_is_moved_leaves_no_copies_where_it_was(fused: Any, change: Any) -> None:
+    x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
+    fused(x)
+    weight = getattr(fused, "0").weight
+    assert id(weight) in kept_weights._copies
+    fused.to(**change)
+    assert id(weight) not in kept_weights._copies
+    fused(x.to(weight.dtype))
