@@ -34,6 +34,7 @@ from miofind.torch.group_statistics import split_group_statistics
 from miofind.torch.override import current
 from miofind.torch.plans import Planner
 from miofind.torch.unfused import Nonlinearity
+from miofind.torch.weights_in_graphs import keep_weights
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
@@ -73,6 +74,8 @@ class ConvolutionPass(CustomGraphPass):
         for node in list(graph.nodes):
             if node.target in _ARGUMENTS:
                 _state_layout(node)
+        if not _trains(graph):
+            keep_weights(graph, _memory_formats(graph))
         split_group_statistics(graph)
         graph.lint()
 
@@ -173,15 +176,29 @@ def _state_layout(node: fx.Node) -> None:
         _write(node, call._replace(channels_last=values.layout().channels_last))
 
 
+def _memory_formats(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """The forward operators whose memory format is known as they are lowered, and whether that is channels last."""
+    known = {}
+    for node in graph.nodes:
+        if node.target is _OPERATORS[Forward] and len(node.args) > 1 and _is_plain(node, transposed=False):
+            last = True if node.meta.get(_TURNED) else node.kwargs.get("channels_last")
+            known.update({} if last is None else {node: last})
+    return known
+
+
+def _trains(graph: fx.Graph) -> bool:
+    """Whether a graph is one of training: its weights change from call to call."""
+    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    return any(name.startswith(("primals", "tangents")) for name in names)
+
+
 def _is_better_last(graph: fx.Graph) -> bool:
     """Whether Inductor would turn this graph's 2-D convolutions to channels last, the operators' ones among them."""
     from torch._inductor.graph import GraphLowering
 
-    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
-    trains = any(name.startswith(("primals", "tangents")) for name in names)
     read = SimpleNamespace(graph=_with_convolutions(graph))
     try:
-        return bool(GraphLowering.decide_layout_opt(read, is_inference=not trains))
+        return bool(GraphLowering.decide_layout_opt(read, is_inference=not _trains(graph)))
     except (AttributeError, TypeError, KeyError):  # it is Inductor's own, and may change
         return False
 

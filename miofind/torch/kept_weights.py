@@ -7,6 +7,7 @@ reads the new values from then on.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,12 +64,12 @@ def kept(weight: Any, dtype: Any, channels_last: bool) -> Any:
             return made
     layout = Layout.of(weight.dim() - 2, channels_last=channels_last)
     is_ready = weight.dtype == dtype and is_dense(weight, layout)
-    if is_ready or not _is_constant(weight) or is_capturing(weight.device):
+    if is_ready or not is_constant(weight) or is_capturing(weight.device):
         return _made(weight, dtype, channels_last)
     return _copied(weight, dtype, channels_last)
 
 
-def _is_constant(weight: Any) -> bool:
+def is_constant(weight: Any) -> bool:
     """Whether a weight stays, and PyTorch tells where it is written to nevertheless."""
     return isinstance(weight, torch.nn.Parameter) and not (weight.requires_grad or weight.is_inference())
 
@@ -105,3 +106,8 @@ def renew(weight: Any) -> None:
     elif copies is not None:
         for form in [*copies.of_forms]:
             kept(weight, *form)
+
+
+def kept_weights(weights: Sequence[Any], dtype: Any, channels_last: bool) -> list[Any]:
+    """`kept` of several weights: the operator `miofind::kept_weights`, for compiled graphs."""
+    return [kept(weight, dtype, channels_last) for weight in weights]

@@ -6,16 +6,18 @@ for torch.compile and torch.export, and rules for autocast and vmap, but no grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from miofind.core.tensor import Layout
 from miofind.torch import unfused
 from miofind.torch.direct import direct_path
 from miofind.torch.formats import dense
-from miofind.torch.fused_calls import BackwardData, BackwardWeights, Forward, of_one_dtype
+from miofind.torch.fused_calls import BackwardData, BackwardWeights, Forward, empty, of_one_dtype
 from miofind.torch.fused_plans import planned
+from miofind.torch.kept_weights import kept_weights
 
 LIBRARY = torch.library.Library("miofind", "FRAGMENT")
 
@@ -33,6 +35,7 @@ LIBRARY.define(
     f"convolution_backward_weights(Tensor dy, Tensor x, Tensor w, {_WINDOW}, ScalarType? bias_dtype=None, "
     "bool? channels_last=None) -> (Tensor, Tensor)"
 )
+LIBRARY.define("kept_weights(Tensor[] weights, ScalarType dtype, bool channels_last) -> Tensor[]")
 
 
 def _forward(*arguments: Any, **named: Any) -> Any:
@@ -131,6 +134,16 @@ for _name, (_kernel, _fake) in _KERNELS.items():
         LIBRARY.impl(_name, _kernel, _place)
         LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
     torch.library.register_fake(f"miofind::{_name}", _fake, lib=LIBRARY)
+
+
+def _kept_weights_fake(weights: Sequence[Any], dtype: Any, channels_last: bool) -> list[Any]:
+    layouts = [Layout.of(w.dim() - 2, channels_last=channels_last) for w in weights]
+    return [empty(w.shape, w, layout).to(dtype) for w, layout in zip(weights, layouts, strict=True)]
+
+
+for _place in ("CPU", "CUDA"):
+    LIBRARY.impl("kept_weights", kept_weights, _place)
+torch.library.register_fake("miofind::kept_weights", _kept_weights_fake, lib=LIBRARY)
 direct_path()  # stands before these kernels, where it was built
 
 

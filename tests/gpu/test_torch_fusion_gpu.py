@@ -147,6 +147,52 @@ def test_a_fused_network_in_a_cuda_graph(net: Any) -> None:
         torch.testing.assert_close(y, net(x), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own doings, such as forks beside threads
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@pytest.mark.usefixtures("served")
+def test_a_cuda_graph_reads_weights_that_were_written_to(net: Any, form: str) -> None:
+    """The weights are contiguous, and are read channels last: an eager network by its input, a compiled one anyway."""
+    torch._dynamo.reset()
+    fused = run = miofind.torch.fuse(copy.deepcopy(net).to(memory_format=torch.contiguous_format))
+    x = images()
+    if form == "compiled":
+        x = x.contiguous()
+        run = torch.compile(fused, options=miofind.torch.inductor_options(force_layout_optimization=True))
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run(x)
+        fused.load_state_dict({name: tensor * 0.5 for name, tensor in fused.state_dict().items()})
+        graph.replay()
+        torch.testing.assert_close(y, fused(x), rtol=2e-2, atol=2e-2)
+        for parameter in fused.parameters():
+            parameter.mul_(3)
+        again = run(x)
+        graph.replay()
+        torch.testing.assert_close(y, again, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(y, fused(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("served")
+def test_weights_that_are_turned_while_a_graph_is_captured_are_turned_by_its_replays(net: Any) -> None:
+    fused, x = miofind.torch.fuse(copy.deepcopy(net).to(memory_format=torch.contiguous_format)), images()
+    with torch.no_grad():
+        expected = net(x)  # has PyTorch's libraries loaded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fused(x)
+        torch.testing.assert_close(fused(x), expected, rtol=2e-2, atol=2e-2)  # before the first replay
+        for parameter in fused.parameters():
+            parameter.mul_(0.5)
+        graph.replay()
+        torch.testing.assert_close(y, fused(x), rtol=2e-2, atol=2e-2)
+
+
 def test_a_capture_before_the_first_run_is_pytorchs(net: Any, handle: Handle) -> None:
     """Nothing is measured or loaded while a graph is captured; a later run takes the solutions."""
     fused, x = miofind.torch.fuse(net), images()
