@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -34,6 +35,13 @@ def echo(parent: Parent, setup: Any) -> None:
 def finish(parent: Parent, setup: Any) -> None:
     parent.ready()
     parent.send(setup)
+
+
+def tell_of_garbage(parent: Parent, setup: Any) -> None:
+    """Say whether Python collects garbage before and after this is ready, and whether it keeps what was loaded."""
+    before = gc.isenabled(), gc.get_freeze_count()
+    parent.ready()
+    parent.send({"before": before, "collects": gc.isenabled(), "keeps": gc.get_freeze_count() > 0})
 
 
 def raise_error(parent: Parent, kind: str) -> None:

@@ -18,12 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from miofind.arrays.arrays import NUMPY_DTYPES, Framework, as_cupy, framework_of, is_reshaped, strides_fit, view
-from miofind.core.operand import FlatTensor
+from miofind.core.operand import WORKSPACE_ALIGNMENT, FlatTensor
 from miofind.core.tensor import TensorDescriptor
 from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError, brief
-
-WORKSPACE_ALIGNMENT = 256
-"""A workspace on a GPU begins at a multiple of this, as do its regions: cuBLASLt asks for no less."""
 
 HOST_WORKSPACE_ALIGNMENT = 16
 """A workspace in host memory begins at a multiple of this, as NumPy's arrays do."""

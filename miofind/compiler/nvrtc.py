@@ -141,24 +141,37 @@ def compile_source(source: KernelSource, options: tuple[str, ...], arch: str) ->
         known = ", ".join(str(sm) for sm in sorted(tools.sms))
         message = f"NVRTC {tools.version} cannot compile for sm_{arch}, only for {known}: install a newer NVRTC"
         raise CompileError(message, source=source.name, options=options, log="")
+    with _at_work():
+        try:
+            return _compiled(source, options, arch, include_options())
+        except CompileError:
+            further = further_include_options()
+            if not further:
+                raise
+        return _compiled(source, options, arch, (*include_options(), *further))
+
+
+def _compiled(source: KernelSource, options: tuple[str, ...], arch: str, includes: tuple[str, ...]) -> Compiled:
     from cuda.bindings import nvrtc
 
     names = [name.encode() for name in source.headers]
     texts = [text.encode() for text in source.headers.values()]
-    with _at_work():
-        created = nvrtc.nvrtcCreateProgram(source.text.encode(), source.name.encode(), len(names), texts, names)
-        (program,) = _checked(created)
-        try:
-            return _compiled(program, source, options, arch)
-        finally:
-            nvrtc.nvrtcDestroyProgram(program)
+    (program,) = _checked(
+        nvrtc.nvrtcCreateProgram(source.text.encode(), source.name.encode(), len(names), texts, names)
+    )
+    try:
+        return _result(program, source, options, arch, includes)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
 
 
-def _compiled(program: Any, source: KernelSource, options: tuple[str, ...], arch: str) -> Compiled:
+def _result(
+    program: Any, source: KernelSource, options: tuple[str, ...], arch: str, includes: tuple[str, ...]
+) -> Compiled:
     from cuda.bindings import nvrtc
 
     tools = toolchain()
-    given = [option.encode() for option in (*options, *include_options())]
+    given = [option.encode() for option in (*options, *includes)]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
     (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
     buffer = bytearray(size)
@@ -182,17 +195,26 @@ def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @functools.cache
 def include_options() -> tuple[str, ...]:
-    """NVRTC's -I options for the CUDA headers, the runtime's first: paths of this machine, so no part of a key.
+    """NVRTC's -I option for the CUDA runtime's headers: a path of this machine, so no part of a key.
 
-    Asked for where a kernel is compiled, and nowhere else: for headers that are not installed cuda-pathfinder starts a
-    Python process, which takes 0.2 s.
+    Raises:
+        MissingLibraryError: they are not installed.
+    """
+    return (f"-I{_runtime_headers()}",)
+
+
+@functools.cache
+def further_include_options() -> tuple[str, ...]:
+    """NVRTC's -I options for headers that kernels of other packages may include, such as cuda/std and mma.h.
+
+    Asked for where a kernel does not compile without them: for headers that are not installed cuda-pathfinder starts a
+    Python process, which takes 0.2 s, in each process that compiles.
 
     Raises:
         MissingLibraryError: the runtime's headers are not installed.
     """
-    runtime = _runtime_headers()
-    found = [runtime, _header_directory("cccl")]
-    if not (runtime / "crt").is_dir():  # mma.h includes crt/mma.h, which the CUDA 12 wheels ship with nvcc
+    found = [_header_directory("cccl")]
+    if not (_runtime_headers() / "crt").is_dir():  # mma.h includes crt/mma.h, which the wheels ship with nvcc
         found.append(_header_directory("nvcc"))
     return tuple(f"-I{directory}" for directory in found if directory is not None)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 from dataclasses import dataclass
 
 from miofind.compiler.build import Compiler
 from miofind.compiler.cache import BinaryCache
+from miofind.compiler.nvrtc import include_options, toolchain
 from miofind.errors import CompileError, MissingLibraryError
 from miofind.process.parent import Parent
 from miofind.solver.steps import KernelStep
@@ -38,6 +40,9 @@ def serve(parent: Parent, cache: BinaryCache) -> None:
     """Compile what the parent asks for, one request after another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     compiler = Compiler(cache)
+    with contextlib.suppress(MissingLibraryError):  # each request is answered with it
+        toolchain()
+        include_options()
     parent.ready()
     while True:
         parent.send(CompileReply(_answer(compiler, parent.receive())))

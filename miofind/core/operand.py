@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from miofind.core.tensor import DataType, TensorDescriptor
 
+WORKSPACE_ALIGNMENT = 256
+"""A workspace on a GPU begins at a multiple of this, as do its regions: cuBLASLt asks for no less."""
+
 
 class Role(StrEnum):
     """What a run does with an operand: it reads inputs and writes outputs."""

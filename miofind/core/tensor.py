@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeGuard, TypeVar
 
-import numpy as np
-
 from miofind.errors import InvalidProblemError, brief, suggestion
 
 MAX_DIMENSION = 2**31 - 1
@@ -150,15 +148,24 @@ def data_type(value: object, field_name: str) -> DataType:
     """
     if isinstance(value, DataType):
         return value
-    if isinstance(value, (type, np.dtype)):
-        with contextlib.suppress(TypeError):
-            dtype = np.dtype(value)
-            value = dtype.name if dtype.isnative else dtype.str
+    if not isinstance(value, str):
+        value = _dtype_name(value)
     name = str(value).removeprefix("torch.").lower()
     if name == "float":
         raise InvalidProblemError(f"{field_name}='float' is float64 in NumPy and float32 in PyTorch: write which")
     known = _DTYPE_NAMES.get(name.lstrip("=<"))
     return enum_value(DataType, value, field_name) if known is None else known
+
+
+def _dtype_name(value: object) -> object:
+    """The name of a dtype or type that NumPy knows; what is none of these as it is."""
+    import numpy as np  # here, since processes that compile are given names alone
+
+    if isinstance(value, (type, np.dtype)):
+        with contextlib.suppress(TypeError):
+            dtype = np.dtype(value)
+            return dtype.name if dtype.isnative else dtype.str
+    return value
 
 
 def one_size(value: object, field_name: str, least: int = 1) -> int:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import importlib.util
 import logging
 import os
 import re
 import shutil
-import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
@@ -375,6 +373,8 @@ def _uuid(index: int, *, is_mig: bool) -> str:
     error, answer = ask(handle)
     if error != driver.CUresult.CUDA_SUCCESS:
         return ""
+    import uuid
+
     return f"{'MIG' if is_mig else 'GPU'}-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
 
@@ -394,9 +394,11 @@ def _library_version(library: Library) -> str | None:
             return None
     except ModuleNotFoundError:
         return None
+    from importlib import metadata
+
     for name in (package, f"{package.removesuffix('-cu13')}-cu12"):
         try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
             continue
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 
 from miofind.compiler import BinaryCache, Compiler
@@ -49,7 +48,6 @@ def serve(parent: Parent, setup: MeasuringSetup) -> None:
     if reason:
         raise MeasurementError(reason)
     parent.ready()
-    gc.freeze()  # modules are no garbage: collections between candidates need not look at them
     keep_pools()
     journal: Journal = parent.send
     while True:

@@ -26,8 +26,10 @@ _ENDS_S = 60.0
 _GONE_S = 60.0
 
 # The child's sys.path is the parent's, and so is its miofind, wherever the parent found it; then the entry is run.
+# What it imports stays: Python does not look for garbage among it until the child is ready.
 _START = """
-import importlib.util, json, sys
+import gc, importlib.util, json, sys
+gc.disable()
 entry, sys.path[:], package = json.loads(sys.argv.pop(1))
 spec = importlib.util.spec_from_file_location("miofind", package)
 sys.modules["miofind"] = importlib.util.module_from_spec(spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -39,11 +40,13 @@ class Parent:
         self._is_broken = False
 
     def ready(self) -> None:
-        """Say that this process can serve.
+        """Say that this process can serve; from now on Python collects garbage, but for what it has loaded.
 
         Raises:
             ParentGoneError: nobody hears it.
         """
+        gc.freeze()
+        gc.enable()
         self.send(Ready())
 
     def send(self, message: object) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miofind.arrays.operands import WORKSPACE_ALIGNMENT
 from miofind.core.epilogue import Activation
+from miofind.core.operand import WORKSPACE_ALIGNMENT
 from miofind.core.problem import DataType, MathMode
 from miofind.device.device import Library
 from miofind.errors import InvalidConfigError

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.arrays.operands import WORKSPACE_ALIGNMENT
 from miofind.core.epilogue import EPILOGUE_OPERANDS
-from miofind.core.operand import Operand
+from miofind.core.operand import WORKSPACE_ALIGNMENT, Operand
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device

@@ -113,6 +113,14 @@ def test_processes_may_start_before_there_is_a_step(cache: BinaryCache) -> None:
         wait_until(lambda: not refused._works, "the pool gives up")
 
 
+def test_a_compiling_process_loads_what_compiles_alone() -> None:
+    """A tuning starts a process a processor, all at once: arrays, metadata of packages and solvers cost it seconds."""
+    code = "import sys, miofind.compiler.worker; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    unwanted = ("numpy", "ml_dtypes", "importlib.metadata", "email", "miofind.arrays", "miofind.solver.solver")
+    assert [name for name in unwanted if name in loaded] == []
+
+
 def test_what_is_submitted_is_in_the_cache_for_whoever_asks(
     pool: CompilePool, cache: BinaryCache, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
