@@ -280,6 +280,12 @@ def test_the_default_registry_travels_by_name() -> None:
     assert type(arrived["vendor/Theirs"]) is Theirs
 
 
+def test_that_the_default_registry_travels_imports_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = Registry.default()
+    monkeypatch.setattr(Registry, "values", lambda self: pytest.fail("each of its solvers is imported"))
+    default.check_travels()
+
+
 def test_a_program_s_own_solver_does_not_go_to_a_child() -> None:
     code = (
         "from miofind.solvers.cpu.direct import ConvCpuDirect\n"
