@@ -39,9 +39,9 @@ def finish(parent: Parent, setup: Any) -> None:
 
 def tell_of_garbage(parent: Parent, setup: Any) -> None:
     """Say whether Python collects garbage before and after this is ready, and whether it keeps what was loaded."""
-    before = gc.isenabled(), gc.get_freeze_count()
+    is_early, kept = gc.isenabled(), gc.get_freeze_count()
     parent.ready()
-    parent.send({"before": before, "collects": gc.isenabled(), "keeps": gc.get_freeze_count() > 0})
+    parent.send({"early": is_early, "then": gc.isenabled(), "keeps": gc.get_freeze_count() > kept})
 
 
 def raise_error(parent: Parent, kind: str) -> None:

@@ -23,9 +23,10 @@ from miofind.bench.comparison import bench_row
 from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Library, Place
+from miofind.device.device import Library, Place, has_cupy
 from miofind.errors import MissingLibraryError, described, raise_if_interrupted
 from miofind.options import FindOptions
+from miofind.process.garbage import without_what_is_loaded
 from miofind.runtime.handle import Handle, default_handle
 from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
@@ -88,13 +89,14 @@ def tune(
         DatabaseError: the FindDB cannot be written.
         MissingEnvironmentError: what measuring needs is missing.
     """
-    handle = default_handle() if handle is None else handle
-    on_gpu = handle.device.place is Place.CUDA
-    options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
     asked: dict[str, Any] = {"training": training, "amp": amp, "memory_format": memory_format}
     if isinstance(model, Recording):
         refuse_inputs(inputs, keywords, **asked)
-    with _workers(handle, options) as pool:
+    with without_what_is_loaded(), _compiling(handle) as pool, contextlib.ExitStack() as stack:
+        handle = default_handle() if handle is None else handle
+        on_gpu = handle.device.place is Place.CUDA
+        options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
+        stack.enter_context(_measuring(handle, options))
         recording = (
             model
             if isinstance(model, Recording)
@@ -129,21 +131,31 @@ def tune(
 
 
 @contextlib.contextmanager
-def _workers(handle: Handle, options: FindOptions) -> Iterator[CompilePool | None]:
-    """On a GPU what takes seconds to start, beside the steps over fake tensors: what measures, and what compiles.
+def _compiling(handle: Handle | None) -> Iterator[CompilePool | None]:
+    """On a GPU processes that compile, which take a second to start: beside all else, the handle that is made, too."""
+    is_on_gpu = torch.cuda.is_available() and has_cupy() if handle is None else handle.device.place is Place.CUDA
+    if not is_on_gpu:
+        yield None
+        return
+    with CompilePool() as pool:
+        pool.start(_EARLY_COMPILERS)
+        yield pool
 
-    Both end with the tuning: the network's step is to have the memory of what measured.
+
+@contextlib.contextmanager
+def _measuring(handle: Handle, options: FindOptions) -> Iterator[None]:
+    """On a GPU what measures, started beside the steps over fake tensors.
+
+    It ends with the tuning: the network's step is to have its memory.
     """
     if handle.device.place is not Place.CUDA:
-        yield None
+        yield
         return
     executor = handle.executor(isolate=options.isolate)
     try:
         executor.prepare()
         _begin_to_build()
-        with CompilePool() as pool:
-            pool.start(_EARLY_COMPILERS)
-            yield pool
+        yield
     finally:
         executor.close()
 

@@ -59,7 +59,7 @@ def test_a_service_gets_its_setup_and_messages(start: Start) -> None:
 def test_what_a_service_has_loaded_is_no_garbage(start: Start) -> None:
     service = start(child_services.tell_of_garbage, None)
     assert service.await_ready() is None
-    assert service.receive() == {"before": (False, 0), "collects": True, "keeps": True}
+    assert service.receive() == {"early": False, "then": True, "keeps": True}
 
 
 def test_a_service_that_returns_has_finished(start: Start) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -330,13 +330,25 @@ def test_what_takes_long_to_start_is_started_first_and_ends_with_the_tuning(
     monkeypatch.setattr(Handle, "executor", lambda self, *, isolate: Executor())
     monkeypatch.setattr(tuning, "CompilePool", Pool)
     monkeypatch.setattr(tuning, "_begin_to_build", lambda: None)
-    with (
-        Handle(described(H200.identity), database=MEMORY) as handle,
-        contextlib.suppress(KeyError),
-        tuning._workers(handle, FindOptions(isolate=True)) as pool,
-    ):
-        assert isinstance(pool, Pool)
+
+    def recorded(*_: object, **__: object) -> Any:
+        told.append("the network is followed")
+        assert gc.get_freeze_count() > 10_000
         raise KeyError("whatever a tuning meets")
-    assert told == ["measuring starts", "compiling starts", "compiling ends", "measuring ends"]
-    with Handle("cpu", database=MEMORY) as handle, tuning._workers(handle, FindOptions()) as pool:
-        assert pool is None
+
+    monkeypatch.setattr(tuning, "problems", recorded)
+    with Handle(described(H200.identity), database=MEMORY) as handle, pytest.raises(KeyError):
+        tuning.tune(nn.Linear(1, 1), (1, 1), handle=handle)
+    began = ["compiling starts", "measuring starts", "the network is followed"]
+    assert told == [*began, "measuring ends", "compiling ends"]
+    told.clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuning, "has_cupy", lambda: True)
+    monkeypatch.setattr(tuning, "default_handle", lambda: told.append("the device is looked at") or Handle("cpu"))
+    with pytest.raises(KeyError):
+        tuning.tune(nn.Linear(1, 1), (1, 1))
+    assert told[:2] == ["compiling starts", "the device is looked at"]
+    told.clear()
+    with Handle("cpu", database=MEMORY) as handle, pytest.raises(KeyError):
+        tuning.tune(nn.Linear(1, 1), (1, 1), handle=handle)
+    assert told == ["the network is followed"]

@@ -1,0 +1,17 @@
+"""Python's search for garbage, which stops every thread for a quarter of a second where PyTorch is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def without_what_is_loaded() -> Iterator[None]:
+    """Has garbage looked for only among what is made from now on, until the block ends."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
