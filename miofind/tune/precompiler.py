@@ -50,6 +50,7 @@ class Precompiler:
         defers: keep what is prepared, for `take`, `is_preparing` and `take_plan`; off where nobody asks them.
 
     Attributes:
+        defers: whether `is_preparing` is asked before a problem is measured.
         depth: problems that are worth preparing ahead; one of a search, whose configurations take long to plan and to
             measure.
     """
@@ -58,7 +59,7 @@ class Precompiler:
         self.pool = pool
         self.depth = 1 if options.find.searches else LIKELY_DEPTH if options.find.likely else DEPTH
         self._options = options
-        self._defers = defers
+        self.defers = defers
         self._preparing: dict[ProblemDescription, tuple[KernelStep, ...] | None] = {}
         self._plans: dict[ProblemDescription, _Kept] = {}
         self._arch = ""
@@ -77,7 +78,7 @@ class Precompiler:
         if handle.device.place is Place.CUDA:
             self._arch = handle.device.arch
             for problem in problems:
-                if self._defers:
+                if self.defers:
                     self._preparing[problem] = None
                 work = functools.partial(self._prepare, problem, handle, options or self._options)
                 if not self._helper.submit(work):

@@ -95,11 +95,11 @@ class Worker:
             DatabaseError, MissingEnvironmentError: what would fail every problem.
         """
         kind = self._handle.device.identity
+        if self._precompiler is not None and self._precompiler.defers:
+            self._prepare(kind)  # the first of all, too: this thread would plan it against the one that prepares
         while (task := self._queue.take(kind)) is not None:
             self._tell(TuneStarted(device=self.number, task=task))
-            if self._precompiler is not None:
-                for each in self._queue.ahead(kind, self._precompiler.depth):
-                    self._precompiler.prepare([each.request.problem], self._handle, each.options)
+            self._prepare(kind)
             began = time.monotonic()
             try:
                 options, ahead = task.options or self._options, self._precompiler
@@ -110,6 +110,12 @@ class Worker:
                 return
             self._queue.done(task)
             self._tell(TuneFinished(device=self.number, task=task, result=result))
+
+    def _prepare(self, kind: str) -> None:
+        """Have the next problems' kernels compiled."""
+        if self._precompiler is not None:
+            for each in self._queue.ahead(kind, self._precompiler.depth):
+                self._precompiler.prepare([each.request.problem], self._handle, each.options)
 
     def _lose(self, task: Task, message: str, seconds: float) -> None:
         logger.error("%s: %s", self._handle.device.name, message)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,14 @@ from miofind.find.plan import make_plan
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.steps import KernelStep
+from miofind.suites import SuiteProblem
 from miofind.tune import precompiler as tune_precompiler
 from miofind.tune.planning import tuning_plans
 from miofind.tune.precompiler import Precompiler
-from miofind.tune.values import TuneOptions
+from miofind.tune.queue import TaskQueue
+from miofind.tune.service import tasks_of
+from miofind.tune.values import TuneFinished, TuneOptions, TuneStarted
+from miofind.tune.worker import Worker, failed
 
 PROBLEM = ProblemDescription.convolution(x=(1, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
 OPTIONS = TuneOptions(find=FindOptions(only=("ConvDirectTiled",)))
@@ -174,3 +179,24 @@ def test_a_fused_problems_plan_holds_until_the_bare_one_is_measured(measured: bo
     if measured:
         handle.database.record(handle.device.identity, PROBLEM.network_config, [row()])
     assert (precompiler.take_plan(fused, likely) is None) == measured
+
+
+@pytest.mark.parametrize("defers", [True, False])
+def test_the_first_problem_is_prepared_too_where_its_kernels_are_waited_for(
+    defers: bool, handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the thread that measures it plans it, against the one that plans the others."""
+    other = ProblemDescription.convolution(x=(2, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
+    requests = [SuiteProblem(problem=each, suite="", layer="", count=1) for each in (PROBLEM, other)]
+    told: list[object] = []
+
+    class Told(Precompiler):
+        def prepare(self, problems: Iterable[ProblemDescription], *_: object) -> None:
+            told.extend(problems)
+
+    monkeypatch.setattr("miofind.tune.worker.tuned", lambda task, *_: failed(task, ""))
+    precompiler = Told(Pool(), OPTIONS, defers=defers)  # type: ignore[arg-type]
+    queue = TaskQueue(tasks_of(requests, [handle], OPTIONS), seconds=math.inf)
+    Worker(0, handle, OPTIONS, queue, precompiler=precompiler, tell=lambda event: told.append(type(event))).run()
+    measured = [TuneStarted, TuneFinished] * 2
+    assert told == ([other, PROBLEM, *measured] if defers else [TuneStarted, PROBLEM, *measured[1:]])
