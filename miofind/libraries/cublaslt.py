@@ -22,6 +22,7 @@ from miofind.core.problem import DataType, MathMode
 from miofind.device.device import INSTALL_CUDA, Device
 from miofind.errors import LaunchError, MissingLibraryError
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES, MatmulShape
+from miofind.libraries.nvmath_bindings import binding
 from miofind.solver.steps import MatmulStep
 
 # Values of cudaDataType_t and cublasComputeType_t. Source: library_types.h and cublas_api.h of the CUDA toolkit.
@@ -376,12 +377,11 @@ def _library() -> Any:
         MissingLibraryError: it is not installed.
     """
     try:
-        from nvmath.bindings import cublasLt
+        return binding("cublasLt")
     except ImportError as error:
         raise MissingLibraryError(
             f"nvmath-python is not installed, so cuBLASLt cannot be used: {INSTALL_CUDA}"
         ) from error
-    return cublasLt
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import Any
 
 from miofind.device.device import INSTALL_CUDA, Device
 from miofind.errors import LaunchError, MissingLibraryError
+from miofind.libraries.nvmath_bindings import binding
 from miofind.solver.steps import FftStep
 
 _PLANS = 256
@@ -121,7 +122,6 @@ def _library() -> Any:
         MissingLibraryError: it is not installed.
     """
     try:
-        from nvmath.bindings import cufft
+        return binding("cufft")
     except ImportError as error:
         raise MissingLibraryError(f"nvmath-python is not installed, so cuFFT cannot be used: {INSTALL_CUDA}") from error
-    return cufft
