@@ -229,8 +229,13 @@ class Isolated:
         return None
 
     def _new_child(self) -> Service:
-        setup = MeasuringSetup(index=self._index, registry=self._registry)
-        return Service(self._serve, setup, gpu=self._device.uuid)
+        return Service(self._serve, self._setup, gpu=self._device.uuid)
+
+    @property
+    def _setup(self) -> MeasuringSetup:
+        """What a child is told; it sees one GPU where that is known by its UUID."""
+        index = 0 if self._device.uuid else self._device.index
+        return MeasuringSetup(device=replace(self._device, index=index), registry=self._registry)
 
     def _complaint(self, child: Service) -> str:
         """Why a new child is of no use, "" once it is ready.
@@ -269,11 +274,6 @@ class Isolated:
             child.kill()
         kind = MeasurementError if self._device.place is Place.CPU else DeviceLostError
         raise kind(f"no measuring process can be started on {self._device.name}: {reason}")
-
-    @property
-    def _index(self) -> int:
-        """The device's ordinal in the child, which sees one GPU where that is known by its UUID."""
-        return 0 if self._device.uuid else self._device.index
 
     def close(self) -> None:
         """End the child."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +16,8 @@ from miofind.core.values import Values
 from miofind.device.device import Device, Place
 from miofind.device.memory import DeviceMemory
 from miofind.errors import MiofindError
-from miofind.launch.device_kernels import DeviceKernels
+from miofind.launch.device_kernels import DeviceKernels, filling
+from miofind.process.threads import in_threads
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
@@ -39,6 +43,28 @@ def context_error(device: Device) -> str:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return str(error)
     return ""
+
+
+def begin_check(device: Device, compiler: Compiler) -> None:
+    """Begin in threads what `complaint` would wait for on a GPU, while this one imports CuPy: its kernel and a context.
+
+    The driver makes a context, and NVRTC compiles, without Python's interpreter. What fails here fails there again.
+    """
+    if device.place is Place.CPU:
+        return
+    kernel, arguments = filling(_TENSOR, Values.TERNARY, _SEED)
+    compiled = functools.partial(compiler.build, kernel.step(arguments, device), device.arch)
+    begun: tuple[Callable[[], object], ...] = (functools.partial(_make_context, device.index), compiled)
+    in_threads(lambda begin: begin(), begun, len(begun), "miofind-check")
+
+
+def _make_context(index: int) -> None:
+    """Have the driver make the context of a device that CuPy, PyTorch and all else of the runtime share."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    driver.cuInit(0)
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def complaint(device: Device, compiler: Compiler) -> str:

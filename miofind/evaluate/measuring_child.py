@@ -9,7 +9,7 @@ from miofind.device.device import Device, Place
 from miofind.device.memory import empty_pools, keep_pools
 from miofind.errors import MeasurementError
 from miofind.evaluate.evaluate import Job, Journal, evaluate
-from miofind.evaluate.health import complaint
+from miofind.evaluate.health import begin_check, complaint
 from miofind.process.parent import Parent
 from miofind.solver.registry import Registry
 
@@ -22,11 +22,11 @@ class MeasuringSetup:
     """What a process is there for.
 
     Attributes:
-        index: the device's ordinal, -1 for the CPU place.
+        device: as this process numbers it; what else there is to know of it need not be asked again.
         registry: has the candidates' solvers.
     """
 
-    index: int
+    device: Device
     registry: Registry
 
 
@@ -42,11 +42,15 @@ def serve(parent: Parent, setup: MeasuringSetup) -> None:
         MeasurementError: the device does not work.
         MiofindError: it cannot be used, or a job cannot go on.
     """
-    compiler = Compiler(BinaryCache())
-    device = _device(setup.index)
+    compiler, device = Compiler(BinaryCache()), setup.device
+    begin_check(device, compiler)
     reason = complaint(device, compiler)
     if reason:
         raise MeasurementError(reason)
+    if device.place is Place.CUDA:
+        import cupy
+
+        cupy.cuda.Device(device.index).use()
     parent.ready()
     keep_pools()
     journal: Journal = parent.send
@@ -57,15 +61,3 @@ def serve(parent: Parent, setup: MeasuringSetup) -> None:
         for event in evaluate(job, device, compiler, setup.registry, journal):
             parent.send(event)
         parent.send(JobDone())
-
-
-def _device(index: int) -> Device:
-    """The device of that index, made the current one."""
-    if index < 0:
-        return Device.cpu()
-    device = Device.cuda(index)
-    if device.place is Place.CUDA:
-        import cupy
-
-        cupy.cuda.Device(index).use()
-    return device

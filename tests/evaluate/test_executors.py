@@ -360,9 +360,9 @@ def test_a_child_sees_one_gpu_by_its_uuid() -> None:
         assert child.connection.recv() == ("GPU-1-2", ["0", "module"])
     finally:
         child.kill()
-    assert Isolated(Device.cpu())._index == -1
-    assert Isolated(replace(Device.virtual("90a"), index=3, uuid="GPU-1-2"))._index == 0
-    assert Isolated(replace(Device.virtual("90a"), index=3))._index == 3
+    assert Isolated(Device.cpu())._setup.device.index == -1
+    assert Isolated(replace(Device.virtual("90a"), index=3, uuid="GPU-1-2"))._setup.device.index == 0
+    assert Isolated(replace(Device.virtual("90a"), index=3))._setup.device.index == 3
 
 
 def test_children_end_with_their_parent(fault: Fault, once: Path) -> None:

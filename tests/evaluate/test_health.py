@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import mmap
+import queue
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from waiting import LIMIT_S
 
-from miofind.compiler import Compiler
-from miofind.device.device import Device
+from miofind.compiler import Binary, Compiler
+from miofind.device.device import Device, has_driver
+from miofind.errors import CompileError
 from miofind.evaluate import health
+from miofind.solver.steps import KernelStep
 
 
 def test_the_cpu_place_has_nothing_to_complain_of() -> None:
@@ -60,3 +64,25 @@ def test_wrong_answers_of_a_device_are_told(words: str) -> None:
             pass
 
     assert words in health._complaint(Memory(), Kernels())  # type: ignore[arg-type]
+
+
+def test_what_a_check_waits_for_is_begun_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails of it: the check itself meets it again."""
+    device, begun = replace(Device.virtual("90a"), index=3), queue.SimpleQueue[object]()
+
+    class Builds(Compiler):
+        def build(self, step: KernelStep, arch: str) -> Binary:
+            begun.put((step.source, arch))
+            raise CompileError("it does not compile", source=step.source, options=(), log="")
+
+    monkeypatch.setattr(health, "_make_context", begun.put)
+    health.begin_check(Device.cpu(), Builds())
+    health.begin_check(device, Builds())
+    found = [begun.get(timeout=LIMIT_S) for _ in range(2)]
+    assert sorted(found, key=str) == [("harness/random_inputs.cu", "90a"), 3]
+
+
+@pytest.mark.skipif(has_driver(), reason="there is a driver")
+def test_without_a_driver_there_is_no_context() -> None:
+    with pytest.raises(OSError, match="libcuda"):
+        health._make_context(0)
