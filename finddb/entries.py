@@ -106,14 +106,23 @@ def add(connection: Connection, histories: Iterable[History]) -> int:
         RefusedEntryError: an entry names an environment that neither a history nor the database knows.
     """
     told = [history for history in histories if history.rows or history.scopes or history.verdicts]
-    versions = {name: canonical_json(dict(v)) for history in told for name, v in history.environments.items()}
-    insert_new(connection, schema.environment, [{"id": name, "versions": versions[name]} for name in sorted(versions)])
+    _add_environments(connection, told)
     told.sort(key=lambda history: (history.device, history.network_config))
-    return sum(_add_one(connection, history) for history in told)
+    return sum(_add_to(connection, hold(connection, each.device, each.network_config), each) for each in told)
 
 
-def _add_one(connection: Connection, history: History) -> int:
-    problem_id = hold(connection, history.device, history.network_config)
+def add_to(connection: Connection, problem_id: int, history: History) -> int:
+    """As `add`, of one history whose problem is held."""
+    _add_environments(connection, [history])
+    return _add_to(connection, problem_id, history)
+
+
+def _add_environments(connection: Connection, histories: Iterable[History]) -> None:
+    versions = {name: canonical_json(dict(v)) for history in histories for name, v in history.environments.items()}
+    insert_new(connection, schema.environment, [{"id": name, "versions": versions[name]} for name in sorted(versions)])
+
+
+def _add_to(connection: Connection, problem_id: int, history: History) -> int:
     _check_environments(connection, history)
     rows, scopes, verdicts = history.rows, history.scopes, history.verdicts
     added = insert_new(connection, schema.measurement, [_row_values(problem_id, row) for row in rows])
@@ -151,12 +160,14 @@ def stamped(history: History, stamp: str) -> History:
     )
 
 
-def next_stamp(connection: Connection, device: str, network_config: str, present: str) -> str:
+def next_stamp(connection: Connection, problem_id: int | None, present: str) -> str:
     """A time for new entries: the present, or just past the newest entry if the clock was set back since.
 
     What stands in the place of a time and is none counts for nothing. What would be past the end of times is that end.
+
+    Args:
+        problem_id: None for a problem that nothing is stored of.
     """
-    problem_id = find_problem(connection, device, network_config)
     if problem_id is None:
         return present
     stamps: Any = union_all(*(_stamps_from(table, problem_id, present) for table in _FACTS))
@@ -430,12 +441,18 @@ def hold(connection: Connection, device: str, network_config: str) -> int:
     found = _held(connection, device, network_config)
     if found is not None:
         return found
-    insert_new(connection, schema.device, [{"identity": device}])
-    device_id = connection.execute(select(schema.device.c.id).where(schema.device.c.identity == device)).scalar_one()
+    device_id = _device(connection, device)
+    if device_id is None:
+        insert_new(connection, schema.device, [{"identity": device}])
+        device_id = _device(connection, device)
     insert_new(connection, schema.problem, [{"device_id": device_id, "network_config": network_config}])
     number = _held(connection, device, network_config)
     assert number is not None
     return number
+
+
+def _device(connection: Connection, identity: str) -> int | None:
+    return connection.execute(select(schema.device.c.id).where(schema.device.c.identity == identity)).scalar()
 
 
 def _held(connection: Connection, device: str, network_config: str) -> int | None:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -106,6 +106,7 @@ class LayeredStore:
         scope: Scope | None = None,
         environment: Mapping[str, str] | None = None,
         verdict: Verdict | None = None,
+        notes: Collection[str] | None = None,
     ) -> Answer | None:
         """Store measurements in the user's FindDB, as `Store.record` does.
 
@@ -116,7 +117,9 @@ class LayeredStore:
         def write(store: Store) -> Answer | None:
             others = [layer for layer in self._layers if layer is not store]
             self._copy_up(store, self._held(others, device, network_config))
-            return store.record(device, network_config, rows, scope=scope, environment=environment, verdict=verdict)
+            return store.record(
+                device, network_config, rows, scope=scope, environment=environment, verdict=verdict, notes=notes
+            )
 
         return self._write(write)
 
@@ -132,10 +135,6 @@ class LayeredStore:
     def rechecks(self, device: str | None = None) -> tuple[Recheck, ...]:
         """The notes in the user's FindDB, the oldest first."""
         return self._read(self.user, lambda store: store.rechecks(device)) or ()
-
-    def drop_rechecks(self, device: str, network_config: str) -> int:
-        """Forget the notes on a problem; returns how many there were."""
-        return self._write(lambda store: store.drop_rechecks(device, network_config))
 
     def clean(self, device: str, network_config: str) -> int:
         """Forget a problem in the user's FindDB; returns how many rows went. The shipped ones answer as before."""

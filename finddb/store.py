@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -154,8 +154,9 @@ class Store:
         scope: Scope | None = None,
         environment: Mapping[str, str] | None = None,
         verdict: Verdict | None = None,
+        notes: Collection[str] | None = None,
     ) -> Answer | None:
-        """Store measurements, the scope of their find and the verdict of their race.
+        """Store measurements, the scope of their find and the verdict of their race, in one transaction.
 
         They are safe from a killed process once this returns.
 
@@ -163,6 +164,7 @@ class Store:
             rows: one a configuration; those without environment or time get `environment` and the present, as the
                 verdict does.
             environment: versions the rows were measured with, such as {"driver": "580.65"}.
+            notes: reasons to measure the problem again, in place of those that are noted; None leaves these.
 
         Returns:
             The answer as it is now, None where nothing is known still.
@@ -179,17 +181,23 @@ class Store:
             environments=versions,
         )
         history = entries.checked(entries.stamped(given, now := entries.now()))
+        for reason in notes or ():
+            checked_reason(reason)
 
         def store(connection: Connection) -> Any:
-            if history.rows or history.scopes or history.verdicts:
-                entries.hold(connection, device, network_config)
-            present = self._database.clock(connection, now)
-            stamp = entries.next_stamp(connection, device, network_config, present)
+            is_held = bool(history.rows or history.scopes or history.verdicts)
+            number = (entries.hold if is_held else entries.find_problem)(connection, device, network_config)
+            stamp = entries.next_stamp(connection, number, self._database.clock(connection, now))
             # The clock was set back, or is another's, or others recorded while this waited for them.
             found = history if stamp == now else entries.checked(entries.stamped(given, stamp))
-            entries.add(connection, [found])
-            parameters = {"device": device, "network_config": network_config}
-            return connection.execute(schema.ANSWER_QUERY, parameters).scalar()
+            if is_held and number is not None:
+                entries.add_to(connection, number, found)
+            if notes is not None:
+                key = {"device": device, "network_config": network_config}
+                connection.execute(delete(schema.recheck).filter_by(**key))
+                values = [key | {"reason": reason, "created_at": stamp} for reason in notes]
+                entries.insert_new(connection, schema.recheck, values)
+            return None if number is None else entries.payload(connection, number)
 
         payload = self._database.transact(store)
         return None if payload is None else _decoded(device, network_config, payload)
@@ -313,7 +321,7 @@ class Store:
 
         def note(connection: Connection) -> int:
             present = self._database.clock(connection, entries.now())
-            stamp = entries.next_stamp(connection, device, network_config, present)
+            stamp = entries.next_stamp(connection, entries.find_problem(connection, device, network_config), present)
             return entries.insert_new(connection, table, [key | {"created_at": stamp}])
 
         return self._database.transact(note) == 1
@@ -327,15 +335,6 @@ class Store:
         with self._database.read() as connection:
             found = connection.execute(statement).mappings().all()
             return tuple(Recheck(**{name: checked_text(values[name]) for name in values}) for values in found)
-
-    def drop_rechecks(self, device: str, network_config: str) -> int:
-        """Forget the notes on a problem, because it was measured again; returns how many there were."""
-        table = schema.recheck
-        chosen = (table.c.device == device, table.c.network_config == network_config)
-        with self._database.read() as connection:
-            if connection.execute(select(table.c.reason).where(*chosen)).first() is None:
-                return 0
-        return self._database.transact(lambda connection: connection.execute(delete(table).where(*chosen)).rowcount)
 
     def environment(self, environment_id: str) -> Mapping[str, str] | None:
         """The versions that an environment's id stands for, None if it is unknown."""

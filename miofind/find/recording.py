@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -148,21 +148,21 @@ class Recording:
             scope = scope_of(
                 self._options, self._plan.considered, complete=self._is_complete, filtered=self._plan.is_filtered
             )
+        if scope is not None and not scope.complete and self._has_tried_defaults:
+            self._write(scope, self._verdict)
+            scope, self._verdict = replace(scope, effort="defaults", complete=True), None
+        reasons = set(self._momentary.values())
+        if _MEMORY_RAN_OUT in reasons and _MEMORY_RAN_OUT in self._noted():
+            reasons.remove(_MEMORY_RAN_OUT)  # this was the second chance: it does not fit
+        if scope is not None and scope.complete and not scope.filters and scope.workspace_limit_bytes is None:
+            if scope.effort == LIKELY:
+                reasons.add(_FEW)
+            self._write(scope, self._verdict, notes=reasons)
+            return
         if self._pending or scope is not None or self._verdict is not None:
             self._write(scope, self._verdict)
-        if scope is not None and not scope.complete and self._has_tried_defaults:
-            scope = replace(scope, effort="defaults", complete=True)
-            self._write(scope)
-        key = (self._handle.device.identity, self._problem.network_config)
-        momentary = set(self._momentary.values())
-        if _MEMORY_RAN_OUT in momentary and _MEMORY_RAN_OUT in self._noted():
-            momentary.remove(_MEMORY_RAN_OUT)  # this was the second chance: it does not fit
-        if scope is not None and scope.complete and not scope.filters and scope.workspace_limit_bytes is None:
-            self._handle.database.drop_rechecks(*key)
-            if scope.effort == LIKELY:
-                self._handle.database.queue_recheck(*key, _FEW)
-        for reason in momentary:
-            self._handle.database.queue_recheck(*key, reason)
+        for reason in reasons:
+            self._handle.database.queue_recheck(self._handle.device.identity, self._problem.network_config, reason)
 
     def _noted(self) -> set[str]:
         """Reasons for which the problem is queued for a re-check."""
@@ -187,7 +187,9 @@ class Recording:
         seeds = (f"{space.solver_id}:{config.json}" for space in self._plan.spaces for config in space.seeds)
         return bool(self._plan.spaces) and self._tried.issuperset(seeds)
 
-    def _write(self, scope: Scope | None = None, verdict: Verdict | None = None) -> None:
+    def _write(
+        self, scope: Scope | None = None, verdict: Verdict | None = None, notes: Collection[str] | None = None
+    ) -> None:
         rows = tuple(self._pending)
         self._written_at = time.monotonic()
         problem, handle = self._problem, self._handle
@@ -198,5 +200,6 @@ class Recording:
             scope=next(iter(storable(problem, handle, [scope] if scope else [])), None),
             environment=versions(handle.device),
             verdict=next(iter(storable(problem, handle, [verdict] if verdict else [])), None),
+            notes=notes,
         )
         del self._pending[: len(rows)]  # not before: Ctrl-C in a write leaves them to the last one

@@ -108,7 +108,8 @@ def test_rechecks_are_the_users(tmp_path, shipped):
     with LayeredStore(Store(tmp_path / "user.db"), [shipped]) as layered:
         assert layered.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
         assert [note.reason for note in layered.rechecks(DEVICE)] == ["driver 13.1"]
-        assert layered.drop_rechecks(DEVICE, PROBLEM) == 1
+        layered.record(DEVICE, PROBLEM, [row("Mine")], notes=())
+        assert layered.rechecks(DEVICE) == ()
 
 
 def make_folder(path: Path) -> None:

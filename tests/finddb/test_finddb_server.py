@@ -391,7 +391,8 @@ def test_a_role_of_the_documents_adds_and_removes_nothing(postgres_url):
                 other.record("cpu|2||", "new", [row()], verdict=verdict())
                 assert store.merge(other) == 2
                 assert store.queue_recheck(DEVICE, PROBLEM, "driver")
-                assert store.drop_rechecks(DEVICE, PROBLEM) == 1
+                store.record(DEVICE, PROBLEM, notes=())
+                assert store.rechecks() == ()
                 for use in (lambda: store.clean(DEVICE, PROBLEM), lambda: store.prune(Prune.FAILED)):
                     with pytest.raises(DatabaseError, match=r"rights that docs/fleet\.md lists"):
                         use()

@@ -9,6 +9,7 @@ import pytest
 from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, files_end_at, row, scope, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import Engine, event
 
 from miofind.errors import DatabaseError
 from miofind.finddb import (
@@ -275,15 +276,41 @@ def test_messages_lose_folders_and_length(store, message, kept):
     assert store.check() == ()
 
 
-def test_rechecks_are_queued_once_and_dropped(any_store):
+def test_rechecks_are_queued_once_and_replaced_by_what_a_record_notes(any_store):
     assert any_store.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
     assert not any_store.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
     assert any_store.queue_recheck(DEVICE, PROBLEM, "new solver ConvB")
     assert any_store.queue_recheck("cpu|2||", PROBLEM, "driver 13.1")
     assert [note.reason for note in any_store.rechecks(DEVICE)] == ["driver 13.1", "new solver ConvB"]
-    assert any_store.drop_rechecks(DEVICE, PROBLEM) == 2
-    assert any_store.drop_rechecks(DEVICE, PROBLEM) == 0
+    any_store.record(DEVICE, PROBLEM, [row()])
+    assert len(any_store.rechecks(DEVICE)) == 2
+    any_store.record(DEVICE, PROBLEM, [row()], notes=["few were measured", "driver 13.1"])
+    assert {note.reason for note in any_store.rechecks(DEVICE)} == {"few were measured", "driver 13.1"}
+    any_store.record(DEVICE, PROBLEM, notes=())
     assert [note.device for note in any_store.rechecks()] == ["cpu|2||"]
+    with pytest.raises(RefusedEntryError):
+        any_store.record(DEVICE, PROBLEM, [row("Late")], notes=[""])
+    assert any_store.history(DEVICE, PROBLEM).rows[-1].solver_id != "Late"
+
+
+def test_a_problem_is_recorded_by_few_statements_and_committed_once(store):
+    """They are what a tuning's next problem waits for: a find's rows, scope, verdict and note are one transaction."""
+    store.record(DEVICE, "another", [row()], environment=VERSIONS)
+    statements, commits = [], []
+    listeners = {
+        "before_cursor_execute": lambda connection, cursor, statement, *_: statements.append(statement),
+        "commit": commits.append,
+    }
+    for name, listener in listeners.items():
+        event.listen(Engine, name, listener)
+    try:
+        whole = {"scope": scope(), "environment": VERSIONS, "verdict": verdict(), "notes": ["few were measured"]}
+        store.record(DEVICE, PROBLEM, [row("ConvA"), row("ConvB")], **whole)
+    finally:
+        for name, listener in listeners.items():
+            event.remove(Engine, name, listener)
+    assert len(commits) == 1
+    assert len(statements) <= 16
 
 
 def test_clean_forgets_one_problem(any_store):
