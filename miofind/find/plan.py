@@ -32,6 +32,7 @@ from miofind.find.composition import (
     is_light,
     out_of_reach,
 )
+from miofind.find.gate import Gate, is_own, is_possible
 from miofind.find.lookup.known import earlier_configs, stored_configs
 from miofind.find.lookup.scopes import counted_solvers
 from miofind.find.search import EXHAUSTIVE, Space
@@ -45,7 +46,6 @@ from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import Registry, composed, composed_id, is_composed
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Reach, Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep
-from miofind.solvers.pointwise.composed import Composed
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def make_plan(
     winners: Mapping[str, Sequence[Config]] | None = None,
     asks: Callable[[SolverFacts], bool] = lambda facts: True,
     trusts_own: bool = False,
-    passes_over_slow: bool = False,
+    in_haste: bool = False,
 ) -> Plan:
     """The candidates of a request: configurations of the handle's solvers.
 
@@ -170,7 +170,8 @@ def make_plan(
         asks: which of the solvers that the options allow are asked; the others count as left out.
         trusts_own: take it for granted that a FindDB can keep our own solvers' candidates: their steps are asked for
             only where a limit is on those.
-        passes_over_slow: have no candidates of solvers whose estimates are all known to be far behind the best one.
+        in_haste: have no candidates of solvers whose estimates are all known to be far behind the best one, and do not
+            ask those whether they serve the problem that the options leave no configuration of if they do.
 
     Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
     fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
@@ -191,18 +192,22 @@ def make_plan(
     bare = _bare(problem, options, handle, taken) if problem.epilogue else ()
     slow = out_of_reach(bare, options)
     few = {solution.solver_id for solution in bare if is_light(problem.epilogue) and not options.searches}
-    passes_over_slow = passes_over_slow and options.order is Order.TIME and not options.searches
-    for facts in _asked_in_turn(handle.registry, passes_over_slow):
+    in_haste = in_haste and options.order is Order.TIME and not options.searches
+    gate = Gate.of(handle.registry, problem, device)
+    for facts in _asked_in_turn(handle.registry, in_haste):
         if not options.allows(facts) or not taken(facts):
             draft.left_out.append(facts.id)
             continue
-        solver = handle.registry[facts.id]
+        solver, is_possible, answer = gate[facts.id]
+        if answer.refused and not problem.epilogue:
+            draft.refuse(solver, answer.reason, is_possible=is_possible)
+            continue
         most = _DEFAULTS_BESIDE if solver.id in few else None
         request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most, trusts_own)
         if solver.id in slow:
             draft.pass_over(request, slow[solver.id])
         else:
-            draft.ask(request, (winners or {}).get(solver.id, ()), passes_over_slow=passes_over_slow)
+            draft.ask(request, (winners or {}).get(solver.id, ()), in_haste=in_haste)
     if problem.epilogue:
         choices = fastest_bare(bare, options) if bare else _estimated_bare(problem, options, handle, taken)
         for solver_id, configs in choices.items():
@@ -215,10 +220,11 @@ def make_plan(
     return draft.plan(is_filtered=dynamic_only)
 
 
-def _asked_in_turn(registry: Registry, likeliest_first: bool) -> Iterable[SolverFacts]:
+@functools.lru_cache(maxsize=16)
+def _asked_in_turn(registry: Registry, likeliest_first: bool) -> tuple[SolverFacts, ...]:
     """The facts of all solvers; if asked for, those last that may be known to be far behind the others."""
     every = registry.facts.values()
-    return sorted(every, key=lambda facts: not _ASKED_LATE.isdisjoint(facts.names)) if likeliest_first else every
+    return tuple(sorted(every, key=lambda facts: not _ASKED_LATE.isdisjoint(facts.names)) if likeliest_first else every)
 
 
 def nothing_found(problem: ProblemDescription, plan: Plan, outcomes: Sequence[Outcome] = ()) -> NoSolutionError:
@@ -256,7 +262,7 @@ def _estimated_bare(
 ) -> Choices:
     """What is composed for a fused problem of whose bare one nothing is known: what estimates have first there."""
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
-    plan = make_plan(problem.bare, request, handle, asks=asks, trusts_own=True, passes_over_slow=True)
+    plan = make_plan(problem.bare, request, handle, asks=asks, trusts_own=True, in_haste=True)
     planned = plan.candidates or plan.last_resort
     return first_of_each(((each.solver.id, each.candidate.config) for each in planned), options)
 
@@ -311,11 +317,6 @@ class _Request:
     most_defaults: int | None = None
     trusts_own: bool = False
 
-    @property
-    def is_possible_here(self) -> bool:
-        """Whether the device has a place and a library of the solver's."""
-        return _is_possible(self.solver, self.device)
-
     def bare_applicability(self) -> Applicability:
         """Whether the solver serves the problem without its epilogue; yes where it fails over the question."""
         answer = applicability_of(self.solver, self.problem.bare, self.device)
@@ -326,7 +327,7 @@ class _Request:
         taken = tuple(filter(self.admits, self.earlier))
         most = self.most_defaults if taken[:1] == self.earlier[:1] else None
         found: list[tuple[Config, float | None]] = []
-        if self.trusts_own and _is_own(self.solver):
+        if self.trusts_own and is_own(self.solver):
             found += own_defaults(self.solver, self.problem, self.device)[:most]
         else:
             found += _not_estimated(tuple(self.solver.default_configs(self.problem, self.device))[:most])
@@ -357,7 +358,7 @@ class _Request:
         Args:
             configs: with their estimates, where they are at hand.
         """
-        is_trusted = self.trusts_own and _is_own(self.solver)
+        is_trusted = self.trusts_own and is_own(self.solver)
         for config, estimate_ms in configs:
             planned = self.planned(config, estimate_ms)
             answer = APPLICABLE if is_trusted else refuse_unrecordable(planned)
@@ -442,11 +443,11 @@ class _Draft:
     absent: set[str] = field(default_factory=set)
     failing: set[str] = field(default_factory=set)
 
-    def ask(self, request: _Request, winners: Iterable[Config], *, passes_over_slow: bool) -> None:
+    def ask(self, request: _Request, winners: Iterable[Config], *, in_haste: bool) -> None:
         """Take in what one solver has for a problem."""
         with self._blaming(request):
-            applies = self._applies(request)
-            if applies and passes_over_slow and self._is_behind(request):
+            applies = self._applies(request, in_haste=in_haste)
+            if applies and in_haste and self._is_behind(request):
                 self.refusals[request.solver.id] = _FAR_BEHIND
             elif applies and request.options.searches and not request.solver.is_last_resort:
                 space = request.space(winners, self.refusals)
@@ -501,15 +502,25 @@ class _Draft:
             if self._applies(request):
                 self.planned += request.within_limits(request.still_taken(), self.refusals)
 
-    def _applies(self, request: _Request) -> bool:
-        """Whether a solver serves the problem; notes why not."""
-        solver = request.solver
-        if request.is_possible_here:
+    def refuse(self, solver: Solver, reason: str, *, is_possible: bool) -> None:
+        """Take in why a solver serves no problem like this one."""
+        self._count(solver, is_possible=is_possible)
+        self.refusals[solver.id] = reason
+
+    def _count(self, solver: Solver, *, is_possible: bool) -> None:
+        """Count a solver as asked, if the device has what it needs."""
+        if is_possible:
             self.considered[solver.id] = solver.version
         else:
             self.absent.add(solver.id)
-        answer = solver.applicability(request.problem, request.device)
-        if answer and request.options.max_error is None and solver.least_reach > Reach.INPUTS:
+
+    def _applies(self, request: _Request, *, in_haste: bool = False) -> bool:
+        """Whether a solver serves the problem within the options; notes why not, in haste the first reason at hand."""
+        solver = request.solver
+        self._count(solver, is_possible=is_possible(solver, request.device))
+        spoils = request.options.max_error is None and solver.least_reach > Reach.INPUTS
+        answer = _SPOILS if spoils and in_haste else solver.applicability(request.problem, request.device)
+        if answer and spoils:
             answer = _SPOILS
         if not answer:
             self.refusals[solver.id] = answer.reason
@@ -556,17 +567,6 @@ def _not_estimated(configs: Iterable[Config]) -> list[tuple[Config, float | None
 def own_defaults(solver: Solver, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
     """Default configurations of one of our own solvers with their estimates, which are the same each time."""
     return solver.estimated_defaults(problem, device)
-
-
-def _is_own(solver: Solver) -> bool:
-    """Whether a solver is miofind's, so that its steps are sound."""
-    module = type(solver.inner if isinstance(solver, Composed) else solver).__module__
-    return module.startswith("miofind.solvers.")
-
-
-def _is_possible(solver: Solver, device: Device) -> bool:
-    """Whether a device has a place and a library of a solver's."""
-    return any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys)
 
 
 def _estimate_ms(solver: Solver, problem: ProblemDescription, device: Device, config: Config) -> float:

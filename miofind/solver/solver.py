@@ -133,7 +133,7 @@ class KernelKey:
 
 
 @dataclass(frozen=True, slots=True)
-class _Combination:
+class Combination:
     """What of a problem decides which keys match.
 
     Attributes:
@@ -146,13 +146,13 @@ class _Combination:
 
     @staticmethod
     @functools.lru_cache(maxsize=64)  # all solvers ask
-    def of(problem: ProblemDescription) -> _Combination:
+    def of(problem: ProblemDescription) -> Combination:
         tensors = (problem.x, problem.w, problem.y)
-        return _Combination(" ".join(f"{tensor.dtype} {tensor.layout}" for tensor in tensors), problem)
+        return Combination(" ".join(f"{tensor.dtype} {tensor.layout}" for tensor in tensors), problem)
 
 
 @functools.lru_cache(maxsize=1 << 12)  # a find asks all solvers, and most refuse by their keys
-def _matched_key(solver: Solver, combination: _Combination, device: Device) -> KernelKey | Applicability:
+def _matched_key(solver: Solver, combination: Combination, device: Device) -> KernelKey | Applicability:
     """The first of a solver's keys that matches, else why the first of all does not."""
     answers = [key.applicability(combination.problem, device) for key in solver.keys]
     return solver.keys[answers.index(APPLICABLE)] if APPLICABLE in answers else answers[0]
@@ -248,12 +248,18 @@ class Solver(ABC):
                 return answer
             if problem.direction is Direction.FORWARD and (answer := self.fuses(problem)).refused:
                 return answer
-        matched = _matched_key(self, _Combination.of(problem), device)
+        if (answer := self.refuse_combination(problem, device)).refused:
+            return answer
+        return self.is_applicable(problem, device)
+
+    def refuse_combination(self, problem: ProblemDescription, device: Device) -> Applicability:
+        """Why it serves no problem of such a `Combination` here: its keys, and its library's presence."""
+        matched = _matched_key(self, Combination.of(problem), device)
         if isinstance(matched, Applicability):
             return matched
         if device.library_version(matched.library) is None:
             return Applicability(f"{matched.library} is not installed: {INSTALL_CUDA}")
-        return self.is_applicable(problem, device)
+        return APPLICABLE
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         """Whether its kernels apply a forward problem's epilogue; asked of no other, and no unless it says so."""

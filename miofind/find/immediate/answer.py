@@ -41,9 +41,21 @@ def predicted(
     stored = records.all_rows(problem, options, handle) if is_known else []
     known = {solution.solver_id for solution in stored}
     tried = _tried(problem, handle) if is_known else {}
-    plan = _plan(problem, options, handle, lambda facts: facts.id not in known, dynamic_only=dynamic_only, tried=tried)
-    if not plan.candidates and not stored:
-        plan = _of_last_resort(problem, options, handle, plan, dynamic_only=dynamic_only)
+
+    def plan_of_others(*, in_haste: bool) -> Plan:
+        return _plan(
+            problem,
+            options,
+            handle,
+            lambda facts: facts.id not in known,
+            dynamic_only=dynamic_only,
+            tried=tried,
+            in_haste=in_haste,
+        )
+
+    plan = plan_of_others(in_haste=True)
+    if not plan.candidates and not stored:  # each reason is told
+        plan = _of_last_resort(problem, options, handle, plan_of_others(in_haste=False), dynamic_only=dynamic_only)
     if not plan.candidates and not stored:
         raise nothing_found(problem, plan)
     return _merged(stored, plan.candidates, problem, handle)
@@ -67,7 +79,15 @@ def with_predictions(
     lacking |= {name.removesuffix(COMPOSED_SUFFIX) for name in lacking}
     problem = hit[0].problem
     tried = _tried(problem, handle)
-    plan = _plan(problem, options, handle, lambda facts: facts.id in lacking, dynamic_only=dynamic_only, tried=tried)
+    plan = _plan(
+        problem,
+        options,
+        handle,
+        lambda facts: facts.id in lacking,
+        dynamic_only=dynamic_only,
+        tried=tried,
+        in_haste=True,
+    )
     if not plan.candidates:
         return hit
     answer = _merged(hit, plan.candidates, problem, handle)
@@ -83,6 +103,7 @@ def _plan(
     *,
     dynamic_only: bool,
     tried: Mapping[str, str],
+    in_haste: bool,
 ) -> Plan:
     """The candidates of those solvers but cuDNN, without those that were tried."""
 
@@ -96,7 +117,7 @@ def _plan(
         dynamic_only=dynamic_only,
         asks=is_asked,
         trusts_own=True,
-        passes_over_slow=not tried,  # what is left out may be what others are far behind
+        in_haste=in_haste and not tried,  # what is left out may be what others are far behind
     )
     return plan.without(tried)
 

@@ -1,0 +1,68 @@
+"""Which solvers need not be asked of a problem, told from what it has in common with many: its types and its layouts.
+
+Of some forty solvers, about thirty serve none of a problem's combination of these, whatever its sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.registry import Registry
+from miofind.solver.solver import APPLICABLE, Applicability, Combination, Solver
+from miofind.solvers.pointwise.composed import Composed
+
+
+class Gated(NamedTuple):
+    """A solver and what is known of it before it is asked.
+
+    Attributes:
+        is_possible: whether the device has a place and a library of its.
+        answer: why it serves no bare problem of the combination; of another package's solver nothing is known.
+    """
+
+    solver: Solver
+    is_possible: bool
+    answer: Applicability
+
+
+class Gate(dict[str, Gated]):
+    """By id, what is known of the solvers of a registry for all problems of a combination; told when it is asked for.
+
+    Args:
+        problem: any of the combination.
+    """
+
+    def __init__(self, registry: Registry, problem: ProblemDescription, device: Device) -> None:
+        super().__init__()
+        self._registry, self._problem, self._device = registry, problem.bare, device
+
+    @staticmethod
+    def of(registry: Registry, problem: ProblemDescription, device: Device) -> Gate:
+        """The gate of a problem's combination."""
+        return _gate(registry, Combination.of(problem), device)
+
+    def __missing__(self, solver_id: str) -> Gated:
+        solver, device = self._registry[solver_id], self._device
+        answer = solver.refuse_combination(self._problem, device) if is_own(solver) else APPLICABLE
+        self[solver_id] = Gated(solver, is_possible(solver, device), answer)
+        return self[solver_id]
+
+
+@functools.lru_cache(maxsize=64)
+def _gate(registry: Registry, combination: Combination, device: Device) -> Gate:
+    return Gate(registry, combination.problem, device)
+
+
+def is_own(solver: Solver) -> bool:
+    """Whether a solver is miofind's, so that its steps are sound."""
+    module = type(solver.inner if isinstance(solver, Composed) else solver).__module__
+    return module.startswith("miofind.solvers.")
+
+
+@functools.lru_cache(maxsize=256)
+def is_possible(solver: Solver, device: Device) -> bool:
+    """Whether a device has a place and a library of a solver's."""
+    return any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys)

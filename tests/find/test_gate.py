@@ -1,0 +1,68 @@
+"""Which solvers are refused for all problems of a combination of types and layouts, and which are asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.find import plan as plans
+from miofind.find.gate import Gate
+from miofind.find.plan import make_plan
+from miofind.options import FindOptions
+from miofind.runtime.handle import Handle
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
+from miofind.solvers.cpu.direct import ConvCpuDirect
+
+HALF = ProblemDescription.convolution(x=(4, 16, 64, 64), w=(16, 16, 3, 3), padding=1, dtype="float16")
+DEVICE = Device.virtual("90a")
+
+
+def test_the_gate_says_what_solvers_say_of_a_combination() -> None:
+    registry = Registry.default()
+    gate = Gate.of(registry, HALF, DEVICE)
+    for solver_id, solver in registry.items():
+        gated = gate[solver_id]
+        assert gated.solver is solver
+        assert gated.answer == solver.refuse_combination(HALF, DEVICE)
+        assert not gated.answer.refused or solver.applicability(HALF, DEVICE) == gated.answer
+    assert Gate.of(registry, HALF.in_direction(HALF.direction), DEVICE) is gate
+
+
+def test_of_another_package_s_solver_nothing_is_known_before_it_is_asked() -> None:
+    later = type("Later", (ConvCpuDirect,), {"id": "vendor/Later"})()
+    assert not Gate.of(Registry.default().with_solvers(later), HALF, DEVICE)["vendor/Later"].answer.refused
+
+
+def test_a_plan_asks_no_solver_that_the_gate_refuses_and_counts_it_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    real = Solver.applicability
+    monkeypatch.setattr(Solver, "applicability", lambda self, *args: asked.append(self.id) or real(self, *args))
+    with Handle(DEVICE, database=":memory:") as handle:
+        gate = Gate.of(handle.registry, HALF, DEVICE)
+        plan = make_plan(HALF, FindOptions(), handle)
+    refused = {name for name in handle.registry if gate[name].answer.refused}
+    assert len(refused) > 10
+    assert refused.isdisjoint(asked)
+    assert {name: plan.refusals[name] for name in refused} == {name: gate[name].answer.reason for name in refused}
+    assert {name for name in refused if gate[name].is_possible} <= plan.considered.keys()
+    assert {name for name in refused if not gate[name].is_possible} <= plan.absent
+
+
+def test_in_haste_none_is_asked_whether_it_serves_that_the_options_leave_nothing_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    real = Solver.applicability
+    monkeypatch.setattr(Solver, "applicability", lambda self, *args: asked.append(self.id) or real(self, *args))
+    with Handle(DEVICE, database=":memory:") as handle:
+        unhurried = make_plan(HALF, FindOptions(), handle)
+        assert "ConvFftTiles" in asked
+        asked.clear()
+        plan = make_plan(HALF, FindOptions(), handle, in_haste=True)
+    assert "ConvFftTiles" not in asked
+    assert plan.refusals["ConvFftTiles"] == plans._SPOILS.reason
+    assert "ConvFftTiles" in plan.considered.keys() & unhurried.considered.keys()
