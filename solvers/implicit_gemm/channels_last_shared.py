@@ -24,6 +24,7 @@ _MAX_BLOCKS = 2**31 - 1
 _TENSORS = ("x", "w", "y")
 
 
+@functools.lru_cache(maxsize=64)  # every configuration's bounds ask
 def _with_last(problem: ProblemDescription, names: tuple[str, ...]) -> ProblemDescription:
     """The same convolution with the channels of those tensors last."""
     layout = Layout.of(problem.spatial_dims, channels_last=True)

@@ -151,34 +151,28 @@ class Columns:
         # Of all problems together: near ones have near candidates.
         self._known = functools.lru_cache(maxsize=1 << 12)(self._known_of)
 
-    def _known_of(self, solver_id: str, config: Config) -> _Known:
-        """The features that a candidate has in all problems."""
+    def _known_of(self, solver_id: str, config: Config) -> dict[int, float]:
+        """The features that a candidate has in all problems, by their places."""
         own = {_SOLVER + solver_id: 1.0} | {_PARAMETER + name: value for name, value in parameters(config).items()}
-        found = {place: value for name, value in own.items() if (place := self._places.get(name)) is not None}
-        return _Known(np.array(list(found), np.intp), np.array(list(found.values()), np.float32))
+        return {place: value for name, value in own.items() if (place := self._places.get(name)) is not None}
 
     def matrix(self, problem: ProblemDescription, device: Device, guesses: Sequence[Guess]) -> NDArray[np.float32]:
         """Features of candidates of one problem: a row a candidate, a column a feature."""
-        shared, places = problem_features(problem, device), self._places
-        row = np.zeros(self._width, np.float32)
-        for name, number in shared.items():
-            if name in places:
-                row[places[name]] = number
-        found = np.tile(row, (len(guesses), 1))
-        for values, guess in zip(found, guesses, strict=True):
+        shared, columns = problem_features(problem, device), self._places
+        of_problem = {columns[name]: number for name, number in shared.items() if name in columns}
+        found = np.zeros((len(guesses), self._width), np.float32)
+        found[:, list(of_problem)] = list(of_problem.values())
+        places: list[int] = []
+        values: list[float] = []
+        for first, guess in zip(range(0, found.size, self._width), guesses, strict=True):
             known = self._known(guess.solver_id, guess.config)
-            values[known.places] = known.values
+            places += [first + place for place in known]
+            values += known.values()
+        found.put(places, values)
         for place, column in zip(self._of_times, _time_features(shared["floor"], guesses), strict=True):
             if place is not None:
                 found[:, place] = column
         return found
-
-
-class _Known(NamedTuple):
-    """Features of a candidate whatever the problem: their places among a model's columns, and what they are."""
-
-    places: NDArray[np.intp]
-    values: NDArray[np.float32]
 
 
 def _time_features(floor: float, guesses: Sequence[Guess]) -> tuple[list[float], ...]:

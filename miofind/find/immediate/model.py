@@ -66,6 +66,8 @@ class Trees:
         positions: of the problems they were trained with (`kinds.position`), one a row.
         kinds: of these problems.
         reach: how far from the nearest position a problem may lie.
+        axes: the positions, one a column.
+        both: the trees of `time`, then those of `rank`.
     """
 
     names: tuple[str, ...]
@@ -76,13 +78,24 @@ class Trees:
     positions: NDArray[np.float32]
     kinds: frozenset[tuple[str, ...]]
     reach: float
+    axes: NDArray[np.float32] = field(init=False, repr=False)
+    both: Forest = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", np.ascontiguousarray(self.positions.T))
+        object.__setattr__(self, "both", Forest.joined((self.time, self.rank)))
 
     def reaches(self, kind: Kind, position: Sequence[float]) -> bool:
         """Whether problems like one of that kind at that position were among those trained with."""
         if kind.levels[0] not in self.kinds:
             return False
-        apart = np.abs(self.positions - np.asarray(position, np.float32)).max(axis=1)
+        apart = np.abs(self.axes - np.array(position, np.float32)[:, None]).max(axis=0)
         return bool(apart.min() <= self.reach)
+
+    def sums(self, rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What `time` and `rank` say of rows of features: all trees take a step at a time."""
+        values, count = self.both.tree_values(rows), len(self.time.roots)
+        return values[:, :count].sum(axis=1, dtype=np.float64), values[:, count:].sum(axis=1, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -83,10 +83,15 @@ class Ranker:
         model = self.model
         if model is None or not candidates:
             return [Prediction(candidate.estimate_ms, None) for candidate in candidates]
-        kind = Kind.of(problem)
-        guesses = [self._guess(model, kind, candidate) for candidate in candidates]
-        trees = model.trees
-        known = [place for place, candidate in enumerate(candidates) if self.knows(candidate.solver)]
+        kind, trees = Kind.of(problem), model.trees
+        factors = model.table.factors(kind)
+        guesses, known = [], []
+        for place, (solver, config, estimate_ms) in enumerate(candidates):
+            factor = 1.0
+            if self.knows(solver):
+                factor = factors.get(solver.id, factor)
+                known.append(place)
+            guesses.append(Guess(solver.id, config, estimate_ms, factor * estimate_ms))
         if trees is None or not known or not trees.reaches(kind, position(problem)):
             calibration = model.table_calibration if len(known) == len(candidates) else model.estimate_calibration
             return _calibrated([guess.table_ms for guess in guesses], calibration)
@@ -94,13 +99,6 @@ class Ranker:
         for place, time_ms in self._learnt(trees, problem, device, guesses, known).items():
             times[place] = time_ms
         return _calibrated(times, trees.calibration)
-
-    def _guess(self, model: Model, kind: Kind, candidate: Estimated) -> Guess:
-        solver_id, estimate_ms = candidate.solver.id, candidate.estimate_ms
-        table_ms = estimate_ms
-        if self.knows(candidate.solver):
-            table_ms = model.table.corrected_ms(solver_id, kind, estimate_ms)
-        return Guess(solver_id, candidate.config, estimate_ms, table_ms)
 
     def _learnt(
         self, trees: Trees, problem: ProblemDescription, device: Device, guesses: Sequence[Guess], known: list[int]
@@ -110,13 +108,14 @@ class Ranker:
         ordered = sorted(known, key=lambda place: guesses[place].table_ms)
         asked = [guesses[place] for place in ordered[:MOST_RANKED]]
         rows = self._columns.matrix(problem, device, asked)
-        logs = np.array([math.log2(max(guess.table_ms, 1e-30)) for guess in asked]) + trees.time.sums(rows)
+        times, ranks = trees.sums(rows)
+        logs = np.array([math.log2(max(guess.table_ms, 1e-30)) for guess in asked]) + times
         logs = np.clip(logs, -_MOST_LOG2, _MOST_LOG2)
-        order = np.argsort(logs - trees.rank_weight * trees.rank.sums(rows), kind="stable")
+        order = np.argsort(logs - trees.rank_weight * ranks, kind="stable")
         # Times are those of the one forest, in the order of both; what has equal ones keeps that order.
-        times = 2.0 ** np.sort(logs) * (1 + _STEP * np.arange(len(logs)))
-        found = {ordered[place]: time_ms for place, time_ms in zip(order.tolist(), times.tolist(), strict=True)}
-        last = float(times[-1])
+        times_ms = 2.0 ** np.sort(logs) * (1 + _STEP * np.arange(len(logs)))
+        found = {ordered[place]: time_ms for place, time_ms in zip(order.tolist(), times_ms.tolist(), strict=True)}
+        last = float(times_ms[-1])
         return found | {place: max(last, guesses[place].table_ms) for place in ordered[MOST_RANKED:]}
 
 

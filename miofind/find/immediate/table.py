@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import defaultdict
@@ -46,6 +47,7 @@ class Table:
 
     def __init__(self, corrections: Mapping[Key, float]) -> None:
         self.corrections = dict(corrections)
+        self.factors = functools.lru_cache(maxsize=512)(self._factors_of)
 
     def log2(self, solver_id: str, kind: Kind) -> float:
         """The correction of a solver's estimates for a kind of problem; 0 of one that the table does not know."""
@@ -61,7 +63,13 @@ class Table:
 
     def corrected_ms(self, solver_id: str, kind: Kind, estimate_ms: float) -> float:
         """A solver's estimate, corrected."""
-        return estimate_ms * float(2.0 ** self.log2(solver_id, kind))
+        return estimate_ms * self.factors(kind).get(solver_id, 1.0)
+
+    def _factors_of(self, kind: Kind) -> dict[str, float]:
+        """By solver, what estimates for a kind of problem are multiplied by; kept in `factors`: all problems ask."""
+        return {
+            solver_id: float(2.0 ** self.log2(solver_id, kind)) for solver_id in {key[0] for key in self.corrections}
+        }
 
     def without(self, solver_ids: Iterable[str]) -> Table:
         """The table without corrections of some solvers."""

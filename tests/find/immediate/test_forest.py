@@ -31,6 +31,13 @@ def test_a_row_goes_left_up_to_the_threshold() -> None:
     assert twice.sums(rows).tolist() == [2, 4, 2]
 
 
+def test_joined_trees_give_each_what_they_give_alone() -> None:
+    one, other = Forest.of(stump(), 2), Forest.of(stump(roots=[0, 0], values=[0.0, 3.0, 5.0]), 2)
+    rows = np.array([[9, 0.5], [9, 0.51], [9, -1]], np.float32)
+    joined = Forest.joined((one, other)).tree_values(rows)
+    assert joined.tolist() == np.hstack((one.tree_values(rows), other.tree_values(rows))).tolist()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
