@@ -1,12 +1,15 @@
 """Many configurations at once: arrays that hold a number of each of them, and arithmetic that takes these or numbers.
 
-A cost model that is written with `larger`, `smaller`, `chosen`, `divisor` and `mapped`, where it would else ask for
-max, min, a condition, a common divisor or a function of numbers, says of a table of configurations what it says of one.
+A cost model that is written with `larger`, `smaller`, `chosen`, `divisor`, `mapped` and `made`, where it would else ask
+for max, min, a condition, a common divisor, or a function of numbers that gives a number or an object, says of a table
+of configurations what it says of one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -20,6 +23,7 @@ Numbers = NDArray[np.float64]
 Truths = NDArray[np.bool_]
 Number = TypeVar("Number", int, float)
 """Of one configuration; an array of these where a configuration is a table of many."""
+Made = TypeVar("Made")
 
 
 class ConfigTable(Mapping[str, Any]):
@@ -54,9 +58,14 @@ class ConfigTable(Mapping[str, Any]):
         return len(self._columns)
 
 
+def is_config(config: Config, other: Config) -> bool:
+    """Whether all values of a configuration, or of one of a table, are those of another."""
+    return cast(bool, functools.reduce(operator.and_, (config[name] == value for name, value in other.items())))
+
+
 def is_table(*values: object) -> bool:
     """Whether one of the values is of many configurations."""
-    return any(isinstance(value, np.ndarray) for value in values)
+    return np.ndarray in map(type, values)
 
 
 def larger(a: Number, b: Number) -> Number:
@@ -76,7 +85,7 @@ def chosen(condition: bool, a: Number, b: Number) -> Number:
 
 def divisor(*values: int) -> int:
     """The greatest common divisor."""
-    return cast(int, np.gcd.reduce(np.broadcast_arrays(*values))) if is_table(*values) else math.gcd(*values)
+    return functools.reduce(np.gcd, values) if is_table(*values) else math.gcd(*values)
 
 
 def mapped(function: Callable[..., Number], *values: int) -> Number:
@@ -86,6 +95,30 @@ def mapped(function: Callable[..., Number], *values: int) -> Number:
     rows = list(zip(*(column.tolist() for column in np.broadcast_arrays(*values)), strict=True))
     found = {row: function(*row) for row in set(rows)}
     return cast(Number, np.array([found[row] for row in rows]))
+
+
+def made(function: Callable[[int], Made], value: int) -> Made:
+    """What a function makes of a number; it is asked once for equal ones.
+
+    Of many numbers an object whose attributes are arrays of those of what it makes of each, or what all have alike.
+    """
+    if not is_table(value):
+        return function(value)
+    distinct, places = np.unique(value, return_inverse=True)
+    return cast(Made, _Many([function(each) for each in distinct.tolist()], places))
+
+
+class _Many:
+    """Objects of one kind as if they were one, whose attributes are arrays where they differ."""
+
+    def __init__(self, objects: Sequence[object], places: Integers) -> None:
+        self._objects, self._places = objects, places
+
+    def __getattr__(self, name: str) -> Any:
+        values = [getattr(each, name) for each in self._objects]
+        found = values[0] if len(set(values)) == 1 else np.array(values)[self._places]
+        setattr(self, name, found)
+        return found
 
 
 def ceil_div_each(a: Integers | int, b: Integers | int) -> Integers:

@@ -324,6 +324,16 @@ class Solver(ABC):
         order = np.argsort(times, kind="stable").tolist()
         return tuple(EstimatedConfig(table.configs[place], float(times[place])) for place in order)
 
+    def ranked_valid(
+        self, problem: ProblemDescription, device: Device, table: ConfigTable
+    ) -> tuple[EstimatedConfig, ...]:
+        """What `ranked` gives of a table of configurations, all different, with the estimates.
+
+        For solvers whose `is_valid_config` and `estimate_ms` take a table for a configuration.
+        """
+        valid = table.valid(functools.partial(self.is_valid_config, problem, device))
+        return self.ranked_table(problem, device, valid) if valid.configs else ()
+
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         """Do nothing for a configuration of the schema.
 

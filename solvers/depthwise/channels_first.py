@@ -12,9 +12,10 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, is_config, larger
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
@@ -24,10 +25,10 @@ from miofind.solvers.depthwise.register_tile import (
     KEYS,
     MAX_DEFAULTS,
     MAX_WINDOW,
-    RegisterTileAxis,
     RegisterTiling,
     padded_size,
     refuse_register_tiles,
+    register_tile_axes,
     row_blocks_of,
     tap_pitch,
     vector,
@@ -55,14 +56,13 @@ class _Tiling(RegisterTiling):
     rolled: bool
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
         planar, transposed = problem.lifted(2), problem.direction is Direction.BACKWARD_DATA
-        down = RegisterTileAxis.of(planar, 0, config["rows"], transposed=transposed)
+        down, across = register_tile_axes(planar, config, transposed=transposed)
         return _Tiling(
             problem=planar,
             down=down,
-            across=RegisterTileAxis.of(planar, 1, config["columns"], transposed=transposed),
+            across=across,
             channel_images=config["planes"],
             row_blocks=row_blocks_of(down, config["band"]),
             rolled=config["rolled"],
@@ -99,11 +99,9 @@ class _Tiling(RegisterTiling):
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        if self.row_blocks == 1:
-            read = padded_size(self.itemsize, self.sources * self.source_elements)
-        else:
-            read = self.sources * padded_size(self.itemsize, self.source_elements)
-        written = padded_size(self.itemsize, self.channel_images * self.elements) if self.staged else 0
+        together = padded_size(self.itemsize, self.sources * self.source_elements)
+        read = chosen(self.row_blocks == 1, together, self.sources * padded_size(self.itemsize, self.source_elements))
+        written = chosen(self.staged, padded_size(self.itemsize, self.channel_images * self.elements), 0)
         return 4 * self.channel_images * self.terms * tap_pitch(self.taps) + self.itemsize * (
             self.zeros + read + written
         )
@@ -111,16 +109,21 @@ class _Tiling(RegisterTiling):
     @functools.cached_property
     def registers(self) -> int:
         """Registers of a thread that spills nothing: sums, taps, a window's row, and addresses."""
-        taps = self.across.taps if self.rolled else self.taps
-        is_odd = self.across.leaves and vector(self.itemsize, self.across.size, self.across.step) == 1
-        beside = 54 if is_odd else 38  # each source of a row is then tested by itself
+        taps = chosen(self.rolled, self.across.taps, self.taps)
+        is_odd = self.across.leaves & (vector(self.itemsize, self.across.size, self.across.step) == 1)
+        beside = chosen(is_odd, 54, 38)  # each source of a row is then tested by itself
         tile = self.down.length * self.across.length
-        beside += epilogue_registers(self.problem, 1, self.across.length if self.staged else tile)
+        beside += epilogue_registers(self.problem, 1, chosen(self.staged, self.across.length, tile))
         return round_up(tile + taps + self.across.met + beside, 8)
+
+    def fits_registers(self, device: Device) -> bool:
+        """Whether threads spill nothing, and a multiprocessor has registers for a block."""
+        held = resident_blocks(self.registers, self.threads, 0, SmLimits.of(device))
+        return (self.registers <= _MAX_REGISTERS) & (held > 0)
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
+        return larger(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
 
 
 def _launch(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
@@ -171,6 +174,13 @@ _SHORT_LIST = (
     *Config.product({"planes": (1,), "band": (8, 16, 28), "rows": (1, 2, 4), "columns": (8,), "rolled": (False, True)}),
     Config.of(planes=1, band=4, rows=1, columns=4, rolled=False),
 )
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
 _ROLLED_DEFAULTS = 3
 _LEVEL, _LIKELY = 1.02, 1.3  # estimates that do not tell configurations apart, and that leave one a chance
 
@@ -232,52 +242,52 @@ class ConvDepthwiseChannelsFirst(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config)
-        is_last = config == _SHORT_LIST[-1]
-        if not is_last and not _is_sensible(tiling, config):
-            return False
-        if tiling.channel_images > 1 and tiling.row_blocks > 1:
-            return False
-        if tiling.rolled and tiling.transposed and tiling.down.stride > 1:
-            return False
-        if tiling.row_blocks > 1 and (tiling.row_blocks - 1) * tiling.row_block_tiles >= tiling.down.count:
-            return False
-        if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
-            return False
-        fits_registers = (
-            tiling.registers <= _MAX_REGISTERS
-            and resident_blocks(tiling.registers, tiling.threads, 0, SmLimits.of(device)) > 0
+        is_last = is_config(config, _SHORT_LIST[-1])
+        is_valid: bool = (
+            (is_last | _is_sensible(tiling, config))
+            & ((tiling.channel_images == 1) | (tiling.row_blocks == 1))
+            & ((not tiling.transposed or tiling.down.stride == 1) | (tiling.rolled == 0))
+            & tiling.has_whole_row_blocks
+            & (larger(tiling.down.window, tiling.across.window) <= MAX_WINDOW)
+            & (is_last | tiling.fits_registers(device))
+            & (tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES))
         )
-        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
-        return (fits_registers or is_last) and fits_shared
+        return is_valid
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, _SHORT_LIST)
-        if problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1:
-            return self._strided_defaults(problem, device, ranked)
-        rolled = [config for config in ranked if config["rolled"]][:_ROLLED_DEFAULTS]
-        likely = [config for config in ranked if not config["rolled"]][: MAX_DEFAULTS - len(rolled)] + rolled
-        return tuple(sorted(likely, key=ranked.index))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
 
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        ranked = self._ranked(problem, device)
+        if problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1:
+            return self._strided_defaults(problem, ranked)
+        rolled = [place for place, each in enumerate(ranked) if each.config["rolled"]][:_ROLLED_DEFAULTS]
+        others = [place for place, each in enumerate(ranked) if not each.config["rolled"]]
+        return tuple(ranked[place] for place in sorted(rolled + others[: MAX_DEFAULTS - len(rolled)]))
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        """The short list as far as it is valid, the least estimate first."""
+        return self.ranked_valid(problem, device, _short_list())
+
+    @staticmethod
     def _strided_defaults(
-        self, problem: ProblemDescription, device: Device, ranked: Sequence[Config]
-    ) -> tuple[Config, ...]:
+        problem: ProblemDescription, ranked: tuple[EstimatedConfig, ...]
+    ) -> tuple[EstimatedConfig, ...]:
         """One of each register tile, and what else is likely: estimates of one tile err alike.
 
         Tiles are of whole strides, so that several configurations come to one tiling. Four channels a block tend to be
         faster than others of the same estimate (H200).
         """
-        likely_ms = _LIKELY * self.estimate_ms(problem, device, ranked[0])
-        likely = [config for config in ranked if self.estimate_ms(problem, device, config) <= likely_ms]
-        tilings = {_Tiling.of(problem, config): config for config in reversed(likely)}
-        tiles: dict[tuple[int, int], Config] = {}
-        for tiling, config in reversed(tilings.items()):
+        likely = [each for each in ranked if each.estimate_ms <= _LIKELY * ranked[0].estimate_ms]
+        tilings = {_Tiling.of(problem, each.config): each for each in reversed(likely)}
+        tiles: dict[tuple[int, int], EstimatedConfig] = {}
+        for tiling, each in reversed(tilings.items()):
             tile = (tiling.down.length, tiling.across.length)
-            best = tiles.setdefault(tile, config)
-            least_ms = self.estimate_ms(problem, device, best)
-            if tiling.channel_images == 4 and self.estimate_ms(problem, device, config) <= _LEVEL * least_ms:
-                tiles[tile] = config
-        chosen = tuple(dict.fromkeys((*tiles.values(), *reversed(tilings.values()))))
-        return tuple(sorted(chosen[:MAX_DEFAULTS], key=ranked.index))
+            best = tiles.setdefault(tile, each)
+            if tiling.channel_images == 4 and each.estimate_ms <= _LEVEL * best.estimate_ms:
+                tiles[tile] = each
+        kept = tuple(dict.fromkeys((*tiles.values(), *reversed(tilings.values()))))
+        return tuple(sorted(kept[:MAX_DEFAULTS], key=ranked.index))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return estimate_ms(_load(_Tiling.of(problem, config), device), device)
@@ -288,24 +298,22 @@ class ConvDepthwiseChannelsFirst(Solver):
 
 def _is_sensible(tiling: _Tiling, config: Config) -> bool:
     """Whether a configuration is neither another's equal nor a waste of threads, registers or code."""
-    if any(config["rows"] > rows >= tiling.down.outputs for rows in _ROWS):
-        return False
-    if any(config["columns"] > columns >= tiling.across.outputs for columns in _COLUMNS):
-        return False
-    if config["band"] and (tiling.row_blocks == 1 or config["planes"] > 1):
-        return False
-    if tiling.channel_images >= 2 * tiling.all_channel_images or tiling.items < 24 <= tiling.all_channel_images:
-        return False
-    if tiling.rolled and tiling.down.taps < _LEAST_ROLLED:
-        return False
-    return not tiling.is_wasteful(_ROWS, _COLUMNS)
+    is_sensible: bool = (
+        tiling.has_least_tile(config, _ROWS, _COLUMNS)
+        & ((config["band"] == 0) | ((tiling.row_blocks > 1) & (config["planes"] == 1)))
+        & (tiling.channel_images < 2 * tiling.all_channel_images)
+        & ((tiling.items >= 24) | (tiling.all_channel_images < 24))
+        & ((tiling.rolled == 0) | (tiling.down.taps >= _LEAST_ROLLED))
+        & tiling.wastes_little(_ROWS, _COLUMNS)
+    )
+    return is_sensible
 
 
 def _load(tiling: _Tiling, device: Device) -> Load:
     down, across = tiling.down, tiling.across
     iterations = ceil_div(tiling.items, tiling.threads) * tiling.terms
-    stores = down.length * across.length / tiling.vector * (2 if tiling.staged else 1)
-    rows = down.length * down.taps if tiling.rolled else down.met
+    stores = down.length * across.length / tiling.vector * chosen(tiling.staged, 2, 1)
+    rows = chosen(tiling.rolled, down.length * down.taps, down.met)
     tile = tiling.products + rows * (across.met + 4) + tiling.taps / 4 + stores + 40
     copies = tiling.shared_bytes / 16 / tiling.threads
     return Load(

@@ -13,8 +13,9 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, is_config, larger
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.examples import depthwise_example
@@ -24,10 +25,10 @@ from miofind.solvers.depthwise.register_tile import (
     KEYS,
     MAX_DEFAULTS,
     MAX_WINDOW,
-    RegisterTileAxis,
     RegisterTiling,
     padded_size,
     refuse_register_tiles,
+    register_tile_axes,
     row_blocks_of,
 )
 from miofind.solvers.depthwise.register_tile_cost import Load, estimate_ms, row_reads
@@ -60,14 +61,13 @@ class _Tiling(RegisterTiling):
     clustered: bool
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
         planar = problem.lifted(2)
-        down = RegisterTileAxis.of(planar, 0, config["rows"], transposed=False)
+        down, across = register_tile_axes(planar, config, transposed=False)
         return _Tiling(
             problem=planar,
             down=down,
-            across=RegisterTileAxis.of(planar, 1, config["columns"], transposed=False),
+            across=across,
             row_blocks=row_blocks_of(down, config["band"]),
             channel_images=config["planes"],
             **{name: config[name] for name in ("units", "buffers", "splits", "clustered")},
@@ -91,7 +91,7 @@ class _Tiling(RegisterTiling):
     @property
     def split_k(self) -> SplitK:
         """What the reduction adds; a cluster adds the partials of its blocks itself."""
-        return SplitK.of(self.problem, 1 if self.clustered else self.splits)
+        return SplitK.of(self.problem, chosen(self.clustered, 1, self.splits))
 
     @functools.cached_property
     def blocks(self) -> int:
@@ -105,18 +105,23 @@ class _Tiling(RegisterTiling):
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        totals = round_up(self.channel_images * self.taps, 4) if self.clustered else 0
+        totals = chosen(self.clustered, round_up(self.channel_images * self.taps, 4), 0)
         staged = self.itemsize * (self.zeros + self.buffers * self.stage_elements)
-        return max(staged, 4 * (self.taps * self.threads + totals))
+        return larger(staged, 4 * (self.taps * self.threads + totals))
 
     @functools.cached_property
     def registers(self) -> int:
         """Registers of a thread that spills nothing: sums, a tile, a window's row, and addresses."""
         return round_up(self.down.length * self.across.length + self.taps + self.across.met + 54, 8)
 
+    def fits_registers(self, device: Device) -> bool:
+        """Whether threads spill nothing, and a multiprocessor has registers for a block."""
+        held = resident_blocks(self.registers, self.threads, 0, SmLimits.of(device))
+        return (self.registers <= _MAX_REGISTERS) & (held > 0)
+
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
+        return larger(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
 
 
 def _odd_padded_size(itemsize: int, count: int) -> int:
@@ -180,6 +185,13 @@ _SHORT_LIST = (
     ),
     Config.of(planes=1, band=4, rows=1, columns=4, units=1, buffers=1, splits=1, clustered=False),
 )
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
 _CLUSTERED_DEFAULTS = 4
 
 
@@ -235,31 +247,35 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config)
-        is_last = config == _SHORT_LIST[-1]
-        if not is_last and not _is_sensible(tiling, config):
-            return False
-        if tiling.clustered and (device.sm < _MIN_CLUSTER_SM or not 1 < tiling.splits <= _MAX_CLUSTER):
-            return False
-        if tiling.row_blocks > 1 and (tiling.row_blocks - 1) * tiling.row_block_tiles >= tiling.down.count:
-            return False
-        if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
-            return False
-        fits_registers = (
-            tiling.registers <= _MAX_REGISTERS
-            and resident_blocks(tiling.registers, tiling.threads, 0, SmLimits.of(device)) > 0
+        is_last = is_config(config, _SHORT_LIST[-1])
+        is_cluster = (device.sm >= _MIN_CLUSTER_SM) & (tiling.splits > 1) & (tiling.splits <= _MAX_CLUSTER)
+        is_valid: bool = (
+            (is_last | _is_sensible(tiling, config))
+            & ((tiling.clustered == 0) | is_cluster)
+            & tiling.has_whole_row_blocks
+            & (larger(tiling.down.window, tiling.across.window) <= MAX_WINDOW)
+            & (is_last | tiling.fits_registers(device))
+            & (tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES))
         )
-        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
-        return (fits_registers or is_last) and fits_shared
+        return is_valid
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, _SHORT_LIST)
-        clustered = [config for config in ranked if config["clustered"]][:_CLUSTERED_DEFAULTS]
-        others = [config for config in ranked if not config["clustered"]][: MAX_DEFAULTS - len(clustered)]
-        return tuple(sorted(clustered + others, key=ranked.index))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        ranked = self._ranked(problem, device)
+        clustered = [place for place, each in enumerate(ranked) if each.config["clustered"]][:_CLUSTERED_DEFAULTS]
+        others = [place for place, each in enumerate(ranked) if not each.config["clustered"]]
+        return tuple(ranked[place] for place in sorted(clustered + others[: MAX_DEFAULTS - len(clustered)]))
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        """The short list as far as it is valid, the least estimate first."""
+        return self.ranked_valid(problem, device, _short_list())
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)
-        together_ms = _REDUCTION_MS if tiling.split_k.splits > 1 else _CLUSTER_MS if tiling.clustered else 0
+        clustered_ms = chosen(tiling.clustered, _CLUSTER_MS, 0.0)
+        together_ms = chosen(tiling.split_k.splits > 1, _REDUCTION_MS, clustered_ms)
         return estimate_ms(_load(tiling, device), device) + together_ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
@@ -268,19 +284,19 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
 
 def _is_sensible(tiling: _Tiling, config: Config) -> bool:
     """Whether a configuration is neither another's equal nor a waste of threads, registers or code."""
-    if any(config["rows"] > rows >= tiling.down.outputs for rows in _ROWS):
-        return False
-    if any(config["columns"] > columns >= tiling.across.outputs for columns in _COLUMNS):
-        return False
-    if config["band"] and (tiling.row_blocks == 1 or config["planes"] > 1):
-        return False
-    if tiling.channel_images >= 2 * tiling.problem.k or tiling.units >= 2 * tiling.problem.n * tiling.row_blocks:
-        return False
-    if tiling.splits > tiling.stages or tiling.buffers > ceil_div(tiling.stages, tiling.splits):
-        return False
-    if not 64 <= tiling.items <= 512 or (tiling.blocks > _MAX_BLOCKS and tiling.splits > 1):
-        return False
-    return not tiling.is_wasteful(_ROWS, _COLUMNS)
+    is_sensible: bool = (
+        tiling.has_least_tile(config, _ROWS, _COLUMNS)
+        & ((config["band"] == 0) | ((tiling.row_blocks > 1) & (config["planes"] == 1)))
+        & (tiling.channel_images < 2 * tiling.problem.k)
+        & (tiling.units < 2 * tiling.problem.n * tiling.row_blocks)
+        & (tiling.splits <= tiling.stages)
+        & (tiling.buffers <= ceil_div(tiling.stages, tiling.splits))
+        & (tiling.items >= 64)
+        & (tiling.items <= 512)
+        & ((tiling.blocks <= _MAX_BLOCKS) | (tiling.splits == 1))
+        & tiling.wastes_little(_ROWS, _COLUMNS)
+    )
+    return is_sensible
 
 
 def _load(tiling: _Tiling, device: Device) -> Load:
@@ -299,7 +315,7 @@ def _load(tiling: _Tiling, device: Device) -> Load:
         instructions=iterations * instructions + _COPY * copies + 150 + _TAP * tiling.taps,
         reads=_READ_SHARE * iterations * reads,
         bytes=tiling.problem.bytes,
-        waits=_STAGE_WAIT * stages if tiling.buffers == 1 else 0,
+        waits=chosen(tiling.buffers == 1, _STAGE_WAIT * stages, 0),
     )
 
 

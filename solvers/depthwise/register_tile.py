@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Library, Place
+from miofind.solver.columns import chosen, divisor, larger, made, smaller
 from miofind.solver.solver import APPLICABLE, Applicability, KernelKey, first_refusal
+from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import refuse_overpadded, refuse_oversized
+from miofind.solvers.common.packed_groups import least_ample
 
 KEYS = (
     KernelKey(
@@ -127,9 +130,8 @@ class RegisterTileAxis:
     @functools.cached_property
     def products(self) -> int:
         """Pairs of an output of a tile and a tap that meet in a source, which the compiler cannot rule out."""
-        pairs = ((o, t) for o in range(self.length) for t in range(self.taps))
-        met = (_source(o, t, self.stride, self.dilation, self.pad, self.transposed) for o, t in pairs)
-        return sum(source is not None and (self.count > 1 or 0 <= source < self.size) for source in met)
+        size = self.size if self.count == 1 else None
+        return _products(self.length, self.taps, self.stride, self.dilation, self.pad, self.transposed, size)
 
 
 def _source(output: int, tap: int, stride: int, dilation: int, pad: int, transposed: bool) -> int | None:
@@ -148,9 +150,17 @@ def _met(length: int, taps: int, stride: int, dilation: int, pad: int, transpose
     return min(met), max(met), len(met)
 
 
+@functools.lru_cache(maxsize=4096)
+def _products(length: int, taps: int, stride: int, dilation: int, pad: int, transposed: bool, size: int | None) -> int:
+    """Pairs of an output and a tap that meet in a source, of so many sources where they are given."""
+    pairs = ((o, t) for o in range(length) for t in range(taps))
+    met = (_source(o, t, stride, dilation, pad, transposed) for o, t in pairs)
+    return sum(source is not None and (size is None or 0 <= source < size) for source in met)
+
+
 def vector(itemsize: int, *counts: int) -> int:
     """Elements that move at once within rows and tiles of `counts` elements."""
-    return math.gcd(COPY_BYTES // itemsize, *counts)
+    return divisor(COPY_BYTES // itemsize, *counts)
 
 
 def padded_size(itemsize: int, count: int) -> int:
@@ -216,25 +226,24 @@ class RegisterTiling:
         images, multiplier = self.channel_images, self.multiplier
         if self.transposed:
             return images * multiplier
-        if multiplier % images == 0:
-            return 1
-        return (images - 1 + (multiplier - 1 if images % multiplier else 0)) // multiplier + 1
+        apart = (images - 1 + chosen(images % multiplier > 0, multiplier - 1, 0)) // multiplier + 1
+        return chosen(multiplier % images == 0, 1, apart)
 
     @functools.cached_property
     def source_elements(self) -> int:
         """Elements of a source that a row block meets at most."""
         down, reach = self.down, (self.row_block_tiles - 1) * self.down.step + self.down.window
-        return (down.size if self.row_blocks == 1 else min(down.size, reach)) * self.across.size
+        return chosen(self.row_blocks == 1, down.size, smaller(down.size, reach)) * self.across.size
 
     @functools.cached_property
     def elements(self) -> int:
         """Elements of a channel of an image that a row block has at most."""
-        return min(self.down.outputs, self.row_block_tiles * self.down.length) * self.across.outputs
+        return smaller(self.down.outputs, self.row_block_tiles * self.down.length) * self.across.outputs
 
     @functools.cached_property
     def zeros(self) -> int:
         """Elements of a row of zeros, if some tiles meet rows outside their image."""
-        return round_up(self.across.size, COPY_BYTES // self.itemsize) if self.down.leaves else 0
+        return chosen(self.down.leaves, round_up(self.across.size, COPY_BYTES // self.itemsize), 0)
 
     @functools.cached_property
     def vector(self) -> int:
@@ -264,23 +273,48 @@ class RegisterTiling:
             ("TILE_COLUMNS", across.length),
         )
 
-    def is_wasteful(self, rows: Sequence[int], columns: Sequence[int]) -> bool:
-        """Whether tiles lie outside in large part, or their code is too long.
+    @property
+    def has_whole_row_blocks(self) -> bool:
+        """Whether the last row block has tiles, too."""
+        return (self.row_blocks == 1) | ((self.row_blocks - 1) * self.row_block_tiles < self.down.count)
+
+    def has_least_tile(self, config: Config, rows: Sequence[int], columns: Sequence[int]) -> bool:
+        """Whether no smaller choice of rows or columns gives the same tile.
+
+        Args:
+            rows, columns: what tiles were to choose from.
+        """
+        most_rows, most_columns = (least_ample(rows, self.down.outputs), least_ample(columns, self.across.outputs))
+        has_least_tile: bool = (config["rows"] <= most_rows) & (config["columns"] <= most_columns)
+        return has_least_tile
+
+    def wastes_little(self, rows: Sequence[int], columns: Sequence[int]) -> bool:
+        """Whether tiles do not lie outside in large part, and their code is not too long.
 
         Args:
             rows, columns: what tiles were to choose from.
         """
         down, across = self.down, self.across
-        if 3 * down.count * down.length > 4 * max(rows[2], down.outputs):
-            return True
-        if 3 * across.count * across.length > 4 * max(columns[0] + 2, across.outputs):
-            return True
-        return self.products > _MAX_PRODUCTS or down.length * across.length > _MAX_TILE
+        return (
+            (3 * down.count * down.length <= 4 * larger(rows[2], down.outputs))
+            & (3 * across.count * across.length <= 4 * larger(columns[0] + 2, across.outputs))
+            & (self.products <= _MAX_PRODUCTS)
+            & (down.length * across.length <= _MAX_TILE)
+        )
+
+
+def register_tile_axes(
+    planar: ProblemDescription, config: Config, *, transposed: bool
+) -> tuple[RegisterTileAxis, RegisterTileAxis]:
+    """The axes of a configuration of `rows` and `columns`, or of a table of many."""
+    down = made(lambda rows: RegisterTileAxis.of(planar, 0, rows, transposed=transposed), config["rows"])
+    across = made(lambda columns: RegisterTileAxis.of(planar, 1, columns, transposed=transposed), config["columns"])
+    return down, across
 
 
 def row_blocks_of(down: RegisterTileAxis, rows: int) -> int:
     """Row blocks of about so many rows that an image is cut into; one where rows is 0."""
-    return ceil_div(down.count, max(1, rows // down.length)) if rows else 1
+    return chosen(rows > 0, ceil_div(down.count, larger(1, rows // down.length)), 1)
 
 
 def refuse_register_tiles(problem: ProblemDescription) -> Applicability:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miofind.device.device import Device
+from miofind.solver.columns import chosen, larger, smaller
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.depthwise.register_tile import RegisterTileAxis, vector
 
@@ -47,18 +48,18 @@ _SERIAL_SHARE, _FIRST_SERIAL_SHARE = 0.3, 0.52  # of the shorter of moving and c
 def estimate_ms(load: Load, device: Device) -> float:
     """Milliseconds of a launch: the longer of moving and computing, and what of the shorter does not overlap it."""
     blocks = ceil_div(load.blocks, device.sm_count)
-    waves = max(1.0, blocks / load.resident)
-    warps = min(blocks, load.resident) * load.threads / 128
+    waves = larger(1.0, blocks / load.resident)
+    warps = smaller(blocks, load.resident) * load.threads / 128
     instructions = load.instructions + _READ * load.reads
-    cycles = max(warps, _ALONE) * instructions + load.waits
+    cycles = larger(warps, _ALONE) * instructions + load.waits
     computing = 1e3 * waves * cycles / (_CLOCK_SHARE * device.clock_hz)
     busiest = blocks * device.sm_count / load.blocks  # over the mean
     moving = 1e3 * busiest * load.bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     serial_share = _SERIAL_SHARE + _FIRST_SERIAL_SHARE / waves
-    return _LAUNCH_MS + max(computing, moving) + serial_share * min(computing, moving)
+    return _LAUNCH_MS + larger(computing, moving) + serial_share * smaller(computing, moving)
 
 
 def row_reads(itemsize: int, axis: RegisterTileAxis) -> float:
     """Reads of shared memory for a row of a tile's window, about."""
     width = vector(itemsize, axis.size, axis.step)
-    return axis.met / width + (0 if width == 1 else 1.5)
+    return axis.met / width + chosen(width == 1, 0.0, 1.5)

@@ -16,7 +16,7 @@ from miofind.solver.registry import Registry
 from miofind.solvers.common.product import products
 from miofind.solvers.common.product_tiles import ProductTiling, alike, tilings
 from miofind.solvers.common.wgmma_product import WgmmaProduct
-from miofind.solvers.depthwise import channels_last
+from miofind.solvers.depthwise import channels_first, channels_first_weights, channels_last
 from miofind.solvers.direct import tiled_weights
 from miofind.solvers.few_channels.solver import FewChannelsSolver
 from miofind.solvers.grouped import nhwc
@@ -224,6 +224,8 @@ def test_no_estimate_is_below_what_a_solver_says_of_all(solver_id: str, device: 
 
 
 LISTED = {
+    "ConvDepthwiseChannelsFirst": channels_first._SHORT_LIST,
+    "ConvDepthwiseChannelsFirstWeights": channels_first_weights._SHORT_LIST,
     "ConvDepthwiseChannelsLast": (*channels_last._FALLBACKS, *channels_last._SHORT_LIST),
     "ConvGrouped": nhwc._SHORT_LIST,
     "ConvWinogradFused": fused._SHORT_LIST,
