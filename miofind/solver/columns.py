@@ -27,15 +27,18 @@ Made = TypeVar("Made")
 
 
 class ConfigTable(Mapping[str, Any]):
-    """Configurations of the same parameters as if they were one, whose values are arrays with a place for each."""
+    """Configurations of the same parameters as if they were one.
 
-    def __init__(self, configs: Sequence[Config], columns: Mapping[str, NDArray[Any]] | None = None) -> None:
+    Values are arrays with a place for each, or what all have alike.
+    """
+
+    def __init__(self, configs: Sequence[Config], columns: Mapping[str, Any] | None = None) -> None:
         self.configs = tuple(configs)
-        self._columns = columns or {name: np.array([config[name] for config in configs]) for name in configs[0]}
+        self._columns = columns or {name: _column([config[name] for config in configs]) for name in configs[0]}
 
     def at(self, places: Integers) -> ConfigTable:
         """Those at some places."""
-        columns = {name: column[places] for name, column in self._columns.items()}
+        columns = {name: column[places] if is_table(column) else column for name, column in self._columns.items()}
         return ConfigTable([self.configs[place] for place in places.tolist()], columns)
 
     def valid(self, is_valid: Callable[[Config], bool]) -> ConfigTable:
@@ -56,6 +59,11 @@ class ConfigTable(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._columns)
+
+
+def _column(values: Sequence[Any]) -> Any:
+    """Values as an array, or what they are where all are alike."""
+    return values[0] if len(set(values)) == 1 else np.array(values)
 
 
 def is_config(config: Config, other: Config) -> bool:
@@ -116,7 +124,8 @@ class _Many:
 
     def __getattr__(self, name: str) -> Any:
         values = [getattr(each, name) for each in self._objects]
-        found = values[0] if len(set(values)) == 1 else np.array(values)[self._places]
+        found = _column(values)
+        found = found[self._places] if is_table(found) else found
         setattr(self, name, found)
         return found
 

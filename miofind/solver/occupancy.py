@@ -71,7 +71,7 @@ def register_limit(blocks: int, threads: int) -> int:
     """Registers of a thread, at most, where a multiprocessor is to hold that many blocks of so many threads."""
     scheduler_warps = -(-blocks * -(-threads // _WARP) // _SCHEDULERS)
     registers = _REGISTERS // _SCHEDULERS // (_WARP * scheduler_warps)
-    return min(_MAX_REGISTERS, registers // _REGISTER_UNIT * _REGISTER_UNIT)
+    return smaller(_MAX_REGISTERS, registers // _REGISTER_UNIT * _REGISTER_UNIT)
 
 
 def cycles_of_waves(blocks: int, resident: int, device: Device, cycles_of: Callable[[int], float]) -> float:

@@ -6,11 +6,13 @@ blocks and strips: data_tiling.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, larger, smaller
 from miofind.solver.solver import Applicability
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div
@@ -64,6 +66,12 @@ _SHORT_LIST = Config.product(
     }
 )
 
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
 # Cycles of a multiprocessor to read a fragment of dy; instructions of a warp for a row, to stage 16 bytes a thread, and
 # for a product of fragments; cycles that a block waits for a row, a warp for a product, and a block before its first
 # row. Share of the time to move all tensors, or to compute if that is shorter, that the other does not hide, and of the
@@ -106,19 +114,22 @@ class ConvFirstLayerData(FewChannelsSolver):
     }
     sources = ("few_channels/data.cu",)
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if not _is_served(problem):
-            return False
+    def is_valid_tiling(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = DataTiling.of(problem, config, device)
-        if config["blocks"] != ceil_div(tiling.s2d_blocks // 16, config["warps"]):
-            return False
-        if tiling.held_registers > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
-            return False
-        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
-        return fits_shared and tiling.resident == config["resident"]
+        is_valid: bool = (
+            (config["blocks"] == ceil_div(tiling.s2d_blocks // 16, config["warps"]))
+            & (tiling.held_registers <= _MAX_HELD)
+            & (tiling.registers <= _MAX_REGISTERS)
+            & (tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES))
+            & (tiling.resident == config["resident"])
+        )
+        return is_valid
 
-    def short_list(self) -> Sequence[Config]:
-        return _SHORT_LIST
+    def is_of_size(self, problem: ProblemDescription, config: Config) -> bool:
+        return _is_served(problem)
+
+    def short_list(self) -> ConfigTable:
+        return _short_list()
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
@@ -148,18 +159,19 @@ class ConvFirstLayerData(FewChannelsSolver):
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = DataTiling.of(problem, config, device)
         warps, turn = config["warps"], config["blocks"] * tiling.fragments
-        staged = tiling.columns * problem.k / tiling.in_vector
         shared = _READ * (tiling.s2d_blocks // 16) * tiling.width.taps * tiling.steps
-        issued = _ROW_ISSUED + _STAGED_ISSUED * ceil_div(int(staged), 32 * warps) + _PRODUCT_ISSUED * turn
-        together = min(tiling.resident, ceil_div(tiling.strips.count, device.sm_count))
-        busy = max(together * shared, ceil_div(together * warps, 4) * issued)
+        staged = ceil_div(tiling.columns * problem.k // tiling.in_vector, 32 * warps)
+        issued = _ROW_ISSUED + _STAGED_ISSUED * staged + _PRODUCT_ISSUED * turn
+        together = smaller(tiling.resident, ceil_div(tiling.strips.count, device.sm_count))
+        busy = larger(together * shared, ceil_div(together * warps, 4) * issued)
         alone = _ROW + _LATENCY * turn
         turns = ceil_div(tiling.strips.count, device.sm_count * tiling.resident)
-        cycles = turns * (_BEGIN + tiling.strips.steps * max(busy, alone))
+        cycles = turns * (_BEGIN + tiling.strips.steps * larger(busy, alone))
         busy_ms = 1e3 * cycles / device.clock_hz
         again = _ROWS_AGAIN * (tiling.strips.steps / tiling.strips.rows - 1)
         moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+        ms: float = _LAUNCH_MS + larger(moved_ms, busy_ms) + _EXPOSED * smaller(moved_ms, busy_ms)
+        return ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = DataTiling.of(problem, config, device)

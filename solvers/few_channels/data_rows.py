@@ -5,11 +5,13 @@ Kernel: kernels_src/few_channels/data_rows.cu. Strips and tiles: solvers/few_cha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, larger, smaller
 from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.few_channels.row_streaming import RowStreaming, StreamingCost, warps
@@ -33,6 +35,12 @@ _SHORT_LIST = Config.product(
         ("stages", "resident"): ((4, 1), (3, 2), (4, 2), (3, 3), (6, 1)),
     }
 )
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage 16 bytes, and to write or add 32 products
 # through shared memory; cycles that a block waits for a row, a warp for a product, and a block before its first row.
@@ -74,21 +82,24 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
     }
     sources = ("few_channels/data_rows.cu",)
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if not 4 <= warps(config) <= _MAX_WARPS:
-            return False
+    def is_valid_tiling(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = RowStreaming.of(problem, config, device)
-        if tiling.tap_blocks % config["warps_n"] or tiling.steps < config["warps_k"]:
-            return False
-        if config["blocks"] != ceil_div(tiling.tiles.columns // 16, config["warps_m"]):
-            return False
-        if tiling.held_registers > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
-            return False
-        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
-        return fits_shared and tiling.resident == config["resident"]
+        is_valid: bool = (
+            (tiling.tap_blocks % config["warps_n"] == 0)
+            & (tiling.steps >= config["warps_k"])
+            & (config["blocks"] == ceil_div(tiling.tiles.columns // 16, config["warps_m"]))
+            & (tiling.held_registers <= _MAX_HELD)
+            & (tiling.registers <= _MAX_REGISTERS)
+            & (tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES))
+            & (tiling.resident == config["resident"])
+        )
+        return is_valid
 
-    def short_list(self) -> Sequence[Config]:
-        return _SHORT_LIST
+    def is_of_size(self, problem: ProblemDescription, config: Config) -> bool:
+        return (warps(config) >= 4) & (warps(config) <= _MAX_WARPS)
+
+    def short_list(self) -> ConfigTable:
+        return _short_list()
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = RowStreaming.of(problem, config, device)
@@ -100,10 +111,10 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
         written = tiling.product_floats / 32
         added = written * min(problem.conv.stride[0], problem.filter[0]) / problem.conv.stride[0]
         shared = _READ * reads + _STAGED * staged + _FOLDED * (written + added)
-        together = min(tiling.resident, ceil_div(tiling.strips.count, device.sm_count))
-        busy = max(_PRODUCT * 4 * ceil_div(together * warps(config), 4) * turn, together * shared)
+        together = smaller(tiling.resident, ceil_div(tiling.strips.count, device.sm_count))
+        busy = larger(_PRODUCT * 4 * ceil_div(together * warps(config), 4) * turn, together * shared)
         alone = _ROW + _LATENCY * turn + _STAGED * staged * 2
-        return _COST.ms(problem, device, tiling, max(busy, alone))
+        return _COST.ms(problem, device, tiling, larger(busy, alone))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = RowStreaming.of(problem, config, device)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, larger, mapped
+from miofind.solver.columns import ConfigTable, chosen, larger, made, mapped, smaller
 from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.packed_groups import least_ample
@@ -67,23 +67,6 @@ def _short_list() -> ConfigTable:
     return ConfigTable(_SHORT_LIST)
 
 
-def _is_of_size(problem: ProblemDescription, config: Config) -> bool:
-    """Whether warps are enough and not too many, have whole shares, and fewer would not do the same."""
-    warps_m, others = config["warps_m"], config["warps_n"] * config["warps_k"]
-    columns = mapped(lambda blocks: column_tiles(problem, blocks).columns // 16, config["blocks"] * warps_m)
-    taps = mapped(lambda warps_n: TapBlocks.of(problem, warps_n).count, config["warps_n"])
-    needed = larger(columns, ceil_div(_LEAST_WARPS, others))
-    is_of_size: bool = (
-        (warps_m * others >= _LEAST_WARPS)
-        & (warps_m * others <= _MAX_WARPS)
-        & (config["warps_k"] <= ceil_div(problem.k, 8))
-        & (taps % config["warps_n"] == 0)
-        & (config["blocks"] == ceil_div(columns, warps_m))
-        & (warps_m <= mapped(lambda count: least_ample(_WARPS_M, count), needed))
-    )
-    return is_of_size
-
-
 class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
     """Backward data for up to four channels in float32: rows of dy times all filters by products of TF32.
 
@@ -131,19 +114,32 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
             conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1)),
         )
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if not _is_of_size(problem, config):
-            return False
+    def is_valid_tiling(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = RowStreamingTf32.of(problem, config, device)
-        if tiling.registers > MAX_REGISTERS or tiling.shared_bytes > (device.shared_bytes or _SHARED_BYTES):
-            return False
-        return bool(tiling.resident == config["resident"])
+        is_valid: bool = (
+            (tiling.registers <= MAX_REGISTERS)
+            & (tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES))
+            & (tiling.resident == config["resident"])
+        )
+        return is_valid
 
-    def short_list(self) -> Sequence[Config]:
-        return _SHORT_LIST
+    def is_of_size(self, problem: ProblemDescription, config: Config) -> bool:
+        warps_m, others = config["warps_m"], config["warps_n"] * config["warps_k"]
+        columns = column_tiles(problem, config["blocks"] * warps_m).columns // 16
+        taps = made(functools.partial(TapBlocks.of, problem), config["warps_n"])
+        needed = larger(columns, ceil_div(_LEAST_WARPS, others))
+        is_of_size: bool = (
+            (warps_m * others >= _LEAST_WARPS)
+            & (warps_m * others <= _MAX_WARPS)
+            & (config["warps_k"] <= ceil_div(problem.k, 8))
+            & (taps.count % config["warps_n"] == 0)
+            & (config["blocks"] == ceil_div(columns, warps_m))
+            & (warps_m <= mapped(lambda count: least_ample(_WARPS_M, count), needed))
+        )
+        return is_of_size
 
-    def likely(self, problem: ProblemDescription) -> Sequence[Config]:
-        return _short_list().valid(functools.partial(_is_of_size, problem)).configs
+    def short_list(self) -> ConfigTable:
+        return _short_list()
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         return tf32_error_growth(problem)
@@ -157,27 +153,26 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         turn = config["blocks"] * tiling.warp_blocks * warp_steps * tiling.products
         shared = self._shared_cycles(problem, config, tiling)
         issued = self._issued_cycles(config, tiling)
-        together = min(tiling.resident, ceil_div(tiling.strips.count, device.sm_count))
+        together = smaller(tiling.resident, ceil_div(tiling.strips.count, device.sm_count))
         scheduled = ceil_div(together * warps(config), 4)
         uses = (_PRODUCT * 4 * scheduled * turn, scheduled * (issued + _ISSUED * turn), together * shared)
         exposed = _BESIDE / scheduled
-        busy = (1 - exposed) * max(uses) + exposed * sum(uses)
+        busy = (1 - exposed) * functools.reduce(larger, uses) + exposed * sum(uses)
         alone = _ROW + _LATENCY * turn
-        return _COST.ms(problem, device, tiling, max(busy, alone))
+        return _COST.ms(problem, device, tiling, larger(busy, alone))
 
     @staticmethod
     def _shared_cycles(problem: ProblemDescription, config: Config, tiling: RowStreamingTf32) -> float:
         """Of a multiprocessor, for a row of dy."""
         steps, columns = tiling.steps, tiling.tiles.columns
         reads = columns // 16 * steps * config["warps_n"]
-        laid = (
-            config["warps_m"] * steps * tiling.taps.groups * tiling.taps.count if config["filters"] == "shared" else 0
-        )
+        laid = config["warps_m"] * steps * tiling.taps.groups * tiling.taps.count
         staged = columns * problem.k / tiling.in_vector
         written = tiling.product_floats / 32
         added = written * min(problem.conv.stride[0], problem.filter[0]) / problem.conv.stride[0]
-        cycles = _READ * reads + _STAGED * staged + _FOLDED * (written + added)
-        return float(cycles + (_READ_FILTERS * laid if config["filters"] == "shared" else 0.0))
+        cycles: float = _READ * reads + _STAGED * staged + _FOLDED * (written + added)
+        cycles += chosen(config["filters"] == "shared", _READ_FILTERS * laid, 0.0)
+        return cycles
 
     @staticmethod
     def _issued_cycles(config: Config, tiling: RowStreamingTf32) -> float:
@@ -185,9 +180,10 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         if tiling.products == 1:
             return 0.0
         warp_steps = tiling.steps // config["warps_k"]
-        filters = 0 if config["filters"] == "registers" else 2 * tiling.warp_blocks * warp_steps
+        filters = chosen(config["filters"] == "registers", 0, 2 * tiling.warp_blocks * warp_steps)
         added = config["blocks"] * tiling.warp_blocks * warp_steps // tiling.chunk
-        return float(_SPLIT * (4 * config["blocks"] * warp_steps + filters) + _ADDED * added)
+        cycles: float = _SPLIT * (4 * config["blocks"] * warp_steps + filters) + _ADDED * added
+        return cycles
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = RowStreamingTf32.of(problem, config, device)

@@ -5,12 +5,12 @@ Pure arithmetic on shapes.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import larger, smaller
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -52,7 +52,6 @@ class DataTiling:
     strips: Strips
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> DataTiling:
         """Tiles of as many s2d blocks as the warps take, and strips that fill the device."""
         blocks, warps, stages = (config[name] for name in ("blocks", "warps", "stages"))
@@ -66,10 +65,11 @@ class DataTiling:
         fragments = steps * width.taps * taps_y * element_blocks
         row_bytes = (32 * steps + 16) * columns if last else (2 * columns + 16) * 16 * steps
         raw = (stages - 1) * row_bytes + round_up(2 * problem.w.size, 16)
-        shared_bytes = max(stages * row_bytes, raw + 256 * fragments)
+        shared_bytes = larger(stages * row_bytes, raw + 256 * fragments)
         held_registers = 4 * blocks * taps_y * element_blocks + 2 * fragments
         registers = round_up(held_registers + 4 * blocks + 44, 8)
-        resident = min(config["resident"], resident_blocks(registers, 32 * warps, shared_bytes, SmLimits.of(device)))
+        fitting = resident_blocks(registers, 32 * warps, shared_bytes, SmLimits.of(device))
+        resident = smaller(config["resident"], fitting)
         return DataTiling(
             height=height,
             width=width,
@@ -83,5 +83,5 @@ class DataTiling:
             registers=registers,
             shared_bytes=shared_bytes,
             resident=resident,
-            strips=Strips.of(height, problem.n, s2d_tiles, device.sm_count * max(1, resident)),
+            strips=Strips.of(height, problem.n, s2d_tiles, device.sm_count * larger(1, resident)),
         )

@@ -5,6 +5,7 @@ Kernel: kernels_src/few_channels/data_wgmma.cu. Its tiling: data_wgmma_tiling.py
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,9 @@ from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.occupancy import register_limit
-from miofind.solver.solver import APPLICABLE, Applicability
+from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap
 from miofind.solvers.common.copies import packed_map
 from miofind.solvers.common.correlation import ceil_div
@@ -62,6 +64,11 @@ def _gradients(problem: ProblemDescription, tiling: DataWgmmaTiling) -> Pointer 
     return packed_map(problem, "y", (boxes.columns * problem.k, width // boxes.columns, problem.n * height), box)
 
 
+def _narrower(tile_w: int) -> int:
+    """The next smaller width of a tile, 0 if there is none."""
+    return max((width for width in _TILES_W if width < tile_w), default=0)
+
+
 def _spills(tiling: DataWgmmaTiling) -> bool:
     """Whether a thread lacks registers beside as many blocks as the kernel is told to leave room for.
 
@@ -69,13 +76,11 @@ def _spills(tiling: DataWgmmaTiling) -> bool:
     bounds of their own, and rows of a single s2d block leave where filters are in registers, for each product.
     """
     needed = tiling.columns // 2 + 56
-    if tiling.out_vector == 1 and (tiling.columns >= 64 or tiling.entry_rows >= 36):
-        needed += tiling.columns // 3
-    elif tiling.columns >= 200:
-        needed += 16
-    if tiling.height.met == 1 and tiling.warpgroups > 1:
-        needed += 2 * tiling.products
-    return needed > register_limit(tiling.resident, tiling.threads)
+    by_one = (tiling.out_vector == 1) & ((tiling.columns >= 64) | (tiling.entry_rows >= 36))
+    needed += chosen(by_one, tiling.columns // 3, chosen(tiling.columns >= 200, 16, 0))
+    if tiling.height.met == 1:
+        needed += chosen(tiling.warpgroups > 1, 2 * tiling.products, 0)
+    return needed > register_limit(larger(1, tiling.resident), tiling.threads)
 
 
 # What default_configs ranks by estimate.
@@ -87,6 +92,12 @@ _SHORT_LIST = Config.product(
         "stages": (2, 3, 4),
     }
 )
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
 
 _DEFAULTS = 8
 
@@ -139,18 +150,23 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
     }
     sources = ("few_channels/data_wgmma.cu",)
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+    def is_valid_tiling(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = DataWgmmaTiling.of(problem, config, device)
-        if tiling.warpgroups > _MAX_WARPGROUPS or tiling.threads > _MAX_THREADS or tiling.products > _MAX_PRODUCTS:
-            return False
-        narrower = max((width for width in _TILES_W if width < config["tile_w"]), default=0)
-        if narrower and ceil_div(tiling.s2d_blocks, narrower) == tiling.tiles:
-            return False  # the same tiles
-        if config["teams"] > tiling.strips.count or config["stages"] > max(2, tiling.strips.steps + 1):
-            return False  # teams without a strip, stages without a row
-        if tiling.registers > _MAX_REGISTERS or tiling.shared_bytes > (device.shared_bytes or _SHARED_BYTES):
-            return False
-        return bool(tiling.resident == config["resident"]) and not _spills(tiling)
+        narrower = mapped(_narrower, config["tile_w"])
+        has_own_tiles = (narrower == 0) | (ceil_div(tiling.s2d_blocks, larger(1, narrower)) != tiling.tiles)
+        is_valid: bool = (
+            (tiling.warpgroups <= _MAX_WARPGROUPS)
+            & (tiling.threads <= _MAX_THREADS)
+            & (tiling.products <= _MAX_PRODUCTS)
+            & has_own_tiles
+            & (config["teams"] <= tiling.strips.count)  # each has a strip, and stages have rows
+            & (config["stages"] <= larger(2, tiling.strips.steps + 1))
+            & (tiling.registers <= _MAX_REGISTERS)
+            & (tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES))
+            & (tiling.resident == config["resident"])
+            & (_spills(tiling) == 0)
+        )
+        return is_valid
 
     def refuse_problem(self, problem: ProblemDescription) -> Applicability:
         if (answer := super().refuse_problem(problem)).refused:
@@ -164,20 +180,20 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
     def examples(self) -> tuple[ProblemDescription, ...]:
         return tuple(problem for problem in super().examples() if not self.refuse_problem(problem).refused)
 
-    def short_list(self) -> Sequence[Config]:
-        return _SHORT_LIST
+    def short_list(self) -> ConfigTable:
+        return _short_list()
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         """The least estimates that differ in more than stages, two for s2d blocks of a width in tiles of a width."""
-        chosen: dict[tuple[ConfigValue, ...], Config] = {}
+        first: dict[tuple[ConfigValue, ...], EstimatedConfig] = {}
         alike: Counter[tuple[ConfigValue, ...]] = Counter()
-        for config in self.ranked(problem, device, _SHORT_LIST):
-            kind = tuple(config[name] for name in self.kind)
-            beside = (*kind, config["teams"] * config["resident"])
-            if beside not in chosen and alike[kind] < self.most_alike:
-                chosen[beside] = config
+        for each in self.ranked_list(problem, device):
+            kind = tuple(each.config[name] for name in self.kind)
+            beside = (*kind, each.config["teams"] * each.config["resident"])
+            if beside not in first and alike[kind] < self.most_alike:
+                first[beside] = each
                 alike[kind] += 1
-        return tuple(itertools.islice(chosen.values(), _DEFAULTS))
+        return tuple(itertools.islice(first.values(), _DEFAULTS))
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
@@ -190,23 +206,25 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         """
         tiling = DataWgmmaTiling.of(problem, config, device)
         columns, teams = tiling.columns, tiling.resident * config["teams"]
-        together = min(teams, ceil_div(tiling.blocks, device.sm_count) * config["teams"])
+        together = smaller(teams, ceil_div(tiling.blocks, device.sm_count) * config["teams"])
         halves = 1 + tiling.entry_rows / 8  # of 8 rows of the product, that an entry meets
         written = halves * columns / 8 * _WRITTEN * (2 / tiling.out_vector)
         row_products = tiling.warpgroups * tiling.products
         tensor = _PRODUCT * row_products * columns
         operands = row_products * (16 + columns / 4) + (tiling.stage_bytes + 2 * tiling.transposed_bytes) / 128
-        busy = together * max(tensor, _SHARED * operands + written)
-        alone = _ROW + tiling.products * max(_LATENCY, _PRODUCT * columns) + _COMPLETED * min(2, halves) * columns / 8
+        busy = together * larger(tensor, _SHARED * operands + written)
+        alone = _ROW + tiling.products * larger(_LATENCY, _PRODUCT * columns)
+        alone += _COMPLETED * smaller(2, halves) * columns / 8
         turns = ceil_div(tiling.strips.count, device.sm_count * teams)
         words = 2 * tiling.products * tiling.height.met * tiling.entry_rows * tiling.resident
-        laid = _LAID * words / min(1.0, _ALONE * tiling.resident * tiling.threads / 128)
-        cycles = turns * (_BEGIN + laid + tiling.strips.steps * max(busy, alone))
+        laid = _LAID * words / smaller(1.0, _ALONE * tiling.resident * tiling.threads / 128)
+        cycles = turns * (_BEGIN + laid + tiling.strips.steps * larger(busy, alone))
         busy_ms = 1e3 * cycles / device.clock_hz
         ahead = together * (config["stages"] - 1) * tiling.stage_bytes
-        reached = _REACHED * min(1.0, ahead / _UNDER_WAY)
+        reached = _REACHED * smaller(1.0, ahead / _UNDER_WAY)
         moved_ms = 1e3 * problem.bytes / (reached * device.bandwidth_bytes_per_s)
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+        ms: float = _LAUNCH_MS + larger(moved_ms, busy_ms) + _EXPOSED * smaller(moved_ms, busy_ms)
+        return ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = DataWgmmaTiling.of(problem, config, device)

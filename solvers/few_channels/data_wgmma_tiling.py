@@ -5,12 +5,12 @@ Pure arithmetic on shapes.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import chosen, larger, smaller
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -46,13 +46,13 @@ class RowBoxes:
     @staticmethod
     def of(problem: ProblemDescription, s2d_blocks: int, shifts: int, widen: int, before: int) -> RowBoxes:
         """Boxes of `s2d_blocks`, `widen` columns of dy each; the first meets `before` columns before it."""
-        divides = problem.k % 16 == problem.out_spatial[1] % widen == 0
-        columns = widen if divides else 1
+        divides = (problem.k % 16 == 0) & (problem.out_spatial[1] % widen == 0)
+        columns = chosen(divides, widen, 1)
         lead, phases, filters = -before % columns, widen // columns, columns * problem.k
-        swizzle_bytes = 32 if filters <= 16 else 64 if filters <= 32 else 128
+        swizzle_bytes = chosen(filters <= 16, 32, chosen(filters <= 32, 64, 128))
         phase_rows = s2d_blocks + (lead + shifts - 1) // widen
         boxes = ceil_div(phase_rows * phases, _MOST)
-        rows = phase_rows if boxes == 1 else round_up(ceil_div(phase_rows, boxes), 8)
+        rows = chosen(boxes == 1, phase_rows, round_up(ceil_div(phase_rows, boxes), 8))
         parts = ceil_div(2 * filters, swizzle_bytes) * phases
         return RowBoxes(
             columns=columns,
@@ -121,15 +121,14 @@ class DataWgmmaTiling:
     blocks: int
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> DataWgmmaTiling:
         """Tiles of as equal as may be of up to `tile_w` s2d blocks, and strips that fill the device."""
         last, (stride_y, stride_x) = problem.y.layout.channels_last, problem.conv.stride
         height, widen, teams = S2dRows.of(problem, 0), config["widen"], config["teams"]
         pad, wide = problem.conv.pad_before[1], widen * stride_x
         pixel = problem.c if last else 1  # elements side by side
-        even = wide * pixel % 2 == problem.spatial[1] * pixel % 2 == 0
-        left = pad + 1 if even and pad * pixel % 2 and _fits_a_column_more(problem) else pad
+        even = (wide * pixel % 2 == 0) & (problem.spatial[1] * pixel % 2 == 0)
+        left = chosen(even & (pad * pixel % 2 == 1 and _fits_a_column_more(problem)), pad + 1, pad)
         ahead, s2d_offset = divmod(left - pad, stride_x)
         first_s2d = left // wide
         s2d_blocks = (problem.spatial[1] - 1 + left) // wide + 1 - first_s2d
@@ -151,22 +150,22 @@ class DataWgmmaTiling:
             stage_bytes = boxes.bytes
             before = round_up(filter_bytes, 8 * boxes.swizzle_bytes) + (config["stages"] - 1) * teams * stage_bytes
             barrier_bytes = 8 * config["stages"] * teams
-            shared_bytes = before + max(teams * stage_bytes, raw_bytes) + barrier_bytes
+            shared_bytes = before + larger(teams * stage_bytes, raw_bytes) + barrier_bytes
         else:
             stage_bytes = 256 * steps * (staged // 8 | 1)
             transposed_bytes = 32 * steps * (widen * ceil_div(staged, widen) | 1)
             before = filter_bytes + config["stages"] * teams * stage_bytes
-            shared_bytes = before + max(2 * teams * transposed_bytes, raw_bytes)
+            shared_bytes = before + larger(2 * teams * transposed_bytes, raw_bytes)
 
         threads, registers = 128 * warpgroups * teams, round_up(columns // 2 + _OTHERS, 8)
-        resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
-        strips = Strips.of(height, problem.n, tiles, device.sm_count * teams * max(1, resident))
+        resident = smaller(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
+        strips = Strips.of(height, problem.n, tiles, device.sm_count * teams * larger(1, resident))
         return DataWgmmaTiling(
             height=height,
             left=left,
             s2d_offset=s2d_offset,
             ahead=ahead,
-            out_vector=2 if even and left * pixel % 2 == 0 else 1,
+            out_vector=chosen(even & (left * pixel % 2 == 0), 2, 1),
             first_s2d=first_s2d,
             s2d_blocks=s2d_blocks,
             shifts=shifts,

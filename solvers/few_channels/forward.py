@@ -13,9 +13,10 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
-from miofind.solver.solver import APPLICABLE, Applicability
+from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
@@ -59,7 +60,6 @@ class _Tiling:
     schedule: TileSchedule
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         tile = WindowTile.of(problem, config["tile_h"], config["tile_w"], config["vector"])
         tile_k, threads = config["tile_k"], 32 * config["warps"]
@@ -67,10 +67,10 @@ class _Tiling:
         depth = 16 * problem.filter[0] * tile.row_steps
         filters = 2 * tile.outputs * tile_k * (depth + 8)
         raw = round_up(2 * tile_k * problem.c * math.prod(problem.filter), 16)
-        shared_bytes = filters + max(tile.input_tile_bytes, raw)
+        shared_bytes = filters + larger(tile.input_tile_bytes, raw)
         out_vector = math.gcd(8, problem.k) if last else tile.channels_first_vector(problem)
         registers = _registers(problem, config, tile, 0 if last else 8 // out_vector)
-        resident = min(_MAX_RESIDENT, resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
+        resident = smaller(_MAX_RESIDENT, resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         return _Tiling(
             tile=tile,
             depth=depth,
@@ -88,7 +88,7 @@ def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, of
     blocks = config["blocks"]
     accumulators = blocks * tile.outputs * config["tile_k"] // 2
     load = tile.input_tile_load(problem.c, 32 * config["warps"])
-    moved = load.registers if load.is_whole else 0  # else accumulators are not yet there
+    moved = chosen(load.is_whole, load.registers, 0)  # else accumulators are not yet there
     steps = tile.row_steps if not problem.x.layout.channels_last and tile.outputs * problem.conv.stride[1] == 2 else 1
     last = problem.y.layout.channels_last
     finishing = epilogue_registers(problem, 8 if last else 1, 16 * blocks * tile.outputs if last else 8)
@@ -103,14 +103,14 @@ def _spills(problem: ProblemDescription, config: Config, tiling: _Tiling) -> boo
     eight pixels beside many accumulators, or two blocks of windows of one output each beside a large filter's rows, or
     beside more accumulators than leave room for a fourth warp of a scheduler.
     """
-    tile, held = tiling.tile, register_limit(tiling.resident, tiling.threads)
+    tile, held = tiling.tile, register_limit(larger(1, tiling.resident), tiling.threads)
     spare = held - tiling.registers
-    if spare >= 16:
-        return False
-    if tile.outputs == 2 or config["blocks"] == 1:
-        return tile.outputs == 2 and tile.vector == 8 and config["tile_k"] >= 96
     row_steps, depth = (2, _UNROLLED_DEPTH) if problem.x.layout.channels_last else (3, 2 * _UNROLLED_DEPTH)
-    return (tile.row_steps > row_steps and tiling.depth > depth) or (held > 128 and spare < 8)
+    is_large = tile.row_steps > row_steps and tiling.depth > depth
+    of_one = (config["blocks"] > 1) & (is_large | ((held > 128) & (spare < 8)))
+    of_two = (tile.vector == 8) & (config["tile_k"] >= 96)
+    spills: bool = (spare < 16) & (of_two if tile.outputs == 2 else of_one)
+    return spills
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
@@ -142,6 +142,12 @@ _SHORT_LIST = Config.product(
         "vector": (2,),
     }
 )
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,
 # to store a vector, and to lay out 8 taps; cycles that a block waits for a tile, and a warp for a product. Share of the
@@ -194,36 +200,43 @@ class ConvFirstLayer(FewChannelsSolver):
     def fuses(self, problem: ProblemDescription) -> Applicability:
         return APPLICABLE
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        (out_h, out_w), last = problem.out_spatial, problem.x.layout.channels_last
-        if config["tile_h"] >= 2 * out_h or config["tile_w"] >= 2 * max(32, out_w):
-            return False
-        if config["tile_k"] >= 32 + round_up(problem.k, 32):
-            return False
-        if is_same_load(problem, config["vector"]):
-            return False
-        outputs = 1 + problem.conv.stride[1] % 2
-        if not last and config["blocks"] * outputs % 2:
-            return False
-        if config["blocks"] * outputs * config["tile_k"] // 2 > _MAX_ACCUMULATORS:
-            return False
+    def is_valid_tiling(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config, device)
         shares = ceil_div(tiling.tile.windows, 16 * config["blocks"])
-        if 4 < config["warps"] >= 2 * shares or (config["blocks"] >= 4 and shares == 1):
-            return False
-        if tiling.registers > _MAX_REGISTERS or tiling.resident == 0:
-            return False
-        return not _spills(problem, config, tiling)
+        is_valid: bool = (
+            ((config["warps"] <= 4) | (config["warps"] < 2 * shares))
+            & (tiling.registers <= _MAX_REGISTERS)
+            & (tiling.resident > 0)
+            & (_spills(problem, config, tiling) == 0)
+        )
+        return is_valid
 
-    def short_list(self) -> Sequence[Config]:
-        return _SHORT_LIST
+    def is_of_size(self, problem: ProblemDescription, config: Config) -> bool:
+        (out_h, out_w), last = problem.out_spatial, problem.x.layout.channels_last
+        outputs = 1 + problem.conv.stride[1] % 2
+        is_of_size: bool = (
+            (config["tile_h"] < 2 * out_h)
+            & (config["tile_w"] < 2 * max(32, out_w))
+            & (config["tile_k"] < 32 + round_up(problem.k, 32))
+            & (is_same_load(problem, config["vector"]) == 0)
+            & (last | (config["blocks"] * outputs % 2 == 0))
+            & (config["blocks"] * outputs * config["tile_k"] // 2 <= _MAX_ACCUMULATORS)
+        )
+        return is_of_size
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+    def short_list(self) -> ConfigTable:
+        return _short_list()
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         """Those of the least estimates, and the first of them with longer loads: estimates do not tell these apart."""
-        chosen = super().default_configs(problem, device)
-        candidates = (Config({**config, "vector": 4}) for config in chosen[:_LONGER])
-        longer = [config for config in candidates if self.is_valid_config(problem, device, config)]
-        return (*chosen[: _DEFAULTS - len(longer)], *longer)
+        likely = super().estimated_defaults(problem, device)
+        candidates = (Config({**each.config, "vector": 4}) for each in likely[:_LONGER])
+        longer = [
+            EstimatedConfig(config, self.estimate_ms(problem, device, config))
+            for config in candidates
+            if self.is_valid_config(problem, device, config)
+        ]
+        return (*likely[: _DEFAULTS - len(longer)], *longer)
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
@@ -238,15 +251,17 @@ class ConvFirstLayer(FewChannelsSolver):
         products, reads = fragments * columns, fragments * (1 + columns / 2 / config["blocks"])
         staged = tile.in_rows * tile.in_columns
         stored = tile.tile_h * tile.tile_w * config["tile_k"] / tiling.out_vector
-        busy = max(_PRODUCT * products, _READ * reads) + _STAGED[tile.vector] * staged + _STORED * stored
+        moved = mapped(_STAGED.__getitem__, tile.vector) * staged
+        busy = larger(_PRODUCT * products, _READ * reads) + moved + _STORED * stored
         turn = ceil_div(shares, config["warps"]) * config["blocks"] * steps * columns
-        alone = _TILE + _LATENCY * turn + _STAGED[tile.vector] * staged + _STORED * stored
+        alone = _TILE + _LATENCY * turn + moved + _STORED * stored
         turns = ceil_div(tiling.schedule.tiles * tiling.schedule.filter_tiles, blocks)
-        together = min(tiling.resident, ceil_div(blocks, device.sm_count))
+        together = smaller(tiling.resident, ceil_div(blocks, device.sm_count))
         laid = tile.outputs * config["tile_k"] * tiling.depth / 8
-        cycles = _LAID * together * laid + turns * max(together * busy, alone)
+        cycles = _LAID * together * laid + turns * larger(together * busy, alone)
         busy_ms = 1e3 * cycles / device.clock_hz
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+        ms: float = _LAUNCH_MS + larger(moved_ms, busy_ms) + _EXPOSED * smaller(moved_ms, busy_ms)
+        return ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)

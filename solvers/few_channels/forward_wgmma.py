@@ -15,9 +15,10 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, divisor, larger, mapped, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Applicability
+from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
@@ -83,7 +84,6 @@ class _Tiling:
     schedule: TileSchedule
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         (out_h, out_w), (stride_y, stride_x) = problem.out_spatial, problem.conv.stride
         (taps_y, taps_x), last = problem.filter, problem.x.layout.channels_last
@@ -98,13 +98,13 @@ class _Tiling:
         steps, threads = taps_y * row_steps, 128 * rows * blocks
         tile_k = blocks * _ROWS // outputs
 
-        vector = math.gcd(config["vector"], problem.spatial[1])
+        vector = divisor(config["vector"], problem.spatial[1])
         offset = -problem.conv.pad_before[1] % vector
         pixels = round_up(offset + (columns - 1) * outputs * stride_x + 4 * row_steps, vector)
         met = (taps_y - 1) * problem.conv.dilation[0] + 1
         chunk_rows = rows * stride_y
-        earlier = max(0, ceil_div(met - stride_y, chunk_rows))
-        moved = ceil_div(chunk_rows * pixels, vector * threads) * problem.c * max(1, vector // 2)
+        earlier = larger(0, ceil_div(met - stride_y, chunk_rows))
+        moved = ceil_div(chunk_rows * pixels, vector * threads) * problem.c * larger(1, vector // 2)
 
         phases = outputs * stride_x // 2
         first = offset % 2
@@ -113,15 +113,15 @@ class _Tiling:
         ring = 16 * (earlier + 2) * chunk_rows * row_words
         filters = blocks * 2 * steps * (16 * _ROWS + 16)
         raw = round_up(2 * tile_k * problem.c * taps_y * taps_x, 16)
-        shared_bytes = filters + ring + max(rows * blocks * _result_bytes(columns, outputs, last), raw)
-        lead = max(1, min(earlier + 1, _LEAD_WORDS // moved)) * moved
-        held = 4 * steps if config["held"] else 0
+        shared_bytes = filters + ring + larger(rows * blocks * _result_bytes(columns, outputs, last), raw)
+        lead = larger(1, smaller(earlier + 1, _LEAD_WORDS // moved)) * moved
+        held = 4 * steps * config["held"]
         others = _OTHERS + (0 if last else _CHANNELS_FIRST) + epilogue_registers(problem, 3 - outputs, 16)
         if not problem.epilogue.activation.is_exact:
             others += _ACTIVATION
         others += _STATISTICS * problem.epilogue.statistics
-        registers = round_up(held + max(columns // 2 + moved, lead) + others, 8)
-        resident = min(_MAX_RESIDENT, resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
+        registers = round_up(held + larger(columns // 2 + moved, lead) + others, 8)
+        resident = smaller(_MAX_RESIDENT, resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         return _Tiling(
             outputs=outputs,
             columns=columns,
@@ -181,6 +181,18 @@ _SHORT_LIST = tuple(
         (64, 128), ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)), (1, 0), _STRIPS
     )
 )
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
+@functools.cache
+def _wide_list() -> ConfigTable:
+    """The same with wide loads."""
+    return ConfigTable([Config({**config, "vector": 4}) for config in _SHORT_LIST])
+
 
 # Cycles of a multiprocessor: for a product of 16 elements by a column; of shared memory for 128 bytes; to stage a
 # pixel; of a block to lay out and store a row beside that, if at once or late, to begin a strip, and to lay out 8
@@ -268,50 +280,62 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             return Applicability(f"takes up to {_MAX_STEPS} products of four taps, not a filter of {problem.filter}")
         return refuse_tensors(problem)
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+    def is_valid_tiling(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = _Tiling.of(problem, config, device)
+        is_valid: bool = (tiling.moved <= _MOST_MOVED) & (tiling.registers <= _MAX_REGISTERS) & (tiling.resident > 0)
+        return is_valid
+
+    def is_of_size(self, problem: ProblemDescription, config: Config) -> bool:
         out_h, out_w = problem.out_spatial
         outputs = 1 + problem.conv.stride[1] % 2
-        rows, blocks = config["rows"], config["blocks"]
-        if rows * blocks > _MAX_WARPGROUPS or rows > min(out_h, config["strip"]):
-            return False
-        shorter = max((strip for strip in _STRIPS if rows <= strip < config["strip"]), default=0)
-        if shorter and ceil_div(out_h, shorter) == ceil_div(out_h, config["strip"]):
-            return False
-        if config["late"] and ceil_div(out_h, ceil_div(out_h, config["strip"])) <= rows:
-            return False  # a strip is one step
-        if config["tile_w"] >= 2 * max(64, ceil_div(out_w, outputs)):
-            return False
-        if blocks >= 1 + ceil_div(problem.k, _ROWS // outputs):
-            return False
-        if is_same_load(problem, config["vector"]):
-            return False
-        tiling = _Tiling.of(problem, config, device)
-        return tiling.moved <= _MOST_MOVED and tiling.registers <= _MAX_REGISTERS and tiling.resident > 0
+        rows, blocks, strip = config["rows"], config["blocks"], config["strip"]
 
-    def short_list(self) -> Sequence[Config]:
-        return _SHORT_LIST
+        def is_least(rows: int, strip: int) -> bool:
+            """Whether no shorter strips are as many."""
+            shorter = max((length for length in _STRIPS if rows <= length < strip), default=0)
+            return not shorter or ceil_div(out_h, shorter) != ceil_div(out_h, strip)
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        has_steps = ceil_div(out_h, ceil_div(out_h, strip)) > rows  # a strip
+        is_of_size: bool = (
+            (rows * blocks <= _MAX_WARPGROUPS)
+            & (rows <= smaller(out_h, strip))
+            & (mapped(is_least, rows, strip) == 1)
+            & ((config["late"] == 0) | has_steps)
+            & (config["tile_w"] < 2 * max(64, ceil_div(out_w, outputs)))
+            & (blocks < 1 + ceil_div(problem.k, _ROWS // outputs))
+            & (is_same_load(problem, config["vector"]) == 0)
+        )
+        return is_of_size
+
+    def short_list(self) -> ConfigTable:
+        return _short_list()
+
+    def ranked_list(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+        """With wide loads where these pay and fit."""
+        if problem.conv.stride[1] % 4 or problem.spatial[1] % 4:
+            return super().ranked_list(problem, device)
+        wide = _wide_list()
+        fitting = set(self.valid_of(problem, device, wide).configs)
+        pairs = zip(_SHORT_LIST, wide.configs, strict=True)
+        either = ConfigTable([wider if wider in fitting else config for config, wider in pairs])
+        return self.ranked_table(problem, device, self.valid_of(problem, device, either))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         """The least estimate of each kind, then the next of each; each stored late and at once, not estimated well."""
-        wide = problem.conv.stride[1] % 4 == 0 and problem.spatial[1] % 4 == 0
-
-        def loading(config: Config) -> Config:
-            """With wide loads where these pay and fit."""
-            wider = Config({**config, "vector": 4})
-            return wider if wide and self.is_valid_config(problem, device, wider) else config
-
-        ranked = self.ranked(problem, device, dict.fromkeys(map(loading, _SHORT_LIST)))
         turns: Counter[tuple[ConfigValue, ...]] = Counter()
 
-        def turn(config: Config) -> int:
-            kind = tuple(config[name] for name in self.kind)
+        def turn(each: EstimatedConfig) -> int:
+            kind = tuple(each.config[name] for name in self.kind)
             turns[kind] += 1
             return turns[kind]
 
-        ranked.sort(key=turn)
-        either = (Config({**config, "late": late}) for config in ranked for late in (1, 0))
-        valid = (config for config in either if self.is_valid_config(problem, device, config))
-        return tuple(itertools.islice(valid, _DEFAULTS))
+        likely = sorted(self.ranked_list(problem, device), key=turn)
+        either = (Config({**each.config, "late": late}) for each in likely for late in (1, 0))
+        valid = (config for config in either if self.is_of_size(problem, config))
+        return tuple(
+            EstimatedConfig(config, self.estimate_ms(problem, device, config))
+            for config in itertools.islice(valid, _DEFAULTS)
+        )
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
@@ -326,18 +350,20 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         moved_ms = 1e3 * problem.bytes / (_REACHED * device.bandwidth_bytes_per_s)
         groups, columns = tiling.threads // 128, tiling.columns
         staged = _STAGED * tiling.chunk_pixels
-        read = tiling.steps * (columns / 4 + (0 if config["held"] else 16))
+        read = tiling.steps * (columns / 4 + 16 * (1 - config["held"]))
         products = groups * tiling.steps * columns * _PRODUCT
-        busy = max(products, _SHARED * (groups * (read + 2.5 * columns) + staged))
-        alone = products + staged + _ROW[config["late"]]
+        busy = larger(products, _SHARED * (groups * (read + 2.5 * columns) + staged))
+        alone = products + staged + mapped(_ROW.__getitem__, config["late"])
         blocks = tiling.schedule.blocks
         turns = ceil_div(tiling.schedule.tiles * tiling.schedule.filter_tiles, blocks)
-        together = min(tiling.resident, ceil_div(blocks, device.sm_count))
-        strip = ceil_div(ceil_div(problem.out_spatial[0], tiling.strips), config["rows"]) * max(together * busy, alone)
+        together = smaller(tiling.resident, ceil_div(blocks, device.sm_count))
+        strip_steps = ceil_div(ceil_div(problem.out_spatial[0], tiling.strips), config["rows"])
+        strip = strip_steps * larger(together * busy, alone)
         begun = _STRIP + tiling.earlier * together * staged
         filters = _LAID * together * tiling.tile_k * tiling.outputs * tiling.steps
         busy_ms = 1e3 * (filters + turns * (begun + strip)) / device.clock_hz
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+        ms: float = _LAUNCH_MS + larger(moved_ms, busy_ms) + _EXPOSED * smaller(moved_ms, busy_ms)
+        return ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import larger, made, smaller
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -141,7 +142,7 @@ class StreamingCost:
         columns_again = tiles.columns * tiles.count / problem.out_spatial[1] - 1
         again = self.rows_again * (strips.steps / strips.rows - 1) + self.columns_again * columns_again
         moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
-        return float(self.launch_ms + max(moved_ms, busy_ms) + self.exposed * min(moved_ms, busy_ms))
+        return self.launch_ms + larger(moved_ms, busy_ms) + self.exposed * smaller(moved_ms, busy_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,24 +160,24 @@ class RowStreaming(StreamedRows):
     held_registers: int
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> RowStreaming:
         """Tiles of as many columns as the warps take, and strips that fill the device."""
         height, width, last = S2dRows.of(problem, 0), S2dRows.of(problem, 1), problem.y.layout.channels_last
         blocks, warps_m, warps_n, warps_k = (config[name] for name in ("blocks", "warps_m", "warps_n", "warps_k"))
         in_vector = math.gcd(8, problem.k if last else problem.out_spatial[1])
-        tiles = ColumnTiles.of(problem, width, 16 * blocks * warps_m, 1 if last else in_vector)
+        aligned = 1 if last else in_vector
+        tiles = made(lambda most: ColumnTiles.of(problem, width, most, aligned), 16 * blocks * warps_m)
         columns = tiles.columns
         steps, tap_blocks = ceil_div(problem.k, 16), ceil_div(problem.filter[1] * problem.c, 8)
         pitch = 32 * steps + 16 if last else 2 * columns + 16
         product_floats = completed_floats(problem, warps_k, columns)
         laid = round_up(2 * problem.w.size, 16) + 256 * steps * problem.filter[0] * tap_blocks
         staged = config["stages"] * pitch * (columns if last else 16 * steps)
-        shared_bytes = staged + max(8 * product_floats, laid)
+        shared_bytes = staged + larger(8 * product_floats, laid)
         held = problem.filter[0] * ceil_div(tap_blocks, warps_n) * (4 * blocks + 2 * ceil_div(steps, warps_k))
         registers = round_up(held + 48, 8)
         limits = SmLimits.of(device)
-        resident = min(config["resident"], resident_blocks(registers, 32 * warps(config), shared_bytes, limits))
+        resident = smaller(config["resident"], resident_blocks(registers, 32 * warps(config), shared_bytes, limits))
         return RowStreaming(
             height=height,
             width=width,
@@ -189,16 +190,17 @@ class RowStreaming(StreamedRows):
             product_floats=product_floats,
             shared_bytes=shared_bytes,
             resident=resident,
-            strips=Strips.of(height, problem.n, tiles.count, device.sm_count * max(1, resident)),
+            strips=Strips.of(height, problem.n, tiles.count, device.sm_count * larger(1, resident)),
         )
 
 
 def warps(config: Config) -> int:
     """Of a thread block."""
-    return int(config["warps_m"] * config["warps_n"] * config["warps_k"])
+    count: int = config["warps_m"] * config["warps_n"] * config["warps_k"]
+    return count
 
 
 def completed_floats(problem: ProblemDescription, warps_k: int, columns: int) -> int:
     """Shared memory for the products of the rows of dx that a row of dy completes, of every slice of the filters."""
     rows = min(problem.conv.stride[0], problem.filter[0])
-    return int(rows * warps_k * round_up(problem.filter[1] * problem.c, 2) * (round_up(columns - 12, 32) + 12))
+    return rows * warps_k * round_up(problem.filter[1] * problem.c, 2) * (round_up(columns - 12, 32) + 12)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import chosen, larger, made, mapped, smaller
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -69,26 +70,34 @@ class RowStreamingTf32(StreamedRows):
     warp_blocks: int
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> RowStreamingTf32:
         """Tiles of as many columns as the warps take, and strips that fill the device."""
         height, width, last = S2dRows.of(problem, 0), S2dRows.of(problem, 1), problem.y.layout.channels_last
         blocks, warps_m, warps_n, warps_k = (config[name] for name in ("blocks", "warps_m", "warps_n", "warps_k"))
         in_vector, tiles = _in_vector(problem), column_tiles(problem, blocks * warps_m)
-        taps, steps = TapBlocks.of(problem, warps_n), round_up(ceil_div(problem.k, 8), warps_k)
+        taps, steps = made(functools.partial(TapBlocks.of, problem), warps_n), round_up(ceil_div(problem.k, 8), warps_k)
         warp_steps, warp_blocks = steps // warps_k, taps.groups * ceil_div(taps.count, warps_n)
         products, product_floats = products_of_tf32(problem), completed_floats(problem, warps_k, tiles.columns)
         row_bytes = (32 * steps + 16) * tiles.columns if last else 32 * steps * (round_up(tiles.columns - 8, 32) + 8)
-        laid = 256 * steps * taps.groups * taps.count if config["filters"] == "shared" else 0
+        is_shared = config["filters"] == "shared"
+        laid = chosen(is_shared, 256 * steps * taps.groups * taps.count, 0)
         shared_bytes = config["stages"] * row_bytes + laid + 8 * product_floats
-        held = 0 if config["filters"] == "shared" else (4 if products == 3 else 2) * warp_steps * warp_blocks
-        most = min(_CHUNKS[blocks], warp_steps if held else _CHUNK_WITH_READS)
-        for chunk in (size for size in range(most, 0, -1) if warp_steps % size == 0):
+        held = chosen(is_shared, 0, (4 if products == 3 else 2) * warp_steps * warp_blocks)
+        most = smaller(mapped(_CHUNKS.__getitem__, blocks), chosen(is_shared, _CHUNK_WITH_READS, warp_steps))
+
+        def taken(chunk: int) -> tuple[int, int]:
+            """Registers, and blocks of a multiprocessor."""
             registers = _registers(blocks, chunk, products, warp_blocks, held)
             fitting = resident_blocks(registers, 32 * warps(config), shared_bytes, SmLimits.of(device))
-            resident = min(config["resident"], fitting)
-            if resident == config["resident"] and registers <= MAX_REGISTERS:
-                break
+            return registers, smaller(config["resident"], fitting)
+
+        chunk, (registers, resident) = 1, taken(1)
+        for size in range(2, max(_CHUNKS.values()) + 1):
+            needed, held_at_once = taken(size)
+            fits = (held_at_once == config["resident"]) & (needed <= MAX_REGISTERS)
+            takes = (size <= most) & (warp_steps % size == 0) & fits
+            chunk, registers = chosen(takes, size, chunk), chosen(takes, needed, registers)
+            resident = chosen(takes, held_at_once, resident)
         return RowStreamingTf32(
             height=height,
             width=width,
@@ -103,7 +112,7 @@ class RowStreamingTf32(StreamedRows):
             product_floats=product_floats,
             shared_bytes=shared_bytes,
             resident=resident,
-            strips=Strips.of(height, problem.n, tiles.count, device.sm_count * max(1, resident)),
+            strips=Strips.of(height, problem.n, tiles.count, device.sm_count * larger(1, resident)),
         )
 
 
@@ -114,12 +123,12 @@ def _in_vector(problem: ProblemDescription) -> int:
 def column_tiles(problem: ProblemDescription, blocks: int) -> ColumnTiles:
     """Tiles of columns of dy for so many blocks of 16 outputs."""
     aligned = 1 if problem.y.layout.channels_last else _in_vector(problem)
-    return ColumnTiles.of(problem, S2dRows.of(problem, 1), 16 * blocks, aligned)
+    return made(lambda most: ColumnTiles.of(problem, S2dRows.of(problem, 1), most, aligned), 16 * blocks)
 
 
 def _registers(blocks: int, chunk: int, products: int, warp_blocks: int, held: int) -> int:
     """Those of a thread: accumulators, filters that are held, fragments of dy and of filters at work, and the rest."""
-    beside = 1 if products == 1 or blocks >= 3 else 2
+    beside = chosen((products == 1) | (blocks >= 3), 1, 2)
     parts = 2 if products == 3 else 1
     at_work = 4 * parts * blocks * chunk + 2 * parts * chunk * beside + (4 * blocks * beside if products == 3 else 0)
     ahead = _read_ahead(chunk, products, held)
@@ -128,8 +137,5 @@ def _registers(blocks: int, chunk: int, products: int, warp_blocks: int, held: i
 
 def _read_ahead(chunk: int, products: int, held: int) -> int:
     """Registers of what ptxas reads ahead, as 1,500 configurations for sm_90a tell where more would spill."""
-    if not held:
-        return 16 if products == 1 else 24
-    if products == 1:
-        return 8
-    return 56 if chunk == 1 else 0
+    beside_held = 8 if products == 1 else chosen(chunk == 1, 56, 0)
+    return chosen(held == 0, 16 if products == 1 else 24, beside_held)

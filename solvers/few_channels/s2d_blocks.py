@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.columns import chosen, larger, smaller
 from miofind.solvers.common.correlation import ceil_div
 
 _BEGIN_ROWS = 3  # what the beginning of a strip costs, in rows
@@ -110,8 +111,12 @@ class Strips:
             turns = ceil_div(images * tiles * ceil_div(every, rows), slots)
             return turns * (rows + height.met - 1 + _BEGIN_ROWS)
 
-        choices = [ceil_div(every, max(1, min(every, turns * slots // (images * tiles)))) for turns in range(1, 5)]
-        rows = min(choices, key=cost)
+        def choice(turns: int) -> int:
+            return ceil_div(every, larger(1, smaller(every, turns * slots // (images * tiles))))
+
+        rows = choice(1)
+        for other in map(choice, range(2, 5)):
+            rows = chosen(cost(other) < cost(rows), other, rows)
         row_strips = ceil_div(every, rows)
         return Strips(
             rows=rows,

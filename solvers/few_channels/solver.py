@@ -5,6 +5,7 @@ Which kernels and configurations each has is its own.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.columns import ConfigTable
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue
 from miofind.solvers.few_channels.window_rows import refuse_windows
 
@@ -61,12 +63,19 @@ class FewChannelsSolver(Solver):
     alignment_bytes = 16
 
     @abstractmethod
-    def short_list(self) -> Sequence[Config]:
-        """Configurations that default_configs ranks by estimate."""
+    def short_list(self) -> ConfigTable:
+        """Configurations that the defaults are chosen among by estimate."""
 
-    def likely(self, problem: ProblemDescription) -> Sequence[Config]:
-        """Those of them that may be valid."""
-        return self.short_list()
+    def is_of_size(self, problem: ProblemDescription, config: Config) -> bool:
+        """Whether a configuration, or each of a table, is none that another does the work of; asked first."""
+        return True
+
+    @abstractmethod
+    def is_valid_tiling(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        """Whether a block, a thread and a grid have what a configuration of the size takes; the same of a table."""
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        return bool(self.is_of_size(problem, config)) and bool(self.is_valid_tiling(problem, device, config))
 
     def refuse_problem(self, problem: ProblemDescription) -> Applicability:
         """Why no configuration can compute a problem of its direction; APPLICABLE if one may."""
@@ -94,17 +103,35 @@ class FewChannelsSolver(Solver):
             return Applicability(f"computes {self.direction} only, not {problem.direction}")
         if (answer := self.refuse_problem(problem)).refused:
             return answer
-        if not any(self.is_valid_config(problem, device, config) for config in self.likely(problem)):
+        if not _valid_list(self, problem, device).configs:
             sizes = f"k={problem.k} filter {problem.filter} stride {problem.conv.stride}"
             return Applicability(f"filters or strides are too large for a block: {sizes}")
         return APPLICABLE
 
+    def valid_of(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> ConfigTable:
+        """The valid ones of a table: of those of the size."""
+        of_size = table.valid(functools.partial(self.is_of_size, problem))
+        return of_size.valid(functools.partial(self.is_valid_tiling, problem, device)) if of_size.configs else of_size
+
+    def ranked_list(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+        """The short list as far as it is valid, the least estimate first."""
+        return self.ranked_table(problem, device, _valid_list(self, problem, device))
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        chosen: list[Config] = []
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        chosen: list[EstimatedConfig] = []
         alike: Counter[tuple[ConfigValue, ...]] = Counter()
-        for config in self.ranked(problem, device, self.likely(problem)):
-            kind = tuple(config[name] for name in self.kind)
+        for each in self.ranked_list(problem, device):
+            kind = tuple(each.config[name] for name in self.kind)
             alike[kind] += 1
             if alike[kind] <= self.most_alike:
-                chosen.append(config)
+                chosen.append(each)
         return tuple(chosen[:_DEFAULTS])
+
+
+@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
+def _valid_list(solver: FewChannelsSolver, problem: ProblemDescription, device: Device) -> ConfigTable:
+    """The short list as far as it is valid."""
+    return solver.valid_of(problem, device, solver.short_list())

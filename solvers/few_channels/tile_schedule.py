@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.columns import larger, smaller
 from miofind.solver.structs import Struct
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divide_by
@@ -48,7 +49,7 @@ class TileSchedule:
             image_tiles=image_tiles,
             row_tiles=image[1],
             tiles=tiles,
-            step=min(ceil_div(tiles, least), max(1, slots // filter_tiles)),
+            step=smaller(ceil_div(tiles, least), larger(1, slots // filter_tiles)),
         )
 
     @property

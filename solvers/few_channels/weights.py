@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import (
     Config,
@@ -69,7 +70,6 @@ class _Tiling:
     schedule: TileSchedule
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         tile = WindowTile.of(problem, config["tile_h"], config["tile_w"], config["vector"])
         tile_k, threads = config["tile_k"], 32 * config["warps_y"] * config["warps_k"] * config["warps_p"]
@@ -80,13 +80,14 @@ class _Tiling:
         slots = round_up(tile.windows, 16)
         pitch = 2 * tile_k + 16 if last else round_up(2 * tile.outputs * slots, 32) + 16
         staged = config["stages"] * pitch * (tile.outputs * slots if last else tile_k) + 2 * tile.input_tile_bytes
-        shared_bytes = max(staged, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
+        shared_bytes = larger(staged, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
         moved = tile.input_tile_load(problem.c, threads).registers
-        words = 4 * ceil_div(row_words, 2) * min(2, rows) + (0 if last or tile.outputs == rows == 1 else 8)
+        words = 4 * ceil_div(row_words, 2) * smaller(2, rows)
+        words += 0 if last else chosen((tile.outputs == 1) & (rows == 1), 0, 8)
         registers = accumulators + moved + 4 * filters * tile.outputs + words
-        registers = max(_FEWEST_REGISTERS, round_up(registers + _OTHER_REGISTERS, 8))
+        registers = larger(_FEWEST_REGISTERS, round_up(registers + _OTHER_REGISTERS, 8))
         fitting = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
-        resident = min(fitting, config["resident"])
+        resident = smaller(fitting, config["resident"])
         return _Tiling(
             tile=tile,
             row_words=row_words,
@@ -173,6 +174,12 @@ _SHORT_LIST = (
     ),
 )
 
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,
 # to load a vector of dy, and to reduce an accumulator among warps; cycles that a block waits for a tile, and a warp for
 # a block of windows and for a product. How often partials move as long as memory would take. Share of the time to move
@@ -219,33 +226,37 @@ class ConvFirstLayerWeights(FewChannelsSolver):
     }
     sources = ("few_channels/weights.cu",)
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        out_h, out_w = problem.out_spatial
-        if config["tile_h"] >= 2 * out_h or config["tile_w"] >= 2 * max(32, out_w):
-            return False
-        if config["tile_k"] >= 32 + round_up(problem.k, 16) or is_same_load(problem, config["vector"]):
-            return False
-        if config["tile_h"] * config["tile_w"] > _MOST_OUTPUTS:
-            return False
-        taps_y, warps_y = problem.filter[0], config["warps_y"]
-        if ceil_div(taps_y, ceil_div(taps_y, warps_y)) != warps_y:
-            return False  # a warp would have no rows
-        if config["tile_k"] // 16 % config["warps_k"]:
-            return False
-        warps = config["warps_y"] * config["warps_k"] * config["warps_p"]
-        if not 4 <= warps <= _MAX_WARPS:
-            return False
+    def is_valid_tiling(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config, device)
-        if tiling.accumulators > _MAX_ACCUMULATORS or tiling.registers > _MAX_REGISTERS:
-            return False
-        if tiling.resident < config["resident"]:
-            return False
-        if tiling.split_k(problem).bytes > _MAX_WORKSPACE_BYTES:
-            return False
-        return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        is_valid: bool = (
+            (tiling.accumulators <= _MAX_ACCUMULATORS)
+            & (tiling.registers <= _MAX_REGISTERS)
+            & (tiling.resident >= config["resident"])
+            & (tiling.split_k(problem).bytes <= _MAX_WORKSPACE_BYTES)
+            & (tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES))
+        )
+        return is_valid
 
-    def short_list(self) -> Sequence[Config]:
-        return _SHORT_LIST
+    def is_of_size(self, problem: ProblemDescription, config: Config) -> bool:
+        out_h, out_w = problem.out_spatial
+        taps_y, warps_y = problem.filter[0], config["warps_y"]
+        warps = config["warps_y"] * config["warps_k"] * config["warps_p"]
+        has_rows = ceil_div(taps_y, ceil_div(taps_y, warps_y)) == warps_y  # each warp
+        is_of_size: bool = (
+            (config["tile_h"] < 2 * out_h)
+            & (config["tile_w"] < 2 * max(32, out_w))
+            & (config["tile_k"] < 32 + round_up(problem.k, 16))
+            & (is_same_load(problem, config["vector"]) == 0)
+            & (config["tile_h"] * config["tile_w"] <= _MOST_OUTPUTS)
+            & has_rows
+            & (config["tile_k"] // 16 % config["warps_k"] == 0)
+            & (warps >= 4)
+            & (warps <= _MAX_WARPS)
+        )
+        return is_of_size
+
+    def short_list(self) -> ConfigTable:
+        return _short_list()
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
@@ -261,15 +272,16 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         reads = turn * warps_p * (filters * warps_y + rows * ceil_div(tiling.row_words, 2) * warps_k)
         staged = tile.in_rows * tile.in_columns
         loaded = tile.outputs * tile.windows * config["tile_k"] / tiling.out_vector
-        moved = _STAGED[tile.vector] * staged + _LOADED * loaded
-        busy = max(_PRODUCT * products, _READ * reads) + moved
+        moved = mapped(_STAGED.__getitem__, tile.vector) * staged + _LOADED * loaded
+        busy = larger(_PRODUCT * products, _READ * reads) + moved
         alone = _TILE + turn * _BLOCK + _LATENCY * products / (warps_y * warps_k * warps_p) + moved
         turns = ceil_div(tiling.schedule.tiles, splits)
-        together = min(tiling.resident, ceil_div(tiling.schedule.blocks, device.sm_count))
-        cycles = _JOIN * warps_p * tiling.accumulators * together + turns * max(together * busy, alone)
+        together = smaller(tiling.resident, ceil_div(tiling.schedule.blocks, device.sm_count))
+        cycles = _JOIN * warps_p * tiling.accumulators * together + turns * larger(together * busy, alone)
         partials_ms = _PARTIALS * 1e3 * 4 * splits * problem.w.size / device.bandwidth_bytes_per_s
         busy_ms = 1e3 * cycles / device.clock_hz
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + partials_ms)
+        ms: float = _LAUNCH_MS + larger(moved_ms, busy_ms) + _EXPOSED * smaller(moved_ms, busy_ms) + partials_ms
+        return ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, divisor, larger, mapped, smaller
 from miofind.solver.occupancy import SmLimits, resident_blocks
+from miofind.solver.solver import EstimatedConfig
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -91,20 +93,19 @@ class _Tiling:
     schedule: TileSchedule
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 11)  # a ranking asks to check a configuration, then to estimate it
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         (out_h, out_w), (stride_y, stride_x) = problem.out_spatial, problem.conv.stride
         (taps_y, taps_x), last = problem.filter, problem.y.layout.channels_last
         column_tiles = ceil_div(out_w, config["tile_w"])
-        tile_h, tile_w = min(config["tile_h"], out_h), round_up(ceil_div(out_w, column_tiles), 8)
-        tile_k = min(config["tile_k"], round_up(problem.k, 8))
+        tile_h, tile_w = smaller(config["tile_h"], out_h), round_up(ceil_div(out_w, column_tiles), 8)
+        tile_k = smaller(config["tile_k"], round_up(problem.k, 8))
         warpgroups_k, warpgroups_s, tap_pairs = ceil_div(tile_k, 64), config["groups_s"], ceil_div(taps_x, 2)
         row_groups = ceil_div(taps_y, _MOST_ROWS)
         column_blocks = ceil_div(taps_y, row_groups)
         consumers, producers = 128 * warpgroups_k * warpgroups_s, config["loaders"]
         threads = consumers + 128 * producers
         # The input tile of x.
-        in_vector = math.gcd(config["vector"], problem.spatial[1])
+        in_vector = divisor(config["vector"], problem.spatial[1])
         offset = -problem.conv.pad_before[1] % in_vector
         columns = round_up(offset + (tile_w - 1) * stride_x + taps_x, in_vector)
         rows = (tile_h - 1) * stride_y + taps_y
@@ -115,20 +116,20 @@ class _Tiling:
         loads = ceil_div(rows * columns, in_vector * 128)
         # Outputs.
         blocks, steps = tile_k // 8, ceil_div(tile_h * tile_w, 16)
-        block_pitch = 128 + (16 * max(1, 8 // blocks) if last else 0)
-        out_bytes = 2 * steps * (blocks * block_pitch + (0 if last else 16 * max(1, 64 // tile_w)))
-        spare = max((8 * warpgroups_k - blocks) * block_pitch, (row_groups * column_blocks - taps_y) * pitch)
+        block_pitch = 128 + (16 * larger(1, 8 // blocks) if last else 0)
+        out_bytes = 2 * steps * (blocks * block_pitch + (0 if last else 16 * larger(1, 64 // tile_w)))
+        spare = larger((8 * warpgroups_k - blocks) * block_pitch, (row_groups * column_blocks - taps_y) * pitch)
         shared_bytes = _STAGES * (out_bytes + rows * pitch) + spare
         accumulators = 4 * tap_pairs // warpgroups_s * row_groups * column_blocks
         out_vector = math.gcd(8, problem.k if last else out_w)
         places = ceil_div(tile_w * tile_k // out_vector, 128)
         out_loads = tile_h * places
         # Values, and where they come from and go.
-        load_registers = loads * (problem.c * max(1, in_vector // 2) + 2)
+        load_registers = loads * (problem.c * larger(1, in_vector // 2) + 2)
         load_registers += out_loads * max(1, out_vector // 2) + 2 * places
-        registers = max(_FEWEST_REGISTERS, round_up(max(accumulators, load_registers) + _OTHER_REGISTERS, 8))
+        registers = larger(_FEWEST_REGISTERS, round_up(larger(accumulators, load_registers) + _OTHER_REGISTERS, 8))
         resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
-        resident = min(resident, config["resident"])
+        resident = smaller(resident, config["resident"])
         image = ceil_div(out_h, tile_h), column_tiles
         return _Tiling(
             tile_h=tile_h,
@@ -219,6 +220,12 @@ _SHORT_LIST = Config.product(
     }
 )
 
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
 # Cycles of a multiprocessor for 128 bytes that products read of shared memory, or for 8 columns of a product, whichever
 # takes longer; of a thread to load and to write a vector of x, and of dy; from a load to what it loads, and that a tile
 # takes at least. Bytes a multiprocessor has on their way when memory is busy. How often partials move as long as memory
@@ -264,52 +271,62 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
     }
     sources = ("few_channels/weights_wgmma.cu",)
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        out_h, out_w = problem.out_spatial
-        if config["tile_h"] >= 2 * out_h:
-            return False
-        if config["tile_k"] >= 64 + round_up(problem.k, 64):
-            return False
-        tile_w, vector = config["tile_w"], config["vector"]
-        if any(less < tile_w and ceil_div(out_w, less) == ceil_div(out_w, tile_w) for less in _WIDTHS):
-            return False  # tiles are the same
-        if vector > 2 and problem.spatial[1] % vector:
-            return False  # as a lower limit
-        if ceil_div(problem.filter[1], 2) % config["groups_s"]:
-            return False
+    def is_valid_tiling(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = _Tiling.of(problem, config, device)
-        if tiling.threads > _MAX_THREADS or tiling.steps > _MAX_STEPS or tiling.accumulators > _MAX_ACCUMULATORS:
-            return False
-        words = problem.c * max(1, tiling.in_vector // 2)
-        if tiling.loads > min(_HELD_LOADS, _HELD_WORDS // words):
-            return False
-        if tiling.out_loads * max(1, tiling.out_vector // 2) > _HELD_OUT_WORDS:
-            return False
-        if tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
-            return False
-        if config["loaders"] > max(1, ceil_div(tiling.schedule.tiles, tiling.schedule.step)):
-            return False  # a block has fewer tiles
-        if config["least"] > 1 and tiling.schedule.tiles >= config["least"] * device.sm_count * tiling.resident:
-            return False  # blocks have as many anyway
-        if tiling.split_k(problem).bytes > _MAX_WORKSPACE_BYTES:
-            return False
-        return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        schedule = tiling.schedule
+        words = problem.c * larger(1, tiling.in_vector // 2)
+        has_tiles = config["loaders"] <= larger(1, ceil_div(schedule.tiles, schedule.step))
+        # With as many tiles as that, blocks have the least number anyway.
+        has_few = schedule.tiles < config["least"] * device.sm_count * tiling.resident
+        is_valid: bool = (
+            (tiling.threads <= _MAX_THREADS)
+            & (tiling.steps <= _MAX_STEPS)
+            & (tiling.accumulators <= _MAX_ACCUMULATORS)
+            & (tiling.loads <= smaller(_HELD_LOADS, _HELD_WORDS // words))
+            & (tiling.out_loads * max(1, tiling.out_vector // 2) <= _HELD_OUT_WORDS)
+            & (tiling.registers <= _MAX_REGISTERS)
+            & (tiling.resident >= config["resident"])
+            & has_tiles
+            & ((config["least"] == 1) | has_few)
+            & (tiling.split_k(problem).bytes <= _MAX_WORKSPACE_BYTES)
+            & (tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES))
+        )
+        return is_valid
 
-    def short_list(self) -> Sequence[Config]:
-        return _SHORT_LIST
+    def is_of_size(self, problem: ProblemDescription, config: Config) -> bool:
+        out_h, out_w = problem.out_spatial
+        vector = config["vector"]
 
-    def ranked(self, problem: ProblemDescription, device: Device, configs: Iterable[Config]) -> list[Config]:
-        """By estimate; of those with the same tiles, loaders and blocks of a multiprocessor, the first alone."""
-        chosen: dict[tuple[ConfigValue, ...], Config] = {}
-        for config in super().ranked(problem, device, configs):
-            chosen.setdefault(tuple(config[name] for name in (*self.kind, "tile_h", "tile_w", "tile_k")), config)
-        return list(chosen.values())
+        def least_width(width: int) -> int:
+            """The smallest that gives as many tiles."""
+            return min(less for less in _WIDTHS if ceil_div(out_w, less) == ceil_div(out_w, width))
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        is_of_size: bool = (
+            (config["tile_h"] < 2 * out_h)
+            & (config["tile_k"] < 64 + round_up(problem.k, 64))
+            & (mapped(least_width, config["tile_w"]) == config["tile_w"])
+            & ((vector == 2) | (problem.spatial[1] % vector == 0))  # else as with a lower limit
+            & (ceil_div(problem.filter[1], 2) % config["groups_s"] == 0)
+        )
+        return is_of_size
+
+    def short_list(self) -> ConfigTable:
+        return _short_list()
+
+    def ranked_list(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+        """Of those with the same tiles, loaders and blocks of a multiprocessor the first alone."""
+        first: dict[tuple[ConfigValue, ...], EstimatedConfig] = {}
+        for each in super().ranked_list(problem, device):
+            first.setdefault(tuple(each.config[name] for name in (*self.kind, "tile_h", "tile_w", "tile_k")), each)
+        return list(first.values())
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         """Those of the least estimates, and the first with longer loads: estimates do not tell these apart."""
-        chosen = super().default_configs(problem, device)
-        longer = Config({**chosen[0], "vector": 8})
-        return (*chosen[:-1], longer) if self.is_valid_config(problem, device, longer) else chosen
+        likely = super().estimated_defaults(problem, device)
+        longer = Config({**likely[0].config, "vector": 8})
+        if not self.is_valid_config(problem, device, longer):
+            return likely
+        return (*likely[:-1], EstimatedConfig(longer, self.estimate_ms(problem, device, longer)))
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
@@ -318,22 +335,23 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
         tiling = _Tiling.of(problem, config, device)
         row_groups = ceil_div(problem.filter[0], tiling.column_blocks)
         products = tiling.steps * tiling.warpgroups_k * tiling.tap_pairs * row_groups
-        multiplied = products * max(_COLUMNS * tiling.column_blocks, _READ * (16 + 2 * tiling.column_blocks))
+        multiplied = products * larger(_COLUMNS * tiling.column_blocks, _READ * (16 + 2 * tiling.column_blocks))
         moved = _STAGED * tiling.loads + _LOADED * tiling.out_loads
-        alone = max(multiplied, (moved + _LATENCY) / config["loaders"]) + _TILE
+        alone = larger(multiplied, (moved + _LATENCY) / config["loaders"]) + _TILE
         # What loads wait for their own instructions, four warpgroups need not.
-        busy = max(multiplied, moved / 4)
+        busy = larger(multiplied, moved / 4)
         turns = ceil_div(tiling.schedule.tiles, tiling.schedule.step)
-        together = min(tiling.resident, ceil_div(tiling.schedule.blocks, device.sm_count))
-        busy_ms = 1e3 * turns * max(together * busy, alone) / device.clock_hz
+        together = smaller(tiling.resident, ceil_div(tiling.schedule.blocks, device.sm_count))
+        busy_ms = 1e3 * turns * larger(together * busy, alone) / device.clock_hz
         # Memory is busy if enough is on its way; edges of tiles are moved, too.
         slots = tiling.tile_h * tiling.tile_w
         y_share = tiling.schedule.tiles * slots * tiling.schedule.filter_tiles * tiling.tile_k / problem.y.size
         under_way = together * config["loaders"] * 2 * slots * tiling.tile_k
-        moved_bytes = problem.bytes * max(1.0, _BUSY_BYTES / under_way) * (1 + 0.25 * (y_share - 1))
+        moved_bytes = problem.bytes * larger(1.0, _BUSY_BYTES / under_way) * (1 + 0.25 * (y_share - 1))
         moved_ms = 1e3 * moved_bytes / device.bandwidth_bytes_per_s
         partials_ms = _PARTIALS * 1e3 * tiling.split_k(problem).bytes / device.bandwidth_bytes_per_s
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + partials_ms)
+        ms: float = _LAUNCH_MS + larger(moved_ms, busy_ms) + _EXPOSED * smaller(moved_ms, busy_ms) + partials_ms
+        return ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)

@@ -6,11 +6,11 @@ hold four channels: of each row pixels side by side. Pure arithmetic on shapes.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.columns import chosen, divisor, larger, smaller
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import refuse_tensors
@@ -66,7 +66,6 @@ class WindowTile:
     flat: bool
 
     @staticmethod
-    @functools.lru_cache(maxsize=256)  # configurations have few of these
     def of(problem: ProblemDescription, tile_h: int, tile_w: int, most: int = _MOST) -> WindowTile:
         """Tiles of at most `tile_h` rows and `tile_w` columns, as equal as may be, with vectors of at most `most`."""
         (out_h, out_w), (stride_y, stride_x), (taps_y, taps_x) = (
@@ -75,12 +74,12 @@ class WindowTile:
             problem.filter,
         )
         column_tiles = ceil_div(out_w, tile_w)
-        tile_h = min(tile_h, out_h)
-        tile_w = out_w if column_tiles == 1 else round_up(ceil_div(out_w, column_tiles), 8)
+        tile_h = smaller(tile_h, out_h)
+        tile_w = chosen(column_tiles == 1, out_w, round_up(ceil_div(out_w, column_tiles), 8))
         outputs = 1 + stride_x % 2
         row_windows = ceil_div(tile_w, outputs)
         row_steps = ceil_div(_MAX_CHANNELS * (taps_x + (outputs - 1) * stride_x), 16)
-        vector = math.gcd(most, problem.spatial[1])
+        vector = divisor(most, problem.spatial[1])
         offset = -problem.conv.pad_before[1] % vector
         met = offset + (row_windows - 1) * outputs * stride_x + 4 * row_steps
         in_rows, in_columns = (tile_h - 1) * stride_y + taps_y, round_up(met, vector)
@@ -97,7 +96,7 @@ class WindowTile:
             in_rows=in_rows,
             in_columns=in_columns,
             row_words=round_up(offset % 2 + in_columns, 16) // 2,
-            flat=tile_w == out_w and (tile_h == 1 or tile_w % outputs == 0),
+            flat=(tile_w == out_w) & ((tile_h == 1) | (tile_w % outputs == 0)),
         )
 
     @property
@@ -113,25 +112,24 @@ class WindowTile:
     def input_tile_load(self, channels: int, threads: int) -> InputTileLoad:
         """How each of `threads` threads moves an input tile: InputTileLoader of few_channels/input_tile.cuh."""
         loads = ceil_div(self.in_rows * self.in_columns, self.vector * threads)
-        words = channels * max(1, self.vector // 2)
-        most = min(_HELD_WORDS // words, _HELD_LOADS)
-        at_once = min(loads, most)
+        words = channels * larger(1, self.vector // 2)
+        most = smaller(_HELD_WORDS // words, _HELD_LOADS)
+        at_once = smaller(loads, most)
         addresses = (8 + at_once) * self.outputs if self.outputs > 1 or channels == _MAX_CHANNELS else at_once
-        if self.vector == _MOST:
-            addresses = 0  # few loads, whose addresses are not kept
+        addresses = chosen(self.vector == _MOST, 0, addresses)  # of few loads they are not kept
         return InputTileLoad(registers=at_once * words + addresses, is_whole=loads <= most)
 
     def channels_first_vector(self, problem: ProblemDescription) -> int:
         """Elements of a channel of y that move at once and lie within a row of a tile, or within its rows."""
         out_h, out_w = problem.out_spatial
-        if self.flat and self.tile_w % self.outputs == 0:
-            return math.gcd(_MOST, out_h * out_w, self.tile_h * out_w)
-        return math.gcd(_MOST, out_w, self.tile_w)
+        within_rows = divisor(_MOST, out_h * out_w, self.tile_h * out_w)
+        is_flat = self.flat & (self.tile_w % self.outputs == 0)
+        return chosen(is_flat, within_rows, divisor(_MOST, out_w, self.tile_w))
 
 
 def is_same_load(problem: ProblemDescription, most: int) -> bool:
     """Whether rows of x have no vectors of `most` elements, so that a lower limit means the same."""
-    return most > 2 and math.gcd(_MOST, problem.spatial[1]) < most
+    return (most > 2) & (math.gcd(_MOST, problem.spatial[1]) < most)
 
 
 def refuse_windows(problem: ProblemDescription) -> Applicability:

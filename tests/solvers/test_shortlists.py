@@ -281,10 +281,36 @@ def test_a_shortlist_of_transposed_products_is_that_of_tilings_made_anew() -> No
             assert found == expected, (problem, tiling.config)
 
 
-def test_what_may_be_valid_of_first_layers_leaves_nothing_out() -> None:
-    solver = Registry.default()["ConvFirstLayerDataRowsTf32"]
+def of_few_channels(problem: ProblemDescription) -> ProblemDescription:
+    """The same of three channels, in one group."""
+    conv, shape = problem.conv, problem.x.shape
+    return ProblemDescription.convolution(
+        x=(min(shape[0], 64), 3, *shape[2:]),
+        w=(min(problem.k, 128), 3, *problem.w.shape[2:]),
+        padding=tuple(zip(conv.pad_before, conv.pad_after, strict=True)),
+        stride=conv.stride,
+        dtype=problem.x.dtype,
+        layout=problem.x.layout,
+        direction=problem.direction,
+        math=problem.math,
+    )
+
+
+FIRST_LAYERS = [name for name, solver in Registry.default().items() if isinstance(solver, FewChannelsSolver)]
+
+
+@pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
+@pytest.mark.parametrize("solver_id", FIRST_LAYERS)
+def test_a_table_of_first_layers_is_ranked_as_each_configuration_by_itself(solver_id: str, device: Device) -> None:
+    solver = Registry.default()[solver_id]
     assert isinstance(solver, FewChannelsSolver)
-    for problem in solver.examples():
-        likely = set(solver.likely(problem))
-        assert likely < set(solver.short_list())
-        assert likely >= {each for each in solver.short_list() if solver.is_valid_config(problem, H200, each)}, problem
+    others = (each for each in drawn(80, 10) if max(each.conv.dilation) == 1 and each.spatial_dims == 2)
+    every = [*solver.examples(), *map(of_few_channels, others)]
+    problems = [problem for problem in every if solver.applicability(problem, device)][:12]
+    assert problems or device is SMALL
+    for problem in problems:
+        table = solver.short_list()
+        plain = solver.ranked(problem, device, table.configs)
+        estimates = [solver.estimate_ms(problem, device, config) for config in plain]
+        valid = solver.valid_of(problem, device, table)
+        assert list(solver.ranked_table(problem, device, valid)) == list(zip(plain, estimates, strict=True)), problem
