@@ -29,7 +29,7 @@ Made = TypeVar("Made")
 class ConfigTable(Mapping[str, Any]):
     """Configurations of the same parameters as if they were one.
 
-    Values are arrays with a place for each, or what all have alike.
+    Values are arrays with a place for each, or what all have alike. A table is equal to itself alone.
     """
 
     def __init__(self, configs: Sequence[Config], columns: Mapping[str, Any] | None = None) -> None:
@@ -50,6 +50,9 @@ class ConfigTable(Mapping[str, Any]):
     def as_config(self) -> Config:
         """The table for functions that take one configuration and do arithmetic on its values alone."""
         return cast(Config, self)
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
     def __getitem__(self, name: str) -> Any:
         return self._columns[name]

@@ -255,20 +255,27 @@ def _is_inside(axis: Axis) -> bool:
 def _simplified(product: Product) -> Product:
     """The same with as few digits as possible; coordinates that a window checks keep theirs."""
     a, b, out, window = product.a, product.b, product.out, product.window
-    m, n, k = product.m, product.n, product.k
+    m, of_m = product.m, (a.mn_strides, out.m_strides)
+    n, of_n = product.n, (b.mn_strides, out.n_strides)
+    k, of_k = product.k, (a.k_strides, b.k_strides)
     if window is None or not window.of_a:
-        m, (a_m, out_m) = _merged(m, (a.mn_strides, out.m_strides))
-        a, out = replace(a, mn_strides=a_m), replace(out, m_strides=out_m)
+        m, of_m = _merged(m, of_m)
     if window is None or window.of_a:
-        n, (b_n, out_n) = _merged(n, (b.mn_strides, out.n_strides))
-        b, out = replace(b, mn_strides=b_n), replace(out, n_strides=out_n)
+        n, of_n = _merged(n, of_n)
     if window is None:
-        k, (a_k, b_k) = _merged(k, (a.k_strides, b.k_strides))
-        a, b = replace(a, k_strides=a_k), replace(b, k_strides=b_k)
-    return replace(product, m=m, n=n, k=k, a=a, b=b, out=out)
+        k, of_k = _merged(k, of_k)
+    return replace(
+        product,
+        m=m,
+        n=n,
+        k=k,
+        a=replace(a, mn_strides=of_m[0], k_strides=of_k[0]),
+        b=replace(b, mn_strides=of_n[0], k_strides=of_k[1]),
+        out=replace(out, m_strides=of_m[1], n_strides=of_n[1]),
+    )
 
 
-def _merged(index: Index, uses: tuple[Strides, ...]) -> tuple[Index, tuple[Strides, ...]]:
+def _merged(index: Index, uses: tuple[Strides, Strides]) -> tuple[Index, tuple[Strides, Strides]]:
     """An index without digits of size 1, and with neighbours as one where every use's strides run on from one to the
     next."""
     sizes: list[int] = []
@@ -282,8 +289,9 @@ def _merged(index: Index, uses: tuple[Strides, ...]) -> tuple[Index, tuple[Strid
         sizes.append(size)
         strides.append(at)
     if not sizes:
-        return Index(sizes=(1,)), tuple((1,) for _ in uses)
-    return Index(sizes=tuple(sizes)), tuple(zip(*strides, strict=True))
+        return Index(sizes=(1,)), ((1,), (1,))
+    first, second = zip(*strides, strict=True)
+    return Index(sizes=tuple(sizes)), (first, second)
 
 
 def linear_stride(index: Index, strides: Strides) -> int | None:

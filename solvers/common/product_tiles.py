@@ -1,4 +1,4 @@
-"""Tiles of a gathered matrix product: how a configuration's blocks copy, hold and store them.
+"""Tiles of a gathered matrix product: how the blocks of a configuration, or of each of a table, copy and hold them.
 
 kernels_src/implicit_gemm/mma_operands.cuh and mma.cu compute the same from their defines. Pure arithmetic on shapes.
 """
@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from miofind.core.problem import DataType, MathMode, ProblemDescription
+from miofind.solver.columns import chosen, is_table, larger
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.product import (
@@ -137,7 +138,11 @@ def _out_vector(product: Product, itemsize: int, size: int) -> int:
 
 def products_of_tf32(problem: ProblemDescription) -> int:
     """Tensor-core products for one of the problem's: three of tf32 make one of float32."""
-    return 3 if problem.x.dtype is DataType.FLOAT32 and problem.math is MathMode.IEEE else 1
+    return _products_of(problem.x.dtype, problem.math)
+
+
+def _products_of(dtype: DataType, math_mode: MathMode) -> int:
+    return 3 if dtype is DataType.FLOAT32 and math_mode is MathMode.IEEE else 1
 
 
 def tf32_error_growth(problem: ProblemDescription) -> float:
@@ -153,98 +158,96 @@ def tf32_error_growth(problem: ProblemDescription) -> float:
 
 
 def threads_of(config: Config) -> int:
-    return 32 * int(config["warps_m"] * config["warps_n"])
+    threads: int = 32 * config["warps_m"] * config["warps_n"]
+    return threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
-    """What all tilings of a product have in common.
+class BlockKind:
+    """All that blocks depend on besides their configuration; few for all problems.
 
     Attributes:
+        dtype, math: of the problem.
         out_vector, float32_vector: elements stored at once of the problem's type, and of float32.
     """
 
-    product: Product
+    dtype: DataType
+    math: MathMode
     a: Side
     b: Side
     out_vector: int
     float32_vector: int
 
     @staticmethod
-    def of(problem: ProblemDescription, product: Product) -> Sides:
+    def of(problem: ProblemDescription, product: Product) -> BlockKind:
+        """That of one of a problem's products."""
         itemsize, size = problem.x.dtype.itemsize, problem.output.size
-        return Sides(
-            product=product,
+        return BlockKind(
+            dtype=problem.x.dtype,
+            math=problem.math,
             a=Side.of(product, product.a, itemsize),
             b=Side.of(product, product.b, itemsize),
             out_vector=_out_vector(product, itemsize, size),
             float32_vector=_out_vector(product, 4, size),
         )
 
+    @property
+    def products(self) -> int:
+        """Products on tensor cores for one of the problem's."""
+        return _products_of(self.dtype, self.math)
 
-@functools.lru_cache(maxsize=256)  # tilings of dozens of configurations ask
-def sides_of(problem: ProblemDescription) -> tuple[Sides, ...]:
+
+@functools.lru_cache(maxsize=256)  # dozens of configurations ask
+def block_kinds(problem: ProblemDescription) -> tuple[BlockKind, ...]:
     """Those of all launches of a problem."""
-    return tuple(Sides.of(problem, product) for product in products(problem))
+    return tuple(BlockKind.of(problem, product) for product in products(problem))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProductTiling:
-    """A configuration applied to one product.
+class ProductBlock:
+    """A configuration applied to a kind of block: what one copies, holds and stores; of a table of them, arrays.
 
     Attributes:
         a, b: how the operands are copied.
-        out_vector: elements stored at once.
         gathers: whether results go through shared memory.
+        out_vector: elements stored at once.
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
-        tiles: of the output, all groups together.
-        k_tiles: of the whole sum.
     """
 
     a: Copies
     b: Copies
-    out_vector: int
     gathers: bool
+    out_vector: int
     registers: int
     shared_bytes: int
-    tiles: int
-    k_tiles: int
 
     @staticmethod
-    def of(problem: ProblemDescription, product: Product, config: Config) -> ProductTiling:
-        return ProductTiling._of_sides(problem, Sides.of(problem, product), config)
-
-    @staticmethod
-    def _of_sides(problem: ProblemDescription, sides: Sides, config: Config) -> ProductTiling:
-        product, itemsize = sides.product, problem.x.dtype.itemsize
-        a, b = copies_of(sides.a, config), copies_of(sides.b, config)
-        gathers = itemsize == 2 and config["splits"] == 1
+    def of(kind: BlockKind, config: Config) -> ProductBlock:
+        a, b = copies_of(kind.a, config), copies_of(kind.b, config)
+        gathers = (kind.dtype.itemsize == 2) & (config["splits"] == 1)
         warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
-        gathered_bytes = 2 * config["tile_m"] * (config["tile_n"] + 8) if gathers else 0
-        accumulators, fragments = warp_m * warp_n // 32, (warp_m + warp_n) // 4
-        if products_of_tf32(problem) > 1:
-            accumulators, fragments = 2 * accumulators, 2 * fragments
-        return ProductTiling(
+        gathered_bytes = chosen(gathers, 2 * config["tile_m"] * (config["tile_n"] + 8), 0)
+        parts = 2 if kind.products > 1 else 1
+        held = parts * (warp_m * warp_n // 32) + parts * ((warp_m + warp_n) // 4)
+        return ProductBlock(
             a=a,
             b=b,
-            out_vector=sides.out_vector if gathers else sides.float32_vector,
             gathers=gathers,
-            registers=round_up(accumulators + fragments + a.registers + b.registers + 40, 8),
-            shared_bytes=max(config["stages"] * (a.bytes + b.bytes), gathered_bytes),
-            tiles=ceil_div(product.m.count, config["tile_m"])
-            * ceil_div(product.n.count, config["tile_n"])
-            * problem.groups,
-            k_tiles=ceil_div(product.k.count, config["tile_k"]),
+            out_vector=chosen(gathers, kind.out_vector, kind.float32_vector),
+            registers=round_up(held + a.registers + b.registers + 40, 8),
+            shared_bytes=larger(config["stages"] * (a.bytes + b.bytes), gathered_bytes),
         )
 
 
-def alike(itemsize: int, config: Config) -> Config:
-    """One configuration for all that are tiled alike: they differ in the number of splits, or only in that of several.
+def alike(kind: BlockKind, config: Config) -> Config:
+    """One configuration for all whose blocks are alike: they differ in numbers of splits, or in those above 1 alone.
 
-    A ranking asks for each of hundreds of configurations: what is known of this one is worth keeping.
+    A table stands for itself.
     """
-    return _with_splits(config, 1 if config["splits"] == 1 or itemsize > 2 else 2)
+    if is_table(config["splits"]):
+        return config
+    return _with_splits(config, 1 if config["splits"] == 1 or kind.dtype.itemsize > 2 else 2)
 
 
 @functools.lru_cache(maxsize=1 << 14)  # of all problems together
@@ -252,7 +255,7 @@ def _with_splits(config: Config, splits: int) -> Config:
     return Config({**config, "splits": splits})
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def tilings(problem: ProblemDescription, config: Config) -> tuple[ProductTiling, ...]:
-    """Those of all launches, of a configuration that `alike` gave."""
-    return tuple(ProductTiling._of_sides(problem, sides, config) for sides in sides_of(problem))
+def tiles_of(problem: ProblemDescription, product: Product, config: Config) -> int:
+    """Tiles of a product's output, all groups together."""
+    along_m, along_n = ceil_div(product.m.count, config["tile_m"]), ceil_div(product.n.count, config["tile_n"])
+    return along_m * along_n * problem.groups

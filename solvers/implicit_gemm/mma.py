@@ -26,18 +26,19 @@ from miofind.solver.steps import (
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.limits import MAX_ELEMENTS, MAX_PADDING, refuse_tensors
-from miofind.solvers.common.product import Index, Operand, Product, Strides, Window, largest, linear_stride, products
+from miofind.solvers.common.limits import MAX_PADDING, refuse_tensors
+from miofind.solvers.common.product import Index, Operand, Product, Strides, Window, linear_stride, products
 from miofind.solvers.common.product_tiles import (
-    ProductTiling,
-    alike,
+    BlockKind,
+    ProductBlock,
     products_of_tf32,
     tf32_error_growth,
     threads_of,
+    tiles_of,
 )
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK, result_order
 from miofind.solvers.implicit_gemm.mma_cost import estimate_ms
-from miofind.solvers.implicit_gemm.mma_limits import MAX_WORKSPACE_BYTES, most_blocks
+from miofind.solvers.implicit_gemm.mma_limits import is_valid
 from miofind.solvers.implicit_gemm.mma_shortlist import SPLITS, short_listed
 
 _MAX_COORDINATE = 2**30
@@ -93,7 +94,7 @@ _STRUCTS = (RADIX, OPERAND_LAYOUT, OUTPUT_LAYOUT, WINDOW, TILE_ORDER, PRODUCT)
 
 
 def _defines(
-    problem: ProblemDescription, product: Product, config: Config, tiling: ProductTiling
+    problem: ProblemDescription, product: Product, config: Config, block: ProductBlock
 ) -> tuple[tuple[str, str | int], ...]:
     window = product.window
     axes = len(window.first) if window else 0
@@ -103,11 +104,11 @@ def _defines(
         *((name.upper(), config[name]) for name in names),
         ("A_K_MAJOR", int(product.a_k_major)),
         ("B_K_MAJOR", int(product.b_k_major)),
-        ("A_VECTOR", tiling.a.vector),
-        ("B_VECTOR", tiling.b.vector),
-        ("A_AT_ONCE", int(tiling.a.at_once)),
-        ("B_AT_ONCE", int(tiling.b.at_once)),
-        ("OUT_VECTOR", tiling.out_vector),
+        ("A_VECTOR", block.a.vector),
+        ("B_VECTOR", block.b.vector),
+        ("A_AT_ONCE", int(block.a.at_once)),
+        ("B_AT_ONCE", int(block.b.at_once)),
+        ("OUT_VECTOR", block.out_vector),
         *((f"{name}_DIGITS", count) for name, count in _digits_of(product).items()),
         ("A_AXES", axes if window and window.of_a else 0),
         ("B_AXES", axes if window and not window.of_a else 0),
@@ -115,7 +116,7 @@ def _defines(
         ("K_AXIS", window.k_axis if window else 0),
         ("PRODUCTS", products_of_tf32(problem)),
         ("FINAL", int(config["splits"] == 1)),
-        ("SHARED_BYTES", tiling.shared_bytes),
+        ("SHARED_BYTES", block.shared_bytes),
         ("REDUCTION_VECTOR", _reduction_vector(problem)),
         *(struct.define for struct in _STRUCTS),
         *_epilogue_defines(problem),
@@ -200,7 +201,7 @@ def _window(window: Window | None) -> Struct:
     return WINDOW(**{name: _padded(getattr(window, name) if window else (), 0, _AXES) for name in names})
 
 
-def _product(problem: ProblemDescription, product: Product, config: Config, tiling: ProductTiling) -> Struct:
+def _product(problem: ProblemDescription, product: Product, config: Config) -> Struct:
     digits = _digits_of(product)
     m, n, k, a, b, out = product.m, product.n, product.k, product.a, product.b, product.out
     return PRODUCT(
@@ -218,24 +219,24 @@ def _product(problem: ProblemDescription, product: Product, config: Config, tili
         ),
         window=_window(product.window),
         order=_tile_order(product, config, problem.groups),
-        k_of_split=ceil_div(tiling.k_tiles, config["splits"]) * config["tile_k"],
+        k_of_split=ceil_div(ceil_div(k.count, config["tile_k"]), config["splits"]) * config["tile_k"],
     )
 
 
 def _launch(problem: ProblemDescription, product: Product, config: Config) -> KernelStep:
-    tiling = ProductTiling.of(problem, product, config)
+    block = ProductBlock.of(BlockKind.of(problem, product), config)
     return KernelStep(
         source="implicit_gemm/mma.cu",
         entry="implicit_gemm_mma",
-        grid=(tiling.tiles * config["splits"], 1, 1),
+        grid=(tiles_of(problem, product, config) * config["splits"], 1, 1),
         block=(threads_of(config), 1, 1),
-        shared_bytes=tiling.shared_bytes,
-        defines=_defines(problem, product, config, tiling),
+        shared_bytes=block.shared_bytes,
+        defines=_defines(problem, product, config, block),
         args=(
             Pointer(buffer=product.a.buffer),
             Pointer(buffer=product.b.buffer),
             Pointer(buffer=_split_k(problem, config).target),
-            _product(problem, product, config, tiling),
+            _product(problem, product, config),
             *_epilogue(problem),
         ),
     )
@@ -254,11 +255,11 @@ def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
     return SplitK.of(problem, config["splits"])
 
 
-# Valid for every applicable problem: the one of 2-byte elements, the other of 4-byte ones.
-_LAST_RESORTS = tuple(
-    Config.of(tile_m=16, tile_n=16, tile_k=tile_k, warps_m=1, warps_n=1, stages=2, splits=1, band=1)
-    for tile_k in (16, 32)
-)
+_LAST_RESORTS = {
+    itemsize: Config.of(tile_m=16, tile_n=16, tile_k=tile_k, warps_m=1, warps_n=1, stages=2, splits=1, band=1)
+    for itemsize, tile_k in ((2, 32), (4, 16))
+}
+"""By the size of elements, what is valid for every applicable problem."""
 
 
 class ConvImplicitGemmMma(Solver):
@@ -335,18 +336,12 @@ class ConvImplicitGemmMma(Solver):
             return Applicability("counts coordinates in 32 bits: a size, stride or dilation is too large")
         if problem.direction is Direction.BACKWARD_DATA and math.prod(problem.conv.stride) > _MAX_LAUNCHES:
             return Applicability(f"stride {problem.conv.stride} takes more than {_MAX_LAUNCHES} launches")
-        if not any(self.is_valid_config(problem, device, config) for config in _LAST_RESORTS):
+        if not is_valid(problem, device, _LAST_RESORTS[problem.x.dtype.itemsize]):
             return Applicability("has more tiles than a grid")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        splits = config["splits"]
-        if splits > 1 and splits > ceil_div(largest(problem).k, config["tile_k"]):
-            return False
-        blocks = most_blocks(problem, device, alike(problem.x.dtype.itemsize, config))
-        if blocks is None or blocks * splits > MAX_ELEMENTS:
-            return False
-        return splits == 1 or SplitK.of(problem, splits).bytes <= MAX_WORKSPACE_BYTES
+        return is_valid(problem, device, config)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         return tf32_error_growth(problem)
@@ -360,7 +355,7 @@ class ConvImplicitGemmMma(Solver):
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         if listed := _varied(short_listed(problem, device), _DEFAULTS):
             return listed
-        resort = next(config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config))
+        resort = _LAST_RESORTS[problem.x.dtype.itemsize]
         return (EstimatedConfig(resort, self.estimate_ms(problem, device, resort)),)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:

@@ -13,15 +13,14 @@ import pytest
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
-from miofind.solvers.common.product import products
-from miofind.solvers.common.product_tiles import ProductTiling, alike, tilings
+from miofind.solvers.common.product_tiles import ProductBlock, alike, block_kinds
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.depthwise import channels_first, channels_first_weights, channels_last
 from miofind.solvers.direct import tiled_weights
 from miofind.solvers.few_channels.solver import FewChannelsSolver
 from miofind.solvers.grouped import nhwc
 from miofind.solvers.implicit_gemm import wgmma_shortlist, wgmma_transposed_tiling
-from miofind.solvers.implicit_gemm.mma_shortlist import estimated_short_list, short_list, short_listed
+from miofind.solvers.implicit_gemm.mma_shortlist import short_list, short_listed
 from miofind.solvers.implicit_gemm.wgmma import ConvImplicitGemmWgmma
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
 from miofind.solvers.implicit_gemm.wgmma_shortlist import Shortlist
@@ -80,22 +79,9 @@ def test_a_shortlist_of_mma_is_that_of_each_configuration_by_itself(device: Devi
     problems = served("ConvImplicitGemmMma", 40, 1, device)
     assert len(problems) > 20
     for problem in problems:
-        listed = [each.config for each in short_listed(problem, device)]
-        assert listed == solver.ranked(problem, device, short_list(problem.x.dtype.itemsize)), problem
-
-
-@pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
-def test_the_short_list_of_mma_as_arrays_is_that_of_each_configuration(device: Device) -> None:
-    solver = Registry.default()["ConvImplicitGemmMma"]
-    for problem in served("ConvImplicitGemmMma", 24, 5, device):
-        configs = short_list(problem.x.dtype.itemsize)
-        estimated = estimated_short_list(problem, device)
-        is_valid, ms = estimated.is_valid.reshape(-1).tolist(), estimated.ms.reshape(-1).tolist()
-        assert is_valid == [solver.is_valid_config(problem, device, config) for config in configs], problem
-        valid = [place for place in range(len(configs)) if is_valid[place]]
-        assert [ms[place] for place in valid] == [
-            solver.estimate_ms(problem, device, configs[place]) for place in valid
-        ], problem
+        plain = solver.ranked(problem, device, short_list(problem.x.dtype.itemsize).configs)
+        estimates = [solver.estimate_ms(problem, device, config) for config in plain]
+        assert list(short_listed(problem, device)) == list(zip(plain, estimates, strict=True)), problem
 
 
 def test_limits_of_many_splits_are_kept_in_a_shortlist_of_mma() -> None:
@@ -106,15 +92,15 @@ def test_limits_of_many_splits_are_kept_in_a_shortlist_of_mma() -> None:
     listed = [each.config for each in short_listed(problem, H200)]
     assert {config["splits"] for config in listed} == {1}
     solver = Registry.default()["ConvImplicitGemmMma"]
-    assert listed == solver.ranked(problem, H200, short_list(2))
+    assert listed == solver.ranked(problem, H200, short_list(2).configs)
 
 
-def test_tilings_that_share_sides_are_those_of_each_launch() -> None:
+def test_blocks_that_count_as_alike_are() -> None:
     for problem in served("ConvImplicitGemmMma", 40, 2):
-        itemsize = problem.x.dtype.itemsize
-        for config in {alike(itemsize, config) for config in short_list(itemsize)[::7]}:
-            alone = tuple(ProductTiling.of(problem, product, config) for product in products(problem))
-            assert tilings(problem, config) == alone, (problem, config)
+        for kind in block_kinds(problem):
+            for config in short_list(problem.x.dtype.itemsize).configs[::7]:
+                block = ProductBlock.of(kind, config)
+                assert block == ProductBlock.of(kind, alike(kind, config)), (problem, config)
 
 
 def _plain_splits(tile: WgmmaTiling, device: Device) -> Iterator[WgmmaTiling]:
