@@ -170,8 +170,9 @@ def make_plan(
         asks: which of the solvers that the options allow are asked; the others count as left out.
         trusts_own: take it for granted that a FindDB can keep our own solvers' candidates: their steps are asked for
             only where a limit is on those.
-        in_haste: have no candidates of solvers whose estimates are all known to be far behind the best one, and do not
-            ask those whether they serve the problem that the options leave no configuration of if they do.
+        in_haste: have no candidates of solvers whose estimates are all known to be far behind the best one, do not ask
+            those whether they serve the problem that the options leave no configuration of if they do, and do not count
+            which forms of solvers serve a fused problem.
 
     Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
     fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
@@ -199,7 +200,7 @@ def make_plan(
             draft.left_out.append(facts.id)
             continue
         solver, is_possible, answer = gate[facts.id]
-        if answer.refused and not problem.epilogue:
+        if answer.refused and (in_haste or not problem.epilogue):  # of a fused problem another reason may come first
             draft.refuse(solver, answer.reason, is_possible=is_possible)
             continue
         most = _DEFAULTS_BESIDE if solver.id in few else None
@@ -214,7 +215,7 @@ def make_plan(
             solver = composed(handle.registry[solver_id])
             request = _Request(problem, device, solver, options, configs, trusts_own=trusts_own)
             draft.ask_composed(request)
-        counted = counted_solvers(options, handle.registry, fused=True)
+        counted = () if in_haste else counted_solvers(options, handle.registry, fused=True)
         asked = (handle.registry[each.id] for each in counted if taken(each))
         draft.count_forms(_Request(problem, device, each, options) for each in asked)
     return draft.plan(is_filtered=dynamic_only)
@@ -317,6 +318,11 @@ class _Request:
     most_defaults: int | None = None
     trusts_own: bool = False
 
+    @property
+    def is_trusted(self) -> bool:
+        """Whether a FindDB can keep its candidates, whatever steps they have."""
+        return self.trusts_own and is_own(self.solver)
+
     def bare_applicability(self) -> Applicability:
         """Whether the solver serves the problem without its epilogue; yes where it fails over the question."""
         answer = applicability_of(self.solver, self.problem.bare, self.device)
@@ -327,7 +333,7 @@ class _Request:
         taken = tuple(filter(self.admits, self.earlier))
         most = self.most_defaults if taken[:1] == self.earlier[:1] else None
         found: list[tuple[Config, float | None]] = []
-        if self.trusts_own and is_own(self.solver):
+        if self.is_trusted:
             found += own_defaults(self.solver, self.problem, self.device)[:most]
         else:
             found += _not_estimated(tuple(self.solver.default_configs(self.problem, self.device))[:most])
@@ -358,7 +364,7 @@ class _Request:
         Args:
             configs: with their estimates, where they are at hand.
         """
-        is_trusted = self.trusts_own and is_own(self.solver)
+        is_trusted = self.is_trusted
         for config, estimate_ms in configs:
             planned = self.planned(config, estimate_ms)
             answer = APPLICABLE if is_trusted else refuse_unrecordable(planned)
@@ -376,7 +382,7 @@ class _Request:
         try:
             self.solver.check_config(self.problem, self.device, config)
             planned = self.planned(config)
-            if refuse_unrecordable(planned).refused:
+            if not self.is_trusted and refuse_unrecordable(planned).refused:
                 return False
             return not refuse_beyond_limits(planned, self.problem, self.options).refused
         except BaseException as error:  # its own code may raise anything of a configuration that it does not know
