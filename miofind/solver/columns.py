@@ -41,6 +41,18 @@ class ConfigTable(Mapping[str, Any]):
         columns = {name: column[places] if is_table(column) else column for name, column in self._columns.items()}
         return ConfigTable([self.configs[place] for place in places.tolist()], columns)
 
+    @staticmethod
+    def joined(tables: Sequence[ConfigTable]) -> ConfigTable:
+        """Those of several tables, one after the other."""
+        tables = [table for table in tables if table.configs]
+        columns = {name: np.concatenate([table._whole(name) for table in tables]) for name in tables[0]}
+        return ConfigTable([config for table in tables for config in table.configs], columns)
+
+    def _whole(self, name: str) -> NDArray[Any]:
+        """A value of each, though all have it alike."""
+        column = self._columns[name]
+        return column if is_table(column) else np.full(len(self.configs), column)
+
     def valid(self, is_valid: Callable[[Config], bool]) -> ConfigTable:
         """Those for which a function that does arithmetic on a configuration's values holds."""
         holds = np.broadcast_to(is_valid(self.as_config), len(self.configs))

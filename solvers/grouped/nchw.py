@@ -14,9 +14,10 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
@@ -27,7 +28,7 @@ from miofind.solvers.common.packed_groups import (
     GroupedAxis,
     PackedGroups,
     aligned_units_of,
-    is_ample,
+    least_ample,
     refuse_groups,
 )
 from miofind.solvers.grouped.nchw_tiling import KEYS, NchwTiling, nchw_unit_channels
@@ -59,10 +60,9 @@ def _resident(problem: ProblemDescription, tiling: NchwTiling, device: Device) -
 
 def _splits(problem: ProblemDescription, tiling: NchwTiling, device: Device, tiles: int) -> int:
     """Blocks that share the tiles of a channel tile, `tiles` each; if that is 0, as many as are resident at once."""
-    if tiles:
-        return ceil_div(tiling.tile_count, tiles)
     resident = device.sm_count * _resident(problem, tiling, device)
-    return min(tiling.tile_count, max(1, resident // tiling.channel_tiles))
+    at_once = smaller(tiling.tile_count, larger(1, resident // tiling.channel_tiles))
+    return chosen(tiles > 0, ceil_div(tiling.tile_count, larger(1, tiles)), at_once)
 
 
 def _defines(
@@ -112,7 +112,7 @@ def _busy_cycles(tiling: NchwTiling) -> float:
     products = tiling.rows * tiling.width * height.taps * width.taps * tiling.depth
     results = tiling.rows * tiling.width * height.phases * width.phases
     slots += warps * (fragments * (_FRAGMENT + _SHIFT * shifts / width.stride) + results * _RESULT + products)
-    return max(slots / 4, warps * products * _PRODUCT / 4)
+    return larger(slots / 4, warps * products * _PRODUCT / 4)
 
 
 def _filter_cycles(problem: ProblemDescription, tiling: NchwTiling) -> float:
@@ -128,17 +128,17 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: NchwTiling, co
     splits = _splits(problem, tiling, device, config["turns"])
     tiles, blocks = tiling.tile_count / splits, tiling.channel_tiles * splits
     filters = _filter_cycles(problem, tiling)
-    alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + _ALONE * 128 * busy / tiling.threads
+    alone = _TILE_LATENCY * chosen(config["stages"] == 1, 2, 1) + _ALONE * 128 * busy / tiling.threads
     full, rest = divmod(blocks, device.sm_count * resident)
-    latency = math.ceil(tiles) * alone
-    cycles = full * (_BLOCK_LATENCY / 2 + max(resident * (tiles * busy + filters), latency)) + _BLOCK_LATENCY / 2
-    if rest:
-        most = ceil_div(rest, device.sm_count) * (tiles * busy + filters)
-        cycles += _BLOCK_LATENCY / 2 + max(most, latency + filters)
+    latency = ceil_div(tiling.tile_count, splits) * alone
+    cycles = full * (_BLOCK_LATENCY / 2 + larger(resident * (tiles * busy + filters), latency)) + _BLOCK_LATENCY / 2
+    most = ceil_div(rest, device.sm_count) * (tiles * busy + filters)
+    cycles += chosen(rest > 0, _BLOCK_LATENCY / 2 + larger(most, latency + filters), 0.0)
     processing = 1e3 * cycles / device.clock_hz
     halo = 0.1 * (tiling.source.rows - tiling.rows * config["row_groups"] * tiling.axes[0].stride) / tiling.source.rows
-    memory = 1e3 * problem.bytes * (1 + max(0.0, halo)) / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    return float(max(memory, processing) + _SERIAL_SHARE * min(memory, processing))
+    memory = 1e3 * problem.bytes * (1 + larger(0.0, halo)) / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    ms: float = larger(memory, processing) + _SERIAL_SHARE * smaller(memory, processing)
+    return ms
 
 
 # What default_configs ranks by estimate. The smallest tiles, and whole images, serve what nothing else does.
@@ -159,16 +159,71 @@ _SHORT_LIST = (
 )
 
 
-def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
+def _varied(ranked: Sequence[EstimatedConfig]) -> tuple[EstimatedConfig, ...]:
     """The likely best, at most two of each shape of a tile: estimates of others differ by less than they are off."""
     taken: Counter[tuple[int, ...]] = Counter()
-    chosen = []
-    for config in ranked:
-        shape = (config["rows"], config["row_groups"], config["images"])
+    kept = []
+    for each in ranked:
+        shape = (each.config["rows"], each.config["row_groups"], each.config["images"])
         if taken[shape] < _MOST_ALIKE:
-            chosen.append(config)
+            kept.append(each)
         taken[shape] += 1
-    return tuple(chosen[:_DEFAULTS])
+    return tuple(kept[:_DEFAULTS])
+
+
+def _is_of_size(problem: ProblemDescription, config: Config) -> bool:
+    """Whether no smaller value of a parameter does the same."""
+    height = GroupedAxis.of(problem.lifted(2), 0)
+    is_of_size: bool = (
+        (config["rows"] <= least_ample(_ROWS, height.outputs))
+        & ((config["row_groups"] == 1) | (config["row_groups"] // 2 * config["rows"] < height.outputs))
+        & (config["images"] < 2 * problem.n)
+        & (config["units"] < 2 * aligned_units_of(problem))
+    )
+    return is_of_size
+
+
+def _can_run(problem: ProblemDescription, device: Device, config: Config) -> bool:
+    """Whether a block, a thread and a grid have what it takes, and tiles are enough for its turns and stages."""
+    tiling = NchwTiling.of(problem, config)
+    is_whole = (tiling.row_tiles == 1) | ((config["images"] == 1) & (not tiling.source.is_flat))
+    can_run: bool = (
+        is_whole
+        & (config["turns"] <= tiling.tile_count)
+        & (tiling.sums <= _MAX_SUMS)
+        & (tiling.threads >= _LEAST_THREADS)
+        & (tiling.threads <= _MAX_THREADS)
+        & (_registers(problem, tiling) <= _MAX_REGISTERS)
+        & (_resident(problem, tiling, device) > 0)
+        & _uses_all_blocks(problem, tiling, device, config)
+    )
+    return can_run
+
+
+def _uses_all_blocks(problem: ProblemDescription, tiling: NchwTiling, device: Device, config: Config) -> bool:
+    """Whether blocks use all their buffers, and have more than two tiles where `turns` is 0.
+
+    For one or two tiles, a number of tiles gives each block the same, which measured faster.
+    """
+    splits = _splits(problem, tiling, device, config["turns"])
+    is_uneven = tiling.tile_count > 2 * splits
+    for turns in filter(None, _TURNS):
+        is_uneven = is_uneven & (splits != ceil_div(tiling.tile_count, turns))
+    has_stages = config["stages"] <= ceil_div(tiling.tile_count, splits) + 1
+    uses_all: bool = (splits <= _MAX_GRID) & has_stages & ((config["turns"] > 0) | is_uneven)
+    return uses_all
+
+
+@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
+def _valid_list(problem: ProblemDescription, device: Device) -> ConfigTable:
+    """The short list as far as it is valid."""
+    of_size = _short_list().valid(functools.partial(_is_of_size, problem))
+    return of_size.valid(functools.partial(_can_run, problem, device)) if of_size.configs else of_size
 
 
 class ConvGroupedPlanes(Solver):
@@ -239,48 +294,25 @@ class ConvGroupedPlanes(Solver):
             return Applicability(
                 f"shifts columns by {least} to {most}, not by {width.first} to {width.first + width.reach}"
             )
-        if not any(self.is_valid_config(problem, device, config) for config in reversed(_SHORT_LIST)):
+        if not _valid_list(problem, device).configs:
             return Applicability("rows are too wide, or images of odd width too large, for a block")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        height = GroupedAxis.of(problem.lifted(2), 0)
-        if is_ample(config["rows"], _ROWS, height.outputs):
-            return False
-        if config["row_groups"] > 1 and config["row_groups"] // 2 * config["rows"] >= height.outputs:
-            return False
-        if config["images"] >= 2 * problem.n or config["units"] >= 2 * aligned_units_of(problem):
-            return False
-        tiling = NchwTiling.of(problem, config)
-        if tiling.row_tiles > 1 and (config["images"] > 1 or tiling.source.is_flat):
-            return False
-        if config["turns"] > tiling.tile_count:
-            return False
-        if tiling.sums > _MAX_SUMS or not _LEAST_THREADS <= tiling.threads <= _MAX_THREADS:
-            return False
-        if _registers(problem, tiling) > _MAX_REGISTERS or _resident(problem, tiling, device) == 0:
-            return False
-        return self._uses_all_blocks(problem, tiling, device, config)
-
-    @staticmethod
-    def _uses_all_blocks(problem: ProblemDescription, tiling: NchwTiling, device: Device, config: Config) -> bool:
-        """Whether blocks use all their buffers, and have more than two tiles where `turns` is 0.
-
-        For one or two tiles, a number of tiles gives each block the same, which measured faster.
-        """
-        splits = _splits(problem, tiling, device, config["turns"])
-        if splits > _MAX_GRID or config["stages"] > ceil_div(tiling.tile_count, splits) + 1:
-            return False
-        if config["turns"]:
-            return True
-        even = {ceil_div(tiling.tile_count, turns) for turns in _TURNS if turns}
-        return tiling.tile_count > 2 * splits and splits not in even
+        return bool(_is_of_size(problem, config)) and bool(_can_run(problem, device, config))
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return any(channels // problem.groups % 16 for channels in (problem.c, problem.k))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return _varied(self.ranked(problem, device, _SHORT_LIST))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        return _varied(self._ranked(problem, device))
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        """The short list as far as it is valid, the least estimate first."""
+        return self.ranked_table(problem, device, _valid_list(problem, device))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return _LAUNCH_MS + _work_ms(problem, device, NchwTiling.of(problem, config), config)

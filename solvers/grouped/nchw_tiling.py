@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Library, Place
+from miofind.solver.columns import chosen, larger, mapped, smaller
 from miofind.solver.solver import KernelKey
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -164,29 +165,36 @@ class NchwWeightsTiling:
         stride_h, stride_w = conv.stride
         share_c, tile_rows = packs.c // config["shares"], rows * config["row_groups"]
         channels, filters = units * share_c, units * packs.k
-        channel_blocks = 1 if share_c % 16 else 2
+        channel_blocks = chosen(share_c % 16 > 0, 1, 2)
         products = ceil_div(channel_blocks * filter_x, 2) * filter_y
-        item_blocks = _item_blocks(packs.k // 8, products)
+        item_blocks = mapped(functools.partial(_item_blocks, packs.k // 8), products)
         items = units * (share_c // 8 // channel_blocks) * (packs.k // 8 // item_blocks)
         segments = ceil_div(out_w, 8)
         patch_rows = (tile_rows - 1) * stride_h + (filter_y - 1) * conv.dilation[0] + 1
         x_pitch = _x_pitch(planar)
-        x_lanes = _lanes(
-            segments, config["row_groups"], 16 * stride_w, 2 * x_pitch * rows * stride_h, 2 * x_pitch * patch_rows
-        )
-        y_lanes = _lanes(segments, config["row_groups"], 16, 16 * segments * rows, 16 * segments * tile_rows)
+
+        def x_channel(rows: int, row_groups: int, images: int, patch_rows: int) -> int:
+            row = 2 * x_pitch
+            lanes = _lanes(segments, row_groups, 16 * stride_w, row * rows * stride_h, row * patch_rows)
+            return quiet_pitch(row * patch_rows * images, lanes)
+
+        def y_channel(rows: int, row_groups: int, images: int) -> int:
+            row = 16 * segments
+            lanes = _lanes(segments, row_groups, 16, row * rows, row * rows * row_groups)
+            return quiet_pitch(row * rows * row_groups * images, lanes)
+
         x = NchwRows(
             channels=channels, images=images, rows=patch_rows, height=planar.spatial[0], width=planar.spatial[1],
-            pitch=x_pitch, channel_bytes=quiet_pitch(2 * x_pitch * patch_rows * images, x_lanes),
+            pitch=x_pitch, channel_bytes=mapped(x_channel, rows, config["row_groups"], images, patch_rows),
         )  # fmt: skip
         y = NchwRows(
             channels=filters, images=images, rows=tile_rows, height=out_h, width=out_w,
-            pitch=8 * segments, channel_bytes=quiet_pitch(16 * segments * tile_rows * images, y_lanes),
+            pitch=8 * segments, channel_bytes=mapped(y_channel, rows, config["row_groups"], images),
         )  # fmt: skip
         streams = segments * config["row_groups"] * images
         staged = x.laid_bytes + y.laid_bytes + config["stages"] * (x.arriving_bytes + y.arriving_bytes)
-        zeros = (rows - 1) * 2 * y.pitch + _WORD if streams % 4 else 0
-        row_floats = (packs.c // packs.groups if config["shares"] == 1 else share_c) * filter_y * filter_x
+        zeros = chosen(streams % 4 > 0, (rows - 1) * 2 * y.pitch + _WORD, 0)
+        row_floats = chosen(config["shares"] == 1, packs.c // packs.groups, share_c) * filter_y * filter_x
         return NchwWeightsTiling(
             x=x,
             y=y,
@@ -202,7 +210,7 @@ class NchwWeightsTiling:
             warps=config["warps"],
             sums=4 * products * item_blocks,
             threads=32 * items * config["warps"],
-            shared_bytes=max(staged + zeros, 4 * config["warps"] * filters * _sum_pitch(row_floats)),
+            shared_bytes=larger(staged + zeros, 4 * config["warps"] * filters * _sum_pitch(row_floats)),
         )
 
 
@@ -302,7 +310,7 @@ class NchwTiling:
             pitch=pitch, channel_bytes=odd_words(2 * images * patch_rows * pitch),
         )  # fmt: skip
         row_tiles, area = ceil_div(height.outputs, tile_rows), out_h * out_w
-        channel_pitch = area if row_tiles == 1 else odd_words(2 * tile_rows * height.phases * out_w) // 2
+        channel_pitch = chosen(row_tiles == 1, area, odd_words(2 * tile_rows * height.phases * out_w) // 2)
         taps = math.prod(planar.filter)
         filters = units * unit_k * odd_words(taps * 2 * packs.c)
         if packs.groups > 1:  # which arrive in another order
@@ -320,9 +328,9 @@ class NchwTiling:
             row_tiles=row_tiles,
             image_tiles=ceil_div(problem.n, images),
             channel_tiles=ceil_div(aligned_units_of(problem), units),
-            written=images * units * unit_out * min(area, tile_rows * height.phases * out_w) // 8,
+            written=images * units * unit_out * smaller(area, tile_rows * height.phases * out_w) // 8,
             threads=32 * units * shares * config["row_groups"] * images,
-            shared_bytes=staged + max(2 * images * units * unit_out * channel_pitch, filters),
+            shared_bytes=staged + larger(2 * images * units * unit_out * channel_pitch, filters),
         )
 
 

@@ -7,25 +7,26 @@ reduction adds their float32 partials in a fixed order. Kernels: kernels_src/gro
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
-from miofind.solvers.common.packed_groups import PackedGroups, is_ample, refuse_groups
+from miofind.solvers.common.packed_groups import PackedGroups, least_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.nchw_tiling import KEYS, NchwWeightsTiling, shifts
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
 _MOST_BLOCKS = 4  # of a multiprocessor, so that split-K partials are few
+_LEAST_BLOCKS = 0.8  # with which several splits fill it
 _ROWS = (1, 2, 4, 7, 14)
 _SPLITS = (1, 2, 4, 8, 16, 32)
 _MAX_PAIR = 2  # pixels that shifts may reach before a segment
@@ -38,7 +39,7 @@ _MAX_WORKSPACE_BYTES = 1 << 28
 def _registers(problem: ProblemDescription, tiling: NchwWeightsTiling) -> int:
     """Registers of a thread that spills nothing: sums, gradients of rows under way, a segment of x and its shift."""
     planar = problem.lifted(2)
-    live = min(tiling.rows, (planar.filter[0] - 1) * planar.conv.dilation[0] // planar.conv.stride[0] + 1)
+    live = smaller(tiling.rows, (planar.filter[0] - 1) * planar.conv.dilation[0] // planar.conv.stride[0] + 1)
     segments = 4 * live * tiling.item_blocks + (6 * planar.conv.stride[1] + 4) * tiling.channel_blocks
     return 8 * ceil_div(tiling.sums + segments + 36, 8)
 
@@ -121,24 +122,25 @@ def _busy_cycles(problem: ProblemDescription, tiling: NchwWeightsTiling) -> floa
     slots += visits * (rows_of_x * tiling.channel_blocks * (_ROW_OF_X + 8 * (stride_w - 1)))
     slots += visits * tiling.rows * _ROW_OF_DY * tiling.item_blocks
     slots += visits * products
-    return max(slots / (4 * _ISSUED), visits * products * _PRODUCT / 4)
+    return larger(slots / (4 * _ISSUED), visits * products * _PRODUCT / 4)
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: NchwWeightsTiling, config: Config) -> float:
     """Milliseconds of multiprocessors and memory together."""
     resident, tiles = _resident(problem, tiling, device), ceil_div(tiling.tile_count, config["splits"])
     busy = _busy_cycles(problem, tiling)
-    alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 128 * busy / tiling.threads
+    alone = _TILE_LATENCY * chosen(config["stages"] == 1, 2, 1) + 128 * busy / tiling.threads
     blocks = tiling.channel_tiles * config["splits"]
     cycles = cycles_of_waves(
-        blocks, resident, device, lambda together: _BLOCK_LATENCY + tiles * max(together * busy, alone)
+        blocks, resident, device, lambda together: _BLOCK_LATENCY + tiles * larger(together * busy, alone)
     )
     processing = 1e3 * cycles / device.clock_hz
-    partials = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
+    partials = chosen(config["splits"] > 1, 8 * problem.w.size * config["splits"], 0)
     halo = 0.1 * (tiling.x.rows - tiling.rows * problem.lifted(2).conv.stride[0]) / tiling.x.rows
     through = problem.bytes * (1 + halo) + _PARTIALS_SHARE * partials
     memory = 1e3 * through / device.bandwidth_bytes_per_s
-    return float(max(memory, processing) + _SERIAL_SHARE * min(memory, processing))
+    ms: float = larger(memory, processing) + _SERIAL_SHARE * smaller(memory, processing)
+    return ms
 
 
 # One of them is valid for every applicable problem.
@@ -156,45 +158,98 @@ _LAST_RESORTS = Config.product(
 )
 
 
-@functools.cache  # few lists serve many problems, and to write configurations as JSON takes longest
-def _of_tiles(tiles: tuple[tuple[int, int, int], ...], units: int, shares: int, splits: int) -> tuple[Config, ...]:
-    return Config.product(
-        {
-            ("rows", "row_groups", "images"): tiles,
-            "units": (units,),
-            "warps": (1, 2, 4),
-            "shares": (shares,),
-            "stages": (2, 3),
-            "splits": (splits,),
-        }
+@functools.cache
+def _last_resorts() -> ConfigTable:
+    return ConfigTable(_LAST_RESORTS)
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(
+        Config.product(
+            {
+                ("units", "shares"): ((1, 1), (2, 1), (1, 2), (1, 4)),
+                "splits": _SPLITS,
+                "rows": (4, 7, 14),
+                "row_groups": (1, 2, 4),
+                "images": (1, 4, 8),
+                "warps": (1, 2, 4),
+                "stages": (2, 3),
+            }
+        )
     )
 
 
-def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
+def _likely(problem: ProblemDescription, device: Device) -> ConfigTable:
     """What default_configs ranks by estimate: as many blocks as there are multiprocessors, to four times as many."""
     packs, out_h = ceil_div(problem.groups, PackedGroups.of(problem).groups), problem.lifted(2).out_spatial[0]
-    tiles = tuple(
-        (rows, row_groups, images)
-        for rows, row_groups, images in itertools.product((4, 7, 14), (1, 2, 4), (1, 4, 8))
-        if rows * row_groups < 2 * out_h and (images == 1 or rows * row_groups >= out_h)
-    )
-    for (units, shares), splits in itertools.product(((1, 1), (2, 1), (1, 2), (1, 4)), _SPLITS):
-        if splits > 1 and not 0.8 <= ceil_div(packs, units) * shares * splits / device.sm_count <= _MOST_BLOCKS:
-            continue
-        yield from _of_tiles(tiles, units, shares, splits)
-    yield from _LAST_RESORTS
+
+    def is_likely(config: Config) -> bool:
+        rows, splits = config["rows"] * config["row_groups"], config["splits"]
+        blocks = ceil_div(packs, config["units"]) * config["shares"] * splits / device.sm_count
+        fills_images = (config["images"] == 1) | (rows >= out_h)
+        fills_device = (splits == 1) | ((blocks >= _LEAST_BLOCKS) & (blocks <= _MOST_BLOCKS))
+        likely: bool = (rows < 2 * out_h) & fills_images & fills_device
+        return likely
+
+    return ConfigTable.joined([_short_list().valid(is_likely), _last_resorts()])
 
 
-def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
+def _varied(ranked: Sequence[EstimatedConfig]) -> tuple[EstimatedConfig, ...]:
     """The likely best, at most two of each way to deal outputs: estimates of others differ less than they are off."""
     taken: Counter[tuple[int, ...]] = Counter()
-    chosen = []
-    for config in ranked:
-        deal = (config["units"], config["shares"], config["splits"])
+    kept = []
+    for each in ranked:
+        deal = (each.config["units"], each.config["shares"], each.config["splits"])
         if taken[deal] < _MOST_ALIKE:
-            chosen.append(config)
+            kept.append(each)
         taken[deal] += 1
-    return tuple(chosen[:_DEFAULTS])
+    return tuple(kept[:_DEFAULTS])
+
+
+def _is_of_size(problem: ProblemDescription, config: Config) -> bool:
+    """Whether channels have so many shares, and no smaller value of a parameter does the same."""
+    packs, out_h = PackedGroups.of(problem), problem.lifted(2).out_spatial[0]
+    shares, units, row_groups = config["shares"], config["units"], config["row_groups"]
+    may_share = (units == 1) & (packs.groups == 1) & (packs.c // 8 % shares == 0)
+    is_of_size: bool = (
+        ((shares == 1) | may_share)
+        & (units < 2 * ceil_div(problem.groups, packs.groups))
+        & (config["images"] < 2 * problem.n)
+        & (config["rows"] <= least_ample(_ROWS, out_h))
+        & ((row_groups == 1) | (row_groups // 2 * config["rows"] < out_h))
+    )
+    return is_of_size
+
+
+def _can_run(problem: ProblemDescription, device: Device, config: Config) -> bool:
+    """Whether a block, a thread and the workspace have what it takes, and tiles are enough for splits and stages."""
+    tiling, splits, stages = NchwWeightsTiling.of(problem, config), config["splits"], config["stages"]
+    is_flat = tiling.x.is_flat or tiling.y.is_flat
+    is_alone = splits == 1
+    # Copies and products of several tiles overlap.
+    overlaps = (stages > 1) | is_alone | (splits >= tiling.tile_count)
+    can_run: bool = (
+        ((tiling.row_tiles == 1) | ((config["images"] == 1) & (not is_flat)))
+        & (config["warps"] <= tiling.sets)
+        & (tiling.threads >= _LEAST_THREADS)
+        & (tiling.threads <= _MAX_THREADS)
+        & (is_alone | (splits * tiling.channel_tiles <= _MOST_BLOCKS * device.sm_count))
+        & (splits <= tiling.tile_count)
+        & (stages <= ceil_div(tiling.tile_count, splits))
+        & overlaps
+        & (is_alone | (_split_k(problem, config).bytes <= _MAX_WORKSPACE_BYTES))
+        & (tiling.sums <= _MAX_SUMS)
+        & (_registers(problem, tiling) <= _MAX_REGISTERS)
+        & (_resident(problem, tiling, device) > 0)
+    )
+    return can_run
+
+
+def _valid(problem: ProblemDescription, device: Device, table: ConfigTable) -> ConfigTable:
+    """The valid ones of a table."""
+    of_size = table.valid(functools.partial(_is_of_size, problem))
+    return of_size.valid(functools.partial(_can_run, problem, device)) if of_size.configs else of_size
 
 
 class ConvGroupedPlanesWeights(Solver):
@@ -250,49 +305,29 @@ class ConvGroupedPlanesWeights(Solver):
         reached, most = shifts(planar), 2 if planar.conv.stride[1] == 1 else 3
         if reached[0] < -_MAX_PAIR or reached[-1] > most:
             return Applicability(f"shifts columns by -2 to {most}, not by {reached[0]} to {reached[-1]}")
-        if not any(self.is_valid_config(problem, device, config) for config in reversed(_LAST_RESORTS)):
+        if not _valid(problem, device, _last_resorts()).configs:
             return Applicability(f"filter {problem.filter} is too large, or rows are too wide, for a block")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        packs, out_h = PackedGroups.of(problem), problem.lifted(2).out_spatial[0]
-        shares, units = config["shares"], config["units"]
-        if shares > 1 and (units > 1 or packs.groups > 1 or packs.c // 8 % shares):
-            return False
-        if units >= 2 * ceil_div(problem.groups, packs.groups) or config["images"] >= 2 * problem.n:
-            return False
-        if is_ample(config["rows"], _ROWS, out_h):
-            return False
-        if config["row_groups"] > 1 and config["row_groups"] // 2 * config["rows"] >= out_h:
-            return False
-        tiling = NchwWeightsTiling.of(problem, config)
-        if config["images"] > 1 and tiling.row_tiles > 1:
-            return False
-        if tiling.row_tiles > 1 and (tiling.x.is_flat or tiling.y.is_flat):
-            return False
-        if config["warps"] > tiling.sets or not _LEAST_THREADS <= tiling.threads <= _MAX_THREADS:
-            return False
-        if config["splits"] > 1 and config["splits"] * tiling.channel_tiles > _MOST_BLOCKS * device.sm_count:
-            return False
-        if config["splits"] > tiling.tile_count or config["stages"] > ceil_div(tiling.tile_count, config["splits"]):
-            return False
-        if config["stages"] == 1 < config["splits"] < tiling.tile_count:
-            return False  # copies and products of several tiles overlap
-        if config["splits"] > 1 and _split_k(problem, config).bytes > _MAX_WORKSPACE_BYTES:
-            return False
-        if tiling.sums > _MAX_SUMS or _registers(problem, tiling) > _MAX_REGISTERS:
-            return False
-        return _resident(problem, tiling, device) > 0
+        return bool(_is_of_size(problem, config)) and bool(_can_run(problem, device, config))
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return _varied(self.ranked(problem, device, _likely(problem, device)))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        return _varied(self._ranked(problem, device, _likely(problem, device)))
+
+    def _ranked(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> tuple[EstimatedConfig, ...]:
+        """The valid ones of a table, the least estimate first."""
+        return self.ranked_table(problem, device, _valid(problem, device, table))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = NchwWeightsTiling.of(problem, config)
-        launches = _LAUNCH_MS + (_FINISH_MS if config["splits"] > 1 else 0.0)
+        launches = _LAUNCH_MS + chosen(config["splits"] > 1, _FINISH_MS, 0.0)
         return launches + _work_ms(problem, device, tiling, config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:

@@ -7,14 +7,16 @@ kernels_src/grouped/nhwc_weights.cu.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -25,7 +27,7 @@ from miofind.solver.steps import (
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import grouped_example
-from miofind.solvers.common.packed_groups import aligned_units_of, is_ample, refuse_groups
+from miofind.solvers.common.packed_groups import aligned_units_of, least_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.nhwc_shape import KEYS, SHAPE, shape_of
 from miofind.solvers.grouped.nhwc_weights_tiling import SHARES, GroupedWeightsTiling, may_share
@@ -42,7 +44,7 @@ _MAX_WORKSPACE_BYTES = 1 << 28
 
 def _registers(tiling: GroupedWeightsTiling) -> int:
     """Registers of a thread that spills nothing: sums, fragments, and addresses."""
-    return 8 * math.ceil((tiling.sums + 4 * tiling.taps[0] + 64) / 8)
+    return 8 * ceil_div(tiling.sums + 4 * tiling.taps[0] + 64, 8)
 
 
 def _resident(tiling: GroupedWeightsTiling, device: Device) -> int:
@@ -125,26 +127,27 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     products = items * tiling.rows * 2 * math.prod(tiling.taps)
     reads = items * 4 * (tiling.rows + rows_in * tiling.taps[1])
     slots = read * (_MOVE if problem.x.layout.channels_last else _TURN) / 32 + 1.3 * products + reads / 3
-    busy = max(slots / 3, 3 * read / 8 + reads, products * _PRODUCT)
+    busy = larger(larger(slots / 3, 3 * read / 8 + reads), products * _PRODUCT)
     serial = tiling.rows * math.prod(tiling.taps) * 2 * ceil_div(tiling.segment_pairs, config["warps"])
-    waits = _TILE_LATENCY * (2 if config["stages"] == 1 else 1)
+    waits = _TILE_LATENCY * chosen(config["stages"] == 1, 2, 1)
     alone = waits + _MOVE_LATENCY * read / tiling.threads + _PRODUCT_LATENCY * serial
     resident = _resident(tiling, device)
     tiles = ceil_div(tiling.tile_count, config["splits"])
     blocks = tiling.channel_tiles * config["splits"] * tiling.tap_blocks
     cycles = cycles_of_waves(
-        blocks, resident, device, lambda together: _BLOCK_LATENCY + tiles * max(together * busy, alone)
+        blocks, resident, device, lambda together: _BLOCK_LATENCY + tiles * larger(together * busy, alone)
     )
     processing = 1e3 * cycles / device.clock_hz
-    partials = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
+    partials = chosen(config["splits"] > 1, 8 * problem.w.size * config["splits"], 0)
     segment_bytes = 2 * tiling.span
     if problem.x.layout.channels_last:
-        segment_bytes = 2 * tiling.units * min(tiling.unit_c, tiling.unit_k)
-    again = max(0.0, 16 * read * tiling.tile_count * tiling.channel_tiles - problem.bytes)
+        segment_bytes = 2 * tiling.units * smaller(tiling.unit_c, tiling.unit_k)
+    again = larger(0.0, 16 * read * tiling.tile_count * tiling.channel_tiles - problem.bytes)
     through = problem.bytes * (1 + _SHORT_SEGMENT / segment_bytes) + _AGAIN * again + _PARTIALS_SHARE * partials
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    together = config["stages"] * min(resident, ceil_div(blocks, device.sm_count))
-    return float(max(memory, processing) + min(memory, processing) * _ALONE / together)
+    together = config["stages"] * smaller(resident, ceil_div(blocks, device.sm_count))
+    ms: float = larger(memory, processing) + smaller(memory, processing) * _ALONE / together
+    return ms
 
 
 _SPLITS = (1, 4, 8, 16, 32, 64)
@@ -154,26 +157,82 @@ _LAST_RESORTS = tuple(
 )
 
 
-def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
+@functools.cache
+def _last_resorts() -> ConfigTable:
+    return ConfigTable(_LAST_RESORTS)
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(
+        Config.product(
+            {
+                ("units", "shares"): (*((1, shares) for shares in SHARES), (2, 1), (4, 1)),
+                "splits": _SPLITS,
+                "rows": (2, 4, 7, 8),
+                ("columns", "images"): ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)),
+                "warps": (1, 2),
+                "stages": (2, 3),
+            }
+        )
+    )
+
+
+def _likely(problem: ProblemDescription, device: Device) -> ConfigTable:
     """What default_configs ranks by estimate: as many blocks as there are multiprocessors, or about twice as many."""
-    shared = [(1, shares) for shares in SHARES if may_share(problem, shares)]
-    for units, shares in (*shared, (2, 1), (4, 1)):
-        tiles = ceil_div(aligned_units_of(problem), units) * shares
-        for splits in _SPLITS:
-            if splits > 1 and not 0.6 <= tiles * splits / device.sm_count <= 2.4:
-                continue
-            yield from Config.product(
-                {
-                    "rows": (2, 4, 7, 8),
-                    ("columns", "images"): ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)),
-                    "units": (units,),
-                    "warps": (1, 2),
-                    "stages": (2, 3),
-                    "splits": (splits,),
-                    "shares": (shares,),
-                }
-            )
-    yield from _LAST_RESORTS
+
+    def is_likely(config: Config) -> bool:
+        splits, tiles = config["splits"], ceil_div(aligned_units_of(problem), config["units"]) * config["shares"]
+        blocks = tiles * splits / device.sm_count
+        likely: bool = (splits == 1) | ((blocks >= 0.6) & (blocks <= 2.4))
+        return likely
+
+    return ConfigTable.joined([_short_list().valid(is_likely), _last_resorts()])
+
+
+def _is_of_size(problem: ProblemDescription, config: Config) -> bool:
+    """Whether a unit has so many shares, and no smaller value of a parameter does the same."""
+    (out_h, out_w), images = problem.lifted(2).out_spatial, config["images"]
+    may = mapped(functools.partial(may_share, problem), config["shares"])
+    is_of_size: bool = (
+        ((config["shares"] == 1) | ((may == 1) & (config["units"] == 1)))
+        & (config["rows"] <= least_ample(_ROWS, out_h))
+        & (config["columns"] <= least_ample(_COLUMNS, out_w))
+        # One row serves what no other number of rows does.
+        & ((config["rows"] > 1) | (smaller(out_h, config["splits"]) <= 1))
+        & (images * config["columns"] <= _MOST_COLUMNS)
+        & (images < 2 * problem.n)
+        & (config["units"] < 2 * aligned_units_of(problem))
+    )
+    return is_of_size
+
+
+def _can_run(problem: ProblemDescription, device: Device, config: Config) -> bool:
+    """Whether a block, a thread and the workspace have what it takes, and tiles are enough for splits and stages."""
+    tiling, splits, stages = GroupedWeightsTiling.of(problem, config), config["splits"], config["stages"]
+    out_w, is_alone = problem.lifted(2).out_spatial[1], splits == 1
+    # Copies and products of several tiles overlap.
+    overlaps = (stages > 1) | is_alone | (splits >= tiling.tile_count)
+    can_run: bool = (
+        ((config["shares"] == 1) | (tiling.tap_blocks == 1))
+        & ((tiling.columns <= config["columns"]) | (out_w <= config["columns"]))
+        & (tiling.segment_pairs % config["warps"] == 0)
+        & (is_alone | (splits * tiling.channel_tiles <= _MOST_BLOCKS * device.sm_count))
+        & overlaps
+        & (splits <= tiling.tile_count)
+        & (stages <= ceil_div(tiling.tile_count, splits))
+        & (is_alone | (_split_k(problem, config).bytes <= _MAX_WORKSPACE_BYTES))
+        & (tiling.sums <= _MAX_SUMS)
+        & (tiling.threads <= _MAX_THREADS)
+        & (_resident(tiling, device) > 0)
+    )
+    return can_run
+
+
+def _valid(problem: ProblemDescription, device: Device, table: ConfigTable) -> ConfigTable:
+    """The valid ones of a table."""
+    of_size = table.valid(functools.partial(_is_of_size, problem))
+    return of_size.valid(functools.partial(_can_run, problem, device)) if of_size.configs else of_size
 
 
 class ConvGroupedWeights(Solver):
@@ -223,53 +282,34 @@ class ConvGroupedWeights(Solver):
             return Applicability("serves backward weights: ConvGrouped serves the other directions")
         if (answer := refuse_groups(problem)).refused:
             return answer
-        if not any(self.is_valid_config(problem, device, config) for config in _LAST_RESORTS):
+        if not _valid(problem, device, _last_resorts()).configs:
             return Applicability(f"filter {problem.filter} or its stride or dilation is too large for a block")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if not may_share(problem, config["shares"]) or config["shares"] > 1 < config["units"]:
-            return False
-        tiling = GroupedWeightsTiling.of(problem, config)
-        if config["shares"] > 1 < tiling.tap_blocks:
-            return False
-        out_h, out_w = problem.lifted(2).out_spatial
-        if is_ample(config["rows"], _ROWS, out_h) or is_ample(config["columns"], _COLUMNS, out_w):
-            return False
-        if tiling.columns > config["columns"] and out_w > config["columns"]:
-            return False
-        if config["rows"] == 1 < min(out_h, config["splits"]):
-            return False  # serves what no other number of rows does
-        if config["images"] * config["columns"] > _MOST_COLUMNS:
-            return False
-        if config["images"] >= 2 * problem.n or config["units"] >= 2 * aligned_units_of(problem):
-            return False
-        if tiling.segment_pairs % config["warps"]:
-            return False
-        if config["splits"] > 1 and config["splits"] * tiling.channel_tiles > _MOST_BLOCKS * device.sm_count:
-            return False
-        if config["stages"] == 1 < config["splits"] < tiling.tile_count:
-            return False  # copies and products of several tiles overlap
-        if config["splits"] > tiling.tile_count or config["stages"] > ceil_div(tiling.tile_count, config["splits"]):
-            return False
-        if config["splits"] > 1 and _split_k(problem, config).bytes > _MAX_WORKSPACE_BYTES:
-            return False
-        if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
-            return False
-        return _resident(tiling, device) > 0
+        return bool(_is_of_size(problem, config)) and bool(_can_run(problem, device, config))
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, _likely(problem, device))
-        of_shares = {config["shares"]: config for config in reversed(ranked)}
-        best = [config for config in ranked if config not in of_shares.values()][: _DEFAULTS - len(of_shares)]
-        return tuple(self.ranked(problem, device, [*of_shares.values(), *best]))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        ranked = self._ranked(problem, device, _likely(problem, device))
+        of_shares = {each.config["shares"]: each for each in reversed(ranked)}
+        firsts = list(of_shares.values())
+        others = (each for each in ranked if each not in firsts)
+        best = itertools.islice(others, _DEFAULTS - len(firsts))
+        return tuple(sorted([*firsts, *best], key=lambda each: each.estimate_ms))
+
+    def _ranked(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> tuple[EstimatedConfig, ...]:
+        """The valid ones of a table, the least estimate first."""
+        return self.ranked_table(problem, device, _valid(problem, device, table))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedWeightsTiling.of(problem, config)
-        launches = _LAUNCH_MS + (_FINISH_MS if config["splits"] > 1 else 0.0)
+        launches = _LAUNCH_MS + chosen(config["splits"] > 1, _FINISH_MS, 0.0)
         return launches + _work_ms(problem, device, tiling, config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:

@@ -5,10 +5,12 @@ The same arithmetic as kernels_src/grouped/nhwc_weights.cu.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.columns import chosen, larger, mapped, smaller
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.packed_groups import (
@@ -80,15 +82,15 @@ class GroupedWeightsTiling:
         (filter_y, filter_x), (out_h, out_w), conv = planar.filter, planar.out_spatial, planar.conv
         packs, unit_packs = PackedGroups.of(problem), packed_groups_of_aligned_unit(problem)
         unit_c, unit_k, units = unit_packs * packs.c, unit_packs * packs.k, config["units"]
-        shares_c, shares_k = SHARES[config["shares"]]
+        shares_c, shares_k = (mapped(lambda shares, of=of: SHARES[shares][of], config["shares"]) for of in range(2))
         unit_c, unit_k = unit_c // shares_c, unit_k // shares_k
-        items = _items(problem, unit_c, unit_k)
-        columns, rows, images = min(config["columns"], round_up(out_w, 8)), config["rows"], config["images"]
-        if columns // 8 * images % 2:
-            columns += 8
-        span, warp_taps = min(columns, out_w), _rows_of_a_warp(filter_y, filter_x, items)
+        items = mapped(functools.partial(_items, problem), unit_c, unit_k)
+        columns, rows, images = smaller(config["columns"], round_up(out_w, 8)), config["rows"], config["images"]
+        columns += chosen(columns // 8 * images % 2 > 0, 8, 0)
+        span, warp_taps = smaller(columns, out_w), _rows_of_a_warp(filter_y, filter_x, items)
         shares = ceil_div(filter_y, warp_taps)
-        tap_blocks = shares if units == config["warps"] == 1 and items * shares > _MANY_WARPS else 1
+        is_spread = (units == 1) & (config["warps"] == 1) & (items * shares > _MANY_WARPS)
+        tap_blocks = chosen(is_spread, shares, 1)
         patch_h = (rows - 1) * conv.stride[0] + (filter_y - 1) * conv.dilation[0] + 1
         patch_w = (span - 1) * conv.stride[1] + (filter_x - 1) * conv.dilation[1] + 1
         slots = round_up(patch_w, conv.stride[1])
@@ -98,7 +100,7 @@ class GroupedWeightsTiling:
         if planar.x.layout.channels_last:
             staged = config["stages"] * tile
         else:
-            is_whole = tiles[:2] == (1, 1)
+            is_whole = (tiles[0] == 1) & (tiles[1] == 1)
             x = raw_bytes(planar.x, (patch_h, patch_w), -conv.pad_before[1], whole=is_whole)
             y = raw_bytes(planar.y, (rows, columns), 0, whole=is_whole)
             staged = tile + config["stages"] * images * units * (unit_c * x + unit_k * y)
@@ -117,7 +119,7 @@ class GroupedWeightsTiling:
             patch=(patch_h, patch_w),
             tap_blocks=tap_blocks,
             threads=32 * units * items * (shares // tap_blocks) * config["warps"],
-            shared_bytes=max(staged, sums),
+            shared_bytes=larger(staged, sums),
             channel_tiles=ceil_div(aligned_units_of(problem), units) * config["shares"],
             tiles=tiles,
         )
@@ -132,9 +134,7 @@ def may_share(problem: ProblemDescription, shares: int) -> bool:
 
 def _rows_of_a_warp(filter_y: int, filter_x: int, items: int) -> int:
     """Rows of the filter whose sums leave registers for all else, and for as many warps as there are items."""
-    if items > _MANY_WARPS:
-        return 1
-    return max(1, min(filter_y, _MOST_SUMS // (8 * filter_x)))
+    return chosen(items > _MANY_WARPS, 1, max(1, min(filter_y, _MOST_SUMS // (8 * filter_x))))
 
 
 def _items(problem: ProblemDescription, unit_c: int, unit_k: int) -> int:

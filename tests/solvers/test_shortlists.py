@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.depthwise import channels_first, channels_first_weights, channels_last
 from miofind.solvers.direct import tiled_weights
 from miofind.solvers.few_channels.solver import FewChannelsSolver
-from miofind.solvers.grouped import nhwc
+from miofind.solvers.grouped import nchw, nchw_weights, nhwc, nhwc_weights
 from miofind.solvers.implicit_gemm import wgmma_shortlist, wgmma_transposed_tiling
 from miofind.solvers.implicit_gemm.mma_shortlist import short_list, short_listed
 from miofind.solvers.implicit_gemm.wgmma import ConvImplicitGemmWgmma
@@ -214,6 +215,7 @@ LISTED = {
     "ConvDepthwiseChannelsFirstWeights": channels_first_weights._SHORT_LIST,
     "ConvDepthwiseChannelsLast": (*channels_last._FALLBACKS, *channels_last._SHORT_LIST),
     "ConvGrouped": nhwc._SHORT_LIST,
+    "ConvGroupedPlanes": nchw._SHORT_LIST,
     "ConvWinogradFused": fused._SHORT_LIST,
 }
 """By solver whose cost model takes a table of configurations, what its defaults are chosen among."""
@@ -265,6 +267,21 @@ def test_a_shortlist_of_transposed_products_is_that_of_tilings_made_anew() -> No
                 wgmma_transposed_tiling.estimate_ms(each, H200, SHARED_BYTES[0]) for each in (tiling, anew)
             )
             assert found == expected, (problem, tiling.config)
+
+
+@pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
+@pytest.mark.parametrize("family", [nchw_weights, nhwc_weights])
+def test_a_table_of_grouped_weights_is_ranked_as_each_configuration_by_itself(family: Any, device: Device) -> None:
+    """Its tables differ by problem."""
+    (solver,) = family.SOLVERS
+    every = [*solver.examples(), *map(depthwise_or_grouped, drawn(120, 11))]
+    problems = [problem for problem in every if solver.applicability(problem, device)][:8]
+    assert len(problems) > 5
+    for problem in problems:
+        table = family._likely(problem, device)
+        plain = solver.ranked(problem, device, table.configs)
+        estimates = [solver.estimate_ms(problem, device, config) for config in plain]
+        assert list(solver._ranked(problem, device, table)) == list(zip(plain, estimates, strict=True)), problem
 
 
 def of_few_channels(problem: ProblemDescription) -> ProblemDescription:
