@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.solver.delegating import DelegatingSolver, kernels_on
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
-from miofind.solver.steps import Config, ConvSolution, KernelStep, Region, WorkspacePlan
+from miofind.solver.steps import Config, ConvSolution, Region, WorkspacePlan
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE, Transposition, transpose_step
 
 _DEFAULTS = 4
@@ -52,21 +53,17 @@ def _transpositions(problem: ProblemDescription, form: ProblemDescription) -> di
     return {name: transposition for name, transposition in transpositions.items() if transposition.is_needed}
 
 
-def _before(problem: ProblemDescription, transpositions: dict[str, Transposition]) -> list[KernelStep]:
-    """The launches that transpose the operands, two at a time."""
+def _before(problem: ProblemDescription, transpositions: dict[str, Transposition]) -> list[tuple[Transposition, ...]]:
+    """What is launched to transpose the operands, two at a time."""
     operands = tuple(
         transposition for name, transposition in transpositions.items() if name != problem.direction.output
     )
-    return [transpose_step(operands[first : first + 2]) for first in range(0, len(operands), 2)]
+    return [operands[first : first + 2] for first in range(0, len(operands), 2)]
 
 
-def _after(problem: ProblemDescription, transpositions: dict[str, Transposition]) -> list[KernelStep]:
-    """The launch that transposes the result back, if it is transposed."""
-    return [
-        transpose_step((transposition.back,))
-        for name, transposition in transpositions.items()
-        if name == problem.direction.output
-    ]
+def _after(problem: ProblemDescription, transpositions: dict[str, Transposition]) -> list[tuple[Transposition, ...]]:
+    """What is launched to transpose the result back, if it is transposed."""
+    return [(transposition.back,) for name, transposition in transpositions.items() if name == problem.direction.output]
 
 
 @functools.lru_cache(maxsize=64)  # every configuration's estimate and solution asks
@@ -77,17 +74,34 @@ def _form(inner: Solver, problem: ProblemDescription, device: Device) -> Problem
 
 def _around_ms(problem: ProblemDescription, form: ProblemDescription, device: Device, inner_ms: float) -> float:
     """Milliseconds of the other solver's kernels and of all transpositions."""
-    steps, moved_bytes = _transposed(problem, form)
-    moved_ms = 1e3 * moved_bytes / (BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    return steps * _STEP_MS + moved_ms + inner_ms
+    around = _Around.of(problem, form)
+    moved_ms = 1e3 * around.bytes / (BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    return around.launches * _STEP_MS + moved_ms + inner_ms
 
 
-@functools.lru_cache(maxsize=64)  # every configuration's estimate asks
-def _transposed(problem: ProblemDescription, form: ProblemDescription) -> tuple[int, int]:
-    """Launches that transpose, and bytes that they move."""
-    transpositions = _transpositions(problem, form)
-    launches = len([*_before(problem, transpositions), *_after(problem, transpositions)])
-    return launches, sum(2 * transposition.bytes for transposition in transpositions.values())
+class _Around(NamedTuple):
+    """The launches that transpose.
+
+    Attributes:
+        launches: how many.
+        most_blocks: of the largest.
+        bytes: that they move.
+    """
+
+    launches: int
+    most_blocks: int
+    bytes: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)  # whether they serve is asked, and every configuration's estimate
+    def of(problem: ProblemDescription, form: ProblemDescription) -> _Around:
+        transpositions = _transpositions(problem, form)
+        launches = [*_before(problem, transpositions), *_after(problem, transpositions)]
+        return _Around(
+            launches=len(launches),
+            most_blocks=max((sum(each.blocks for each in launch) for launch in launches), default=0),
+            bytes=sum(2 * transposition.bytes for transposition in transpositions.values()),
+        )
 
 
 class ChannelsLastSolver(DelegatingSolver):
@@ -113,11 +127,10 @@ class ChannelsLastSolver(DelegatingSolver):
         form = _form(self.inner_solver, problem, device)
         if form is None:
             return Applicability(self._refusal(problem, device))
-        transpositions = _transpositions(problem, form)
-        steps = [*_before(problem, transpositions), *_after(problem, transpositions)]
-        if not steps:
+        around = _Around.of(problem, form)
+        if not around.launches:
             return Applicability("the order of elements is the same with channels last")
-        if max(step.grid[0] for step in steps) > _MAX_BLOCKS:
+        if around.most_blocks > _MAX_BLOCKS:
             return Applicability("its tensors have too many tiles for one launch")
         return APPLICABLE
 
@@ -174,8 +187,9 @@ class ChannelsLastSolver(DelegatingSolver):
         regions = [
             Region(name=transposition.target, bytes=transposition.bytes) for transposition in transpositions.values()
         ]
+        before, after = (map(transpose_step, each(problem, transpositions)) for each in (_before, _after))
         return ConvSolution(
-            steps=(*_before(problem, transpositions), *kernels_on(inner, names), *_after(problem, transpositions)),
+            steps=(*before, *kernels_on(inner, names), *after),
             workspace=WorkspacePlan((*regions, *inner.workspace.regions)),
             deterministic=inner.deterministic,
         )

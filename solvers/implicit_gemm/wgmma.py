@@ -487,8 +487,8 @@ class ConvImplicitGemmWgmma(Solver):
         ranked = np.argsort(times, kind="stable")
         tiles = likely.tiles
         kinds = zip(*(column[ranked].tolist() for column in (tiles.tile_m, tiles.tile_n, tiles.swapped)), strict=True)
-        chosen = [int(ranked[place]) for place in varied(list(kinds), _DEFAULTS)]
-        return tuple(EstimatedConfig(likely.tiling(place).config, float(times[place])) for place in chosen)
+        chosen = [int(ranked[place]) for place in varied(kinds, _DEFAULTS)]
+        return tuple(EstimatedConfig(likely.config(place), float(times[place])) for place in chosen)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return estimate_ms(WgmmaTiling.of(WgmmaProduct.of(problem), config), device)

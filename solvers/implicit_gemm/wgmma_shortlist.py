@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from miofind.device.device import Device
 from miofind.solver.columns import Integers, Numbers, Truths, ceil_div_each
+from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_cost import copied, multiply_cycles
@@ -28,6 +29,7 @@ from miofind.solvers.implicit_gemm.wgmma_tiling import (
     SWIZZLES_BYTES,
     WGMMA_M,
     WgmmaTiling,
+    config_of,
     has_tile_k,
     output_buffers,
     phase_cluster_k,
@@ -242,7 +244,8 @@ class _Filled:
         is_taken[:, in_cluster] = (shares <= most) & (work_tiles[:, in_cluster] * shares <= processors)
         fitting = splits <= np.minimum(most, _FULL_DEVICES * processors // alone)
         enough = fitting & (alone * splits >= _EMPTY_DEVICE * processors)
-        last = fitting & ~np.pad(fitting[:, 1:], ((0, 0), (0, 1)))
+        last = fitting.copy()
+        last[:, :-1] &= ~fitting[:, 1:]
         is_taken[:, in_cluster.stop :] = np.where(enough.any(axis=1)[:, None], enough, last)
         is_taken[self.tiles.swapped] = False
         is_taken[:, 0] = True
@@ -292,22 +295,13 @@ class Shortlist:
     def __len__(self) -> int:
         return len(self.stages)
 
-    def tiling(self, place: int) -> WgmmaTiling:
-        """One of them."""
+    def config(self, place: int) -> Config:
+        """The configuration of one of them."""
         tiles = self.tiles
-        return WgmmaTiling(
-            product=self.product,
-            consumers=int(tiles.consumers[place]),
-            row_blocks=int(tiles.row_blocks[place]),
-            tile_m=int(tiles.tile_m[place]),
-            tile_n=int(tiles.tile_n[place]),
-            tile_k=int(tiles.tile_k[place]),
-            stages=int(self.stages[place]),
-            splits=int(self.splits[place]),
-            blocks=int(self.blocks[place]),
-            cluster=(int(self.along_m[place]), 1, int(self.cluster_k[place])),
-            swapped=bool(tiles.swapped[place]),
-        )
+        columns = (tiles.consumers, tiles.row_blocks, tiles.tile_n, tiles.tile_k, self.stages, self.splits, self.blocks)
+        consumers, rows, tile_n, tile_k, *others = (int(column[place]) for column in (*columns, tiles.swapped))
+        cluster = (int(self.along_m[place]), 1, int(self.cluster_k[place]))
+        return config_of(consumers, rows, tile_n, tile_k * self.product.element_bytes, *others, cluster=cluster)
 
     @staticmethod
     def of(product: WgmmaProduct, device: Device, shared_bytes: int) -> Shortlist:
@@ -428,11 +422,14 @@ class _Spread:
         return may
 
 
-def varied(tiles: Sequence[Hashable], most: int) -> list[int]:
+def varied(tiles: Iterable[Hashable], most: int) -> list[int]:
     """Places of the first, but few of the same tile while there are others; in the order given."""
     seen: Counter[Hashable] = Counter()
-    repeats = []
-    for tile in tiles:
-        repeats.append(seen[tile] // _SAME_TILES)
+    firsts: list[int] = []
+    repeated: list[int] = []
+    for place, tile in enumerate(tiles):
+        (firsts if seen[tile] < _SAME_TILES else repeated).append(place)
         seen[tile] += 1
-    return sorted(sorted(range(len(tiles)), key=lambda i: (repeats[i] > 0, i))[:most])
+        if len(firsts) == most:
+            return firsts
+    return sorted([*firsts, *repeated[: most - len(firsts)]])

@@ -76,19 +76,9 @@ class WgmmaTiling:
     @property
     def config(self) -> Config:
         """The configuration that it is of."""
-        return Config(
-            {
-                "consumers": self.consumers,
-                "rows": self.row_blocks,
-                "tile_n": self.tile_n,
-                "depth_bytes": self.tile_k * self.product.element_bytes,
-                "stages": self.stages,
-                "splits": self.splits,
-                "blocks": self.blocks,
-                "cluster": "x".join(map(str, self.cluster)),
-                "swapped": int(self.swapped),
-            }
-        )
+        depth_bytes = self.tile_k * self.product.element_bytes
+        numbers = (self.consumers, self.row_blocks, self.tile_n, depth_bytes, self.stages, self.splits, self.blocks)
+        return config_of(*numbers, int(self.swapped), cluster=self.cluster)
 
     @functools.cached_property
     def size_m(self) -> int:
@@ -304,6 +294,14 @@ class WgmmaTiling:
     def is_filled(self) -> bool:
         """Whether a tile is not mostly empty."""
         return self.tile_n < 2 * max(32, self.padded_n) and self.tile_m < 2 * max(WGMMA_M, self.size_m)
+
+
+@functools.lru_cache(maxsize=1 << 12)  # few serve all problems, and to write one as JSON takes longest
+def config_of(*numbers: int, cluster: tuple[int, int, int]) -> Config:
+    """The configuration of ConvImplicitGemmWgmma with these parameters, `cluster` besides, in their order."""
+    *first, swapped = numbers
+    names = ("consumers", "rows", "tile_n", "depth_bytes", "stages", "splits", "blocks")
+    return Config({**dict(zip(names, first, strict=True)), "cluster": "x".join(map(str, cluster)), "swapped": swapped})
 
 
 def phase_cluster_k(product: WgmmaProduct, cluster_k: int) -> tuple[int, ...]:

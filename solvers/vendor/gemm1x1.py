@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.libraries.matmul_choice import TENSOR_ALIGNMENT, check_int
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.libraries.matmul_choice import TENSOR_ALIGNMENT, WORKSPACE_BYTES, check_int
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
 from miofind.solver.steps import Config, ConvSolution
 from miofind.solvers.vendor.column_configs import (
     NAMES,
@@ -79,9 +79,15 @@ class ConvGemm1x1(Solver):
         return APPLICABLE
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         plans = column_plans(problem, device, problem.n)
         least = min(plans, key=lambda plan: plan.slots)
-        return heuristic_config(plans[0]), heuristic_config(least, workspace_bytes=0)
+        return tuple(
+            EstimatedConfig(heuristic_config(plan, workspace_bytes), plan.estimate_ms(device, workspace_bytes))
+            for plan, workspace_bytes in ((plans[0], WORKSPACE_BYTES), (least, 0))
+        )
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
         yield from self.default_configs(problem, device)

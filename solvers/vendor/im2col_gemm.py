@@ -6,12 +6,12 @@ rounded once; backward weights sums chunks in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.libraries.matmul_choice import TENSOR_ALIGNMENT, check_int
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.libraries.matmul_choice import TENSOR_ALIGNMENT, WORKSPACE_BYTES, check_int
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
 from miofind.solver.steps import Config, ConvSolution
 from miofind.solvers.vendor.column_configs import (
     NAMES,
@@ -92,17 +92,24 @@ class ConvIm2colGemm(Solver):
         return _plan(problem, 1).least_ms(device)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        plans = _plans(problem, device)
-        defaults = [_largest(plans, budget) for budget in (_CHUNK_BYTES, device.l2_bytes // 2)]
-        least = heuristic_config(plans[0], workspace_bytes=0, images=plans[0].images)
-        return tuple(dict.fromkeys((*(heuristic_config(plan, images=plan.images) for plan in defaults), least)))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        budgets = (_CHUNK_BYTES, device.l2_bytes // 2)
+        likely = [(_largest(problem, device, budget), WORKSPACE_BYTES) for budget in budgets]
+        chosen = dict.fromkeys([*likely, (_smallest(problem, device), 0)])
+        return tuple(
+            EstimatedConfig(
+                heuristic_config(plan, workspace_bytes, images=plan.images), plan.estimate_ms(device, workspace_bytes)
+            )
+            for plan, workspace_bytes in chosen
+        )
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
-        plans = _plans(problem, device)
         defaults = self.default_configs(problem, device)
         yield from defaults
-        yield from recorded_configs(_largest(plans, _CHUNK_BYTES), defaults[0], device, _RECORDED)
-        for images in (plan.images for plan in plans):
+        yield from recorded_configs(_largest(problem, device, _CHUNK_BYTES), defaults[0], device, _RECORDED)
+        for images in _chunks(problem):
             for plan in column_plans(problem, device, images)[:2]:
                 config = heuristic_config(plan, images=images)
                 if config not in defaults:
@@ -137,15 +144,21 @@ def _chunks(problem: ProblemDescription) -> list[int]:
     return sorted({1 << i for i in range(problem.n.bit_length())} | {problem.n})
 
 
-def _plans(problem: ProblemDescription, device: Device) -> tuple[ColumnPlan, ...]:
-    """The likely best plan of each chunk that can run, powers of two and all images, small chunks first."""
-    best = (column_plans(problem, device, images)[:1] for images in _chunks(problem))
-    return tuple(plan for plans in best for plan in plans)
+def _best(problem: ProblemDescription, device: Device, chunks: Iterable[int]) -> Iterator[ColumnPlan]:
+    """The likely best plan of each of some chunks that can run."""
+    return (plan for images in chunks for plan in column_plans(problem, device, images)[:1])
 
 
-def _largest(plans: tuple[ColumnPlan, ...], budget: int) -> ColumnPlan:
+def _smallest(problem: ProblemDescription, device: Device) -> ColumnPlan:
+    """The plan of fewest images."""
+    return next(_best(problem, device, _chunks(problem)))
+
+
+def _largest(problem: ProblemDescription, device: Device, budget: int) -> ColumnPlan:
     """The plan of most images whose columns fit, else that of fewest."""
-    return next((plan for plan in reversed(plans) if plan.images * plan.column_bytes <= budget), plans[0])
+    column_bytes = _plan(problem, 1).column_bytes
+    fitting = (images for images in reversed(_chunks(problem)) if images * column_bytes <= budget)
+    return next(_best(problem, device, fitting), None) or _smallest(problem, device)
 
 
 SOLVERS = (ConvIm2colGemm(),)

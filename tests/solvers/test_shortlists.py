@@ -168,7 +168,7 @@ def test_a_shortlist_of_wgmma_is_that_of_each_tiling_by_itself(solver_id: str, s
         product = WgmmaProduct.of(problem)
         found = Shortlist.of(product, H200, shared_bytes)
         plain = list(plain_tilings(product, H200, shared_bytes))
-        assert [found.tiling(place) for place in range(len(found))] == plain, problem
+        assert [found.config(place) for place in range(len(found))] == [each.config for each in plain], problem
         assert estimates_ms(found, H200).tolist() == [estimate_ms(each, H200) for each in plain], problem
 
 
