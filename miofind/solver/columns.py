@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.solver.steps import Config
+from miofind.solver.steps import Config, ConfigProduct
 
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]
@@ -33,20 +33,31 @@ class ConfigTable(Mapping[str, Any]):
     """
 
     def __init__(self, configs: Sequence[Config], columns: Mapping[str, Any] | None = None) -> None:
-        self.configs = tuple(configs)
+        self.configs = configs
         self._columns = columns or {name: _column([config[name] for config in configs]) for name in configs[0]}
 
     def at(self, places: Integers) -> ConfigTable:
         """Those at some places."""
         columns = {name: column[places] if is_table(column) else column for name, column in self._columns.items()}
-        return ConfigTable([self.configs[place] for place in places.tolist()], columns)
+        return ConfigTable(_Picked([(self.configs, place) for place in places.tolist()]), columns)
+
+    @staticmethod
+    def product(rows: Mapping[str | tuple[str, ...], Sequence[Any]]) -> ConfigTable:
+        """What `Config.product` gives of the same rows; a configuration of it is made when it is asked for."""
+        configs = ConfigProduct(rows)
+        columns: dict[str, Any] = {}
+        for part, digits in zip(configs.rows, np.indices(configs.counts).reshape(len(configs.counts), -1), strict=True):
+            for name in part[0]:
+                columns[name] = np.array([choice[name] for choice in part])[digits]
+        return ConfigTable(configs, columns)
 
     @staticmethod
     def joined(tables: Sequence[ConfigTable]) -> ConfigTable:
         """Those of several tables, one after the other."""
         tables = [table for table in tables if table.configs]
         columns = {name: np.concatenate([table._whole(name) for table in tables]) for name in tables[0]}
-        return ConfigTable([config for table in tables for config in table.configs], columns)
+        picks = [(table.configs, place) for table in tables for place in range(len(table.configs))]
+        return ConfigTable(_Picked(picks), columns)
 
     def _whole(self, name: str) -> NDArray[Any]:
         """A value of each, though all have it alike."""
@@ -74,6 +85,20 @@ class ConfigTable(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._columns)
+
+
+class _Picked(Sequence[Config]):
+    """Configurations of other sequences, each by its sequence and its place there."""
+
+    def __init__(self, picks: Sequence[tuple[Sequence[Config], int]]) -> None:
+        self._picks = picks
+
+    def __len__(self) -> int:
+        return len(self._picks)
+
+    def __getitem__(self, place: Any) -> Any:
+        source, at = self._picks[place]
+        return source[at]
 
 
 def _column(values: Sequence[Any]) -> Any:

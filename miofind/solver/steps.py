@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,6 +104,37 @@ class Config(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Config({self.json})"
+
+
+class ConfigProduct(Sequence[Config]):
+    """What `Config.product` gives of a table, each made when it is asked for: of thousands a process needs few.
+
+    Args:
+        table: as `Config.product` takes it.
+
+    Attributes:
+        rows: by row, its choices as parts of a configuration.
+        counts: of them.
+    """
+
+    def __init__(self, table: Mapping[str | tuple[str, ...], Iterable[Any]]) -> None:
+        self.rows = [[_part(names, choice) for choice in choices] for names, choices in table.items()]
+        self.counts = tuple(map(len, self.rows))
+        self._made: dict[int, Config] = {}
+
+    def __len__(self) -> int:
+        return math.prod(self.counts)
+
+    def __getitem__(self, place: Any) -> Any:
+        if place not in range(len(self)):
+            raise IndexError(place)
+        if (made := self._made.get(place)) is None:
+            number, parts = place, []
+            for row, count in zip(reversed(self.rows), reversed(self.counts), strict=True):
+                number, digit = divmod(number, count)
+                parts.append(row[digit])
+            made = self._made[place] = Config._unwritten(functools.reduce(operator.or_, reversed(parts), {}))
+        return made
 
 
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode  # json.dumps makes one a call

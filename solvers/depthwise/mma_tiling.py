@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Library, Place
+from miofind.solver.columns import chosen, larger, smaller
 from miofind.solver.solver import APPLICABLE, Applicability, KernelKey
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -86,7 +87,7 @@ class PairedPixels:
         matrices = width.reach + step + 1
         pixel = odd_words(2 * channels)
         image_bytes = rows * 2 * step * (pairs + (matrices - 1) // (2 * step)) * pixel
-        gap = (pairs * pixel - image_bytes) % 128 if images > 1 else 0
+        gap = chosen(images > 1, (pairs * pixel - image_bytes) % 128, 0)
         return PairedPixels(
             columns=(2 * pairs - 1) * step + width.reach + 1,
             matrices=matrices,
@@ -232,21 +233,19 @@ class DepthwiseWeightsTiling:
         return math.prod(self.tiles)
 
     @staticmethod
-    @functools.lru_cache(maxsize=1024)  # to be valid and to be estimated, a configuration is asked for twice
     def of(problem: ProblemDescription, config: Config) -> DepthwiseWeightsTiling:
         height, width = unit_axes(problem)
         rows, images, channels = config["rows"], config["images"], config["channels"]
         pairs = pairs_of(width.outputs, config["columns"])
         row_tiles = ceil_div(height.outputs, rows)
         met = (rows - 1) * height.stride + height.reach + 1
-        if row_tiles == 1:
-            size = problem.lifted(2).spatial[0]
-            met = max(1, min(met, size - height.first) - max(0, -height.first))
+        inside = smaller(met, problem.lifted(2).spatial[0] - height.first) - max(0, -height.first)
+        met = chosen(row_tiles == 1, larger(1, inside), met)
         x = PairedPixels.of(width, images=images, rows=met, pairs=pairs, channels=channels)
         single = replace(width, stride=1, reach=0)
         dy = PairedPixels.of(single, images=images, rows=rows, pairs=pairs, channels=channels)
         products = height.taps * (width.taps // 2) + width.taps % 2 * ceil_div(height.taps, 2)
-        kept = min(rows, height.reach // height.stride + 1)
+        kept = smaller(rows, height.reach // height.stride + 1)
         stages = config["stages"] * (x.shared_bytes + dy.shared_bytes)
         return DepthwiseWeightsTiling(
             rows=rows,
@@ -261,7 +260,7 @@ class DepthwiseWeightsTiling:
             threads=4 * channels * config["warps"],
             registers=round_up(_dilated(problem) + 4 * products + 2 * kept + 6 * ceil_div(x.matrices, 4) + 48, 8),
             products=rows * products,
-            shared_bytes=max(stages, 4 * config["warps"] * channels * height.taps * width.taps),
+            shared_bytes=larger(stages, 4 * config["warps"] * channels * height.taps * width.taps),
             channel_tiles=ceil_div(problem.c, channels),
             tiles=(row_tiles, ceil_div(width.outputs, 2 * pairs), ceil_div(problem.n, images)),
         )

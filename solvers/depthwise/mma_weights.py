@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, is_config, larger, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -25,7 +26,7 @@ from miofind.solver.steps import (
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import depthwise_example
-from miofind.solvers.common.packed_groups import is_ample
+from miofind.solvers.common.packed_groups import least_ample
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.mma_tiling import KEYS, DepthwiseWeightsTiling, refuse_mma, unbalance, unit_axes
 
@@ -43,33 +44,40 @@ def _resident(tiling: DepthwiseWeightsTiling, device: Device) -> int:
     return resident_blocks(tiling.registers, tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
 
-def _splits(problem: ProblemDescription, device: Device, config: Config) -> int:
+def _splits(tiling: DepthwiseWeightsTiling, device: Device, config: Config) -> int:
     """Blocks that share the tiles of a block's channels, as evenly as can be."""
-    tiling = DepthwiseWeightsTiling.of(problem, config)
-    if config["cluster"] > 1:
-        return int(config["cluster"])
-    most = min(tiling.tile_count, max(1, config["blocks"] * device.sm_count // tiling.channel_tiles))
+    splits: int = chosen(config["cluster"] > 1, config["cluster"], _even(tiling, device, config["blocks"]))
+    return splits
+
+
+def _even(tiling: DepthwiseWeightsTiling, device: Device, blocks: int) -> int:
+    """The splits of about so many blocks a multiprocessor, one where it is 0."""
+    most = smaller(tiling.tile_count, larger(1, blocks * device.sm_count // tiling.channel_tiles))
     return ceil_div(tiling.tile_count, ceil_div(tiling.tile_count, most))
 
 
-def _split_k(problem: ProblemDescription, device: Device, config: Config) -> SplitK:
+def _split_k(problem: ProblemDescription, splits: int, config: Config) -> SplitK:
     """What the reduction adds; a cluster adds the partials of its blocks itself."""
-    splits = _splits(problem, device, config) if config["cluster"] == 1 else 1
-    return SplitK.of(problem, splits)
+    return SplitK.of(problem, chosen(config["cluster"] == 1, splits, 1))
 
 
-def _uses_all_blocks(problem: ProblemDescription, device: Device, config: Config) -> bool:
+def _uses_all_blocks(
+    problem: ProblemDescription, device: Device, tiling: DepthwiseWeightsTiling, config: Config
+) -> bool:
     """Whether blocks use all their buffers, and a lesser number of blocks would not do the same."""
-    splits = _splits(problem, device, config)
-    tiles = ceil_div(DepthwiseWeightsTiling.of(problem, config).tile_count, splits)
-    if config["stages"] > tiles or (config["stages"] == 1 and tiles > 1):
-        return False
-    if config["cluster"] > 1:
-        return device.sm >= _MIN_CLUSTER_SM and splits <= DepthwiseWeightsTiling.of(problem, config).tile_count
-    if splits > 1 and _split_k(problem, device, config).bytes > _MAX_WORKSPACE_BYTES:
-        return False
-    fewer = [blocks for blocks in _BLOCKS if blocks < config["blocks"]]
-    return not fewer or splits > _splits(problem, device, Config({**config, "blocks": max(fewer)}))
+    splits, stages, blocks = _splits(tiling, device, config), config["stages"], config["blocks"]
+    tiles = ceil_div(tiling.tile_count, splits)
+    has_workspace = (splits == 1) | (_split_k(problem, splits, config).bytes <= _MAX_WORKSPACE_BYTES)
+    is_least = (blocks == 0) | (splits > _even(tiling, device, larger(0, blocks - 1)))
+    serves_cluster = (device.sm >= _MIN_CLUSTER_SM) & (splits <= tiling.tile_count)
+    is_cluster = config["cluster"] > 1
+    uses_all: bool = (
+        (stages <= tiles)
+        & ((stages > 1) | (tiles == 1))
+        & (is_cluster | (has_workspace & is_least))
+        & ((config["cluster"] == 1) | serves_cluster)
+    )
+    return uses_all
 
 
 def _defines(
@@ -95,7 +103,8 @@ def _defines(
 
 
 def _sum_step(problem: ProblemDescription, device: Device, config: Config) -> KernelStep:
-    tiling, splits = DepthwiseWeightsTiling.of(problem, config), _splits(problem, device, config)
+    tiling = DepthwiseWeightsTiling.of(problem, config)
+    splits = _splits(tiling, device, config)
     resident = _resident(tiling, device)
     return KernelStep(
         source="depthwise/mma_weights.cu",
@@ -105,7 +114,7 @@ def _sum_step(problem: ProblemDescription, device: Device, config: Config) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, splits, tiling, resident),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", _split_k(problem, device, config).target)),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", _split_k(problem, splits, config).target)),
             *int32s(problem.n, tiling.tile_count),
         ),
     )
@@ -136,29 +145,30 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     loads = met * tiling.staged_rows * tiling.x.matrices + 2 * tiling.rows
     walks = tiling.iterations * groups
     slots = walks * (products * _PRODUCT_SLOTS + loads / 2 + _WALK_SLOTS) + copies * _COPY
-    busy = max(slots / _SLOTS, walks * loads + 4 * copies, walks * products * _PRODUCT)
+    busy = larger(larger(slots / _SLOTS, walks * loads + 4 * copies), walks * products * _PRODUCT)
     serial = ceil_div(tiling.iterations, tiling.warps) * products
-    alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 32 * copies * _COPY / tiling.threads
+    alone = _TILE_LATENCY * chosen(config["stages"] == 1, 2, 1) + 32 * copies * _COPY / tiling.threads
     alone += serial * _PRODUCT_LATENCY
     resident = _resident(tiling, device)
-    splits = _splits(problem, device, config)
+    splits = _splits(tiling, device, config)
     tiles, taps = ceil_div(tiling.tile_count, splits), problem.w.size // problem.c
     blocks = tiling.channel_tiles * splits
     first = _BLOCK_LATENCY + _TAP_LATENCY * taps + warps * taps / 4
 
     def wave_cycles(held: int) -> float:
         """Cycles of as many blocks on one multiprocessor."""
-        return first + tiles * max(held * busy * unbalance(held * warps), alone)
+        return first + tiles * larger(held * busy * unbalance(held * warps), alone)
 
     cycles = cycles_of_waves(blocks, resident, device, wave_cycles)
     processing = 1e3 * cycles / device.clock_hz
-    split_k = _split_k(problem, device, config)
-    partials = 2 * split_k.bytes if split_k.splits > 1 else 0
-    again = max(0.0, 512 * copies * tiling.tile_count * tiling.channel_tiles - problem.bytes)
+    split_k = _split_k(problem, splits, config)
+    partials = chosen(split_k.splits > 1, 2 * split_k.bytes, 0)
+    again = larger(0.0, 512 * copies * tiling.tile_count * tiling.channel_tiles - problem.bytes)
     through = problem.bytes * (1 + 4 / tiling.channels) + _AGAIN * again + _PARTIALS_SHARE * partials
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    together = config["stages"] * min(resident, ceil_div(blocks, device.sm_count))
-    return float(max(memory, processing) + min(memory, processing) * _ALONE / together)
+    together = config["stages"] * smaller(resident, ceil_div(blocks, device.sm_count))
+    ms: float = larger(memory, processing) + smaller(memory, processing) * _ALONE / together
+    return ms
 
 
 _LAST_RESORT = Config.of(rows=2, columns=8, images=1, channels=16, warps=1, stages=1, blocks=0, cluster=1)
@@ -182,10 +192,17 @@ _SHORT_LIST = (
 )
 
 
-def _varied(ranked: Sequence[Config]) -> list[Config]:
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
+
+
+def _varied(ranked: Sequence[EstimatedConfig]) -> list[EstimatedConfig]:
     """The first few, then the first of each number of blocks and of channels, which are estimated least well."""
-    chosen = {(config["blocks"], config["cluster"], config["channels"]): config for config in reversed(ranked)}
-    return list(dict.fromkeys([*ranked[:_FIRST], *(config for config in ranked if config in chosen.values())]))
+    firsts: dict[tuple[int, ...], EstimatedConfig] = {}
+    for each in ranked:
+        firsts.setdefault((each.config["blocks"], each.config["cluster"], each.config["channels"]), each)
+    return list(dict.fromkeys([*ranked[:_FIRST], *firsts.values()]))
 
 
 class ConvDepthwiseMmaWeights(Solver):
@@ -240,37 +257,46 @@ class ConvDepthwiseMmaWeights(Solver):
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        height, width = unit_axes(problem)
-        if is_ample(config["rows"], _ROWS, height.outputs) or is_ample(config["columns"], _COLUMNS, width.outputs):
-            return False
-        if config["images"] >= 2 * problem.n or is_ample(config["channels"], _CHANNELS, problem.c):
-            return False
-        if config["cluster"] > 1 and config["blocks"] > 0:
-            return False
-        tiling = DepthwiseWeightsTiling.of(problem, config)
-        if config["warps"] > tiling.iterations or tiling.threads > _MAX_THREADS:
-            return False
-        if tiling.products > _MAX_PRODUCTS and config["rows"] > min(_ROWS):
-            return False
-        if config != _LAST_RESORT and not _uses_all_blocks(problem, device, config):
-            return False
-        return tiling.registers <= _MAX_REGISTERS and _resident(tiling, device) > 0
+        (height, width), tiling = unit_axes(problem), DepthwiseWeightsTiling.of(problem, config)
+        is_last = is_config(config, _LAST_RESORT)
+        is_valid: bool = (
+            (config["rows"] <= least_ample(_ROWS, height.outputs))
+            & (config["columns"] <= least_ample(_COLUMNS, width.outputs))
+            & (config["images"] < 2 * problem.n)
+            & (config["channels"] <= least_ample(_CHANNELS, problem.c))
+            & ((config["cluster"] == 1) | (config["blocks"] == 0))
+            & (config["warps"] <= tiling.iterations)
+            & (tiling.threads <= _MAX_THREADS)
+            & ((tiling.products <= _MAX_PRODUCTS) | (config["rows"] == min(_ROWS)))
+            & (is_last | _uses_all_blocks(problem, device, tiling, config))
+            & (tiling.registers <= _MAX_REGISTERS)
+            & (_resident(tiling, device) > 0)
+        )
+        return is_valid
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(_varied(self.ranked(problem, device, _SHORT_LIST))[:_DEFAULTS])
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        return tuple(_varied(self._ranked(problem, device))[:_DEFAULTS])
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        """The short list as far as it is valid, the least estimate first."""
+        return self.ranked_valid(problem, device, _short_list())
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = DepthwiseWeightsTiling.of(problem, config)
-        launches = _LAUNCH_MS + (_CLUSTER_MS if config["cluster"] > 1 else 0.0)
-        if _split_k(problem, device, config).splits > 1:
-            launches += _FINISH_MS
+        split_k = _split_k(problem, _splits(tiling, device, config), config)
+        launches = _LAUNCH_MS + chosen(config["cluster"] > 1, _CLUSTER_MS, 0.0)
+        launches += chosen(split_k.splits > 1, _FINISH_MS, 0.0)
         return launches + _work_ms(problem, device, tiling, config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        step, split_k = _sum_step(problem, device, config), _split_k(problem, device, config)
+        splits = _splits(DepthwiseWeightsTiling.of(problem, config), device, config)
+        step, split_k = _sum_step(problem, device, config), _split_k(problem, splits, config)
         return split_k.solution(step, split_k.vector_reduction(step))
 
 

@@ -165,18 +165,16 @@ def _last_resorts() -> ConfigTable:
 
 @functools.cache
 def _short_list() -> ConfigTable:
-    return ConfigTable(
-        Config.product(
-            {
-                ("units", "shares"): ((1, 1), (2, 1), (1, 2), (1, 4)),
-                "splits": _SPLITS,
-                "rows": (4, 7, 14),
-                "row_groups": (1, 2, 4),
-                "images": (1, 4, 8),
-                "warps": (1, 2, 4),
-                "stages": (2, 3),
-            }
-        )
+    return ConfigTable.product(
+        {
+            ("units", "shares"): ((1, 1), (2, 1), (1, 2), (1, 4)),
+            "splits": _SPLITS,
+            "rows": (4, 7, 14),
+            "row_groups": (1, 2, 4),
+            "images": (1, 4, 8),
+            "warps": (1, 2, 4),
+            "stages": (2, 3),
+        }
     )
 
 

@@ -164,17 +164,15 @@ def _last_resorts() -> ConfigTable:
 
 @functools.cache
 def _short_list() -> ConfigTable:
-    return ConfigTable(
-        Config.product(
-            {
-                ("units", "shares"): (*((1, shares) for shares in SHARES), (2, 1), (4, 1)),
-                "splits": _SPLITS,
-                "rows": (2, 4, 7, 8),
-                ("columns", "images"): ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)),
-                "warps": (1, 2),
-                "stages": (2, 3),
-            }
-        )
+    return ConfigTable.product(
+        {
+            ("units", "shares"): (*((1, shares) for shares in SHARES), (2, 1), (4, 1)),
+            "splits": _SPLITS,
+            "rows": (2, 4, 7, 8),
+            ("columns", "images"): ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)),
+            "warps": (1, 2),
+            "stages": (2, 3),
+        }
     )
 
 
