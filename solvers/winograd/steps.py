@@ -57,6 +57,45 @@ FEW_FLOATS = 36  # of a thread's tiles: F(4x4, 3x3) of one channel
 _BLOCKS = {True: 8, False: 4}  # of a multiprocessor, for few floats and for many: so many have registers for them
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledTransform:
+    """What all plans of a problem with tiles of one size have in common.
+
+    Attributes:
+        steps_of_tiles: rows and columns from one tile to the next.
+        axes: the algorithm down and across.
+        places: products of one tile for each pair of channels.
+        all_tiles: of the whole batch.
+        tiles_of_image: down and across what the tiles cover: the result, or y for backward weights.
+    """
+
+    steps_of_tiles: tuple[int, int]
+    axes: tuple[Filtering, Filtering]
+    places: int
+    tiles_of_image: tuple[int, int]
+    all_tiles: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)  # dozens of plans ask
+    def of(problem: ProblemDescription, tile: int) -> TiledTransform:
+        """That of a problem lifted to three spatial dimensions."""
+        is_weights, (_, *filter_taps) = problem.direction is Direction.BACKWARD_WEIGHTS, problem.filter
+        steps = [1 if taps == 1 else tile for taps in filter_taps]
+        down, across = (
+            Filtering.of(taps, step) if is_weights else Filtering.of(step, taps)
+            for step, taps in zip(steps, filter_taps, strict=True)
+        )
+        covered = problem.spatial if problem.direction is Direction.BACKWARD_DATA else problem.out_spatial
+        rows, columns = (ceil_div(size, step) for size, step in zip(covered[1:], steps, strict=True))
+        return TiledTransform(
+            steps_of_tiles=(steps[0], steps[1]),
+            axes=(down, across),
+            places=down.products * across.products,
+            tiles_of_image=(rows, columns),
+            all_tiles=problem.n * rows * columns,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WinogradPlan:
     """One way to compute a problem by minimal filtering.
@@ -92,19 +131,19 @@ class WinogradPlan:
         return down, across
 
     @functools.cached_property
+    def transform(self) -> TiledTransform:
+        """What it has in common with all plans of such tiles."""
+        return TiledTransform.of(self.problem, self.tile)
+
+    @property
     def steps_of_tiles(self) -> tuple[int, int]:
         """Rows and columns from one tile to the next."""
-        down, across = (1 if taps == 1 else self.tile for taps in self.taps)
-        return down, across
+        return self.transform.steps_of_tiles
 
-    @functools.cached_property
+    @property
     def axes(self) -> tuple[Filtering, Filtering]:
         """The algorithm down and across."""
-        down, across = (
-            Filtering.of(taps, step) if self.is_weights else Filtering.of(step, taps)
-            for step, taps in zip(self.steps_of_tiles, self.taps, strict=True)
-        )
-        return down, across
+        return self.transform.axes
 
     @property
     def error_growth(self) -> float:
@@ -124,28 +163,25 @@ class WinogradPlan:
         """
         return not self.is_weights and is_local(self.axes)
 
-    @functools.cached_property
+    @property
     def places(self) -> int:
         """Products of one tile for each pair of channels."""
-        return math.prod(axis.products for axis in self.axes)
+        return self.transform.places
 
     @property
     def source(self) -> str:
         """The images that filters slide over: "x", or "y" for backward data."""
         return "y" if self.problem.direction is Direction.BACKWARD_DATA else "x"
 
-    @functools.cached_property
+    @property
     def tiles_of_image(self) -> tuple[int, int]:
         """Down and across what the tiles cover: the result, or y for backward weights."""
-        p = self.problem
-        covered = p.spatial if p.direction is Direction.BACKWARD_DATA else p.out_spatial
-        down, across = (ceil_div(size, step) for size, step in zip(covered[1:], self.steps_of_tiles, strict=True))
-        return down, across
+        return self.transform.tiles_of_image
 
-    @functools.cached_property
+    @property
     def all_tiles(self) -> int:
         """Tiles of the whole batch."""
-        return self.problem.n * math.prod(self.tiles_of_image)
+        return self.transform.all_tiles
 
     @functools.cached_property
     def slice_tiles(self) -> int:
