@@ -5,12 +5,14 @@ Kernel: kernels_src/implicit_gemm/wgmma_halo.cu.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap
@@ -25,7 +27,7 @@ from miofind.solvers.implicit_gemm.wgmma_halo_tiling import (
     HaloProduct,
     HaloTiling,
     is_least,
-    shortlisted_tilings,
+    short_list,
 )
 
 _SOURCE = "implicit_gemm/wgmma_halo.cu"
@@ -163,27 +165,33 @@ class ConvImplicitGemmHalo(Solver):
         product = HaloProduct.of(problem)
         if product.sums > MOST_CHANNELS:
             return Applicability(f"sums over up to {MOST_CHANNELS} channels, not {product.sums}")
-        if next(shortlisted_tilings(product, device), None) is None:
+        if not _valid_list(product, device).configs:
             return Applicability("has filters too large for a block's shared memory")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         product = HaloProduct.of(problem)
-        return is_least(product, config) and HaloTiling.of(product, config, device).is_valid(device)
+        return is_least(product, config) and bool(HaloTiling.of(product, config, device).is_valid(device))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(each.config for each in self.estimated_defaults(problem, device))
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        product = HaloProduct.of(problem)
         chosen: list[EstimatedConfig] = []
         alike: Counter[tuple[int, int]] = Counter()
-        likely = shortlisted_tilings(HaloProduct.of(problem), device)
-        estimated = [(tiling.estimate_ms(device), config, tiling) for config, tiling in likely]
-        for time_ms, config, tiling in sorted(estimated, key=lambda each: each[0]):
+        for each in self._ranked(problem, device):
+            tiling = HaloTiling.of(product, each.config, device)
             alike[tiling.tile_h, tiling.tile_w] += 1
             if alike[tiling.tile_h, tiling.tile_w] <= _MOST_ALIKE:
-                chosen.append(EstimatedConfig(config, time_ms))
-        return tuple(chosen[:_DEFAULTS])
+                chosen.append(each)
+            if len(chosen) == _DEFAULTS:
+                break
+        return tuple(chosen)
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        """The short list as far as it is valid, the least estimate first."""
+        return self.ranked_table(problem, device, _valid_list(HaloProduct.of(problem), device))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return HaloTiling.of(HaloProduct.of(problem), config, device).estimate_ms(device)
@@ -206,6 +214,12 @@ class ConvImplicitGemmHalo(Solver):
             ),
         )
         return ConvSolution(steps=(step,))
+
+
+@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
+def _valid_list(product: HaloProduct, device: Device) -> ConfigTable:
+    """The short list as far as it is valid."""
+    return short_list(product).valid(lambda config: HaloTiling.of(product, config, device).is_valid(device))
 
 
 def _pixels(tiling: HaloTiling) -> TensorMap:

@@ -6,13 +6,12 @@ Pure arithmetic on shapes.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, register_limit, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
@@ -161,15 +160,15 @@ class HaloTiling:
         height, width = product.height.outputs, product.width.outputs
         tile_h = ceil_div(height, ceil_div(height, config["tile_h"]))
         tile_w = ceil_div(width, ceil_div(width, config["tile_w"]))
-        if width > tile_w > _ATOM and tile_w % _ATOM:
-            tile_w = round_up(tile_w, 8)
+        is_odd = (width > tile_w) & (tile_w > _ATOM) & (tile_w % _ATOM > 0)
+        tile_w = chosen(is_odd, round_up(tile_w, 8), tile_w)
         row_pixels = tile_w + _halo(product.width)
-        atoms = tile_h * tile_w // _ATOM if tile_w % _ATOM == 0 else ceil_div((tile_h - 1) * row_pixels + tile_w, _ATOM)
-        atoms = ceil_div(atoms, config["consumers"])
+        across_rows = ceil_div((tile_h - 1) * row_pixels + tile_w, _ATOM)
+        atoms = ceil_div(chosen(tile_w % _ATOM == 0, tile_h * tile_w // _ATOM, across_rows), config["consumers"])
         slices = product.depth.taps + config["slices_ahead"]
-        filters = product.taps if config["keeps_filters"] else min(max(2, product.taps - 1), _MAX_STAGES)
+        filters = chosen(config["keeps_filters"] == 1, product.taps, min(max(2, product.taps - 1), _MAX_STAGES))
         blocks = product.images * product.filter_tiles * ceil_div(height, tile_h) * ceil_div(width, tile_w)
-        parts = _parts(product.depth.outputs, blocks, device.sm_count * config["blocks"])
+        parts = mapped(functools.partial(_parts, product.depth.outputs), blocks, device.sm_count * config["blocks"])
         part_depth = ceil_div(product.depth.outputs, parts)
         return HaloTiling(
             product=product,
@@ -222,29 +221,27 @@ class HaloTiling:
     def is_valid(self, device: Device) -> bool:
         """Whether a block can run, and what its atoms meet beyond the last slice is shared memory still."""
         registers = self.atoms * self.product.tile_n // 2 + 56
-        if (
-            registers > register_limit(self.resident, self.threads)
-            or self.row_pixels > _MAX_BOX
-            or self.rows > _MAX_BOX
-        ):
-            return False
-        limits = SmLimits.of(device)
-        if resident_blocks(registers, self.threads, self.shared_bytes, limits) < self.resident:
-            return False
+        fitting = resident_blocks(registers, self.threads, self.shared_bytes, SmLimits.of(device))
         last = self.consumers * self.atoms - 1
-        of_row = self.tile_w // _ATOM
-        begins = last // of_row * self.row_pixels + last % of_row * _ATOM if self.tile_w % _ATOM == 0 else _ATOM * last
+        of_row = larger(1, self.tile_w // _ATOM)
+        by_rows = last // of_row * self.row_pixels + last % of_row * _ATOM
+        begins = chosen(self.tile_w % _ATOM == 0, by_rows, _ATOM * last)
         halo = _halo(self.product.height) * self.row_pixels + _halo(self.product.width)
         met = 2 * self.product.channels * (begins + _ATOM + halo)
         beyond = met - self.slice_bytes
-        return beyond <= self.filter_stages * self.product.filter_bytes
+        return (
+            (registers <= register_limit(self.resident, self.threads))
+            & (larger(self.row_pixels, self.rows) <= _MAX_BOX)
+            & (fitting >= self.resident)
+            & (beyond <= self.filter_stages * self.product.filter_bytes)
+        )
 
     def estimate_ms(self, device: Device) -> float:
         """Milliseconds: products at the rate of tensor cores or of shared memory, in waves of blocks, or all bytes."""
         product = self.product
         step_cycles = max(product.tile_n / 2, 16 + product.tile_n / 4)
         steps = product.taps * product.k_steps * self.consumers * self.atoms
-        taps_alone = 0 if self.filter_stages == product.taps else product.taps * _TAP_CYCLES
+        taps_alone = chosen(self.filter_stages == product.taps, 0, product.taps * _TAP_CYCLES)
         products, alone = steps * step_cycles * _RATE, taps_alone + _SLICE_CYCLES / self.consumers
 
         def cycles(blocks: int) -> float:
@@ -252,7 +249,7 @@ class HaloTiling:
 
         busy_ms = 1e3 * cycles_of_waves(self.blocks, self.resident, device, cycles) / device.clock_hz
         moved_ms = 1e3 * product.problem.bytes / device.bandwidth_bytes_per_s
-        return float(_LAUNCH_MS + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
+        return _LAUNCH_MS + larger(busy_ms, moved_ms) + 0.3 * smaller(busy_ms, moved_ms)
 
 
 def is_least(product: HaloProduct, config: Config) -> bool:
@@ -267,17 +264,24 @@ def _least(axis: Axis, limits: tuple[int, ...], limit: int) -> int:
     return next(least for least in limits if ceil_div(axis.outputs, least) == tiles)
 
 
-def shortlisted_tilings(product: HaloProduct, device: Device) -> Iterator[tuple[Config, HaloTiling]]:
-    """Configurations worth an estimate, as they cut a product; all of them can run."""
+def short_list(product: HaloProduct) -> ConfigTable:
+    """Configurations worth an estimate, as they cut a product, which has no smaller limits for any."""
     heights = dict.fromkeys(_least(product.height, TILES_H, limit) for limit in _LIKELY_H)
     widths = dict.fromkeys(_least(product.width, TILES_W, limit) for limit in TILES_W)
-    for tile_h, tile_w, (consumers, blocks), keeps in itertools.product(heights, widths, _LIKELY_GROUPS, (0, 1)):
-        config = Config.of(
-            tile_h=tile_h, tile_w=tile_w, consumers=consumers, blocks=blocks, slices_ahead=0, keeps_filters=keeps
-        )
-        tiling = HaloTiling.of(product, config, device)
-        if tiling.is_valid(device):
-            yield config, tiling
+    return _of_limits(tuple(heights), tuple(widths))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_limits(heights: tuple[int, ...], widths: tuple[int, ...]) -> ConfigTable:
+    return ConfigTable.product(
+        {
+            "tile_h": heights,
+            "tile_w": widths,
+            ("consumers", "blocks"): _LIKELY_GROUPS,
+            "slices_ahead": (0,),
+            "keeps_filters": (0, 1),
+        }
+    )
 
 
 @functools.lru_cache(maxsize=1 << 10)

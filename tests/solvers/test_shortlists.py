@@ -24,6 +24,9 @@ from miofind.solvers.implicit_gemm import wgmma_shortlist, wgmma_transposed_tili
 from miofind.solvers.implicit_gemm.mma_shortlist import short_list, short_listed
 from miofind.solvers.implicit_gemm.wgmma import ConvImplicitGemmWgmma
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
+from miofind.solvers.implicit_gemm.wgmma_halo import ConvImplicitGemmHalo
+from miofind.solvers.implicit_gemm.wgmma_halo_tiling import HaloProduct
+from miofind.solvers.implicit_gemm.wgmma_halo_tiling import short_list as short_list_of_halos
 from miofind.solvers.implicit_gemm.wgmma_shortlist import Shortlist
 from miofind.solvers.implicit_gemm.wgmma_shortlist_cost import estimates_ms
 from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
@@ -283,6 +286,18 @@ def test_a_table_of_grouped_weights_is_ranked_as_each_configuration_by_itself(fa
         plain = solver.ranked(problem, device, table.configs)
         estimates = [solver.estimate_ms(problem, device, config) for config in plain]
         assert list(solver._ranked(problem, device, table)) == list(zip(plain, estimates, strict=True)), problem
+
+
+@pytest.mark.parametrize("device", [H200, replace(H200, sm_count=20)], ids=["H200", "small"])
+def test_a_table_of_halos_is_ranked_as_each_configuration_by_itself(device: Device) -> None:
+    """Its limits of rows and columns differ by problem."""
+    solver = ConvImplicitGemmHalo()
+    problems = [problem for problem in (*solver.examples(), *drawn(300, 12)) if solver.applicability(problem, device)]
+    assert len(problems) > 8
+    for problem in problems[:20]:
+        plain = solver.ranked(problem, device, short_list_of_halos(HaloProduct.of(problem)).configs)
+        estimates = [solver.estimate_ms(problem, device, config) for config in plain]
+        assert list(solver._ranked(problem, device)) == list(zip(plain, estimates, strict=True)), problem
 
 
 def of_few_channels(problem: ProblemDescription) -> ProblemDescription:
