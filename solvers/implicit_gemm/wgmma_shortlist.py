@@ -154,8 +154,19 @@ _TILE_TYPES = (*(int,) * 5, bool, int, bool, bool, int, int, float, int, float, 
 @functools.lru_cache(maxsize=256)
 def _tiles(kind: _Kind) -> Tiles:
     """Tiles that are valid where sizes fill them, but for what grids and memory hold."""
+    of_any = replace(kind, lengths=())
+    parts = (_NO_TILES, *(_tiles_of_length(of_any, length) for length in kind.lengths))
+    return Tiles._make(map(np.concatenate, zip(*parts, strict=True)))
+
+
+_NO_TILES = Tiles(*(np.array((), kind) for kind in _TILE_TYPES))
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles_of_length(kind: _Kind, length: int) -> Tiles:
+    """Those whose k-tiles have a length, which few kinds differ in alone."""
     found = []
-    for length, (consumers, row_blocks), tile_n in itertools.product(kind.lengths, _WARPGROUPS, WIDTHS):
+    for (consumers, row_blocks), tile_n in itertools.product(_WARPGROUPS, WIDTHS):
         for swapped in (False, True) if kind.may_swap and consumers == 1 else (False,):
             tile = WgmmaTiling(
                 product=kind.product,
@@ -172,8 +183,7 @@ def _tiles(kind: _Kind) -> Tiles:
             )
             if tile.has_registers() and tile.is_swappable() and tile.has_tile_n():
                 found.append(_of_tile(tile))
-    columns = zip(*found, strict=True) if found else ((),) * len(Tiles._fields)
-    return Tiles(*map(np.array, columns, _TILE_TYPES))
+    return Tiles(*map(np.array, zip(*found, strict=True), _TILE_TYPES)) if found else _NO_TILES
 
 
 def _of_tile(tile: WgmmaTiling) -> tuple[float, ...]:
