@@ -182,7 +182,8 @@ def test_a_cuda_graph_reads_weights_that_were_written_to(net: Any, form: str) ->
 def test_weights_that_are_turned_while_a_graph_is_captured_are_turned_by_its_replays(net: Any) -> None:
     fused, x = miofind.torch.fuse(copy.deepcopy(net).to(memory_format=torch.contiguous_format)), images()
     with torch.no_grad():
-        expected = net(x)  # has PyTorch's libraries loaded
+        expected = net(x)
+        copy.deepcopy(fused)(x)  # has what it runs loaded, and copies of weights of its own
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = fused(x)
