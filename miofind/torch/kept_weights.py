@@ -6,6 +6,7 @@ reads the new values from then on.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from miofind.core.tensor import Layout
+from miofind.process.forks import follow_forks
 from miofind.torch.formats import dense, is_dense
 from miofind.torch.memory import is_capturing
 
@@ -40,8 +42,21 @@ class _Copies:
         return self.weight() is weight and self.place == _place(weight)
 
 
+class _Turns:
+    """One thread at a time makes and writes copies: a weight's forms have one version together."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        follow_forks(self)
+
+    def leave_parent(self) -> None:
+        """Part from the process this one was forked from, a thread of which may have held the lock."""
+        self.lock = threading.RLock()
+
+
 _copies: dict[int, _Copies] = {}
 """By the identity of the weight."""
+_turns = _Turns()
 
 
 def _place(weight: Any) -> tuple[Any, ...]:
@@ -66,7 +81,8 @@ def kept(weight: Any, dtype: Any, channels_last: bool) -> Any:
     is_ready = weight.dtype == dtype and is_dense(weight, layout)
     if is_ready or not is_constant(weight) or is_capturing(weight.device):
         return _made(weight, dtype, channels_last)
-    return _copied(weight, dtype, channels_last)
+    with _turns.lock:
+        return _copied(weight, dtype, channels_last)
 
 
 def is_constant(weight: Any) -> bool:
@@ -102,7 +118,7 @@ def renew(weight: Any) -> None:
     """Write the copies of a weight anew now, rather than at its next use, or forget them where it has other memory."""
     copies = _copies.get(id(weight))
     if copies is not None and not copies.are_of(weight):
-        del _copies[id(weight)]
+        _copies.pop(id(weight), None)
     elif copies is not None:
         for form in [*copies.of_forms]:
             kept(weight, *form)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from waiting import LIMIT_S
 
 from miofind.torch import fuse, kept_weights
 from miofind.torch.kept_weights import kept
@@ -95,6 +97,41 @@ def test_a_captured_copy_is_the_graphs_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     assert kept(old, torch.float32, channels_last=True) is made
     assert made.equal(old)
+
+
+def test_a_form_that_a_thread_makes_while_another_writes_the_others_is_up_to_date(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The new form is of the weight as it was, which the other thread's version must not be said of."""
+    weight, make, write = weight_of(), kept_weights._made, torch.Tensor.copy_
+    kept(weight, torch.float32, channels_last=True)
+    is_made, goes_on, told = threading.Event(), threading.Event(), []
+
+    def made(*arguments: Any) -> Any:
+        new = make(*arguments)
+        is_made.set()
+        goes_on.wait(LIMIT_S)
+        return new
+
+    def written(self: Any, *arguments: Any) -> Any:
+        goes_on.set()
+        maker.join(LIMIT_S)
+        return write(self, *arguments)
+
+    maker = threading.Thread(target=kept, args=(weight, torch.bfloat16, True))
+    writer = threading.Thread(target=lambda: told.append(kept(weight, torch.float32, True)))
+    monkeypatch.setattr(kept_weights, "_made", made)
+    maker.start()
+    assert is_made.wait(LIMIT_S)
+    weight.mul_(2)
+    monkeypatch.setattr(torch.Tensor, "copy_", written)
+    writer.start()
+    goes_on.wait(0.5)  # one that waits its turn writes nothing meanwhile
+    goes_on.set()
+    writer.join(LIMIT_S)
+    assert told[0].equal(weight)
+    monkeypatch.undo()
+    assert kept(weight, torch.bfloat16, channels_last=True).equal(weight.to(torch.bfloat16))
 
 
 @pytest.fixture
