@@ -41,7 +41,7 @@ class HostInt:
 
 
 _KEPT_SHARE = 8
-"""Of a device's memory no more than one in so many parts is kept."""
+"""Of the memory that others leave of a device no more than one in so many parts is kept: libraries take some, too."""
 
 _kept_pools: dict[int, Any] | None = None
 
@@ -59,6 +59,12 @@ def empty_pools() -> None:
     """Give back to the driver what no measurement holds of the pools that are kept."""
     for pool in (_kept_pools or {}).values():
         pool.free_all_blocks()
+
+
+def kept_bytes(device_index: int) -> int:
+    """Memory of a device that is kept and that no measurement holds."""
+    pool = (_kept_pools or {}).get(device_index)
+    return 0 if pool is None else int(pool.free_bytes())
 
 
 class DeviceMemory:
@@ -201,9 +207,7 @@ class DeviceMemory:
 
     def _give_back(self) -> None:
         """Give the driver what is not held, unless this process keeps it."""
-        import cupy
-
         with self._device:
-            most = 0 if _kept_pools is None else cupy.cuda.runtime.memGetInfo()[1] // _KEPT_SHARE
+            most = 0 if _kept_pools is None else self.free_bytes // _KEPT_SHARE
             if self._pool.total_bytes() > most:
                 self._pool.free_all_blocks()

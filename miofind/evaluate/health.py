@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device, Place
-from miofind.device.memory import DeviceMemory
+from miofind.device.memory import DeviceMemory, kept_bytes
 from miofind.errors import MiofindError
 from miofind.launch.device_kernels import DeviceKernels, filling
 from miofind.process.threads import in_threads
@@ -105,7 +105,10 @@ def _ternary(count: int, seed: int) -> NDArray[Any]:
 
 
 def used_bytes(device: Device) -> int:
-    """Memory that this process holds, on a GPU that anybody does; 0 where it cannot be told."""
+    """Memory that this process holds, on a GPU that anybody does, without what is kept for the next measurement.
+
+    0 where it cannot be told.
+    """
     if device.place is Place.CPU:
         try:
             with open("/proc/self/statm", encoding="utf-8") as fields:
@@ -116,4 +119,4 @@ def used_bytes(device: Device) -> int:
 
     with cupy.cuda.Device(device.index):
         free, total = cupy.cuda.runtime.memGetInfo()
-    return int(total - free)
+    return int(total - free) - kept_bytes(device.index)
