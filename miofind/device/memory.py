@@ -112,7 +112,7 @@ class DeviceMemory:
 
         try:
             if isinstance(error, Exception):  # Ctrl-C waits for nothing
-                self.stream.synchronize()
+                self._synchronize()
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as fault:
             logger.debug("the stream ended with %s", fault)
         finally:
@@ -199,11 +199,17 @@ class DeviceMemory:
 
         try:
             with self._device:
-                self.stream.synchronize()
+                self._synchronize()
             self._blocks.clear()
             self._give_back()
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError):
             self._blocks.clear()
+
+    def _synchronize(self) -> None:
+        """Wait for both streams: the first does not wait for the second where the block beside it raised."""
+        self.stream.synchronize()
+        if self._other is not None:
+            self._other.synchronize()
 
     def _give_back(self) -> None:
         """Give the driver what is not held, unless this process keeps it."""

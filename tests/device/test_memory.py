@@ -127,3 +127,15 @@ def test_what_is_kept_is_not_in_use(cupy: FakeCupy) -> None:
     cupy.others = GIB
     memory.empty_pools()
     assert health.used_bytes(device) == GIB
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["left", "closed"])
+def test_both_streams_are_waited_for_before_memory_is_given_out_again(cupy: FakeCupy, is_closed: bool) -> None:
+    """A block beside the first stream that raises leaves work on the second, of which the first knows nothing."""
+    held = DeviceMemory(0)
+    with contextlib.suppress(KeyError), held, held.beside():
+        raise KeyError("a launch failed")
+    if is_closed:
+        cupy.events.clear()
+        held.close()
+    assert cupy.events == ["stream 0 is waited for", "stream 1 is waited for"]
