@@ -48,10 +48,22 @@ def _bare_packages(folder: str) -> Iterator[None]:
     """Packages in nvmath's place that say where its modules are, and no more."""
     bare = {"nvmath": folder, "nvmath.bindings": os.path.join(folder, "bindings")}
     for package, path in bare.items():
-        sys.modules[package] = types.ModuleType(package)
-        sys.modules[package].__path__ = [path]
+        sys.modules[package] = _BarePackage(package, path)
     try:
         yield
     finally:
         for package in bare:
             del sys.modules[package]
+
+
+class _BarePackage(types.ModuleType):
+    """A package that says where its modules are; afterwards the whole one, for threads that imported it meanwhile."""
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(name)
+        self.__path__ = [path]
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} yet", name=name, obj=self)
+        return getattr(importlib.import_module(self.__name__), name)

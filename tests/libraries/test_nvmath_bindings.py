@@ -65,6 +65,16 @@ def test_the_whole_package_can_be_imported_before_and_after() -> None:
 
 
 @pytest.mark.usefixtures("nvmath")
+def test_who_imports_nvmath_meanwhile_has_all_of_it_afterwards(tmp_path: Path) -> None:
+    """As another thread may, which finds the packages that stand there while a binding is imported."""
+    (tmp_path / "nvmath/bindings/cufft.py").write_text("import nvmath, nvmath.bindings\n", encoding="utf-8")
+    found = binding("cufft").nvmath
+    assert found is not importlib.import_module("nvmath")
+    assert found.whole
+    assert found.bindings.cublasLt is binding("cublasLt")
+
+
+@pytest.mark.usefixtures("nvmath")
 def test_a_binding_that_needs_more_of_nvmath_gets_all_of_it(tmp_path: Path) -> None:
     (tmp_path / "nvmath/bindings/cufft.py").write_text("from nvmath.linalg import name\n", encoding="utf-8")
     (tmp_path / "nvmath/linalg.py").write_text("import nvmath\nname = nvmath.__file__\n", encoding="utf-8")
