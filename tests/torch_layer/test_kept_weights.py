@@ -152,6 +152,16 @@ def test_loading_a_state_dict_writes_the_copies_of_fused_modules(fused: Any) -> 
     assert made.eq(2).all()
 
 
+def test_parameters_can_be_swapped(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which PyTorch refuses of those that somebody has a weak reference to."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
+    before = fused(x)
+    fused.load_state_dict({name: tensor * 2 for name, tensor in fused.state_dict().items()})
+    torch.testing.assert_close(fused(x), 2 * before)
+    torch.testing.assert_close(fused.to(torch.float64)(x.double()).float(), 2 * before)
+
+
 @pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"memory_format": torch.channels_last}], ids=str)
 def test_a_module_that_is_moved_leaves_no_copies_where_it_was(fused: Any, change: Any) -> None:
     x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
