@@ -10,6 +10,8 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from importlib import _bootstrap
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from miofind.process.forks import loading
@@ -27,7 +29,7 @@ def binding(name: str) -> Any:
         ImportError: nvmath-python is not installed.
     """
     module = f"nvmath.bindings.{name}"
-    with loading():
+    with loading(), _import_lock("nvmath"):
         if module in sys.modules:
             return sys.modules[module]
         if "nvmath" in sys.modules:
@@ -41,6 +43,17 @@ def binding(name: str) -> Any:
         except (ImportError, AttributeError) as error:  # of a release whose bindings need more
             logger.debug("%s is imported with all of nvmath: %s", module, error)
             return importlib.import_module(module)
+
+
+def _import_lock(name: str) -> contextlib.AbstractContextManager[Any]:
+    """What Python holds while it imports a module, so that other threads' imports of it wait.
+
+    Source: `_find_and_load` of CPython's Lib/importlib/_bootstrap.py; nothing public holds it.
+    """
+    made: contextlib.AbstractContextManager[Any] = getattr(_bootstrap, "_ModuleLockManager", contextlib.nullcontext)(
+        name
+    )
+    return made
 
 
 @contextlib.contextmanager
@@ -62,6 +75,8 @@ class _BarePackage(types.ModuleType):
     def __init__(self, name: str, path: str) -> None:
         super().__init__(name)
         self.__path__ = [path]
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        vars(self.__spec__)["_initializing"] = True  # other threads wait for the lock before they have it
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(self.__name__) is self:

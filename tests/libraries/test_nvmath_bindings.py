@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT_S
 
 from miofind.libraries.nvmath_bindings import binding
 
@@ -72,6 +73,29 @@ def test_who_imports_nvmath_meanwhile_has_all_of_it_afterwards(tmp_path: Path) -
     assert found is not importlib.import_module("nvmath")
     assert found.whole
     assert found.bindings.cublasLt is binding("cublasLt")
+
+
+IMPORTS_BESIDE = """
+import importlib, threading
+told = []
+def import_all():
+    try:
+        told.append(importlib.import_module("nvmath").bindings.cublasLt.name)
+    except BaseException as error:
+        told.append(error)
+thread = threading.Thread(target=import_all)
+thread.start()
+thread.join(0.5)  # one that waits for this import is not done by then
+"""
+
+
+@pytest.mark.usefixtures("nvmath")
+def test_a_thread_that_imports_nvmath_beside_a_binding_waits_for_it(tmp_path: Path) -> None:
+    (tmp_path / "nvmath/bindings/cufft.py").write_text(IMPORTS_BESIDE, encoding="utf-8")
+    made = binding("cufft")
+    made.thread.join(LIMIT_S)
+    assert made.told == ["cublasLt"]
+    assert importlib.import_module("nvmath").bindings.cufft is made
 
 
 @pytest.mark.usefixtures("nvmath")
