@@ -24,6 +24,10 @@ from miofind.solver.steps import KernelStep, Pointer, Scalar
 _MAX_BLOCKS = 2**20
 _TILE = 16
 _LEAST_FILLED = 1 / 4
+# A tile's block takes 80 ns a term of its sums, however few there are; blocks for each of its elements take 1.2 ns
+# together (channels first) or 3.1 (last), as long with 68 or 26 tiles.
+# Measured on an H200: benchmarks/results/reference_speed_h200.json.
+_LEAST_TILES = 48
 # From so many elements on a thread for each fills a GPU.
 _MANY_ELEMENTS = 2**17
 _WHOLE_THREADS = 256
@@ -103,7 +107,7 @@ def _form(problem: ProblemDescription, count: int | None) -> _Form:
     """The fastest form for so many elements, or for the whole output."""
     size = problem.output.size
     tiles, filled = _tiles(problem)
-    if count is None and filled >= _LEAST_FILLED:
+    if count is None and filled >= _LEAST_FILLED and tiles >= _LEAST_TILES:
         define = ("TILE", _TILE)
         source = "harness/reference_tiled.cu"
         return _Form(source=source, ending="_tiled", blocks=tiles, threads=_TILE**2, define=define)

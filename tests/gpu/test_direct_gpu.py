@@ -219,6 +219,7 @@ def test_reference_kernel_is_the_host_reference(
     """All three sums of listed elements and of the whole output: to the last few bits of float64, and of float32."""
     monkeypatch.setattr(reference, "_MANY_ELEMENTS", 1)
     monkeypatch.setattr(reference, "_LEAST_FILLED", least_filled)
+    monkeypatch.setattr(reference, "_LEAST_TILES", 1)
     problem = make(shape, channels_last, direction=direction, dtype=dtype)
     generator = np.random.default_rng(5)
     types = {name: numpy_dtype(problem.tensor(name).dtype) for name in direction.inputs}

@@ -87,17 +87,19 @@ def test_right_results_pass(direction: Direction, dtype: str, layout: str, devic
 
 
 @pytest.mark.parametrize("budget", [SampleBudget(), SAMPLED], ids=["whole", "sampled"])
-@pytest.mark.parametrize("by_thread", [False, True], ids=["by_block", "by_thread"])
+@pytest.mark.parametrize("form", ["by_block", "by_thread", "by_tile"])
 @pytest.mark.parametrize("direction", Direction)
 def test_sums_agree_with_the_host(
     direction: Direction,
-    by_thread: bool,
+    form: str,
     budget: SampleBudget,
     device: Device,
     compiler: Compiler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reference, "_MANY_ELEMENTS", 1 if by_thread else 1 << 60)
+    monkeypatch.setattr(reference, "_MANY_ELEMENTS", 1 if form == "by_thread" else 1 << 60)
+    monkeypatch.setattr(reference, "_LEAST_FILLED", 0 if form == "by_tile" else 2)
+    monkeypatch.setattr(reference, "_LEAST_TILES", 1)  # none of backward data
     problem = conv(direction, "float16", "NHWC")
     with Verifier(problem, device, compiler, seed=3, budget=budget) as verifier:
         assert verifier.verify(naive(problem, device, compiler), Claims()).ok

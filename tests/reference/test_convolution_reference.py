@@ -163,6 +163,17 @@ def test_a_whole_output_of_many_elements_needs_no_list_of_them(direction: Direct
     assert problem.output.size <= elements <= problem.output.size * (4 if is_tiled and groups > 1 else 1)
 
 
+@pytest.mark.parametrize(("k", "is_tiled"), [(16, False), (64, False), (1024, True)])
+def test_a_few_elements_of_long_sums_are_left_to_blocks(k: int, is_tiled: bool) -> None:
+    """One tile or a few are as many multiprocessors, the others idle: elements have a block each."""
+    problem = ProblemDescription.convolution(
+        x=(256, 16, 112, 112), w=(k, 16, 1, 1), dtype="float16", layout="NHWC", direction="backward_weights"
+    )
+    step = reference_step(problem)
+    assert step.entry.endswith("_tiled") == is_tiled
+    assert step.grid == (k // 16 if is_tiled else 16 * k, 1, 1)
+
+
 def test_indices_are_wide_where_a_size_or_a_coordinate_needs_it() -> None:
     convolution = ProblemDescription.convolution
     assert index_bits(convolution(x=(1, 3, 9, 9), w=(4, 3, 3, 3))) == 32
