@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,11 @@ from miofind.solver.steps import Config, ConfigProduct
 
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]
-Truths = NDArray[np.bool_]
 Number = TypeVar("Number", int, float)
 """Of one configuration; an array of these where a configuration is a table of many."""
 Made = TypeVar("Made")
+Each: TypeAlias = Any
+"""A number or truth of one configuration; of a table an array of these."""
 
 
 class ConfigTable(Mapping[str, Any]):
@@ -101,6 +102,66 @@ class _Picked(Sequence[Config]):
         return source[at]
 
 
+class Columns:
+    """A base of frozen dataclasses whose attributes are numbers of one configuration, or arrays of a table of many."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def at(self, places: Integers) -> Self:
+        """Those at some places, with what is known of their columns."""
+        picked = object.__new__(type(self))
+        known = vars(picked)
+        for name, value in vars(self).items():
+            known[name] = value[places] if type(value) is np.ndarray else _at(value, places)
+        return picked
+
+    def but(self, **values: Any) -> Self:
+        """The same with other values of some attributes; no columns of it are known."""
+        made = object.__new__(type(self))
+        vars(made).update({name: getattr(self, name) for name in self.__dataclass_fields__}, **values)
+        return made
+
+    def complete(self) -> Self:
+        """The same, with all columns known."""
+        for name, value in vars(type(self)).items():
+            if isinstance(value, column):
+                getattr(self, name)
+        return self
+
+
+class column(Generic[Made]):  # noqa: N801  # named as the decorators that it is one of
+    """What follows from the attributes of `Columns`, reckoned once.
+
+    A `functools.cached_property` has a lock in Python 3.11, which takes as long as arithmetic on a small table.
+    """
+
+    def __init__(self, function: Callable[[Any], Made]) -> None:
+        self._function, self._name, self.__doc__ = function, function.__name__, function.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> Made:
+        found = vars(instance)[self._name] = self._function(instance)
+        return found
+
+
+def _at(value: Any, places: Integers) -> Any:
+    """What a value of a table is at some places."""
+    if is_table(value):
+        return value[places]
+    if isinstance(value, tuple):
+        return tuple(_at(each, places) for each in value)
+    return value.at(places) if isinstance(value, Columns) else value
+
+
+def holds_all(conditions: Iterable[Each]) -> Each:
+    """Whether all conditions hold; for one configuration those beyond the first that does not are not looked at."""
+    found: Each = True
+    for condition in conditions:
+        found = found & condition
+        if found is False:
+            break
+    return found
+
+
 def _column(values: Sequence[Any]) -> Any:
     """Values as an array, or what they are where all are alike."""
     return values[0] if len(set(values)) == 1 else np.array(values)
@@ -118,17 +179,23 @@ def is_table(*values: object) -> bool:
 
 def larger(a: Number, b: Number) -> Number:
     """The larger one."""
-    return cast(Number, np.maximum(a, b)) if is_table(a, b) else max(a, b)
+    if type(a) is np.ndarray or type(b) is np.ndarray:  # thousands of configurations ask one by one
+        return cast(Number, np.maximum(a, b))
+    return b if b > a else a
 
 
 def smaller(a: Number, b: Number) -> Number:
     """The smaller one."""
-    return cast(Number, np.minimum(a, b)) if is_table(a, b) else min(a, b)
+    if type(a) is np.ndarray or type(b) is np.ndarray:
+        return cast(Number, np.minimum(a, b))
+    return b if b < a else a
 
 
 def chosen(condition: bool, a: Number, b: Number) -> Number:
     """The first where the condition holds, else the second."""
-    return cast(Number, np.where(condition, a, b)) if is_table(condition, a, b) else (a if condition else b)
+    if type(condition) is np.ndarray or type(a) is np.ndarray or type(b) is np.ndarray:
+        return cast(Number, np.where(condition, a, b))
+    return a if condition else b
 
 
 def divisor(*values: int) -> int:
@@ -168,9 +235,3 @@ class _Many:
         found = found[self._places] if is_table(found) else found
         setattr(self, name, found)
         return found
-
-
-def ceil_div_each(a: Integers | int, b: Integers | int) -> Integers:
-    """a / b rounded up."""
-    quotients: Integers = -np.floor_divide(-a, b)
-    return quotients

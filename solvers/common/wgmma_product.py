@@ -14,6 +14,9 @@ from enum import Enum
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.solvers.common.correlation import ceil_div
 
+SWIZZLES_BYTES = (128, 64, 32)
+"""Widths of swizzles."""
+
 
 class NchwTensors(Enum):
     """Which tensors of pixels are NCHW: none, the output, A alone (y of backward weights), or all.
@@ -74,6 +77,23 @@ class Phase:
     taps: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductKind:
+    """All of a product that a tile depends on, however many of them the product has; few for all products.
+
+    Attributes:
+        element_bytes, nchw, is_weights, is_strided, has_k_major_filters: as of a `WgmmaProduct`.
+        widest_n: columns of a block of N at most: a swizzle's, for backward weights the narrowest's that holds N.
+    """
+
+    element_bytes: int
+    nchw: NchwTensors
+    is_weights: bool
+    is_strided: bool
+    has_k_major_filters: bool
+    widest_n: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class WgmmaProduct:
     """A problem as a matrix product, the same for all configurations, each of which asks for what follows from it.
@@ -113,6 +133,20 @@ class WgmmaProduct:
     def of(problem: ProblemDescription) -> WgmmaProduct:
         """The product of a problem of one or two spatial dimensions; the last one asked for is kept."""
         return _product(problem)
+
+    @functools.cached_property
+    def kind(self) -> ProductKind:
+        """What tiles depend on."""
+        widths = [swizzle // self.element_bytes for swizzle in SWIZZLES_BYTES]
+        fitting = [width for width in widths if self.is_weights and width >= self.size_n]
+        return ProductKind(
+            element_bytes=self.element_bytes,
+            nchw=self.nchw,
+            is_weights=self.is_weights,
+            is_strided=self.is_strided,
+            has_k_major_filters=self.has_k_major_filters,
+            widest_n=min(fitting, default=max(widths)),
+        )
 
     @functools.cached_property
     def is_weights(self) -> bool:

@@ -39,21 +39,13 @@ from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
 from miofind.solvers.common.statistics import PARTIAL_STATISTICS, partial_statistics, with_statistics
-from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
+from miofind.solvers.common.wgmma_product import SWIZZLES_BYTES, NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
 from miofind.solvers.implicit_gemm.transpose import SOURCE as _TRANSPOSE
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
-from miofind.solvers.implicit_gemm.wgmma_shortlist import (
-    CLUSTER_SPLITS,
-    SPLITS,
-    STAGES,
-    WIDTHS,
-    Shortlist,
-    varied,
-)
-from miofind.solvers.implicit_gemm.wgmma_shortlist_cost import estimates_ms
-from miofind.solvers.implicit_gemm.wgmma_tiling import SWIZZLES_BYTES, WGMMA_M, WgmmaTiling
+from miofind.solvers.implicit_gemm.wgmma_shortlist import CLUSTER_SPLITS, SPLITS, STAGES, WIDTHS, short_list, varied
+from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
 
 _SOURCE = "implicit_gemm/wgmma.cu"
 _FILTERS = "filters"
@@ -100,16 +92,16 @@ def _map(
 
 def _pixels(tiling: WgmmaTiling) -> TensorMap:
     """Tensor map of the operand of pixels."""
-    product, (along_m, along_n, _) = tiling.product, tiling.cluster
+    product, tile = tiling.product, tiling.tile
     problem = product.problem
     if product.has_nchw_n:
-        return _nchw_map(product, product.pixels, tiling.block_n, tiling.tile_k)
+        return _nchw_map(product, product.pixels, tile.block_n, tile.k)
     if product.has_nchw_k:
-        return _nchw_map(product, product.pixels, tiling.tile_k, tiling.tile_n)
+        return _nchw_map(product, product.pixels, tile.k, tile.n)
     if product.is_weights:
-        wide, count = tiling.block_n, tiling.tile_k // along_m
+        wide, count = tile.block_n, tile.k // tiling.cluster_m
     else:
-        wide, count = tiling.tile_k, (tiling.tile_n if tiling.has_pixels_as_n else tiling.tile_m // along_n)
+        wide, count = tile.k, (tile.n if tile.has_pixels_as_n else tile.m // tiling.cluster_n)
     _, channels, height, width = problem.tensor(product.pixels).shape
     if product.is_pointwise:
         sizes = (channels // problem.groups, problem.groups, height * width * problem.n)
@@ -138,29 +130,29 @@ def _strides(product: WgmmaProduct) -> tuple[int, int]:
 
 def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     """Tensor maps of A, B and the output."""
-    product, (along_m, along_n, _) = tiling.product, tiling.cluster
+    product, tile = tiling.product, tiling.tile
     problem, groups, taps = product.problem, product.problem.groups, math.prod(product.taps)
     c, k = problem.c // groups, problem.k // groups
     in_images = product.image * problem.n
-    pixels, across = _pixels(tiling), tiling.has_pixels_as_n
-    out = Box(sizes=(WGMMA_M if tiling.swapped else tiling.block_n, 1, WGMMA_M))
+    pixels, across = _pixels(tiling), tile.has_pixels_as_n
+    out = Box(sizes=(WGMMA_M if tile.swapped else tile.block_n, 1, WGMMA_M))
     if product.is_weights:
         if product.nchw is NchwTensors.NONE:
-            rows = _map(product, "y", (k, groups, in_images), Box(sizes=(WGMMA_M, 1, tiling.tile_k // along_n)))
+            rows = _map(product, "y", (k, groups, in_images), Box(sizes=(WGMMA_M, 1, tile.k // tiling.cluster_n)))
         else:
-            rows = _nchw_map(product, "y", tiling.tile_k, tiling.tile_m)
+            rows = _nchw_map(product, "y", tile.k, tile.m)
         return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
     if product.has_k_major_filters:
-        box = Box(sizes=(tiling.tile_k, 1, tiling.tile_m if across else tiling.tile_n // along_m))
+        box = Box(sizes=(tile.k, 1, tile.m if across else tile.n // tiling.cluster_m))
     else:
-        box = Box(sizes=(WGMMA_M if across else tiling.block_n, 1, tiling.tile_k // along_m))
+        box = Box(sizes=(WGMMA_M if across else tile.block_n, 1, tile.k // tiling.cluster_m))
     if product.transposes_filters:
         tile_k, _, length = box.sizes
         filters = _map(product, _FILTERS, (k, c, groups * taps), Box(sizes=(tile_k, length, 1)))
     else:
         filters = _map(product, "w", (c, taps, problem.k), box)
     if product.has_nchw_n:
-        target = _nchw_map(product, problem.direction.output, tiling.block_n, WGMMA_M, loads=False)
+        target = _nchw_map(product, problem.direction.output, tile.block_n, WGMMA_M, loads=False)
     elif product.nchw is NchwTensors.OUTPUT:
         target = filters  # threads store, not copies
     else:
@@ -188,8 +180,8 @@ def _grid(tiling: WgmmaTiling) -> Struct:
     return TILE_GRID(
         tiles_m=divide_by(tiles_m),
         tiles_n=divide_by(tiles_n),
-        splits=divide_by(tiling.splits * tiling.cluster[2]),
-        k_tiles=tiling.k_tiles,
+        splits=divide_by(tiling.splits * tiling.cluster_k),
+        k_tiles=tiling.grid.k_tiles,
         work_tiles=tiling.work_tiles,
     )
 
@@ -199,15 +191,15 @@ def _shape(tiling: WgmmaTiling) -> Struct:
     height, width = problem.spatial
     tap_stride_h, tap_stride_w = product.tap_strides
     return SHAPE(
-        walk=pixel_walk(product, tiling.walked),
+        walk=pixel_walk(product, tiling.grid.walked),
         grid=_grid(tiling),
-        size_m=tiling.size_m,
-        size_n=tiling.size_n,
+        size_m=tiling.grid.size_m,
+        size_n=tiling.grid.size_n,
         groups=problem.groups,
         channels=product.channels,
         taps_y=product.taps[0],
         taps_x=divide_by(product.taps[1]),
-        tap_blocks=divide_by(tiling.tap_blocks),
+        tap_blocks=divide_by(tiling.grid.tap_blocks),
         image_pixels=product.image,
         out_size=problem.output.size,
         dx_height=height,
@@ -221,15 +213,15 @@ def _shape(tiling: WgmmaTiling) -> Struct:
 
 
 def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
-    blocks = math.prod(tiling.cluster)
+    blocks = tiling.cluster_blocks
     clusters = tiling.work_tiles  # cluster split-K takes one work tile a cluster
-    if tiling.cluster[2] == 1:
+    if tiling.cluster_k == 1:
         clusters = min(clusters, max(1, device.sm_count * tiling.blocks // blocks))
     return KernelStep(
         source=_SOURCE,
         entry="implicit_gemm_wgmma",
         grid=(clusters * blocks, 1, 1),
-        block=(tiling.threads, 1, 1),
+        block=(tiling.tile.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(tiling),
         args=(
@@ -261,24 +253,27 @@ def _transposition(tiling: WgmmaTiling) -> Transposition:
 
 
 def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
+    product, tile = tiling.product, tiling.tile
     return (
-        ("ELEMENT", tiling.product.problem.x.dtype.value),
-        ("KIND", _KINDS[tiling.product.problem.direction]),
-        ("TILE_N", tiling.tile_n),
-        ("TILE_K", tiling.tile_k),
-        ("BLOCK_N", tiling.block_n),
+        ("ELEMENT", product.problem.x.dtype.value),
+        ("KIND", _KINDS[product.problem.direction]),
+        ("TILE_N", tile.n),
+        ("TILE_K", tile.k),
+        ("BLOCK_N", tile.block_n),
         ("STAGES", tiling.stages),
-        ("CONSUMERS", tiling.consumers),
-        ("ROWS", tiling.row_blocks),
+        ("CONSUMERS", tile.consumers),
+        ("ROWS", tile.row_blocks),
         ("BLOCKS", tiling.blocks),
-        *zip(("CLUSTER_M", "CLUSTER_N", "CLUSTER_K"), tiling.cluster, strict=True),
-        ("SWAPPED", int(tiling.swapped)),
-        ("POINTWISE", int(tiling.product.is_pointwise)),
-        ("NCHW", tiling.product.nchw.value),
+        ("CLUSTER_M", tiling.cluster_m),
+        ("CLUSTER_N", tiling.cluster_n),
+        ("CLUSTER_K", tiling.cluster_k),
+        ("SWAPPED", int(tile.swapped)),
+        ("POINTWISE", int(product.is_pointwise)),
+        ("NCHW", product.nchw.value),
         ("SEGMENT", tiling.segment),
-        ("STRIDED", int(tiling.product.is_strided)),
+        ("STRIDED", int(product.is_strided)),
         *(struct.define for struct in (PIXEL_WALK, TILE_GRID, PHASE_AXIS, PHASE, SHAPE)),
-        *_fused_defines(tiling.product.problem),
+        *_fused_defines(product.problem),
     )
 
 
@@ -358,8 +353,8 @@ def _refuse_layouts(problem: ProblemDescription) -> Applicability:
 
 
 @functools.lru_cache(maxsize=16)  # of problems: whether there are tilings is asked before which
-def _shortlist(problem: ProblemDescription, device: Device) -> Shortlist:
-    return Shortlist.of(WgmmaProduct.of(problem), device, _shared_bytes(device))
+def _short_list(problem: ProblemDescription, device: Device) -> WgmmaTiling:
+    return short_list(WgmmaProduct.of(problem), device, _shared_bytes(device))
 
 
 class ConvImplicitGemmWgmma(Solver):
@@ -471,30 +466,30 @@ class ConvImplicitGemmWgmma(Solver):
         product = WgmmaProduct.of(problem)
         if (answer := refuse_copies(product)).refused:
             return answer
-        if not len(_shortlist(problem, device)):
+        if not len(_short_list(problem, device).stages):
             return Applicability("has groups whose channels or filters fit no tile")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        return WgmmaTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
+        return bool(WgmmaTiling.of(problem, config).is_valid(_shared_bytes(device)))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(each.config for each in self.estimated_defaults(problem, device))
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
-        likely = _shortlist(problem, device)
-        times = estimates_ms(likely, device)
+        likely = _short_list(problem, device)
+        times = estimate_ms(likely, device)
         ranked = np.argsort(times, kind="stable")
-        tiles = likely.tiles
-        kinds = zip(*(column[ranked].tolist() for column in (tiles.tile_m, tiles.tile_n, tiles.swapped)), strict=True)
-        chosen = [int(ranked[place]) for place in varied(kinds, _DEFAULTS)]
-        return tuple(EstimatedConfig(likely.config(place), float(times[place])) for place in chosen)
+        tile = likely.tile
+        tiles = zip(*(column[ranked].tolist() for column in (tile.m, tile.n, tile.swapped)), strict=True)
+        best = ranked[varied(tiles, _DEFAULTS)]
+        return tuple(map(EstimatedConfig, likely.configs(best), times[best].tolist()))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return estimate_ms(WgmmaTiling.of(WgmmaProduct.of(problem), config), device)
+        return float(estimate_ms(WgmmaTiling.of(problem, config), device))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = WgmmaTiling.of(WgmmaProduct.of(problem), config)
+        tiling = WgmmaTiling.of(problem, config)
         multiply = _multiply(tiling, device)
         steps, regions = [multiply], []
         if tiling.product.transposes_filters:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
-from miofind.solver.columns import ConfigTable, is_config, made
+from miofind.solver.columns import Columns, ConfigTable, column, holds_all, is_config, larger, made, smaller
 from miofind.solver.steps import Config
 
 ROWS = {"rows": (1, 2, 4), ("columns", "images"): ((8, 1), (16, 2)), "stages": (3,)}
@@ -15,9 +18,9 @@ def test_a_table_of_a_product_is_that_of_its_configurations() -> None:
     lazy, plain = ConfigTable.product(ROWS), ConfigTable(configs)
     assert tuple(lazy.configs) == configs
     for name in ("rows", "columns", "images", "stages"):
-        column = np.broadcast_to(lazy[name], len(configs))
-        assert column.tolist() == np.broadcast_to(plain[name], len(configs)).tolist()
-        assert column.tolist() == [config[name] for config in configs]
+        values = np.broadcast_to(lazy[name], len(configs))
+        assert values.tolist() == np.broadcast_to(plain[name], len(configs)).tolist()
+        assert values.tolist() == [config[name] for config in configs]
 
 
 def test_configurations_of_a_product_are_made_when_they_are_asked_for() -> None:
@@ -53,3 +56,39 @@ def test_an_object_is_made_once_for_equal_numbers_and_gives_arrays() -> None:
     assert many.real.tolist() == [4.0, 2.0, 4.0, 4.0]  # type: ignore[attr-defined]
     assert many.imag == 1.0
     assert made(fraction, 3) == complex(3, 1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sides(Columns):
+    a: Any
+    b: Any
+
+    @column
+    def area(self) -> Any:
+        return self.a * self.b
+
+    @column
+    def sides(self) -> tuple[Any, Any]:
+        return smaller(self.a, self.b), larger(self.a, self.b)
+
+
+def test_what_is_known_of_columns_goes_along_to_those_at_some_places() -> None:
+    table = Sides(a=np.array([1, 5, 3]), b=4).complete()
+    picked = table.at(np.array([2, 0]))
+    assert picked.a.tolist() == [3, 1]
+    assert picked.b == 4
+    assert vars(picked)["area"].tolist() == [12, 4]
+    assert [side.tolist() for side in vars(picked)["sides"]] == [[3, 1], [4, 4]]
+
+
+def test_nothing_is_known_of_columns_with_another_value() -> None:
+    table = Sides(a=np.array([1, 5, 3]), b=4).complete()
+    assert table.but(b=2).area.tolist() == [2, 10, 6]
+    assert Sides(a=5, b=4).area == 20
+
+
+def test_conditions_of_one_configuration_are_looked_at_until_one_does_not_hold() -> None:
+    looked = iter((True, False, True))
+    assert holds_all(looked) is False
+    assert list(looked) == [True]
+    assert holds_all((np.array([True, True]), False, np.array([True, False]))).tolist() == [False, False]

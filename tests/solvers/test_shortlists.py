@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
+from miofind.solver.steps import Config
 from miofind.solvers.common.product_tiles import ProductBlock, alike, block_kinds
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.depthwise import channels_first, channels_first_weights, channels_last, mma_weights
@@ -27,9 +28,7 @@ from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
 from miofind.solvers.implicit_gemm.wgmma_halo import ConvImplicitGemmHalo
 from miofind.solvers.implicit_gemm.wgmma_halo_tiling import HaloProduct
 from miofind.solvers.implicit_gemm.wgmma_halo_tiling import short_list as short_list_of_halos
-from miofind.solvers.implicit_gemm.wgmma_shortlist import Shortlist
-from miofind.solvers.implicit_gemm.wgmma_shortlist_cost import estimates_ms
-from miofind.solvers.implicit_gemm.wgmma_tiling import WGMMA_M, WgmmaTiling
+from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaGrid, WgmmaTile, WgmmaTiling
 from miofind.solvers.implicit_gemm.wgmma_transposed import ConvImplicitGemmWgmmaTurned
 from miofind.solvers.winograd import fused
 from miofind.suites import load_suite
@@ -107,81 +106,51 @@ def test_blocks_that_count_as_alike_are() -> None:
                 assert block == ProductBlock.of(kind, alike(kind, config)), (problem, config)
 
 
-def _plain_splits(tile: WgmmaTiling, device: Device) -> Iterator[WgmmaTiling]:
-    yield tile
-    if tile.swapped:
-        return
-    work_tiles, most, processors = tile.work_tiles, tile.k_tiles // 2, device.sm_count
-    for cluster_k in wgmma_shortlist.CLUSTER_SPLITS:
-        clustered = replace(tile, cluster=(1, 1, cluster_k))
-        if cluster_k <= most and clustered.work_tiles * cluster_k <= processors:
-            yield clustered
-    fitting = [count for count in wgmma_shortlist.SPLITS if count <= min(most, 4 * processors // work_tiles)]
-    for splits in [count for count in fitting if work_tiles * count >= 0.25 * processors] or fitting[-1:]:
-        yield replace(tile, splits=splits)
-
-
-def _plain_filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
-    stages_of = wgmma_shortlist.STAGES
-    k_tiles = math.ceil(tile.k_tiles / (tile.splits * tile.cluster[2]))
-    enough = min((count for count in stages_of if count >= k_tiles + 2), default=stages_of[-1])
-    is_small = tile.tile_m == WGMMA_M and tile.tile_m * tile.tile_n <= WGMMA_M * 96
-    is_whole = tile.splits == 1 and tile.cluster == (1, 1, 1)
-    gains = is_whole and not tile.product.is_weights and (is_small or (k_tiles <= 4 and tile.row_blocks == 2))
-    for blocks in (1, 2) if tile.work_tiles * math.prod(tile.cluster) > device.sm_count else (1,):
-        for stages in reversed(stages_of):
-            filled = replace(tile, stages=stages, blocks=blocks)
-            if stages <= enough and filled.is_valid(shared_bytes):
-                yield filled
-                multicasting = replace(filled, cluster=(2, 1, 1))
-                if gains and multicasting.is_valid(shared_bytes):
-                    yield multicasting
-                break
-
-
-def plain_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
-    """What a `Shortlist` holds, each made by itself."""
-    tiles = itertools.product(wgmma_shortlist._k_tiles(product), wgmma_shortlist._WARPGROUPS, wgmma_shortlist.WIDTHS)
-    for length, (consumers, row_blocks), tile_n in tiles:
-        for swapped in (False, True) if product.size_n <= WGMMA_M and consumers == 1 else (False,):
-            tile = WgmmaTiling(
-                product=product,
-                consumers=consumers,
-                row_blocks=row_blocks,
-                tile_m=WGMMA_M * consumers * row_blocks,
-                tile_n=tile_n,
-                tile_k=length,
-                stages=3,
-                splits=1,
-                blocks=1,
-                cluster=(1, 1, 1),
-                swapped=swapped,
-            )
-            if tile.may_be_valid:
-                for split in _plain_splits(tile, device):
-                    yield from _plain_filled(split, device, shared_bytes)
-
-
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
 @pytest.mark.parametrize("solver_id", ["ConvImplicitGemmWgmma", "ConvChannelsLast"])
-def test_a_shortlist_of_wgmma_is_that_of_each_tiling_by_itself(solver_id: str, shared_bytes: int) -> None:
-    problems = served(solver_id, 150, 3)
+def test_a_shortlist_of_wgmma_is_of_valid_tilings_with_their_estimates(solver_id: str, shared_bytes: int) -> None:
+    strided = [each for each in ConvImplicitGemmWgmma().examples() if max(each.conv.stride) > 1]
+    problems = [*served(solver_id, 150, 3), *strided]  # phases with unequal taps, and some with none
     assert len(problems) > 10
     for problem in problems:
-        product = WgmmaProduct.of(problem)
-        found = Shortlist.of(product, H200, shared_bytes)
-        plain = list(plain_tilings(product, H200, shared_bytes))
-        assert [found.config(place) for place in range(len(found))] == [each.config for each in plain], problem
-        assert estimates_ms(found, H200).tolist() == [estimate_ms(each, H200) for each in plain], problem
+        found = wgmma_shortlist.short_list(WgmmaProduct.of(problem), H200, shared_bytes)
+        configs = found.configs(np.arange(len(found.stages)))
+        assert len(set(configs)) == len(configs)
+        each = [WgmmaTiling.of(problem, config) for config in configs]
+        assert all(tiling.is_valid(shared_bytes) for tiling in each), problem
+        assert estimate_ms(found, H200).tolist() == [estimate_ms(tiling, H200) for tiling in each], problem
 
 
-def test_a_shortlist_of_strided_backward_data_is_that_of_each_tiling_by_itself() -> None:
-    """Phases with unequal taps, and some with none."""
-    for problem in ConvImplicitGemmWgmma().examples():
-        if max(problem.conv.stride) > 1 and problem.direction is Direction.BACKWARD_DATA:
-            product = WgmmaProduct.of(problem)
-            found, plain = Shortlist.of(product, H200, SHARED_BYTES[0]), plain_tilings(product, H200, SHARED_BYTES[0])
-            assert estimates_ms(found, H200).tolist() == [estimate_ms(each, H200) for each in plain], problem
+def tilings_of(problem: ProblemDescription, configs: Sequence[Config]) -> WgmmaTiling:
+    """The table of configurations of ConvImplicitGemmWgmma."""
+    product = WgmmaProduct.of(problem)
+    names = ("consumers", "rows", "tile_n", "depth_bytes", "swapped", "stages", "splits", "blocks")
+    columns = {name: np.array([config[name] for config in configs]) for name in names}
+    m, n, k = np.array([[int(count) for count in config["cluster"].split("x")] for config in configs]).T
+    tile = WgmmaTile(
+        kind=product.kind,
+        consumers=columns["consumers"],
+        row_blocks=columns["rows"],
+        n=columns["tile_n"],
+        k=columns["depth_bytes"] // product.element_bytes,
+        swapped=columns["swapped"] != 0,
+    )
+    others = {name: columns[name] for name in ("stages", "splits", "blocks")}
+    return WgmmaTiling(grid=WgmmaGrid(product=product, tile=tile), cluster_m=m, cluster_n=n, cluster_k=k, **others)
+
+
+def test_a_table_of_wgmma_is_what_each_of_its_configurations_is() -> None:
+    """Valid or not, with any parameters."""
+    solver = ConvImplicitGemmWgmma()
+    size = math.prod(map(len, solver.parameters.values()))
+    for problem in (*solver.examples(), *served("ConvImplicitGemmWgmma", 60, 13)):
+        points = random.Random(problem.network_config).sample(range(size), 300)
+        configs = [*solver.drawn_configs(problem, H200, 300), *map(solver._point, points)]
+        table, each = tilings_of(problem, configs), [WgmmaTiling.of(problem, config) for config in configs]
+        places = np.flatnonzero(table.is_valid(SHARED_BYTES[0])).tolist()
+        assert places == [place for place, tiling in enumerate(each) if tiling.is_valid(SHARED_BYTES[0])], problem
+        assert table.shared_bytes.tolist() == [tiling.shared_bytes for tiling in each], problem
+        assert estimate_ms(table, H200).tolist() == [estimate_ms(tiling, H200) for tiling in each], problem
 
 
 def test_a_tiling_of_tiled_weights_with_many_splits_is_that_of_one_with_more_blocks() -> None:

@@ -39,7 +39,6 @@ from miofind.solver.steps import (
 from miofind.solver.structs import Struct
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
-from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -603,18 +602,6 @@ def test_steps_into_the_next_group_are_boxes_along_the_depth_alone(asked: dict[s
         assert not SOLVER.is_valid_config(conv(**shape | walked), DEVICE, config)
     across = {"direction": DATA, "dtype": "float16", "math": "ieee"}
     assert not SOLVER.is_valid_config(conv(**shape | across), DEVICE, config)
-
-
-every_config = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in SOLVER.parameters.items()})
-
-
-@given(problem=st.sampled_from(list((LARGE | ACCEPTED).values())), values=every_config)
-def test_tilings_are_of_the_configurations_that_they_name(
-    problem: ProblemDescription, values: dict[str, ConfigValue]
-) -> None:
-    """Valid or not."""
-    config = Config(values)
-    assert WgmmaTiling.of(WgmmaProduct.of(problem), config).config == config
 
 
 @st.composite
