@@ -29,7 +29,7 @@ from miofind.cli.options import (
     search_options,
     time_budget_option,
 )
-from miofind.cli.output import print_json, stderr
+from miofind.cli.output import print_json, print_note, stderr
 from miofind.cli.problems import named_requests, request_options, requests_of
 from miofind.cli.scheduler import scheduler_options
 from miofind.cli.session import verbose_option
@@ -39,7 +39,7 @@ from miofind.cli.tune_report import print_report, summary_json
 from miofind.compiler import BinaryCache, CompilePool, Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place, cuda_device_count
-from miofind.errors import InvalidProblemError, NoDeviceError
+from miofind.errors import InvalidProblemError, MissingLibraryError, NoDeviceError
 from miofind.finddb import MEMORY, Store, user_path
 from miofind.options import FindOptions
 from miofind.process.interrupts import terminable
@@ -170,6 +170,8 @@ def tune(
         if dry_run:
             print_forecasts(_forecasts(requests, handles, options), as_json=as_json)
             return
+        if not gpus:
+            _note_missing_gpu(device)
         summary = _tuned(requests, handles, options)
         if as_json:
             print_json(summary_json(summary, handles))
@@ -191,6 +193,18 @@ def _devices(
     if in_process and len(gpus) > 1:
         raise click.UsageError("--in-process measures on one GPU: leave it out, and each GPU gets a process")
     return gpus or archs or (device,)
+
+
+def _note_missing_gpu(device: Device) -> None:
+    """Say why the CPU place is tuned where nobody asked for it: it takes hours that are wasted if a GPU was meant."""
+    named = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
+    if named or device.place is not Place.CPU:
+        return
+    try:
+        reason = f"this machine has {cuda_device_count()}"
+    except (MissingLibraryError, NoDeviceError) as error:
+        reason = str(error)
+    print_note(f"tune: no GPU is used: {reason}")
 
 
 def _agents_devices(

@@ -180,7 +180,8 @@ def test_a_program_that_imports_miofind_keeps_its_ctrl_c() -> None:
 
 
 def test_ctrl_c_keeps_what_was_tuned(tmp_path: Path) -> None:
-    arguments = ["tune", "--suite", "resnet50", "--batch", "1", "--time-budget", "0.1", "--in-process"]
+    words = ["--suite", "resnet50", "--batch", "1", "--device", "cpu"]
+    arguments = ["tune", *words, "--time-budget", "0.1", "--in-process"]
     child = subprocess.Popen(
         [sys.executable, "-m", "miofind", *arguments],
         stdout=subprocess.PIPE,

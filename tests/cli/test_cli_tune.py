@@ -18,7 +18,7 @@ from rich.console import Console
 from waiting import LIMIT_S
 
 from miofind.device.device import Device
-from miofind.errors import LaunchError
+from miofind.errors import LaunchError, NoDeviceError
 from miofind.evaluate.executors import InProcess
 from miofind.find import likely
 from miofind.finddb import Store
@@ -283,6 +283,17 @@ def test_devices_that_make_no_sense_are_refused(asked: tuple[str, ...], words: s
 def test_gpus_of_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miofind.cli.tune.cuda_device_count", lambda: 0)
     assert "no GPU that CUDA sees" in run("tune", *FORWARD, "--gpus", "all", code=3).stderr
+
+
+def test_a_tuning_says_why_it_uses_no_gpu(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise NoDeviceError("no driver")
+
+    monkeypatch.setattr("miofind.cli.tune.cuda_device_count", refuse)
+    monkeypatch.setattr(Device, "default", Device.cpu)
+    arguments = ("tune", "--csv", table, "--only", "ConvCpuIm2colGemm", "--in-process", "--limit", "1")
+    assert run(*arguments).stderr.splitlines()[0] == "tune: no GPU is used: no driver"
+    assert "no GPU" not in run(*arguments, "--device", "cpu").stderr
 
 
 @pytest.mark.usefixtures("forked_children")
