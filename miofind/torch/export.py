@@ -48,6 +48,8 @@ def exported_problems(program: Any, *, sizes: Mapping[str, int] | None = None, d
 
 
 def _loaded(path: Path) -> Any:
+    if not path.is_file():  # of which torch.export would log a traceback
+        raise InvalidOptionError(f"there is no file {path}: correct the path")
     try:
         return torch.export.load(path)
     except Exception as error:  # zip files, JSON, pickles, versions: each has its own
