@@ -124,7 +124,8 @@ class TuningReport:
             times = f"PyTorch {milliseconds(self.torch_ms)} ms, with miofind {milliseconds(self.own_ms)} ms"
             lines.append(f"convolutions of a step: {times}, {self.gain:.2f} times as fast")
         end = "" if self.is_complete else ", interrupted"
-        return [*lines, f"{len(self.rows)} problems in {self.seconds:.0f} s{end}"]
+        noun = "problem" if len(self.rows) == 1 else "problems"
+        return [*lines, f"{len(self.rows)} {noun} in {self.seconds:.0f} s{end}"]
 
 
 def _described(row: TunedProblem) -> list[str]:
