@@ -9,7 +9,7 @@ import torch
 
 from miofind.torch.differentiable import Tensors, arguments_of, run
 from miofind.torch.formats import output_layout
-from miofind.torch.kept_weights import kept, renew
+from miofind.torch.kept_weights import Memory, kept, renew
 from miofind.torch.memory import is_capturing
 from miofind.torch.unfused import Nonlinearity, Window, activated
 
@@ -36,12 +36,17 @@ class _Packed:
     """Weights prepared for runs.
 
     Attributes:
-        made_of: what tells the weights that they were made of from others.
+        memory, version: of the weights that they were made of.
         of_inputs: by the dtype of a run and what its input is like.
     """
 
-    made_of: tuple[Any, ...] = ()
+    memory: Memory | None = None
+    version: int = -1
     of_inputs: dict[tuple[Any, ...], _Ready] = field(default_factory=dict)
+
+    def are_of(self, weight: Any) -> bool:
+        """Whether they were made of a weight, and it was not written to since."""
+        return self.version == weight._version and self.memory is not None and self.memory.is_of(weight)
 
 
 class FusedConvolution(torch.nn.Module):
@@ -85,7 +90,7 @@ class FusedConvolution(torch.nn.Module):
     def _is_plain(self, ready: _Ready, x: Any, residual: Any) -> bool:
         """Whether the operator alone computes a run, by weights that are still those; asked at every run."""
         weight = self._parameters["weight"]
-        if type(weight) is not _Parameter or weight.is_inference() or self._packed.made_of != _made_of(weight):
+        if type(weight) is not _Parameter or weight.is_inference() or not self._packed.are_of(weight):
             return False
         if residual is not None and (residual.dtype != x.dtype or residual.shape != ready.output_shape):
             return False
@@ -132,9 +137,8 @@ class FusedConvolution(torch.nn.Module):
         weight = self.weight
         if torch.compiler.is_compiling() or type(weight) is not torch.nn.Parameter or weight.is_inference():
             return weight
-        made_of = _made_of(weight)
-        if self._packed.made_of != made_of:
-            self._packed = _Packed(made_of)
+        if not self._packed.are_of(weight):
+            self._packed = _Packed(Memory(weight), weight._version)
         packed = self._packed
         key = _form(x, dtype)
         ready = packed.of_inputs.get(key)
@@ -178,8 +182,3 @@ class FusedConvolution(torch.nn.Module):
 def _form(x: Any, dtype: Any) -> tuple[Any, ...]:
     """What of an input decides which weights a run in a dtype needs."""
     return dtype, x.shape, x.stride(), x.dtype, x.get_device()
-
-
-def _made_of(weight: Any) -> tuple[Any, ...]:
-    """What tells weights from others, and from themselves before they were written to."""
-    return weight.data_ptr(), weight.dtype, weight.stride(), weight._version

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from miofind.core.tensor import Layout
 from miofind.process.forks import follow_forks
@@ -19,27 +20,40 @@ from miofind.torch.formats import dense, is_dense
 from miofind.torch.memory import is_capturing
 
 
+class Memory:
+    """Where a weight lies; another memory at the same address, once that was freed, is told from it."""
+
+    __slots__ = ("_place", "_storage")
+
+    def __init__(self, weight: Any) -> None:
+        self._place, self._storage = _place(weight), StorageWeakRef(weight.untyped_storage())
+
+    def is_of(self, weight: Any) -> bool:
+        """Whether a weight lies there."""
+        return self._place == _place(weight) and not self._storage.expired()
+
+
 class _Copies:
     """The copies of one weight.
 
     Attributes:
         weight: a weak reference to it.
-        place, version: what told its memory from another's, and its version, which PyTorch counts up where a tensor is
-            written to, when the copies were written.
+        memory, version: where it lay, and its version, which PyTorch counts up where a tensor is written to, when the
+            copies were written.
         of_forms: by dtype and whether they are channels last.
     """
 
-    __slots__ = ("of_forms", "place", "version", "weight")
+    __slots__ = ("memory", "of_forms", "version", "weight")
 
     def __init__(self, weight: Any) -> None:
         key = id(weight)
         self.weight = weakref.ref(weight, lambda _: _copies.pop(key, None))
-        self.place, self.version = _place(weight), weight._version
+        self.memory, self.version = Memory(weight), weight._version
         self.of_forms: dict[tuple[Any, bool], Any] = {}
 
     def are_of(self, weight: Any) -> bool:
         """Whether these are copies of a weight, written to meanwhile or not."""
-        return self.weight() is weight and self.place == _place(weight)
+        return self.weight() is weight and self.memory.is_of(weight)
 
 
 class _Turns:
@@ -60,7 +74,7 @@ _turns = _Turns()
 
 
 def _place(weight: Any) -> tuple[Any, ...]:
-    """What tells a weight's memory from another's."""
+    """What tells a weight's memory from others that there are at the same time."""
     return weight.data_ptr(), weight.dtype, weight.stride()
 
 
