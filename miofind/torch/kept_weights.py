@@ -6,6 +6,7 @@ reads the new values from then on.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from miofind.core.tensor import Layout
 from miofind.process.forks import follow_forks
@@ -118,6 +120,7 @@ def _copied(weight: Any, dtype: Any, channels_last: bool) -> Any:
     copies = _copies.get(id(weight))
     if copies is None or not copies.are_of(weight):
         copies = _Copies(weight)
+        _count_steps()
     with torch.inference_mode(mode=False), torch.no_grad():  # a copy made in inference mode could not be written to
         for copy in copies.of_forms.values() if copies.version != version else ():
             copy.copy_(weight)
@@ -129,6 +132,26 @@ def _copied(weight: Any, dtype: Any, channels_last: bool) -> Any:
     if type(made) is torch.Tensor:  # no fake one, which stands for it while a model is traced
         copies.version, copies.of_forms[form], _copies[id(weight)] = version, made, copies
     return made
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Have PyTorch count a version where an optimizer writes to a weight that has copies; fused ones count none.
+
+    A weight may have copies while an optimizer trains it: of a time when it required no gradient, as those of a
+    network that is frozen and trained by turns.
+    """
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    if torch.compiler.is_compiling() or not _copies:  # compiled steps count versions
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            copies = _copies.get(id(parameter))
+            if copies is not None and copies.weight() is parameter:
+                torch.autograd.graph.increment_version(parameter)
 
 
 def renew(weight: Any) -> None:

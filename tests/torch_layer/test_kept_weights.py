@@ -92,6 +92,20 @@ def test_what_may_not_stay_is_copied_in_each_call(kind: str) -> None:
     assert id(weight) not in kept_weights._copies
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD], ids=lambda kind: kind.__name__)
+def test_a_fused_step_between_two_uses_of_a_frozen_weight_is_seen(kind: Any) -> None:
+    """As of a network that is frozen and trained by turns; PyTorch counts no version for the step."""
+    weight = weight_of()
+    made = kept(weight, torch.float32, channels_last=True)
+    optimizer = kind([weight.requires_grad_()], lr=0.1, fused=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    weight.requires_grad_(False)
+    assert not made.equal(weight)
+    assert kept(weight, torch.float32, channels_last=True) is made
+    assert made.equal(weight)
+
+
 def test_gradients_go_through_copies_that_inference_mode_made() -> None:
     fused = fuse(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
     x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
