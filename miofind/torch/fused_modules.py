@@ -9,7 +9,7 @@ import torch
 
 from miofind.torch.differentiable import Tensors, arguments_of, run
 from miofind.torch.formats import output_layout
-from miofind.torch.kept_weights import Memory, kept, renew
+from miofind.torch.kept_weights import Memory, is_of_processes, kept, renew
 from miofind.torch.memory import is_capturing
 from miofind.torch.unfused import Nonlinearity, Window, activated
 
@@ -145,7 +145,8 @@ class FusedConvolution(torch.nn.Module):
         if ready is None:
             layout = output_layout(x, weight, None, self.window.geometry)
             ready = _Ready(kept(weight, dtype, layout.channels_last), self.window.output_shape(x.shape, weight.shape))
-            if is_capturing(weight.device) or type(ready.weight) is not torch.Tensor:  # it is for this run alone
+            is_of_this_run = is_capturing(weight.device) or is_of_processes(weight)
+            if is_of_this_run or type(ready.weight) is not torch.Tensor:
                 return ready.weight
             if len(packed.of_inputs) >= _MAX_INPUTS:
                 packed.of_inputs.clear()

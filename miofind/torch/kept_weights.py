@@ -85,8 +85,9 @@ def kept(weight: Any, dtype: Any, channels_last: bool) -> Any:
 
     The copy of a parameter that requires no gradient is kept, and is written anew where PyTorch counts another version
     of the parameter: not after writing through `weight.data` or by torch.distributed. Others are copied in each call,
-    since fused optimizers count no versions, tensors of inference mode have none, and what is no parameter may be new
-    in each call; so are all where PyTorch swaps modules' parameters, which nobody may hold a weak reference to then.
+    since fused optimizers count no versions, tensors of inference mode have none, other processes write to shared
+    memory, and what is no parameter may be new in each call; so are all where PyTorch swaps modules' parameters, which
+    nobody may hold a weak reference to then.
     While a CUDA graph is captured, what lacks an up-to-date copy is copied by the graph, at each replay.
     """
     copies = _copies.get(id(weight))
@@ -106,7 +107,14 @@ def is_constant(weight: Any) -> bool:
     """Whether a weight stays, and PyTorch tells where it is written to nevertheless."""
     if not isinstance(weight, torch.nn.Parameter) or weight.requires_grad or weight.is_inference():
         return False
+    if is_of_processes(weight):
+        return False
     return not torch.__future__.get_swap_module_params_on_conversion()
+
+
+def is_of_processes(weight: Any) -> bool:
+    """Whether other processes may write to a weight, of which nobody tells; of one on a GPU that is not known."""
+    return bool(weight.is_cpu and weight.is_shared())
 
 
 def _made(weight: Any, dtype: Any, channels_last: bool) -> Any:

@@ -106,6 +106,16 @@ def test_a_fused_step_between_two_uses_of_a_frozen_weight_is_seen(kind: Any) -> 
     assert made.equal(weight)
 
 
+def test_what_another_process_writes_to_shared_weights_is_seen(fused: Any) -> None:
+    x, weight = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last), getattr(fused, "0").weight
+    fused(x)
+    fused.share_memory()
+    fused(x)
+    weight.data.zero_()  # as another process does: this one counts no version
+    assert kept(weight, torch.float32, channels_last=True).count_nonzero() == 0
+    torch.testing.assert_close(fused(x), fused.get_parameter("0.bias").relu()[:, None, None].expand(2, 4, 4, 3))
+
+
 def test_gradients_go_through_copies_that_inference_mode_made() -> None:
     fused = fuse(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
     x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
