@@ -19,6 +19,7 @@ import figures
 import script
 from figures import Figure
 
+from miofind.core.epilogue import Activation
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Library
 from miofind.solver.registry import Registry
@@ -114,9 +115,6 @@ PyTorch is ahead by more than 2 % in {len(behind)} of {len(whole)} problems (the
 """
 
 
-_TRANSCENDENTAL = ("silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "mish", "elu")
-
-
 def fused_section(folder: Path = figures.RESULTS) -> str:
     """How networks of fused convolutions compare, "" where none was measured."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{figures.FUSED}_*.json"))]
@@ -147,9 +145,9 @@ def cost_text(folder: Path) -> str:
     content = json.loads(path.read_text(encoding="utf-8"))
     costs: dict[bool, list[float]] = {}
     for row in content["rows"]:
-        costs.setdefault(row["activation"] in _TRANSCENDENTAL, []).append(row["cost"])
-    cheap, dear = (statistics.geometric_mean(costs[is_dear]) for is_dear in (False, True))
-    first, second = (f"({len(costs[is_dear])} layers)" for is_dear in (False, True))
+        costs.setdefault(Activation(row["activation"]).is_exact, []).append(row["cost"])
+    cheap, dear = (statistics.geometric_mean(costs[is_exact]) for is_exact in (True, False))
+    first, second = (f"({len(costs[is_exact])} layers)" for is_exact in (True, False))
     return f"""Of miofind's own kernels among these answers a fused one takes {cheap:.2f} of what the same kernel takes
 without an epilogue, and the residual's bytes {first}; with SiLU, GELU or a sigmoid, whose exponentials
 and divisions follow the last product, {dear:.2f} {second}. Float16, batch 32, geometric means.

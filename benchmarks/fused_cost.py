@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -23,11 +22,12 @@ from typing import Any
 
 import script
 from commit import commit
+from fused_networks import DTYPES, ENDING, NETWORKS
 
 import miofind
 from miofind.bench.ceilings import measure_ceilings
 from miofind.cli.bench import bench_versions
-from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.core.problem import Layout, ProblemDescription
 from miofind.device.device import Device, Library
 from miofind.errors import MiofindError
 from miofind.finddb import MEMORY
@@ -36,11 +36,8 @@ from miofind.measure.timer import Timer
 from miofind.options import FindOptions, OnMiss
 from miofind.runtime.solution import Solution
 from miofind.solver.steps import KernelStep
-from miofind.suites import load_suite, suite_names
+from miofind.suites import load_suite
 
-ENDING = "_fused"
-NETWORKS = tuple(name.removesuffix(ENDING) for name in suite_names() if name.endswith(ENDING))
-DTYPES = (DataType.FLOAT16, DataType.BFLOAT16)
 ROUNDS, SAMPLES = 12, 2
 """Turns of either side, and the samples of one."""
 
@@ -138,7 +135,7 @@ def means(costs: Sequence[Cost]) -> dict[str, dict[str, float]]:
         for name in (*each.networks, f"activation {each.activation}", "all"):
             groups.setdefault(name, []).append(each.cost)
     return {
-        name: {"layers": len(some), "cost": round(math.exp(statistics.fmean(map(math.log, some))), 4)}
+        name: {"layers": len(some), "cost": round(statistics.geometric_mean(some), 4)}
         for name, some in sorted(groups.items())
     }
 

@@ -35,12 +35,16 @@ def test_of_another_package_s_solver_nothing_is_known_before_it_is_asked() -> No
     assert not Gate.of(Registry.default().with_solvers(later), HALF, DEVICE)["vendor/Later"].answer.refused
 
 
-def test_a_plan_asks_no_solver_that_the_gate_refuses_and_counts_it_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The solvers that are asked whether they serve a problem, in order."""
+    told: list[str] = []
     real = Solver.applicability
-    monkeypatch.setattr(Solver, "applicability", lambda self, *args: asked.append(self.id) or real(self, *args))
+    monkeypatch.setattr(Solver, "applicability", lambda self, *args: told.append(self.id) or real(self, *args))
+    return told
+
+
+def test_a_plan_asks_no_solver_that_the_gate_refuses_and_counts_it_all_the_same(asked: list[str]) -> None:
     with Handle(DEVICE, database=":memory:") as handle:
         gate = Gate.of(handle.registry, HALF, DEVICE)
         plan = make_plan(HALF, FindOptions(), handle)
@@ -52,12 +56,7 @@ def test_a_plan_asks_no_solver_that_the_gate_refuses_and_counts_it_all_the_same(
     assert {name for name in refused if not gate[name].is_possible} <= plan.absent
 
 
-def test_in_haste_none_is_asked_whether_it_serves_that_the_options_leave_nothing_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
-    real = Solver.applicability
-    monkeypatch.setattr(Solver, "applicability", lambda self, *args: asked.append(self.id) or real(self, *args))
+def test_in_haste_none_is_asked_whether_it_serves_that_the_options_leave_nothing_of(asked: list[str]) -> None:
     with Handle(DEVICE, database=":memory:") as handle:
         unhurried = make_plan(HALF, FindOptions(), handle)
         assert "ConvFftTiles" in asked
