@@ -65,10 +65,17 @@ class ConfigTable(Mapping[str, Any]):
         column = self._columns[name]
         return column if is_table(column) else np.full(len(self.configs), column)
 
-    def valid(self, is_valid: Callable[[Config], bool]) -> ConfigTable:
-        """Those for which a function that does arithmetic on a configuration's values holds."""
-        holds = np.broadcast_to(is_valid(self.as_config), len(self.configs))
-        return self if holds.all() else self.at(np.flatnonzero(holds))
+    def valid(self, *tests: Callable[[Config], bool]) -> ConfigTable:
+        """Those for which functions hold that do arithmetic on a configuration's values.
+
+        Each is asked of those that the ones before it hold for, and not where there are none left.
+        """
+        left = self
+        for is_valid in tests:
+            if left.configs:
+                holds = np.broadcast_to(is_valid(left.as_config), len(left.configs))
+                left = left if holds.all() else left.at(np.flatnonzero(holds))
+        return left
 
     @property
     def as_config(self) -> Config:

@@ -110,8 +110,8 @@ class FewChannelsSolver(Solver):
 
     def valid_of(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> ConfigTable:
         """The valid ones of a table: of those of the size."""
-        of_size = table.valid(functools.partial(self.is_of_size, problem))
-        return of_size.valid(functools.partial(self.is_valid_tiling, problem, device)) if of_size.configs else of_size
+        is_of_size = functools.partial(self.is_of_size, problem)
+        return table.valid(is_of_size, functools.partial(self.is_valid_tiling, problem, device))
 
     def ranked_list(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""

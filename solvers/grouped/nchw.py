@@ -222,8 +222,7 @@ def _uses_all_blocks(problem: ProblemDescription, tiling: NchwTiling, device: De
 @functools.lru_cache(maxsize=16)  # whether there are any is asked before which
 def _valid_list(problem: ProblemDescription, device: Device) -> ConfigTable:
     """The short list as far as it is valid."""
-    of_size = _short_list().valid(functools.partial(_is_of_size, problem))
-    return of_size.valid(functools.partial(_can_run, problem, device)) if of_size.configs else of_size
+    return _short_list().valid(functools.partial(_is_of_size, problem), functools.partial(_can_run, problem, device))
 
 
 class ConvGroupedPlanes(Solver):

@@ -229,8 +229,7 @@ def _can_run(problem: ProblemDescription, device: Device, config: Config) -> boo
 
 def _valid(problem: ProblemDescription, device: Device, table: ConfigTable) -> ConfigTable:
     """The valid ones of a table."""
-    of_size = table.valid(functools.partial(_is_of_size, problem))
-    return of_size.valid(functools.partial(_can_run, problem, device)) if of_size.configs else of_size
+    return table.valid(functools.partial(_is_of_size, problem), functools.partial(_can_run, problem, device))
 
 
 class ConvGroupedWeights(Solver):

@@ -31,6 +31,21 @@ def test_configurations_of_a_product_are_made_when_they_are_asked_for() -> None:
     assert len(table.configs._made) == 1  # type: ignore[attr-defined]
 
 
+def test_what_is_valid_passes_one_test_after_the_other_while_any_are_left() -> None:
+    table = ConfigTable(Config.product(ROWS))
+    seen: list[Config] = []
+
+    def is_wide(config: Config) -> bool:
+        seen.append(config)
+        is_wide: bool = config["columns"] == 16
+        return is_wide
+
+    both = table.valid(lambda config: config["rows"] == 4, is_wide)
+    assert tuple(both.configs) == tuple(c for c in table.configs if (c["rows"], c["columns"]) == (4, 16))
+    assert not table.valid(lambda config: config["rows"] > 9, is_wide).configs
+    assert len(seen) == 1, "of none there are none to ask"
+
+
 def test_what_all_have_alike_is_a_number() -> None:
     assert ConfigTable(Config.product(ROWS))["stages"] == 3
 
