@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from epilogue_in_numpy import Finish
 from numpy.typing import NDArray
 from struct_fields import fields_of
 
@@ -208,16 +209,20 @@ def _results(arguments: Arguments, defines: dict[str, Any], buffers: Buffers) ->
     source, target = arguments.buffer(), arguments.buffer()
     tiles = Tiles.of(arguments)
     y = Operand.of(arguments, defines, "OUTPUT")
+    finish = Finish.of(next(arguments.left, None), defines)
     shape = (defines["TILE_H"], defines["TILE_W"])
     down, across = both(defines, "OUTPUT", shape)
     products = y.transformed(buffers[source], tiles, down.shape[1] * across.shape[1])
-    images = y.images(buffers[target])
+    images, elements = y.images(buffers[target]), y.images(np.arange(buffers[target].size))
+    channels = np.arange(y.channels)[:, None, None]
     for tile in range(tiles.count):
         image, top, left = y.corner(defines, tiles, tile)
         values = products[:, :, :, 0, tile].reshape(down.shape[1], across.shape[1], y.channels)
         results = np.einsum("ai,ijc,bj->cab", down, values, across)
         rows, columns = min(shape[0], y.height - top), min(shape[1], y.width - left)
-        images[image, :, top : top + rows, left : left + columns] = results[:, :rows, :columns]
+        here = (image, slice(None), slice(top, top + rows), slice(left, left + columns))
+        place = (image, channels, elements[here])
+        images[here] = finish(results[:, :rows, :columns], place, y.channels, buffers)
     return [y.check(defines, tiles.count)]
 
 

@@ -11,6 +11,9 @@
 // Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
 #include "common/divisor.cuh"
 #include "common/types.cuh"
+#ifdef EPILOGUE
+#include "winograd/stored_terms.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(OPERAND) || !defined(WEIGHTS)
 #error "define ELEMENT, OPERAND, WEIGHTS and what the header lists"
@@ -280,6 +283,9 @@ __device__ __forceinline__ void transform_filters(const ELEMENT* __restrict__ w,
 // Transforms products of kLanes channels of one tile back; stores kVector columns at once where channels come first.
 template <bool kLast, int kLanes, int kVector>
 __device__ __forceinline__ void transform_back(const float* __restrict__ products, ELEMENT* __restrict__ tensor,
+#ifdef EPILOGUE
+                                               const Epilogue& epilogue,
+#endif
                                                const Operand& result, const Tiles& tiles, int rank) {
   static_assert(kLast || kLanes == 1, "a warp's lanes must be channels: whole warps of them");
   const Item item = item_of<kLast, kLanes>(result, rank);
@@ -296,6 +302,30 @@ __device__ __forceinline__ void transform_back(const float* __restrict__ product
     for (int j = 0; j < kProductsW; ++j) load_vector<kLanes>(row.at + j * kLanes, from + (r * kProductsW + j) * step);
     return row;
   };
+#ifdef EPILOGUE
+  constexpr int kCount = kLast ? kLanes : kVector, kStep = kLast ? 1 : kVector;
+  ChannelTerms terms[kCount];
+  stored_terms<kLast>(terms, epilogue, corner.image, item.channel, result.channels);
+  transform<OutputH, OutputW, kLanes>(load, [&](int i, const Row<OutputW::kRows, kLanes>& row) {
+    if (corner.h + i >= result.height) return;
+    Vector<EpilogueElement, kCount> residual[OutputW::kRows / kStep], saved[OutputW::kRows / kStep];
+#pragma unroll
+    for (int j = 0; j < OutputW::kRows; j += kStep) {  // all of a row are under way at once
+      const int at = start + i * row_step + j * column_step;
+      residual[j / kStep] = read_residual<kCount>(epilogue.residual + at, corner.w + j < result.width);
+      saved[j / kStep] = read_saved<kCount>(epilogue.saved + at, corner.w + j < result.width);
+    }
+#pragma unroll
+    for (int j = 0; j < OutputW::kRows; j += kStep) {
+      if (corner.w + j >= result.width) continue;
+      EpilogueNumber sums[kCount];
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) sums[k] = row.at[j * kLanes + k];
+      *reinterpret_cast<Vector<EpilogueElement, kCount>*>(tensor + start + i * row_step + j * column_step) =
+          finished(sums, terms, residual[j / kStep], saved[j / kStep], epilogue);
+    }
+  });
+#else
   transform<OutputH, OutputW, kLanes>(load, [&](int i, const Row<OutputW::kRows, kLanes>& row) {
     if (corner.h + i >= result.height) return;
     constexpr int kStored = kLast ? kLanes : kVector;
@@ -305,6 +335,7 @@ __device__ __forceinline__ void transform_back(const float* __restrict__ product
       store_vector<kStored>(tensor + start + i * row_step + j * column_step, row.at + j * kLanes);
     }
   });
+#endif
 }
 
 #if WEIGHTS
@@ -373,8 +404,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     winograd_results(const float* __restrict__ products, ELEMENT* __restrict__ y, const __grid_constant__ Tiles tiles,
+#ifdef EPILOGUE
+                     const __grid_constant__ Operand result, const __grid_constant__ Epilogue epilogue) {
+  transform_back<OUTPUT_LAST, OUTPUT_LANES, OUTPUT_VECTOR>(products, y, epilogue, result, tiles,
+                                                           blockIdx.x * kThreads + threadIdx.x);
+#else
                      const __grid_constant__ Operand result) {
   transform_back<OUTPUT_LAST, OUTPUT_LANES, OUTPUT_VECTOR>(products, y, result, tiles,
                                                            blockIdx.x * kThreads + threadIdx.x);
+#endif
 }
 #endif

@@ -18,7 +18,15 @@ from miofind.libraries.matmul_choice import (
     check_library_choice,
     with_library_choice,
 )
-from miofind.solver.solver import Algorithm, Applicability, EstimatedConfig, KernelKey, Reach, Solver
+from miofind.solver.solver import (
+    APPLICABLE,
+    Algorithm,
+    Applicability,
+    EstimatedConfig,
+    KernelKey,
+    Reach,
+    Solver,
+)
 from miofind.solver.steps import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solvers.winograd.choice import (
     EXACT_TILE,
@@ -92,7 +100,17 @@ class ConvWinograd(Solver):
             conv(x=(1, 16, 20), w=(5, 16, 3), padding=1, dtype=DataType.FLOAT16),
             conv(x=(2, 16, 8, 8), w=(8, 16, 3, 3), padding=1, dtype=DataType.BFLOAT16, layout=Layout.NHWC),
             conv(x=(2, 20, 9, 9), w=(7, 20, 5, 5), padding=2, layout={"x": "NHWC", "w": "NCHW", "y": "NCHW"}),
+            conv(x=x, w=w, padding=odd, groups=2, epilogue="scale.bias.channel_bias.residual.silu"),
+            conv(x=x, w=w, padding=odd, groups=2, layout=Layout.NHWC, epilogue="bias.relu.residual"),
+            conv(x=(1, 16, 20), w=(5, 16, 3), padding=1, dtype=DataType.FLOAT16, epilogue="bias.gelu"),
+            conv(x=x, w=w, padding=odd, groups=2, direction="backward_data", epilogue="residual.drelu"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         return refuse_winograd(problem)

@@ -83,7 +83,17 @@ class ConvWinogradMma(DelegatingSolver):
             conv(x=(2, 18, 9, 8), w=(5, 18, 5, 1), padding=(2, 0), layout=Layout.NHWC),
             conv(x=(2, 6, 12, 20), w=(20, 6, 1, 3), padding=(0, 1), math="tf32", direction="backward_data"),
             conv(x=(2, 20, 30), w=(7, 20, 5), padding=2),
+            conv(x=x, w=w, padding=odd, groups=2, epilogue="scale.bias.channel_bias.residual.silu"),
+            conv(x=x, w=w, padding=odd, groups=2, layout=Layout.NHWC, epilogue="bias.relu.residual"),
+            conv(x=(2, 20, 12, 20), w=(24, 20, 3, 3), padding=1, math="tf32", epilogue="bias.gelu"),
+            conv(x=x, w=w, padding=odd, groups=2, direction="backward_data", epilogue="residual.drelu"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := refuse_winograd(problem)).refused:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import (
     Argument,
@@ -329,6 +330,7 @@ class WinogradPlan:
             ("INPUT_LEAD", self._before[1] % self._columns(x)),
             _TILES.define,
             _OPERAND.define,
+            *epilogue_defines(p),
         )
 
     def _operands_step(self, first: int, count: int, *, others: bool) -> KernelStep:
@@ -361,6 +363,7 @@ class WinogradPlan:
             Pointer(buffer=self.problem.direction.output),
             self._tiles(first, count),
             self._operand(result, (0, 0), count),
+            *epilogue_arguments(self.problem),
         )
 
     def _weights_step(self) -> KernelStep:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from epilogue_in_numpy import EPILOGUES, operands_in_memory, results_of
+from fused_runs import random_inputs
 from winograd_in_numpy import carry_out
 
 from miofind.core.problem import Direction, ProblemDescription
@@ -44,6 +46,7 @@ def result_of(problem: ProblemDescription, config: Config, inputs: dict[str, np.
         buffers[name] = np.full(problem.tensor(name).size, np.nan)
         if name != out:
             logical(problem, name, buffers[name])[...] = inputs[name]
+    buffers |= operands_in_memory(problem, inputs)
     plan = SOLVER.plan(problem, config)
     inner, names = product_problem(plan), product_tensors(plan)
     previous: KernelStep | None = None
@@ -59,16 +62,15 @@ def result_of(problem: ProblemDescription, config: Config, inputs: dict[str, np.
 
 
 def check(problem: ProblemDescription, config: Config) -> None:
-    generator = np.random.default_rng(5)
-    inputs = {name: generator.standard_normal(problem.tensor(name).shape) for name in problem.direction.inputs}
-    expected = reference_on_host(problem, **inputs)
+    inputs = random_inputs(problem, 5)
+    expected = results_of(problem, inputs)
     error = np.abs(result_of(problem, config, inputs) - expected).max() / np.sqrt(np.mean(expected**2))
     assert error < 1e-4, config.json  # constants are float32
 
 
-def make(shape: str, last: bool, direction: Direction) -> ProblemDescription:
+def make(shape: str, last: bool, direction: Direction | str, epilogue: str = "") -> ProblemDescription:
     layout = {3: ("NCW", "NWC"), 4: ("NCHW", "NHWC")}[len(SHAPES[shape]["x"])][last]
-    return ProblemDescription.convolution(**SHAPES[shape], layout=layout, direction=direction)
+    return ProblemDescription.convolution(**SHAPES[shape], layout=layout, direction=direction, epilogue=epilogue)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["channels_first", "channels_last"])
@@ -77,6 +79,16 @@ def make(shape: str, last: bool, direction: Direction) -> ProblemDescription:
 def test_steps_compute_the_convolution(shape: str, direction: Direction, last: bool) -> None:
     problem = make(shape, last, direction)
     for config in SOLVER.default_configs(problem, DEVICE):
+        check(problem, config)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_results_have_their_epilogue(epilogue: str, last: bool) -> None:
+    """The products are those of the bare problem."""
+    problem = make("groups", last, EPILOGUES[epilogue], epilogue)
+    for config in SOLVER.default_configs(problem, DEVICE):
+        assert product_problem(SOLVER.plan(problem, config)) == product_problem(SOLVER.plan(problem.bare, config))
         check(problem, config)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from epilogue_in_numpy import EPILOGUES, operands_in_memory, results_of
+from fused_runs import random_inputs
 from winograd_in_numpy import carry_out
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.reference.convolution import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Reach
 from miofind.solver.steps import Config, KernelStep, MatmulStep
@@ -46,7 +47,8 @@ def in_memory(problem: ProblemDescription, name: str, values: np.ndarray) -> np.
 def result_of(problem: ProblemDescription, config: Config, inputs: dict[str, np.ndarray]) -> np.ndarray:
     """The logical result of the steps, from workspace full of NaN."""
     solution, out = SOLVER.solution(problem, DEVICE, config), problem.direction.output
-    buffers = {name: in_memory(problem, name, values) for name, values in inputs.items()}
+    buffers = {name: in_memory(problem, name, inputs[name]) for name in problem.direction.inputs}
+    buffers |= operands_in_memory(problem, inputs)
     buffers[out] = np.full(problem.output.size, np.nan)
     for region in solution.workspace.regions:
         size = 4 if region.name == "products" else problem.x.dtype.itemsize
@@ -61,9 +63,8 @@ def result_of(problem: ProblemDescription, config: Config, inputs: dict[str, np.
 
 
 def check(problem: ProblemDescription, config: Config) -> None:
-    generator = np.random.default_rng(5)
-    inputs = {name: generator.standard_normal(problem.tensor(name).shape) for name in problem.direction.inputs}
-    expected = reference_on_host(problem, **inputs)
+    inputs = random_inputs(problem, 5)
+    expected = results_of(problem, inputs)
     scale = np.sqrt(np.mean(expected**2))
     error = np.abs(result_of(problem, config, inputs) - expected).max() / scale
     assert error < 1e-4, config.json  # constants are float32
@@ -78,6 +79,15 @@ def test_steps_compute_the_convolution(shape: str, direction: Direction, last: b
     answer = SOLVER.applicability(problem, DEVICE)
     assert answer, answer.reason
     for config in SOLVER.default_configs(problem, DEVICE):
+        check(problem, config)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC", {"x": "NCHW", "w": "NCHW", "y": "NHWC"}], ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_results_have_their_epilogue(epilogue: str, layout: Any) -> None:
+    problem = make("groups", layout=layout, epilogue=epilogue, direction=EPILOGUES[epilogue])
+    base = SOLVER.default_configs(problem, DEVICE)[0]
+    for config in (*SOLVER.default_configs(problem, DEVICE), Config({**base, "tile": 4, "vector": 1, "tiles": 5})):
         check(problem, config)
 
 
