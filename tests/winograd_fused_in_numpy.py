@@ -7,14 +7,15 @@ eight filters' eight channels, places are in any order that both kernels know.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from epilogue_in_numpy import Finish
 from numpy.typing import NDArray
 from struct_fields import fields_of
 
-from miofind.solver.steps import KernelStep, Pointer
+from miofind.solver.steps import EpilogueArgument, KernelStep, Pointer
 
 Array = NDArray[np.float64]
 _B = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], dtype=np.float64)
@@ -26,12 +27,17 @@ def carry_out(step: KernelStep, buffers: Mapping[str, Array]) -> None:
     """Runs one step on flat buffers."""
     flat = [buffers[arg.buffer] for arg in step.args if isinstance(arg, Pointer)]
     shape = fields_of(step.args[len(flat)])
-    defines = {name: int(value) for name, value in step.defines if not name.endswith("_FIELDS")}
+    defines = {
+        name: int(value) for name, value in step.defines if not name.startswith("EPILOGUE") and "_FIELDS" not in name
+    }
     if step.entry == "winograd_fused_filters":
         _filters(flat[0], flat[1], shape, flipped=bool(defines["FLIPPED"]))
         return
+    last = step.args[-1]
+    finish = Finish.of(last if isinstance(last, EpilogueArgument) else None, dict(step.defines))
     for block in range(step.grid[0]):
-        _block(block, flat, shape, defines)
+        for sums, place, channels in _block(block, flat, shape, defines):
+            flat[2][place[2]] = finish(sums, place, channels, buffers)
 
 
 def _filters(w: Array, to: Array, shape: Mapping[str, int], *, flipped: bool) -> None:
@@ -48,8 +54,11 @@ def _filters(w: Array, to: Array, shape: Mapping[str, int], *, flipped: bool) ->
             part[output % 8, channel % 8] = _G @ (taps[::-1, ::-1] if flipped else taps) @ _G.T
 
 
-def _block(block: int, flat: list[Array], shape: Mapping[str, Any], defines: Mapping[str, int]) -> None:
-    x, filters, y = flat
+def _block(
+    block: int, flat: list[Array], shape: Mapping[str, Any], defines: Mapping[str, int]
+) -> Iterator[tuple[Array, tuple[int, Array, Array], int]]:
+    """The sums of a block: of each pixel those of its filters, where they belong, and the channels of all groups."""
+    x, filters, _ = flat
     strides = [f"{name}_stride" for name in ("image", "channel", "row", "column")]
     source, target = shape["x"], shape["y"]
     (channels, height, width), from_strides = _sizes(source), [source[name] for name in strides]
@@ -78,7 +87,8 @@ def _block(block: int, flat: list[Array], shape: Mapping[str, Any], defines: Map
         for a, b in itertools.product(range(2), range(2)):
             if h + a < out_height and w + b < out_width:
                 at = np.dot((n, h + a, w + b), (to_strides[0], *to_strides[2:]))
-                y[at + (group * results + np.arange(first, last)) * to_strides[1]] = tiled[a, b]
+                channel = group * results + np.arange(first, last)
+                yield tiled[a, b], (n, channel, at + channel * to_strides[1]), shape["groups"] * results
 
 
 def _sizes(images: Mapping[str, int]) -> tuple[int, int, int]:

@@ -15,6 +15,9 @@
 #include "common/pdl.cuh"
 #include "common/mma_tf32.cuh"
 #include "common/tile.cuh"
+#ifdef EPILOGUE
+#include "winograd/stored_terms.cuh"
+#endif
 
 #if !defined(IMAGES) || !defined(TILE_ROWS) || !defined(TILE_COLUMNS) || !defined(MMA_TILES_M) || \
     !defined(MMA_TILES_N) || !defined(STAGES)
@@ -290,8 +293,41 @@ __device__ __forceinline__ void gather(float (&rows)[2][kCount], const float* sh
   }
 }
 
+#ifdef EPILOGUE
+// Brings scale and bias of the block's filters nearer while the first stage arrives; no register holds them later.
+__device__ __forceinline__ void bring_terms(const Epilogue& epilogue, const Shape& shape, const BlockOrigin& origin) {
+  const int number = threadIdx.x, filters = shape.y.channels;
+  if (!(kHasScale || kHasBias) || number > kFilters / kTermsAhead) return;
+  const int filter = min(origin.filter + number * kTermsAhead, filters - 1);
+  keep_terms_ahead(read_terms_ahead(epilogue, origin.group * filters + filter));
+}
+
+constexpr int kColumnStep = kLast ? 1 : OUT_VECTOR;  // columns of results that are stored at once
+
+// What is read with a tile's results, as they are stored.
+struct TileTensors {
+  Vector<float, OUT_VECTOR> residual[2][2 / kColumnStep], saved[2][2 / kColumnStep];
+
+  // `first`: the first result's element; rows, columns: how many there are.
+  __device__ __forceinline__ TileTensors(const Epilogue& epilogue, const Images& to, int first, int rows, int columns) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+#pragma unroll
+      for (int column = 0; column < 2; column += kColumnStep) {
+        const int at = first + row * to.row_stride + column * to.column_stride;
+        const bool exists = row < rows && column < columns;
+        residual[row][column / kColumnStep] = read_residual<OUT_VECTOR>(epilogue.residual + at, exists);
+        saved[row][column / kColumnStep] = read_saved<OUT_VECTOR>(epilogue.saved + at, exists);
+      }
+  }
+};
+#endif
+
 // Writes the block's results: neighbouring threads take neighbouring filters, or tiles where channels come first.
 __device__ __forceinline__ void store_results(float* __restrict__ y, const float* shared, const Shape& shape,
+#ifdef EPILOGUE
+                                              const Epilogue& epilogue,
+#endif
                                               const BlockOrigin& origin) {
   const Images& to = shape.y;
   const int filters = to.channels;
@@ -305,10 +341,33 @@ __device__ __forceinline__ void store_results(float* __restrict__ y, const float
     const int n = origin.image + image, h = 2 * (origin.row + rest / kColumns),
               w = 2 * (origin.column + rest % kColumns);
     if (n >= shape.batch || h >= to.height || w >= to.width || origin.filter + filter >= filters) continue;
+#ifdef EPILOGUE
+    const int channel = origin.group * filters + origin.filter + filter, channels = shape.groups.by * filters;
+    const int first = n * to.image_stride + channel * to.channel_stride + h * to.row_stride + w * to.column_stride;
+    ChannelTerms terms[OUT_VECTOR];
+    stored_terms<kLast>(terms, epilogue, n, channel, channels);
+    const TileTensors tensors(epilogue, to, first, to.height - h, to.width - w);
+#endif
     float columns[2][2][kLanes];
 #pragma unroll
     for (int column = 0; column < 2; ++column)
       gather<kLanes>(columns[column], shared + column * kPlane + tile * kTileStep + filter * kFilterStep);
+#ifdef EPILOGUE
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      if (h + row >= to.height) break;
+#pragma unroll
+      for (int column = 0; column < 2; column += kColumnStep) {
+        if (w + column >= to.width) break;
+        float sums[OUT_VECTOR];
+#pragma unroll
+        for (int i = 0; i < OUT_VECTOR; ++i) sums[i] = columns[kLast ? column : column + i][row][kLast ? i : 0];
+        *reinterpret_cast<Vector<float, OUT_VECTOR>*>(y + first + row * to.row_stride + column * to.column_stride) =
+            finished(sums, terms, tensors.residual[row][column / kColumnStep], tensors.saved[row][column / kColumnStep],
+                     epilogue);
+      }
+    }
+#else
     float* const at = y + n * to.image_stride + (origin.group * filters + origin.filter + filter) * to.channel_stride +
                       h * to.row_stride + w * to.column_stride;
 #pragma unroll
@@ -327,12 +386,17 @@ __device__ __forceinline__ void store_results(float* __restrict__ y, const float
         *reinterpret_cast<Vector<float, kLanes>*>(at + row * to.row_stride + column * to.column_stride) = values;
       }
     }
+#endif
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     winograd_fused(const float* __restrict__ x, const float* __restrict__ filters, float* __restrict__ y,
+#ifdef EPILOGUE
+                   const __grid_constant__ Shape shape, const __grid_constant__ Epilogue epilogue) {
+#else
                    const __grid_constant__ Shape shape) {
+#endif
   extern __shared__ __align__(16) unsigned char shared[];
   int* const table = reinterpret_cast<int*>(shared);
   float* const stages = reinterpret_cast<float*>(shared + kTableBytes);
@@ -357,6 +421,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     commit_copies();
   }
 
+#ifdef EPILOGUE
+  bring_terms(epilogue, shape, origin);
+#endif
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int row = warp % 4, warp_c = warp / 4 % kWarpsC;
   const int warp_t = warp / (4 * kWarpsC) % kWarpsT, warp_k = warp / (4 * kWarpsC * kWarpsT);
@@ -398,5 +465,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   __syncthreads();  // every warp has read the last stage, which the results overwrite
   exchange(stages + (warp_c * 4 + row) * 2 * kPlane, accumulators, warp_t * MMA_TILES_M * 16, warp_k * MMA_TILES_N * 8);
   __syncthreads();  // all rows of places are there
+#ifdef EPILOGUE
+  store_results(y, stages, shape, epilogue, origin);
+#else
   store_results(y, stages, shape, origin);
+#endif
 }

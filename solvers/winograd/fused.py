@@ -17,6 +17,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable, chosen, larger, smaller
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Reach, Solver
 from miofind.solver.steps import (
     Config,
@@ -141,7 +142,17 @@ class ConvWinogradFused(Solver):
             conv(x=(1, 32, 14, 13), w=(64, 32, 3, 3), padding=odd, direction=data),
             conv(x=(5, 128, 4, 5), w=(20, 128, 3, 3), math="tf32"),
             conv(x=(2, 20, 9, 9), w=(18, 20, 3, 3), padding=2, layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"}),
+            conv(x=(3, 34, 7, 7), w=(38, 17, 3, 3), padding=1, groups=2, epilogue="scale.bias.channel_bias.silu"),
+            conv(x=(1, 64, 28, 28), w=(64, 64, 3, 3), padding=1, epilogue="bias.residual.relu"),
+            conv(x=(2, 20, 9, 9), w=(24, 20, 3, 3), math="tf32", layout=Layout.NHWC, epilogue="bias.gelu.residual"),
+            conv(x=(1, 64, 14, 13), w=(32, 64, 3, 3), padding=odd, direction=data, epilogue="residual.drelu"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
@@ -312,8 +323,13 @@ def _step(tiling: FusedTiling, device: Device) -> KernelStep:
             ("SHARED_BYTES", tiling.shared_bytes),
             _IMAGES.define,
             _SHAPE.define,
+            *epilogue_defines(p),
         ),
-        args=(*(Pointer(buffer=name) for name in (source, _FILTERS, p.direction.output)), _shape(tiling)),
+        args=(
+            *(Pointer(buffer=name) for name in (source, _FILTERS, p.direction.output)),
+            _shape(tiling),
+            *epilogue_arguments(p),
+        ),
         pdl=True,
     )
 

@@ -38,6 +38,7 @@ LIBRARY_WINOGRAD: dict[str, dict[str, Any]] = {
     "mixed": {**WINOGRAD["odd"], "layout": {"x": "NHWC", "w": "NCHW", "y": "NCHW"}},
 }
 SHAPES = {
+    "ConvWinogradFused": WINOGRAD,
     "ConvWinogradMma": ANY_WINOGRAD,
     "ConvWinograd": LIBRARY_WINOGRAD,
 }

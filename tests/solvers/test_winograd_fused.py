@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from epilogue_in_numpy import EPILOGUES, operands_in_memory, results_of
+from fused_runs import random_inputs
 from winograd_fused_in_numpy import carry_out
 
 from miofind.core.problem import Direction, ProblemDescription
@@ -52,9 +54,9 @@ def run(solution: ConvSolution, buffers: dict[str, np.ndarray]) -> None:
 
 def filled(problem: ProblemDescription, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     buffers = {name: np.full(problem.tensor(name).size, np.nan) for name in "xwy"}
-    for name, values in inputs.items():
-        logical(problem, name, buffers[name])[...] = values
-    return buffers
+    for name in problem.direction.inputs:
+        logical(problem, name, buffers[name])[...] = inputs[name]
+    return buffers | operands_in_memory(problem, inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -71,6 +73,21 @@ def test_steps_compute_the_convolution(shape: str, direction: Direction, layout:
         run(SOLVER.solution(problem, DEVICE, config), buffers)
         result = logical(problem, direction.output, buffers[direction.output])
         np.testing.assert_allclose(result, expected, atol=1e-11, err_msg=config.json)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_have_their_epilogue(shape: str, epilogue: str, layout: str) -> None:
+    problem = ProblemDescription.convolution(
+        **SHAPES[shape], layout=LAYOUTS[layout], epilogue=epilogue, direction=EPILOGUES[epilogue]
+    )
+    inputs = random_inputs(problem, 7)
+    config = SOLVER.default_configs(problem, DEVICE)[0]
+    buffers = filled(problem, inputs)
+    run(SOLVER.solution(problem, DEVICE, config), buffers)
+    result = logical(problem, problem.direction.output, buffers[problem.direction.output])
+    np.testing.assert_allclose(result, results_of(problem, inputs), atol=1e-11, err_msg=config.json)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
