@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from epilogue_in_numpy import Finish
 from numpy.typing import NDArray
 from struct_fields import fields_of
 
@@ -47,6 +48,10 @@ class Arguments:
         by = int(value.values[0])
         assert value == divide_by(by)
         return by
+
+    def finish(self, step: KernelStep) -> Finish:
+        """The epilogue, with which arguments end."""
+        return Finish.of(next(self.left, None), dict(step.defines))
 
     def end(self) -> None:
         assert next(self.left, None) is None
@@ -101,6 +106,13 @@ class Tensor:
                     for column, right in enumerate(offsets[1]):
                         if down is not None and right is not None:
                             yield tile * self.channels + channel, row, column, base + down + right
+
+    def store(self, target: Array, sums: Array, tiles: int, finish: Finish, buffers: Buffers) -> None:
+        """Write what an epilogue makes of planes' elements, as far as they are the tensor's."""
+        planes, rows, columns, at = np.array(list(self.elements(tiles, sums.shape[1:]))).reshape(-1, 4).T
+        image = (self.grid["first"] + planes // self.channels) // self.grid["tiles_per_image"]
+        place = (image, planes % self.channels, at)
+        target[at] = finish(sums[planes, rows, columns], place, self.channels, buffers)
 
 
 def carry_out(step: KernelStep | FftStep, buffers: Buffers) -> None:
@@ -164,13 +176,12 @@ def _unpack(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, target, items, scale = given.buffer(), given.buffer(), int(given.number()), given.number()
     kept, kept_row = given.divisor(), given.divisor()
     pairs, row_pairs = given.divisor(), given.divisor()
-    tensor = Tensor.of(given)
+    tensor, finish = Tensor.of(given), given.finish(step)
     given.end()
     tiles, lengths = items // (kept * tensor.channels), (pairs // row_pairs, 2 * row_pairs)
     assert kept_row <= lengths[1]
     real = buffers[source].view(np.float64).reshape(-1, *lengths)
-    for plane, row, column, offset in tensor.elements(tiles, lengths):
-        buffers[target][offset] = scale * real[plane, row, column]
+    tensor.store(buffers[target], scale * real, tiles, finish, buffers)
 
 
 def _tiles_forward(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
@@ -187,14 +198,13 @@ def _tiles_forward(step: KernelStep, given: Arguments, buffers: Buffers) -> None
 
 def _tiles_backward(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, target, planes, scale = given.buffer(), given.buffer(), int(given.number()), given.number()
-    tensor = Tensor.of(given)
+    tensor, finish = Tensor.of(given), given.finish(step)
     given.end()
     lengths = _lengths(step)
     half = lengths[1] // 2 + 1
     data = buffers[source][: planes * lengths[0] * half].reshape(planes, lengths[0], half)
     real = np.fft.irfftn(data, s=lengths, axes=(1, 2), norm="forward")
-    for plane, row, column, offset in tensor.elements(planes // tensor.channels, lengths):
-        buffers[target][offset] = scale * real[plane, row, column]
+    tensor.store(buffers[target], scale * real, planes // tensor.channels, finish, buffers)
 
 
 def _lengths(step: KernelStep) -> tuple[int, int]:
@@ -239,7 +249,7 @@ def _depthwise_filters(step: KernelStep, given: Arguments, buffers: Buffers) -> 
 def _depthwise(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, filters, target = given.buffer(), given.buffer(), given.buffer()
     lines, tiles, scale = int(given.number()), int(given.number()), given.number()
-    origin, result = Tensor.of(given), Tensor.of(given)
+    origin, result, finish = Tensor.of(given), Tensor.of(given), given.finish(step)
     given.end()
     channels, length = origin.channels, _lengths(step)[1]
     assert (result.channels, result.grid) == (origin.channels, origin.grid)
@@ -251,9 +261,8 @@ def _depthwise(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     transforms = buffers[filters][: channels * length].reshape(channels, length)
     transforms = transforms.conj() if dict(step.defines)["CONJUGATE"] else transforms
     spectra = np.fft.fft(real.reshape(tiles, channels, length)) * transforms
-    back = scale * length * np.fft.ifft(spectra).real.reshape(tiles * channels, length)
-    for plane, _, column, offset in result.elements(tiles, (1, length)):
-        buffers[target][offset] = back[plane, column]
+    back = scale * length * np.fft.ifft(spectra).real.reshape(tiles * channels, 1, length)
+    result.store(buffers[target], back, tiles, finish, buffers)
 
 
 @dataclass(frozen=True)
@@ -287,7 +296,7 @@ class Ends:
 
 def _edges(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
     source, w, result = given.buffer(), given.buffer(), given.buffer()
-    shape = given.fields()
+    shape, finish = given.fields(), given.finish(step)
     given.end()
     items, limit, terms, channels = (shape[name] for name in ("results", "limit", "terms", "channels"))
     rows, columns = Ends(**shape["rows"]), Ends(**shape["columns"])
@@ -313,4 +322,4 @@ def _edges(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
                     )
                 place = image * shape["result_image_stride"] + channel * shape["result_channel_stride"]
                 place += i * rows.result_stride + j * columns.result_stride
-                buffers[result][place] = total
+                buffers[result][place] = finish(np.float64(total), (image, channel, place), channels, buffers)

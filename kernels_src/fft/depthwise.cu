@@ -10,6 +10,9 @@
 #include "fft/passes.cuh"
 #include "fft/rows.cuh"
 #include "common/types.cuh"
+#ifdef EPILOGUE
+#include "fft/finish.cuh"
+#endif
 
 #if !defined(T_SOURCE) || !defined(T_W) || !defined(T_RESULT) || !defined(LENGTH) || !defined(LINES)
 #error "define T_SOURCE, T_W, T_RESULT, SOURCE_*, RESULT_*, CONJUGATE, LENGTH, LINES and THREADS"
@@ -100,7 +103,13 @@ __device__ __forceinline__ void multiply(float2* lines, const float2* __restrict
 extern "C" __global__ void __launch_bounds__(kThreads)
     fft_depthwise(const T_SOURCE* __restrict__ source, const float2* __restrict__ filters,
                   T_RESULT* __restrict__ results, int all_lines, int tiles, float scale, const TiledTensor source_tiles,
+#ifdef EPILOGUE
+                  const TiledTensor result_tiles, const __grid_constant__ Epilogue epilogue) {
+  __shared__ ChannelTerms terms[kLines];
+  find_terms<kThreads, 2>(terms, epilogue, blockIdx.x * kLines, all_lines, result_tiles);
+#else
                   const TiledTensor result_tiles) {
+#endif
   extern __shared__ float2 lines[];
   __shared__ Rows from, to;
   find_rows<SOURCE_SPREAD>(from, all_lines, tiles, source_tiles);
@@ -119,16 +128,30 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   pass<kPoints, kPoints, kLines, kThreads, false, SOURCE_LAST>(load, InLines<kPoints>{lines});
   __syncthreads();  // all points of the first pass are there
   multiply<kFirstApart>(lines, filters, all_lines, source_tiles.channels);
+#ifdef EPILOGUE
+  const auto keep = [&](const Row& row, int position, float value, const ChannelTerms& of_line) {
+    const Place place = place_of<RESULT_SPREAD>(row, result_tiles.columns, position);
+    const int at = place.holds ? place.offset : 0;  // loads need not wait for a branch
+    const T_RESULT result = convert<T_RESULT>(finish_element(scale * value, of_line, epilogue, at));
+    if (place.holds) results[place.offset] = result;
+  };
+#else
   const auto keep = [&](const Row& row, int position, float value) {
     const Place place = place_of<RESULT_SPREAD>(row, result_tiles.columns, position);
     const T_RESULT result = convert<T_RESULT>(scale * value);
     if (place.holds) results[place.offset] = result;
   };
+#endif
   const auto store = [&](const Butterfly& butterfly, int r, float2 value) {
     const Row real = to.at[butterfly.line][0], imaginary = to.at[butterfly.line][1];
     const int position = butterfly.first + r * kFirstApart;
+#ifdef EPILOGUE
+    keep(real, position, value.x, terms[butterfly.line]);
+    keep(imaginary, position, value.y, terms[butterfly.line]);
+#else
     keep(real, position, value.x);
     keep(imaginary, position, value.y);
+#endif
   };
   pass<kPoints, kPoints, kLines, kThreads, true, RESULT_LAST>(InLines<kPoints>{lines}, store);
 }

@@ -6,6 +6,9 @@
 // T_SOURCE, T_W, T_RESULT (dtype names), BACKWARD, AXIS_FIELDS, SHAPE_FIELDS.
 #include "common/divisor.cuh"
 #include "common/types.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+#endif
 
 #if !defined(T_SOURCE) || !defined(T_W) || !defined(T_RESULT) || !defined(BACKWARD)
 #error "define T_SOURCE, T_W, T_RESULT and BACKWARD"
@@ -54,7 +57,11 @@ __device__ __forceinline__ TapRange taps_of(const Axis& axis, int result) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_edges(const T_SOURCE* __restrict__ source, const T_W* __restrict__ w, T_RESULT* __restrict__ results,
+#ifdef EPILOGUE
+              const Shape shape, const __grid_constant__ Epilogue epilogue) {
+#else
               const Shape shape) {
+#endif
   const int item = blockIdx.x * kThreads + threadIdx.x;
   if (item >= shape.results) return;
   const Axis rows = shape.rows, columns = shape.columns;
@@ -79,6 +86,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                convert<float>(filter[in_filter + term * filter_term_stride]);
     }
   }
+#ifdef EPILOGUE
+  const int at = image * shape.result_image_stride + channel * shape.result_channel_stride + i * rows.result_stride +
+                 j * columns.result_stride;
+  results[at] = convert<T_RESULT>(finish_at(sum, epilogue, image, channel, shape.channels.by, at));
+#else
   results[image * shape.result_image_stride + channel * shape.result_channel_stride + i * rows.result_stride +
           j * columns.result_stride] = convert<T_RESULT>(sum);
+#endif
 }

@@ -7,6 +7,9 @@
 #include "fft/passes.cuh"
 #include "fft/rows.cuh"
 #include "common/types.cuh"
+#ifdef EPILOGUE
+#include "fft/finish.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(CHANNELS_LAST) || !defined(SPREAD) || !defined(LENGTH) || !defined(LINES)
 #error "define ELEMENT, CHANNELS_LAST, SPREAD, LENGTH, LINES and THREADS"
@@ -110,9 +113,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+#ifdef EPILOGUE
+// All residuals of a thread are read ahead; left alone, 256 threads take so many registers for it that no second block
+// fits a multiprocessor.
+extern "C" __global__ void __launch_bounds__(kThreads, kThreads <= 256 ? 2 : 1)
+#else
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
+#endif
     fft_lines_backward(const float2* __restrict__ transforms, ELEMENT* __restrict__ tensor, int planes, float scale,
+#ifdef EPILOGUE
+                       const __grid_constant__ TiledTensor tiled, const __grid_constant__ Epilogue epilogue) {
+  __shared__ ChannelTerms terms[kLines];
+  find_terms<kThreads, 1>(terms, epilogue, blockIdx.x * kLines, planes, tiled);
+#else
                        const __grid_constant__ TiledTensor tiled) {
+#endif
   extern __shared__ float2 lines[];
   __shared__ Rows found;
   find_rows(found, planes, tiled);
@@ -139,16 +154,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();  // all frequencies are there, and all rows are found
   passes<kFirstApart, kPoints, kLines, kThreads, true>(lines);
+#ifdef EPILOGUE
+  const auto keep = [&](const Row& row, int position, float value, const ChannelTerms& of_line) {
+    const Place place = place_of<SPREAD>(row, tiled.columns, position);
+    const int at = place.holds ? place.offset : 0;  // loads need not wait for a branch
+    const ELEMENT result = convert<ELEMENT>(finish_element(scale * value, of_line, epilogue, at));
+    if (place.holds) tensor[place.offset] = result;
+  };
+#else
   const auto keep = [&](const Row& row, int position, float value) {
     const Place place = place_of<SPREAD>(row, tiled.columns, position);
     const ELEMENT result = convert<ELEMENT>(scale * value);
     if (place.holds) tensor[place.offset] = result;
   };
+#endif
   const auto store = [&](const Butterfly& butterfly, int r, float2 value) {
     const Row row = found.at[butterfly.line];
     const int position = 2 * (butterfly.first + r * kFirstApart);
+#ifdef EPILOGUE
+    keep(row, position, value.x, terms[butterfly.line]);
+    keep(row, position + 1, value.y, terms[butterfly.line]);
+#else
     keep(row, position, value.x);
     keep(row, position + 1, value.y);
+#endif
   };
   pass<kPoints, kPoints, kLines, kThreads, true, CHANNELS_LAST>(InLines<kPoints>{lines}, store);
 }

@@ -7,6 +7,9 @@
 // CHANNELS_LAST.
 #include "fft/fourier.cuh"
 #include "common/types.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(CHANNELS_LAST)
 #error "define ELEMENT and CHANNELS_LAST"
@@ -94,7 +97,11 @@ __device__ __forceinline__ Kept kept(const TileAxis& rows, const TileAxis& colum
 extern "C" __global__ void __launch_bounds__(kThreads)
     fft_unpack(const float* __restrict__ planes, ELEMENT* __restrict__ tensor, int items, float scale,
                const Divisor kept_plane, const Divisor kept_row, const Divisor plane_pairs, const Divisor row_pairs,
+#ifdef EPILOGUE
+               const TiledTensor tiled, const __grid_constant__ Epilogue epilogue) {
+#else
                const TiledTensor tiled) {
+#endif
   const int pitch = 2 * row_pairs.by;
 #if CHANNELS_LAST
   __shared__ float transposed[kLanes][kLanes + 1];
@@ -115,7 +122,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = slot; i < kLanes && first_kept + i < kept_plane.by; i += kRows) {
     const int down = (first_kept + i) / kept_row;
     const Kept at = kept(tiled.rows, tiled.columns, place, down, first_kept + i - down * kept_row.by, pitch);
+#ifdef EPILOGUE
+    if (at.in_tensor < 0) continue;
+    const float sum = scale * transposed[i][lane];
+    to[at.in_tensor] = convert<ELEMENT>(
+        finish_at(sum, epilogue, place.image, first_channel + lane, tiled.channels.by, to - tensor + at.in_tensor));
+#else
     if (at.in_tensor >= 0) to[at.in_tensor] = convert<ELEMENT>(scale * transposed[i][lane]);
+#endif
   }
 #else
   const int item = blockIdx.x * kThreads + threadIdx.x;
@@ -127,7 +141,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Kept at = kept(tiled.rows, tiled.columns, place, down, rest - down * kept_row.by, pitch);
   if (at.in_tensor < 0) return;
   const float value = planes[static_cast<long long>(plane) * (2 * plane_pairs.by) + at.in_plane];
+#ifdef EPILOGUE
+  const int offset = place.image * tiled.image_stride + channel * tiled.channel_stride + at.in_tensor;
+  tensor[offset] =
+      convert<ELEMENT>(finish_at(scale * value, epilogue, place.image, channel, tiled.channels.by, offset));
+#else
   tensor[place.image * tiled.image_stride + channel * tiled.channel_stride + at.in_tensor] =
       convert<ELEMENT>(scale * value);
+#endif
 #endif
 }

@@ -10,6 +10,9 @@
 #include "fft/registers.cuh"
 #include "fft/rows.cuh"
 #include "common/types.cuh"
+#ifdef EPILOGUE
+#include "fft/finish.cuh"
+#endif
 
 #if !defined(ELEMENT) || !defined(CHANNELS_LAST) || !defined(LENGTH_H) || !defined(LENGTH_W) || !defined(PLANES)
 #error "define ELEMENT, CHANNELS_LAST, LENGTH_H, LENGTH_W, PLANES and THREADS"
@@ -113,7 +116,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_tiles_backward(const float2* __restrict__ transforms, ELEMENT* __restrict__ tensor, int planes, float scale,
+#ifdef EPILOGUE
+                       const __grid_constant__ TiledTensor tiled, const __grid_constant__ Epilogue epilogue) {
+  __shared__ ChannelTerms terms[kPlanes];
+  find_terms<kThreads, 1>(terms, epilogue, blockIdx.x * kPlanes, planes, tiled);
+#else
                        const __grid_constant__ TiledTensor tiled) {
+#endif
   extern __shared__ float2 tile[];
   __shared__ Planes found;
   find_planes(found, planes, tiled);
@@ -154,7 +163,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 8
     for (int row = low; row < high; ++row) {
       const Place place = place_of<SPREAD>(down, tiled.rows, row);
+#ifdef EPILOGUE
+      const int at = place.holds ? across.offset + place.offset : 0;  // loads need not wait for a branch
+      const float result = finish_element(scale * top[2 * kSlots * row], terms[column.plane], epilogue, at);
+      const ELEMENT value = convert<ELEMENT>(result);
+#else
       const ELEMENT value = convert<ELEMENT>(scale * top[2 * kSlots * row]);
+#endif
       if (place.holds) tensor[across.offset + place.offset] = value;
     }
   }

@@ -26,7 +26,8 @@ def estimate_ms(plan: FftPlan, device: Device) -> float:
     if plan.planes:
         least = plane * sum(planes.values()) / bandwidth
         transforms = sum(_own_ms(plan, device, name, number) for name, number in planes.items())
-        return 3 * count * _STEP_MS + max(transforms, least) + product
+        read = (p.bytes - p.bare.bytes) / bandwidth  # by an epilogue
+        return 3 * count * _STEP_MS + max(transforms, least) + product + read
     passes = 2 + sum(2 * ceil_div((n - 1).bit_length(), _ONE_PASS_BITS) for n in plan.lengths)
     if any(n > _ANY_LENGTH and n & (n - 1) for n in plan.lengths):
         passes += 2

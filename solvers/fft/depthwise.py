@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver, first_refusal
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
@@ -49,7 +49,17 @@ class ConvFftDepthwise(Solver):
             conv(x=(1, 9, 5000), w=(9, 1, 200), stride=3, padding=100, groups=9, dtype=DataType.FLOAT16),
             conv(x=(1, 4, 3, 600), w=(4, 1, 1, 90), padding=(0, 45), groups=4, layout=mixed),
             conv(x=(2, 8, 600, 5), w=(8, 1, 70, 1), groups=8, dtype=DataType.BFLOAT16, direction="backward_data"),
+            conv(x=(3, 5, 1400), w=(5, 1, 256), padding=((255, 0),), groups=5, epilogue="scale.bias.silu.residual"),
+            conv(x=(2, 12, 700), w=(12, 1, 64), padding=32, groups=12, layout=Layout.NWC, epilogue="channel_bias.gelu"),
+            conv(x=(1, 9, 5000), w=(9, 1, 200), stride=3, groups=9, dtype=DataType.FLOAT16, epilogue="residual.relu"),
+            conv(x=(1, 4, 900), w=(4, 1, 90), groups=4, direction="backward_data", epilogue="residual.drelu"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := first_refusal(refuse_fft(problem), refuse_depthwise(problem))).refused:

@@ -9,9 +9,9 @@ from typing import Any
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, Applicability
-from miofind.solver.steps import ConvSolution, KernelStep, Packing, Pointer, Region, Scalar, Step, int32s
-from miofind.solver.structs import Struct
+from miofind.solver.steps import Argument, ConvSolution, KernelStep, Packing, Pointer, Region, Scalar, Step, int32s
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.fft.choice import tile_serves
 from miofind.solvers.fft.edges import edges_step, strides
@@ -135,6 +135,7 @@ class DepthwisePlan:
                 scale,
                 plan.tiled_tensor(source, 0),
                 plan.tiled_tensor(result, 0),
+                *epilogue_arguments(plan.problem),
             ),
         )
 
@@ -146,9 +147,7 @@ class DepthwisePlan:
         """From one element of a tensor to the next in a tile."""
         return self.tiles.axes[1].placement(self.tiles.problem, self.tiles.order[1], name).spread
 
-    def _kernel(
-        self, entry: str, blocks: int, buffers: tuple[str, ...], numbers: tuple[Scalar | Struct, ...]
-    ) -> KernelStep:
+    def _kernel(self, entry: str, blocks: int, buffers: tuple[str, ...], others: tuple[Argument, ...]) -> KernelStep:
         problem = self.tiles.problem
         source_name, result_name = self._names()
         source, result = problem.tensor(source_name), problem.tensor(result_name)
@@ -168,11 +167,12 @@ class DepthwisePlan:
                 ("LINES", self.lines),
                 ("THREADS", self.threads),
                 *TILE_DEFINES,
+                *epilogue_defines(problem),
             ),
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             shared_bytes=self.shared_bytes,
-            args=(*(Pointer(buffer=buffer) for buffer in buffers), *numbers),
+            args=(*(Pointer(buffer=buffer) for buffer in buffers), *others),
         )
 
     def estimate_ms(self, device: Device) -> float:

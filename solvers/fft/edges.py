@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.core.problem import Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.steps import KernelStep, Pointer
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
@@ -55,10 +56,15 @@ def edges_step(problem: ProblemDescription, limit: int) -> KernelStep:
             ("BACKWARD", int(is_backward)),
             _AXIS.define,
             _SHAPE.define,
+            *epilogue_defines(problem),
         ),
         grid=(ceil_div(edge_items(problem, limit), _THREADS), 1, 1),
         block=(_THREADS, 1, 1),
-        args=(*(Pointer(buffer=name) for name in (source, "w", result)), _shape(problem, tensors, limit)),
+        args=(
+            *(Pointer(buffer=name) for name in (source, "w", result)),
+            _shape(problem, tensors, limit),
+            *epilogue_arguments(problem),
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miofind.core.problem import Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import (
     ConvSolution,
@@ -204,7 +205,12 @@ class FftPlan:
         return KernelStep(
             source=block.source,
             entry=block.entry(inverse=inverse),
-            defines=(*_element(tensor), ("SPREAD", int(self._has_gaps(name))), *block.defines),
+            defines=(
+                *_element(tensor),
+                ("SPREAD", int(self._has_gaps(name))),
+                *block.defines,
+                *epilogue_defines(self.problem),
+            ),
             grid=(ceil_div(planes, block.count), 1, 1),
             block=(block.threads, 1, 1),
             shared_bytes=block.shared_bytes,
@@ -213,6 +219,7 @@ class FftPlan:
                 *int32s(planes),
                 *((self._scale,) if inverse else ()),
                 self.tiled_tensor(name, first),
+                *(epilogue_arguments(self.problem) if inverse else ()),
             ),
         )
 
@@ -305,7 +312,8 @@ class FftPlan:
     def _unpack(self, name: str, first: int, count: int) -> KernelStep:
         across, plane = self.kept(name)
         extra = (self._scale, divide_by(plane), divide_by(across))
-        return self._copy("fft_unpack", (REGIONS[name], name), (name, first, count), plane, extra)
+        step = self._copy("fft_unpack", (REGIONS[name], name), (name, first, count), plane, extra)
+        return replace(step, args=(*step.args, *epilogue_arguments(self.problem)))
 
     def kept(self, name: str) -> tuple[int, int]:
         """Most elements that a tile is kept of: of a row, and of all."""
@@ -333,7 +341,7 @@ class FftPlan:
         return KernelStep(
             source=SOURCE,
             entry=entry,
-            defines=_element(tensor),
+            defines=(*_element(tensor), *epilogue_defines(self.problem)),
             grid=grid,
             block=(_THREADS, 1, 1),
             args=(

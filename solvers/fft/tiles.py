@@ -74,7 +74,17 @@ class ConvFft(Solver):
             conv(x=(1, 3, 1400), w=(5, 3, 256)),
             conv(x=(2, 4, 700), w=(8, 1, 64), padding=32, groups=4, layout=Layout.NWC, direction="backward_data"),
             conv(x=(2, 9, 60, 12), w=(12, 9, 25, 1), padding=(12, 0), layout={"x": "NHWC", "w": "NCHW", "y": "NCHW"}),
+            conv(x=x, w=w, padding=pads, stride=2, groups=2, epilogue="scale.bias.channel_bias.residual.silu"),
+            conv(x=(2, 6, 40, 38), w=(20, 6, 11, 11), padding=5, layout=Layout.NHWC, epilogue="bias.relu.residual"),
+            conv(x=(1, 3, 1400), w=(5, 3, 256), dtype=DataType.FLOAT16, epilogue="bias.gelu"),
+            conv(x=x, w=w, padding=pads, stride=2, groups=2, direction="backward_data", epilogue="residual.drelu"),
         )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := refuse_fft(problem)).refused:

@@ -1,4 +1,4 @@
-"""Winograd's solvers that fuse an epilogue, on a GPU: all gates for configurations that reach every exit."""
+"""Winograd and FFT solvers that fuse an epilogue, on a GPU: all gates for configurations that reach every exit."""
 
 from __future__ import annotations
 
@@ -37,10 +37,27 @@ LIBRARY_WINOGRAD: dict[str, dict[str, Any]] = {
     "bfloat16": {"x": (2, 48, 18, 20), "w": (40, 48, 3, 3), "dtype": "bfloat16"},
     "mixed": {**WINOGRAD["odd"], "layout": {"x": "NHWC", "w": "NCHW", "y": "NCHW"}},
 }
+FFT: dict[str, dict[str, Any]] = {
+    "11x11": {"x": (4, 32, 28, 28), "w": (48, 32, 11, 11), "padding": 5, "layout": "NHWC"},
+    "stride": {"x": (2, 24, 61, 55), "w": (40, 12, 13, 15), "padding": 5, "stride": (2, 3), "groups": 2},
+    "corners": {"x": (2, 8, 40, 43), "w": (8, 8, 9, 7), "padding": ((8, 3), (2, 6))},
+    "depthwise": {"x": (4, 64, 56, 56), "w": (64, 1, 31, 31), "padding": 15, "groups": 64, "dtype": "float16"},
+    "lines": {"x": (2, 24, 3000), "w": (16, 24, 256), "padding": 128, "dtype": "bfloat16", "layout": "NWC"},
+    "lines_first": {"x": (2, 8, 9000), "w": (8, 8, 1024), "padding": 512},
+}
+LINES: dict[str, dict[str, Any]] = {
+    "padded": {"x": (3, 37, 9000), "w": (37, 1, 1024), "padding": 512, "groups": 37},
+    "causal": {"x": (2, 64, 2500), "w": (64, 1, 256), "padding": ((255, 0),), "groups": 64, "layout": "NWC"},
+    "strided": {"x": (2, 16, 30000), "w": (16, 1, 4096), "padding": 2048, "stride": 2, "groups": 16},
+    "tall": {"x": (2, 24, 700, 9), "w": (24, 1, 121, 1), "padding": (60, 0), "groups": 24, "dtype": "float16"},
+}
 SHAPES = {
     "ConvWinogradFused": WINOGRAD,
     "ConvWinogradMma": ANY_WINOGRAD,
     "ConvWinograd": LIBRARY_WINOGRAD,
+    "ConvFft": FFT,
+    "ConvFftTiles": FFT,
+    "ConvFftDepthwise": LINES,
 }
 CASES = [
     pytest.param(solver_id, fields, id=f"{solver_id}-{name}")

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from epilogue_in_numpy import EPILOGUES, operands_in_memory, results_of
 from fft_in_numpy import carry_out
+from fused_runs import random_inputs
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
@@ -44,7 +46,8 @@ def in_memory(problem: ProblemDescription, name: str, values: np.ndarray) -> np.
 def result_of(problem: ProblemDescription, plan: FftPlan | DepthwisePlan, inputs: dict[str, np.ndarray]) -> np.ndarray:
     """The logical result of the steps, from workspace full of NaN."""
     out = problem.direction.output
-    buffers = {name: in_memory(problem, name, values) for name, values in inputs.items()}
+    buffers = {name: in_memory(problem, name, inputs[name]) for name in problem.direction.inputs}
+    buffers |= operands_in_memory(problem, inputs)
     buffers[out] = np.full(problem.output.size, np.nan)
     for region in plan.regions():
         buffers[region.name] = np.full(region.bytes // 8, np.nan, np.complex128)
@@ -84,6 +87,43 @@ def test_steps_compute_the_convolution(name: str, shape: str, direction: Directi
     for config in by_plan.values():
         got = result_of(problem, FftPlan.of(problem, config), inputs)
         np.testing.assert_allclose(got, expected, atol=1e-9, err_msg=config.json)
+
+
+FUSED: dict[str, dict[str, Any]] = {
+    "groups": SHAPES["groups"],
+    "corners": {"x": (2, 8, 20, 23), "w": (8, 8, 9, 7), "padding": ((8, 3), (2, 6))},
+    "1d": SHAPES["1d"],
+    "lines": {"x": (2, 6, 900), "w": (8, 6, 300), "padding": 150},
+}
+"""Of corners some results are summed directly; lines are transformed by a kernel of their own."""
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", FUSED)
+@pytest.mark.parametrize("name", IDS)
+def test_results_have_their_epilogue(name: str, shape: str, epilogue: str, channels_last: bool) -> None:
+    solver, fields = Registry.default().named(name), FUSED[shape]
+    layout = Layout.of(len(fields["x"]) - 2, channels_last=channels_last)
+    problem = ProblemDescription.convolution(**fields, layout=layout, epilogue=epilogue, direction=EPILOGUES[epilogue])
+    answer = solver.applicability(problem, DEVICE)
+    assert answer, answer.reason
+    inputs = random_inputs(problem, 3)
+    expected = results_of(problem, inputs)
+    by_tile = {config["tile"]: config for config in solver.configs(problem, DEVICE)}
+    for config in by_tile.values():
+        for at_once in (FftPlan.of(problem, config).at_once, 1):
+            plan = replace(FftPlan.of(problem, config), at_once=at_once)
+            np.testing.assert_allclose(result_of(problem, plan, inputs), expected, atol=1e-9, err_msg=config.json)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_reading_a_residual_takes_time(name: str) -> None:
+    solver = Registry.default().named(name)
+    fields: dict[str, Any] = {"x": (8, 64, 56, 56), "w": (64, 64, 11, 11), "padding": 5}
+    bare, fused = (ProblemDescription.convolution(**fields, epilogue=text) for text in ("", "residual.relu"))
+    config = solver.default_configs(bare, DEVICE)[0]
+    assert solver.estimate_ms(fused, DEVICE, config) > solver.estimate_ms(bare, DEVICE, config)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -249,6 +289,22 @@ def test_depthwise_lines_compute_the_convolution(shape: str, channels_last: bool
     inputs = drawn(problem)
     expected = reference_on_host(problem, **inputs)
     for config in solver.configs(problem, DEVICE):
+        got = result_of(problem, DepthwisePlan.of(problem, config["tile"], config["points"]), inputs)
+        np.testing.assert_allclose(got, expected, atol=1e-9, err_msg=config.json)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", LINES)
+def test_depthwise_lines_have_their_epilogue(shape: str, epilogue: str, channels_last: bool) -> None:
+    solver = Registry.default()["ConvFftDepthwise"]
+    fields = {**LINES[shape], "direction": EPILOGUES[epilogue], "epilogue": epilogue}
+    layout = Layout.of(len(LINES[shape]["x"]) - 2, channels_last=channels_last)
+    problem = ProblemDescription.convolution(**fields, layout=layout)
+    assert solver.applicability(problem, DEVICE)
+    inputs = random_inputs(problem, 4)
+    expected = results_of(problem, inputs)
+    for config in solver.default_configs(problem, DEVICE):
         got = result_of(problem, DepthwisePlan.of(problem, config["tile"], config["points"]), inputs)
         np.testing.assert_allclose(got, expected, atol=1e-9, err_msg=config.json)
 
