@@ -94,12 +94,12 @@ class Setting:
 
     def ours(self) -> AbstractContextManager[Any]:
         """miofind in force; what is not known by now is PyTorch's."""
-        return miofind.torch.use("fallback", handle=self.handle, devices=self.device)
+        return miofind.torch.use("fallback", background=False, handle=self.handle, devices=self.device)
 
     def compiled_ours(self) -> AbstractContextManager[Any]:
         """The same for torch.compile: of a network that is tuned what graphs lack is measured as they are compiled."""
         on_miss = "find" if self.is_tuned else "fallback"
-        return miofind.torch.use(on_miss, handle=self.handle, devices=self.device)
+        return miofind.torch.use(on_miss, background=False, handle=self.handle, devices=self.device)
 
     def synchronize(self) -> None:
         """Wait for the device."""

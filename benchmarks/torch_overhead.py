@@ -42,7 +42,7 @@ def way_of(name: str, handle: miofind.Handle, device: str) -> Iterator[None]:
     path, _, what = name.partition(" ")
     os.environ["MIOFIND_TORCH_DIRECT"] = "1" if path == "direct" else "0"
     policy = "estimate" if what == "hit" else "fallback"
-    with miofind.torch.use(policy, only=("plain",), handle=handle, devices=device):
+    with miofind.torch.use(policy, background=False, only=("plain",), handle=handle, devices=device):
         yield
 
 
@@ -109,7 +109,7 @@ def misses(handle: miofind.Handle, device: str, count: int = 50) -> float:
 
     w = torch.randn(8, 8, 1, 1, device=device)
     found = []
-    with miofind.torch.use("auto", handle=handle, devices=device), torch.no_grad():
+    with miofind.torch.use("auto", background=False, handle=handle, devices=device), torch.no_grad():
         for size in range(3, 3 + count):
             x = torch.randn(1, 8, size, 7, device=device)
             began = time.perf_counter()

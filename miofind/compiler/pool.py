@@ -103,6 +103,11 @@ class CompilePool:
         tasks = [self._taken(step, arch, wanted=False) for step in steps]
         return sum(is_new for _, is_new in tasks)
 
+    def begun(self, steps: Iterable[KernelStep], arch: str) -> dict[KernelStep, Future[Answer]]:
+        """The same as `submit`; gives the answers to come, on which the pool's threads call back."""
+        taken = {step: self._taken(step, arch, wanted=False)[0] for step in steps}
+        return {step: task.answer for step, task in taken.items() if task is not None and not task.answer.done()}
+
     def errors(self, steps: Iterable[KernelStep], arch: str) -> dict[KernelStep, CompileError]:
         """The steps that cannot be compiled, once all were tried; the binaries of the others are in the cache.
 

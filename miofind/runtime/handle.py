@@ -15,6 +15,7 @@ from miofind.evaluate.executors import Executor, InProcess, Isolated
 from miofind.finddb import LayeredStore, open_layered
 from miofind.launch.invoker import Invoker, InvokerCache, make_invoker
 from miofind.process.forks import follow_forks, wait_for_imports
+from miofind.runtime.background import BackgroundCompiler
 from miofind.runtime.refusals import Refusals
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
@@ -74,6 +75,7 @@ class Handle:
         self._registry = _checked(registry)
         self._database: LayeredStore | None = None
         self._executors: dict[bool, Executor] = {}
+        self._background: BackgroundCompiler | None = None
         follow_forks(self)
 
     @property
@@ -89,6 +91,14 @@ class Handle:
     def registry(self) -> Registry:
         """The solvers that finds and runs know; the default ones are discovered on first use."""
         return Registry.default() if self._registry is None else self._registry
+
+    @property
+    def background(self) -> BackgroundCompiler:
+        """Who compiles beside the program what it can do without meanwhile."""
+        with self.lock:
+            if self._background is None:
+                self._background = BackgroundCompiler(self.compiler, self.device)
+            return self._background
 
     def executor(self, *, isolate: bool) -> Executor:
         """Who measures: this process, or a child of it.
@@ -167,7 +177,7 @@ class Handle:
         self.lock, self.measuring = threading.RLock(), threading.RLock()
         self.invokers = InvokerCache()
         self.calls = {}
-        self._executors = {}
+        self._executors, self._background = {}, None
 
     def close(self) -> None:
         """End child processes and close the FindDB."""
@@ -175,9 +185,12 @@ class Handle:
             for executor in self._executors.values():
                 executor.close()
             self._executors.clear()
+            background, self._background = self._background, None
             if self._database is not None:
                 self._database.close()
                 self._database = None
+        if background is not None:  # its threads may ask for the lock
+            background.close()
 
     def __enter__(self) -> Handle:
         return self

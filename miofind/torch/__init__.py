@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
         "`pip install -e '.[cuda12,torch]'` in its clone, `pip install 'FILE.whl[cuda12,torch]'` for its wheel"
     ) from error
 
+from miofind.runtime.background import wait_until_compiled
 from miofind.torch.differentiable import convolution
 from miofind.torch.direct import build
 from miofind.torch.explanation import Explanation, LayerRun, explain
@@ -53,4 +54,5 @@ __all__ = [
     "report",
     "tune",
     "use",
+    "wait_until_compiled",
 ]

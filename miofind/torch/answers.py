@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from miofind.api.many import find_many
+from miofind.compiler import CompilePool
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import Direction
 from miofind.errors import LaunchError, NoSolutionError, described
 from miofind.launch.invoker import Invoker
+from miofind.runtime.solution import Solution
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags
 from miofind.torch.launches import ReadySolutions, first_line
 from miofind.torch.memory import host_array, is_capturing, make_room, stream_reader
 from miofind.torch.override import Override, current
-from miofind.torch.plans import Part, Planner
+from miofind.torch.plans import Part, Planner, kernels_of, note_capture
 from miofind.torch.settings import MissPolicy, Settings
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,8 @@ class Answer:
             parameters: the epilogue's numbers.
         """
         if not self._invokers:
+            if self.part.coming is not None:
+                note_capture(next(iter(tensors.values())).device)
             return False
         ordered = [tensors[name] for name in self._names]
         try:
@@ -137,7 +141,8 @@ def answer(problem: ProblemDescription, device: Any, flags: Flags, planner: Plan
         if is_capturing(device):
             part.is_final = False
             raise Unserved("its kernels were not loaded before a CUDA graph was captured")
-        solutions = ReadySolutions(found, planner.handle_of(device))
+        handle = planner.handle_of(device)
+        solutions = ReadySolutions(planner.compiled(part, found, handle, flags), handle)
         part.solution, invoker = solutions.next()
     except Unserved as reason:
         part.reason = str(reason)
@@ -178,6 +183,27 @@ def find_missing(problems: Sequence[ProblemDescription], device: Any, flags: Fla
         logger.debug("nothing is found ahead: %s", reason)
     except Exception as error:  # each problem is asked for by itself yet
         logger.warning("what a graph lacks is not found at once: %s", described(error))
+
+
+def fastest(problem: ProblemDescription, device: Any, flags: Flags, planner: Planner) -> Solution | None:
+    """The first of a problem's answers on a PyTorch device, if it can be made ready; None where PyTorch runs it."""
+    try:
+        _refuse(problem, planner.settings, flags)
+        return planner.solutions(Part(_COMPUTED[problem.direction], problem=problem), device, flags)[0]
+    except Exception as error:  # who asks for the answer is told
+        logger.debug("nothing of %s is compiled ahead: %s", problem, described(error))
+        return None
+
+
+def compile_ahead(solutions: Sequence[Solution], device: Any, planner: Planner) -> None:
+    """Compile what solutions launch, all at once, in processes of their own; who launches them says what is wrong."""
+    try:
+        handle = planner.handle_of(device)
+        steps = [step for solution in solutions for step in kernels_of(solution, handle)]
+        with CompilePool(handle.compiler.cache) as pool:
+            pool.errors(steps, handle.device.arch)
+    except Exception as error:
+        logger.debug("nothing is compiled ahead: %s", described(error))
 
 
 def _refuse(problem: ProblemDescription, settings: Settings, flags: Flags) -> None:

@@ -163,7 +163,7 @@ class _Decisions:
     def __init__(self, settings: Settings, device: Any) -> None:
         self._device = device
         self._flags = Flags.of(state(), on_gpu=device.type == "cuda")
-        self._settings = settings
+        self._settings = settings = replace(settings, background=False)
         estimates = settings.on_miss is MissPolicy.ESTIMATE
         known = replace(settings, on_miss=MissPolicy.FALLBACK)
         self._known = Planner(known)

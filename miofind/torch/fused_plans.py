@@ -5,6 +5,7 @@ A call that has a plan costs a look-up, its outputs, and the launch.
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,6 +148,8 @@ def _parameters(call: Call, names: tuple[str, ...]) -> EpilogueParameters:
 
 
 _plans: dict[Any, Plan] = {}
+_replaced: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
+"""Plans by which PyTorch ran calls whose kernels were being compiled."""
 _lock = threading.Lock()
 
 
@@ -187,22 +190,34 @@ def _form(tensor: Any) -> Any:
 
 def _made(call: Call, key: Any, override: Override | None, switches: tuple[Any, ...]) -> Plan:
     plan = Plan(call, override, switches)
-    if plan.answer is not None and not plan.answer.part.is_final:
+    part = None if plan.answer is None else plan.answer.part
+    if part is not None and not part.is_kept:
         return plan
     with _lock:
         while len(_plans) >= MAX_PLANS:
             _plans.pop(next(iter(_plans)))
-        return _plans.setdefault(key, plan)
+        kept = _plans.setdefault(key, plan)
+    if kept is plan and part is not None and part.coming is not None:
+        part.coming.when_done(lambda: _replace(key, plan))
+    return kept
+
+
+def _replace(key: Any, plan: Plan) -> None:
+    """Decide anew for calls of a key, whose kernels are there by now."""
+    with _lock:
+        if _plans.get(key) is plan:
+            _replaced.append(_plans.pop(key))
 
 
 def plans() -> tuple[Plan, ...]:
     """The plans made so far and not forgotten."""
     with _lock:
-        return tuple(_plans.values())
+        return (*_plans.values(), *_replaced)
 
 
 def forget() -> None:
     """Decide anew for all calls to come, since FindDBs may have more answers now."""
     with _lock:
         _plans.clear()
+        _replaced.clear()
     direct.forget()

@@ -23,8 +23,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import miofind
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import Layout
+from miofind.runtime.solution import Solution
 from miofind.solver.registry import Registry
-from miofind.torch.answers import answer, find_missing, planner_of
+from miofind.torch.answers import answer, compile_ahead, fastest, find_missing, planner_of
 from miofind.torch.calls import Unserved
 from miofind.torch.decompositions import activation_of
 from miofind.torch.flags import Flags, state
@@ -67,7 +68,7 @@ class ConvolutionPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         _constrain_layouts()
         is_better_last = _is_better_last(graph)
-        _find_missing(graph, is_better_last)
+        _prepare(graph, is_better_last)
         writing = _Writing(graph, self._serves, is_better_last)
         _replace(writing)
         self.replaced += writing.put_in
@@ -239,8 +240,12 @@ Serves = Callable[[ProblemDescription, Any], bool]
 
 
 def _asked(device: Any) -> tuple[Planner, Flags]:
-    """What decides about problems on a device, and PyTorch's switches for it."""
-    return planner_of(current(device.type)), Flags.of(state(), on_gpu=device.type == "cuda")
+    """What decides about problems on a device, and PyTorch's switches for it.
+
+    A graph waits for its kernels: what is put in stays.
+    """
+    settings = replace(planner_of(current(device.type)).settings, background=False)
+    return Planner(settings), Flags.of(state(), on_gpu=device.type == "cuda")
 
 
 def _measures(device: Any) -> bool:
@@ -249,27 +254,39 @@ def _measures(device: Any) -> bool:
     return planner.settings.measures(flags)
 
 
-def _find_missing(graph: fx.Graph, is_better_last: bool) -> None:
-    """Find all that a graph lacks answers to at once, where the settings have misses measured.
+def _prepare(graph: fx.Graph, is_better_last: bool) -> None:
+    """Find all that a graph lacks answers to at once, where misses are measured, and compile all that it will launch.
 
-    A copy of the graph tells what: every operator that would be put in first is.
+    A copy of the graph tells what.
     """
     convolutions = (*_CONVOLUTIONS, _OPERATORS[Forward])
     read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in convolutions)
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
-    wanted: dict[Any, list[ProblemDescription]] = {device: [] for device in devices if _measures(device)}
-    if not wanted:
-        return
+    lacking: dict[Any, list[ProblemDescription]] = {device: [] for device in devices if _measures(device)}
 
-    def is_wanted(problem: ProblemDescription, device: Any) -> bool:
-        if device in wanted:
-            wanted[device].append(problem)
-        return device in wanted
+    def is_missing(problem: ProblemDescription, device: Any) -> bool:
+        if device in lacking:
+            lacking[device].append(problem)
+        return device in lacking
 
-    _replace(_Writing(_copied(graph), is_wanted, is_better_last))
-    for device, problems in wanted.items():
+    if lacking:
+        _replace(_Writing(_copied(graph), is_missing, is_better_last))
+    for device, problems in lacking.items():
         planner, flags = _asked(device)
         find_missing(problems, device, flags, planner)
+    on_gpu: dict[Any, list[Solution]] = {device: [] for device in devices if device.type == "cuda"}
+
+    def is_answered(problem: ProblemDescription, device: Any) -> bool:
+        planner, flags = _asked(device)
+        best = fastest(problem, device, flags, planner)
+        if best is not None and device in on_gpu:
+            on_gpu[device].append(best)
+        return best is not None
+
+    if on_gpu:
+        _replace(_Writing(_copied(graph), is_answered, is_better_last))
+    for device, solutions in on_gpu.items():
+        compile_ahead(solutions, device, _asked(device)[0])
 
 
 def _replace(writing: _Writing) -> None:

@@ -8,6 +8,7 @@ Source: pytorch, torch/_native/registry.py, which overrides operators in the sam
 
 from __future__ import annotations
 
+import collections
 import inspect
 import logging
 import os
@@ -28,7 +29,7 @@ from miofind.torch.counts import CallReport
 from miofind.torch.direct import DirectPath
 from miofind.torch.flags import state
 from miofind.torch.launches import Arguments
-from miofind.torch.plans import Plan, Planner
+from miofind.torch.plans import Plan, Planner, note_capture
 from miofind.torch.settings import DEFAULT_WORKSPACE_LIMIT_BYTES, MissPolicy, Settings
 
 P = ParamSpec("P")
@@ -59,6 +60,7 @@ class Override:
         self._lock = threading.Lock()
         self._forward: dict[Any, Plan] = {}
         self._backward: dict[Any, Plan] = {}
+        self._replaced: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
         follow_forks(self)
 
     def leave_parent(self) -> None:
@@ -72,9 +74,9 @@ class Override:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans made so far, of forward calls first."""
+        """The plans made so far, of forward calls first, those last that ran while kernels were compiled."""
         with self._lock:
-            return (*self._forward.values(), *self._backward.values())
+            return (*self._forward.values(), *self._backward.values(), *self._replaced)
 
     def disable(self) -> None:
         """Give the calls back to the override that was enabled before, else to PyTorch; nothing where that was done."""
@@ -90,6 +92,7 @@ class Override:
             self.generation += 1
             self._forward.clear()
             self._backward.clear()
+            self._replaced.clear()
         direct.forget()
 
     def planned_forward(self, key: Any, arguments: Arguments, switches: tuple[Any, ...]) -> Plan:
@@ -103,12 +106,22 @@ class Override:
 
     def _kept(self, plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
         """The plan of a key: the first where two threads made one."""
-        if not plan.is_final:
+        if not plan.is_kept:
             return plan
         with self._lock:
             while len(plans) >= MAX_PLANS:
                 plans.pop(next(iter(plans)))
-            return plans.setdefault(key, plan)
+            kept = plans.setdefault(key, plan)
+        if kept is plan:
+            for coming in plan.coming:
+                coming.when_done(lambda: self._replace(plans, key, plan))
+        return kept
+
+    def _replace(self, plans: dict[Any, Plan], key: Any, plan: Plan) -> None:
+        """Decide anew for calls of a key, whose kernels are there by now."""
+        with self._lock:
+            if plans.get(key) is plan:
+                self._replaced.append(plans.pop(key))
 
     def __enter__(self) -> Override:
         return self
@@ -221,6 +234,8 @@ class _Router:
                         return y
                 elif (y := plan.run("y", launch, x, w)) is not None:
                     return y if bias is None else y.add_(bias.view(plan.bias_shape))
+            elif plan.coming:
+                note_capture(x.device)
             return native(keyset, x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
 
         return convolution
@@ -290,6 +305,8 @@ class _Router:
                     dw = plan.run("dw", ours_dw, x, dense)
                     if dw is not None and plan.gives_bias_gradient:
                         dw, db = dw
+            if plan.coming:
+                note_capture(x.device)
             wants_dx, wants_dw = wants_dx and dx is None, wants_dw and dw is None
             if wants_dx or wants_dw:
                 rest = native(keyset, grad, x, w, bias_sizes, *geometry, [wants_dx, wants_dw, wants_db and db is None])
@@ -366,6 +383,7 @@ def enable(
     dtypes: Iterable[Any] | None = None,
     directions: Iterable[str] | None = None,
     time_budget_s: float | None = None,
+    background: bool = True,
     handle: Handle | None = None,
     devices: Iterable[str] = ("cuda",),
 ) -> Override:
@@ -386,6 +404,9 @@ def enable(
         dtypes: element types of convolutions that miofind runs, such as torch.float16 or "float16"; all if left out.
         directions: "forward", "backward_data" and "backward_weights": what miofind computes; all if left out.
         time_budget_s: seconds of measuring for a problem, as in `FindOptions`.
+        background: kernels that are not compiled yet are compiled by processes of their own, and PyTorch's run
+            meanwhile; see `wait_until_compiled`. With False, and wherever PyTorch is to be deterministic, a call waits
+            for them.
         handle: a device and its FindDB; each GPU's default one if left out.
         devices: kinds of PyTorch's devices: "cuda", and "cpu", whose solvers are for tests.
 
@@ -406,6 +427,7 @@ def enable(
         dtypes=dtypes,  # type: ignore[arg-type]
         directions=directions,  # type: ignore[arg-type]
         time_budget_s=time_budget_s,
+        background=background,
         handle=handle,
     )
     _require_release()

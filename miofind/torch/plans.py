@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,21 @@ import torch
 from miofind.api import find_solutions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.errors import LaunchError, MiofindError, NoSolutionError
+from miofind.errors import (
+    CompileError,
+    LaunchError,
+    MiofindError,
+    MissingLibraryError,
+    NoSolutionError,
+    described,
+    raise_if_interrupted,
+)
 from miofind.find.lookup import records
 from miofind.options import FindOptions, OnMiss
+from miofind.runtime.background import Coming
 from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
+from miofind.solver.steps import KernelStep
 from miofind.torch import comparisons, formats
 from miofind.torch.calls import COMPUTED, ConvolutionCall, Unserved
 from miofind.torch.direct import DirectCalls, DirectLaunch, loaded
@@ -45,6 +56,7 @@ class Part:
         reason: why PyTorch does, "" where it does not.
         is_missing: whether no FindDB had an answer to the problem.
         is_final: whether a later call would be answered alike.
+        coming: its kernels, where they are being compiled and PyTorch's run meanwhile.
         direct: gives the launch without Python; None where there is none.
         with_bias: whether the launch adds the bias, or gives its gradient, too.
         declined: calls in which PyTorch computed it although it has a launch, as no solution takes tensors at such
@@ -59,6 +71,7 @@ class Part:
     reason: str = ""
     is_missing: bool = False
     is_final: bool = True
+    coming: Coming | None = None
     with_bias: bool = False
     declined: int = 0
 
@@ -66,6 +79,11 @@ class Part:
         """Leave it to PyTorch from now on."""
         logger.warning("%s failed in PyTorch, whose own kernel runs from now on: %s", self.problem, error)
         self.launch, self.direct, self.solution, self.reason = None, None, None, f"it failed: {error}"
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether later calls are answered alike, until its kernels are there."""
+        return self.is_final or self.coming is not None
 
 
 class Plan(DirectCalls):
@@ -78,12 +96,14 @@ class Plan(DirectCalls):
         bias_dimensions: of the gradient of y, over which the gradient of the bias sums.
         adds_bias, gives_bias_gradient: whether y's launch takes the bias, and whether dw's gives its gradient, too.
         grad_layout: that the gradient of y is packed in first; None where it is.
+        coming: the kernels that are being compiled for it.
     """
 
     __slots__ = (
         "adds_bias",
         "bias_dimensions",
         "bias_shape",
+        "coming",
         "gives_bias_gradient",
         "grad_layout",
         "launch",
@@ -100,6 +120,7 @@ class Plan(DirectCalls):
         self.bias_shape = (1, -1) + (1,) * (rank - 2)
         self.bias_dimensions = (0, *range(2, rank))
         self.grad_layout = grad_layout
+        self.coming = tuple(part.coming for part in parts if part.coming is not None)
 
     @property
     def is_native(self) -> bool:
@@ -141,6 +162,11 @@ class Plan(DirectCalls):
     def is_final(self) -> bool:
         """Whether later calls may be answered by it."""
         return all(part.is_final for part in self.parts)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether later calls are answered by it until its kernels are there, or for good."""
+        return all(part.is_kept for part in self.parts)
 
 
 class Planner:
@@ -190,7 +216,7 @@ class Planner:
         if not (has_bias and call.takes_bias(computed)):
             return self._tried(Part(computed), call, arguments, flags)
         part = self._tried(Part(computed, with_bias=True), call, arguments, flags)
-        if part.launch is not None or self.settings.on_miss is MissPolicy.RECORD:
+        if part.launch is not None or part.coming is not None or self.settings.on_miss is MissPolicy.RECORD:
             return part
         bare = self._tried(Part(computed), call, arguments, flags)
         bare.is_final = bare.is_final and part.is_final
@@ -201,7 +227,7 @@ class Planner:
         try:
             part.problem = call.problem(part.computed, flags.math, with_bias=part.with_bias)
             solutions = self.solutions(part, arguments.x.device, flags)
-            self._bind(part, call, solutions, arguments)
+            self._bind(part, call, solutions, arguments, flags)
         except Exception as error:
             if isinstance(error, NoSolutionError) and self.settings.on_miss is MissPolicy.ERROR:
                 raise
@@ -294,7 +320,30 @@ class Planner:
             raise Unserved(f"{found[0].solver_id} is {gain:.2f} times as fast as cuDNN, less than {least_gain:.2f}")
         return gaining
 
-    def _bind(self, part: Part, call: ConvolutionCall, solutions: list[Solution], arguments: Arguments) -> None:
+    def compiled(self, part: Part, solutions: list[Solution], handle: Handle, flags: Flags) -> list[Solution]:
+        """The solutions from the first on that can be compiled, where that is done or has to be waited for.
+
+        Raises:
+            Unserved: it is being compiled, and PyTorch's own kernel is to run meanwhile; or none can be compiled.
+        """
+        if self.settings.waits(flags):
+            return solutions
+        told = []
+        for at, solution in enumerate(solutions):
+            try:
+                part.coming = handle.background.begin(kernels_of(solution, handle))
+            except (CompileError, MissingLibraryError) as error:
+                told.append(f"{solution.solver_id}: {first_line(error)}")
+                continue
+            if part.coming is None:
+                return solutions[at:]
+            part.is_final = False
+            raise Unserved(f"the kernels of {solution.solver_id} are being compiled")
+        raise Unserved("; ".join(told))
+
+    def _bind(
+        self, part: Part, call: ConvolutionCall, solutions: list[Solution], arguments: Arguments, flags: Flags
+    ) -> None:
         """Give a part its launch.
 
         Raises:
@@ -304,9 +353,36 @@ class Planner:
             part.is_final = False
             raise Unserved("its kernels were not loaded before a CUDA graph was captured")
         handle = self.handle_of(arguments.x.device)
-        ready = ReadySolutions(solutions, handle)
+        ready = ReadySolutions(self.compiled(part, solutions, handle, flags), handle)
         made = Launches(part.computed, call, arguments, ready, with_bias=part.with_bias).first()
         part.solution, part.launch, part.direct = made.solution, made.launch, made.direct
+
+
+def kernels_of(solution: Solution, handle: Handle) -> tuple[KernelStep, ...]:
+    """What a solution launches of our own kernels; () where that is not known before it is launched."""
+    solver = handle.registry.named(solution.solver_id)
+    if solver.library is Library.CUDNN:  # which may take long to say what it launches
+        return ()
+    try:
+        return solver.solution(solution.problem, solution.device, solution.config).kernels
+    except BaseException as error:  # a solver's own code may raise anything; who launches it says so
+        raise_if_interrupted(error)
+        logger.debug("%s has no kernels: %s", solution.id, described(error))
+        return ()
+
+
+@functools.cache
+def _warn_of_capture() -> None:
+    logger.warning(
+        "a CUDA graph is captured while kernels are being compiled: it keeps PyTorch's own for their convolutions. "
+        "Run once, call miofind.torch.wait_until_compiled() and run once more before a capture"
+    )
+
+
+def note_capture(device: Any) -> None:
+    """Say so, once, where a CUDA graph is captured of a call whose kernels are still being compiled."""
+    if is_capturing(device):
+        _warn_of_capture()
 
 
 def own_first(found: list[Solution]) -> list[Solution]:

@@ -53,6 +53,7 @@ class Settings:
     dtypes: frozenset[DataType] | None = None
     directions: frozenset[Direction] | None = None
     time_budget_s: float | None = None
+    background: bool = True
     handle: Handle | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +62,8 @@ class Settings:
         gain: object = self.min_gain
         if isinstance(gain, bool) or not isinstance(gain, int | float) or not 0 < gain < math.inf:
             raise InvalidOptionError(f"min_gain={brief(gain)} must be a positive number, such as 1.05")
+        if not isinstance(self.background, bool):
+            raise InvalidOptionError(f"background={brief(self.background)} must be True or False")
         if self.handle is not None and not isinstance(self.handle, Handle):
             raise InvalidOptionError(f"handle={brief(self.handle)} must be a Handle, such as miofind.Handle(0)")
         set_field(self, "dtypes", _members(DataType, self.dtypes, "dtypes"))
@@ -88,6 +91,10 @@ class Settings:
     def measures(self, flags: Flags) -> bool:
         """Whether a miss is measured."""
         return self.on_miss is MissPolicy.FIND or (self.on_miss is MissPolicy.AUTO and flags.benchmark)
+
+    def waits(self, flags: Flags) -> bool:
+        """Whether a call waits for its kernels to be compiled: PyTorch's, run meanwhile, may give other bits."""
+        return not self.background or flags.deterministic
 
     def refuse(self, call: ConvolutionCall, computed: str) -> None:
         """Do nothing where a result of a call is one that miofind was asked for.

@@ -23,8 +23,8 @@ from miofind.bench.comparison import bench_row
 from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Library, Place, has_cupy
-from miofind.errors import MissingLibraryError, described, raise_if_interrupted
+from miofind.device.device import Place, has_cupy
+from miofind.errors import MissingLibraryError
 from miofind.options import FindOptions
 from miofind.process.garbage import without_what_is_loaded
 from miofind.runtime.handle import Handle, default_handle
@@ -35,6 +35,7 @@ from miofind.torch import comparisons, fused_plans
 from miofind.torch.direct import VARIABLE, direct_path
 from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import forget_plans, native_kernels
+from miofind.torch.plans import kernels_of
 from miofind.torch.recording import Recording
 from miofind.torch.tuning_report import TunedProblem, TuningReport
 from miofind.tune.service import (
@@ -213,15 +214,7 @@ def _found(
 
 def _kernels(result: TuneResult, handle: Handle) -> tuple[KernelStep, ...]:
     """What the fastest solution of a problem launches of our own kernels."""
-    for best in result.solutions[:1]:
-        solver = handle.registry.named(best.solver_id)
-        try:
-            if solver.library is not Library.CUDNN:  # which may take long to say what it launches
-                return solver.solution(best.problem, best.device, best.config).kernels
-        except BaseException as error:  # a solver's own code may raise anything; the step that needs it says so
-            raise_if_interrupted(error)
-            logger.debug("%s has no kernels: %s", best.id, described(error))
-    return ()
+    return kernels_of(result.solutions[0], handle) if result.solutions else ()
 
 
 @contextlib.contextmanager

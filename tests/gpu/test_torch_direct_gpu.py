@@ -41,7 +41,7 @@ def enabled(path: DirectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(direct, "_loaded", [path])
     with (
         miofind.Handle("cuda", database=tmp_path / "finddb.db") as handle,
-        miofind.torch.use("estimate", only=("plain",), handle=handle) as made,
+        miofind.torch.use("estimate", background=False, only=("plain",), handle=handle) as made,
     ):
         yield made
 

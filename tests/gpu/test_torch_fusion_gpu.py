@@ -27,7 +27,7 @@ def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
 @pytest.fixture
 def served(handle: Handle) -> Iterator[None]:
     """What no FindDB answers is run by what estimates choose; all of it by kernels that are verified elsewhere."""
-    with miofind.torch.use("estimate", handle=handle):
+    with miofind.torch.use("estimate", background=False, handle=handle):
         fused_plans.forget()
         yield
     fused_plans.forget()
@@ -213,7 +213,7 @@ def test_a_capture_before_the_first_run_is_pytorchs(net: Any, handle: Handle) ->
 
 def test_misses_are_pytorchs(net: Any, handle: Handle) -> None:
     fused, x = miofind.torch.fuse(net), images()
-    with torch.no_grad(), miofind.torch.use("fallback", handle=handle, only="ConvDirectNaive"):
+    with torch.no_grad(), miofind.torch.use("fallback", background=False, handle=handle, only="ConvDirectNaive"):
         fused_plans.forget()
         torch.testing.assert_close(fused(x), net(x), rtol=2e-2, atol=2e-2)
     fused_plans.forget()

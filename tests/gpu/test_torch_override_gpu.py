@@ -13,6 +13,7 @@ from torch.nn.functional import conv2d
 
 import miofind.torch
 from miofind import Handle
+from miofind.compiler import BinaryCache, Compiler
 from miofind.torch import Override
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +28,7 @@ def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
 @pytest.fixture
 def override(handle: Handle) -> Iterator[Override]:
     """Nothing is measured: where no FindDB has an answer, estimates choose."""
-    with miofind.torch.use("estimate", handle=handle) as made:
+    with miofind.torch.use("estimate", background=False, handle=handle) as made:
         yield made
 
 
@@ -217,8 +218,37 @@ def test_compiled_models_reach_miofind(override: Override) -> None:
 def test_a_device_that_is_not_current(tmp_path: Path) -> None:
     x, w = (tensor.to("cuda:1") for tensor in _one_by_one())
     assert torch.cuda.current_device() == 0
-    with Handle(1, database=tmp_path / "finddb.db") as handle, miofind.torch.use("estimate", handle=handle) as override:
+    with (
+        Handle(1, database=tmp_path / "finddb.db") as handle,
+        miofind.torch.use("estimate", background=False, handle=handle) as override,
+    ):
         y = conv2d(x, w)
         conv2d(x.to("cuda:0"), w.to("cuda:0"))
     assert torch.equal(y.cpu().double(), conv2d(x.cpu().double(), w.cpu().double()))
     assert (override.report().own_calls, torch.cuda.current_device()) == (1, 0)
+
+
+def test_pytorch_runs_while_kernels_are_compiled(tmp_path: Path) -> None:
+    x, w = torch.randn(4, 32, 20, 20, device="cuda"), torch.randn(32, 32, 3, 3, device="cuda")
+    expected = conv2d(x.double(), w.double()).float()
+    compiler = Compiler(BinaryCache(tmp_path / "cache"))
+    with (
+        Handle(0, database=tmp_path / "finddb.db", compiler=compiler) as handle,
+        miofind.torch.use("estimate", handle=handle, only="plain") as made,
+    ):
+        torch.testing.assert_close(conv2d(x, w), expected, rtol=1e-2, atol=0.1)
+        assert made.report().own_calls == 0
+        assert miofind.torch.wait_until_compiled(300.0)
+        torch.testing.assert_close(conv2d(x, w), expected, rtol=1e-2, atol=0.1)
+        assert made.report().own_calls == 1
+        y = miofind.torch.convolution(x, w, activation="relu")
+        torch.testing.assert_close(y, expected.relu(), rtol=1e-2, atol=0.1)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = miofind.torch.convolution(x, w, activation="relu")
+        graph.replay()
+        torch.testing.assert_close(y, expected.relu(), rtol=1e-2, atol=0.1)
+        assert miofind.torch.wait_until_compiled(300.0)
+        y = miofind.torch.convolution(x, w, activation="relu")
+        torch.testing.assert_close(y, expected.relu(), rtol=1e-2, atol=0.1)

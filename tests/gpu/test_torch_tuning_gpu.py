@@ -92,7 +92,7 @@ def test_a_few_of_each_problem_are_measured_where_nothing_else_is_asked_for(
         assert 1 <= len(history.rows) <= MOST
         assert all(found.library != "cudnn" for found in history.rows)
     x = torch.randn(4, 64, 26, 22, device="cuda").to(memory_format=torch.channels_last)
-    with miofind.torch.use("fallback", handle=handle) as override:
+    with miofind.torch.use("fallback", background=False, handle=handle) as override:
         run_step(model, x, step["amp"])
         counts = override.report()
     assert counts.own_calls == counts.calls
@@ -102,7 +102,7 @@ def test_the_override_runs_what_an_explanation_names(
     model: Any, step: dict[str, Any], tuned: TuningReport, handle: Handle
 ) -> None:
     x = torch.randn(8, 64, 28, 28, device="cuda").to(memory_format=torch.channels_last)
-    with miofind.torch.use("fallback", handle=handle) as override:
+    with miofind.torch.use("fallback", background=False, handle=handle) as override:
         told = miofind.torch.explain(model, x, **step)
         run_step(model, x, step["amp"])
         counts = Counter({(count.problem, count.solver_id): 0 for count in override.report().counts})
