@@ -308,7 +308,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host, a case at a time on each")
     parser.add_argument("--case-limit", type=script.seconds, default=240.0, help="seconds that a case may take")
     parser.add_argument("--stop-after", type=script.seconds, default=7200.0, help="end after so many seconds")
-    parser.add_argument("--folder", type=Path, default=figures.RESULTS, help="where the files of figures are")
+    parser.add_argument("--folder", type=script.folder, default=figures.RESULTS, help="where the files of figures are")
     parser.add_argument("--commit", default=commit(), help="of the code; by default git's")
     parser.add_argument("--table", action="store_true", help="time nothing, print the table of what is kept")
     parser.add_argument("--case", type=lambda text: Case(**json.loads(text)), help=argparse.SUPPRESS)

@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--db", type=Path, help="FindDB that what is found is recorded in; by default none")
     parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host, a process each")
     parser.add_argument("--stop-after", type=script.seconds, default=500.0, help="begin no problem after so long")
-    parser.add_argument("--folder", type=Path, default=figures.RESULTS, help="where the files of figures are")
+    parser.add_argument("--folder", type=script.folder, default=figures.RESULTS, help="where the files of figures are")
     parser.add_argument("--commit", default=commit(), help="of the code; by default git's")
     parser.add_argument("--table", action="store_true", help="time nothing, print the table of what is kept")
     parser.add_argument("--share", type=script.share, help=argparse.SUPPRESS)

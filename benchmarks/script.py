@@ -91,6 +91,15 @@ def share(text: str) -> tuple[int, int]:
     return int(match[1]) - 1, int(match[2])
 
 
+def folder(text: str) -> Path:
+    """A type: a folder to write to, made where there is none before anything is measured."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder to write to: {error.strerror or error}") from None
+    return Path(text)
+
+
 def output(text: str) -> Path:
     """A type: a file that can be written when the work is done."""
     path = Path(text)

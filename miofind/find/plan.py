@@ -87,7 +87,7 @@ class Planned:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of workspace that it needs."""
-        return self.solution.workspace.bytes
+        return self.solver.workspace_bytes(self.problem, self.device, self.candidate.config)
 
     @property
     def deterministic(self) -> bool:

@@ -4,6 +4,7 @@
 """
 
 from miofind.errors import MissingLibraryError
+from miofind.process.garbage import without_what_is_loaded as _without_what_is_loaded
 
 try:
     import torch as _torch  # noqa: F401, what all below imports
@@ -15,20 +16,21 @@ except ModuleNotFoundError as error:
         "`pip install -e '.[cuda12,torch]'` in its clone, `pip install 'FILE.whl[cuda12,torch]'` for its wheel"
     ) from error
 
-from miofind.runtime.background import wait_until_compiled
-from miofind.torch.differentiable import convolution
-from miofind.torch.direct import build
-from miofind.torch.explanation import Explanation, LayerRun, explain
-from miofind.torch.export import exported_problems
-from miofind.torch.fuse import FusedLayer, FusionReport, fuse
-from miofind.torch.fused_modules import FusedConvolution
-from miofind.torch.inductor import inductor_options
-from miofind.torch.network import problems
-from miofind.torch.override import Override, disable, enable, report, use
-from miofind.torch.recorder import record
-from miofind.torch.recording import RecordedCall, Recording
-from miofind.torch.tuning import tune
-from miofind.torch.tuning_report import TunedProblem, TuningReport
+with _without_what_is_loaded():
+    from miofind.runtime.background import wait_until_compiled
+    from miofind.torch.differentiable import convolution
+    from miofind.torch.direct import build
+    from miofind.torch.explanation import Explanation, LayerRun, explain
+    from miofind.torch.export import exported_problems
+    from miofind.torch.fuse import FusedLayer, FusionReport, fuse
+    from miofind.torch.fused_modules import FusedConvolution
+    from miofind.torch.inductor import inductor_options
+    from miofind.torch.network import problems
+    from miofind.torch.override import Override, disable, enable, report, use
+    from miofind.torch.recorder import record
+    from miofind.torch.recording import RecordedCall, Recording
+    from miofind.torch.tuning import tune
+    from miofind.torch.tuning_report import TunedProblem, TuningReport
 
 __all__ = [
     "Explanation",

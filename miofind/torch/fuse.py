@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, brief
+from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.differentiable import padding_of
 from miofind.torch.fused_modules import FusedConvolution
 from miofind.torch.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution
@@ -84,7 +85,8 @@ def fuse(model: Any) -> Any:
     if training is not None:
         raise InvalidOptionError(f"{training or 'the model'} is in training mode: pass model.eval()")
     work = _Work()
-    made = _fused(copy.deepcopy(model), "", work)
+    with without_what_is_loaded():
+        made = _fused(copy.deepcopy(model), "", work)
     made.fusion_report = FusionReport(tuple(work.fused), work.kept, work.untraced)
     return made
 

@@ -255,6 +255,11 @@ def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
     return SplitK.of(problem, config["splits"])
 
 
+def _workspace(problem: ProblemDescription, config: Config) -> WorkspacePlan:
+    """The partials, where the sums are split."""
+    return WorkspacePlan(() if config["splits"] == 1 else (_split_k(problem, config).partials,))
+
+
 _LAST_RESORTS = {
     itemsize: Config.of(tile_m=16, tile_n=16, tile_k=tile_k, warps_m=1, warps_n=1, stages=2, splits=1, band=1)
     for itemsize, tile_k in ((2, 32), (4, 16))
@@ -361,6 +366,9 @@ class ConvImplicitGemmMma(Solver):
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return estimate_ms(problem, device, config)
 
+    def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
+        return _workspace(problem, config).bytes
+
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         steps = tuple(_launch(problem, product, config) for product in products(problem))
         if config["splits"] == 1:
@@ -368,7 +376,7 @@ class ConvImplicitGemmMma(Solver):
         split_k = _split_k(problem, config)
         reduction = split_k.vector_reduction(steps[0], vector=_reduction_vector(problem))
         reduction = split_k.fused_reduction(reduction, problem)
-        return ConvSolution(steps=(*steps, reduction), workspace=WorkspacePlan((split_k.partials,)))
+        return ConvSolution(steps=(*steps, reduction), workspace=_workspace(problem, config))
 
 
 def _varied(ranked: Iterable[EstimatedConfig], most: int) -> tuple[EstimatedConfig, ...]:

@@ -238,6 +238,18 @@ def _split_k(tiling: WgmmaTiling) -> SplitK:
     return SplitK.of(tiling.product.problem, tiling.splits)
 
 
+def _workspace(tiling: WgmmaTiling) -> WorkspacePlan:
+    """Filters that are turned, and the partials of split sums; not those of statistics."""
+    problem, regions = tiling.product.problem, []
+    if tiling.product.transposes_filters:
+        regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
+    if tiling.splits > 1:
+        regions.append(_split_k(tiling).partials)
+        if problem.epilogue.bias_gradient:
+            regions.append(Region(name=_PARTIAL_BIAS_GRADIENT, bytes=4 * tiling.splits * problem.k))
+    return WorkspacePlan(tuple(regions))
+
+
 def _transposition(tiling: WgmmaTiling) -> Transposition:
     """The filter made K-major: for each group (k, taps c) to (taps c, k)."""
     product = tiling.product
@@ -488,19 +500,20 @@ class ConvImplicitGemmWgmma(Solver):
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return float(estimate_ms(WgmmaTiling.of(problem, config), device))
 
+    def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
+        if problem.epilogue.statistics:  # whose partials their steps bring
+            return super().workspace_bytes(problem, device, config)
+        return _workspace(WgmmaTiling.of(problem, config)).bytes
+
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = WgmmaTiling.of(problem, config)
         multiply = _multiply(tiling, device)
-        steps, regions = [multiply], []
+        steps = [multiply]
         if tiling.product.transposes_filters:
             steps.insert(0, transpose_step((_transposition(tiling),)))
-            regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
         if tiling.splits > 1:
             steps.append(_reduction(tiling, multiply))
-            regions.append(_split_k(tiling).partials)
-            if problem.epilogue.bias_gradient:
-                regions.append(Region(name=_PARTIAL_BIAS_GRADIENT, bytes=4 * tiling.splits * problem.k))
-        solution = ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
+        solution = ConvSolution(steps=tuple(steps), workspace=_workspace(tiling))
         return with_statistics(solution, problem, tiling.summed_parts)
 
 
