@@ -49,6 +49,7 @@ from miofind.find.immediate.training.evaluation import TOPS, Regret, picked
 from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout, geometry
 from miofind.find.immediate.training.samples import Lesson, lessons
+from miofind.find.likely import chosen
 from miofind.find.pipeline import measure
 from miofind.finddb import Store
 from miofind.solver.registry import Registry
@@ -237,7 +238,7 @@ def one_against_a_find(problem: ProblemDescription, database: Path, budget_s: fl
             taken[name] = round(1e3 * (time.process_time() - began), 3)
     with no_finddb(with_models=False), miofind.Handle("cuda", database=database) as handle:
         options = FindOptions(find_mode="normal", time_budget_s=budget_s)
-        firsts = [solution for order in orders.values() for solution in order[: max(TOPS)]]
+        firsts = [solution for order in orders.values() for solution in (*order[: max(TOPS)], *_likely(order))]
         measure(problem, options, handle, also=firsts, afresh=True)
         (history,) = handle.database.histories(handle.device.identity, problem.network_config)
     times = {row.candidate: row.time_ms for row in history.rows if row.usable and row.time_ms is not None}
@@ -259,7 +260,13 @@ def one_against_a_find(problem: ProblemDescription, database: Path, budget_s: fl
 def ratios(order: Sequence[miofind.Solution], times: dict[str, float], best_ms: float) -> dict[str, float]:
     """The best time of the first candidates over the best of all; what failed counts as slow as the slowest."""
     slowest = max(times.values())
-    return {f"top {top}": min(times.get(each.id, slowest) for each in order[:top]) / best_ms for top in TOPS}
+    tried = {f"top {top}": order[:top] for top in TOPS} | {"likely": _likely(order)}
+    return {name: min(times.get(each.id, slowest) for each in some) / best_ms for name, some in tried.items()}
+
+
+def _likely(order: Sequence[miofind.Solution]) -> list[miofind.Solution]:
+    """What a find of the likeliest measures of predictions."""
+    return [order[place] for place in chosen([(each.solver_id, each.time_ms) for each in order])]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -295,7 +302,8 @@ def main() -> None:
     shown = report.get("summary") or {name: report[name] for name in ("cpu_ms", "learning_curve", "without_a_solver")}
     print(json.dumps(shown, indent=1))
     for chooser, found in report.get("regrets", {}).items():
-        print(f"{chooser:12}", *(f"top {top} {found[f'top {top}']['mean']:.2%}" for top in TOPS))
+        names = [*(f"top {top}" for top in TOPS), "likely"]
+        print(f"{chooser:12}", *(f"{name} {found[name]['mean']:.2%}" for name in names))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from miofind.find import likely, pipeline
 from miofind.find.immediate.answer import predicted
 from miofind.find.immediate.devices import described
 from miofind.find.immediate.shipped import ranker_of
-from miofind.find.likely import LEAST, MOST, likely_plan
+from miofind.find.likely import FIRST, MOST, NEAR, REACH, chosen, likely_plan
 from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
 from miofind.find.plan import make_plan
@@ -62,7 +62,7 @@ def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[miofind.Han
 @pytest.fixture
 def one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One candidate is measured of each problem, as if the others were far behind."""
-    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "FIRST", 1)
     monkeypatch.setattr(likely, "MOST", 1)
 
 
@@ -74,12 +74,26 @@ def test_the_first_predictions_are_measured_and_cudnn_is_not_asked(
     asked: list[object] = []
     monkeypatch.setattr(ConvCudnn, "default_configs", lambda *given: asked.append(given) or ())
     plan = likely_plan(problem, LIKELY, h200, left_out={})
-    expected = predicted(problem, FindOptions(), h200)[: len(plan.candidates)]
-    assert LEAST <= len(plan.candidates) <= MOST
-    assert [(p.solver.id, p.candidate.config) for p in plan.candidates] == [(s.solver_id, s.config) for s in expected]
+    expected = predicted(problem, FindOptions(), h200)
+    assert FIRST <= len(plan.candidates) <= MOST
+    places = chosen([(solution.solver_id, solution.time_ms) for solution in expected])
+    assert [p.candidate.id for p in plan.candidates] == [expected[place].id for place in places]
     assert plan.considered.keys() >= {ConvCudnn.id}
     assert plan.is_part
     assert not asked
+
+
+def test_other_solvers_come_before_more_of_the_first_ones() -> None:
+    near, far = 0.99 * NEAR, 0.99 * REACH
+    same = [("A", 1.0)] * FIRST
+    assert chosen([]) == []
+    assert chosen(same[:2]) == [0, 1]
+    assert chosen([*same, *[("A", near)] * MOST]) == list(range(MOST)), "else what is near"
+    assert chosen([*same, *[("A", 1.01 * NEAR)] * MOST]) == list(range(FIRST))
+    others = [*same, *[("A", near)] * MOST, ("B", far), ("B", far), ("C", far), ("D", far)]
+    assert chosen(others) == [*range(FIRST), FIRST + MOST, FIRST + MOST + 2]
+    assert chosen([*same, ("B", 1.01 * REACH)]) == list(range(FIRST))
+    assert chosen([*same, ("A+Pointwise", far), ("B+Pointwise", far), ("B", far)]) == [*range(FIRST), FIRST + 1]
 
 
 def test_what_failed_before_gives_its_place_to_the_next(h200: miofind.Handle) -> None:
@@ -87,7 +101,7 @@ def test_what_failed_before_gives_its_place_to_the_next(h200: miofind.Handle) ->
     left = likely_plan(NETWORKS[0], LIKELY, h200, left_out={whole[0]: "failed here before"})
     assert left.refusals[whole[0]] == "failed here before"
     assert whole[0] not in {p.candidate.id for p in left.candidates}
-    assert len(left.candidates) >= LEAST
+    assert len(left.candidates) >= FIRST
 
 
 def test_a_problem_that_no_model_knows_is_tried_with_cudnn_too(
@@ -98,7 +112,7 @@ def test_a_problem_that_no_model_knows_is_tried_with_cudnn_too(
     by_cudnn = [p for p in plan.candidates if p.solver.library is Library.CUDNN]
     possible = [p for p in make_plan(NETWORKS[0], FindOptions(), h200).candidates if p.solver.library is Library.CUDNN]
     assert [p.candidate.id for p in by_cudnn] == [p.candidate.id for p in possible[:2]]
-    assert LEAST <= len(plan.candidates) - len(by_cudnn) <= MOST
+    assert FIRST <= len(plan.candidates) - len(by_cudnn) <= MOST
 
 
 def test_a_fused_problem_is_planned_without_its_bare_one(h200: miofind.Handle) -> None:

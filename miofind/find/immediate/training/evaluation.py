@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from miofind.find.immediate.training.groups import network
 from miofind.find.immediate.training.samples import Lesson
-from miofind.find.likely import how_many
+from miofind.find.likely import chosen
 
 WITHIN = 1.1
 """Of the best: what counts as a good answer."""
@@ -94,17 +94,17 @@ def regrets(lessons: Sequence[Lesson], times: Times) -> dict[str, object]:
         )
         for top in TOPS
     }
-    found["likely"] = asdict(
-        Regret.of([picked(each, times[each.problem.network_config], _likely(times, each)) for each in judged])
-    )
+    found["likely"] = asdict(Regret.of([_likely(each, times[each.problem.network_config]) for each in judged]))
     for name, groups in by_group.items():
         found[name] = {group: asdict(Regret.of(ratios)) for group, ratios in sorted(groups.items())}
     return found
 
 
-def _likely(times: Times, lesson: Lesson) -> int:
-    """How many of a problem's candidates a find of the likeliest measures."""
-    return how_many(sorted(times[lesson.problem.network_config]))
+def _likely(lesson: Lesson, times: Sequence[float]) -> float:
+    """The time that a find of the likeliest finds over the best known."""
+    order = sorted(range(len(times)), key=lambda place: (times[place], place))
+    places = chosen([(lesson.predicted[place].solver_id, times[place]) for place in order])
+    return min(lesson.predicted[order[place]].time_ms for place in places) / lesson.best_ms
 
 
 def class_regrets(lessons: Sequence[Lesson], times: Times) -> dict[str, Regret]:
