@@ -3,10 +3,11 @@
     python benchmarks/first_step.py --json benchmarks/results/first_step_h200.json
     python benchmarks/first_step.py --device cpu --networks tiny
 
-Each way has a process of its own, without a FindDB of the user's, a binary cache or caches of PyTorch's compilers, and
-images of a size that no FindDB answers. The clock starts where PyTorch has the network and its input on the GPU, and
-stops when the first forward pass, or training step, is done: `import miofind`, tuning and compiling are in it. Behind
-it is the time of a step in a CUDA graph, torch.compile's as it comes.
+Each way has a process of its own, without a FindDB of the user's, a binary cache or caches of CUDA's and PyTorch's
+compilers (NVRTC compiles what it has compiled before in half the time), and images of a size that no FindDB answers.
+The clock starts where PyTorch has the network and its input on the GPU, and stops when the first forward pass, or
+training step, is done: `import miofind`, tuning and compiling are in it. Behind it is the time of a step in a CUDA
+graph, torch.compile's as it comes.
 
 Ways: PyTorch's own kernels as its heuristics choose them, and with `torch.backends.cudnn.benchmark`; torch.compile; and
 miofind after `miofind.torch.tune`, which measures the likeliest candidates of each problem and compares with PyTorch,
@@ -229,6 +230,7 @@ def by_child(words: list[str], limit_s: float) -> dict[str, Any]:
         empty = {
             "MIOFIND_CACHE_DIR": f"{folder}/cache",
             "MIOFIND_DB": f"{folder}/finddb.db",
+            "CUDA_CACHE_PATH": f"{folder}/cuda",
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "TRITON_CACHE_DIR": f"{folder}/triton",
         }

@@ -78,7 +78,7 @@ def tune(
         model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
         inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
         options: of each find; the likeliest candidates alone, for as long as they take, if left out.
-            `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 6 a problem.
+            `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 5 a problem.
         compare: on a GPU, time each problem beside PyTorch, whose own kernel then runs what it is faster at in this
             process: about as long again as the finds. Of the likeliest, problems that PyTorch was faster at are found
             once more among all default candidates, cuDNN's too.
