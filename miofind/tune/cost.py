@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.measure.effort import Effort
+from miofind.suites import SuiteProblem
 
 PROBLEM_S = 0.25
 CANDIDATE_S = 0.02
@@ -21,6 +22,7 @@ _USUAL_CANDIDATES = 16
 _USUAL_STEP = 1.15
 # Times that kernels reach in practice, over what the nominal ceilings allow.
 _USUAL_SLOWNESS = 2.0
+_LAUNCH_MS = 3e-3  # what a kernel takes that has nothing to do
 
 
 def measuring_seconds(times_ms: Sequence[float], effort: Effort) -> float:
@@ -40,6 +42,18 @@ def rough_seconds(problem: ProblemDescription, device: Device, effort: Effort) -
     """The same from the problem's size alone, for putting many problems in order."""
     floor_ms = _USUAL_SLOWNESS * _floor_ms(problem, device)
     return measuring_seconds([floor_ms * _USUAL_STEP**i for i in range(_USUAL_CANDIDATES)], effort)
+
+
+def lightest(requests: Sequence[SuiteProblem], device: Device, share: float) -> frozenset[ProblemDescription]:
+    """The problems of a network that take least by their sizes and counts, together at most a share of its time."""
+    times = {each.problem: each.count * (_floor_ms(each.problem, device) + _LAUNCH_MS) for each in requests}
+    left_ms, found = share * sum(times.values()), []
+    for problem in sorted(times, key=lambda each: (times[each], each.network_config)):
+        left_ms -= times[problem]
+        if left_ms < 0:
+            break
+        found.append(problem)
+    return frozenset(found)
 
 
 def _floor_ms(problem: ProblemDescription, device: Device) -> float:

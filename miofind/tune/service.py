@@ -16,7 +16,7 @@ from miofind.find.lookup import records
 from miofind.measure.effort import Effort
 from miofind.runtime.handle import Handle
 from miofind.suites import SuiteProblem
-from miofind.tune.cost import rough_seconds
+from miofind.tune.cost import lightest, rough_seconds
 from miofind.tune.device_processes import DeviceProcesses
 from miofind.tune.precompiler import Precompiler
 from miofind.tune.queue import TaskQueue
@@ -64,6 +64,7 @@ def tune(
     on_event: OnEvent = lambda event: None,
     *,
     pool: CompilePool | None = None,
+    light_share: float = 0.0,
 ) -> TuneSummary:
     """Find solutions of every problem on every kind of device, and record them in the handles' FindDB.
 
@@ -78,6 +79,8 @@ def tune(
         on_event: called in this thread with what happens.
         pool: compiles each problem's kernels while the one before is measured; each of several processes then makes
             one of its own instead.
+        light_share: of the problems that take least, together that share of the time of all, few candidates are
+            measured where the options ask for the likeliest: what they lose is little of a network's time.
 
     Raises:
         DatabaseError: the FindDB cannot be written, or several handles have theirs in memory.
@@ -90,7 +93,7 @@ def tune(
         handle.database.user.add(())  # refuses now, not after the first problem
     if len(handles) > 1 and any(handle.database.user.in_memory for handle in handles):
         raise DatabaseError("processes on several devices share no FindDB in memory: name a file or a server")
-    tasks = tasks_of(requests, handles, options)
+    tasks = tasks_of(requests, handles, options, light_share)
     queue = TaskQueue(tasks, seconds=options.stop_after_s)
     log = _Log(tasks, on_event)
     on_event(TuneBegan(devices=tuple(handle.device for handle in handles), tasks=tasks))
@@ -129,14 +132,22 @@ def _run_processes(processes: DeviceProcesses, log: _Log) -> None:
             log.take(event)
 
 
-def tasks_of(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> tuple[Task, ...]:
+def tasks_of(
+    requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions, light_share: float = 0.0
+) -> tuple[Task, ...]:
     """Each problem once for every kind of device; with `recheck` those that the FindDB has queued for it."""
     effort = Effort.TUNE if options.find.searches else Effort.FIND
     tasks: list[Task] = []
     for kind, handle in {handle.device.identity: handle for handle in handles}.items():
         wanted = _queued(requests, handle, options) if options.recheck else requests
+        light = lightest(requests, handle.device, light_share)
         tasks += [
-            Task(request=request, kind=kind, estimate_s=rough_seconds(request.problem, handle.device, effort))
+            Task(
+                request=request,
+                kind=kind,
+                estimate_s=rough_seconds(request.problem, handle.device, effort),
+                options=replace(options, few=True) if request.problem in light else None,
+            )
             for request in wanted
         ]
     return tuple(tasks)

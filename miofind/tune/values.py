@@ -44,6 +44,7 @@ class TuneOptions:
             fastest with by now without the epilogue, and no others: those of changed solvers, or under
             other versions of libraries and driver, that were not measured again yet. Where `find` sets no `max_error`,
             it becomes infinite: also what only requests with `max_error` take is measured.
+        few: where `find` measures the likeliest, the first two alone.
         stop_after_s: seconds after which no further problem is begun.
 
     Raises:
@@ -54,6 +55,7 @@ class TuneOptions:
     force: bool = False
     recheck: bool = False
     stored: bool = False
+    few: bool = False
     stop_after_s: float = math.inf
 
     def __post_init__(self) -> None:

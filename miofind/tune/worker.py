@@ -26,7 +26,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, reordered
 from miofind.solver.candidate import Outcome
 from miofind.solver.steps import Config
-from miofind.tune.planning import known_solutions
+from miofind.tune.planning import known_solutions, tuning_plan
 from miofind.tune.precompiler import Precompiler
 from miofind.tune.values import (
     Task,
@@ -150,7 +150,7 @@ def tuned(
             ahead=pool,
             afresh=options.force,
             stored=options.stored,
-            likeliest=plan,
+            likeliest=plan or (tuning_plan(problem, options, handle) if options.few else None),
         )
     except RefusedEntryError as error:
         return failed(task, str(error), time.monotonic() - began)

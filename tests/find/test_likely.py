@@ -17,7 +17,7 @@ from miofind.find import likely, pipeline
 from miofind.find.immediate.answer import predicted
 from miofind.find.immediate.devices import described
 from miofind.find.immediate.shipped import ranker_of
-from miofind.find.likely import FIRST, MOST, NEAR, REACH, chosen, likely_plan
+from miofind.find.likely import FEW, FIRST, MOST, NEAR, REACH, chosen, likely_plan
 from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
 from miofind.find.plan import make_plan
@@ -30,7 +30,7 @@ from miofind.solvers.cpu.im2col_gemm import ConvCpuIm2colGemm
 from miofind.solvers.vendor.cudnn import ConvCudnn
 from miofind.suites import SuiteProblem
 from miofind.tune.planning import known_solutions, tuning_plans
-from miofind.tune.service import TuneOptions, tune
+from miofind.tune.service import TuneEnd, TuneOptions, tasks_of, tune
 from miofind.tune.values import TuneStatus
 
 LIKELY = FindOptions(likely=True)
@@ -119,6 +119,24 @@ def test_a_fused_problem_is_planned_without_its_bare_one(h200: miofind.Handle) -
     (plan,) = tuning_plans(FUSED, TuneOptions(find=LIKELY), h200)
     assert {p.problem for p in plan.candidates} == {FUSED}
     assert len(tuning_plans(FUSED, TuneOptions(find=FindOptions()), h200)) == 2
+
+
+def test_of_light_problems_the_first_two_are_measured(cpu: miofind.Handle) -> None:
+    heavy = ProblemDescription.convolution(x=(4, 8, 30, 30), w=(8, 8, 3, 3), padding=1)
+    requests = [SuiteProblem(suite="t", layer="t", problem=each, count=1) for each in (PROBLEM, heavy)]
+    options = TuneOptions(find=LIKELY)
+    light, other = tasks_of(requests, [cpu], options, light_share=0.5)
+    assert (light.options, other.options) == (replace(options, few=True), None)
+    (plan,) = tuning_plans(PROBLEM, replace(options, few=True), cpu)
+    every = likely_plan(PROBLEM, LIKELY, cpu, left_out={}).candidates
+    assert len(every) > FEW
+    assert plan.candidates == every[:FEW]
+    assert plan.is_part
+    assert tune(requests, [cpu], options, light_share=0.5).end is TuneEnd.COMPLETE
+    (history,) = cpu.database.histories(cpu.device.identity, PROBLEM.network_config)
+    assert {row.candidate for row in history.rows} == {planned.candidate.id for planned in every[:FEW]}
+    assert known_solutions(PROBLEM, options, cpu)
+    assert not known_solutions(PROBLEM, TuneOptions(find=FindOptions()), cpu)
 
 
 def test_a_plan_that_is_there_is_measured_unless_something_failed_since(

@@ -23,7 +23,7 @@ from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Outcome, Status
 from miofind.solver.registry import Registry
 from miofind.suites import SuiteProblem
-from miofind.tune.cost import CANDIDATE_S, PROBLEM_S, measuring_seconds, rough_seconds
+from miofind.tune.cost import CANDIDATE_S, PROBLEM_S, lightest, measuring_seconds, rough_seconds
 from miofind.tune.forecast import COMPILE_S, forecast
 from miofind.tune.service import TuneOptions, tune
 
@@ -139,6 +139,24 @@ def test_rough_seconds_put_the_longer_problem_first(device: Device) -> None:
     small = ProblemDescription.convolution(x=(1, 64, 14, 14), w=(64, 64, 3, 3))
     large = ProblemDescription.convolution(x=(64, 64, 112, 112), w=(64, 64, 3, 3))
     assert 0 < rough_seconds(small, device, Effort.FIND) < rough_seconds(large, device, Effort.FIND)
+
+
+def test_the_lightest_problems_take_little_of_a_networks_time() -> None:
+    device = Device.virtual("90a")
+    network = [sized(size, count=count) for size, count in ((112, 1), (56, 1), (28, 1), (14, 1), (14, 1000))]
+    in_order = [each.problem for each in reversed(network[:4])]
+    assert lightest([], device, 1.0) == frozenset()
+    assert lightest(network[:4], device, 0.0) == frozenset()
+    assert lightest(network[:4], device, 1.0) == frozenset(in_order)
+    found = [lightest(network[:4], device, share / 100) for share in range(101)]
+    assert all(some == frozenset(in_order[: len(some)]) for some in found), "the least first"
+    assert {len(some) for some in found} == {0, 1, 2, 3, 4}
+    assert in_order[0] not in lightest(network[1:], device, 0.5), "so many calls of it are not light"
+
+
+def sized(size: int, *, count: int) -> SuiteProblem:
+    problem = ProblemDescription.convolution(x=(32, 64, size, size), w=(64, 64, 3, 3), padding=1, dtype="float16")
+    return SuiteProblem(problem=problem, suite="network", layer="layer", count=count)
 
 
 def test_the_command_prints_a_row_and_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
