@@ -105,7 +105,7 @@ def test_kernels_are_compiled_ahead_where_something_may_be_measured(
 def test_nothing_is_compiled_ahead_for_what_will_not_be_measured(
     mode: str, handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "FIRST", 1)
     monkeypatch.setattr(likely, "MOST", 1)
     miofind.find_solutions(FIRST, options=miofind.FindOptions(likely=True), handle=handle)
     ahead = many._unanswered([FIRST, SECOND], miofind.FindOptions(find_mode=mode), handle)

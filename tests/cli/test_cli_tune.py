@@ -69,7 +69,7 @@ def test_a_second_tuning_says_that_all_is_known(table: str, monkeypatch: pytest.
 
 
 def test_the_likeliest_are_tuned_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "FIRST", 1)
     monkeypatch.setattr(likely, "MOST", 1)
     asked = (*TINY, "-F", "1")
     run("tune", *asked, *HERE, "--likely")

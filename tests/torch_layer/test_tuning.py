@@ -209,7 +209,7 @@ def test_the_override_stands_back_for_the_comparison(handle: Handle, tmp_path: P
 def test_the_likeliest_are_measured_unless_more_is_asked_for(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "FIRST", 1)
     monkeypatch.setattr(likely, "MOST", 1)
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
         report = miofind.torch.tune(model[:1], (1, 2, 5, 3), handle=handle)
@@ -227,7 +227,7 @@ def test_the_likeliest_are_measured_unless_more_is_asked_for(
 def test_what_pytorch_was_faster_at_is_found_among_all(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(likely, "LEAST", 1)
+    monkeypatch.setattr(likely, "FIRST", 1)
     monkeypatch.setattr(likely, "MOST", 1)
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
         recording = miofind.torch.problems(model, (1, 2, 5, 3), device="cpu")
