@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ Rows from, to;
   find_rows<SOURCE_SPREAD>(from, all_lines, tiles, source_tiles);
   find_rows<RESULT_SPREAD>(to, all_lines, tiles, result_tiles);
-  __syncthreads();  // all rows are found
+  __syncthreads();  // all rows and terms are found
   const auto element = [&](const Row& row, int position) {
     const Place place = place_of<SOURCE_SPREAD>(row, source_tiles.columns, position);
     const T_SOURCE value = source[place.holds ? place.offset : 0];  // loads need not wait for a branch

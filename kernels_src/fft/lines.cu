@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       points[slot_of(pair.mirror)] = make_float2(even.x + odd.y, odd.x - even.y);
     }
   }
-  __syncthreads();  // all frequencies are there, and all rows are found
+  __syncthreads();  // all frequencies are there, and all rows and terms are found
   passes<kFirstApart, kPoints, kLines, kThreads, true>(lines);
 #ifdef EPILOGUE
   const auto keep = [&](const Row& row, int position, float value, const ChannelTerms& of_line) {

@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (j >= low && j < high) to[j * kSlots] = values[j];
     }
   }
-  __syncthreads();  // all columns are transformed, and all planes are found
+  __syncthreads();  // all columns are transformed, and all planes and terms are found
   for (int i = threadIdx.x; i < (high - low) * kPlanes; i += kThreads) {
     float2* slots = tile + i % kPlanes * kPlanePitch + (low + i / kPlanes) * kSlots;
     float2 in[kSlots], values[kHalf];
