@@ -349,9 +349,7 @@ class Planner:
         Raises:
             Unserved: no solution can be made ready, or not now.
         """
-        if is_capturing(arguments.x.device):
-            part.is_final = False
-            raise Unserved("its kernels were not loaded before a CUDA graph was captured")
+        refuse_capture(part, arguments.x.device)
         handle = self.handle_of(arguments.x.device)
         ready = ReadySolutions(self.compiled(part, solutions, handle, flags), handle)
         made = Launches(part.computed, call, arguments, ready, with_bias=part.with_bias).first()
@@ -374,8 +372,8 @@ def kernels_of(solution: Solution, handle: Handle) -> tuple[KernelStep, ...]:
 @functools.cache
 def _warn_of_capture() -> None:
     logger.warning(
-        "a CUDA graph is captured while kernels are being compiled: it keeps PyTorch's own for their convolutions. "
-        "Run once, call miofind.torch.wait_until_compiled() and run once more before a capture"
+        "a CUDA graph is captured of convolutions whose kernels are not compiled and loaded yet: it keeps PyTorch's "
+        "own. Run once, call miofind.torch.wait_until_compiled() and run once more before a capture"
     )
 
 
@@ -383,6 +381,18 @@ def note_capture(device: Any) -> None:
     """Say so, once, where a CUDA graph is captured of a call whose kernels are still being compiled."""
     if is_capturing(device):
         _warn_of_capture()
+
+
+def refuse_capture(part: Part, device: Any) -> None:
+    """Do nothing unless a CUDA graph is being captured, during which no kernel is loaded.
+
+    Raises:
+        Unserved: one is; PyTorch's own kernel is to run the part in it.
+    """
+    if is_capturing(device):
+        _warn_of_capture()
+        part.is_final = False
+        raise Unserved("its kernels were not loaded before a CUDA graph was captured")
 
 
 def own_first(found: list[Solution]) -> list[Solution]:

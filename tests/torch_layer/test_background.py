@@ -169,7 +169,29 @@ def test_a_capture_is_warned_of_once(
         for _ in range(2):
             conv2d(X, W)
             miofind.torch.convolution(X, W)
-    assert caplog.text.count("a CUDA graph is captured while kernels are being compiled") == 1
+    assert caplog.text.count("a CUDA graph is captured") == 1
+
+
+@pytest.mark.parametrize("call", [conv2d, miofind.torch.convolution], ids=["operator", "fused"])
+def test_a_capture_right_after_kernels_came_is_warned_of(
+    handle: Handle,
+    kernels: Withheld,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: Callable[..., Any],
+) -> None:
+    """They are compiled, and no call has loaded them yet."""
+    plans._warn_of_capture.cache_clear()
+    with miofind.torch.use("estimate", handle=handle, devices="cpu") as made:
+        call(X, W)
+        kernels.finish()
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "is_capturing", lambda _: True)
+            torch.testing.assert_close(call(X, W), conv2d(X, W))
+        assert caplog.text.count("a CUDA graph is captured") == 1
+        before = made.report().own_calls
+        conv2d(X, W)
+        assert made.report().own_calls == before + 1, "the next call loads them"
 
 
 def test_a_forgotten_plan_is_not_replaced(handle: Handle, kernels: Withheld) -> None:
