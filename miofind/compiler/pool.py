@@ -104,7 +104,10 @@ class CompilePool:
         return sum(is_new for _, is_new in tasks)
 
     def begun(self, steps: Iterable[KernelStep], arch: str) -> dict[KernelStep, Future[Answer]]:
-        """The same as `submit`; gives the answers to come, on which the pool's threads call back."""
+        """Begin to compile steps as `submit` does; gives the answers of all that are not compiled yet.
+
+        An answer's callbacks are called by the pool's thread that has it, or by who closes the pool.
+        """
         taken = {step: self._taken(step, arch, wanted=False)[0] for step in steps}
         return {step: task.answer for step, task in taken.items() if task is not None and not task.answer.done()}
 

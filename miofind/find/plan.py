@@ -84,9 +84,9 @@ class Planned:
         """Its steps."""
         return self.solver.solution(self.problem, self.device, self.candidate.config)
 
-    @property
+    @functools.cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of workspace that it needs."""
+        """Bytes of workspace that it needs; many solvers tell without making their steps."""
         return self.solver.workspace_bytes(self.problem, self.device, self.candidate.config)
 
     @property
