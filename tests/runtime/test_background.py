@@ -117,8 +117,12 @@ def test_closing_calls_who_waits(background: BackgroundCompiler, package: CudaPa
 
 
 def test_processes_end_when_there_is_nothing_to_compile(compiler: Compiler, package: CudaPackage) -> None:
+    """A process ends with the thread that hands it its tasks."""
+    others = set(threading.enumerate())
     brief = BackgroundCompiler(compiler, DEVICE, workers=1, idle_s=0.0)
     for factor in (3, 4):
         assert brief.begin(steps(package, factor)) is not None
-        wait_until(lambda: brief._pool is None, "the processes end")
+        assert brief.wait(LIMIT_S)
+        wait_until(lambda: set(threading.enumerate()) <= others, "the processes end")
+        assert brief._pool is None
         assert brief.begin(steps(package, factor)) is None
