@@ -177,6 +177,8 @@ class Solver(ABC):
         is_dynamic: sizes are arguments of its kernels, so that a new shape compiles nothing.
         is_last_resort: timed only where nothing else applies.
         least_reach: how far errors reach of each configuration at least: who allows less need not ask for any.
+        applies_epilogues: its kernels apply any epilogue to what they write, forward and of backward data; further
+            outputs are for `fuses_training` to claim.
         parameters: allowed values of each configuration parameter; the space is their product, thinned by
             `is_valid_config`.
         sources: files that its steps reach, before includes.
@@ -191,6 +193,7 @@ class Solver(ABC):
     is_dynamic: ClassVar[bool] = False
     is_last_resort: ClassVar[bool] = False
     least_reach: ClassVar[Reach] = Reach.PRODUCTS
+    applies_epilogues: ClassVar[bool] = False
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {}
     sources: ClassVar[tuple[str, ...]] = ()
     source_package: ClassVar[str] = "miofind.kernels_src"
@@ -263,6 +266,8 @@ class Solver(ABC):
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         """Whether its kernels apply a forward problem's epilogue; asked of no other, and no unless it says so."""
+        if self.applies_epilogues:
+            return APPLICABLE
         return Applicability(f"its kernels apply no epilogue {problem.epilogue.text}")
 
     def fuses_training(self, problem: ProblemDescription) -> Applicability:
@@ -271,6 +276,8 @@ class Solver(ABC):
         Asked of problems that have one alone (`ProblemDescription.trains`), and no unless it says so. Forward, `fuses`
         is asked, too.
         """
+        if self.applies_epilogues and problem.direction is Direction.BACKWARD_DATA:
+            return APPLICABLE
         return Applicability(f"its kernels compute no epilogue {problem.epilogue.text} of {problem.direction}")
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:

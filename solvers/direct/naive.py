@@ -28,6 +28,7 @@ class ConvDirectNaive(Solver):
 
     id = "ConvDirectNaive"
     algorithm = Algorithm.DIRECT
+    applies_epilogues = True
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -63,12 +64,6 @@ class ConvDirectNaive(Solver):
                 x=(2, 3, 5, 4), w=(7, 3, 3, 3), padding=1, dtype="float64", layout="NHWC", epilogue="bias.mish.residual"
             ),
         )
-
-    def fuses(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE
-
-    def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         return APPLICABLE

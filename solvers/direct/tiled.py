@@ -333,6 +333,7 @@ class ConvDirectTiled(Solver):
 
     id = "ConvDirectTiled"
     algorithm = Algorithm.DIRECT
+    applies_epilogues = True
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -362,12 +363,6 @@ class ConvDirectTiled(Solver):
             convolution(x=(2, 8, 13, 12), w=(12, 4, 3, 3), stride=2, groups=2, direction=data),
             convolution(x=(1, 6, 40), w=(10, 6, 7), dilation=3, padding=9, direction=data),
         )
-
-    def fuses(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE
-
-    def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver, first_refusal
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
@@ -33,6 +33,7 @@ class ConvFftDepthwise(Solver):
 
     id = "ConvFftDepthwise"
     algorithm = Algorithm.FFT
+    applies_epilogues = True
     keys = OWN_KEYS
     least_reach = Reach.TILE
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -54,12 +55,6 @@ class ConvFftDepthwise(Solver):
             conv(x=(1, 9, 5000), w=(9, 1, 200), stride=3, groups=9, dtype=DataType.FLOAT16, epilogue="residual.relu"),
             conv(x=(1, 4, 900), w=(4, 1, 90), groups=4, direction="backward_data", epilogue="residual.drelu"),
         )
-
-    def fuses(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE
-
-    def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := first_refusal(refuse_fft(problem), refuse_depthwise(problem))).refused:

@@ -46,6 +46,7 @@ class ConvFft(Solver):
 
     id = "ConvFft"
     algorithm = Algorithm.FFT
+    applies_epilogues = True
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -79,12 +80,6 @@ class ConvFft(Solver):
             conv(x=(1, 3, 1400), w=(5, 3, 256), dtype=DataType.FLOAT16, epilogue="bias.gelu"),
             conv(x=x, w=w, padding=pads, stride=2, groups=2, direction="backward_data", epilogue="residual.drelu"),
         )
-
-    def fuses(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE
-
-    def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := refuse_fft(problem)).refused:

@@ -281,6 +281,7 @@ class ConvImplicitGemmMma(Solver):
 
     id = "ConvImplicitGemmMma"
     algorithm = Algorithm.IMPLICIT_GEMM
+    applies_epilogues = True
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -325,12 +326,6 @@ class ConvImplicitGemmMma(Solver):
             conv(x=(2, 20, 9, 11), w=(36, 10, 3, 3), groups=2, dtype=half, epilogue="channel_bias.residual.relu"),
             conv(x=(2, 32, 14, 13), w=(40, 32, 3, 3), padding=1, layout=last, epilogue="scale.bias.silu.residual"),
         )
-
-    def fuses(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE
-
-    def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := refuse_tensors(problem)).refused:

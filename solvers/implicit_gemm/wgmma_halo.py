@@ -75,6 +75,7 @@ class ConvImplicitGemmHalo(Solver):
 
     id = "ConvImplicitGemmHalo"
     algorithm = Algorithm.IMPLICIT_GEMM
+    applies_epilogues = True
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -134,12 +135,6 @@ class ConvImplicitGemmHalo(Solver):
             conv(x=(3, 32, 300), w=(32, 32, 7), padding=9, dilation=3, layout=Layout.NWC, epilogue="bias.leaky_relu"),
             conv(data, x=(3, 24, 130), w=(56, 24, 11), padding=5, dtype=brain, layout=Layout.NWC),
         )
-
-    def fuses(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE
-
-    def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         conv = problem.conv

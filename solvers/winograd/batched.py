@@ -19,7 +19,6 @@ from miofind.libraries.matmul_choice import (
     with_library_choice,
 )
 from miofind.solver.solver import (
-    APPLICABLE,
     Algorithm,
     Applicability,
     EstimatedConfig,
@@ -66,6 +65,7 @@ class ConvWinograd(Solver):
 
     id = "ConvWinograd"
     algorithm = Algorithm.WINOGRAD
+    applies_epilogues = True
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -105,12 +105,6 @@ class ConvWinograd(Solver):
             conv(x=(1, 16, 20), w=(5, 16, 3), padding=1, dtype=DataType.FLOAT16, epilogue="bias.gelu"),
             conv(x=x, w=w, padding=odd, groups=2, direction="backward_data", epilogue="residual.drelu"),
         )
-
-    def fuses(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE
-
-    def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         return refuse_winograd(problem)

@@ -108,6 +108,7 @@ class ConvWinogradFused(Solver):
 
     id = "ConvWinogradFused"
     algorithm = Algorithm.WINOGRAD
+    applies_epilogues = True
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -147,12 +148,6 @@ class ConvWinogradFused(Solver):
             conv(x=(2, 20, 9, 9), w=(24, 20, 3, 3), math="tf32", layout=Layout.NHWC, epilogue="bias.gelu.residual"),
             conv(x=(1, 64, 14, 13), w=(32, 64, 3, 3), padding=odd, direction=data, epilogue="residual.drelu"),
         )
-
-    def fuses(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE
-
-    def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:

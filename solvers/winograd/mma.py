@@ -58,6 +58,7 @@ class ConvWinogradMma(DelegatingSolver):
     inner = "ConvImplicitGemmMma"
     inner_name = "product"
     algorithm = Algorithm.WINOGRAD
+    applies_epilogues = True
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -88,12 +89,6 @@ class ConvWinogradMma(DelegatingSolver):
             conv(x=(2, 20, 12, 20), w=(24, 20, 3, 3), padding=1, math="tf32", epilogue="bias.gelu"),
             conv(x=x, w=w, padding=odd, groups=2, direction="backward_data", epilogue="residual.drelu"),
         )
-
-    def fuses(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE
-
-    def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        return APPLICABLE if problem.direction is Direction.BACKWARD_DATA else super().fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := refuse_winograd(problem)).refused:
