@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
@@ -79,7 +80,7 @@ class BackgroundCompiler:
         names = {step: self._compiler.key(step, self._device.arch) + step.entry for step in lacking}
         for name in names.values():
             if name in self._failed:
-                raise self._failed[name]
+                raise copy.copy(self._failed[name])  # what is raised keeps the tensors of all its callers
         if not lacking:
             return None
         with self._changed:

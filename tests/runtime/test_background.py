@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +98,24 @@ def test_what_cannot_be_compiled_is_tried_once(background: BackgroundCompiler, p
     with pytest.raises(CompileError, match="does not compile"):
         background.begin([broken])
     assert background.begin(steps(package, 3)) is not None
+
+
+def test_a_failure_keeps_nothing_of_who_is_told(background: BackgroundCompiler, package: CudaPackage) -> None:
+    class Tensor:
+        """What a caller has at hand."""
+
+    def told() -> weakref.ref[Tensor]:
+        tensor = Tensor()
+        with contextlib.suppress(CompileError):
+            background.begin([broken])
+        return weakref.ref(tensor)
+
+    broken = package.step(defines=(("FACTOR", "this is no number"),))
+    assert background.begin([broken]) is not None
+    assert background.wait(LIMIT_S)
+    kept = told()
+    gc.collect()
+    assert kept() is None
 
 
 def test_without_a_folder_or_when_closed_nothing_is_waited_for(
