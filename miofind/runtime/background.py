@@ -15,6 +15,7 @@ from miofind.compiler.build import Compiler, processors
 from miofind.compiler.pool import CompilePool
 from miofind.compiler.worker import Answer
 from miofind.device.device import Device
+from miofind.errors import described
 from miofind.process.forks import follow_forks
 from miofind.solver.steps import KernelStep
 
@@ -130,7 +131,10 @@ class BackgroundCompiler:
                     break
                 self._awaited[answer] = []
             for call in calls:
-                call()
+                try:
+                    call()
+                except Exception as error:  # the others are to be called, and who waits for all has an end
+                    logger.warning("what was to follow a compilation failed: %s", described(error), exc_info=True)
         if is_idle and self._is_open:
             timer = threading.Timer(self._idle_s, self._end_idle, (self._pool,))
             timer.daemon = True

@@ -73,6 +73,16 @@ def test_all_that_wait_are_called(background: BackgroundCompiler, package: CudaP
     assert sorted(called) == [0, 1, 2]
 
 
+def test_who_fails_when_called_holds_up_nobody(background: BackgroundCompiler, package: CudaPackage) -> None:
+    coming = background.begin(steps(package, 3))
+    assert coming is not None
+    called = threading.Event()
+    coming.when_done(lambda: {}["nothing"])
+    coming.when_done(called.set)
+    assert background.wait(LIMIT_S)
+    assert called.is_set()
+
+
 def test_waiting_has_an_end(
     background: BackgroundCompiler, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
