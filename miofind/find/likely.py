@@ -94,11 +94,11 @@ def chosen(candidates: Sequence[tuple[str, float]]) -> list[int]:
         candidates: solver and predicted time of each, the least first.
     """
     solvers = [name.removesuffix(COMPOSED_SUFFIX) for name, _ in candidates]
-    behind = [time_ms / candidates[0][1] for _, time_ms in candidates]
+    times = [time_ms for _, time_ms in candidates]
     taken = list(range(min(FIRST, len(candidates))))
     for place in range(FIRST, len(candidates)):
         is_another = solvers[place] not in {solvers[each] for each in taken}
-        if len(taken) < MOST and is_another and behind[place] <= REACH:
+        if len(taken) < MOST and is_another and times[place] <= REACH * times[0]:
             taken.append(place)
-    near = (place for place in range(FIRST, len(candidates)) if behind[place] <= NEAR and place not in taken)
+    near = (place for place in range(FIRST, len(candidates)) if times[place] <= NEAR * times[0] and place not in taken)
     return sorted(taken + list(itertools.islice(near, MOST - len(taken))))

@@ -88,6 +88,7 @@ def test_other_solvers_come_before_more_of_the_first_ones() -> None:
     same = [("A", 1.0)] * FIRST
     assert chosen([]) == []
     assert chosen(same[:2]) == [0, 1]
+    assert chosen([("A", 0.0)] * FIRST + [("B", 0.0), ("A", 1.0)]) == list(range(FIRST + 1)), "estimates may be 0"
     assert chosen([*same, *[("A", near)] * MOST]) == list(range(MOST)), "else what is near"
     assert chosen([*same, *[("A", 1.01 * NEAR)] * MOST]) == list(range(FIRST))
     others = [*same, *[("A", near)] * MOST, ("B", far), ("B", far), ("C", far), ("D", far)]
