@@ -60,13 +60,14 @@ class BackgroundCompiler:
         self._awaited: dict[Future[Answer], list[Callable[[], object]]] = {}
         self._failed: dict[str, Exception] = {}
         self._is_open = True
+        self._timer: threading.Timer | None = None
         _every.add(self)
         follow_forks(self)
 
     def leave_parent(self) -> None:
         """Have nothing to wait for in a forked child, whose parent has the processes."""
         self._changed = threading.Condition()
-        self._pool, self._awaited, self._is_open = None, {}, False
+        self._pool, self._awaited, self._is_open, self._timer = None, {}, False, None
 
     def begin(self, steps: Iterable[KernelStep]) -> Coming | None:
         """Begin to compile what is not at hand; None where nothing is to be waited for.
@@ -114,7 +115,12 @@ class BackgroundCompiler:
         """End the processes within a second; what still waits is given up, and nothing is begun any more."""
         with self._changed:
             self._is_open = False
+            timer, self._timer = self._timer, None
         self._end()
+        if timer is not None:
+            timer.cancel()
+            if timer is not threading.current_thread():
+                timer.join()  # it may be ending the processes
 
     def _ended(self, name: str, answer: Future[Answer]) -> None:
         """Note a failure, call who asked to be, and have the processes end soon if there is no more for them to do."""
@@ -135,10 +141,20 @@ class BackgroundCompiler:
                     call()
                 except Exception as error:  # the others are to be called, and who waits for all has an end
                     logger.warning("what was to follow a compilation failed: %s", described(error), exc_info=True)
-        if is_idle and self._is_open:
+        if is_idle:
+            self._end_later()
+
+    def _end_later(self) -> None:
+        """Have the processes end some time from now, and not before."""
+        with self._changed:
+            if not self._is_open:
+                return
+            if self._timer is not None:
+                self._timer.cancel()
             timer = threading.Timer(self._idle_s, self._end_idle, (self._pool,))
             timer.daemon = True
             timer.start()
+            self._timer = timer
 
     def _end_idle(self, pool: CompilePool | None) -> None:
         with self._changed:

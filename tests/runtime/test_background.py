@@ -157,3 +157,16 @@ def test_processes_end_when_there_is_nothing_to_compile(compiler: Compiler, pack
         wait_until(lambda: set(threading.enumerate()) <= others, "the processes end")
         assert brief._pool is None
         assert brief.begin(steps(package, factor)) is None
+
+
+def test_processes_stay_from_the_last_step_on(background: BackgroundCompiler, package: CudaPackage) -> None:
+    for factor in range(3, 6):
+        assert background.begin(steps(package, factor)) is not None
+        assert background.wait(LIMIT_S)
+    wait_until(lambda: _timers() == 1, "one thread waits to end them, for what came last")
+    background.close()
+    assert _timers() == 0
+
+
+def _timers() -> int:
+    return sum(isinstance(thread, threading.Timer) for thread in threading.enumerate())
