@@ -103,7 +103,7 @@ def _database_state() -> str:
     told = []
     for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
         planner = planner_of(current(device))
-        told.append(repr(replace(planner.settings, handle=None)))
+        told.append(repr(replace(planner.settings, handle=None, background=False)))
         try:
             handle = planner.handle_of(torch.device(device))
         except Unserved as reason:

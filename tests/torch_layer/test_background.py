@@ -14,6 +14,7 @@ import miofind.torch
 from miofind import Handle
 from miofind.errors import CompileError, InvalidOptionError
 from miofind.torch import fused_plans, plans
+from miofind.torch.graph_pass import ConvolutionPass
 
 X, W, B = torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3), torch.randn(8)
 
@@ -147,6 +148,14 @@ def test_explain_tells_what_is_to_run(handle: Handle, kernels: Withheld) -> None
         told = miofind.torch.explain(torch.nn.Conv2d(4, 8, 3), X)
     assert all(row.solver_id for row in told.rows)
     assert kernels.asked == 0
+
+
+def test_graphs_are_the_same_whoever_waits(handle: Handle) -> None:
+    told = set()
+    for background in (True, False):
+        with miofind.torch.use("estimate", handle=handle, devices="cpu", background=background):
+            told.add(ConvolutionPass().uuid())
+    assert len(told) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
