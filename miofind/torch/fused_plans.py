@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
-from miofind.process.garbage import without_what_is_loaded
 from miofind.torch import direct, formats
 from miofind.torch.answers import Answer, answer, override_of, planner_of
 from miofind.torch.calls import Unserved
@@ -190,8 +189,7 @@ def _form(tensor: Any) -> Any:
 
 
 def _made(call: Call, key: Any, override: Override | None, switches: tuple[Any, ...]) -> Plan:
-    with without_what_is_loaded():
-        plan = Plan(call, override, switches)
+    plan = Plan(call, override, switches)
     part = None if plan.answer is None else plan.answer.part
     if part is not None and not part.is_kept:
         return plan

@@ -23,7 +23,6 @@ import torch
 from miofind.device.device import INSTALL_CUDA, has_cupy, has_driver
 from miofind.errors import InvalidOptionError, MissingLibraryError, brief, with_known_keywords
 from miofind.process.forks import follow_forks
-from miofind.process.garbage import without_what_is_loaded
 from miofind.runtime.handle import Handle
 from miofind.torch import direct, formats
 from miofind.torch.counts import CallReport
@@ -98,16 +97,12 @@ class Override:
 
     def planned_forward(self, key: Any, arguments: Arguments, switches: tuple[Any, ...]) -> Plan:
         """The plan of a call of `aten::convolution` that there was none for."""
-        with without_what_is_loaded():
-            plan = self._planner.planned(arguments, ("y",), switches)
-        return self._kept(self._forward, key, plan)
+        return self._kept(self._forward, key, self._planner.planned(arguments, ("y",), switches))
 
     def planned_backward(self, key: Any, arguments: Arguments, mask: Any, switches: tuple[Any, ...]) -> Plan:
         """The plan of a call of `aten::convolution_backward` that there was none for."""
         wanted = [name for name, is_wanted in zip(("dx", "dw", "db"), mask, strict=True) if is_wanted]
-        with without_what_is_loaded():
-            plan = self._planner.planned(arguments, wanted, switches)
-        return self._kept(self._backward, key, plan)
+        return self._kept(self._backward, key, self._planner.planned(arguments, wanted, switches))
 
     def _kept(self, plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
         """The plan of a key: the first where two threads made one."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from miofind.process import garbage
 from miofind.process.garbage import without_what_is_loaded
 
 
@@ -18,9 +17,8 @@ class _Cycle:
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_frozen() -> Iterator[None]:
     """As at a program's beginning."""
-    monkeypatch.setattr(garbage, "_window", garbage._Window())
     gc.unfreeze()
     yield
     gc.unfreeze()
@@ -48,28 +46,3 @@ def test_what_the_program_froze_itself_stays_frozen() -> None:
     with without_what_is_loaded(), without_what_is_loaded():
         pass
     assert gc.get_freeze_count() == frozen
-
-
-@pytest.mark.parametrize("freezes", [False, True], ids=["nobody_froze", "program_froze"])
-def test_frozen_objects_are_counted_once(freezes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python counts them one by one: with PyTorch loaded each count takes 23 ms."""
-    if freezes:
-        gc.freeze()
-    counts: list[int] = []
-    count = gc.get_freeze_count
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
-    with without_what_is_loaded():
-        for _ in range(3):
-            with without_what_is_loaded():
-                assert count() > 0
-        assert count() > 0
-    assert len(counts) == 1
-    assert bool(count()) == freezes
-
-
-def test_a_block_that_fails_freezes_nothing_for_good() -> None:
-    with pytest.raises(KeyError), without_what_is_loaded():
-        raise KeyError
-    assert not gc.get_freeze_count()
-    with without_what_is_loaded():
-        assert gc.get_freeze_count()
