@@ -49,7 +49,7 @@ from miofind.find.immediate.training.evaluation import TOPS, Regret, picked
 from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout, geometry
 from miofind.find.immediate.training.samples import Lesson, lessons
-from miofind.find.likely import chosen
+from miofind.find.likely import likely_places
 from miofind.find.pipeline import measure
 from miofind.finddb import Store
 from miofind.solver.registry import Registry
@@ -266,7 +266,7 @@ def ratios(order: Sequence[miofind.Solution], times: dict[str, float], best_ms: 
 
 def _likely(order: Sequence[miofind.Solution]) -> list[miofind.Solution]:
     """What a find of the likeliest measures of predictions."""
-    return [order[place] for place in chosen([(each.solver_id, each.time_ms) for each in order])]
+    return [order[place] for place in likely_places([(each.solver_id, each.time_ms) for each in order])]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class CompilePool:
         tasks = [self._taken(step, arch, wanted=False) for step in steps]
         return sum(is_new for _, is_new in tasks)
 
-    def begun(self, steps: Iterable[KernelStep], arch: str) -> dict[KernelStep, Future[Answer]]:
+    def submitted(self, steps: Iterable[KernelStep], arch: str) -> dict[KernelStep, Future[Answer]]:
         """Begin to compile steps as `submit` does; gives the answers of all that are not compiled yet.
 
         An answer's callbacks are called by the pool's thread that has it, or by who closes the pool.

@@ -72,7 +72,7 @@ def likely_plan(
     cudnn = [each for each in plan.candidates if each.solver.library is Library.CUDNN]
     own = ranked([each for each in plan.candidates if each.solver.library is not Library.CUDNN], problem, handle)
     times = [(each.planned.solver.id, each.prediction.time_ms) for each in own]
-    places = list(range(min(FEW, len(own)))) if few else chosen(times)
+    places = list(range(min(FEW, len(own)))) if few else likely_places(times)
     first = [own[place].planned for place in places] + cudnn[: _CUDNN_PLANS if own else None]
     asked = requested_scope(options, handle.device, handle.registry, dynamic_only, bool(problem.epilogue)).solvers
     unasked = {
@@ -84,7 +84,7 @@ def likely_plan(
     return replace(plan, candidates=tuple(first), considered=unasked | plan.considered, is_part=is_part)
 
 
-def chosen(candidates: Sequence[tuple[str, float]]) -> list[int]:
+def likely_places(candidates: Sequence[tuple[str, float]]) -> list[int]:
     """The places of the candidates that are measured.
 
     Those of one solver are predicted well beside each other, those of different solvers less so: behind the first few

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 10.0
 """How long the processes, of 40 MB each, stay when there is nothing to compile."""
 
-_every: weakref.WeakSet[BackgroundCompiler] = weakref.WeakSet()
+_compilers: weakref.WeakSet[BackgroundCompiler] = weakref.WeakSet()
 
 
-class Coming:
+class PendingKernels:
     """Kernels that are being compiled."""
 
     def __init__(self, background: BackgroundCompiler, answers: Iterable[Future[Answer]]) -> None:
@@ -61,7 +61,7 @@ class BackgroundCompiler:
         self._failed: dict[str, Exception] = {}
         self._is_open = True
         self._timer: threading.Timer | None = None
-        _every.add(self)
+        _compilers.add(self)
         follow_forks(self)
 
     def leave_parent(self) -> None:
@@ -69,7 +69,7 @@ class BackgroundCompiler:
         self._changed = threading.Condition()
         self._pool, self._awaited, self._is_open, self._timer = None, {}, False, None
 
-    def begin(self, steps: Iterable[KernelStep]) -> Coming | None:
+    def begin(self, steps: Iterable[KernelStep]) -> PendingKernels | None:
         """Begin to compile what is not at hand; None where nothing is to be waited for.
 
         That is where all is at hand, and where nothing can be compiled beside the program: who launches the steps
@@ -90,12 +90,12 @@ class BackgroundCompiler:
                 return None
             if self._pool is None:
                 self._pool = CompilePool(self._compiler.cache, workers=self._workers)
-            begun = self._pool.begun(lacking, self._device.arch)
-            new = {answer: step for step, answer in begun.items() if answer not in self._awaited}
+            submitted = self._pool.submitted(lacking, self._device.arch)
+            new = {answer: step for step, answer in submitted.items() if answer not in self._awaited}
             self._awaited |= {answer: [] for answer in new}
         for answer, step in new.items():
             answer.add_done_callback(functools.partial(self._ended, names[step]))
-        return Coming(self, begun.values()) if begun else None
+        return PendingKernels(self, submitted.values()) if submitted else None
 
     def call_after(self, answers: Iterable[Future[Answer]], call: Callable[[], object]) -> None:
         """Have a function called once all the answers are there."""
@@ -125,7 +125,8 @@ class BackgroundCompiler:
     def _ended(self, name: str, answer: Future[Answer]) -> None:
         """Note a failure, call who asked to be, and have the processes end soon if there is no more for them to do."""
         if (error := answer.result()) is not None:
-            logger.warning("%s", error)
+            logger.warning("%s", str(error).partition("\n")[0])
+            logger.debug("%s", error)
             self._failed[name] = error
         while True:
             with self._changed:
@@ -172,4 +173,4 @@ class BackgroundCompiler:
 def wait_until_compiled(timeout_s: float | None = None) -> bool:
     """Wait until nothing is compiled beside this program any more; False where that takes longer."""
     ends = None if timeout_s is None else time.monotonic() + timeout_s
-    return all(each.wait(None if ends is None else max(0.0, ends - time.monotonic())) for each in list(_every))
+    return all(each.wait(None if ends is None else max(0.0, ends - time.monotonic())) for each in list(_compilers))

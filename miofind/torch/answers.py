@@ -74,7 +74,7 @@ class Answer:
             parameters: the epilogue's numbers.
         """
         if not self._invokers:
-            if self.part.coming is not None:
+            if self.part.pending is not None:
                 note_capture(next(iter(tensors.values())).device)
             return False
         ordered = [tensors[name] for name in self._names]

@@ -6,8 +6,10 @@ A call that has a plan costs a look-up, its outputs, and the launch.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,12 +22,9 @@ from miofind.torch.direct import DirectCalls, DirectLaunch, DirectResult
 from miofind.torch.flags import Flags, state
 from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, of_one_dtype, problem_of
 from miofind.torch.override import Override
-from miofind.torch.plans import Part
+from miofind.torch.plans import Part, parts_of_a_fused_call
 
 MAX_PLANS = 4096
-
-Run = Callable[[Any], tuple[Any, ...] | None]
-"""Runs a call; gives its outputs, or None where PyTorch is to compute them."""
 
 _READ = {
     "x": "x",
@@ -153,8 +152,8 @@ _replaced: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
 _lock = threading.Lock()
 
 
-def planned(call: Call) -> Run | None:
-    """What runs a call; None for an empty one.
+def planned(call: Call) -> Plan | None:
+    """The plan of a call; None for an empty one.
 
     Raises:
         RuntimeError: its tensors do not go together.
@@ -168,7 +167,13 @@ def planned(call: Call) -> Run | None:
         plan = _made(call, key, override, switches)
     elif plan.generation is not None and (path := direct.loaded()) is not None and plan.generation != path.generation:
         plan.offer(path)
-    return plan.run
+    return plan
+
+
+def fallback(plan: Plan | None) -> AbstractContextManager[None]:
+    """What PyTorch computes a call in that its plan gives nothing for."""
+    is_pending = plan is not None and plan.answer is not None and plan.answer.part.pending is not None
+    return parts_of_a_fused_call() if is_pending else contextlib.nullcontext()
 
 
 def _key(call: Call) -> tuple[Any, ...]:
@@ -197,8 +202,8 @@ def _made(call: Call, key: Any, override: Override | None, switches: tuple[Any, 
         while len(_plans) >= MAX_PLANS:
             _plans.pop(next(iter(_plans)))
         kept = _plans.setdefault(key, plan)
-    if kept is plan and part is not None and part.coming is not None:
-        part.coming.when_done(lambda: _replace(key, plan))
+    if kept is plan and part is not None and part.pending is not None:
+        part.pending.when_done(lambda: _replace(key, plan))
     return kept
 
 

@@ -16,7 +16,7 @@ from miofind.torch import unfused
 from miofind.torch.direct import direct_path
 from miofind.torch.formats import dense
 from miofind.torch.fused_calls import BackwardData, BackwardWeights, Forward, empty, of_one_dtype
-from miofind.torch.fused_plans import planned
+from miofind.torch.fused_plans import fallback, planned
 from miofind.torch.kept_weights import kept_weights
 
 LIBRARY = torch.library.Library("miofind", "FRAGMENT")
@@ -40,8 +40,8 @@ LIBRARY.define("kept_weights(Tensor[] weights, ScalarType dtype, bool channels_l
 
 def _forward(*arguments: Any, **named: Any) -> Any:
     call = Forward(*arguments, **named)
-    run = planned(call)
-    made = None if run is None else run(call)
+    plan = planned(call)
+    made = None if plan is None else plan.run(call)
     if made is not None:
         return made[0]
     call, layout = of_one_dtype(call), call.layout()
@@ -49,7 +49,8 @@ def _forward(*arguments: Any, **named: Any) -> Any:
     if not y.numel():
         return y
     vectors = (call.bias, call.scale, call.residual, call.channel_bias)
-    return dense(unfused.convolution(call.x, call.w, vectors, call.window, call.nonlinearity), layout)
+    with fallback(plan):
+        return dense(unfused.convolution(call.x, call.w, vectors, call.window, call.nonlinearity), layout)
 
 
 def _forward_fake(*arguments: Any, **named: Any) -> Any:
@@ -59,14 +60,15 @@ def _forward_fake(*arguments: Any, **named: Any) -> Any:
 
 def _backward_data(*arguments: Any, **named: Any) -> Any:
     call = BackwardData(*arguments, **named)
-    run = planned(call)
-    made = None if run is None else run(call)
+    plan = planned(call)
+    made = None if plan is None else plan.run(call)
     if made is not None:
         return made[0]
     layout = call.layout()
     if not call.x.numel() or not call.dy.numel():
         return call.output(layout).zero_()
-    dx = unfused.gradients(call.dy, call.x, call.w, call.window, (True, False, False))[0]
+    with fallback(plan):
+        dx = unfused.gradients(call.dy, call.x, call.w, call.window, (True, False, False))[0]
     if call.residual is not None:
         dx = torch.add(dx, call.residual, alpha=call.beta)
     if call.saved is not None:
@@ -81,15 +83,16 @@ def _backward_data_fake(*arguments: Any, **named: Any) -> Any:
 
 def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
     call = BackwardWeights(*arguments, **named)
-    run = planned(call)
-    made = None if run is None else run(call)
+    plan = planned(call)
+    made = None if plan is None else plan.run(call)
     layout = call.layout()
     if made is not None:
         return made[0], made[1] if call.bias_dtype is not None else call.output(layout)[1]
     if not call.x.numel() or not call.dy.numel():
         dw, of_bias = call.output(layout)
         return dw.zero_(), of_bias.zero_()
-    dw = unfused.gradients(call.dy, call.x, call.w, call.window, (False, True, False))[1]
+    with fallback(plan):
+        dw = unfused.gradients(call.dy, call.x, call.w, call.window, (False, True, False))[1]
     if call.bias_dtype is None:
         return dense(dw, layout), call.output(layout)[1]
     return dense(dw, layout), unfused.bias_gradient(call.dy).to(call.bias_dtype)

@@ -113,8 +113,8 @@ class Override:
                 plans.pop(next(iter(plans)))
             kept = plans.setdefault(key, plan)
         if kept is plan:
-            for coming in plan.coming:
-                coming.when_done(lambda: self._replace(plans, key, plan))
+            for pending in plan.pending:
+                pending.when_done(lambda: self._replace(plans, key, plan))
         return kept
 
     def _replace(self, plans: dict[Any, Plan], key: Any, plan: Plan) -> None:
@@ -234,7 +234,7 @@ class _Router:
                         return y
                 elif (y := plan.run("y", launch, x, w)) is not None:
                     return y if bias is None else y.add_(bias.view(plan.bias_shape))
-            elif plan.coming:
+            elif plan.pending:
                 note_capture(x.device)
             return native(keyset, x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
 
@@ -305,7 +305,7 @@ class _Router:
                     dw = plan.run("dw", ours_dw, x, dense)
                     if dw is not None and plan.gives_bias_gradient:
                         dw, db = dw
-            if plan.coming:
+            if plan.pending:
                 note_capture(x.device)
             wants_dx, wants_dw = wants_dx and dx is None, wants_dw and dw is None
             if wants_dx or wants_dw:

@@ -7,9 +7,11 @@ runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ from miofind.errors import (
 )
 from miofind.find.lookup import records
 from miofind.options import FindOptions, OnMiss
-from miofind.runtime.background import Coming
+from miofind.runtime.background import PendingKernels
 from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
 from miofind.solver.steps import KernelStep
@@ -56,7 +58,7 @@ class Part:
         reason: why PyTorch does, "" where it does not.
         is_missing: whether no FindDB had an answer to the problem.
         is_final: whether a later call would be answered alike.
-        coming: its kernels, where they are being compiled and PyTorch's run meanwhile.
+        pending: its kernels, where they are being compiled and PyTorch's run meanwhile.
         direct: gives the launch without Python; None where there is none.
         with_bias: whether the launch adds the bias, or gives its gradient, too.
         declined: calls in which PyTorch computed it although it has a launch, as no solution takes tensors at such
@@ -71,7 +73,7 @@ class Part:
     reason: str = ""
     is_missing: bool = False
     is_final: bool = True
-    coming: Coming | None = None
+    pending: PendingKernels | None = None
     with_bias: bool = False
     declined: int = 0
 
@@ -83,7 +85,7 @@ class Part:
     @property
     def is_kept(self) -> bool:
         """Whether later calls are answered alike, until its kernels are there."""
-        return self.is_final or self.coming is not None
+        return self.is_final or self.pending is not None
 
 
 class Plan(DirectCalls):
@@ -96,20 +98,20 @@ class Plan(DirectCalls):
         bias_dimensions: of the gradient of y, over which the gradient of the bias sums.
         adds_bias, gives_bias_gradient: whether y's launch takes the bias, and whether dw's gives its gradient, too.
         grad_layout: that the gradient of y is packed in first; None where it is.
-        coming: the kernels that are being compiled for it.
+        pending: the kernels that are being compiled for it.
     """
 
     __slots__ = (
         "adds_bias",
         "bias_dimensions",
         "bias_shape",
-        "coming",
         "gives_bias_gradient",
         "grad_layout",
         "launch",
         "launch_dw",
         "launch_dx",
         "parts",
+        "pending",
     )
 
     def __init__(self, parts: tuple[Part, ...], rank: int, grad_layout: Any = None) -> None:
@@ -120,7 +122,7 @@ class Plan(DirectCalls):
         self.bias_shape = (1, -1) + (1,) * (rank - 2)
         self.bias_dimensions = (0, *range(2, rank))
         self.grad_layout = grad_layout
-        self.coming = tuple(part.coming for part in parts if part.coming is not None)
+        self.pending = tuple(part.pending for part in parts if part.pending is not None)
 
     @property
     def is_native(self) -> bool:
@@ -169,6 +171,26 @@ class Plan(DirectCalls):
         return all(part.is_kept for part in self.parts)
 
 
+class _Thread(threading.local):
+    """What a thread is in: the fallback of a fused call."""
+
+    computes_part = False
+
+
+_thread = _Thread()
+_OF_A_FUSED_CALL = "it is part of a fused call whose kernels are being compiled"
+
+
+@contextlib.contextmanager
+def parts_of_a_fused_call() -> Iterator[None]:
+    """Leaves this thread's convolutions that have no plan to PyTorch: their kernels are of no use in a moment."""
+    before, _thread.computes_part = _thread.computes_part, True
+    try:
+        yield
+    finally:
+        _thread.computes_part = before
+
+
 class Planner:
     """Makes plans by what a user asked of the override and by PyTorch's switches."""
 
@@ -187,6 +209,9 @@ class Planner:
         """
         x, grad = arguments.x, arguments.grad
         rank = x.dim()
+        if _thread.computes_part:
+            own = (computed for computed in wanted if computed in COMPUTED)
+            return Plan(tuple(Part(computed, reason=_OF_A_FUSED_CALL, is_final=False) for computed in own), rank)
         try:
             flags = Flags.of(state, on_gpu=x.device.type == "cuda")
             _refuse_tensors(arguments)
@@ -216,7 +241,7 @@ class Planner:
         if not (has_bias and call.takes_bias(computed)):
             return self._tried(Part(computed), call, arguments, flags)
         part = self._tried(Part(computed, with_bias=True), call, arguments, flags)
-        if part.launch is not None or part.coming is not None or self.settings.on_miss is MissPolicy.RECORD:
+        if part.launch is not None or part.pending is not None or self.settings.on_miss is MissPolicy.RECORD:
             return part
         bare = self._tried(Part(computed), call, arguments, flags)
         bare.is_final = bare.is_final and part.is_final
@@ -331,11 +356,11 @@ class Planner:
         told = []
         for at, solution in enumerate(solutions):
             try:
-                part.coming = handle.background.begin(kernels_of(solution, handle))
+                part.pending = handle.background.begin(kernels_of(solution, handle))
             except (CompileError, MissingLibraryError) as error:
                 told.append(f"{solution.solver_id}: {first_line(error)}")
                 continue
-            if part.coming is None:
+            if part.pending is None:
                 return solutions[at:]
             part.is_final = False
             raise Unserved(f"the kernels of {solution.solver_id} are being compiled")

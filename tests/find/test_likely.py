@@ -17,7 +17,7 @@ from miofind.find import likely, pipeline
 from miofind.find.immediate.answer import predicted
 from miofind.find.immediate.devices import described
 from miofind.find.immediate.shipped import ranker_of
-from miofind.find.likely import FEW, FIRST, MOST, NEAR, REACH, chosen, likely_plan
+from miofind.find.likely import FEW, FIRST, MOST, NEAR, REACH, likely_places, likely_plan
 from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
 from miofind.find.plan import make_plan
@@ -76,7 +76,7 @@ def test_the_first_predictions_are_measured_and_cudnn_is_not_asked(
     plan = likely_plan(problem, LIKELY, h200, left_out={})
     expected = predicted(problem, FindOptions(), h200)
     assert FIRST <= len(plan.candidates) <= MOST
-    places = chosen([(solution.solver_id, solution.time_ms) for solution in expected])
+    places = likely_places([(solution.solver_id, solution.time_ms) for solution in expected])
     assert [p.candidate.id for p in plan.candidates] == [expected[place].id for place in places]
     assert plan.considered.keys() >= {ConvCudnn.id}
     assert plan.is_part
@@ -86,15 +86,17 @@ def test_the_first_predictions_are_measured_and_cudnn_is_not_asked(
 def test_other_solvers_come_before_more_of_the_first_ones() -> None:
     near, far = 0.99 * NEAR, 0.99 * REACH
     same = [("A", 1.0)] * FIRST
-    assert chosen([]) == []
-    assert chosen(same[:2]) == [0, 1]
-    assert chosen([("A", 0.0)] * FIRST + [("B", 0.0), ("A", 1.0)]) == list(range(FIRST + 1)), "estimates may be 0"
-    assert chosen([*same, *[("A", near)] * MOST]) == list(range(MOST)), "else what is near"
-    assert chosen([*same, *[("A", 1.01 * NEAR)] * MOST]) == list(range(FIRST))
+    assert likely_places([]) == []
+    assert likely_places(same[:2]) == [0, 1]
+    assert likely_places([("A", 0.0)] * FIRST + [("B", 0.0), ("A", 1.0)]) == list(range(FIRST + 1)), (
+        "estimates may be 0"
+    )
+    assert likely_places([*same, *[("A", near)] * MOST]) == list(range(MOST)), "else what is near"
+    assert likely_places([*same, *[("A", 1.01 * NEAR)] * MOST]) == list(range(FIRST))
     others = [*same, *[("A", near)] * MOST, ("B", far), ("B", far), ("C", far), ("D", far)]
-    assert chosen(others) == [*range(FIRST), FIRST + MOST, FIRST + MOST + 2]
-    assert chosen([*same, ("B", 1.01 * REACH)]) == list(range(FIRST))
-    assert chosen([*same, ("A+Pointwise", far), ("B+Pointwise", far), ("B", far)]) == [*range(FIRST), FIRST + 1]
+    assert likely_places(others) == [*range(FIRST), FIRST + MOST, FIRST + MOST + 2]
+    assert likely_places([*same, ("B", 1.01 * REACH)]) == list(range(FIRST))
+    assert likely_places([*same, ("A+Pointwise", far), ("B+Pointwise", far), ("B", far)]) == [*range(FIRST), FIRST + 1]
 
 
 def test_what_failed_before_gives_its_place_to_the_next(h200: miofind.Handle) -> None:

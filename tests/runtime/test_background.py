@@ -52,13 +52,13 @@ def test_who_asks_is_called_once_all_is_compiled(
     background: BackgroundCompiler, compiler: Compiler, package: CudaPackage
 ) -> None:
     asked = steps(package, 3, 4)
-    coming = background.begin(asked)
-    assert coming is not None
+    pending = background.begin(asked)
+    assert pending is not None
     found: list[bool] = []
-    coming.when_done(lambda: found.extend(compiler.is_at_hand(step, DEVICE) for step in asked))
+    pending.when_done(lambda: found.extend(compiler.is_at_hand(step, DEVICE) for step in asked))
     assert background.wait(LIMIT_S)
     assert found == [True, True]
-    coming.when_done(lambda: found.append(False))
+    pending.when_done(lambda: found.append(False))
     assert found == [True, True, False], "what is there already is told at once"
     assert background.begin(asked) is None
 
@@ -66,19 +66,19 @@ def test_who_asks_is_called_once_all_is_compiled(
 def test_all_that_wait_are_called(background: BackgroundCompiler, package: CudaPackage) -> None:
     called: list[int] = []
     for number in range(3):
-        coming = background.begin(steps(package, 3, 4))
-        assert coming is not None
-        coming.when_done(lambda number=number: called.append(number))  # type: ignore[misc]
+        pending = background.begin(steps(package, 3, 4))
+        assert pending is not None
+        pending.when_done(lambda number=number: called.append(number))  # type: ignore[misc]
     assert wait_until_compiled(LIMIT_S)
     assert sorted(called) == [0, 1, 2]
 
 
 def test_who_fails_when_called_holds_up_nobody(background: BackgroundCompiler, package: CudaPackage) -> None:
-    coming = background.begin(steps(package, 3))
-    assert coming is not None
+    pending = background.begin(steps(package, 3))
+    assert pending is not None
     called = threading.Event()
-    coming.when_done(lambda: {}["nothing"])
-    coming.when_done(called.set)
+    pending.when_done(lambda: {}["nothing"])
+    pending.when_done(called.set)
     assert background.wait(LIMIT_S)
     assert called.is_set()
 
@@ -139,10 +139,10 @@ def test_without_a_folder_or_when_closed_nothing_is_waited_for(
 
 
 def test_closing_calls_who_waits(background: BackgroundCompiler, package: CudaPackage) -> None:
-    coming = background.begin(steps(package, *range(3, 40)))
-    assert coming is not None
+    pending = background.begin(steps(package, *range(3, 40)))
+    assert pending is not None
     called = threading.Event()
-    coming.when_done(called.set)
+    pending.when_done(called.set)
     background.close()
     assert called.wait(LIMIT_S)
 

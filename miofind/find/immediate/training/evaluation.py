@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from miofind.find.immediate.training.groups import network
 from miofind.find.immediate.training.samples import Lesson
-from miofind.find.likely import chosen
+from miofind.find.likely import likely_places
 
 WITHIN = 1.1
 """Of the best: what counts as a good answer."""
@@ -103,7 +103,7 @@ def regrets(lessons: Sequence[Lesson], times: Times) -> dict[str, object]:
 def _likely(lesson: Lesson, times: Sequence[float]) -> float:
     """The time that a find of the likeliest finds over the best known."""
     order = sorted(range(len(times)), key=lambda place: (times[place], place))
-    places = chosen([(lesson.predicted[place].solver_id, times[place]) for place in order])
+    places = likely_places([(lesson.predicted[place].solver_id, times[place]) for place in order])
     return min(lesson.predicted[order[place]].time_ms for place in places) / lesson.best_ms
 
 
