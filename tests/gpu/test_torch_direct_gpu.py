@@ -26,7 +26,9 @@ FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
 
 @pytest.fixture(scope="session")
 def path(tmp_path_factory: pytest.TempPathFactory) -> DirectPath:
-    """The direct path over the driver, built once for all of pytest's workers."""
+    """The direct path over the driver, built once for all of pytest's workers; a process loads one."""
+    if direct._loaded:
+        return direct._loaded[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIOFIND_CACHE_DIR", str(tmp_path_factory.getbasetemp().parent / "direct path"))
         patch.setattr(direct, "_path", direct._path.__wrapped__)
