@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 _KEY_FORMAT = 1
 _POINTER_BYTES = 8
 _TENSOR_MAP_BYTES = 128
+# How many processes of a distributed run this host has: each would start as many compilers.
+_LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 # Binaries that are kept in memory until they are loaded, so that the cache is read once: some 100 KB each.
 _MOST_FRESH = 256
 
@@ -303,7 +306,7 @@ def _result(built: Binary | CompileError, step: KernelStep, arch: str) -> Binary
 
 
 def processors() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Processors that this process may use: its share of them in a distributed run, as torchrun tells of it."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get(_LOCAL_RANKS, "")
+    return max(1, allowed // int(ranks)) if re.fullmatch("[1-9][0-9]{0,5}", ranks) else allowed

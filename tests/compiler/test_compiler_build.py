@@ -475,3 +475,17 @@ def test_load_needs_a_device_of_this_machine(compiler: Compiler, package: CudaPa
 def test_steps_are_hashable(package: CudaPackage) -> None:
     steps: set[KernelStep] = {package.step(), package.step()}
     assert len(steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share"),
+    [(None, 12), ("1", 12), ("5", 2), ("64", 1), ("0", 12), ("-2", 12), ("many", 12), ("9" * 5000, 12)],
+)
+def test_processes_of_a_distributed_run_share_the_processors(
+    ranks: str | None, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert build.processors() == share
