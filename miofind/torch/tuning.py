@@ -79,7 +79,7 @@ def tune(
         inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
         options: of each find; the likeliest candidates alone, for as long as they take, if left out.
             `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 5 a problem, and of
-            those that together take least, a quarter of the network's time, instead of 2.
+            those that together take least, a seventh of the network's time, instead of 2.
         compare: on a GPU, time each problem beside PyTorch, whose own kernel then runs what it is faster at in this
             process: about as long again as the finds. Of the likeliest, problems that PyTorch was faster at are found
             once more among all default candidates, cuDNN's too.
@@ -162,8 +162,8 @@ def _measuring(handle: Handle, options: FindOptions) -> Iterator[None]:
         executor.close()
 
 
-_LIGHT_SHARE = 0.25
-"""Of a network's time: half of its problems take so much together."""
+_LIGHT_SHARE = 0.15
+"""Of a network's time: a third of its problems take so much together."""
 
 _EARLY_COMPILERS = 8
 """Processes that compile and are started before there is a step: each takes 40 MB, and more start with the steps."""
