@@ -361,7 +361,10 @@ def _of_problem(
 
 
 def remove(connection: Connection, problem_id: int, entries: Sequence[Entry]) -> int:
-    """Remove entries of a problem and derive its answer anew; returns how many rows went."""
+    """Remove entries of a problem and derive its answer anew; returns how many rows went.
+
+    A problem goes with its last entry.
+    """
     rows = [entry.id for entry in entries if isinstance(entry, Row)]
     scopes = [entry.id for entry in entries if isinstance(entry, Scope)]
     verdicts = [entry.id for entry in entries if isinstance(entry, Verdict)]
@@ -369,11 +372,19 @@ def remove(connection: Connection, problem_id: int, entries: Sequence[Entry]) ->
         for start in range(0, len(ids), 500):
             chosen = table.c.id.in_(ids[start : start + 500])
             connection.execute(delete(table).where(table.c.problem_id == problem_id, chosen))
-    if rows or scopes:
+    if entries and not _has_entries(connection, problem_id):
+        remove_problem(connection, problem_id)
+    elif rows or scopes:
         rebuild(connection, problem_id)
     elif verdicts:
         _note_change(connection, problem_id)
     return len(rows)
+
+
+def _has_entries(connection: Connection, problem_id: int) -> bool:
+    """Whether something is stored of a problem."""
+    first = (select(table.c.id).where(table.c.problem_id == problem_id).limit(1) for table in _FACTS)
+    return any(connection.execute(statement).first() is not None for statement in first)
 
 
 def remove_problem(connection: Connection, problem_id: int) -> int:

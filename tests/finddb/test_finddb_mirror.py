@@ -76,6 +76,16 @@ def test_a_mirror_reads_what_is_newer_alone(store, finddb_url, file):
     assert held(file) == [*contents(store), *answers(store)]
 
 
+def test_a_mirror_follows_a_prune(store, finddb_url, file):
+    store.record(DEVICE, "a", [row()])
+    store.record(DEVICE, "b", [row(status="crashed", time_ms=None)])
+    assert mirror(finddb_url, file).problems == 2
+    store.prune(Prune.FAILED)
+    done = mirror(finddb_url, file)
+    assert (done.is_whole, done.changed, done.removed, done.problems) == (False, 0, 1, 1)
+    assert held(file) == [*contents(store), *answers(store)]
+
+
 def test_a_mirror_misses_no_transaction_that_ends_late(store, finddb_url, file):
     """Of two transactions the one that began first ended after the mirror was made."""
     store.record(DEVICE, "old", [row()])

@@ -350,6 +350,16 @@ def test_prune_failed_leaves_no_failure_and_brings_nothing_back(any_store):
     assert {row.solver_id for _, row in any_store.rows(DEVICE)} == {"ConvA"}
 
 
+def test_a_problem_of_failures_alone_goes_with_them(any_store):
+    """Nothing is stored of it any more; a mirror of a server had no such problem, which the server listed."""
+    any_store.record(DEVICE, PROBLEM, [row(status="crashed", time_ms=None), row("ConvB", status="timed_out")])
+    any_store.record(DEVICE, "b", [row("ConvC")])
+    assert any_store.prune(Prune.FAILED) == 2
+    assert [key.network_config for key in any_store.problems()] == ["b"]
+    assert any_store.answer(DEVICE, PROBLEM) is None
+    assert any_store.check() == ()
+
+
 def test_prune_other_devices(any_store):
     filled(any_store)
     assert any_store.prune(Prune.OTHER_DEVICES, device=DEVICE) == 1
