@@ -140,7 +140,7 @@ def tasks_of(
     tasks: list[Task] = []
     for kind, handle in {handle.device.identity: handle for handle in handles}.items():
         wanted = _queued(requests, handle, options) if options.recheck else requests
-        light = lightest(requests, handle.device, light_share)
+        light = lightest(requests, handle.device, light_share) if options.find.likely else frozenset()
         tasks += [
             Task(
                 request=request,

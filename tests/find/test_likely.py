@@ -130,6 +130,8 @@ def test_of_light_problems_the_first_two_are_measured(cpu: miofind.Handle) -> No
     options = TuneOptions(find=LIKELY)
     light, other = tasks_of(requests, [cpu], options, light_share=0.5)
     assert (light.options, other.options) == (replace(options, few=True), None)
+    whole = tasks_of(requests, [cpu], TuneOptions(find=FindOptions()), light_share=0.5)
+    assert [task.options for task in whole] == [None, None], "there are no few of all"
     (plan,) = tuning_plans(PROBLEM, replace(options, few=True), cpu)
     every = likely_plan(PROBLEM, LIKELY, cpu, left_out={}).candidates
     assert len(every) > FEW
