@@ -24,7 +24,7 @@ from miofind.torch.flags import Flags
 from miofind.torch.launches import ReadySolutions, first_line
 from miofind.torch.memory import host_array, is_capturing, make_room, stream_reader
 from miofind.torch.override import Override, current
-from miofind.torch.plans import Part, Planner, kernels_of, note_capture, refuse_capture
+from miofind.torch.plans import Part, Planner, kernels_of, note_capture
 from miofind.torch.settings import MissPolicy, Settings
 
 logger = logging.getLogger(__name__)
@@ -138,9 +138,7 @@ def answer(problem: ProblemDescription, device: Any, flags: Flags, planner: Plan
     try:
         _refuse(problem, planner.settings, flags)
         found = planner.solutions(part, device, flags)
-        refuse_capture(part, device)
-        handle = planner.handle_of(device)
-        solutions = ReadySolutions(planner.compiled(part, found, handle, flags), handle)
+        solutions = planner.ready(part, found, device, flags)
         part.solution, invoker = solutions.next()
     except Unserved as reason:
         part.reason = str(reason)

@@ -345,11 +345,22 @@ class Planner:
             raise Unserved(f"{found[0].solver_id} is {gain:.2f} times as fast as cuDNN, less than {least_gain:.2f}")
         return gaining
 
-    def compiled(self, part: Part, solutions: list[Solution], handle: Handle, flags: Flags) -> list[Solution]:
+    def ready(self, part: Part, solutions: list[Solution], device: Any, flags: Flags) -> ReadySolutions:
+        """Solutions to be made ready for a part.
+
+        Raises:
+            Unserved: that cannot be, or not now: a CUDA graph is being captured, or the first that can be compiled is
+                being compiled, and PyTorch's own kernel is to run meanwhile.
+        """
+        refuse_capture(part, device)
+        handle = self.handle_of(device)
+        return ReadySolutions(self._compiled(part, solutions, handle, flags), handle)
+
+    def _compiled(self, part: Part, solutions: list[Solution], handle: Handle, flags: Flags) -> list[Solution]:
         """The solutions from the first on that can be compiled, where that is done or has to be waited for.
 
         Raises:
-            Unserved: it is being compiled, and PyTorch's own kernel is to run meanwhile; or none can be compiled.
+            Unserved: it is being compiled, or none can be compiled.
         """
         if self.settings.waits(flags):
             return solutions
@@ -374,9 +385,7 @@ class Planner:
         Raises:
             Unserved: no solution can be made ready, or not now.
         """
-        refuse_capture(part, arguments.x.device)
-        handle = self.handle_of(arguments.x.device)
-        ready = ReadySolutions(self.compiled(part, solutions, handle, flags), handle)
+        ready = self.ready(part, solutions, arguments.x.device, flags)
         made = Launches(part.computed, call, arguments, ready, with_bias=part.with_bias).first()
         part.solution, part.launch, part.direct = made.solution, made.launch, made.direct
 

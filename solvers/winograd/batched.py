@@ -18,14 +18,7 @@ from miofind.libraries.matmul_choice import (
     check_library_choice,
     with_library_choice,
 )
-from miofind.solver.solver import (
-    Algorithm,
-    Applicability,
-    EstimatedConfig,
-    KernelKey,
-    Reach,
-    Solver,
-)
+from miofind.solver.solver import Algorithm, Applicability, EstimatedConfig, KernelKey, Reach, Solver
 from miofind.solver.steps import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solvers.winograd.choice import (
     EXACT_TILE,

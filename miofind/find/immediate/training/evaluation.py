@@ -76,8 +76,12 @@ GROUPINGS: dict[str, Callable[[Lesson], str]] = {
 
 def picked(lesson: Lesson, times: Sequence[float], top: int = 1) -> float:
     """The time of the fastest of the first candidates over the best known."""
-    order = sorted(range(len(times)), key=lambda place: (times[place], place))
-    return min(lesson.predicted[place].time_ms for place in order[:top]) / lesson.best_ms
+    return min(lesson.predicted[place].time_ms for place in _in_order(times)[:top]) / lesson.best_ms
+
+
+def _in_order(times: Sequence[float]) -> list[int]:
+    """The places of times, the least first."""
+    return sorted(range(len(times)), key=lambda place: (times[place], place))
 
 
 def regrets(lessons: Sequence[Lesson], times: Times) -> dict[str, object]:
@@ -102,7 +106,7 @@ def regrets(lessons: Sequence[Lesson], times: Times) -> dict[str, object]:
 
 def _likely(lesson: Lesson, times: Sequence[float]) -> float:
     """The time that a find of the likeliest finds over the best known."""
-    order = sorted(range(len(times)), key=lambda place: (times[place], place))
+    order = _in_order(times)
     places = likely_places([(lesson.predicted[place].solver_id, times[place]) for place in order])
     return min(lesson.predicted[order[place]].time_ms for place in places) / lesson.best_ms
 
