@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from miofind.errors import (
     described,
     raise_if_interrupted,
 )
+from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import records
 from miofind.options import FindOptions, OnMiss
 from miofind.runtime.background import PendingKernels
@@ -189,6 +190,10 @@ def parts_of_a_fused_call() -> Iterator[None]:
         yield
     finally:
         _thread.computes_part = before
+
+
+_LONGEST_STAND_IN_MS = 50.0
+"""A call that takes longer than that is PyTorch's."""
 
 
 class Planner:
@@ -374,8 +379,27 @@ class Planner:
             if part.pending is None:
                 return solutions[at:]
             part.is_final = False
+            if stand_ins := self._stand_ins(solution.problem, handle, flags):
+                return stand_ins
             raise Unserved(f"the kernels of {solution.solver_id} are being compiled")
         raise Unserved("; ".join(told))
+
+    def _stand_ins(self, problem: ProblemDescription, handle: Handle, flags: Flags) -> list[Solution]:
+        """What runs a problem while its kernels are compiled; nothing where PyTorch's own kernel does.
+
+        That is where PyTorch would take longer to be ready. It runs depthwise convolutions by cuDNN, which compiles for
+        each shape: EfficientNet-B0 waited 6 s for its first result, and 22 s for its first training step. The last
+        resort is compiled once for all shapes.
+        """
+        options = self.settings.options(deterministic=flags.deterministic)
+        if not (problem.groups > 1 and problem.w.shape[1] == 1) or options.only or options.exclude:
+            return []
+        generic = tuple(name for name, solver in handle.registry.items() if solver.is_last_resort)
+        try:
+            found = predicted(problem, replace(options, only=generic), handle)
+        except NoSolutionError:
+            return []
+        return found if found[0].time_ms < _LONGEST_STAND_IN_MS else []
 
     def _bind(
         self, part: Part, call: ConvolutionCall, solutions: list[Solution], arguments: Arguments, flags: Flags

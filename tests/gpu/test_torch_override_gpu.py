@@ -252,3 +252,27 @@ def test_pytorch_runs_while_kernels_are_compiled(tmp_path: Path) -> None:
         assert miofind.torch.wait_until_compiled(300.0)
         y = miofind.torch.convolution(x, w, activation="relu")
         torch.testing.assert_close(y, expected.relu(), rtol=1e-2, atol=0.1)
+
+
+def test_depthwise_convolutions_run_while_their_kernels_are_compiled(tmp_path: Path) -> None:
+    x = torch.randn(2, 40, 20, 20, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+    w = torch.randn(40, 1, 3, 3, device="cuda").requires_grad_()
+
+    def computed(x: Any, w: Any) -> tuple[Any, ...]:
+        y = conv2d(x, w, padding=1, groups=40)
+        return y, *torch.autograd.grad(y.square().sum(), (x, w))
+
+    with miofind.torch.use("fallback", directions=[]):
+        expected = computed(x.double(), w.double())
+    compiler = Compiler(BinaryCache(tmp_path / "cache"))
+    with (
+        Handle(0, database=tmp_path / "finddb.db", compiler=compiler) as handle,
+        miofind.torch.use("estimate", handle=handle) as made,
+    ):
+        for _ in range(2):
+            for result, exact in zip(computed(x, w), expected, strict=True):
+                torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-2)
+            assert miofind.torch.wait_until_compiled(300.0)
+        assert made.report().own_calls == 6
+        chosen = [part.solution.solver_id for plan in made.plans for part in plan.parts if part.solution is not None]
+        assert "ConvDirectNaive" not in chosen

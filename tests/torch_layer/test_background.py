@@ -13,6 +13,7 @@ from torch.nn.functional import conv2d
 import miofind.torch
 from miofind import Handle
 from miofind.errors import CompileError, InvalidOptionError
+from miofind.solvers.cpu.direct import ConvCpuDirect
 from miofind.torch import fused_plans, plans
 from miofind.torch.graph_pass import ConvolutionPass
 
@@ -216,3 +217,28 @@ def test_a_forgotten_plan_is_not_replaced(handle: Handle, kernels: Withheld) -> 
 def test_background_is_a_choice(handle: Handle) -> None:
     with pytest.raises(InvalidOptionError, match="background='often' must be True or False"):
         miofind.torch.enable(background="often", handle=handle, devices="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("groups", "only", "runs"), [(4, (), True), (2, (), False), (4, ("plain",), False)], ids=["", "grouped", "filtered"]
+)
+def test_a_stand_in_runs_depthwise_convolutions(
+    handle: Handle, kernels: Withheld, monkeypatch: pytest.MonkeyPatch, groups: int, only: tuple[str, ...], runs: bool
+) -> None:
+    monkeypatch.setattr(ConvCpuDirect, "is_last_resort", True)
+    w = torch.randn(8, 4 // groups, 3, 3)
+    expected = conv2d(X, w, B, groups=groups)
+    with miofind.torch.use("estimate", handle=handle, devices="cpu", only=only) as made:
+        for _ in range(2):
+            torch.testing.assert_close(conv2d(X, w, B, groups=groups), expected, rtol=1e-4, atol=1e-4)
+        assert made.report().own_calls == 2 * runs
+        assert kernels.asked == 1, "the plan is kept meanwhile"
+        fused = miofind.torch.convolution(X, w, B, activation="relu", groups=groups)
+        torch.testing.assert_close(fused, expected.relu(), rtol=1e-4, atol=1e-4)
+        (plan,) = (plan for plan in fused_plans.plans() if plan.answer)
+        assert plan.answer is not None
+        assert plan.answer.is_served is runs
+        kernels.finish()
+        torch.testing.assert_close(conv2d(X, w, B, groups=groups), expected, rtol=1e-4, atol=1e-4)
+        assert made.report().own_calls == 1 + 2 * runs
+        assert {part.solution.solver_id for plan in made.plans for part in plan.parts if part.solution} != set()
