@@ -275,4 +275,5 @@ def test_depthwise_convolutions_run_while_their_kernels_are_compiled(tmp_path: P
             assert miofind.torch.wait_until_compiled(300.0)
         assert made.report().own_calls == 6
         chosen = [part.solution.solver_id for plan in made.plans for part in plan.parts if part.solution is not None]
-        assert "ConvDirectNaive" not in chosen
+        assert len(chosen) == 6, "three stood in for three"
+        assert chosen.count("ConvDirectNaive") == 3
