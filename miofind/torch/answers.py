@@ -73,9 +73,9 @@ class Answer:
             tensors: of the problem's operands by name, packed as it has them, on one device.
             parameters: the epilogue's numbers.
         """
+        if self.part.pending is not None:
+            note_capture(next(iter(tensors.values())).device)
         if not self._invokers:
-            if self.part.pending is not None:
-                note_capture(next(iter(tensors.values())).device)
             return False
         ordered = [tensors[name] for name in self._names]
         try:

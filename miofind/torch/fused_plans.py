@@ -148,7 +148,7 @@ def _parameters(call: Call, names: tuple[str, ...]) -> EpilogueParameters:
 
 _plans: dict[Any, Plan] = {}
 _replaced: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
-"""Plans by which PyTorch ran calls whose kernels were being compiled."""
+"""Plans by which PyTorch or a stand-in ran calls whose kernels were being compiled."""
 _lock = threading.Lock()
 
 

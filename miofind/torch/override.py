@@ -226,6 +226,8 @@ class _Router:
             elif plan.generation is not None:
                 router.offer(plan)
             plan.python_calls += 1
+            if plan.pending:
+                note_capture(x.device)
             launch = plan.launch
             if launch is not None:
                 if plan.adds_bias:
@@ -234,8 +236,6 @@ class _Router:
                         return y
                 elif (y := plan.run("y", launch, x, w)) is not None:
                     return y if bias is None else y.add_(bias.view(plan.bias_shape))
-            elif plan.pending:
-                note_capture(x.device)
             return native(keyset, x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
 
         return convolution
@@ -405,8 +405,8 @@ def enable(
         directions: "forward", "backward_data" and "backward_weights": what miofind computes; all if left out.
         time_budget_s: seconds of measuring for a problem, as in `FindOptions`.
         background: kernels that are not compiled yet are compiled by processes of their own, and PyTorch's run
-            meanwhile; see `wait_until_compiled`. With False, and wherever PyTorch is to be deterministic, a call waits
-            for them.
+            meanwhile, of depthwise convolutions one for all shapes; see `wait_until_compiled`. With False, and wherever
+            PyTorch is to be deterministic, a call waits for them.
         handle: a device and its FindDB; each GPU's default one if left out.
         devices: kinds of PyTorch's devices: "cuda", and "cpu", whose solvers are for tests.
 

@@ -59,7 +59,7 @@ class Part:
         reason: why PyTorch does, "" where it does not.
         is_missing: whether no FindDB had an answer to the problem.
         is_final: whether a later call would be answered alike.
-        pending: its kernels, where they are being compiled and PyTorch's run meanwhile.
+        pending: its kernels, where they are being compiled and PyTorch's, or those of a stand-in, run meanwhile.
         direct: gives the launch without Python; None where there is none.
         with_bias: whether the launch adds the bias, or gives its gradient, too.
         declined: calls in which PyTorch computed it although it has a launch, as no solution takes tensors at such
@@ -355,7 +355,7 @@ class Planner:
 
         Raises:
             Unserved: that cannot be, or not now: a CUDA graph is being captured, or the first that can be compiled is
-                being compiled, and PyTorch's own kernel is to run meanwhile.
+                being compiled, and PyTorch's own kernel is to run meanwhile, not a stand-in.
         """
         refuse_capture(part, device)
         handle = self.handle_of(device)
@@ -430,8 +430,8 @@ def kernels_of(solution: Solution, handle: Handle) -> tuple[KernelStep, ...]:
 @functools.cache
 def _warn_of_capture() -> None:
     logger.warning(
-        "a CUDA graph is captured of convolutions whose kernels are not compiled and loaded yet: it keeps PyTorch's "
-        "own. Run once, call miofind.torch.wait_until_compiled() and run once more before a capture"
+        "a CUDA graph is captured of convolutions whose kernels are not compiled and loaded yet: it keeps those "
+        "that run until then. Run once, call miofind.torch.wait_until_compiled() and run once more before a capture"
     )
 
 

@@ -183,6 +183,25 @@ def test_a_capture_is_warned_of_once(
 
 
 @pytest.mark.parametrize("call", [conv2d, miofind.torch.convolution], ids=["operator", "fused"])
+def test_a_capture_of_a_stand_in_is_warned_of(
+    handle: Handle,
+    kernels: Withheld,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: Callable[..., Any],
+) -> None:
+    plans._warn_of_capture.cache_clear()
+    monkeypatch.setattr(ConvCpuDirect, "is_last_resort", True)
+    w = torch.randn(8, 1, 3, 3)
+    with miofind.torch.use("estimate", handle=handle, devices="cpu"):
+        call(X, w, groups=4)
+        assert "CUDA graph" not in caplog.text
+        monkeypatch.setattr(plans, "is_capturing", lambda _: True)
+        call(X, w, groups=4)
+    assert caplog.text.count("a CUDA graph is captured") == 1
+
+
+@pytest.mark.parametrize("call", [conv2d, miofind.torch.convolution], ids=["operator", "fused"])
 def test_a_capture_right_after_kernels_came_is_warned_of(
     handle: Handle,
     kernels: Withheld,
@@ -241,4 +260,6 @@ def test_a_stand_in_runs_depthwise_convolutions(
         kernels.finish()
         torch.testing.assert_close(conv2d(X, w, B, groups=groups), expected, rtol=1e-4, atol=1e-4)
         assert made.report().own_calls == 1 + 2 * runs
-        assert {part.solution.solver_id for plan in made.plans for part in plan.parts if part.solution} != set()
+        chosen = [part.solution.solver_id for plan in made.plans for part in plan.parts if part.solution]
+        assert chosen.count(ConvCpuDirect.id) == runs
+        assert len(chosen) == 1 + runs
