@@ -193,7 +193,7 @@ class _Gradients(NamedTuple):
         """By operations that have gradients themselves."""
         *_, wants_bias = wanted
         dx, dw, _ = unfused.gradients(self.dy, self.x, self.w, self.window, (*wanted[:2], False))
-        return dx, dw, unfused.bias_gradient(self.dy) if wants_bias else None
+        return dx, dw, unfused.channel_sums(self.dy) if wants_bias else None
 
     def of_data(self) -> Any:
         """dx."""
@@ -202,7 +202,7 @@ class _Gradients(NamedTuple):
     def of_weights(self, bias_dtype: Any, wants_w: bool) -> tuple[Any, Any]:
         """dw and the bias gradient, each None where it is not wanted."""
         if not wants_w:
-            return None, None if bias_dtype is None else unfused.bias_gradient(self.dy)
+            return None, None if bias_dtype is None else unfused.channel_sums(self.dy)
         dw, of_bias = torch.ops.miofind.convolution_backward_weights(
             self.dy, self.x, self.w, *self._geometry, bias_dtype
         )

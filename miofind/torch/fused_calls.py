@@ -85,6 +85,56 @@ class Forward(NamedTuple):
         _check_shape(self.channel_bias, "channel_bias", shape[:2])
 
 
+class Statistics(NamedTuple):
+    """The arguments of `miofind::convolution_statistics`: y, and each channel's sum of y and of its squares.
+
+    Attributes:
+        x: (n, c, *spatial).
+        w: (k, c/groups, *filter).
+        bias: (k,), of x's dtype; None for none.
+        channels_last: memory format of y; None for that of PyTorch's own convolution of x and w.
+    """
+
+    x: Any
+    w: Any
+    bias: Any
+    stride: Sequence[Any]
+    padding: Sequence[Any]
+    dilation: Sequence[Any]
+    groups: Any
+    channels_last: bool | None = None
+
+    @property
+    def window(self) -> Window:
+        """How the filter moves over x."""
+        return _window(self)
+
+    @property
+    def forward(self) -> Forward:
+        """The call that makes y alone."""
+        window = (self.stride, self.padding, self.dilation, self.groups)
+        return Forward(self.x, self.w, self.bias, None, None, "none", *window, channels_last=self.channels_last)
+
+    def layout(self) -> Layout:
+        """The memory order of y."""
+        return _layout(self)
+
+    def output(self, layout: Layout) -> tuple[Any, Any, Any]:
+        """A new y, and sums in the type that products are summed in."""
+        y = self.forward.output(layout)
+        wide = torch.promote_types(torch.float32, y.dtype)
+        return y, *(torch.empty(y.shape[1], dtype=wide, device=y.device) for _ in range(2))
+
+    def check(self) -> None:
+        """Do nothing where the tensors go together.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        self.forward.check()
+        _check(self.bias is None or self.bias.dtype == self.x.dtype, lambda: "bias must have the dtype of x")
+
+
 class BackwardData(NamedTuple):
     """The arguments of `miofind::convolution_backward_data`: dx = (gradient + beta * residual) * derivative'(saved).
 
@@ -190,7 +240,7 @@ class BackwardWeights(NamedTuple):
         _check_shape(self.dy, "dy", self.window.output_shape(self.x.shape, self.w.shape))
 
 
-Call = Forward | BackwardData | BackwardWeights
+Call = Forward | Statistics | BackwardData | BackwardWeights
 
 
 def empty(shape: Sequence[Any], like: Any, layout: Layout) -> Any:
@@ -261,6 +311,8 @@ def problem_of(call: Call, layout: Layout, math: MathMode) -> ProblemDescription
     """
     if isinstance(call, Forward):
         computed, like, epilogue = "y", call.x, _forward_epilogue(call)
+    elif isinstance(call, Statistics):
+        computed, like, epilogue = "y", call.x, replace(_forward_epilogue(call.forward), statistics=True)
     elif isinstance(call, BackwardData):
         computed, like = "dx", call.dy
         epilogue = Epilogue(

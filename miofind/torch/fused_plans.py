@@ -20,7 +20,7 @@ from miofind.torch.answers import Answer, answer, override_of, planner_of
 from miofind.torch.calls import Unserved
 from miofind.torch.direct import DirectCalls, DirectLaunch, DirectResult
 from miofind.torch.flags import Flags, state
-from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, of_one_dtype, problem_of
+from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, Statistics, of_one_dtype, problem_of
 from miofind.torch.override import Override
 from miofind.torch.plans import Part, parts_of_a_fused_call
 
@@ -63,7 +63,7 @@ class Plan(DirectCalls):
             self.reason = str(reason)
             return
         read = {operand.name for operand in problem.inputs}
-        self._like = "x" if isinstance(call, Forward) else "dy"
+        self._like = "x" if isinstance(call, (Forward, Statistics)) else "dy"
         self._inputs = tuple(
             (field, name, getattr(narrowed, field).dtype, not self._is_packed(getattr(call, field)))
             for field, name in _READ.items()
@@ -184,6 +184,8 @@ def _key(call: Call) -> tuple[Any, ...]:
     if isinstance(call, Forward):
         vectors = _form(call.bias), _form(call.scale), _form(call.residual), _form(call.channel_bias)
         return (*ours, *window, *vectors, call.activation, *call[10:-1])
+    if isinstance(call, Statistics):
+        return (*ours, *window, _form(call.bias), call.channels_last, "statistics")
     if isinstance(call, BackwardData):
         return (*ours, *window, _form(call.dy), _form(call.residual), _form(call.saved), call.derivative, *call[10:])
     return (*ours, *window, _form(call.dy), call.bias_dtype, call.channels_last)

@@ -1,6 +1,7 @@
 """A pass over Inductor's graphs that puts `miofind::convolution...` where a FindDB answers the fused problem.
 
-Forward: convolution, batch norm in inference (as steps of channels), an addition, an activation. Backward: the gradient
+Forward: convolution, batch norm in inference (as steps of channels), an addition, an activation; in training the
+statistics of a batch norm (`batch_statistics`). Backward: the gradient
 of the input with what is added to it and relu's mask, and the bias gradient beside that of the weights. Whatever is not
 known exactly, has sizes that are not numbers, or no answer stays as it is, and is Inductor's.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,16 +23,17 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import miofind
 from miofind.core.problem import ProblemDescription
-from miofind.core.tensor import Layout
 from miofind.runtime.solution import Solution
 from miofind.solver.registry import Registry
 from miofind.torch.answers import answer, compile_ahead, fastest, find_missing, planner_of
+from miofind.torch.batch_statistics import gather_vectors, put_statistics
 from miofind.torch.calls import Unserved
 from miofind.torch.decompositions import activation_of
 from miofind.torch.flags import Flags, state
-from miofind.torch.formats import is_dense
-from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, of_one_dtype, problem_of
+from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward
+from miofind.torch.graph_writing import Writing, spelt, values_of
 from miofind.torch.group_statistics import split_group_statistics
+from miofind.torch.ops import OPERATORS
 from miofind.torch.override import current
 from miofind.torch.plans import Planner
 from miofind.torch.unfused import Nonlinearity
@@ -39,12 +41,7 @@ from miofind.torch.weights_in_graphs import keep_weights
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
-_OPERATORS: dict[type[Call], Any] = {
-    Forward: torch.ops.miofind.convolution.default,
-    BackwardData: torch.ops.miofind.convolution_backward_data.default,
-    BackwardWeights: torch.ops.miofind.convolution_backward_weights.default,
-}
-_ARGUMENTS = {operator: kind for kind, operator in _OPERATORS.items()}
+_ARGUMENTS = {operator: kind for kind, operator in OPERATORS.items()}
 
 
 _TURNED = "miofind_turned_to_channels_last"
@@ -69,13 +66,16 @@ class ConvolutionPass(CustomGraphPass):
         _constrain_layouts()
         is_better_last = _is_better_last(graph)
         _prepare(graph, is_better_last)
-        writing = _Writing(graph, self._serves, is_better_last)
+        writing = Writing(graph, self._serves, is_better_last)
         _replace(writing)
         self.replaced += writing.put_in
         for node in list(graph.nodes):
             if node.target in _ARGUMENTS:
                 _state_layout(node)
-        if not _trains(graph):
+        if _trains(graph):
+            _turn_saved(graph)
+            gather_vectors(graph)
+        else:
             keep_weights(graph, _memory_formats(graph))
         split_group_statistics(graph)
         graph.lint()
@@ -133,7 +133,7 @@ def _constrain_layouts() -> None:
     """
     from torch._inductor import lowering
 
-    for overload in _OPERATORS.values():
+    for overload in OPERATORS.values():
         if overload not in lowering.lowerings:
             lowering.make_fallback(overload, layout_constraint=_constrained, warn=False)
 
@@ -170,18 +170,36 @@ def _state_layout(node: fx.Node) -> None:
     call = _ARGUMENTS[node.target](*node.args, **node.kwargs)
     if call.channels_last is not None or not _is_plain(node, transposed=False):
         return
-    values = _values(call)
+    values = values_of(call)
     if values.x.dim() == 3:  # whose memory format strides alone leave open
         return
     with values.x.fake_mode:
         _write(node, call._replace(channels_last=values.layout().channels_last))
 
 
+def _turn_saved(graph: fx.Graph) -> None:
+    """Have what operators read channels last, and backward once more, be computed so.
+
+    Inductor knows its own convolutions to want that; what else a graph returns it computes in the memory format that it
+    was traced with, and the operators would copy it.
+    """
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    readers = (*_CONVOLUTIONS, *OPERATORS.values(), output.target)
+    for node in output.all_input_nodes:
+        value = node.meta.get("val")
+        if node.target is not _CONVERSION or value.dim() != 4 or not value.is_contiguous():
+            continue
+        is_read_last = any(user.kwargs.get("channels_last") for user in node.users if user.target in _ARGUMENTS)
+        if is_read_last and all(user.target in readers for user in node.users):
+            with value.fake_mode:
+                node.meta["val"] = value.contiguous(memory_format=torch.channels_last)
+
+
 def _memory_formats(graph: fx.Graph) -> dict[fx.Node, bool]:
     """The forward operators whose memory format is known as they are lowered, and whether that is channels last."""
     known = {}
     for node in graph.nodes:
-        if node.target is _OPERATORS[Forward] and len(node.args) > 1 and _is_plain(node, transposed=False):
+        if node.target is OPERATORS[Forward] and len(node.args) > 1 and _is_plain(node, transposed=False):
             last = True if node.meta.get(_TURNED) else node.kwargs.get("channels_last")
             known.update({} if last is None else {node: last})
     return known
@@ -206,11 +224,11 @@ def _is_better_last(graph: fx.Graph) -> bool:
 
 def _with_convolutions(graph: fx.Graph) -> fx.Graph:
     """The graph, or a copy in which PyTorch's own convolutions stand where it has operators."""
-    if not any(node.target is _OPERATORS[Forward] for node in graph.nodes):
+    if not any(node.target is OPERATORS[Forward] for node in graph.nodes):
         return graph
     copied = _copied(graph)
     for node in list(copied.nodes):
-        if node.target is _OPERATORS[Forward]:
+        if node.target is OPERATORS[Forward]:
             _as_convolution(copied, node)
     return copied
 
@@ -235,10 +253,6 @@ def _as_convolution(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-Serves = Callable[[ProblemDescription, Any], bool]
-"""Whether an operator may be put in for a problem on a device of PyTorch's."""
-
-
 def _asked(device: Any) -> tuple[Planner, Flags]:
     """What decides about problems on a device, and PyTorch's switches for it.
 
@@ -259,7 +273,7 @@ def _prepare(graph: fx.Graph, is_better_last: bool) -> None:
 
     A copy of the graph tells what.
     """
-    convolutions = (*_CONVOLUTIONS, _OPERATORS[Forward])
+    convolutions = (*_CONVOLUTIONS, OPERATORS[Forward])
     read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in convolutions)
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
     lacking: dict[Any, list[ProblemDescription]] = {device: [] for device in devices if _measures(device)}
@@ -270,7 +284,7 @@ def _prepare(graph: fx.Graph, is_better_last: bool) -> None:
         return device in lacking
 
     if lacking:
-        _replace(_Writing(_copied(graph), is_missing, is_better_last))
+        _replace(Writing(_copied(graph), is_missing, is_better_last))
     for device, problems in lacking.items():
         planner, flags = _asked(device)
         find_missing(problems, device, flags, planner)
@@ -284,12 +298,12 @@ def _prepare(graph: fx.Graph, is_better_last: bool) -> None:
         return best is not None
 
     if on_gpu:
-        _replace(_Writing(_copied(graph), is_answered, is_better_last))
+        _replace(Writing(_copied(graph), is_answered, is_better_last))
     for device, solutions in on_gpu.items():
         compile_ahead(solutions, device, _asked(device)[0])
 
 
-def _replace(writing: _Writing) -> None:
+def _replace(writing: Writing) -> None:
     """Put operators in for the convolutions of a graph, where they are served."""
     if writing.is_better_last:
         _turn_last(writing)
@@ -300,92 +314,14 @@ def _replace(writing: _Writing) -> None:
             _replace_backward(writing, node)
 
 
-class _Writing:
-    """Writes steps into a graph, each with the fake tensor that it gives.
-
-    Args:
-        graph: of Inductor, after gradients.
-        serves: says which problems operators are put in for.
-        is_better_last: whether Inductor would turn the graph's 2-D convolutions to channels last.
-
-    Attributes:
-        put_in: the problems of the operators that were put in, in order.
-    """
-
-    def __init__(self, graph: fx.Graph, serves: Serves, is_better_last: bool) -> None:
-        self.graph = graph
-        self.is_better_last = is_better_last
-        self.put_in: list[ProblemDescription] = []
-        self._serves = serves
-        self._written: list[fx.Node] = []
-
-    def step(self, target: Any, *arguments: Any, **named: Any) -> fx.Node:
-        """A new step at the place where the graph inserts."""
-        node = self.graph.call_function(target, arguments, named)
-        values, keywords = fx.map_arg((arguments, named), lambda each: each.meta["val"])
-        tensor = next(each.meta["val"] for each in node.all_input_nodes)
-        with tensor.fake_mode:
-            node.meta["val"] = target(*values, **keywords)
-        self._written.append(node)
-        return node
-
-    def is_last(self, *values: Any) -> bool:
-        """Whether a convolution is to be channels last: one of these tensors of it is, or Inductor would turn it so."""
-        last = Layout.of(values[0].dim() - 2, channels_last=True)
-        is_so = any(is_dense(value, last) and not value.is_contiguous() for value in values)
-        return is_so or (values[0].dim() == 4 and self.is_better_last)
-
-    def served(self, call: Call) -> ProblemDescription | None:
-        """The problem of an operator; None where no FindDB answers it.
-
-        Args:
-            call: of nodes.
-        """
-        values = _values(call)
-        flags = Flags.of(state(), on_gpu=values.x.is_cuda)
-        with values.x.fake_mode:
-            known = of_one_dtype(values) if isinstance(values, Forward) else values
-            layout = known.layout()
-        try:
-            problem = problem_of(known, layout, flags.math)
-        except Unserved:
-            return None
-        return problem if self._serves(problem, values.x.device) else None
-
-    def put(self, call: Call) -> fx.Node | None:
-        """A step that is this operator; None where no FindDB answers its problem.
-
-        Args:
-            call: of nodes.
-        """
-        problem = self.served(call)
-        if problem is None:
-            return None
-        self.put_in.append(problem)
-        arguments, named = _spelt(call)
-        return self.step(_OPERATORS[type(call)], *arguments, **named)
-
-    def tidy(self) -> None:
-        """Take back steps that nothing came to use."""
-        for node in reversed(self._written):
-            if not node.users and node.target not in _OPERATORS.values():
-                self.graph.erase_node(node)
-        self._written.clear()
-
-
-def _values(call: Call) -> Call:
-    """A call of nodes, of the fake tensors that they give."""
-    return type(call)(*fx.map_arg(tuple(call), lambda each: each.meta["val"]))
-
-
-def _turn_last(writing: _Writing) -> None:
+def _turn_last(writing: Writing) -> None:
     """Have the 2-D operators that the network itself calls run channels last, where FindDBs answer all of them so.
 
     Where one stayed channels first, tensors would be copied between it and its neighbours. Nodes are marked for the
     lowering, and say what they were traced with: who reads strides (views of outputs, `as_strided`, operators of a
     fixed stride order) is given these by Inductor, as it gives them where it turns convolutions itself.
     """
-    operators = [node for node in writing.graph.nodes if node.target is _OPERATORS[Forward] and _is_first(node)]
+    operators = [node for node in writing.graph.nodes if node.target is OPERATORS[Forward] and _is_first(node)]
     calls = [Forward(*node.args, **node.kwargs) for node in operators]
     problems = [writing.served(call._replace(channels_last=True)) for call in calls]
     if None in problems:
@@ -399,15 +335,7 @@ def _turn_last(writing: _Writing) -> None:
 
 def _write(node: fx.Node, call: Call) -> None:
     """Have a node make a call whose memory format is given by name."""
-    node.args, node.kwargs = _spelt(call)
-
-
-def _spelt(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments as an operator takes them, the memory format and what follows it by name."""
-    named: dict[str, Any] = {"channels_last": call.channels_last}
-    if isinstance(call, Forward) and call.channel_bias is not None:
-        named["channel_bias"] = call.channel_bias
-    return call[: call._fields.index("channels_last")], named
+    node.args, node.kwargs = spelt(call)
 
 
 def _is_first(node: fx.Node) -> bool:
@@ -532,8 +460,10 @@ def _takes_residual(chain: _Chain, user: fx.Node) -> bool:
     return True
 
 
-def _replace_forward(writing: _Writing, node: fx.Node) -> None:
-    """Put the operator in for a convolution with what follows it, if a FindDB answers."""
+def _replace_forward(writing: Writing, node: fx.Node) -> None:
+    """Put an operator in for a convolution with what follows it, if a FindDB answers."""
+    if put_statistics(writing, node):
+        return
     for chain in _chains(node):
         end = chain.nodes[-1]
         with writing.graph.inserting_before(end):
@@ -548,7 +478,7 @@ def _replace_forward(writing: _Writing, node: fx.Node) -> None:
             return
 
 
-def _put_forward(writing: _Writing, chain: _Chain) -> fx.Node | None:
+def _put_forward(writing: Writing, chain: _Chain) -> fx.Node | None:
     """The operator for a chain; with steps of channels, in the first form that a FindDB answers.
 
     These are scale and bias in float32; weights times the scale and a bias in float32; the same with a bias of x's
@@ -591,7 +521,7 @@ def _put_forward(writing: _Writing, chain: _Chain) -> fx.Node | None:
     return made
 
 
-def _scale_and_shift(writing: _Writing, chain: _Chain, bias: Any) -> tuple[fx.Node | None, fx.Node | None]:
+def _scale_and_shift(writing: Writing, chain: _Chain, bias: Any) -> tuple[fx.Node | None, fx.Node | None]:
     """The factor and the summand of each channel that a chain's steps make together, in float32 or wider."""
     wide = torch.promote_types(torch.float32, chain.nodes[0].meta["val"].dtype)
     scale, shift = None, None if bias is None else _converted(writing, bias, wide)
@@ -607,11 +537,11 @@ def _scale_and_shift(writing: _Writing, chain: _Chain, bias: Any) -> tuple[fx.No
     return scale, shift
 
 
-def _converted(writing: _Writing, node: fx.Node, dtype: Any) -> fx.Node:
+def _converted(writing: Writing, node: fx.Node, dtype: Any) -> fx.Node:
     return node if node.meta["val"].dtype == dtype else writing.step(_CONVERSION, node, dtype)
 
 
-def _replace_backward(writing: _Writing, node: fx.Node) -> None:
+def _replace_backward(writing: Writing, node: fx.Node) -> None:
     """Put operators in for the gradients of a convolution that something is computed with, where a FindDB answers."""
     gradients = {user.args[1]: user for user in node.users}
     mask = list(node.args[10])
@@ -636,7 +566,7 @@ def _geometry(node: fx.Node) -> tuple[Any, ...]:
     return stride, padding, dilation, groups
 
 
-def _put_backward_data(writing: _Writing, node: fx.Node, gradient: fx.Node) -> bool:
+def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bool:
     """Whether the gradient of the input was put in with what is added to it and relu's mask, or one of them."""
     dy, x, w = node.args[:3]
     value = gradient.meta["val"]
@@ -706,7 +636,7 @@ def _sum_of_channels(node: fx.Node) -> fx.Node | None:
     return next((each for each in sums if sorted(axis % rank for axis in each.args[1]) == axes), None)
 
 
-def _put_backward_weights(writing: _Writing, node: fx.Node, gradient: fx.Node, sums: fx.Node) -> bool:
+def _put_backward_weights(writing: Writing, node: fx.Node, gradient: fx.Node, sums: fx.Node) -> bool:
     """Whether the gradient of the weights was put in together with that of the bias."""
     dy, x, w = node.args[:3]
     last = writing.is_last(gradient.meta["val"], dy.meta["val"])

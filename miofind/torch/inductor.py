@@ -11,9 +11,9 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     `torch.compile(model, options=miofind.torch.inductor_options())`. A pass over Inductor's graphs replaces a
     convolution and the point-wise steps after it by one operator where the FindDB answers the fused problem; all else
     stays Inductor's. Forward, those are batch norm in inference, the addition of a tensor and an activation. In
-    training, where batch norms are frozen or absent: the same as far as nothing between them is kept for backward,
-    relu's mask and the sum of gradients at a branch with the gradient of the input, and the bias gradient with that of
-    the weights. Graphs of dynamic shapes stay. With `torch.backends.cudnn.benchmark`, or
+    training: the same as far as nothing between them is kept for backward; a batch norm's statistics, of results in
+    float16 and bfloat16; relu's mask and the sum of gradients at a branch with the gradient of the input; and the bias
+    gradient with that of the weights. Graphs of dynamic shapes stay. With `torch.backends.cudnn.benchmark`, or
     `enable("find")`, missing answers are measured while a graph is compiled, all of a graph at once as by
     `miofind.find_many`, the likeliest candidates of each; else `missing` of the pass, the option's value, has the
     problems that lack one. For inference

@@ -1,4 +1,4 @@
-"""The operators `miofind::convolution`, `convolution_backward_data` and `convolution_backward_weights`.
+"""The operators `miofind::convolution`, `convolution_statistics` and `convolution_backward_data` and `..._weights`.
 
 They run the fastest solution that the FindDB has, else PyTorch's own operations (`unfused`). They have fake kernels,
 for torch.compile and torch.export, and rules for autocast and vmap, but no gradients: `differentiable` has those.
@@ -15,7 +15,7 @@ from miofind.core.tensor import Layout
 from miofind.torch import unfused
 from miofind.torch.direct import direct_path
 from miofind.torch.formats import dense
-from miofind.torch.fused_calls import BackwardData, BackwardWeights, Forward, empty, of_one_dtype
+from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
 from miofind.torch.fused_plans import fallback, planned
 from miofind.torch.kept_weights import kept_weights
 
@@ -26,6 +26,10 @@ _NUMBERS = "float beta=1., float low=0., float high=6., float? slope=None"
 LIBRARY.define(
     f"convolution(Tensor x, Tensor w, Tensor? bias, Tensor? scale, Tensor? residual, str activation, {_WINDOW}, "
     f"str residual_position='before', {_NUMBERS}, bool? channels_last=None, Tensor? channel_bias=None) -> Tensor"
+)
+LIBRARY.define(
+    f"convolution_statistics(Tensor x, Tensor w, Tensor? bias, {_WINDOW}, bool? channels_last=None) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "convolution_backward_data(Tensor dy, Tensor x, Tensor w, Tensor? residual, Tensor? saved, str derivative, "
@@ -55,6 +59,29 @@ def _forward(*arguments: Any, **named: Any) -> Any:
 
 def _forward_fake(*arguments: Any, **named: Any) -> Any:
     call = Forward(*arguments, **named)
+    return call.output(call.layout())
+
+
+def _statistics(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
+    call = Statistics(*arguments, **named)
+    plan = planned(call)
+    made = None if plan is None else plan.run(call)
+    if made is not None:
+        y, total, of_squares = made
+        return y, total, of_squares
+    layout = call.layout()
+    y, total, of_squares = call.output(layout)
+    if not y.numel():
+        return y, total.zero_(), of_squares.zero_()
+    forward = call.forward
+    vectors = (call.bias, None, None, None)
+    with fallback(plan):
+        y = dense(unfused.convolution(call.x, call.w, vectors, call.window, forward.nonlinearity), layout)
+    return y, unfused.channel_sums(y), unfused.channel_sums(y.to(total.dtype).square())
+
+
+def _statistics_fake(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
+    call = Statistics(*arguments, **named)
     return call.output(call.layout())
 
 
@@ -95,7 +122,7 @@ def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
         dw = unfused.gradients(call.dy, call.x, call.w, call.window, (False, True, False))[1]
     if call.bias_dtype is None:
         return dense(dw, layout), call.output(layout)[1]
-    return dense(dw, layout), unfused.bias_gradient(call.dy).to(call.bias_dtype)
+    return dense(dw, layout), unfused.channel_sums(call.dy).to(call.bias_dtype)
 
 
 def _backward_weights_fake(*arguments: Any, **named: Any) -> tuple[Any, Any]:
@@ -129,6 +156,7 @@ def in_autocast(value: Any, dtype: Any) -> Any:
 
 _KERNELS = {
     "convolution": (_forward, _forward_fake),
+    "convolution_statistics": (_statistics, _statistics_fake),
     "convolution_backward_data": (_backward_data, _backward_data_fake),
     "convolution_backward_weights": (_backward_weights, _backward_weights_fake),
 }
@@ -137,6 +165,14 @@ for _name, (_kernel, _fake) in _KERNELS.items():
         LIBRARY.impl(_name, _kernel, _place)
         LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
     torch.library.register_fake(f"miofind::{_name}", _fake, lib=LIBRARY)
+
+OPERATORS: dict[type[Call], Any] = {
+    Forward: torch.ops.miofind.convolution.default,
+    Statistics: torch.ops.miofind.convolution_statistics.default,
+    BackwardData: torch.ops.miofind.convolution_backward_data.default,
+    BackwardWeights: torch.ops.miofind.convolution_backward_weights.default,
+}
+"""By the arguments that they take."""
 
 
 def _kept_weights_fake(weights: Sequence[Any], dtype: Any, channels_last: bool) -> list[Any]:
@@ -166,7 +202,7 @@ def _vmap_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named:
     return y.unflatten(0, x.shape[:2]), 0
 
 
-def _vmap_backward(operator: Any) -> Callable[..., Any]:
+def _vmap_one_by_one(operator: Any) -> Callable[..., Any]:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any, **named: Any) -> tuple[Any, Any]:
         return _one_by_one(operator, info.batch_size, in_dims, arguments, named)
 
@@ -191,5 +227,5 @@ def _one_by_one(
 
 
 torch.library.register_vmap("miofind::convolution", _vmap_forward, lib=LIBRARY)
-for _name in ("convolution_backward_data", "convolution_backward_weights"):
-    torch.library.register_vmap(f"miofind::{_name}", _vmap_backward(getattr(torch.ops.miofind, _name)), lib=LIBRARY)
+for _name in _KERNELS.keys() - {"convolution"}:
+    torch.library.register_vmap(f"miofind::{_name}", _vmap_one_by_one(getattr(torch.ops.miofind, _name)), lib=LIBRARY)

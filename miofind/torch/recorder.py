@@ -15,24 +15,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import miofind.torch.ops  # noqa: F401, it defines the operators of _FUSED
 from miofind.core.tensor import Layout, MathMode
 from miofind.torch import formats
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
-from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, of_one_dtype, problem_of
+from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, Statistics, of_one_dtype, problem_of
 from miofind.torch.layers import LayerNames
+from miofind.torch.ops import OPERATORS
 from miofind.torch.recording import RecordedCall, Recording, check_ending
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _COMPOSED = ("aten::conv", "aten::_convolution")
-_FUSED = {
-    torch.ops.miofind.convolution.default: Forward,
-    torch.ops.miofind.convolution_backward_data.default: BackwardData,
-    torch.ops.miofind.convolution_backward_weights.default: BackwardWeights,
-}
-_FUSED_RESULTS: dict[type[Call], str] = {Forward: "y", BackwardData: "dx", BackwardWeights: "dw"}
+_FUSED = {operator: kind for kind, operator in OPERATORS.items()}
+_FUSED_RESULTS: dict[type[Call], str] = {Forward: "y", Statistics: "y", BackwardData: "dx", BackwardWeights: "dw"}
 
 
 @contextlib.contextmanager
@@ -121,7 +117,7 @@ class Recorder(TorchDispatchMode):
         """Note a call of one of miofind's own operators."""
         call = kind(*args, **kwargs)
         layer = self._layers.current
-        if kind is Forward:
+        if _FUSED_RESULTS[kind] == "y":
             self._layer_of_weights[_storage(call.w)] = layer
         else:
             layer = self._layer_of_weights.get(_storage(call.w)) or layer

@@ -147,7 +147,7 @@ def gradients(dy: Any, x: Any, w: Any, window: Window, wanted: tuple[bool, bool,
     return made
 
 
-def bias_gradient(dy: Any) -> Any:
-    """The sum of dy of each channel, (k,), in float32, float64 of float64."""
-    wide = torch.promote_types(torch.float32, dy.dtype)
-    return dy.sum((0, *range(2, dy.dim())), dtype=wide)
+def channel_sums(tensor: Any) -> Any:
+    """The sum of a tensor of each channel, (k,), in float32, float64 of float64: of dy the bias gradient."""
+    wide = torch.promote_types(torch.float32, tensor.dtype)
+    return tensor.sum((0, *range(2, tensor.dim())), dtype=wide)

@@ -273,3 +273,39 @@ def test_torch_compile_in_training() -> None:
     replaced = [str(problem.epilogue) for problem in chosen["post_grad_custom_pre_pass"].replaced]
     assert replaced.count("bias.relu") == 2
     assert {"drelu", "bias_gradient"} <= set(replaced)
+
+
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own doings, such as forks beside threads
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("served")
+def test_torch_compile_of_batch_norms_in_training(dtype: Any) -> None:
+    """Statistics are of small integers, so exact in both; so is what is normed but for its last rounding."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3, padding=1), torch.nn.BatchNorm2d(32), torch.nn.ReLU(),
+        torch.nn.Conv2d(32, 64, 1, bias=False), torch.nn.BatchNorm2d(64),
+        torch.nn.Conv2d(64, 64, 3, padding=1, groups=64, bias=False), torch.nn.BatchNorm2d(64),
+    ).cuda()  # fmt: skip
+    with torch.no_grad():
+        for convolution in (model[0], model[3], model[5]):
+            for parameter in convolution.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape))
+    eager, x = copy.deepcopy(model), torch.randint(-2, 3, (4, 3, 20, 24), device="cuda").float()
+    chosen = miofind.torch.inductor_options()
+    compiled = torch.compile(model, options=chosen)
+    for run in (compiled, eager):
+        with torch.autocast("cuda", dtype):
+            y = run(x)
+        y.float().square().mean().backward()
+    assert [str(problem.epilogue) for problem in chosen["post_grad_custom_pre_pass"].replaced][:3] == [
+        "bias.statistics", "statistics", "statistics",
+    ]  # fmt: skip
+    assert {"bias.statistics", "statistics"} <= set(ran())
+    torch.testing.assert_close(model[1].running_mean, eager[1].running_mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model[1].running_var, eager[1].running_var, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    for mine, pytorchs in zip(model.parameters(), eager.parameters(), strict=True):
+        scale = max(pytorchs.grad.abs().max(), 1e-2)  # before a batch norm the bias has none
+        torch.testing.assert_close(mine.grad / scale, pytorchs.grad / scale, rtol=5e-2, atol=5e-2)

@@ -46,6 +46,10 @@ def _plain(dtype: Any) -> Any:
     return OPERATORS.convolution(*drawn(X, W, dtype=dtype), None, None, None, "none", *WINDOW)
 
 
+def _statistics(dtype: Any) -> Any:
+    return OPERATORS.convolution_statistics(*drawn(X, W, VECTOR, dtype=dtype), *WINDOW)
+
+
 def _backward_data(dtype: Any) -> Any:
     dy, x, w, residual, saved = drawn(Y, X, W, X, X, dtype=dtype)
     return OPERATORS.convolution_backward_data(dy, x, w, residual, saved, "relu", *WINDOW, beta=0.5)
@@ -65,6 +69,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "numbers": lambda dtype: _forward(dtype, activation="clamp", beta=0.5, low=-0.25, high=0.5),
     "residual after": lambda dtype: _forward(dtype, "after", activation="leaky_relu", slope=0.3),
     "channels last": lambda dtype: _forward(dtype, channels_last=True),
+    "statistics": _statistics,
     "backward data": _backward_data,
     "backward weights": _backward_weights,
     "bias gradient": _with_bias_gradient,

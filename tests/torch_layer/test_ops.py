@@ -87,6 +87,33 @@ def test_float32_vectors_beside_half_tensors(ran: list[str]) -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2**-6, atol=2**-6)  # a pass rounds twice
 
 
+@pytest.mark.parametrize("channels_last", [None, False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_statistics(dtype: Any, has_bias: bool, channels_last: bool | None, cpu_handle: Handle) -> None:
+    """Those of what was stored, in the type that products are summed in; PyTorch's operations give the same."""
+    x, w, bias = drawn(X, W, VECTOR, dtype=dtype)
+    wide, made = torch.promote_types(dtype, torch.float32), []
+    for policy in ("estimate", "auto"):
+        with answers_of(cpu_handle, policy) as ran:
+            arguments = (x, w, bias if has_bias else None, [1, 1], [1, 1], [1, 1], 2)
+            made.append(OPERATORS.convolution_statistics(*arguments, channels_last=channels_last))
+        assert len(ran) == (policy == "estimate")
+        y, total, of_squares = made[-1]
+        assert y.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        assert (total.dtype, of_squares.dtype) == (wide, wide)
+        torch.testing.assert_close(total, y.to(wide).sum((0, 2, 3)))
+        torch.testing.assert_close(of_squares, y.to(wide).square().sum((0, 2, 3)))
+    slack = 2**-5 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(made[0][0], made[1][0], rtol=slack, atol=slack)
+
+
+def test_statistics_refuse_a_bias_of_another_dtype() -> None:
+    x, w, bias = drawn(X, W, VECTOR, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="bias must have the dtype of x"):
+        OPERATORS.convolution_statistics(x, w, bias.float(), [1, 1], [1, 1], [1, 1], 2)
+
+
 def test_a_miss_is_pytorchs(cpu_handle: Handle) -> None:
     x, w, bias = drawn(X, W, VECTOR)
     with answers_of(cpu_handle, "auto") as ran:
@@ -121,6 +148,9 @@ def test_empty_batches(ran: list[str]) -> None:
     dw, bias = OPERATORS.convolution_backward_weights(torch.empty(0, 6, 5, 6), x, w, *[[1, 1]] * 3, 2, torch.float32)
     assert not dw.any()
     assert not bias.any()
+    y, *sums = OPERATORS.convolution_statistics(x, w, None, *[[1, 1]] * 3, 2)
+    assert y.shape == (0, 6, 5, 6)
+    assert not torch.cat(sums).any()
     assert ran == []
 
 
@@ -132,6 +162,10 @@ OPCHECKED: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
     "forward-1d": lambda: (
         OPERATORS.convolution,
         (*drawn((2, 4, 9), (6, 4, 3)), None, None, None, "none", [2], [1], [1], 1),
+    ),
+    "statistics": lambda: (
+        OPERATORS.convolution_statistics,
+        (*drawn(X, W, VECTOR), [1, 1], [1, 1], [1, 1], 2),
     ),
     "backward-data": lambda: (
         OPERATORS.convolution_backward_data,

@@ -132,7 +132,7 @@ struct Result {
   at::ScalarType type;
 };
 
-constexpr size_t MOST_RESULTS = 2;
+constexpr size_t MOST_RESULTS = 3;
 
 // The results of a launch, or the status that it failed with.
 struct Made {

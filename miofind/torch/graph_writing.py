@@ -1,0 +1,105 @@
+"""Writes operators and other steps into Inductor's graphs, each with the fake tensor that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from miofind.core.problem import ProblemDescription
+from miofind.core.tensor import Layout
+from miofind.torch.calls import Unserved
+from miofind.torch.flags import Flags, state
+from miofind.torch.formats import is_dense
+from miofind.torch.fused_calls import Call, Forward, of_one_dtype, problem_of
+from miofind.torch.ops import OPERATORS
+
+Serves = Callable[[ProblemDescription, Any], bool]
+"""Whether an operator may be put in for a problem on a device of PyTorch's."""
+
+
+class Writing:
+    """Writes steps into a graph, each with the fake tensor that it gives.
+
+    Args:
+        graph: of Inductor, after gradients.
+        serves: says which problems operators are put in for.
+        is_better_last: whether Inductor would turn the graph's 2-D convolutions to channels last.
+
+    Attributes:
+        put_in: the problems of the operators that were put in, in order.
+    """
+
+    def __init__(self, graph: fx.Graph, serves: Serves, is_better_last: bool) -> None:
+        self.graph = graph
+        self.is_better_last = is_better_last
+        self.put_in: list[ProblemDescription] = []
+        self._serves = serves
+        self._written: list[fx.Node] = []
+
+    def step(self, target: Any, *arguments: Any, **named: Any) -> fx.Node:
+        """A new step at the place where the graph inserts."""
+        node = self.graph.call_function(target, arguments, named)
+        values, keywords = fx.map_arg((arguments, named), lambda each: each.meta["val"])
+        first = next(each.meta["val"] for each in node.all_input_nodes)
+        with (first[0] if isinstance(first, tuple) else first).fake_mode:
+            node.meta["val"] = target(*values, **keywords)
+        self._written.append(node)
+        return node
+
+    def is_last(self, *values: Any) -> bool:
+        """Whether a convolution is to be channels last: one of these tensors of it is, or Inductor would turn it so."""
+        last = Layout.of(values[0].dim() - 2, channels_last=True)
+        is_so = any(is_dense(value, last) and not value.is_contiguous() for value in values)
+        return is_so or (values[0].dim() == 4 and self.is_better_last)
+
+    def served(self, call: Call) -> ProblemDescription | None:
+        """The problem of an operator; None where no FindDB answers it.
+
+        Args:
+            call: of nodes.
+        """
+        values = values_of(call)
+        flags = Flags.of(state(), on_gpu=values.x.is_cuda)
+        with values.x.fake_mode:
+            known = of_one_dtype(values) if isinstance(values, Forward) else values
+            layout = known.layout()
+        try:
+            problem = problem_of(known, layout, flags.math)
+        except Unserved:
+            return None
+        return problem if self._serves(problem, values.x.device) else None
+
+    def put(self, call: Call) -> fx.Node | None:
+        """A step that is this operator; None where no FindDB answers its problem.
+
+        Args:
+            call: of nodes.
+        """
+        problem = self.served(call)
+        if problem is None:
+            return None
+        self.put_in.append(problem)
+        arguments, named = spelt(call)
+        return self.step(OPERATORS[type(call)], *arguments, **named)
+
+    def tidy(self) -> None:
+        """Take back steps that nothing came to use."""
+        for node in reversed(self._written):
+            if not node.users and node.target not in OPERATORS.values():
+                self.graph.erase_node(node)
+        self._written.clear()
+
+
+def values_of(call: Call) -> Call:
+    """A call of nodes, of the fake tensors that they give."""
+    return type(call)(*fx.map_arg(tuple(call), lambda each: each.meta["val"]))
+
+
+def spelt(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments as an operator takes them, the memory format and what follows it by name."""
+    named: dict[str, Any] = {"channels_last": call.channels_last}
+    if isinstance(call, Forward) and call.channel_bias is not None:
+        named["channel_bias"] = call.channel_bias
+    return call[: call._fields.index("channels_last")], named

@@ -1,0 +1,215 @@
+"""Batch norms in compiled training: their statistics summed by the convolutions, the same numbers, and what stays."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fused_answers import answers_of
+from torch import fx, nn
+
+import miofind.torch
+from miofind import Handle
+from miofind.torch import fused_plans
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+aten, prims = torch.ops.aten, torch.ops.prims
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+INPUT = (3, 4, 9, 8, 5)
+
+
+@pytest.fixture
+def served(cpu_handle: Handle) -> Iterator[None]:
+    with answers_of(cpu_handle):
+        yield
+
+
+class Blocks(nn.Module):
+    """Convolutions with batch norms, and a branch around all but the first."""
+
+    def __init__(self, rank: int = 2, *, bias: bool = False, **norm: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        make = CONVOLUTIONS[rank]
+        self.convolutions = nn.ModuleList(make(k, 8, 3, padding=1, bias=bias) for k in (4, 8, 8))
+        self.norms = nn.ModuleList(NORMS[rank](8, **norm) for _ in range(3))
+
+    def forward(self, x: Any) -> Any:
+        x = first = torch.relu(self.norms[0](self.convolutions[0](x)))
+        for convolution, norm in zip([*self.convolutions][1:], [*self.norms][1:], strict=True):
+            x = torch.relu(norm(convolution(x)))
+        return x + first
+
+
+class Passed:
+    """A network compiled up to Inductor's graphs, passed over unless told otherwise, and run as they are."""
+
+    def __init__(self, model: nn.Module, *, has_pass: bool = True) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._inductor.decomposition import select_decomp_table
+
+        from miofind.torch.graph_pass import ConvolutionPass
+
+        self.graphs: list[fx.Graph] = []
+        self._pass = ConvolutionPass()
+        self._has_pass = has_pass
+        options = {"fw_compiler": self._passed, "decompositions": select_decomp_table()}
+        torch._dynamo.reset()
+        self._run = torch.compile(model, backend=aot_autograd(keep_inference_input_mutations=True, **options))
+
+    def __call__(self, x: Any) -> Any:
+        return self._run(x)
+
+    def _passed(self, graph: fx.GraphModule, inputs: Any) -> Any:
+        from torch._functorch.aot_autograd import make_boxed_func
+
+        if self._has_pass:
+            self._pass(graph.graph)
+            graph.recompile()
+        self.graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    @property
+    def texts(self) -> list[str]:
+        """The epilogues of what was put in."""
+        return [problem.epilogue.text for problem in self._pass.replaced]
+
+
+def stepped(network: Callable[[Any], Any], x: Any, dtype: Any) -> Any:
+    """The result of a step of training under autocast."""
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        y = network(x)
+    y.float().square().mean().backward()
+    return y
+
+
+def assert_no_worse(network: Callable[[Any], Any], model: nn.Module, x: Any, steps: int = 1) -> None:
+    """Results, gradients and running statistics of a compiled network are near float32's, as those without the pass."""
+    plain, wide = copy.deepcopy(model), copy.deepcopy(model)
+    for _ in range(steps):
+        mine = stepped(network, x, torch.bfloat16)
+    others = Passed(plain, has_pass=False)
+    for _ in range(steps):
+        theirs, exact = stepped(others, x, torch.bfloat16), stepped(wide, x, torch.float32)
+    told = ([*_told(each)] for each in (model, plain, wide))
+    for a, b, c in zip([mine, *next(told)], [theirs, *next(told)], [exact, *next(told)], strict=True):
+        ours, pytorchs = ((each.double() - c.double()).norm() for each in (a, b))
+        assert ours <= 1.5 * pytorchs + 0.03 * c.double().norm() + 1e-3
+
+
+def _told(model: nn.Module) -> Iterator[Any]:
+    yield from (each.grad for each in model.parameters())
+    yield from model.buffers()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.usefixtures("served")
+def test_a_step_of_training(rank: int, bias: bool) -> None:
+    model, x = Blocks(rank, bias=bias), torch.randn(INPUT[: rank + 2])
+    compiled = Passed(model)
+    assert_no_worse(compiled, model, x, steps=2)
+    expected = "bias.statistics" if bias else "statistics"
+    assert compiled.texts[:3] == [expected] * 3
+    assert not any(node.target is aten.var_mean.correction for graph in compiled.graphs for node in graph.nodes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("served")
+def test_statistics_are_those_of_what_the_convolution_stored(dtype: Any) -> None:
+    """Of a channel far from 0, of one that is constant, and of one that is NaN; the others' are not touched."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=1.0))
+    convolution, norm = model[0], model[1]
+    torch.manual_seed(0)
+    x = torch.randint(-1, 2, (8, 4, 6, 5)).float()  # so that all that is stored is exact
+    with torch.no_grad():
+        convolution.weight.copy_(torch.randint(-1, 2, convolution.weight.shape))
+        convolution.weight[1].zero_()
+        convolution.bias.copy_(torch.tensor([10.0, 7.0, 0.0, float("nan")]))
+    y = stepped(Passed(model), x, dtype)
+    with torch.autocast("cpu", dtype):
+        stored = convolution(x).double()
+    count = stored.numel() // 4
+    variance = stored.var((0, 2, 3), correction=0)
+    torch.testing.assert_close(norm.running_mean.double(), stored.mean((0, 2, 3)), rtol=1e-6, atol=1e-6, equal_nan=True)
+    wanted = variance * count / (count - 1)
+    torch.testing.assert_close(norm.running_var.double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert norm.running_var[1] >= 0
+    assert y[:, 1].abs().max() < 1e-3
+    assert y[:, 3].isnan().all()
+    assert y[:, :3].isfinite().all()
+
+
+class Instances(nn.Module):
+    """Statistics of each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(4, 8, 3), nn.InstanceNorm2d(8)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.convolution(x))
+
+
+@pytest.mark.parametrize("case", ["float32", "instance norm", "evaluation", "no answer"])
+def test_what_stays(case: str, cpu_handle: Handle) -> None:
+    model = Instances() if case == "instance norm" else Blocks()
+    model.train(case != "evaluation")
+    compiled = Passed(model)
+    with answers_of(cpu_handle, "auto" if case == "no answer" else "estimate"):
+        stepped(compiled, torch.randn(INPUT[:4]), torch.float32 if case == "float32" else torch.bfloat16)
+    assert not any("statistics" in text for text in compiled.texts)
+
+
+@pytest.mark.parametrize("norm", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
+@pytest.mark.usefixtures("served")
+def test_vectors_of_channels_follow_the_operator_that_sums(norm: dict[str, Any]) -> None:
+    """Running statistics, and what is kept for backward, before anything else is computed."""
+    model, x = Blocks(**norm), torch.randn(INPUT[:4])
+    compiled = Passed(model)
+    assert_no_worse(compiled, model, x, steps=2)
+    forward = compiled.graphs[0]
+    sums = [node for node in forward.nodes if node.target is torch.ops.miofind.convolution_statistics.default]
+    (output,) = (node for node in forward.nodes if node.op == "output")
+    kept = [node for node in output.all_input_nodes if node.op != "placeholder" and _is_vector(node.meta["val"])]
+    assert kept
+    order = {node: place for place, node in enumerate(forward.nodes)}
+    tensors = [order[n] for n in forward.nodes if n.target is aten.sub.Tensor and n.meta["val"].dim() == 4
+               and n.meta["val"].numel() > 8]  # fmt: skip
+    for statistics, centred in zip(sums, tensors, strict=True):
+        of_these = [node for node in kept if order[statistics] < order[node] < centred]
+        assert len(of_these) == len(kept) // 3
+
+
+def _is_vector(value: Any) -> bool:
+    return value.dim() > 0 and value.numel() == 8
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_runs_what_was_put_in_and_copies_nothing() -> None:
+    """Weights and input of a contiguous network are converted to channels last at once, and so kept for backward."""
+    from torch._inductor.utils import run_and_get_code
+
+    model, x = Blocks(), torch.randn(INPUT[:4])
+    options = miofind.torch.inductor_options()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, options={**options, "fx_graph_cache": False})
+    configured = torch._inductor.config.patch(force_layout_optimization=True)
+    with configured, torch._functorch.config.patch(enable_autograd_cache=False):
+        _, codes = run_and_get_code(assert_no_worse, compiled, model, x)
+    replaced = options["post_grad_custom_pre_pass"].replaced
+    assert [(p.epilogue.text, str(p.y.layout)) for p in replaced[:3]] == [("statistics", "NHWC")] * 3
+    for shape in ("3, 4, 9, 8", "8, 4, 3, 3", "8, 8, 3, 3"):
+        made = re.findall(rf"empty_strided_cpu\(\({shape}\), \((.*?)\), torch.bfloat16", codes[0])
+        assert len(made) == (2 if shape.startswith("8, 8") else 1)
+        assert all(strides.split(", ")[1] == "1" for strides in made)
+    assert {plan.answer.is_served for plan in fused_plans.plans() if plan.answer is not None} == {True}
