@@ -292,12 +292,13 @@ def test_torch_compile_of_batch_norms_in_training(dtype: Any) -> None:
             for parameter in convolution.parameters():
                 parameter.copy_(torch.randint(-1, 2, parameter.shape))
     eager, x = copy.deepcopy(model), torch.randint(-2, 3, (4, 3, 20, 24), device="cuda").float()
+    target = torch.randn(4, 64, 20, 24, device="cuda")  # of the squares' sum a batch norm leaves no gradient
     chosen = miofind.torch.inductor_options()
     compiled = torch.compile(model, options=chosen)
     for run in (compiled, eager):
         with torch.autocast("cuda", dtype):
             y = run(x)
-        y.float().square().mean().backward()
+        (y.float() * target).sum().backward()
     assert [str(problem.epilogue) for problem in chosen["post_grad_custom_pre_pass"].replaced][:3] == [
         "bias.statistics", "statistics", "statistics",
     ]  # fmt: skip
@@ -306,6 +307,6 @@ def test_torch_compile_of_batch_norms_in_training(dtype: Any) -> None:
     torch.testing.assert_close(model[1].running_var, eager[1].running_var, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    scale = max(each.grad.abs().max() for each in eager.parameters())  # some have none but rounding's
     for mine, pytorchs in zip(model.parameters(), eager.parameters(), strict=True):
-        scale = max(pytorchs.grad.abs().max(), 1e-2)  # before a batch norm the bias has none
-        torch.testing.assert_close(mine.grad / scale, pytorchs.grad / scale, rtol=5e-2, atol=5e-2)
+        torch.testing.assert_close(mine.grad / scale, pytorchs.grad / scale, rtol=2e-2, atol=2e-2)
