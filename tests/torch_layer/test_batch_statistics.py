@@ -55,7 +55,7 @@ class Passed:
         from torch._dynamo.backends.common import aot_autograd
         from torch._inductor.decomposition import select_decomp_table
 
-        from miofind.torch.graph_pass import ConvolutionPass
+        from miofind.torch.inductor.graph_pass import ConvolutionPass
 
         self.graphs: list[fx.Graph] = []
         self._pass = ConvolutionPass()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 def convolution_pass() -> Any:
     """A new pass. torch.compile, which its module imports, takes 1.6 s: here, so that reading this file takes none."""
-    from miofind.torch.graph_pass import ConvolutionPass
+    from miofind.torch.inductor.graph_pass import ConvolutionPass
 
     return ConvolutionPass()
 

@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from miofind.torch import group_statistics
+from miofind.torch.inductor import group_statistics
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from miofind.torch.fused_calls import Statistics
-from miofind.torch.graph_writing import Writing
+from miofind.torch.inductor.writing import Writing
 from miofind.torch.ops import OPERATORS
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -25,7 +25,7 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     Args:
         options: further ones of Inductor, as of `torch.compile(options=...)`.
     """
-    from miofind.torch.graph_pass import ConvolutionPass
+    from miofind.torch.inductor.graph_pass import ConvolutionPass
 
     return {"post_grad_custom_pre_pass": ConvolutionPass(), **options}
 

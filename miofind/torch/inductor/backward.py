@@ -1,0 +1,131 @@
+"""Gradients of a graph's convolutions: with relu's mask and the sum at a branch, and bias gradients beside weights'."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from miofind.torch.fused_calls import BackwardData, BackwardWeights
+from miofind.torch.inductor.writing import Writing
+
+aten = torch.ops.aten
+
+
+def replace_backward(writing: Writing, node: fx.Node) -> None:
+    """Put operators in for the gradients of a convolution that something is computed with, where a FindDB answers."""
+    gradients = {user.args[1]: user for user in node.users}
+    mask = list(node.args[10])
+    if 0 in gradients and mask[0] and _put_backward_data(writing, node, gradients[0]):
+        mask[0] = False
+    sums = gradients.get(2) if mask[2] else _sum_of_channels(node)
+    if 1 in gradients and mask[1] and sums is not None and _put_backward_weights(writing, node, gradients[1], sums):
+        mask[1] = mask[2] = False
+    writing.tidy()
+    for each in [user for user in node.users if not user.users]:
+        writing.graph.erase_node(each)
+    if not node.users:
+        writing.graph.erase_node(node)
+    elif mask != list(node.args[10]):
+        node.args = (*node.args[:10], mask)
+        node.meta["val"] = tuple(v if wanted else None for v, wanted in zip(node.meta["val"], mask, strict=True))
+
+
+def _geometry(node: fx.Node) -> tuple[Any, ...]:
+    """Stride, padding, dilation and groups of a backward convolution."""
+    *_, stride, padding, dilation, _, _, groups, _ = node.args
+    return stride, padding, dilation, groups
+
+
+def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bool:
+    """Whether the gradient of the input was put in with what is added to it and relu's mask, or one of them."""
+    dy, x, w = node.args[:3]
+    value = gradient.meta["val"]
+    steps: list[tuple[fx.Node, Any, Any]] = []
+    end, residual = gradient, None
+    addition = next(iter(end.users)) if len(end.users) == 1 else None
+    if addition is not None and addition.target is aten.add.Tensor and not addition.kwargs:
+        first, second = addition.args
+        residual = second if first is end else first
+        given = residual.meta.get("val") if isinstance(residual, fx.Node) else None
+        is_alike = isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype
+        if first is second or not is_alike:
+            residual = None
+        else:
+            steps.append((addition, residual, None))
+            end = addition
+    mask = next(iter(end.users)) if len(end.users) == 1 else None
+    saved = None if mask is None else _relu_saved(mask, end)
+    if mask is not None and saved is not None:
+        steps.append((mask, residual, saved))
+    last = writing.is_last(value, dy.meta["val"])
+    for end, residual, saved in reversed(steps):
+        call = BackwardData(dy, x, w, residual, saved, "relu" if saved is not None else "none", *_geometry(node))
+        with writing.graph.inserting_before(end):
+            made = writing.put(call._replace(channels_last=last))
+        if made is not None:
+            end.replace_all_uses_with(made)
+            _erase_unused(writing.graph, end)
+            return True
+    return False
+
+
+def _relu_saved(mask: fx.Node, gradient: fx.Node) -> fx.Node | None:
+    """What relu's derivative is taken at, where a step is where(saved <= 0, 0, gradient)."""
+    if mask.target is not aten.where.self or mask.args[2] is not gradient or mask.args[1] is gradient:
+        return None
+    condition, zero, _ = mask.args
+    is_zero = isinstance(zero, fx.Node) and (
+        (zero.target is aten.scalar_tensor.default and zero.args[0] == 0)
+        or (zero.target is aten.full.default and zero.args[1] == 0)
+    )
+    if not is_zero or not isinstance(condition, fx.Node) or condition.target is not aten.le.Scalar:
+        return None
+    saved, bound = condition.args
+    given, value = saved.meta.get("val"), gradient.meta["val"]
+    is_alike = isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype
+    return saved if bound == 0 and is_alike and mask.meta["val"].dtype == value.dtype else None
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a step, and those before it that nothing else uses, up to convolutions."""
+    if node.users or node.op != "call_function" or node.target is aten.convolution_backward.default:
+        return
+    before = node.all_input_nodes
+    graph.erase_node(node)
+    for each in before:
+        if each._erased is False:
+            _erase_unused(graph, each)
+
+
+def _sum_of_channels(node: fx.Node) -> fx.Node | None:
+    """The step that sums the gradient of the output of a backward convolution over all but channels."""
+    dy = node.args[0]
+    rank = dy.meta["val"].dim()
+    axes = [0, *range(2, rank)]
+    sums = (user for user in dy.users if user.target is aten.sum.dim_IntList and len(user.args) == 2)
+    return next((each for each in sums if sorted(axis % rank for axis in each.args[1]) == axes), None)
+
+
+def _put_backward_weights(writing: Writing, node: fx.Node, gradient: fx.Node, sums: fx.Node) -> bool:
+    """Whether the gradient of the weights was put in together with that of the bias."""
+    dy, x, w = node.args[:3]
+    last = writing.is_last(gradient.meta["val"], dy.meta["val"])
+    stride, padding, dilation, groups = _geometry(node)
+    call = BackwardWeights(dy, x, w, stride, padding, dilation, groups, sums.meta["val"].dtype, last)
+    order = {each: place for place, each in enumerate(writing.graph.nodes)}
+    if any(order[user] < order[node] for user in sums.users):
+        return False
+    with writing.graph.inserting_after(node):
+        made = writing.put(call)
+    if made is None:
+        return False
+    with writing.graph.inserting_after(made):
+        for i, each in enumerate((gradient, sums)):
+            item = writing.graph.call_function(operator.getitem, (made, i))
+            item.meta["val"] = made.meta["val"][i]
+            each.replace_all_uses_with(item)
+            writing.graph.erase_node(each)
+    return True

@@ -1,0 +1,174 @@
+"""A pass over Inductor's graphs that puts `miofind::convolution...` where a FindDB answers the fused problem.
+
+Forward: convolution, batch norm in inference (as steps of channels), an addition, an activation; in training the
+statistics of a batch norm (`batch_statistics`). Backward: the gradient
+of the input with what is added to it and relu's mask, and the bias gradient beside that of the weights. Whatever is not
+known exactly, has sizes that are not numbers, or no answer stays as it is, and is Inductor's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import miofind
+from miofind.core.problem import ProblemDescription
+from miofind.runtime.solution import Solution
+from miofind.solver.registry import Registry
+from miofind.torch.answers import answer, compile_ahead, fastest, find_missing, planner_of
+from miofind.torch.calls import Unserved
+from miofind.torch.flags import Flags, state
+from miofind.torch.fused_calls import Forward
+from miofind.torch.inductor.backward import replace_backward
+from miofind.torch.inductor.batch_statistics import gather_vectors
+from miofind.torch.inductor.forward import replace_forward
+from miofind.torch.inductor.graphs import ARGUMENTS, CONVOLUTIONS, copy_of, is_plain, trains
+from miofind.torch.inductor.group_statistics import split_group_statistics
+from miofind.torch.inductor.memory_formats import (
+    constrain_layouts,
+    memory_formats,
+    prefers_channels_last,
+    state_memory_format,
+    turn_last,
+    turn_saved,
+)
+from miofind.torch.inductor.weights_in_graphs import keep_weights
+from miofind.torch.inductor.writing import Writing
+from miofind.torch.ops import OPERATORS
+from miofind.torch.override import current
+from miofind.torch.plans import Planner
+
+aten = torch.ops.aten
+
+
+class ConvolutionPass(CustomGraphPass):
+    """The pass; one may be used for any number of graphs.
+
+    Attributes:
+        replaced: the problems that it has put in, in order.
+        missing: those that it would have put in, had a FindDB an answer.
+    """
+
+    def __init__(self) -> None:
+        self.replaced: list[ProblemDescription] = []
+        self.missing: list[ProblemDescription] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        constrain_layouts()
+        is_better_last = prefers_channels_last(graph)
+        _prepare(graph, is_better_last)
+        writing = Writing(graph, self._serves, is_better_last)
+        _replace(writing)
+        self.replaced += writing.put_in
+        for node in list(graph.nodes):
+            if node.target in ARGUMENTS:
+                state_memory_format(node)
+        if trains(graph):
+            turn_saved(graph)
+            gather_vectors(graph)
+        else:
+            keep_weights(graph, memory_formats(graph))
+        split_group_statistics(graph)
+        graph.lint()
+
+    def _serves(self, problem: ProblemDescription, device: Any) -> bool:
+        """Whether a FindDB answers a problem; notes what lacks an answer."""
+        planner, flags = _asked(device)
+        found = answer(problem, device, flags, planner)
+        if not found.is_served and found.part.is_missing:
+            self.missing.append(problem)
+        return found.is_served
+
+    def uuid(self) -> Any:
+        """Changes with this package, the solvers, PyTorch's switches and the FindDBs, on which graphs depend."""
+        hashed = hashlib.sha256()
+        for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+            hashed.update(path.read_bytes())
+        solvers = ",".join(f"{name}:{solver.version}" for name, solver in sorted(Registry.default().items()))
+        hashed.update(f"{miofind.__version__} {solvers} {state()} {_database_state()}".encode())
+        return hashed.hexdigest()
+
+
+def _database_state() -> str:
+    """What changes when the settings or the FindDBs in force do: times and sizes of their files."""
+    told = []
+    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+        planner = planner_of(current(device))
+        told.append(repr(replace(planner.settings, handle=None, background=False)))
+        try:
+            handle = planner.handle_of(torch.device(device))
+        except Unserved as reason:
+            told.append(str(reason))
+            continue
+        for layer in handle.database.layers:
+            told.append(layer.where)
+            for path in () if layer.path is None else (layer.path, Path(f"{layer.path}-wal")):
+                told += [f"{path.stat().st_mtime_ns}:{path.stat().st_size}"] if path.exists() else []
+    return " ".join(told)
+
+
+def _asked(device: Any) -> tuple[Planner, Flags]:
+    """What decides about problems on a device, and PyTorch's switches for it.
+
+    A graph waits for its kernels: what is put in stays.
+    """
+    settings = replace(planner_of(current(device.type)).settings, background=False)
+    return Planner(settings), Flags.of(state(), on_gpu=device.type == "cuda")
+
+
+def _measures(device: Any) -> bool:
+    """Whether misses on a device are measured."""
+    planner, flags = _asked(device)
+    return planner.settings.measures(flags)
+
+
+def _prepare(graph: fx.Graph, is_better_last: bool) -> None:
+    """Find all that a graph lacks answers to at once, where misses are measured, and compile all that it will launch.
+
+    A copy of the graph tells what.
+    """
+    convolutions = (*CONVOLUTIONS, OPERATORS[Forward])
+    read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in convolutions)
+    devices = {value.device for value in read if isinstance(value, torch.Tensor)}
+    lacking: dict[Any, list[ProblemDescription]] = {device: [] for device in devices if _measures(device)}
+
+    def is_missing(problem: ProblemDescription, device: Any) -> bool:
+        if device in lacking:
+            lacking[device].append(problem)
+        return device in lacking
+
+    if lacking:
+        _replace(Writing(copy_of(graph), is_missing, is_better_last))
+    for device, problems in lacking.items():
+        planner, flags = _asked(device)
+        find_missing(problems, device, flags, planner)
+    on_gpu: dict[Any, list[Solution]] = {device: [] for device in devices if device.type == "cuda"}
+
+    def is_answered(problem: ProblemDescription, device: Any) -> bool:
+        planner, flags = _asked(device)
+        best = fastest(problem, device, flags, planner)
+        if best is not None and device in on_gpu:
+            on_gpu[device].append(best)
+        return best is not None
+
+    if on_gpu:
+        _replace(Writing(copy_of(graph), is_answered, is_better_last))
+    for device, solutions in on_gpu.items():
+        compile_ahead(solutions, device, _asked(device)[0])
+
+
+def _replace(writing: Writing) -> None:
+    """Put operators in for the convolutions of a graph, where they are served."""
+    if writing.is_better_last:
+        turn_last(writing)
+    for node in list(writing.graph.nodes):
+        if node.target is aten.convolution.default and is_plain(node, node.args[6]):
+            replace_forward(writing, node)
+        elif node.target is aten.convolution_backward.default and is_plain(node, node.args[7]):
+            replace_backward(writing, node)

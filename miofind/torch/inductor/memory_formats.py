@@ -1,0 +1,166 @@
+"""In which memory format operators run, and how their neighbours in a graph come to compute in the same."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+
+from miofind.torch.fused_calls import Call, Forward
+from miofind.torch.inductor.graphs import ARGUMENTS, CONVOLUTIONS, copy_of, is_plain, trains
+from miofind.torch.inductor.writing import Writing, spelt, values_of
+from miofind.torch.ops import OPERATORS
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_TURNED = "miofind_turned_to_channels_last"
+"""What is noted with a node that the lowering runs channels last, whatever it was traced with."""
+
+
+@functools.cache
+def constrain_layouts() -> None:
+    """Have Inductor give the operators their tensors in the memory format that they were put in with.
+
+    Operators of a pass have no strides recorded: without this their inputs come in any order, and are copied.
+    """
+    from torch._inductor import lowering
+
+    for overload in OPERATORS.values():
+        if overload not in lowering.lowerings:
+            lowering.make_fallback(overload, layout_constraint=_constrained, warn=False)
+
+
+def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
+    """The arguments of an operator of the pass in its memory format; of others as they were traced."""
+    from torch._inductor import ir, lowering
+
+    last = named.get("channels_last")
+    if node.meta.get(_TURNED):
+        last = named["channels_last"] = True
+    if last is None:
+        return lowering.constrain_to_fx_strides(node, *arguments, **named)
+
+    def required(value: Any) -> Any:
+        if not isinstance(value, ir.IRNode) or len(value.get_size()) < 3:
+            return value
+        value.realize()  # else what else uses it computes it once more
+        if not last or len(value.get_size()) == 3:
+            return ir.ExternKernel.require_contiguous(value)
+        is_2d = len(value.get_size()) == 4
+        kernel = ir.ExternKernel
+        return kernel.require_channels_last(value) if is_2d else kernel.require_channels_last_3d(value)
+
+    return tuple(required(value) for value in arguments), named
+
+
+def state_memory_format(node: fx.Node) -> None:
+    """Have an operator that the network itself calls name the memory format that it was traced with.
+
+    Then what computes its tensors writes them so. A group norm's result is traced in another format than its input,
+    and the operator would copy it.
+    """
+    call = ARGUMENTS[node.target](*node.args, **node.kwargs)
+    if call.channels_last is not None or not is_plain(node, transposed=False):
+        return
+    values = values_of(call)
+    if values.x.dim() == 3:  # whose memory format strides alone leave open
+        return
+    with values.x.fake_mode:
+        _write(node, call._replace(channels_last=values.layout().channels_last))
+
+
+def turn_last(writing: Writing) -> None:
+    """Have the 2-D operators that the network itself calls run channels last, where FindDBs answer all of them so.
+
+    Where one stayed channels first, tensors would be copied between it and its neighbours. Nodes are marked for the
+    lowering, and say what they were traced with: who reads strides (views of outputs, `as_strided`, operators of a
+    fixed stride order) is given these by Inductor, as it gives them where it turns convolutions itself.
+    """
+    operators = [node for node in writing.graph.nodes if node.target is OPERATORS[Forward] and _is_first(node)]
+    calls = [Forward(*node.args, **node.kwargs) for node in operators]
+    problems = [writing.served(call._replace(channels_last=True)) for call in calls]
+    if None in problems:
+        return
+    for node, call, problem in zip(operators, calls, problems, strict=True):
+        assert problem is not None
+        _write(node, call)
+        node.meta[_TURNED] = True
+        writing.put_in.append(problem)
+
+
+def turn_saved(graph: fx.Graph) -> None:
+    """Have what operators read channels last, and backward once more, be computed so.
+
+    Inductor knows its own convolutions to want that; what else a graph returns it computes in the memory format that it
+    was traced with, and the operators would copy it.
+    """
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    readers = (*CONVOLUTIONS, *OPERATORS.values(), output.target)
+    for node in output.all_input_nodes:
+        value = node.meta.get("val")
+        if node.target is not prims.convert_element_type.default or value.dim() != 4 or not value.is_contiguous():
+            continue
+        is_read_last = any(user.kwargs.get("channels_last") for user in node.users if user.target in ARGUMENTS)
+        if is_read_last and all(user.target in readers for user in node.users):
+            with value.fake_mode:
+                node.meta["val"] = value.contiguous(memory_format=torch.channels_last)
+
+
+def _write(node: fx.Node, call: Call) -> None:
+    """Have a node make a call whose memory format is given by name."""
+    node.args, node.kwargs = spelt(call)
+
+
+def _is_first(node: fx.Node) -> bool:
+    """Whether an operator's tensors are 2-D, of sizes that are numbers, and channels first as it was traced."""
+    value = node.meta["val"]
+    return value.dim() == 4 and is_plain(node, transposed=False) and bool(value.is_contiguous())
+
+
+def memory_formats(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """The forward operators whose memory format is known as they are lowered, and whether that is channels last."""
+    known = {}
+    for node in graph.nodes:
+        if node.target is OPERATORS[Forward] and len(node.args) > 1 and is_plain(node, transposed=False):
+            last = True if node.meta.get(_TURNED) else node.kwargs.get("channels_last")
+            known.update({} if last is None else {node: last})
+    return known
+
+
+def prefers_channels_last(graph: fx.Graph) -> bool:
+    """Whether Inductor would turn this graph's 2-D convolutions to channels last, the operators' ones among them."""
+    from torch._inductor.graph import GraphLowering
+
+    read = SimpleNamespace(graph=_with_convolutions(graph))
+    try:
+        return bool(GraphLowering.decide_layout_opt(read, is_inference=not trains(graph)))
+    except (AttributeError, TypeError, KeyError):  # it is Inductor's own, and may change
+        return False
+
+
+def _with_convolutions(graph: fx.Graph) -> fx.Graph:
+    """The graph, or a copy in which PyTorch's own convolutions stand where it has operators."""
+    if not any(node.target is OPERATORS[Forward] for node in graph.nodes):
+        return graph
+    copied = copy_of(graph)
+    for node in list(copied.nodes):
+        if node.target is OPERATORS[Forward]:
+            _as_convolution(copied, node)
+    return copied
+
+
+def _as_convolution(graph: fx.Graph, node: fx.Node) -> None:
+    """Put PyTorch's own convolution where the operator is, without what follows it."""
+    call = Forward(*node.args, **node.kwargs)
+    plain = (False, [0] * len(call.stride))
+    with graph.inserting_before(node):
+        made = graph.call_function(
+            aten.convolution.default,
+            (call.x, call.w, call.bias, call.stride, call.padding, call.dilation, *plain, call.groups),
+        )
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
