@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -91,7 +91,7 @@ class Statistics(NamedTuple):
     Attributes:
         x: (n, c, *spatial).
         w: (k, c/groups, *filter).
-        bias: (k,), of x's dtype; None for none.
+        bias: (k,), None for none.
         channels_last: memory format of y; None for that of PyTorch's own convolution of x and w.
     """
 
@@ -132,7 +132,6 @@ class Statistics(NamedTuple):
             RuntimeError: they do not.
         """
         self.forward.check()
-        _check(self.bias is None or self.bias.dtype == self.x.dtype, lambda: "bias must have the dtype of x")
 
 
 class BackwardData(NamedTuple):
@@ -241,6 +240,7 @@ class BackwardWeights(NamedTuple):
 
 
 Call = Forward | Statistics | BackwardData | BackwardWeights
+OneCall = TypeVar("OneCall", bound=Call)
 
 
 def empty(shape: Sequence[Any], like: Any, layout: Layout) -> Any:
@@ -289,8 +289,14 @@ def _told(tensor: Any) -> str:
     return f"of shape {tuple(tensor.shape)}"
 
 
-def of_one_dtype(call: Forward) -> Forward:
-    """The call with bias and scale both of x's dtype or both in float32, and the residual of x's dtype."""
+def of_one_dtype(call: OneCall) -> OneCall:
+    """A forward call with bias and scale both of x's dtype or both in float32, and the residual of x's dtype."""
+    if isinstance(call, Statistics):
+        return call._replace(bias=_narrowed(call.forward).bias)
+    return cast(OneCall, _narrowed(call)) if isinstance(call, Forward) else call
+
+
+def _narrowed(call: Forward) -> Forward:
     vectors = [vector for vector in (call.bias, call.scale) if vector is not None]
     if len({vector.dtype for vector in vectors} | {call.x.dtype}) > 1:
         wide = torch.promote_types(torch.float32, call.x.dtype)

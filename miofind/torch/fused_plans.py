@@ -55,7 +55,7 @@ class Plan(DirectCalls):
         self.answer: Answer | None = None
         self.reason = ""
         super().__init__(needs_python=True)
-        narrowed = of_one_dtype(call) if isinstance(call, Forward) else call
+        narrowed = of_one_dtype(call)
         flags = Flags.of(switches, on_gpu=call.x.is_cuda)
         try:
             problem = problem_of(narrowed, self.layout, flags.math)

@@ -1,4 +1,4 @@
-"""The operators `miofind::convolution`, `convolution_statistics` and `convolution_backward_data` and `..._weights`.
+"""The operators `miofind::convolution`, `convolution_statistics`, and those of gradients.
 
 They run the fastest solution that the FindDB has, else PyTorch's own operations (`unfused`). They have fake kernels,
 for torch.compile and torch.export, and rules for autocast and vmap, but no gradients: `differentiable` has those.
@@ -69,14 +69,13 @@ def _statistics(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
     if made is not None:
         y, total, of_squares = made
         return y, total, of_squares
-    layout = call.layout()
+    call, layout = of_one_dtype(call), call.layout()
     y, total, of_squares = call.output(layout)
     if not y.numel():
         return y, total.zero_(), of_squares.zero_()
-    forward = call.forward
     vectors = (call.bias, None, None, None)
     with fallback(plan):
-        y = dense(unfused.convolution(call.x, call.w, vectors, call.window, forward.nonlinearity), layout)
+        y = dense(unfused.convolution(call.x, call.w, vectors, call.window, unfused.Nonlinearity()), layout)
     return y, unfused.channel_sums(y), unfused.channel_sums(y.to(total.dtype).square())
 
 

@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
         computed = _FUSED_RESULTS[kind]
         try:
             layout = self._layout(call)
-            problem = problem_of(of_one_dtype(call) if isinstance(call, Forward) else call, layout, self._math(call.x))
+            problem = problem_of(of_one_dtype(call), layout, self._math(call.x))
         except Unserved as reason:
             self._recording.note(RecordedCall(layer=layer, computed=computed, reason=str(reason)))
             return func(*args, **kwargs)

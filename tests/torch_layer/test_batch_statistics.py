@@ -109,6 +109,7 @@ def _told(model: nn.Module) -> Iterator[Any]:
     yield from model.buffers()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.usefixtures("served")
@@ -147,25 +148,45 @@ def test_statistics_are_those_of_what_the_convolution_stored(dtype: Any) -> None
     assert y[:, :3].isfinite().all()
 
 
-class Instances(nn.Module):
-    """Statistics of each image."""
+class Others(nn.Module):
+    """Variances that are others than a batch norm's, of a convolution's results in float32."""
 
-    def __init__(self) -> None:
+    def __init__(self, axes: tuple[int, ...], **named: Any) -> None:
         super().__init__()
-        self.convolution, self.norm = nn.Conv2d(4, 8, 3), nn.InstanceNorm2d(8)
+        self.convolution, self.axes, self.named = nn.Conv2d(4, 8, 3), axes, named
 
     def forward(self, x: Any) -> Any:
-        return self.norm(self.convolution(x))
+        y = self.convolution(x.to(self.convolution.weight.dtype)).float()
+        variance, mean = torch.var_mean(y, self.axes, **self.named)
+        return y + (variance + mean).sum()
 
 
-@pytest.mark.parametrize("case", ["float32", "instance norm", "evaluation", "no answer"])
+OF_CHANNELS = {"correction": 0, "keepdim": True}
+STAY: dict[str, Callable[[], nn.Module]] = {
+    "float32": Blocks,
+    "evaluation": Blocks,
+    "no answer": Blocks,
+    "images": lambda: Others((2, 3), **OF_CHANNELS),
+    "correction": lambda: Others((0, 2, 3), correction=1, keepdim=True),
+    "no dimensions": lambda: Others((0, 2, 3), correction=0, keepdim=False),
+    "float64": lambda: Others((0, 2, 3), **OF_CHANNELS).double(),
+}
+
+
+@pytest.mark.parametrize("case", STAY)
 def test_what_stays(case: str, cpu_handle: Handle) -> None:
-    model = Instances() if case == "instance norm" else Blocks()
-    model.train(case != "evaluation")
-    compiled = Passed(model)
+    compiled = Passed(STAY[case]().train(case != "evaluation"))
+    dtype = torch.float32 if case.startswith("float") else torch.bfloat16
     with answers_of(cpu_handle, "auto" if case == "no answer" else "estimate"):
-        stepped(compiled, torch.randn(INPUT[:4]), torch.float32 if case == "float32" else torch.bfloat16)
+        stepped(compiled, torch.randn(INPUT[:4]), dtype)
     assert not any("statistics" in text for text in compiled.texts)
+
+
+@pytest.mark.usefixtures("served")
+def test_a_variance_that_a_network_computes_itself() -> None:
+    compiled = Passed(Others((0, 2, 3), **OF_CHANNELS))
+    stepped(compiled, torch.randn(INPUT[:4]), torch.bfloat16)
+    assert compiled.texts[0] == "bias.statistics"
 
 
 @pytest.mark.parametrize("norm", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
@@ -213,3 +234,42 @@ def test_inductor_runs_what_was_put_in_and_copies_nothing() -> None:
         assert len(made) == (2 if shape.startswith("8, 8") else 1)
         assert all(strides.split(", ")[1] == "1" for strides in made)
     assert {plan.answer.is_served for plan in fused_plans.plans() if plan.answer is not None} == {True}
+
+
+class Between(nn.Module):
+    """A convolution's statistics with vectors that something else reads as well, before or after it."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.case = case
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.norm, self.gain = nn.BatchNorm2d(4, momentum=0.9), nn.Parameter(torch.rand(4) + 0.5)
+        with torch.no_grad():
+            self.first.bias.fill_(5.0)
+
+    def forward(self, x: Any) -> Any:
+        gain = self.gain.abs().view(1, -1, 1, 1)
+        old = self.norm.running_mean * 3.0
+        x = self.first(x * gain if self.case == "read before" else x)
+        if self.case in READERS:
+            old = READERS[self.case](self.norm.running_mean)
+        x = torch.relu(self.norm(x))
+        y = self.second(x).float()
+        variance, mean = torch.var_mean(y, (0, 2, 3), correction=0, keepdim=True)
+        normed = (y - mean) * (torch.rsqrt(variance + 1e-5) * gain)
+        return normed if self.case == "read before" else normed + mean * old.view(1, -1, 1, 1)
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "running mean behind": lambda mean: mean * 3.0,
+    "its cosine behind": torch.cos,
+    "a view behind": lambda mean: mean.view(1, -1).t() * 2.0,
+}
+
+
+@pytest.mark.parametrize("case", ["read before", "running mean", *READERS])
+@pytest.mark.usefixtures("served")
+def test_vectors_that_others_read_are_those_that_they_were(case: str) -> None:
+    model, x = Between(case), torch.randn(3, 4, 9, 8)
+    assert_no_worse(Passed(model), model, x, steps=2)

@@ -108,10 +108,18 @@ def test_statistics(dtype: Any, has_bias: bool, channels_last: bool | None, cpu_
     torch.testing.assert_close(made[0][0], made[1][0], rtol=slack, atol=slack)
 
 
-def test_statistics_refuse_a_bias_of_another_dtype() -> None:
-    x, w, bias = drawn(X, W, VECTOR, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="bias must have the dtype of x"):
-        OPERATORS.convolution_statistics(x, w, bias.float(), [1, 1], [1, 1], [1, 1], 2)
+@pytest.mark.parametrize("policy", ["estimate", "auto"])
+def test_statistics_under_autocast(policy: str, cpu_handle: Handle) -> None:
+    """A bias keeps its dtype, and is added before the result is rounded."""
+    x, w, bias = drawn(X, W, VECTOR, dtype=torch.float32)
+    with answers_of(cpu_handle, policy) as ran, torch.autocast("cpu", torch.bfloat16):
+        y, total, _ = OPERATORS.convolution_statistics(x, w, bias, [1, 1], [1, 1], [1, 1], 2)
+    assert y.dtype == torch.bfloat16
+    assert len(ran) == (policy == "estimate")
+    assert all("float32.bias.statistics" in each for each in ran)
+    exact = functional.conv2d(x.bfloat16().double(), w.bfloat16().double(), bias.double(), padding=1, groups=2)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-6)
+    torch.testing.assert_close(total, y.float().sum((0, 2, 3)))
 
 
 def test_a_miss_is_pytorchs(cpu_handle: Handle) -> None:

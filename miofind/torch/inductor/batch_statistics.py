@@ -42,7 +42,7 @@ def put_statistics(writing: Writing, convolution: fx.Node) -> bool:
         writing.graph.erase_node(user)
     converted = statistics.args[0]
     writing.graph.erase_node(statistics)
-    if converted is not y and not converted.users:
+    if not converted.users:
         writing.graph.erase_node(converted)
     writing.graph.erase_node(convolution)
     writing.tidy()
@@ -50,28 +50,34 @@ def put_statistics(writing: Writing, convolution: fx.Node) -> bool:
 
 
 def gather_vectors(graph: fx.Graph) -> None:
-    """Have all vectors of channels that a batch norm makes of the sums follow the operator that gives them.
+    """Have all vectors of channels that are made of an operator's sums follow it.
 
     What is kept for backward, and written to running statistics, stands at the end of a traced graph. Inductor makes
     one kernel of vectors that are near each other, else one of each.
     """
+    vectors = _Vectors(graph)
     for node in list(graph.nodes):
         if node.target is OPERATORS[Statistics]:
-            _Vectors(graph, node).gather()
+            vectors.gather(node)
 
 
 class _Vectors:
-    """The vectors of channels that are made of an operator's sums and of what the graph is given."""
+    """The vectors of channels that are made of operators' sums and of what the graph is given.
 
-    def __init__(self, graph: fx.Graph, statistics: fx.Node) -> None:
+    Only what stands behind an operator's sums is moved, forward: what reads it follows in any case.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
         self._order = {node: place for place, node in enumerate(graph.nodes)}
-        self._sums = [node for node in statistics.users if node.args[1] > 0]
-        self._last = max(self._sums, key=self._order.__getitem__, default=statistics)
-        self._placed = set(self._sums)
+        self._known: dict[fx.Node, bool] = {}
 
-    def gather(self) -> None:
-        """Put each behind those that it is made of, in their order."""
-        found, pending = set[fx.Node](), [*self._sums]
+    def gather(self, statistics: fx.Node) -> None:
+        """Put each behind those that it is made of, in their order; operators come in the graph's."""
+        sums = [node for node in statistics.users if node.args[1] > 0]
+        self._last = max(sums, key=self._order.__getitem__, default=statistics)
+        self._end_of_sums = self._order[self._last]
+        self._known.clear()
+        found, pending = set[fx.Node](), [*sums]
         while pending:
             users = [user for user in pending.pop().users if user not in found and _is_vector(user)]
             found.update(users)
@@ -82,50 +88,63 @@ class _Vectors:
 
     def _may_be_placed(self, node: fx.Node) -> bool:
         """Whether all that a vector is made of is there behind the operator, or can be."""
-        if node in self._placed or node.op == "placeholder":
+        if self._is_there(node):
             return True
+        if node not in self._known:
+            self._known[node] = self._can_be_moved(node) and all(map(self._may_be_placed, _needed(node)))
+        return self._known[node]
+
+    @staticmethod
+    def _can_be_moved(node: fx.Node) -> bool:
         if not _is_vector(node):
             return False
-        read = node.all_input_nodes
-        if node.target is aten.copy_.default:
-            written, *read = read
+        if node.target is aten.copy_.default:  # a product is no view of the old numbers, and is placed before
+            written = node.args[0]
             others = [user for user in written.users if user is not node]
-            if written.op != "placeholder" or any(each.target is not aten.mul.Tensor for each in others):
-                return False
-            read += others
-        return all(self._may_be_placed(each) for each in read)
+            return written.op == "placeholder" and all(each.target is aten.mul.Tensor for each in others)
+        return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+    def _is_there(self, node: fx.Node) -> bool:
+        """Whether a step stands before the place of the next, where it stays: what else reads it may do so before."""
+        return self._order[node] <= self._end_of_sums
 
     def _place(self, node: fx.Node) -> None:
-        if node in self._placed or node.op == "placeholder":
+        if self._is_there(node):
             return
-        read = node.all_input_nodes
-        if node.target is aten.copy_.default:
-            read = [*read[1:], *(user for user in read[0].users if user is not node)]
-        for each in read:
+        for each in _needed(node):
             self._place(each)
         self._last.append(node)
         self._last = node
-        self._placed.add(node)
+        self._order[node] = self._end_of_sums
+
+
+def _needed(node: fx.Node) -> list[fx.Node]:
+    """What is to be computed before a step: what it reads, and what reads the old numbers of what it writes."""
+    read: list[fx.Node] = node.all_input_nodes
+    if node.target is not aten.copy_.default:
+        return read
+    return [*read[1:], *(user for user in read[0].users if user is not node)]
 
 
 def _is_vector(node: fx.Node) -> bool:
-    """Whether a step of PyTorch's gives one number for each channel."""
+    """Whether a step of PyTorch's gives a tensor of known size, of which one dimension at most is longer than 1."""
     value = node.meta.get("val")
     is_step = node.op == "call_function" and getattr(node.target, "namespace", None) in ("aten", "prims")
-    return is_step and isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == max(value.shape)
+    if not is_step or not isinstance(value, torch.Tensor) or not value.dim():
+        return False
+    is_known = all(isinstance(size, int) for size in value.shape)
+    return is_known and value.numel() == max(value.shape)  # of symbols, this would be a guard
 
 
 def _statistics_of(convolution: fx.Node) -> fx.Node | None:
     """The step that gives variance and mean of each of a convolution's channels in float32, or None."""
     axes = [0, *range(2, convolution.meta["val"].dim())]
-    for converted in convolution.users:
-        if converted.target is not prims.convert_element_type.default or converted.args[1] is not torch.float32:
-            continue
-        for node in converted.users:
-            is_biased = node.kwargs.get("correction") == 0 and node.kwargs.get("keepdim") is True
-            if node.target is aten.var_mean.correction and [*node.args[1:]] == [axes] and is_biased:
-                is_read_apart = all(user.target is operator.getitem for user in node.users)
-                return node if is_read_apart else None
+    converted = (node for node in convolution.users if node.target is prims.convert_element_type.default)
+    for node in (user for each in converted if each.args[1] is torch.float32 for user in each.users):
+        is_as_in_norms = node.kwargs.get("correction") == 0 and node.kwargs.get("keepdim") is True
+        is_of_channels = node.target is aten.var_mean.correction and [*node.args[1:]] == [axes]
+        if is_of_channels and is_as_in_norms and all(user.target is operator.getitem for user in node.users):
+            return node
     return None
 
 

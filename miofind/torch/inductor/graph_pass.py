@@ -1,9 +1,9 @@
 """A pass over Inductor's graphs that puts `miofind::convolution...` where a FindDB answers the fused problem.
 
-Forward: convolution, batch norm in inference (as steps of channels), an addition, an activation; in training the
-statistics of a batch norm (`batch_statistics`). Backward: the gradient
-of the input with what is added to it and relu's mask, and the bias gradient beside that of the weights. Whatever is not
-known exactly, has sizes that are not numbers, or no answer stays as it is, and is Inductor's.
+Forward: convolution, batch norm in inference (as steps of channels), an addition, an activation; or the variance and
+mean of each channel, as a batch norm in training takes them. Backward: the gradient of the input with what is added to
+it and relu's mask, and the bias gradient beside that of the weights. Whatever is not known exactly, has sizes that are
+not numbers, or no answer stays as it is, and is Inductor's.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class ConvolutionPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         constrain_layouts()
-        is_better_last = prefers_channels_last(graph)
-        _prepare(graph, is_better_last)
-        writing = Writing(graph, self._serves, is_better_last)
+        prefers_last = prefers_channels_last(graph)
+        _prepare(graph, prefers_last)
+        writing = Writing(graph, self._serves, prefers_last)
         _replace(writing)
         self.replaced += writing.put_in
         for node in list(graph.nodes):
@@ -128,7 +128,7 @@ def _measures(device: Any) -> bool:
     return planner.settings.measures(flags)
 
 
-def _prepare(graph: fx.Graph, is_better_last: bool) -> None:
+def _prepare(graph: fx.Graph, prefers_last: bool) -> None:
     """Find all that a graph lacks answers to at once, where misses are measured, and compile all that it will launch.
 
     A copy of the graph tells what.
@@ -144,7 +144,7 @@ def _prepare(graph: fx.Graph, is_better_last: bool) -> None:
         return device in lacking
 
     if lacking:
-        _replace(Writing(copy_of(graph), is_missing, is_better_last))
+        _replace(Writing(copy_of(graph), is_missing, prefers_last))
     for device, problems in lacking.items():
         planner, flags = _asked(device)
         find_missing(problems, device, flags, planner)
@@ -158,14 +158,14 @@ def _prepare(graph: fx.Graph, is_better_last: bool) -> None:
         return best is not None
 
     if on_gpu:
-        _replace(Writing(copy_of(graph), is_answered, is_better_last))
+        _replace(Writing(copy_of(graph), is_answered, prefers_last))
     for device, solutions in on_gpu.items():
         compile_ahead(solutions, device, _asked(device)[0])
 
 
 def _replace(writing: Writing) -> None:
     """Put operators in for the convolutions of a graph, where they are served."""
-    if writing.is_better_last:
+    if writing.prefers_last:
         turn_last(writing)
     for node in list(writing.graph.nodes):
         if node.target is aten.convolution.default and is_plain(node, node.args[6]):

@@ -92,10 +92,10 @@ def turn_last(writing: Writing) -> None:
 
 
 def turn_saved(graph: fx.Graph) -> None:
-    """Have what operators read channels last, and backward once more, be computed so.
+    """Have tensors be cast to channels last at once that operators read so, and that are kept for backward.
 
-    Inductor knows its own convolutions to want that; what else a graph returns it computes in the memory format that it
-    was traced with, and the operators would copy it.
+    Inductor does that for its own convolutions. Else it casts what a graph returns in the memory format that was
+    traced, and the operators copy it.
     """
     (output,) = (node for node in graph.nodes if node.op == "output")
     readers = (*CONVOLUTIONS, *OPERATORS.values(), output.target)

@@ -25,15 +25,15 @@ class Writing:
     Args:
         graph: of Inductor, after gradients.
         serves: says which problems operators are put in for.
-        is_better_last: whether Inductor would turn the graph's 2-D convolutions to channels last.
+        prefers_last: whether Inductor would turn the graph's 2-D convolutions to channels last.
 
     Attributes:
         put_in: the problems of the operators that were put in, in order.
     """
 
-    def __init__(self, graph: fx.Graph, serves: Serves, is_better_last: bool) -> None:
+    def __init__(self, graph: fx.Graph, serves: Serves, prefers_last: bool) -> None:
         self.graph = graph
-        self.is_better_last = is_better_last
+        self.prefers_last = prefers_last
         self.put_in: list[ProblemDescription] = []
         self._serves = serves
         self._written: list[fx.Node] = []
@@ -52,7 +52,7 @@ class Writing:
         """Whether a convolution is to be channels last: one of these tensors of it is, or Inductor would turn it so."""
         last = Layout.of(values[0].dim() - 2, channels_last=True)
         is_so = any(is_dense(value, last) and not value.is_contiguous() for value in values)
-        return is_so or (values[0].dim() == 4 and self.is_better_last)
+        return is_so or (values[0].dim() == 4 and self.prefers_last)
 
     def served(self, call: Call) -> ProblemDescription | None:
         """The problem of an operator; None where no FindDB answers it.
@@ -63,7 +63,7 @@ class Writing:
         values = values_of(call)
         flags = Flags.of(state(), on_gpu=values.x.is_cuda)
         with values.x.fake_mode:
-            known = of_one_dtype(values) if isinstance(values, Forward) else values
+            known = of_one_dtype(values)
             layout = known.layout()
         try:
             problem = problem_of(known, layout, flags.math)
