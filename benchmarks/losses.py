@@ -10,7 +10,7 @@ are averaged over stretches of steps; how far a run is from the median of PyTorc
 distance, and the largest of PyTorch's own is the band that miofind's runs are to stay in.
 
 Beside them are the errors of a trained network's outputs by either side against float32, relative by the Euclidean
-norm.
+norm. The file is written anew after each run.
 """
 
 from __future__ import annotations
@@ -110,9 +110,15 @@ def stretches(run: Sequence[float]) -> list[float]:
     return [statistics.fmean(run[first : first + STRETCH]) for first in range(0, len(run), STRETCH)]
 
 
-def distances(runs: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def judged(means: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Distances of runs, PyTorch's band, and whether all are within it; by the means of their stretches."""
+    apart = {run: round(distance, 5) for run, distance in distances(means).items()}
+    band = max(distance for run, distance in apart.items() if run.startswith("torch"))
+    return {"distances": apart, "band": band, "is_within": all(distance <= band for distance in apart.values())}
+
+
+def distances(means: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """How far each run is from the median of PyTorch's other runs, at most over the stretches."""
-    means = {name: stretches(run) for name, run in runs.items()}
     found = {}
     for name, own in means.items():
         others = [each for other, each in means.items() if other != name and other.startswith("torch")]
@@ -140,8 +146,8 @@ def output_errors(model: nn.Module, images: Images, ours: Scope) -> dict[str, fl
     return {name: float((y.double() - wide).norm() / wide.norm()) for name, y in made.items()}
 
 
-def row_of(name: str, arguments: argparse.Namespace, handle: miofind.Handle) -> dict[str, Any]:
-    """All runs of one network."""
+def rows_of(name: str, arguments: argparse.Namespace, handle: miofind.Handle) -> Iterator[dict[str, Any]]:
+    """The row of one network, as far as its runs are done, after each."""
     network = NETWORKS[name]
     shape = (arguments.batch, *network.shape)
     torch.manual_seed(0)
@@ -159,29 +165,23 @@ def row_of(name: str, arguments: argparse.Namespace, handle: miofind.Handle) -> 
         options = miofind.torch.inductor_options()
         runs += [Run(name="torch compile", prepare=torch.compile)]
         runs += [Run(name="miofind compile", prepare=lambda model: torch.compile(model, options=options), scope=ours)]
-    found = {}
+    row: dict[str, Any] = {"network": name, "batch": arguments.batch, "steps": arguments.steps, "means": {}}
     for run in runs:
         torch._dynamo.reset()
         model = copy.deepcopy(start)
         if run.name == "miofind eager":
             x, amp = images.batch(0)[0], torch.bfloat16
             miofind.torch.tune(model, x, training=True, amp=amp, handle=handle, on_event=lambda event: None)
-        found[run.name] = [round(loss, 5) for loss in losses(model, run, images, arguments.steps)]
-        print(f"{name}, {run.name}: {' '.join(f'{mean:.3f}' for mean in stretches(found[run.name]))}", flush=True)
+        means = stretches(losses(model, run, images, arguments.steps))
+        row["means"][run.name] = [round(mean, 5) for mean in means]
+        print(f"{name}, {run.name}: {' '.join(f'{mean:.3f}' for mean in means)}", flush=True)
         if run.name == "torch eager":
             trained = copy.deepcopy(model)
-    apart = {run: round(distance, 5) for run, distance in distances(found).items()}
-    band = max(distance for run, distance in apart.items() if run.startswith("torch"))
-    return {
-        "network": name,
-        "batch": arguments.batch,
-        "steps": arguments.steps,
-        "distances": apart,
-        "band": band,
-        "is_within": all(distance <= band for distance in apart.values()),
-        "output_errors": {side: round(error, 6) for side, error in output_errors(trained, images, ours).items()},
-        "losses": found,
-    }
+        yield row
+    row |= judged(row["means"])
+    yield row
+    errors = output_errors(trained, images, ours)
+    yield row | {"output_errors": {side: round(error, 6) for side, error in errors.items()}}
 
 
 def main() -> None:
@@ -197,11 +197,14 @@ def main() -> None:
         "stretch": STRETCH,
         "rows": [],
     }
+    done: list[dict[str, Any]] = []
     for name in arguments.networks:
         with miofind.Handle(device, database=MEMORY) as handle:
-            report["rows"].append(row_of(name, arguments, handle))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
+            for row in rows_of(name, arguments, handle):
+                report["rows"] = [*done, row]
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        done = report["rows"]
     for line in summary(report["rows"]):
         print(line)
 

@@ -23,16 +23,19 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_distance_is_from_the_median_of_pytorchs_other_runs(script: ModuleType) -> None:
-    script.STRETCH = 2
-    runs = {
-        "torch eager": [4.0, 4.0, 1.0, 1.0],
-        "torch channels last": [4.0, 4.2, 1.0, 1.2],
-        "torch compile": [4.0, 4.4, 1.0, 1.0],
-        "miofind eager": [4.0, 4.2, 1.0, 3.0],
+    means = {
+        "torch eager": [4.0, 1.0],
+        "torch channels last": [4.1, 1.1],
+        "torch compile": [4.2, 1.0],
+        "miofind eager": [4.1, 2.0],
     }
-    assert script.distances(runs) == pytest.approx(
+    found = script.judged(means)
+    assert found["distances"] == pytest.approx(
         {"torch eager": 0.15, "torch channels last": 0.1, "torch compile": 0.15, "miofind eager": 1.0}
     )
+    assert (found["band"], found["is_within"]) == (pytest.approx(0.15), False)
+    assert script.judged({**means, "miofind eager": [4.1, 1.1]})["is_within"]
+    assert script.stretches([1.0] * 20 + [2.0, 4.0]) == [1.0, 3.0]
 
 
 def test_a_network_learns_on_the_cpu(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +44,8 @@ def test_a_network_learns_on_the_cpu(script: ModuleType, tmp_path: Path, monkeyp
     script.main()
     report = json.loads((tmp_path / "losses.json").read_text())
     (row,) = report["rows"]
-    assert set(row["losses"]) == {"torch eager", "torch eager again", "torch channels last", "miofind eager"}
-    assert row["losses"]["torch eager"] == row["losses"]["torch eager again"]
-    assert all(len(run) == 25 and run[-1] < run[0] for run in row["losses"].values())
+    assert set(row["means"]) == {"torch eager", "torch eager again", "torch channels last", "miofind eager"}
+    assert row["means"]["torch eager"] == row["means"]["torch eager again"]
+    assert all(len(means) == 2 and means[1] < means[0] for means in row["means"].values())
     assert max(row["distances"].values()) < 0.01
     assert max(row["output_errors"].values()) < 0.02
