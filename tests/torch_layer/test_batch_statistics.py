@@ -236,6 +236,38 @@ def test_inductor_runs_what_was_put_in_and_copies_nothing() -> None:
     assert {plan.answer.is_served for plan in fused_plans.plans() if plan.answer is not None} == {True}
 
 
+class Cast(nn.Module):
+    """A convolution of an input that is cast before, and read once more."""
+
+    def __init__(self, reads: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.convolution, self.norm, self.reads = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), reads
+
+    def forward(self, x: Any) -> Any:
+        x = x.bfloat16()
+        return self.norm(self.convolution(x)), self.reads(x)
+
+
+CASTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "nothing": (lambda x: None, True),
+    "its strides": (lambda x: torch.as_strided(x, (x.numel(),), (1,)) * 2, False),
+}
+
+
+@pytest.mark.parametrize("case", CASTS)
+@pytest.mark.usefixtures("served")
+def test_a_cast_is_turned_where_operators_alone_read_it(case: str) -> None:
+    reads, is_turned = CASTS[case]
+    compiled, x = Passed(Cast(reads)), torch.randn(INPUT[:4])
+    configured = torch._inductor.config.patch(force_layout_optimization=True)
+    with configured, torch.autocast("cpu", torch.bfloat16):
+        y, _ = compiled(x)
+    y.float().sum().backward()
+    (operator,) = (n for n in compiled.graphs[0].nodes if n.target is torch.ops.miofind.convolution_statistics.default)
+    assert operator.kwargs["channels_last"] is True
+    assert operator.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last) is is_turned
+
+
 class Between(nn.Module):
     """A convolution's statistics with vectors that something else reads as well, before or after it."""
 
