@@ -16,93 +16,47 @@ norm. The file is written anew after each run.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
 import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import script
-import torch
-import torch.nn.functional as functional
 from commit import commit
-from torch import nn
-from torch_forms import without_chance
-from torch_networks import NETWORKS
 
 import miofind
-import miofind.torch
 from miofind.device.device import Device
 from miofind.device.environment import versions
 from miofind.finddb import MEMORY
 
 NETWORKS_OF_CLASSES = ("resnet50", "resnext50", "regnety_032", "efficientnet_b0", "mobilenetv3_l", "convnext_t", "tiny")
-MOST_CLASSES = 10
 STRETCH = 20
 """Steps whose losses are averaged: single ones are as far apart as images are."""
 
 
-Scope = Callable[[], AbstractContextManager[Any]]
+def rows_of(name: str, arguments: argparse.Namespace, handle: miofind.Handle) -> Iterator[dict[str, Any]]:
+    """The row of one network, as far as its runs are done, after each."""
+    from torch_losses import Trainings
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A way to train.
-
-    Attributes:
-        prepare: makes the callable of a network.
-        scope: what is in force meanwhile.
-    """
-
-    name: str
-    prepare: Callable[[nn.Module], Callable[[Any], Any]] = lambda model: model
-    channels_last: bool = False
-    scope: Scope = contextlib.nullcontext
-
-
-class Images:
-    """Batches of noisy pictures of classes, a fifth of them under a wrong name, so that a loss does not end at 0."""
-
-    def __init__(self, shape: Sequence[int], classes: int, device: str) -> None:
-        self._shape, self._device = shape, device
-        generator = torch.Generator().manual_seed(1)
-        small = torch.randn(classes, shape[1], *(4 for _ in shape[2:]), generator=generator)
-        self._pictures = functional.interpolate(small, tuple(shape[2:])).to(device)
-
-    def batch(self, step: int) -> tuple[Any, Any]:
-        """Images and their classes, the same for a step in every run."""
-        drawn: dict[str, Any] = {
-            "generator": torch.Generator(self._device).manual_seed(1000 + step),
-            "device": self._device,
-        }
-        true, other = torch.randint(len(self._pictures), (2, self._shape[0]), **drawn)
-        named = torch.where(torch.rand(self._shape[0], **drawn) < 0.2, other, true)
-        return self._pictures[true] + torch.randn(*self._shape, **drawn), named
-
-
-def losses(model: nn.Module, run: Run, images: Images, steps: int) -> list[float]:
-    """The losses of a run; the network is trained in place."""
-    order = torch.channels_last if run.channels_last else torch.contiguous_format
-    model.to(memory_format=order)
-    found = []
-    with run.scope():
-        network = run.prepare(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        for step in range(steps):
-            x, named = images.batch(step)
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(x.device.type, torch.bfloat16):
-                y = network(x.contiguous(memory_format=order))
-            loss = functional.cross_entropy(y.float(), named)
-            loss.backward()
-            optimizer.step()
-            found.append(loss.detach())
-        return [float(loss) for loss in found]
+    trainings = Trainings(
+        name,
+        batch=arguments.batch,
+        steps=arguments.steps,
+        device=arguments.device,
+        is_compiled=arguments.compile,
+        handle=handle,
+    )
+    row: dict[str, Any] = {"network": name, "batch": arguments.batch, "steps": arguments.steps, "means": {}}
+    for run, losses in trainings.losses():
+        row["means"][run] = [round(mean, 5) for mean in stretches(losses)]
+        print(f"{name}, {run}: {' '.join(f'{mean:.3f}' for mean in row['means'][run])}", flush=True)
+        yield row
+    row |= judged(row["means"])
+    yield row
+    errors = trainings.output_errors()
+    yield row | {"output_errors": {side: round(error, 6) for side, error in errors.items()}}
 
 
 def stretches(run: Sequence[float]) -> list[float]:
@@ -127,66 +81,11 @@ def distances(means: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return found
 
 
-def output_errors(model: nn.Module, images: Images, ours: Scope) -> dict[str, float]:
-    """Errors of a trained network's outputs against float32's: by autocast of both sides, and by `fuse` in float16."""
-    x, _ = images.batch(-1)
-    model.eval()
-
-    def cast(network: Any) -> Any:
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return network(x)
-
-    half = torch.float16 if x.is_cuda else torch.float32
-    with torch.inference_mode():
-        wide = model(x).double()
-        made = {"torch autocast": cast(model), "torch half": copy.deepcopy(model).to(half)(x.to(half))}
-        with ours():
-            made["miofind autocast"] = cast(model)
-            made["miofind half"] = miofind.torch.fuse(copy.deepcopy(model).to(half))(x.to(half))
-    return {name: float((y.double() - wide).norm() / wide.norm()) for name, y in made.items()}
-
-
-def rows_of(name: str, arguments: argparse.Namespace, handle: miofind.Handle) -> Iterator[dict[str, Any]]:
-    """The row of one network, as far as its runs are done, after each."""
-    network = NETWORKS[name]
-    shape = (arguments.batch, *network.shape)
-    torch.manual_seed(0)
-    start = without_chance(network.build()).to(arguments.device).train()
-    with torch.no_grad():
-        width = int(copy.deepcopy(start)(torch.zeros(shape, device=arguments.device)).shape[1])
-    images = Images(shape, min(width, MOST_CLASSES), arguments.device)
-
-    def ours() -> AbstractContextManager[Any]:
-        return miofind.torch.use("find", background=False, handle=handle, devices=arguments.device)
-
-    runs = [Run(name="torch eager"), Run(name="torch eager again"), Run(name="torch channels last", channels_last=True)]
-    runs += [Run(name="miofind eager", scope=ours)]
-    if arguments.compile:
-        options = miofind.torch.inductor_options()
-        runs += [Run(name="torch compile", prepare=torch.compile)]
-        runs += [Run(name="miofind compile", prepare=lambda model: torch.compile(model, options=options), scope=ours)]
-    row: dict[str, Any] = {"network": name, "batch": arguments.batch, "steps": arguments.steps, "means": {}}
-    for run in runs:
-        torch._dynamo.reset()
-        model = copy.deepcopy(start)
-        if run.name == "miofind eager":
-            x, amp = images.batch(0)[0], torch.bfloat16
-            miofind.torch.tune(model, x, training=True, amp=amp, handle=handle, on_event=lambda event: None)
-        means = stretches(losses(model, run, images, arguments.steps))
-        row["means"][run.name] = [round(mean, 5) for mean in means]
-        print(f"{name}, {run.name}: {' '.join(f'{mean:.3f}' for mean in means)}", flush=True)
-        if run.name == "torch eager":
-            trained = copy.deepcopy(model)
-        yield row
-    row |= judged(row["means"])
-    yield row
-    errors = output_errors(trained, images, ours)
-    yield row | {"output_errors": {side: round(error, 6) for side, error in errors.items()}}
-
-
 def main() -> None:
     arguments = parsed()
     device = Device.cuda() if arguments.device == "cuda" else Device.cpu()
+    import torch
+
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0
     torch.backends.cudnn.allow_tf32 = False
     report: dict[str, Any] = {

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*. is deprecated:Depr
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(FOLDER)
-    for name in ("losses", "torch_forms", "torch_networks", "script", "commit"):
+    for name in ("losses", "torch_losses", "torch_forms", "torch_networks", "script", "commit"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("losses")
 
