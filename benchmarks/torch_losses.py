@@ -125,7 +125,7 @@ class Trainings:
             return [float(loss) for loss in found]
 
     def output_errors(self) -> dict[str, float]:
-        """Errors of a trained network's outputs against float32's: under autocast, and in float16, fused on our side."""
+        """Errors of a trained network's outputs against float32's: under autocast, and in float16, ours fused."""
         x, _ = self._images.batch(-1)
         model = copy.deepcopy(self._trained)
         model.eval()
