@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from miofind.runtime.handle import Handle
-from miofind.torch import answers, fused_plans
+from miofind.torch import answers
+from miofind.torch.fused import plans as fused_plans
 from miofind.torch.plans import Planner
 from miofind.torch.settings import Settings
 

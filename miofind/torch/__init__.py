@@ -18,11 +18,11 @@ except ModuleNotFoundError as error:
 
 with _without_what_is_loaded():
     from miofind.runtime.background import wait_until_compiled
-    from miofind.torch.differentiable import convolution
     from miofind.torch.direct import build
     from miofind.torch.explanation import Explanation, LayerRun, explain
     from miofind.torch.export import exported_problems
     from miofind.torch.fuse import FusedLayer, FusionReport, fuse
+    from miofind.torch.fused.differentiable import convolution
     from miofind.torch.fused_modules import FusedConvolution
     from miofind.torch.inductor import inductor_options
     from miofind.torch.network import problems

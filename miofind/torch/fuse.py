@@ -18,10 +18,10 @@ from torch import fx, nn
 from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, brief
 from miofind.process.garbage import without_what_is_loaded
-from miofind.torch.differentiable import padding_of
+from miofind.torch.fused.differentiable import padding_of
+from miofind.torch.fused.unfused import Nonlinearity, Window
 from miofind.torch.fused_modules import FusedConvolution
 from miofind.torch.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution
-from miofind.torch.unfused import Nonlinearity, Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from miofind.torch.differentiable import Tensors, arguments_of, run
 from miofind.torch.formats import output_layout
-from miofind.torch.kept_weights import Memory, is_of_processes, kept, renew
+from miofind.torch.fused.differentiable import Tensors, arguments_of, run
+from miofind.torch.fused.kept_weights import Memory, is_of_processes, kept, renew
+from miofind.torch.fused.unfused import Nonlinearity, Window, activated
 from miofind.torch.memory import is_capturing
-from miofind.torch.unfused import Nonlinearity, Window, activated
 
 _Parameter = torch.nn.Parameter
 _convolution = torch.ops.miofind.convolution.default

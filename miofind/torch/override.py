@@ -470,7 +470,7 @@ def report() -> CallReport:
     With the calls of `miofind::convolution` that fused modules and graphs make, whether or not it is enabled. Where
     PyTorch computes one of them, it calls its own convolution, which counts as well.
     """
-    from miofind.torch import fused_plans  # which knows the settings of overrides
+    from miofind.torch.fused import plans as fused_plans  # which knows the settings of overrides
 
     with _switching:
         own = [plan for override in _enabled for plan in override.plans]

@@ -19,9 +19,9 @@ from miofind.core.tensor import Layout, MathMode
 from miofind.torch import formats
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
-from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, Statistics, of_one_dtype, problem_of
+from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, of_one_dtype, problem_of
+from miofind.torch.fused.ops import OPERATORS
 from miofind.torch.layers import LayerNames
-from miofind.torch.ops import OPERATORS
 from miofind.torch.recording import RecordedCall, Recording, check_ending
 
 _CONVOLUTION = torch.ops.aten.convolution.default

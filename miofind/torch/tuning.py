@@ -31,8 +31,9 @@ from miofind.runtime.handle import Handle, default_handle
 from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
 from miofind.text.printable import printable_name
-from miofind.torch import comparisons, fused_plans
+from miofind.torch import comparisons
 from miofind.torch.direct import VARIABLE, direct_path
+from miofind.torch.fused import plans as fused_plans
 from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import forget_plans, native_kernels
 from miofind.torch.plans import kernels_of

@@ -13,10 +13,12 @@ from torch.nn.functional import conv2d, conv_transpose2d
 
 import miofind
 import miofind.torch
-from miofind.torch import direct, fused_plans, unfused
+from miofind.torch import direct
 from miofind.torch.direct import DirectPath
+from miofind.torch.fused import plans as fused_plans
+from miofind.torch.fused import unfused
+from miofind.torch.fused.unfused import Nonlinearity, Window
 from miofind.torch.override import Override
-from miofind.torch.unfused import Nonlinearity, Window
 
 pytestmark = pytest.mark.gpu
 

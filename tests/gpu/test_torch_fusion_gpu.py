@@ -13,7 +13,7 @@ import torch.nn.functional as functional
 
 import miofind.torch
 from miofind import Handle
-from miofind.torch import fused_plans
+from miofind.torch.fused import plans as fused_plans
 
 pytestmark = pytest.mark.gpu
 

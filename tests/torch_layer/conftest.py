@@ -10,8 +10,9 @@ from torch_layer.direct_driver import Driver
 
 from miofind import Handle
 from miofind.launch.invoker import _HostInvoker
-from miofind.torch import Override, direct, fused_plans, use
+from miofind.torch import Override, direct, use
 from miofind.torch.direct import DirectPath
+from miofind.torch.fused import plans as fused_plans
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,8 @@ import miofind.torch
 from miofind import Handle
 from miofind.errors import CompileError, InvalidOptionError
 from miofind.solvers.cpu.direct import ConvCpuDirect
-from miofind.torch import fused_plans, plans
+from miofind.torch import plans
+from miofind.torch.fused import plans as fused_plans
 from miofind.torch.inductor.graph_pass import ConvolutionPass
 
 X, W, B = torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3), torch.randn(8)

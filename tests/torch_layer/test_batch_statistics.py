@@ -15,7 +15,7 @@ from torch import fx, nn
 
 import miofind.torch
 from miofind import Handle
-from miofind.torch import fused_plans
+from miofind.torch.fused import plans as fused_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 

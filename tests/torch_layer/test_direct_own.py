@@ -12,7 +12,7 @@ from torch_layer.direct_driver import Driver
 
 import miofind.torch
 from miofind import Handle
-from miofind.torch import fused_plans
+from miofind.torch.fused import plans as fused_plans
 from miofind.torch.override import native_kernels
 
 pytestmark = pytest.mark.sampled(2)

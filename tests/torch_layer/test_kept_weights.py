@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from waiting import LIMIT_S
 
-from miofind.torch import fuse, kept_weights
-from miofind.torch.kept_weights import kept
+from miofind.torch import fuse
+from miofind.torch.fused import kept_weights
+from miofind.torch.fused.kept_weights import kept
 
 
 def weight_of(*shape: int) -> Any:

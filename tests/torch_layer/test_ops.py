@@ -13,8 +13,8 @@ from fused_answers import answers_of
 import miofind.torch
 from miofind import Handle
 from miofind.errors import InvalidOptionError, InvalidProblemError
-from miofind.torch import unfused
-from miofind.torch.unfused import Nonlinearity, Window
+from miofind.torch.fused import unfused
+from miofind.torch.fused.unfused import Nonlinearity, Window
 
 OPERATORS = torch.ops.miofind
 ACTIVATIONS = ("none", "relu", "clamp", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish", "sigmoid", "tanh",

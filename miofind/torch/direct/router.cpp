@@ -1,7 +1,7 @@
 // The hot path without Python: calls of aten::convolution, aten::convolution_backward and miofind's own operators that
 // look like an earlier one are launched from here, or go on to PyTorch's own kernels. Whatever is new, or not made of
 // own kernels alone, goes on to Python: to the kernels of miofind_router (override.py), or to those of miofind's
-// operators that these stand before (ops.py).
+// operators that these stand before (fused/ops.py).
 //
 // It needs PyTorch's headers and no CUDA toolkit: the driver's two functions come as addresses.
 

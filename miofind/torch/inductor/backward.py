@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.fused_calls import BackwardData, BackwardWeights
+from miofind.torch.fused.calls import BackwardData, BackwardWeights
 from miofind.torch.inductor.writing import Writing
 
 aten = torch.ops.aten

@@ -12,9 +12,9 @@ import operator
 import torch
 from torch import fx
 
-from miofind.torch.fused_calls import Statistics
+from miofind.torch.fused.calls import Statistics
+from miofind.torch.fused.ops import OPERATORS
 from miofind.torch.inductor.writing import Writing
-from miofind.torch.ops import OPERATORS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.fused_calls import Forward
+from miofind.torch.fused.calls import Forward
+from miofind.torch.fused.unfused import Nonlinearity
 from miofind.torch.inductor.batch_statistics import put_statistics
 from miofind.torch.inductor.decompositions import activation_of
 from miofind.torch.inductor.writing import Writing
-from miofind.torch.unfused import Nonlinearity
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default

@@ -24,7 +24,8 @@ from miofind.solver.registry import Registry
 from miofind.torch.answers import answer, compile_ahead, fastest, find_missing, planner_of
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags, state
-from miofind.torch.fused_calls import Forward
+from miofind.torch.fused.calls import Forward
+from miofind.torch.fused.ops import OPERATORS
 from miofind.torch.inductor.backward import replace_backward
 from miofind.torch.inductor.batch_statistics import gather_vectors
 from miofind.torch.inductor.forward import replace_forward
@@ -40,7 +41,6 @@ from miofind.torch.inductor.memory_formats import (
 )
 from miofind.torch.inductor.weights_in_graphs import keep_weights
 from miofind.torch.inductor.writing import Writing
-from miofind.torch.ops import OPERATORS
 from miofind.torch.override import current
 from miofind.torch.plans import Planner
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.ops import OPERATORS
+from miofind.torch.fused.ops import OPERATORS
 
 aten = torch.ops.aten
 

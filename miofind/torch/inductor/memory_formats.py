@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.fused_calls import Call, Forward
+from miofind.torch.fused.calls import Call, Forward
+from miofind.torch.fused.ops import OPERATORS
 from miofind.torch.inductor.graphs import ARGUMENTS, CONVOLUTIONS, copy_of, is_plain, trains
 from miofind.torch.inductor.writing import Writing, spelt, values_of
-from miofind.torch.ops import OPERATORS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

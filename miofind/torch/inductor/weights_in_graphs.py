@@ -13,7 +13,7 @@ from torch._guards import TracingContext
 
 from miofind.core.tensor import Layout
 from miofind.torch.formats import is_dense
-from miofind.torch.kept_weights import is_constant
+from miofind.torch.fused.kept_weights import is_constant
 
 _KEPT = torch.ops.miofind.kept_weights.default
 _CONVERSION = torch.ops.prims.convert_element_type.default

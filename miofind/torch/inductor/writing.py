@@ -12,8 +12,8 @@ from miofind.core.tensor import Layout
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags, state
 from miofind.torch.formats import is_dense
-from miofind.torch.fused_calls import Call, Forward, of_one_dtype, problem_of
-from miofind.torch.ops import OPERATORS
+from miofind.torch.fused.calls import Call, Forward, of_one_dtype, problem_of
+from miofind.torch.fused.ops import OPERATORS
 
 Serves = Callable[[ProblemDescription, Any], bool]
 """Whether an operator may be put in for a problem on a device of PyTorch's."""

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from miofind.core.tensor import Layout
-from miofind.torch import unfused
 from miofind.torch.direct import direct_path
 from miofind.torch.formats import dense
-from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
-from miofind.torch.fused_plans import fallback, planned
-from miofind.torch.kept_weights import kept_weights
+from miofind.torch.fused import unfused
+from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
+from miofind.torch.fused.kept_weights import kept_weights
+from miofind.torch.fused.plans import fallback, planned
 
 LIBRARY = torch.library.Library("miofind", "FRAGMENT")
 

@@ -17,8 +17,8 @@ import torch
 from miofind.core.epilogue import Activation, EpilogueParameters, ResidualPosition
 from miofind.core.tensor import enum_value
 from miofind.errors import InvalidArrayError, InvalidOptionError, brief
-from miofind.torch import ops, unfused
-from miofind.torch.unfused import Nonlinearity, Window
+from miofind.torch.fused import ops, unfused
+from miofind.torch.fused.unfused import Nonlinearity, Window
 
 _BY_RESULT = ("none", "relu", "clamp", "leaky_relu")
 """Activations whose derivative the result tells."""

@@ -20,7 +20,7 @@ from miofind.torch.answers import Answer, answer, override_of, planner_of
 from miofind.torch.calls import Unserved
 from miofind.torch.direct import DirectCalls, DirectLaunch, DirectResult
 from miofind.torch.flags import Flags, state
-from miofind.torch.fused_calls import BackwardData, BackwardWeights, Call, Forward, Statistics, of_one_dtype, problem_of
+from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, of_one_dtype, problem_of
 from miofind.torch.override import Override
 from miofind.torch.plans import Part, parts_of_a_fused_call
 

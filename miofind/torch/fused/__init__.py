@@ -1,0 +1,1 @@
+"""The operators `miofind::convolution...`: what they are given, what runs them, and their gradients."""
