@@ -40,6 +40,7 @@ import miofind
 from miofind.device.device import Device, Place, cuda_device_count
 from miofind.device.environment import versions
 from miofind.errors import NoDeviceError
+from miofind.files import replacing
 from miofind.finddb import MEMORY
 
 NAME = "end_to_end"
@@ -230,9 +231,8 @@ def keep(case: Case, told: Mapping[str, Any], arguments: argparse.Namespace) -> 
         "means": mean_ratios(rows),
         "rows": rows,
     }
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def kept_rows(folder: Path) -> dict[str, dict[str, Any]]:

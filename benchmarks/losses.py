@@ -29,6 +29,7 @@ from commit import commit
 import miofind
 from miofind.device.device import Device
 from miofind.device.environment import versions
+from miofind.files import replacing
 from miofind.finddb import MEMORY
 
 NETWORKS_OF_CLASSES = ("resnet50", "resnext50", "regnety_032", "efficientnet_b0", "mobilenetv3_l", "convnext_t", "tiny")
@@ -102,7 +103,8 @@ def main() -> None:
             for row in rows_of(name, arguments, handle):
                 report["rows"] = [*done, row]
                 if arguments.json:
-                    arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                    with replacing(arguments.json) as file:
+                        file.write(json.dumps(report, indent=1) + "\n")
         done = report["rows"]
     for line in summary(report["rows"]):
         print(line)

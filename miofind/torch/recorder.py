@@ -20,14 +20,13 @@ from miofind.torch import formats
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, of_one_dtype, problem_of
-from miofind.torch.fused.ops import OPERATORS
+from miofind.torch.fused.ops import ARGUMENTS
 from miofind.torch.layers import LayerNames
 from miofind.torch.recording import RecordedCall, Recording, check_ending
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _COMPOSED = ("aten::conv", "aten::_convolution")
-_FUSED = {operator: kind for kind, operator in OPERATORS.items()}
 _FUSED_RESULTS: dict[type[Call], str] = {Forward: "y", Statistics: "y", BackwardData: "dx", BackwardWeights: "dw"}
 
 
@@ -72,8 +71,8 @@ class Recorder(TorchDispatchMode):
             return self._forward(func, args, kwargs)
         if func is _BACKWARD:
             return self._backward(func, args, kwargs)
-        if func in _FUSED:
-            return self._fused(_FUSED[func], func, args, kwargs)
+        if func in ARGUMENTS:
+            return self._fused(ARGUMENTS[func], func, args, kwargs)
         if isinstance(func, torch._ops.OpOverload) and func._schema.name.startswith(
             _COMPOSED
         ):  # not taken apart yet in inference mode

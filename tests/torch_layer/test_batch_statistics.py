@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fused_answers import answers_of
-from torch import fx, nn
+from torch import nn
+from torch_layer.compiled_graphs import Compiled
 
 import miofind.torch
 from miofind import Handle
@@ -19,7 +20,7 @@ from miofind.torch.fused import plans as fused_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 INPUT = (3, 4, 9, 8, 5)
@@ -48,40 +49,6 @@ class Blocks(nn.Module):
         return x + first
 
 
-class Passed:
-    """A network compiled up to Inductor's graphs, passed over unless told otherwise, and run as they are."""
-
-    def __init__(self, model: nn.Module, *, has_pass: bool = True) -> None:
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._inductor.decomposition import select_decomp_table
-
-        from miofind.torch.inductor.graph_pass import ConvolutionPass
-
-        self.graphs: list[fx.Graph] = []
-        self._pass = ConvolutionPass()
-        self._has_pass = has_pass
-        options = {"fw_compiler": self._passed, "decompositions": select_decomp_table()}
-        torch._dynamo.reset()
-        self._run = torch.compile(model, backend=aot_autograd(keep_inference_input_mutations=True, **options))
-
-    def __call__(self, x: Any) -> Any:
-        return self._run(x)
-
-    def _passed(self, graph: fx.GraphModule, inputs: Any) -> Any:
-        from torch._functorch.aot_autograd import make_boxed_func
-
-        if self._has_pass:
-            self._pass(graph.graph)
-            graph.recompile()
-        self.graphs.append(graph.graph)
-        return make_boxed_func(graph.forward)
-
-    @property
-    def texts(self) -> list[str]:
-        """The epilogues of what was put in."""
-        return [problem.epilogue.text for problem in self._pass.replaced]
-
-
 def stepped(network: Callable[[Any], Any], x: Any, dtype: Any) -> Any:
     """The result of a step of training under autocast."""
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -95,7 +62,7 @@ def assert_no_worse(network: Callable[[Any], Any], model: nn.Module, x: Any, ste
     plain, wide = copy.deepcopy(model), copy.deepcopy(model)
     for _ in range(steps):
         mine = stepped(network, x, torch.bfloat16)
-    others = Passed(plain, has_pass=False)
+    others = Compiled(plain, has_pass=False)
     for _ in range(steps):
         theirs, exact = stepped(others, x, torch.bfloat16), stepped(wide, x, torch.float32)
     told = ([*_told(each)] for each in (model, plain, wide))
@@ -115,11 +82,11 @@ def _told(model: nn.Module) -> Iterator[Any]:
 @pytest.mark.usefixtures("served")
 def test_a_step_of_training(rank: int, bias: bool) -> None:
     model, x = Blocks(rank, bias=bias), torch.randn(INPUT[: rank + 2])
-    compiled = Passed(model)
+    compiled = Compiled(model)
     assert_no_worse(compiled, model, x, steps=2)
     expected = "bias.statistics" if bias else "statistics"
     assert compiled.texts[:3] == [expected] * 3
-    assert not any(node.target is aten.var_mean.correction for graph in compiled.graphs for node in graph.nodes)
+    assert compiled.count(aten.var_mean.correction) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -134,7 +101,7 @@ def test_statistics_are_those_of_what_the_convolution_stored(dtype: Any) -> None
         convolution.weight.copy_(torch.randint(-1, 2, convolution.weight.shape))
         convolution.weight[1].zero_()
         convolution.bias.copy_(torch.tensor([10.0, 7.0, 0.0, float("nan")]))
-    y = stepped(Passed(model), x, dtype)
+    y = stepped(Compiled(model), x, dtype)
     with torch.autocast("cpu", dtype):
         stored = convolution(x).double()
     count = stored.numel() // 4
@@ -175,7 +142,7 @@ STAY: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("case", STAY)
 def test_what_stays(case: str, cpu_handle: Handle) -> None:
-    compiled = Passed(STAY[case]().train(case != "evaluation"))
+    compiled = Compiled(STAY[case]().train(case != "evaluation"))
     dtype = torch.float32 if case.startswith("float") else torch.bfloat16
     with answers_of(cpu_handle, "auto" if case == "no answer" else "estimate"):
         stepped(compiled, torch.randn(INPUT[:4]), dtype)
@@ -184,7 +151,7 @@ def test_what_stays(case: str, cpu_handle: Handle) -> None:
 
 @pytest.mark.usefixtures("served")
 def test_a_variance_that_a_network_computes_itself() -> None:
-    compiled = Passed(Others((0, 2, 3), **OF_CHANNELS))
+    compiled = Compiled(Others((0, 2, 3), **OF_CHANNELS))
     stepped(compiled, torch.randn(INPUT[:4]), torch.bfloat16)
     assert compiled.texts[0] == "bias.statistics"
 
@@ -194,9 +161,9 @@ def test_a_variance_that_a_network_computes_itself() -> None:
 def test_vectors_of_channels_follow_the_operator_that_sums(norm: dict[str, Any]) -> None:
     """Running statistics, and what is kept for backward, before anything else is computed."""
     model, x = Blocks(**norm), torch.randn(INPUT[:4])
-    compiled = Passed(model)
+    compiled = Compiled(model)
     assert_no_worse(compiled, model, x, steps=2)
-    forward = compiled.graphs[0]
+    forward = compiled.graphs[0].graph
     sums = [node for node in forward.nodes if node.target is torch.ops.miofind.convolution_statistics.default]
     (output,) = (node for node in forward.nodes if node.op == "output")
     kept = [node for node in output.all_input_nodes if node.op != "placeholder" and _is_vector(node.meta["val"])]
@@ -258,12 +225,14 @@ CASTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 @pytest.mark.usefixtures("served")
 def test_a_cast_is_turned_where_operators_alone_read_it(case: str) -> None:
     reads, is_turned = CASTS[case]
-    compiled, x = Passed(Cast(reads)), torch.randn(INPUT[:4])
+    compiled, x = Compiled(Cast(reads)), torch.randn(INPUT[:4])
     configured = torch._inductor.config.patch(force_layout_optimization=True)
     with configured, torch.autocast("cpu", torch.bfloat16):
         y, _ = compiled(x)
     y.float().sum().backward()
-    (operator,) = (n for n in compiled.graphs[0].nodes if n.target is torch.ops.miofind.convolution_statistics.default)
+    (operator,) = (
+        n for n in compiled.graphs[0].graph.nodes if n.target is torch.ops.miofind.convolution_statistics.default
+    )
     assert operator.kwargs["channels_last"] is True
     assert operator.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last) is is_turned
 
@@ -304,4 +273,4 @@ READERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.usefixtures("served")
 def test_vectors_that_others_read_are_those_that_they_were(case: str) -> None:
     model, x = Between(case), torch.randn(3, 4, 9, 8)
-    assert_no_worse(Passed(model), model, x, steps=2)
+    assert_no_worse(Compiled(model), model, x, steps=2)

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from fused_answers import answers_of
-from torch import fx, nn
+from torch import nn
+from torch_layer.compiled_graphs import Compiled, convolution_pass
 
 import miofind.torch
 from miofind import Handle
@@ -23,45 +24,6 @@ from miofind.torch import answers, plans
 from miofind.torch.inductor import backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
-
-def convolution_pass() -> Any:
-    """A new pass. torch.compile, which its module imports, takes 1.6 s: here, so that reading this file takes none."""
-    from miofind.torch.inductor.graph_pass import ConvolutionPass
-
-    return ConvolutionPass()
-
-
-class Compiled:
-    """torch.compile up to Inductor's graphs: decomposed and passed over, then run as they are."""
-
-    def __init__(self, model: Callable[..., Any], **options: Any) -> None:
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._inductor.decomposition import select_decomp_table
-
-        self.graphs: list[fx.GraphModule] = []
-        self.convolution_pass = convolution_pass()
-        each = {"fw_compiler": self._passed, "decompositions": select_decomp_table()}
-        torch._dynamo.reset()
-        self._run = torch.compile(model, backend=aot_autograd(**each), **options)
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self._run(*inputs)
-
-    def _passed(self, graph: fx.GraphModule, inputs: Any) -> Any:
-        from torch._functorch.aot_autograd import make_boxed_func
-
-        self.convolution_pass(graph.graph)
-        graph.recompile()
-        self.graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    @property
-    def texts(self) -> list[str]:
-        return [problem.epilogue.text for problem in self.convolution_pass.replaced]
-
-    def count(self, target: Any) -> int:
-        return sum(node.target is target for graph in self.graphs for node in graph.graph.nodes)
 
 
 @pytest.fixture(scope="module")

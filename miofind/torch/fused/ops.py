@@ -57,11 +57,6 @@ def _forward(*arguments: Any, **named: Any) -> Any:
         return dense(unfused.convolution(call.x, call.w, vectors, call.window, call.nonlinearity), layout)
 
 
-def _forward_fake(*arguments: Any, **named: Any) -> Any:
-    call = Forward(*arguments, **named)
-    return call.output(call.layout())
-
-
 def _statistics(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
     call = Statistics(*arguments, **named)
     plan = planned(call)
@@ -77,11 +72,6 @@ def _statistics(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
     with fallback(plan):
         y = dense(unfused.convolution(call.x, call.w, vectors, call.window, unfused.Nonlinearity()), layout)
     return y, unfused.channel_sums(y), unfused.channel_sums(y.to(total.dtype).square())
-
-
-def _statistics_fake(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
-    call = Statistics(*arguments, **named)
-    return call.output(call.layout())
 
 
 def _backward_data(*arguments: Any, **named: Any) -> Any:
@@ -102,11 +92,6 @@ def _backward_data(*arguments: Any, **named: Any) -> Any:
     return dense(dx, layout)
 
 
-def _backward_data_fake(*arguments: Any, **named: Any) -> Any:
-    call = BackwardData(*arguments, **named)
-    return call.output(call.layout())
-
-
 def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
     call = BackwardWeights(*arguments, **named)
     plan = planned(call)
@@ -124,9 +109,14 @@ def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
     return dense(dw, layout), unfused.channel_sums(call.dy).to(call.bias_dtype)
 
 
-def _backward_weights_fake(*arguments: Any, **named: Any) -> tuple[Any, Any]:
-    call = BackwardWeights(*arguments, **named)
-    return call.output(call.layout())
+def _fake(kind: type[Call]) -> Callable[..., Any]:
+    """The fake kernel of an operator that takes these arguments."""
+
+    def kernel(*arguments: Any, **named: Any) -> Any:
+        call = kind(*arguments, **named)
+        return call.output(call.layout())
+
+    return kernel
 
 
 def _autocast(operator: Any, device_type: str) -> Callable[..., Any]:
@@ -153,25 +143,22 @@ def in_autocast(value: Any, dtype: Any) -> Any:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-_KERNELS = {
-    "convolution": (_forward, _forward_fake),
-    "convolution_statistics": (_statistics, _statistics_fake),
-    "convolution_backward_data": (_backward_data, _backward_data_fake),
-    "convolution_backward_weights": (_backward_weights, _backward_weights_fake),
+_KERNELS: dict[str, tuple[type[Call], Callable[..., Any]]] = {
+    "convolution": (Forward, _forward),
+    "convolution_statistics": (Statistics, _statistics),
+    "convolution_backward_data": (BackwardData, _backward_data),
+    "convolution_backward_weights": (BackwardWeights, _backward_weights),
 }
-for _name, (_kernel, _fake) in _KERNELS.items():
+for _name, (_kind, _kernel) in _KERNELS.items():
     for _place in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _place)
         LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
-    torch.library.register_fake(f"miofind::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_fake(f"miofind::{_name}", _fake(_kind), lib=LIBRARY)
 
-OPERATORS: dict[type[Call], Any] = {
-    Forward: torch.ops.miofind.convolution.default,
-    Statistics: torch.ops.miofind.convolution_statistics.default,
-    BackwardData: torch.ops.miofind.convolution_backward_data.default,
-    BackwardWeights: torch.ops.miofind.convolution_backward_weights.default,
-}
+OPERATORS = {kind: getattr(torch.ops.miofind, name).default for name, (kind, _) in _KERNELS.items()}
 """By the arguments that they take."""
+ARGUMENTS = {operator: kind for kind, operator in OPERATORS.items()}
+"""The arguments that operators take."""
 
 
 def _kept_weights_fake(weights: Sequence[Any], dtype: Any, channels_last: bool) -> list[Any]:

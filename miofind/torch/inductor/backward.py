@@ -124,8 +124,6 @@ def _put_backward_weights(writing: Writing, node: fx.Node, gradient: fx.Node, su
         return False
     with writing.graph.inserting_after(made):
         for i, each in enumerate((gradient, sums)):
-            item = writing.graph.call_function(operator.getitem, (made, i))
-            item.meta["val"] = made.meta["val"][i]
-            each.replace_all_uses_with(item)
+            each.replace_all_uses_with(writing.step(operator.getitem, made, i))
             writing.graph.erase_node(each)
     return True

@@ -25,11 +25,11 @@ from miofind.torch.answers import answer, compile_ahead, fastest, find_missing, 
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags, state
 from miofind.torch.fused.calls import Forward
-from miofind.torch.fused.ops import OPERATORS
+from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.backward import replace_backward
 from miofind.torch.inductor.batch_statistics import gather_vectors
 from miofind.torch.inductor.forward import replace_forward
-from miofind.torch.inductor.graphs import ARGUMENTS, CONVOLUTIONS, copy_of, is_plain, trains
+from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, is_plain, trains
 from miofind.torch.inductor.group_statistics import split_group_statistics
 from miofind.torch.inductor.memory_formats import (
     constrain_layouts,

@@ -1,4 +1,4 @@
-"""What the pass asks of Inductor's graphs, and copies of them."""
+"""What the pass asks of Inductor's graphs, new steps in them, and copies of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.fused.ops import OPERATORS
-
 aten = torch.ops.aten
 
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-ARGUMENTS = {operator: kind for kind, operator in OPERATORS.items()}
-"""The arguments that operators take."""
 
 
 def is_plain(node: fx.Node, transposed: Any) -> bool:
@@ -29,6 +25,16 @@ def trains(graph: fx.Graph) -> bool:
     """Whether a graph is one of training: its weights change from call to call."""
     names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     return any(name.startswith(("primals", "tangents")) for name in names)
+
+
+def added_step(graph: fx.Graph, target: Any, *arguments: Any, **named: Any) -> fx.Node:
+    """A new step of some nodes at the place where a graph inserts, with the fake tensor that it gives, or several."""
+    node = graph.call_function(target, arguments, named)
+    values, keywords = fx.map_arg((arguments, named), lambda each: each.meta["val"])
+    first = next(each.meta["val"] for each in node.all_input_nodes)
+    with (first if isinstance(first, torch.Tensor) else first[0]).fake_mode:
+        node.meta["val"] = target(*values, **keywords)
+    return node
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:

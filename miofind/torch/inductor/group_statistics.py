@@ -9,6 +9,7 @@ a Pairwise Algorithm for Computing Sample Variances" (1979).
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx
 
 from miofind.core.tensor import Layout
 from miofind.torch.formats import is_dense
+from miofind.torch.inductor.graphs import added_step
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
@@ -111,13 +113,7 @@ def _combined(graph: fx.Graph, source: fx.Node, grouped: fx.Node) -> tuple[fx.No
     dtype = grouped.meta["val"].dtype
     parts = _parts(channels, places)
 
-    def step(target: Any, *arguments: Any, **named: Any) -> fx.Node:
-        made = graph.call_function(target, arguments, named)
-        values = fx.map_arg(arguments, lambda each: each.meta["val"])
-        with source.meta["val"].fake_mode:
-            made.meta["val"] = target(*values, **named)
-        return made
-
+    step = functools.partial(added_step, graph)
     wide = source if source.meta["val"].dtype == dtype else step(_CONVERSION, source, dtype)
     cut = step(aten.reshape.default, wide, [n, groups * channels, parts, places // parts])
     of_parts = step(aten.var_mean.correction, cut, [3], correction=0)

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from miofind.torch.fused.calls import Call, Forward
-from miofind.torch.fused.ops import OPERATORS
-from miofind.torch.inductor.graphs import ARGUMENTS, CONVOLUTIONS, copy_of, is_plain, trains
+from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
+from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, is_plain, trains
 from miofind.torch.inductor.writing import Writing, spelt, values_of
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -14,6 +14,7 @@ from torch._guards import TracingContext
 from miofind.core.tensor import Layout
 from miofind.torch.formats import is_dense
 from miofind.torch.fused.kept_weights import is_constant
+from miofind.torch.inductor.graphs import added_step
 
 _KEPT = torch.ops.miofind.kept_weights.default
 _CONVERSION = torch.ops.prims.convert_element_type.default
@@ -67,15 +68,12 @@ def _put_in(graph: fx.Graph, readers: Mapping[fx.Node, list[fx.Node]], form: _Fo
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     for constant in (source for source in readers if source.op == "get_attr"):
         first.prepend(constant)
-    values, (_, *wanted) = [source.meta["val"] for source in readers], form
+    _, *wanted = form
     casts = dict.fromkeys(user.args[1] for users in readers.values() for user in users)
     with graph.inserting_before(first):
-        kept = graph.call_function(_KEPT, ([*readers], *wanted))
-        with values[0].fake_mode:
-            kept.meta["val"] = _KEPT(values, *wanted)
+        kept = added_step(graph, _KEPT, [*readers], *wanted)
         for i, users in enumerate(readers.values()):
-            item = graph.call_function(operator.getitem, (kept, i))
-            item.meta["val"] = kept.meta["val"][i]
+            item = added_step(graph, operator.getitem, kept, i)
             for user in users:
                 user.update_arg(1, item)
     for cast in casts:

@@ -14,6 +14,7 @@ from miofind.torch.flags import Flags, state
 from miofind.torch.formats import is_dense
 from miofind.torch.fused.calls import Call, Forward, of_one_dtype, problem_of
 from miofind.torch.fused.ops import OPERATORS
+from miofind.torch.inductor.graphs import added_step
 
 Serves = Callable[[ProblemDescription, Any], bool]
 """Whether an operator may be put in for a problem on a device of PyTorch's."""
@@ -40,11 +41,7 @@ class Writing:
 
     def step(self, target: Any, *arguments: Any, **named: Any) -> fx.Node:
         """A new step at the place where the graph inserts."""
-        node = self.graph.call_function(target, arguments, named)
-        values, keywords = fx.map_arg((arguments, named), lambda each: each.meta["val"])
-        first = next(each.meta["val"] for each in node.all_input_nodes)
-        with (first[0] if isinstance(first, tuple) else first).fake_mode:
-            node.meta["val"] = target(*values, **keywords)
+        node = added_step(self.graph, target, *arguments, **named)
         self._written.append(node)
         return node
 
