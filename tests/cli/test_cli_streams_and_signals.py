@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cli_runner import FORWARD, TINY, run, use_own_folders
-from waiting import LIMIT_S, wait_until
+from waiting import LIMIT_S, read_until, wait_until
 
 from miofind.cli import db as db_commands
 from miofind.cli.output import Sheet, print_note
@@ -191,10 +191,13 @@ def test_ctrl_c_keeps_what_was_tuned(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert child.stderr is not None
-    first = child.stderr.readline()
-    assert " tuned " in first, first
-    child.send_signal(signal.SIGINT)
-    printed, noted = child.communicate(timeout=LIMIT_S)
+    try:
+        read_until(child.stderr, " tuned ")
+        child.send_signal(signal.SIGINT)
+        printed, noted = child.communicate(timeout=LIMIT_S)
+    finally:
+        child.kill()
+        child.communicate()
     assert child.returncode in (0, 130)  # 0 where it was done before the signal came
     assert "Traceback" not in noted
     assert "measured" in printed

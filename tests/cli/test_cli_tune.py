@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 from rich.console import Console
-from waiting import LIMIT_S
+from waiting import LIMIT_S, read_until
 
 from miofind.device.device import Device
 from miofind.errors import LaunchError, NoDeviceError
@@ -255,9 +255,13 @@ def test_a_real_signal_stops_what_is_measured(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("[1/3] tuned")
-    os.killpg(process.pid, number)  # as a terminal does
-    stdout, stderr = process.communicate(timeout=LIMIT_S)  # until the children, which have this stderr, are gone too
+    try:
+        read_until(process.stderr, "[1/3] tuned")
+        os.killpg(process.pid, number)  # as a terminal does
+        stdout, stderr = process.communicate(timeout=LIMIT_S)  # until the children, which have this stderr, end too
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in stderr
     summary = json.loads(stdout)

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import finddb_children
 import pytest
 from finddb_entries import DEVICE, PROBLEM, row
+from forks import in_a_fork
 from waiting import LIMIT_S
 
 from miofind.finddb import MEMORY, LayeredStore, Store
@@ -85,30 +85,16 @@ def test_threads_share_the_one_fall_to_memory(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def run_in_fork(work) -> int:
-    """Exit status of a forked child: 0 if `work` returned true."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of threads at a fork
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if work() else 2
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_a_store_lives_on_in_a_forked_child(tmp_path, where):
     with Store(MEMORY if where == "memory" else tmp_path / "finddb.db") as store:
         store.record(DEVICE, PROBLEM, [row("Before")])
 
-        def work() -> bool:
-            known = store.answer(DEVICE, PROBLEM) is not None
-            return known and store.record(DEVICE, "child", [row("Child")]) is not None
+        def work() -> None:
+            assert store.answer(DEVICE, PROBLEM)
+            assert store.record(DEVICE, "child", [row("Child")])
 
-        assert run_in_fork(work) == 0
+        assert in_a_fork(work) == 0
         store.record(DEVICE, "parent", [row("Parent")])
         kept = {"file": {PROBLEM, "child", "parent"}, "memory": {PROBLEM, "parent"}}[where]
         assert {key.network_config for key in store.problems()} == kept
@@ -129,9 +115,7 @@ def test_a_fork_waits_for_other_threads(tmp_path):
         thread = threading.Thread(target=keep_writing)
         thread.start()
         try:
-            statuses = [
-                run_in_fork(lambda n=n: store.record(DEVICE, f"child-{n}", [row()]) is not None) for n in range(5)
-            ]
+            statuses = [in_a_fork(lambda n=n: store.record(DEVICE, f"child-{n}", [row()])) for n in range(5)]
         finally:
             end.set()
             thread.join()

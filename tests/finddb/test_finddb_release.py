@@ -14,6 +14,7 @@ from pathlib import Path
 import finddb_entries as made
 import pytest
 from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, files_end_at, lacking, row, scope, verdict
+from forks import in_a_fork
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -394,12 +395,14 @@ def test_a_release_names_hashes(text):
 def test_a_log_beside_the_replaced_file_does_not_reach_the_release(tmp_path, store):
     released(store, tmp_path).close()
     path = made.unpacked(tmp_path / "release.db", tmp_path / "older.db").replace(tmp_path / "release.db")
-    if os.fork() == 0:
+
+    def be_killed() -> None:
         killed = Store(path)
         for number in range(50):
             killed.record("another", f"{PROBLEM}{number}", [row()])
         os.kill(os.getpid(), signal.SIGKILL)
-    os.wait()
+
+    assert in_a_fork(be_killed) == -signal.SIGKILL
     assert path.with_name("release.db-wal").stat().st_size
     with Store(path) as in_use:
         in_use.record("another", PROBLEM, [row()])

@@ -17,6 +17,7 @@ from pathlib import Path
 import finddb_children
 import pytest
 from finddb_entries import DEVICE, PROBLEM, VERSIONS, contents, row, scope
+from forks import in_a_fork
 from waiting import LIMIT_S
 
 from miofind.errors import DatabaseError
@@ -378,19 +379,16 @@ def test_no_other_use_takes_the_log_of_another_file(path, tmp_path, child, use):
 def test_a_log_that_no_process_of_this_release_wrote_is_kept(path, child, caplog):
     """An older release, or SQLite's own shell, draws no numbers."""
     child.end()
-    reader, writer = os.pipe()
-    if os.fork() == 0:
+
+    def be_killed() -> None:
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA user_version=0")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             connection.execute("INSERT INTO meta VALUES ('note', 'kept')")
             connection.commit()
-            os.write(writer, b"x")
-            os.kill(os.getpid(), 9)
-    os.read(reader, 1)
-    os.wait()
-    os.close(reader)
-    os.close(writer)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_a_fork(be_killed) == -signal.SIGKILL
     with Store(path) as store:
         assert names(store) == {OLD}
         with store._database.read() as connection:

@@ -20,6 +20,7 @@ import finddb_entries as made
 import psycopg
 import pytest
 from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope, verdict
+from forks import in_a_fork
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from postgres_server import PostgresServer, new_server, of_database
@@ -248,15 +249,12 @@ def test_all_that_a_block_reads_is_of_one_instant(store, finddb_url):
 def test_a_forked_child_has_connections_of_its_own(store):
     store.record(DEVICE, PROBLEM, [row("Parent")])
     with store._database.read():  # one is in use, and one lies idle
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                store.record(DEVICE, PROBLEM, [row("Child")])
-                status = len(store.answer(DEVICE, PROBLEM).rows)
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+        def work() -> None:
+            store.record(DEVICE, PROBLEM, [row("Child")])
+            assert len(store.answer(DEVICE, PROBLEM).rows) == 2
+
+        assert in_a_fork(work) == 0
     assert len(store.answer(DEVICE, PROBLEM).rows) == 2
     assert len(store.record(DEVICE, PROBLEM, [row("Again")]).rows) == 3
 

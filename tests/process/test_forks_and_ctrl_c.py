@@ -8,9 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_runner import use_own_folders
+from forks import forked_by_a_thread
 from waiting import LIMIT_S
 
 import miofind
@@ -173,27 +172,6 @@ def test_a_find_works_once_main_has_returned(script: str) -> None:
 
 
 # A forked child.
-
-
-def in_a_fork(work: Callable[[], object]) -> int:
-    """Exit status of a forked child: 0 once it has worked."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(int(LIMIT_S))
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def forked_by_a_thread(work: Callable[[], object]) -> int:
-    """As `in_a_fork`; another thread forks, so that the child owns none of the locks that this one holds."""
-    with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where there are threads
-        return pool.submit(in_a_fork, work).result()
 
 
 def test_a_forked_child_waits_for_no_lock_of_its_parents_threads(tmp_path: Path) -> None:

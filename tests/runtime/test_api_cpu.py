@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import signal
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import forked_by_a_thread
 
 import miofind
 from miofind.errors import (
@@ -287,20 +285,8 @@ def test_threads_that_miss_measure_one_after_another_and_once(
 def test_a_forked_process_does_not_wait_for_its_parents_threads(handle: miofind.Handle) -> None:
     miofind.find_solutions(PROBLEM, handle=handle)
 
-    def fork() -> int:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                signal.alarm(60)
-                status = 0 if miofind.find_solutions(OTHER, handle=handle) else 1
-            finally:
-                os._exit(status)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    with warnings.catch_warnings(), handle.measuring, handle.lock, ThreadPoolExecutor(1) as pool:
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where there are threads
-        assert pool.submit(fork).result() == 0  # another thread forks, so that the child owns none of the locks
+    with handle.measuring, handle.lock:
+        assert forked_by_a_thread(lambda: miofind.find_solutions(OTHER, handle=handle)) == 0
 
 
 def test_a_problem_of_another_type_is_refused(handle: miofind.Handle) -> None:
