@@ -68,9 +68,10 @@ $(VENV)/.run: pyproject.toml $(VENV)/.extra
 	@extra=$$(cat $(VENV)/.extra); $(BIN)/python -m pip install -q -e ".$${extra:+[$$extra]}"
 	@touch $@
 
-# With the tools of the tests, and NVRTC where no CUDA extra brings it.
+# With the tools of the tests, and NVRTC where no CUDA extra brings it. Modules are compiled when they are imported: to
+# compile all while installing takes a minute, for one module of three that tests import.
 $(VENV)/.dev: pyproject.toml $(VENV)/.extra
 	@echo "Installing into $(VENV), tools included; the first time takes a few minutes."
-	@[ -s $(VENV)/.extra ] || $(BIN)/python -m pip install -q --retries 1 "$(CPU_TORCH)" --extra-index-url $(CPU_TORCH_INDEX)
-	@extra=$$(cat $(VENV)/.extra); $(BIN)/python -m pip install -q -e ".[dev,$${extra:-compile}]"
+	@[ -s $(VENV)/.extra ] || $(BIN)/python -m pip install -q --no-compile --retries 1 "$(CPU_TORCH)" --extra-index-url $(CPU_TORCH_INDEX)
+	@extra=$$(cat $(VENV)/.extra); $(BIN)/python -m pip install -q --no-compile -e ".[dev,$${extra:-compile}]"
 	@touch $@

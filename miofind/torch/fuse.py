@@ -260,6 +260,7 @@ class _Chain:
         norm: the batch norm's statistics and parameters, by the names of `fold_batch_norm`; empty for none.
         numbers: the activation, and what is done with the residual.
         residual: what is added, or None.
+        adds_in_place: whether it is written into the convolution's result.
     """
 
     nodes: list[fx.Node]
@@ -267,6 +268,7 @@ class _Chain:
     norm: dict[str, Any] = field(default_factory=dict)
     numbers: Nonlinearity = field(default_factory=Nonlinearity)
     residual: fx.Node | None = None
+    adds_in_place: bool = False
 
 
 class _Rewriting:
@@ -315,7 +317,7 @@ class _Rewriting:
 
     def _name(self, node: fx.Node, module: Any, chain: _Chain) -> str:
         """The name of the chain's module: the convolution's own, unless others run that convolution differently."""
-        key = (node.target, chain.numbers, *map(id, chain.norm.values()))
+        key = (node.target, chain.numbers, chain.adds_in_place, *map(id, chain.norm.values()))
         if key not in self.names:
             calls = sum(each.op == "call_module" and each.target == node.target for each in self.made.graph.nodes)
             is_own = calls == 1 and node.target not in self.names.values()
@@ -364,10 +366,11 @@ class _Rewriting:
         other, alpha = second if is_first else first, user.kwargs.get("alpha", 1)
         if not isinstance(other, fx.Node) or not isinstance(alpha, (int, float)):
             return False
-        if not is_first and (alpha != 1 or self.steps.writes(user)):
+        is_in_place = self.steps.writes(user)
+        if not is_first and (alpha != 1 or is_in_place):
             return False  # a factor of the convolution, or written into what others may read
         position = "before" if chain.numbers.activation == "none" else "after"
-        chain.residual = other
+        chain.residual, chain.adds_in_place = other, is_in_place
         chain.numbers = replace(chain.numbers, residual_position=position, beta=float(alpha))
         chain.parts.append("residual")
         return True
@@ -429,4 +432,4 @@ def _module(module: Any, chain: _Chain) -> Any:
             name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in chain.norm.items()
         }
         weight, bias = fold_batch_norm(weight, bias, **given)
-    return FusedConvolution(weight, bias, _window(module), chain.numbers).eval()
+    return FusedConvolution(weight, bias, _window(module), chain.numbers, adds_in_place=chain.adds_in_place).eval()

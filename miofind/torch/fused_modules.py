@@ -62,10 +62,17 @@ class FusedConvolution(torch.nn.Module):
         bias: (k,), or None.
         window: how filters move over x.
         numbers: the activation, and what is done with a residual.
+        adds_in_place: the sum with a residual of another dtype keeps that of the convolution's result.
     """
 
-    def __init__(self, weight: Any, bias: Any, window: Window, numbers: Nonlinearity) -> None:
+    adds_in_place = False
+
+    def __init__(
+        self, weight: Any, bias: Any, window: Window, numbers: Nonlinearity, *, adds_in_place: bool = False
+    ) -> None:
         super().__init__()
+        if adds_in_place:
+            self.adds_in_place = True
         self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
         given = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", given)
@@ -83,51 +90,64 @@ class FusedConvolution(torch.nn.Module):
             ready = self._packed.of_inputs.get(_form(x, x.dtype))
             if ready is not None and self._is_plain(ready, x, residual):
                 given = Tensors(x, ready.weight, self._parameters["bias"], None, residual)
-                if not given.need_gradients:
+                if not given.need_derivatives:
                     return _convolution(*given, *self._arguments)
         return self._general(x, residual)
 
     def _is_plain(self, ready: _Ready, x: Any, residual: Any) -> bool:
         """Whether the operator alone computes a run, by weights that are still those; asked at every run."""
         weight = self._parameters["weight"]
-        if type(weight) is not _Parameter or weight.is_inference() or not self._packed.are_of(weight):
+        if type(weight) is not _Parameter or _is_read_itself(weight) or not self._packed.are_of(weight):
             return False
-        if residual is not None and (residual.dtype != x.dtype or residual.shape != ready.output_shape):
-            return False
+        if residual is not None:
+            is_tensor = isinstance(residual, torch.Tensor)
+            if not is_tensor or residual.dtype != x.dtype or residual.shape != ready.output_shape:
+                return False
         return not torch.is_autocast_enabled(x.device.type)
 
     def _general(self, x: Any, residual: Any) -> Any:
         """The same for whatever there may be."""
         is_single = x.dim() == self.weight.dim() - 1
         if is_single:
-            x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
+            x, residual = x.unsqueeze(0), residual.unsqueeze(0) if isinstance(residual, torch.Tensor) else residual
         y = self._computed(x, residual)
         return y.squeeze(0) if is_single else y
 
     def _computed(self, x: Any, residual: Any) -> Any:
-        has_autocast = torch.is_autocast_enabled(x.device.type)
+        has_autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
         dtype = torch.get_autocast_dtype(x.device.type) if has_autocast else x.dtype
         weight, numbers = self._weight_for(x, dtype), self.numbers
-        given = Tensors(x, weight, self.bias, None, residual)
-        is_recorded = has_autocast or given.need_gradients
         if residual is not None and not self._is_alike(residual, x, dtype):
-            if not is_recorded and self._is_of_channels(residual, x, dtype):
-                given = given._replace(residual=None)
-                return torch.ops.miofind.convolution(*given, *self._arguments, None, residual.flatten(1))
-            y = run(Tensors(x, weight, self.bias, None, None), self.window, Nonlinearity())
-            if numbers.residual_position == "before":
-                return activated(torch.add(y, residual, alpha=numbers.beta), numbers)
-            return torch.add(activated(y, numbers), residual, alpha=numbers.beta)
-        if is_recorded:
+            return self._with_other(residual, Tensors(x, weight, self.bias, None, None), dtype)
+        given = Tensors(x, weight, self.bias, None, residual)
+        if has_autocast or given.need_derivatives:
             return run(given, self.window, numbers)
         return torch.ops.miofind.convolution(*given, *self._arguments)
 
+    def _with_other(self, residual: Any, given: Tensors, dtype: Any) -> Any:
+        """The same with a residual that is unlike the convolution's result: PyTorch adds it, by its own rules."""
+        is_plain = given.x.dtype == dtype and not given.need_derivatives
+        if is_plain and self._is_of_channels(residual, given.x, dtype) and not residual.requires_grad:
+            return torch.ops.miofind.convolution(*given, *self._arguments, None, residual.flatten(1))
+        numbers = self.numbers
+        y = run(given, self.window, Nonlinearity())
+        if numbers.residual_position == "after":
+            y = activated(y, numbers)
+        added = torch.add(y, residual, alpha=numbers.beta)
+        if self.adds_in_place:
+            added = added.to(y.dtype)
+        return added if numbers.residual_position == "after" else activated(added, numbers)
+
     def _is_alike(self, residual: Any, x: Any, dtype: Any) -> bool:
         """Whether a residual has the shape and the dtype of the convolution's result."""
-        return residual.dtype == dtype and tuple(residual.shape) == self.window.output_shape(x.shape, self.weight.shape)
+        if not isinstance(residual, torch.Tensor) or residual.dtype != dtype:
+            return False
+        return tuple(residual.shape) == self.window.output_shape(x.shape, self.weight.shape)
 
     def _is_of_channels(self, residual: Any, x: Any, dtype: Any) -> bool:
         """Whether a residual has a number for each channel of each image, which a kernel adds, too."""
+        if not isinstance(residual, torch.Tensor):
+            return False
         shape = (x.shape[0], self.weight.shape[0], *(1,) * (x.dim() - 2))
         is_plain = self.numbers.residual_position == "before" and self.numbers.beta == 1
         return is_plain and residual.dtype == dtype and tuple(residual.shape) == shape
@@ -135,7 +155,7 @@ class FusedConvolution(torch.nn.Module):
     def _weight_for(self, x: Any, dtype: Any) -> Any:
         """The weight in the dtype and the memory format that a run with x needs, from those kept."""
         weight = self.weight
-        if torch.compiler.is_compiling() or type(weight) is not torch.nn.Parameter or weight.is_inference():
+        if torch.compiler.is_compiling() or type(weight) is not _Parameter or _is_read_itself(weight):
             return weight
         if not self._packed.are_of(weight):
             self._packed = _Packed(Memory(weight), weight._version)
@@ -178,6 +198,11 @@ class FusedConvolution(torch.nn.Module):
         parts += ["bias"] if self.bias is not None else []
         parts += [self.numbers.activation] if self.numbers.activation != "none" else []
         return ", ".join(parts)
+
+
+def _is_read_itself(weight: Any) -> bool:
+    """Whether no copy may stand for a weight: gradients are to reach it, or nobody can tell when it is written to."""
+    return bool(weight.requires_grad or weight.is_inference())
 
 
 def _form(x: Any, dtype: Any) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,8 +39,9 @@ def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
     return Nonlinearity(activation="clamp", low=min_val, high=max_val)
 
 
-def _clamp(min: float, max: float) -> Nonlinearity:
-    return Nonlinearity(activation="clamp", low=min, high=max)
+def _clamp(min: float | None = None, max: float | None = None) -> Nonlinearity:
+    low, high = -math.inf if min is None else min, math.inf if max is None else max
+    return Nonlinearity(activation="clamp", low=low, high=high)
 
 
 def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Nonlinearity:
@@ -164,7 +166,8 @@ class Steps:
         if module is not None:
             read_module = _OF_MODULE.get(type(module))
             is_plain = read_module is not None and not has_hooks(module) and _reads_one(node)
-            return read_module(module) if read_module is not None and is_plain else None
+            of_module = read_module(module) if read_module is not None and is_plain else None
+            return of_module if of_module is not None and of_module.is_valid else None
         read = _OF_CALL.get(node.target) if node.op in ("call_function", "call_method") else None
         if read is None or not node.args or node.args[0] is not given:
             return None
@@ -172,8 +175,7 @@ class Steps:
             made = read(*node.args[1:], **node.kwargs)
         except TypeError:  # arguments that it does not know
             return None
-        numbers = (made.low, made.high, made.slope)
-        return made if all(number is None or isinstance(number, (int, float)) for number in numbers) else None
+        return made if made.is_valid else None
 
     def batch_norm(self, node: fx.Node, given: fx.Node) -> dict[str, Any] | None:
         """What of a batch norm of `given` in inference `fold_batch_norm` is given, or None where a step is none."""

@@ -37,7 +37,7 @@ def test_check_kernels_compile_without_spills(source: str, dtype: DataType, arch
     assert [resources[entry].spill_bytes for entry in ENTRIES[source]] == [0] * len(ENTRIES[source])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("arch", ["75", "90a"])
 @pytest.mark.parametrize("count", [None, 1000], ids=["whole", "listed"])
 @pytest.mark.parametrize("direction", Direction)

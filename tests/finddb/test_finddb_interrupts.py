@@ -82,6 +82,7 @@ def assert_records(layered: LayeredStore, user: Store) -> None:
     assert layered.user is user, "it has gone on in memory"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("use", "is_open"), [*((name, True) for name in USES), ("answer", False)], ids=str)
 def test_ctrl_c_in_a_use_leaves_the_file_in_use(
     tmp_path: Path, use: str, is_open: bool, caplog: pytest.LogCaptureFixture

@@ -61,7 +61,7 @@ def test_blocks_cover_every_image_and_row(shape: str, direction: Direction) -> N
             assert (groups - 1) * images < total <= groups * images
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_spaces_are_small_and_fit_a_block(shape: str, direction: Direction) -> None:

@@ -98,6 +98,7 @@ FUSED: dict[str, dict[str, Any]] = {
 """Of corners some results are summed directly; lines are transformed by a kernel of their own."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("shape", FUSED)
@@ -212,7 +213,7 @@ EDGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("shape", EDGES)
 def test_sums_of_few_products_are_direct(shape: str, channels_last: bool) -> None:

@@ -213,6 +213,7 @@ def depthwise_or_grouped(problem: ProblemDescription) -> ProblemDescription:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
 @pytest.mark.parametrize("solver_id", LISTED)
 def test_a_table_of_configurations_is_ranked_as_each_by_itself(solver_id: str, device: Device) -> None:
@@ -287,6 +288,7 @@ def of_few_channels(problem: ProblemDescription) -> ProblemDescription:
 FIRST_LAYERS = [name for name, solver in Registry.default().items() if isinstance(solver, FewChannelsSolver)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
 @pytest.mark.parametrize("solver_id", FIRST_LAYERS)
 def test_a_table_of_first_layers_is_ranked_as_each_configuration_by_itself(solver_id: str, device: Device) -> None:

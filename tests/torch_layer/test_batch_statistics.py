@@ -76,7 +76,7 @@ def _told(model: nn.Module) -> Iterator[Any]:
     yield from model.buffers()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.usefixtures("served")
@@ -156,6 +156,7 @@ def test_a_variance_that_a_network_computes_itself() -> None:
     assert compiled.texts[0] == "bias.statistics"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
 @pytest.mark.usefixtures("served")
 def test_vectors_of_channels_follow_the_operator_that_sums(norm: dict[str, Any]) -> None:
@@ -269,6 +270,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["read before", "running mean", *READERS])
 @pytest.mark.usefixtures("served")
 def test_vectors_that_others_read_are_those_that_they_were(case: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -158,6 +159,9 @@ FUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "relu6": (lambda m, y, x: functional.relu6(y), "bias clamp"),
     "hardtanh": (lambda m, y, x: functional.hardtanh(y, -0.1, max_val=0.2), "bias clamp"),
     "clamp": (lambda m, y, x: y.clamp(-0.1, max=0.2), "bias clamp"),
+    "one bound": (lambda m, y, x: y.clamp(max=0.2), "bias clamp"),
+    "bounds that cross": (lambda m, y, x: y.clamp(0.5, -0.5), "bias"),
+    "an infinite slope": (lambda m, y, x: functional.leaky_relu(y, math.inf), "bias"),
     "leaky_relu": (lambda m, y, x: functional.leaky_relu(y, 0.2), "bias leaky_relu"),
     "silu": (lambda m, y, x: functional.silu(y), "bias silu"),
     "gelu": (lambda m, y, x: functional.gelu(y), "bias gelu"),
@@ -176,6 +180,8 @@ FUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a smaller residual": (lambda m, y, x: (y + x.mean((2, 3), keepdim=True)).relu(), "bias residual relu"),
     "a wider residual": (lambda m, y, x: (y + x.double()).relu(), "bias residual relu"),
     "a number": (lambda m, y, x: (y + 1.0).relu(), "bias"),
+    "a size": (lambda m, y, x: (y + x.size(0)).relu(), "bias residual relu"),
+    "a size in place": (lambda m, y, x: y.add_(x.shape[1]).relu(), "bias residual relu"),
     "itself": (lambda m, y, x: y + y, "bias"),
     "two users": (lambda m, y, x: y.relu() + y.sigmoid(), "bias"),
     "a factor of the convolution": (lambda m, y, x: torch.add(x, y, alpha=2), "bias"),
@@ -206,6 +212,57 @@ def test_what_is_fused(case: str) -> None:
     fused = fuse(model)
     assert parts(fused) == {"conv": expected}
     check_same(fused, model, x)
+
+
+class Summed(nn.Module):
+    """A convolution and an argument that has a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Any, other: Any = 0.5) -> Any:
+        return functional.relu(self.conv(x) + other)
+
+
+def test_a_residual_that_may_be_a_number() -> None:
+    model, x = prepared(Summed()), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    check_same(fused, model, x)
+    check_same(fused, model, x, x)
+    check_same(fused, model, x[0])
+    compiled = torch.compile(fused, backend="aot_eager")
+    check_same(compiled, model, x)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_weights_that_are_trained_after_all_get_gradients(layout: Any, cpu_handle: Handle) -> None:
+    model, x = prepared(Tail(lambda m, y, x: y.relu())), torch.randn(2, 4, 6, 5).to(memory_format=layout)
+    fused = fuse(model)
+    with answers_of(cpu_handle):
+        check_same(fused, model, x)  # weights are packed
+        for each in (fused, model):
+            each.requires_grad_(True)
+            each(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(fused.get_parameter(name).grad, parameter.grad)
+
+
+def test_a_sum_in_place_keeps_its_dtype_under_autocast() -> None:
+    model, x = prepared(Tail(lambda m, y, x: y.add_(x))), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    assert parts(fused) == {"conv": "bias residual"}
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        made, expected = fused(x), model(x)
+    assert made.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(made, expected, rtol=0.02, atol=0.02)
+
+
+def test_float64_stays_under_autocast() -> None:
+    model, x = prepared(Tail(lambda m, y, x: y.relu())).double(), torch.randn(2, 4, 6, 5, dtype=torch.float64)
+    fused = fuse(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_same(fused, model, x)
 
 
 MODULES = {

@@ -207,6 +207,7 @@ class Normed(nn.Module):
         return self.conv(functional.silu(self.norm(x.contiguous())))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rank", [3, 4, 5])
 @pytest.mark.usefixtures("served")
 def test_operators_of_the_network_name_their_memory_format(rank: int) -> None:
@@ -249,6 +250,7 @@ LAST_STEPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.parametrize("last_step", LAST_STEPS)
 @pytest.mark.usefixtures("served")

@@ -30,6 +30,7 @@ def real_step(model: Any, *inputs: Any, amp: Any, training: bool, **named: Any) 
     return recording
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("memory_format", [None, torch.channels_last], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

@@ -13,7 +13,7 @@ from fused_answers import answers_of
 import miofind.torch
 from miofind import Handle
 from miofind.errors import InvalidOptionError, InvalidProblemError
-from miofind.torch.fused import unfused
+from miofind.torch.fused import calls, plans, unfused
 from miofind.torch.fused.unfused import Nonlinearity, Window
 
 OPERATORS = torch.ops.miofind
@@ -228,6 +228,58 @@ def test_gradients_and_their_gradients(activation: str, position: str, ran: list
     assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bounds", [(0.1, 0.7), (-0.1, 0.1), (0.3, 0.9), (0.0, 6.0), (-0.5, 1.5)], ids=str)
+def test_clamped_elements_have_no_gradient(bounds: tuple[float, float], dtype: Any, cpu_handle: Handle) -> None:
+    """A bound that the dtype rounds inwards let the gradients of all clamped elements through."""
+    x, w = (each.to(dtype).requires_grad_() for each in drawn((1, 2, 4, 4), (2, 2, 3, 3)))
+    bias = torch.tensor([40.0, -40.0], dtype=dtype)  # beyond both bounds everywhere
+    low, high = bounds
+    with answers_of(cpu_handle):
+        y = miofind.torch.convolution(x, w, bias, activation="clamp", low=low, high=high)
+        dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    assert y.detach().unique().numel() == 2
+    assert not dx.any()
+    assert not dw.any()
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, in dual_level
+def test_forward_mode_derivatives(activation: str, ran: list[str]) -> None:
+    x, w, bias, residual, tangent = drawn((1, 4, 3, 2), (4, 2, 3, 3), (4,), (1, 4, 3, 2), (1, 4, 3, 2))
+
+    def fused(x: Any) -> Any:
+        return miofind.torch.convolution(x, w, bias, residual=residual, padding=1, groups=2, activation=activation)
+
+    def plain(x: Any) -> Any:
+        return unfused.activated(
+            functional.conv2d(x, w, bias, padding=1, groups=2) + residual, Nonlinearity(activation=activation)
+        )
+
+    fused(x)
+    assert ran, "a solution answers, which has no tangents"
+    for made, expected in zip(*(torch.func.jvp(run, (x,), (tangent,)) for run in (fused, plain)), strict=True):
+        torch.testing.assert_close(made, expected)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.requires_grad_(), tangent)
+        made = torch.autograd.forward_ad.unpack_dual(fused(dual)).tangent
+        assert made is not None
+        torch.testing.assert_close(made, torch.autograd.forward_ad.unpack_dual(plain(dual)).tangent)
+    hessians = [torch.func.hessian(lambda x, run=run: run(x).square().sum())(x.detach()) for run in (fused, plain)]
+    torch.testing.assert_close(*hessians)
+
+
+def test_a_backward_pass_within_autocast_keeps_the_dtype_of_its_forward(ran: list[str]) -> None:
+    x, w, dy = drawn(X, W, Y, dtype=torch.float32)
+    given = [x.requires_grad_(), w.requires_grad_()]
+    y = miofind.torch.convolution(*given, padding=1, groups=2)
+    expected = torch.autograd.grad(functional.conv2d(*given, padding=1, groups=2), given, 1e6 * dy)
+    with torch.autocast("cpu", torch.float16):
+        made = torch.autograd.grad(y, given, 1e6 * dy)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=10)  # in half 700 are off, or infinite
+    assert len(ran) == 3
+
+
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4, 6, 8, 15])
 def test_every_choice_of_gradients(wanted: int, ran: list[str]) -> None:
     tensors = drawn(X, W, VECTOR, Y)
@@ -307,6 +359,28 @@ def test_what_is_refused(named: dict[str, Any], error: type[Exception], told: st
     x, w = drawn(X, W)
     with pytest.raises(error, match=told):
         miofind.torch.convolution(x, w, **{"groups": 2, **named})
+
+
+@pytest.mark.parametrize("name", ["w", "bias", "residual"])
+def test_tensors_of_several_devices_are_refused(name: str, cpu_handle: Handle) -> None:
+    x, w, bias, residual = drawn(X, W, VECTOR, Y, dtype=torch.float32)
+    given = {"w": w, "bias": bias, "residual": residual}
+    given[name] = given[name].to("meta")
+    call = calls.Forward(x, given["w"], given["bias"], None, given["residual"], "none", [1, 1], [1, 1], [1, 1], 2)
+    with answers_of(cpu_handle), pytest.raises(RuntimeError, match=f"x is on cpu, {name} on meta"):
+        plans.planned(call)
+
+
+@pytest.mark.parametrize("name", ["dy", "residual", "saved"])
+def test_gradients_of_several_dtypes_are_refused(name: str, ran: list[str]) -> None:
+    x, w, dy = drawn(X, W, Y, dtype=torch.bfloat16)
+    given = {"dy": dy, "residual": x, "saved": x}
+    given[name] = given[name].float()
+    with pytest.raises(RuntimeError, match=rf"x has torch\.bfloat16 and {name} torch\.float32"):
+        OPERATORS.convolution_backward_data(
+            given["dy"], x, w, given["residual"], given["saved"], "relu", [1, 1], [1, 1], [1, 1], 2
+        )
+    assert not ran
 
 
 @pytest.mark.parametrize("padding", ["same", "valid"])

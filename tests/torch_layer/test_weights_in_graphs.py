@@ -97,6 +97,7 @@ def copied(code: str, model: Any) -> int:
     return sum(each in shapes for each in made)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(("kind", "turned"), [(Residual, 2), (LastNormed, 2), (Inverted, 1)])
 def test_a_graph_copies_no_weights(kind: Any, turned: int, order: Any) -> None:
@@ -145,6 +146,7 @@ def test_an_input_that_is_channels_last_turns_no_weights(rank: int) -> None:
     assert [len(each.split(",")) for each in kept] == [2]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_autocast_casts_weights_once(order: Any) -> None:
     fused = miofind.torch.fuse(Residual().eval()).to(memory_format=order)
@@ -179,6 +181,7 @@ def optimizer_step(weight: Any) -> None:
     weight.grad = None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", WRITES)
 def test_what_is_written_to_weights_is_seen_by_the_next_call(case: str) -> None:
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ def forgotten() -> None:
     host.forget()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", host.MUTANTS)
 def test_a_default_find_records_the_mutant_as_wrong(tmp_path: Path, name: str) -> None:
     recorded = find(host.SOLVERS[name], host.RIGHT, Device.cpu(), tmp_path / "finddb.db")

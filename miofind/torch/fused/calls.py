@@ -188,9 +188,11 @@ class BackwardData(NamedTuple):
             RuntimeError: they do not.
         """
         _check_convolution(self)
+        _check_dtype(self, "dy")
         _check_shape(self.dy, "dy", self.window.output_shape(self.x.shape, self.w.shape))
         for name in ("residual", "saved"):
             _check_shape(getattr(self, name), name, self.x.shape)
+            _check_dtype(self, name)
 
 
 class BackwardWeights(NamedTuple):
@@ -236,6 +238,7 @@ class BackwardWeights(NamedTuple):
             RuntimeError: they do not.
         """
         _check_convolution(self)
+        _check_dtype(self, "dy")
         _check_shape(self.dy, "dy", self.window.output_shape(self.x.shape, self.w.shape))
 
 
@@ -274,6 +277,9 @@ def _check(condition: Any, message: Callable[[], str]) -> None:
 
 def _check_convolution(call: Call) -> None:
     x, w = call.x, call.w
+    for name, value in zip(call._fields, call, strict=True):
+        if isinstance(value, torch.Tensor):
+            _check_device(value, name, x.device)
     _check(w.dim() == x.dim(), lambda: f"x {_told(x)} and w {_told(w)} differ in dimensions")
     _check(x.dtype == w.dtype, lambda: f"x has {x.dtype} and w {w.dtype}: convert one")
     _check(w.shape[1] * call.groups == x.shape[1], lambda: f"w {_told(w)}, groups={call.groups}, x {_told(x)}")
@@ -283,6 +289,16 @@ def _check_shape(tensor: Any, name: str, shape: Sequence[Any]) -> None:
     if tensor is not None:
         is_same = tensor.dim() == len(shape) and all(a == b for a, b in zip(tensor.shape, shape, strict=True))
         _check(is_same, lambda: f"{name} {_told(tensor)} must have the shape {tuple(shape)}")
+
+
+def _check_device(tensor: Any, name: str, device: Any) -> None:
+    _check(tensor.device == device, lambda: f"x is on {device}, {name} on {tensor.device}: move one")
+
+
+def _check_dtype(call: Call, name: str) -> None:
+    tensor, dtype = getattr(call, name), call.x.dtype
+    if tensor is not None:
+        _check(tensor.dtype == dtype, lambda: f"x has {dtype} and {name} {tensor.dtype}: convert one")
 
 
 def _told(tensor: Any) -> str:

@@ -2,17 +2,19 @@
 
 Forward and backward run `miofind::convolution` and the operators of its gradients. Where gradients are recorded, what
 their formulas cannot take back from the result alone is left to PyTorch: an activation other than relu, clamp and
-leaky_relu is a separate operation then, and a scale is multiplied into the weights. Second derivatives are those of
-PyTorch's own operations.
+leaky_relu is a separate operation then, and a scale is multiplied into the weights. Second derivatives, and tangents of
+forward mode, are those of PyTorch's own operations.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from miofind.core.epilogue import Activation, EpilogueParameters, ResidualPosition
 from miofind.core.tensor import enum_value
@@ -20,8 +22,8 @@ from miofind.errors import InvalidArrayError, InvalidOptionError, brief
 from miofind.torch.fused import ops, unfused
 from miofind.torch.fused.unfused import Nonlinearity, Window
 
-_BY_RESULT = ("none", "relu", "clamp", "leaky_relu")
-"""Activations whose derivative the result tells."""
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8}
+"""Of a significand, in bits."""
 
 
 def convolution(
@@ -95,9 +97,16 @@ class Tensors(NamedTuple):
     residual: Any
 
     @property
-    def need_gradients(self) -> bool:
-        """Whether a gradient of any of them may be asked for."""
+    def need_derivatives(self) -> bool:
+        """Whether a gradient of any of them may be asked for, or tangents are computed."""
+        if has_tangents():
+            return True
         return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in self)
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have tangents: under torch.func.jvp, jacfwd and hessian, and in forward_ad.dual_level."""
+    return bool(forward_ad._current_level >= 0)
 
 
 def run(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
@@ -108,7 +117,9 @@ def run(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
         given = Tensors(*(ops.in_autocast(tensor, dtype) for tensor in given))
         with torch.autocast(device_type, enabled=False):
             return run(given, window, numbers)
-    if not given.need_gradients:
+    if has_tangents():
+        return unfused.convolution(given.x, given.w, (given.bias, given.scale, given.residual, None), window, numbers)
+    if not given.need_derivatives:
         return torch.ops.miofind.convolution(*given, *arguments_of(window, numbers))
     return _recorded(given, window, numbers)
 
@@ -138,13 +149,30 @@ def _recorded(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
     is_after = residual is not None and numbers.residual_position == "after"
     if is_after:
         residual, after = None, residual
-    is_leak = numbers.activation == "leaky_relu" and numbers.leak < 0
-    if numbers.activation not in _BY_RESULT or is_leak:
+    if not _is_told_by_result(numbers, x.dtype):
         inner = replace(numbers, activation="none")
     y = _Convolution.apply(x, w, bias, residual, window, replace(inner, residual_position="before"))
     if inner.activation != numbers.activation:
         y = unfused.activated(y, numbers)
     return y if after is None else torch.add(y, after.to(y.dtype), alpha=numbers.beta)
+
+
+def _is_told_by_result(numbers: Nonlinearity, dtype: Any) -> bool:
+    """Whether an activation's rounded result tells its derivative."""
+    if numbers.activation == "leaky_relu":
+        return numbers.leak >= 0
+    if numbers.activation == "clamp":
+        return _has(dtype, numbers.low) and _has(dtype, numbers.high)
+    return numbers.activation in ("none", "relu")
+
+
+def _has(dtype: Any, number: float) -> bool:
+    """Whether a dtype has a number; one that it rounds is no bound to compare rounded results with."""
+    digits = _DIGITS.get(dtype)
+    if digits is None or math.isinf(number):
+        return True
+    mantissa, exponent = math.frexp(number)
+    return mantissa * 2**digits % 1 == 0 and -13 <= exponent <= 16  # the normal numbers of float16
 
 
 class _Convolution(torch.autograd.Function):
@@ -171,11 +199,12 @@ class _Convolution(torch.autograd.Function):
         if y is not None:
             dy = unfused.derivative(dy, y, ctx.numbers)
         call = _Gradients(dy, x, w, ctx.window)
-        if torch.is_grad_enabled():  # the gradients' own gradients are asked for
-            dx, dw, of_bias = call.by_pytorch((wants_x, wants_w, wants_bias))
-        else:
-            dx = call.of_data() if wants_x else None
-            dw, of_bias = call.of_weights(ctx.bias_dtype if wants_bias else None, wants_w)
+        with torch.autocast(dy.device.type, enabled=False):  # as PyTorch's own convolution_backward, in dy's dtype
+            if torch.is_grad_enabled():  # the gradients' own gradients are asked for
+                dx, dw, of_bias = call.by_pytorch((wants_x, wants_w, wants_bias))
+            else:
+                dx = call.of_data() if wants_x else None
+                dw, of_bias = call.of_weights(ctx.bias_dtype if wants_bias else None, wants_w)
         of_bias = None if of_bias is None else of_bias.to(ctx.bias_dtype)
         of_residual = (dy * ctx.numbers.beta).to(ctx.residual_dtype) if wants_residual else None
         return dx, dw, of_bias, of_residual, None, None

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from miofind.core.epilogue import Activation
+from miofind.core.epilogue import Activation, EpilogueParameters
+from miofind.errors import InvalidOptionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,15 @@ class Nonlinearity:
     low: float = 0.0
     high: float = 6.0
     slope: float | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether kernels take its numbers: finite ones, and bounds in order."""
+        try:
+            EpilogueParameters(beta=self.beta, low=self.low, high=self.high, slope=self.slope)
+        except InvalidOptionError:
+            return False
+        return True
 
     @property
     def leak(self) -> float:

@@ -90,6 +90,8 @@ def _matched(name: str, template: fx.Graph, value: fx.Node) -> Found | None:
         return None
     low, high, slope = (numbers.get(name) for name in _NUMBERS)
     made = Nonlinearity(activation=name, low=low or 0.0, high=6.0 if high is None else high, slope=slope)
+    if not made.is_valid:
+        return None
     inner = dict.fromkeys(node for step, node in places.items() if step not in (placeholder, result))
     return Found(made, (*inner, places[result]))
 
