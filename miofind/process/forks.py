@@ -26,6 +26,25 @@ def follow_forks(owner: Forkable) -> None:
     _known.add(owner)
 
 
+class ForkedLock:
+    """A lock for with blocks that whoever holds it may take again, and that a forked child finds free."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        follow_forks(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # not where the block itself was forked
+            self._lock.release()
+
+    def leave_parent(self) -> None:
+        """Make the lock anew."""
+        self._lock = threading.RLock()
+
+
 _loading = threading.RLock()
 _held: list[bool] = []
 # How long a fork waits: a second or two is what imports take.

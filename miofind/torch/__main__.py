@@ -101,14 +101,16 @@ def _record_path() -> Path:
 
 def _write(override: Any, path: Path, process: int) -> None:
     """Write the problems that an override noted; nothing in a forked child."""
-    from miofind.torch.counts import DIRECTIONS
+    from miofind.core.tensor import Direction
+    from miofind.torch.calls import COMPUTED_OF
     from miofind.torch.recording import RecordedCall, recorded
 
     if os.getpid() != process:
         return
-    computed = {direction: name for name, direction in DIRECTIONS.items()}
     calls = (
-        RecordedCall(layer="", computed=computed[count.direction], problem=count.problem, count=count.calls)
+        RecordedCall(
+            layer="", computed=COMPUTED_OF[Direction(count.direction)], problem=count.problem, count=count.calls
+        )
         for count in override.report().counts
     )
     recording = recorded(calls, path.stem)

@@ -15,11 +15,10 @@ from miofind.api.many import find_many
 from miofind.compiler import CompilePool
 from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
-from miofind.core.tensor import Direction
 from miofind.errors import LaunchError, NoSolutionError, described
 from miofind.launch.invoker import Invoker
 from miofind.runtime.solution import Solution
-from miofind.torch.calls import Unserved
+from miofind.torch.calls import COMPUTED_OF, DIRECTION_OF, Unserved
 from miofind.torch.flags import Flags
 from miofind.torch.launches import ReadySolutions, first_line
 from miofind.torch.memory import host_array, is_capturing, make_room, stream_reader
@@ -29,7 +28,6 @@ from miofind.torch.settings import MissPolicy, Settings
 
 logger = logging.getLogger(__name__)
 
-_COMPUTED = {Direction.FORWARD: "y", Direction.BACKWARD_DATA: "dx", Direction.BACKWARD_WEIGHTS: "dw"}
 _unset = Planner(Settings())
 
 
@@ -50,7 +48,7 @@ class Answer:
     def __init__(self, part: Part, solutions: ReadySolutions | None, first: Invoker | None) -> None:
         self.part = part
         self._solutions = solutions
-        self._invokers = [] if first is None else [first]
+        self._invokers: tuple[Invoker, ...] = () if first is None else (first,)
         self._names = () if part.problem is None else tuple(operand.name for operand in part.problem.operands)
         self._lock = threading.Lock()
         self._read_stream = stream_reader()
@@ -64,7 +62,7 @@ class Answer:
     @property
     def first(self) -> Invoker | None:
         """What runs the problem where all addresses suit it; None where PyTorch does."""
-        return self._invokers[0] if self._invokers else None
+        return next(iter(self._invokers), None)
 
     def run(self, tensors: Mapping[str, Any], parameters: EpilogueParameters) -> bool:
         """Run a solution; False, and nothing written, where PyTorch is to compute the problem.
@@ -75,17 +73,21 @@ class Answer:
         """
         if self.part.pending is not None:
             note_capture(next(iter(tensors.values())).device)
-        if not self._invokers:
+        first = self.first
+        if first is None:
             return False
         ordered = [tensors[name] for name in self._names]
         try:
             if ordered[0].is_cuda:
                 return self._run_on_device(ordered, parameters)
-            return self._run_on_host(ordered, parameters)
+            return self._run_on_host(first, ordered, parameters)
         except LaunchError as error:
             self.part.fail(error)
-            self._invokers = []
-            return False
+            with self._lock:
+                self._invokers, self._solutions = (), None
+        except torch.OutOfMemoryError:  # of a workspace that PyTorch's own operations do without
+            self.part.declined += 1
+        return False
 
     def _run_on_device(self, tensors: list[Any], parameters: EpilogueParameters) -> bool:
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -104,8 +106,7 @@ class Answer:
         invoker.run((*addresses, *numbers, scratch), self._read_stream(tensors[0].get_device()))
         return True
 
-    def _run_on_host(self, tensors: list[Any], parameters: EpilogueParameters) -> bool:
-        invoker = self._invokers[0]
+    def _run_on_host(self, invoker: Invoker, tensors: list[Any], parameters: EpilogueParameters) -> bool:
         numbers = (parameters,) if invoker.problem.epilogue else ()
         workspace = torch.empty(invoker.workspace_bytes, dtype=torch.uint8).numpy() if invoker.workspace_bytes else None
         invoker.run((*map(host_array, tensors), *numbers, workspace), 0)
@@ -113,30 +114,43 @@ class Answer:
 
     def _fitting(self, addresses: int, device: Any) -> Invoker | None:
         """The invoker of the first solution whose alignment the addresses have, which are or-ed into one."""
-        for invoker in self._invokers:
-            if not addresses % invoker.alignment_bytes:
-                return invoker
-        if self._solutions is None or is_capturing(device):
-            return None
-        with self._lock:
-            try:
-                _, invoker = self._solutions.next(below_bytes=self._invokers[-1].alignment_bytes)
-            except Unserved:
-                self._solutions = None
+        while True:
+            known = self._invokers
+            for invoker in known:
+                if not addresses % invoker.alignment_bytes:
+                    return invoker
+            if not known or self._solutions is None or is_capturing(device):
                 return None
-            self._invokers = [*self._invokers, invoker]
-        return self._fitting(addresses, device)
+            with self._lock:
+                if known is self._invokers:  # else another thread made one ready, or all failed
+                    self._make_ready()
+
+    def _make_ready(self) -> None:
+        """Make the next solution ready that needs a smaller alignment, if there is one; for who holds the lock."""
+        if self._solutions is None:
+            return
+        try:
+            _, invoker = self._solutions.next(below_bytes=self._invokers[-1].alignment_bytes)
+        except Unserved:
+            self._solutions = None
+        else:
+            self._invokers = (*self._invokers, invoker)
 
 
-def answer(problem: ProblemDescription, device: Any, flags: Flags, planner: Planner) -> Answer:
+def answer(
+    problem: ProblemDescription, device: Any, flags: Flags, planner: Planner, computed: str | None = None
+) -> Answer:
     """What runs a problem on a PyTorch device; measured now where the settings ask for that.
+
+    Args:
+        computed: what it is of the call, "y", "dx" or "dw": of a transposed one not what its direction says.
 
     Raises:
         NoSolutionError: the policy is to raise it where the FindDB has no answer.
     """
-    part = Part(_COMPUTED[problem.direction], problem=problem)
+    part = Part(computed or COMPUTED_OF[problem.direction], problem=problem)
     try:
-        _refuse(problem, planner.settings, flags)
+        _refuse(part, planner.settings, flags)
         found = planner.solutions(part, device, flags)
         solutions = planner.ready(part, found, device, flags)
         part.solution, invoker = solutions.next()
@@ -163,7 +177,7 @@ def find_missing(problems: Sequence[ProblemDescription], device: Any, flags: Fla
     wanted = []
     for problem in dict.fromkeys(problems):
         with contextlib.suppress(Unserved):
-            _refuse(problem, planner.settings, flags)
+            _refuse(_part_of(problem), planner.settings, flags)
             wanted.append(problem)
     if not wanted or is_capturing(device):
         return
@@ -184,8 +198,9 @@ def find_missing(problems: Sequence[ProblemDescription], device: Any, flags: Fla
 def fastest(problem: ProblemDescription, device: Any, flags: Flags, planner: Planner) -> Solution | None:
     """The first of a problem's answers on a PyTorch device, if it can be made ready; None where PyTorch runs it."""
     try:
-        _refuse(problem, planner.settings, flags)
-        return planner.solutions(Part(_COMPUTED[problem.direction], problem=problem), device, flags)[0]
+        part = _part_of(problem)
+        _refuse(part, planner.settings, flags)
+        return planner.solutions(part, device, flags)[0]
     except Exception as error:  # who asks for the answer is told
         logger.debug("nothing of %s is compiled ahead: %s", problem, described(error))
         return None
@@ -202,20 +217,24 @@ def compile_ahead(solutions: Sequence[Solution], device: Any, planner: Planner) 
         logger.debug("nothing is compiled ahead: %s", described(error))
 
 
-def _refuse(problem: ProblemDescription, settings: Settings, flags: Flags) -> None:
+def _part_of(problem: ProblemDescription) -> Part:
+    return Part(COMPUTED_OF[problem.direction], problem=problem)
+
+
+def _refuse(part: Part, settings: Settings, flags: Flags) -> None:
     """Do nothing where PyTorch's switches and the settings leave a problem to miofind.
 
     Raises:
         Unserved: PyTorch's own operations are to compute it.
     """
-    if not flags.enabled:
-        raise Unserved("torch.backends.cudnn.enabled is False")
-    if flags.depthwise_kernel != "auto" and problem.w.shape[1] == 1:
-        raise Unserved(f"torch.backends.cudnn.depthwise_kernel is {flags.depthwise_kernel!r}")
-    if settings.dtypes is not None and problem.x.dtype not in settings.dtypes:
-        raise Unserved(f"{problem.x.dtype} is not among the dtypes asked for")
-    if settings.directions is not None and problem.direction not in settings.directions:
-        raise Unserved(f"{problem.direction} is not among the directions asked for")
+    problem = part.problem
+    assert problem is not None
+    settings.refuse(
+        flags,
+        dtype=problem.x.dtype,
+        direction=DIRECTION_OF[part.computed],
+        is_depthwise=problem.groups > 1 and problem.w.shape[1] == 1,
+    )
 
 
 def override_of(tensor: Any) -> Override | None:

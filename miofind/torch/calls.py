@@ -21,6 +21,12 @@ from miofind.torch.formats import missing_functions, output_layout
 COMPUTED = ("y", "dx", "dw")
 """What the two operators compute: `aten::convolution` y, `aten::convolution_backward` dx and dw."""
 
+DIRECTION_OF = dict(
+    zip(COMPUTED, (Direction.FORWARD, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS), strict=True)
+)
+"""The direction of a call that computes one of them; of a transposed convolution the problem's is the mirrored one."""
+COMPUTED_OF = {direction: computed for computed, direction in DIRECTION_OF.items()}
+
 _DTYPES = {
     torch.float64: DataType.FLOAT64,
     torch.float32: DataType.FLOAT32,
@@ -125,6 +131,11 @@ class ConvolutionCall:
             groups=int(groups),
             backend_format=layout,
         )
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each channel has a filter of its own."""
+        return self.groups > 1 and self.w.shape[1] == 1
 
     @property
     def output_shape(self) -> tuple[int, ...]:

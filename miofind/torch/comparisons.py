@@ -5,33 +5,46 @@ PyTorch picks among cuDNN's kernels and its own by rules of its own, so only a m
 
 from __future__ import annotations
 
-import threading
-
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.process.forks import ForkedLock
 
-_gains: dict[tuple[str, str], float] = {}
-_lock = threading.Lock()
+_measured: dict[tuple[str, str], float] = {}
+_behind: dict[tuple[str, str], dict[str, float]] = {}
+"""Of a device and a bare problem, the gains below 1 of problems with an epilogue, by the names of these."""
+_lock = ForkedLock()
 
 
 def note(problem: ProblemDescription, device: Device, gain: float) -> None:
     """Remember how many times as fast miofind is on a kind of device.
 
-    Where PyTorch is faster at a problem with an epilogue it is so without, too: the find of the former had tried a
-    solution of the latter and a pass behind it.
+    Where PyTorch is faster at a problem with an epilogue it is so without, too, as long as nobody measured that: the
+    find of the former had tried a solution of the latter and a pass behind it.
     """
     with _lock:
-        _gains[device.identity, problem.network_config] = gain
-        if gain < 1:
-            _gains.setdefault((device.identity, problem.bare.network_config), gain)
+        _measured[device.identity, problem.network_config] = gain
+        if problem.epilogue:
+            fused = _behind.setdefault((device.identity, problem.bare.network_config), {})
+            fused.pop(problem.network_config, None)
+            if gain < 1:
+                fused[problem.network_config] = gain
 
 
 def gain(problem: ProblemDescription, device: Device) -> float | None:
     """How many times as fast as PyTorch miofind was measured to be; None where it was not."""
-    return _gains.get((device.identity, problem.network_config))
+    key = (device.identity, problem.network_config)
+    with _lock:
+        return _measured.get(key, min(_behind.get(key, {}).values(), default=None))
+
+
+def known() -> tuple[tuple[str, str, float], ...]:
+    """Every device, problem and gain that was measured, in order: what decisions depend on."""
+    with _lock:
+        return tuple(sorted((*key, gain) for key, gain in _measured.items()))
 
 
 def forget() -> None:
     """Know of no comparison any more."""
     with _lock:
-        _gains.clear()
+        _measured.clear()
+        _behind.clear()

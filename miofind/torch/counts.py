@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miofind.core.problem import ProblemDescription
+from miofind.torch.calls import DIRECTION_OF
 from miofind.torch.plans import Part
-
-DIRECTIONS = {"y": "forward", "dx": "backward_data", "dw": "backward_weights"}
 
 CPU_IS_PYTORCHS = 'calls on CPU tensors are PyTorch\'s own, unless miofind.torch.enable(devices="cpu") asks for them'
 
@@ -107,7 +106,7 @@ def _counts(plan: CountedPlan) -> Iterable[CallCount]:
         for calls, runs, reason in told:
             if calls:
                 yield CallCount(
-                    direction=DIRECTIONS[part.computed],
+                    direction=DIRECTION_OF[part.computed].value,
                     problem=part.problem,
                     solver_id=runs,
                     reason=reason,

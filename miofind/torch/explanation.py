@@ -13,7 +13,6 @@ from miofind.core.problem import ProblemDescription
 from miofind.text.printable import printable_name
 from miofind.text.sheet import Sheet
 from miofind.torch.answers import answer
-from miofind.torch.calls import Unserved
 from miofind.torch.counts import CPU_IS_PYTORCHS
 from miofind.torch.flags import Flags, state
 from miofind.torch.network import problems, refuse_inputs
@@ -164,20 +163,17 @@ class _Decisions:
         self._device = device
         self._flags = Flags.of(state(), on_gpu=device.type == "cuda")
         self._settings = settings = replace(settings, background=False)
+        measures = settings.on_miss in (MissPolicy.AUTO, MissPolicy.FIND, MissPolicy.ERROR)
+        self._planner = Planner(replace(settings, on_miss=MissPolicy.FALLBACK) if measures else settings)
         estimates = settings.on_miss is MissPolicy.ESTIMATE
-        known = replace(settings, on_miss=MissPolicy.FALLBACK)
-        self._known = Planner(known)
-        self._planner = Planner(settings) if estimates else self._known
+        self._known = Planner(replace(settings, on_miss=MissPolicy.FALLBACK)) if estimates else self._planner
 
     def row(self, call: RecordedCall) -> LayerRun:
         """What runs a recorded call."""
         row = LayerRun(layer=call.layer, computed=call.computed, count=call.count, problem=call.problem)
         if call.problem is None:
             return replace(row, reason=call.reason)
-        try:
-            part = self._part(call, call.problem)
-        except Unserved as reason:
-            return replace(row, reason=str(reason))
+        part = self._part(call, call.problem)
         row = replace(row, problem=part.problem)
         if part.solution is None:
             return replace(row, reason=self._reason(part))
@@ -185,19 +181,14 @@ class _Decisions:
         return replace(row, solver_id=solution.solver_id, source=solution.source.value, time_ms=solution.time_ms)
 
     def _part(self, call: RecordedCall, problem: ProblemDescription) -> Part:
-        """What becomes of a problem: with the bias where a FindDB has an answer to that, else without.
-
-        Raises:
-            Unserved: the settings leave the call to PyTorch.
-        """
-        if call.call is None:  # of an operator of miofind's own, which has no form without its epilogue
-            return answer(problem, self._device, self._flags, self._planner).part
-        self._settings.refuse(call.call, call.computed)
-        if problem.epilogue:
-            part = answer(problem, self._device, self._flags, self._known).part
+        """What becomes of a problem: with the bias where a FindDB has an answer to that, else without."""
+        is_own = call.call is None  # an operator of miofind's, which has no form without its epilogue
+        if problem.epilogue and not is_own:
+            part = answer(problem, self._device, self._flags, self._known, call.computed).part
             if part.solution is not None:
                 return part
-        return answer(problem.bare, self._device, self._flags, self._planner).part
+        asked = problem if is_own else problem.bare
+        return answer(asked, self._device, self._flags, self._planner, call.computed).part
 
     def _reason(self, part: Part) -> str:
         measures = part.is_missing and self._settings.measures(self._flags)

@@ -186,7 +186,10 @@ def _has_convolution(module: Any) -> bool:
 
 def _fused(module: Any, path: str, work: _Work) -> Any:
     """A module with what is in it fused: its graph where it can be traced, else itself with its submodules' graphs."""
-    if not _has_convolution(module) or isinstance(module, CONVOLUTIONS):
+    if isinstance(module, CONVOLUTIONS):
+        work.kept[path] = "what follows it is not known, since what holds it was not traced"
+        return module
+    if not _has_convolution(module):
         return module
     if has_hooks(module):
         reason = "it has hooks"

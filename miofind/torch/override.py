@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import inspect
+import itertools
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ import torch
 
 from miofind.device.device import INSTALL_CUDA, has_cupy, has_driver
 from miofind.errors import InvalidOptionError, MissingLibraryError, brief, with_known_keywords
-from miofind.process.forks import follow_forks
+from miofind.process.forks import ForkedLock, follow_forks
 from miofind.runtime.handle import Handle
 from miofind.torch import direct, formats
 from miofind.torch.counts import CallReport
@@ -43,19 +44,22 @@ _KEYS = {"cuda": "CUDA", "cpu": "CPU"}
 _FORWARD, _BACKWARD = "aten::convolution", "aten::convolution_backward"
 
 
+_generations = itertools.count(1)
+
+
 class Override:
     """What `enable` began: miofind's kernels with one choice of settings.
 
     Attributes:
         settings: what was asked for.
         devices: kinds of PyTorch's devices whose kernels were replaced.
-        generation: how often it was to decide anew.
+        generation: a number that no other override has or had; another one once it decides anew.
     """
 
     def __init__(self, settings: Settings, devices: tuple[str, ...]) -> None:
         self.settings = settings
         self.devices = devices
-        self.generation = 0
+        self.generation = next(_generations)
         self._planner = Planner(settings)
         self._lock = threading.Lock()
         self._forward: dict[Any, Plan] = {}
@@ -89,7 +93,7 @@ class Override:
     def forget_plans(self) -> None:
         """Decide anew for all calls to come, since FindDBs may have more answers now."""
         with self._lock:
-            self.generation += 1
+            self.generation = next(_generations)
             self._forward.clear()
             self._backward.clear()
             self._replaced.clear()
@@ -321,7 +325,7 @@ class _Router:
 
 _routers = {device: _Router(device) for device in _KEYS}
 _enabled: list[Override] = []
-_switching = threading.RLock()
+_switching = ForkedLock()
 
 
 def _implement(library: Any, name: str, kernel: Any, key: str) -> None:
@@ -357,9 +361,13 @@ def _native_forward(key: str) -> Any:
 
 def _switch_on(override: Override) -> None:
     with _switching:
-        for device in override.devices:
-            _routers[device].use(override)
         _enabled.append(override)
+        try:
+            for device in override.devices:
+                _routers[device].use(override)
+        except BaseException:
+            _switch_off(override)
+            raise
 
 
 def _switch_off(override: Override) -> None:

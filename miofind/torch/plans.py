@@ -37,7 +37,7 @@ from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
 from miofind.solver.steps import KernelStep
 from miofind.torch import comparisons, formats
-from miofind.torch.calls import COMPUTED, ConvolutionCall, Unserved
+from miofind.torch.calls import COMPUTED, DIRECTION_OF, ConvolutionCall, Unserved
 from miofind.torch.direct import DirectCalls, DirectLaunch, loaded
 from miofind.torch.flags import Flags
 from miofind.torch.launches import Arguments, Launch, Launches, ReadySolutions, first_line
@@ -157,6 +157,8 @@ class Plan(DirectCalls):
         except LaunchError as error:
             self._fail(computed, error)
             return None
+        except torch.OutOfMemoryError:  # of a workspace, it may be, that PyTorch's own kernel does without
+            made = None
         if made is None:
             self._part(computed).declined += 1
         return made
@@ -221,7 +223,7 @@ class Planner:
             flags = Flags.of(state, on_gpu=x.device.type == "cuda")
             _refuse_tensors(arguments)
             call = ConvolutionCall.of(x, arguments.w, arguments.bias, *arguments.geometry)
-            _refuse_call(call, arguments, flags)
+            _refuse_shapes(call, arguments)
         except Exception as error:
             reason = _reason(error, "a convolution")
             return Plan(tuple(Part(computed, reason=reason) for computed in wanted if computed in COMPUTED), rank)
@@ -240,7 +242,9 @@ class Planner:
         self, call: ConvolutionCall, computed: str, arguments: Arguments, flags: Flags, *, has_bias: bool
     ) -> Part:
         try:
-            self.settings.refuse(call, computed)
+            self.settings.refuse(
+                flags, dtype=call.x.dtype, direction=DIRECTION_OF[computed], is_depthwise=call.is_depthwise
+            )
         except Unserved as reason:
             return Part(computed, reason=str(reason))
         if not (has_bias and call.takes_bias(computed)):
@@ -311,9 +315,9 @@ class Planner:
         if part.with_bias and not measures:
             raise Unserved("no FindDB has an answer to it with its bias")
         if self.settings.on_miss is MissPolicy.ERROR:
-            return find_solutions(problem, options=self.settings.changed(options, on_miss=OnMiss.ERROR), handle=handle)
+            return find_solutions(problem, options=replace(options, on_miss=OnMiss.ERROR), handle=handle)
         if self.settings.on_miss is MissPolicy.ESTIMATE:
-            estimate = self.settings.changed(options, on_miss=OnMiss.ESTIMATE)
+            estimate = replace(options, on_miss=OnMiss.ESTIMATE)
             return find_solutions(problem, options=estimate, handle=handle)
         if not measures:
             raise Unserved("no FindDB has an answer to it")
@@ -486,16 +490,12 @@ def _refuse_tensors(arguments: Arguments) -> None:
             raise Unserved(f"its {name} is inside a transform of torch.func")
 
 
-def _refuse_call(call: ConvolutionCall, arguments: Arguments, flags: Flags) -> None:
-    """Do nothing where PyTorch's switches leave a call to miofind, and PyTorch would not refuse it.
+def _refuse_shapes(call: ConvolutionCall, arguments: Arguments) -> None:
+    """Do nothing where the bias and the gradient have the shapes that PyTorch takes.
 
     Raises:
-        Unserved: PyTorch's own kernel is to run it.
+        Unserved: one has not, and PyTorch tells the user so.
     """
-    if not flags.enabled:
-        raise Unserved("torch.backends.cudnn.enabled is False")
-    if flags.depthwise_kernel != "auto" and call.w.shape[1] == 1:
-        raise Unserved(f"torch.backends.cudnn.depthwise_kernel is {flags.depthwise_kernel!r}")
     channels = call.output_shape[1]
     if isinstance(arguments.bias, torch.Tensor) and tuple(arguments.bias.shape) != (channels,):
         raise Unserved(f"its bias has the shape {tuple(arguments.bias.shape)}")

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from miofind.core.tensor import DataType, Direction, enum_value
 from miofind.errors import InvalidOptionError, InvalidProblemError, brief
-from miofind.options import FindMode, FindOptions, OnMiss, member
+from miofind.options import FindMode, FindOptions, member
 from miofind.runtime.handle import Handle
-from miofind.torch.calls import ConvolutionCall, Unserved
+from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags
 
 DEFAULT_WORKSPACE_LIMIT_BYTES = 256 << 20
-
-_DIRECTION_OF = {"y": Direction.FORWARD, "dx": Direction.BACKWARD_DATA, "dw": Direction.BACKWARD_WEIGHTS}
 
 
 class MissPolicy(StrEnum):
@@ -83,11 +81,6 @@ class Settings:
             exclude=self.exclude,
         )
 
-    @staticmethod
-    def changed(options: FindOptions, *, on_miss: OnMiss) -> FindOptions:
-        """The same with something else on a miss."""
-        return replace(options, on_miss=on_miss)
-
     def measures(self, flags: Flags) -> bool:
         """Whether a miss is measured."""
         return self.on_miss is MissPolicy.FIND or (self.on_miss is MissPolicy.AUTO and flags.benchmark)
@@ -96,15 +89,21 @@ class Settings:
         """Whether a call waits for its kernels to be compiled: PyTorch's, run meanwhile, may give other bits."""
         return not self.background or flags.deterministic
 
-    def refuse(self, call: ConvolutionCall, computed: str) -> None:
-        """Do nothing where a result of a call is one that miofind was asked for.
+    def refuse(self, flags: Flags, *, dtype: DataType, direction: Direction, is_depthwise: bool) -> None:
+        """Do nothing where PyTorch's switches leave a result of a call to miofind, and miofind was asked for it.
+
+        Args:
+            direction: of the call; see `calls.DIRECTION_OF`.
 
         Raises:
-            Unserved: it is not.
+            Unserved: PyTorch's own kernel is to compute it.
         """
-        if self.dtypes is not None and call.x.dtype not in self.dtypes:
-            raise Unserved(f"{call.x.dtype} is not among the dtypes asked for")
-        direction = _DIRECTION_OF[computed]
+        if not flags.enabled:
+            raise Unserved("torch.backends.cudnn.enabled is False")
+        if flags.depthwise_kernel != "auto" and is_depthwise:
+            raise Unserved(f"torch.backends.cudnn.depthwise_kernel is {flags.depthwise_kernel!r}")
+        if self.dtypes is not None and dtype not in self.dtypes:
+            raise Unserved(f"{dtype} is not among the dtypes asked for")
         if self.directions is not None and direction not in self.directions:
             raise Unserved(f"{direction} is not among the directions asked for")
 

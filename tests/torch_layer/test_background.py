@@ -64,11 +64,10 @@ def handle(tmp_path: Path, kernels: Withheld) -> Iterator[Handle]:
 
 
 def test_forward(handle: Handle, kernels: Withheld) -> None:
+    expected = conv2d(X, W, B)
     with miofind.torch.use("estimate", handle=handle, devices="cpu") as made:
         for _ in range(3):
-            assert torch.equal(
-                conv2d(X, W, B), torch.ops.aten.convolution(X, W, B, [1] * 2, [0] * 2, [1] * 2, False, [0] * 2, 1)
-            )
+            assert torch.equal(conv2d(X, W, B), expected)
         assert made.report().own_calls == 0
         assert kernels.asked == 1, "the plan is kept meanwhile"
         (reason,) = made.report().reasons
@@ -77,8 +76,8 @@ def test_forward(handle: Handle, kernels: Withheld) -> None:
         kernels.finish()
         y = conv2d(X, W, B)
         report = made.report()
-        assert (report.own_calls, report.calls) == (1, 7), "calls of before still count"
-    torch.testing.assert_close(y, conv2d(X, W, B))
+        assert (report.own_calls, report.calls) == (1, 4), "calls of before still count"
+    torch.testing.assert_close(y, expected)
 
 
 def test_backward_takes_each_gradient_as_it_comes(handle: Handle, kernels: Withheld) -> None:
@@ -114,10 +113,11 @@ def test_a_fused_call(handle: Handle, kernels: Withheld) -> None:
 def test_what_cannot_be_compiled_is_passed_over(handle: Handle, kernels: Withheld) -> None:
     kernels.finish()
     kernels.errors = [CompileError("not with this toolchain", source="", options=(), log="")]
+    expected = conv2d(X, W)
     with miofind.torch.use("estimate", handle=handle, devices="cpu") as made:
-        torch.testing.assert_close(conv2d(X, W), conv2d(X, W))
+        torch.testing.assert_close(conv2d(X, W), expected)
         assert kernels.asked == 2
-        assert made.report().own_calls == 2
+        assert made.report().own_calls == 1
 
 
 def test_where_nothing_can_be_compiled_pytorch_runs(

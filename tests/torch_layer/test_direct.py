@@ -143,6 +143,23 @@ def test_what_fails_without_python_is_computed_with_it(enabled: Override, driver
     assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
 
 
+def test_a_workspace_that_there_is_no_memory_for_is_pythons_to_do_without(
+    enabled: Override, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    plan = direct.DirectPath.plan
+
+    def with_too_much(self: Any, launches: Any) -> Any:
+        return plan(self, [(place, launch._replace(workspace_bytes=1 << 60)) for place, launch in launches])
+
+    monkeypatch.setattr(direct.DirectPath, "plan", with_too_much)
+    want = [conv2d(x, w) for _ in range(5)]
+    assert driver.launches == 0
+    assert all(torch.equal(want[0], each) for each in want)
+    (made,) = enabled.plans
+    assert made.python_calls == 5
+
+
 def test_a_thread_without_a_context_gets_it_from_python_once(enabled: Override, driver: Driver) -> None:
     x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
     for _ in range(3):

@@ -94,6 +94,21 @@ def test_settings_and_switches_are_reasons(model: Any, handle: Handle) -> None:
         assert miofind.torch.explain(model, (1, 2, 3, 3)).rows[2].source == "predicted"
 
 
+@pytest.mark.parametrize("settings", [{"directions": ["forward"]}, {"on_miss": "record"}], ids=str)
+def test_calls_are_taken_as_they_are_made(handle: Handle, settings: dict[str, Any]) -> None:
+    """A transposed convolution's forward pass is forward, whatever its problem's direction."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ConvTranspose2d(3, 2, 3, bias=False))
+    with miofind.torch.use(**{"on_miss": "estimate", "handle": handle, "devices": "cpu", **settings}) as override:
+        told = miofind.torch.explain(model, (1, 2, 3, 3))
+        model(torch.randn(1, 2, 3, 3))
+        counts = override.report().counts
+    assert {row.computed: row.solver_id for row in told.rows} == {"y": counts[-1].solver_id}
+    assert Counter((row.solver_id, row.reason) for row in told.rows) == Counter(
+        (count.solver_id, count.reason) for count in counts
+    )
+    assert bool(told.rows[1].solver_id) == ("directions" in settings)
+
+
 def test_without_the_override_it_says_so(model: Any) -> None:
     told = miofind.torch.explain(model[:1], (1, 2, 3, 3))
     assert not told.is_enabled

@@ -501,6 +501,17 @@ def test_a_submodule_that_cannot_be_traced_is_one_step_of_the_others() -> None:
         check_same(made, model, x)
 
 
+class ByValues(nn.Module):
+    """Its code depends on values."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.add_module("0", part)
+
+    def forward(self, x: Any) -> Any:
+        return getattr(self, "0")(x) if x.sum() < 1e9 else x
+
+
 def hooked() -> Any:
     conv = nn.Conv2d(3, 4, 3)
     conv.register_forward_hook(lambda module, given, y: 2 * y)
@@ -525,6 +536,14 @@ def test_what_stays(case: str) -> None:
     fused = fuse(model)
     assert parts(fused) == {}
     assert reason in fused.fusion_report.kept["0"]
+    check_same(fused, model, torch.randn(2, 3, 6, 6))
+
+
+@pytest.mark.parametrize("path", ["", "0.0"], ids=["alone", "in a sequence that was not traced"])
+def test_a_convolution_of_which_nobody_knows_what_follows_is_told(path: str) -> None:
+    model = nn.Conv2d(3, 4, 3) if not path else ByValues(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    fused = fuse(prepared(model))
+    assert fused.fusion_report.kept == {path: "what follows it is not known, since what holds it was not traced"}
     check_same(fused, model, torch.randn(2, 3, 6, 6))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from waiting import LIMIT_S
 
+from miofind.process.forks import ForkedLock
 from miofind.torch import fuse
 from miofind.torch.fused import kept_weights
 from miofind.torch.fused.kept_weights import kept
@@ -143,6 +144,20 @@ def test_a_captured_copy_is_the_graphs_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert made.equal(old)
 
 
+class Turns(ForkedLock):
+    """Tells when a second thread has come to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.is_waited_for = 0, threading.Event()
+
+    def __enter__(self) -> None:
+        self.entered += 1
+        if self.entered > 1:
+            self.is_waited_for.set()
+        super().__enter__()
+
+
 def test_a_form_that_a_thread_makes_while_another_writes_the_others_is_up_to_date(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -165,12 +180,14 @@ def test_a_form_that_a_thread_makes_while_another_writes_the_others_is_up_to_dat
     maker = threading.Thread(target=kept, args=(weight, torch.bfloat16, True))
     writer = threading.Thread(target=lambda: told.append(kept(weight, torch.float32, True)))
     monkeypatch.setattr(kept_weights, "_made", made)
+    turns = Turns()
+    monkeypatch.setattr(kept_weights, "_turns", turns)
     maker.start()
     assert is_made.wait(LIMIT_S)
     weight.mul_(2)
     monkeypatch.setattr(torch.Tensor, "copy_", written)
     writer.start()
-    goes_on.wait(0.5)  # one that waits its turn writes nothing meanwhile
+    assert turns.is_waited_for.wait(LIMIT_S), "the writer waits its turn, and writes nothing meanwhile"
     goes_on.set()
     writer.join(LIMIT_S)
     assert told[0].equal(weight)

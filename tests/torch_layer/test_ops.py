@@ -141,6 +141,16 @@ def test_the_report_counts_fused_calls(cpu_handle: Handle) -> None:
         assert [problem.epilogue.text for problem in report.missing] == ([] if own else ["bias.mish"])
 
 
+def test_the_report_counts_what_miofind_has_no_problem_for(cpu_handle: Handle) -> None:
+    x, w = (each.int() for each in drawn(X, W))
+    with answers_of(cpu_handle):
+        for _ in range(3):
+            called(x, w)
+        (count,) = miofind.torch.report().counts
+    assert (count.calls, count.direction, count.problem, count.solver_id) == (3, "forward", None, "")
+    assert count.reason == "its element type is int32"
+
+
 def test_pytorchs_switch_for_cudnn_is_miofinds_too(ran: list[str]) -> None:
     x, w = drawn(X, W)
     with torch.backends.cudnn.flags(enabled=False):

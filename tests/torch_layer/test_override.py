@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 import threading
+import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import forked_by_a_thread
 from torch.nn.functional import conv1d, conv2d
 from waiting import LIMIT_S
 
@@ -19,7 +23,9 @@ from miofind import Handle, find_solutions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library
 from miofind.errors import InvalidOptionError, LaunchError, MissingLibraryError, NoSolutionError, UnknownSolverError
-from miofind.torch import Override, override, plans
+from miofind.launch.invoker import _HostInvoker
+from miofind.torch import Override, comparisons, override, plans
+from miofind.torch.fused import plans as fused_plans
 
 X, W = torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3)
 
@@ -206,13 +212,77 @@ def test_a_planner_that_raises_leaves_calls_to_pytorch(
     def fail(*arguments: Any, **keywords: Any) -> None:
         raise KeyError("unforeseen")
 
-    for name in ("_refuse_call", "find_solutions"):
+    for name in ("_refuse_shapes", "find_solutions"):
         override_on_cpu.forget_plans()
         with monkeypatch.context() as patch:
             patch.setattr(plans, name, fail)
             conv2d(X, W)
         assert "KeyError" in _reason(override_on_cpu)
     assert "unforeseen" in caplog.text
+
+
+def test_a_workspace_that_there_is_no_memory_for_leaves_a_call_to_pytorch(
+    override_on_cpu: Override, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's own kernel may do without; the next call is miofind's again."""
+    expected, run, is_full = conv2d(X, W), _HostInvoker.run, True
+    override_on_cpu.forget_plans()
+
+    def tried(*arguments: Any) -> None:
+        if is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        run(*arguments)
+
+    monkeypatch.setattr(_HostInvoker, "run", tried)
+    torch.testing.assert_close(conv2d(X, W), expected)
+    torch.testing.assert_close(miofind.torch.convolution(X, W, activation="relu"), expected.relu())
+    (plan,), (fused,) = override_on_cpu.plans, fused_plans.plans()
+    assert (plan.parts[0].declined, fused.part.declined) == (2, 1), "the fused call's convolution is tried, too"
+    is_full = False
+    torch.testing.assert_close(conv2d(X, W), expected)
+    torch.testing.assert_close(miofind.torch.convolution(X, W, activation="relu"), expected.relu())
+    assert (plan.parts[0].declined, fused.part.declined) == (2, 1)
+    assert miofind.torch.report().own_calls == 2
+
+
+def test_an_enable_that_fails_enables_nothing(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    use, failing = override._Router.use, override._routers["cuda"]
+
+    def used(self: Any, made: Override | None) -> None:
+        if self is failing and made is not None:
+            raise RuntimeError("not on this PyTorch")
+        use(self, made)
+
+    monkeypatch.setattr(override._Router, "use", used)
+    with pytest.raises(RuntimeError, match="not on this PyTorch"):
+        miofind.torch.enable("estimate", handle=cpu_handle, devices=("cpu", "cuda"))
+    assert override.current("cpu") is override.current("cuda") is None
+    assert override._enabled == []
+
+
+def test_a_disabled_override_is_not_kept(cpu_handle: Handle) -> None:
+    with miofind.torch.use("estimate", handle=cpu_handle, devices="cpu") as made:
+        conv2d(X, W)
+        miofind.torch.convolution(X, W, activation="relu")
+        ended = weakref.ref(made)
+    del made
+    gc.collect()
+    assert ended() is None
+
+
+def test_a_forked_child_waits_for_none_of_its_parents_threads(cpu_handle: Handle) -> None:
+    locks = (override._switching, fused_plans._lock, comparisons._lock)
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+
+        def work() -> None:
+            assert str(miofind.torch.report())
+            with miofind.torch.use("fallback", handle=cpu_handle, devices="cpu"):
+                miofind.torch.convolution(X, W, activation="relu")
+            assert comparisons.known() == ()
+
+        assert forked_by_a_thread(work) == 0
 
 
 def test_misses(cpu_handle: Handle) -> None:

@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import tempfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 from miofind.compiler.directory import default_directory, private_folder
 from miofind.errors import CompileError, LaunchError, MissingLibraryError, described
 from miofind.launch.flat import FlatKernel
+from miofind.process.forks import ForkedLock
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class DirectCalls(ABC):
             self.direct_plans.append(made)
 
 
-_loading = threading.Lock()
+_loading = ForkedLock()
 _loaded: list[DirectPath] = []
 
 

@@ -81,6 +81,7 @@ constexpr size_t ALIGNMENT = 64;
 
 // CUresult of a launch in a thread that has used no GPU yet; Python's launch makes a context current there.
 constexpr int INVALID_CONTEXT = 201;
+constexpr int NO_WORKSPACE = -1;  // none of the driver's
 
 // The status of a launch where there is no driver: Python's launch tells of it.
 constexpr int NO_DRIVER = -1;
@@ -166,7 +167,12 @@ struct Launch {
     }
     at::Tensor scratch;
     if (workspace_bytes) {
-      scratch = at::empty({workspace_bytes}, options.dtype(at::kByte));
+      try {
+        scratch = at::empty({workspace_bytes}, options.dtype(at::kByte));
+      } catch (const c10::Error&) {
+        made.status = NO_WORKSPACE;
+        return made;
+      }
       addresses[count] = reinterpret_cast<uint64_t>(scratch.mutable_data_ptr());
     }
     for (const Kernel& kernel : kernels) {
@@ -238,9 +244,10 @@ Found plan_of(const Key& key) {
   return {found == all.plans.end() ? nullptr : found->second, all.generation};
 }
 
-// Have a call go on to Python, which makes the device's context current in a thread that has none, or tells what fails.
+// Have a call go on to Python, which makes the device's context current in a thread that has none, leaves a call that
+// there is no memory for to PyTorch, or tells what fails.
 void failed(const Key& key, int status) {
-  if (status == INVALID_CONTEXT) return;
+  if (status == INVALID_CONTEXT || status == NO_WORKSPACE) return;
   std::unique_lock<std::shared_mutex> guard(known().lock);
   known().plans.erase(key);
 }

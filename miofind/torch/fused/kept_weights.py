@@ -7,7 +7,6 @@ reads the new values from then on.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from miofind.core.tensor import Layout
-from miofind.process.forks import follow_forks
+from miofind.process.forks import ForkedLock
 from miofind.torch.formats import dense, is_dense
 from miofind.torch.memory import is_capturing
 
@@ -58,21 +57,10 @@ class _Copies:
         return self.weight() is weight and self.memory.is_of(weight)
 
 
-class _Turns:
-    """One thread at a time makes and writes copies: a weight's forms have one version together."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        follow_forks(self)
-
-    def leave_parent(self) -> None:
-        """Part from the process this one was forked from, a thread of which may have held the lock."""
-        self.lock = threading.RLock()
-
-
 _copies: dict[int, _Copies] = {}
 """By the identity of the weight."""
-_turns = _Turns()
+_turns = ForkedLock()
+"""One thread at a time makes and writes copies: a weight's forms have one version together."""
 
 
 def _place(weight: Any) -> tuple[Any, ...]:
@@ -99,7 +87,7 @@ def kept(weight: Any, dtype: Any, channels_last: bool) -> Any:
     is_ready = weight.dtype == dtype and is_dense(weight, layout)
     if is_ready or not is_constant(weight) or is_capturing(weight.device):
         return _made(weight, dtype, channels_last)
-    with _turns.lock:
+    with _turns:
         return _copied(weight, dtype, channels_last)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
+from miofind.process.forks import ForkedLock
 from miofind.torch import direct, formats
 from miofind.torch.answers import Answer, answer, override_of, planner_of
 from miofind.torch.calls import Unserved
@@ -37,6 +37,7 @@ _READ = {
     "channel_bias": "channel_bias",
 }
 """Operands by the names of a call's tensors."""
+_COMPUTED = {Forward: "y", Statistics: "y", BackwardData: "dx", BackwardWeights: "dw"}
 
 
 class Plan(DirectCalls):
@@ -44,23 +45,22 @@ class Plan(DirectCalls):
 
     Attributes:
         answer: the solutions, or why there are none; None for calls of which miofind has no such problem.
-        reason: why there is no such problem.
+        part: what becomes of the call.
     """
 
-    __slots__ = ("_inputs", "_like", "_operands", "_outputs", "_parameters", "_unmade", "answer", "layout", "reason")
+    __slots__ = ("_inputs", "_like", "_operands", "_outputs", "_parameters", "_unmade", "answer", "layout", "part")
 
     def __init__(self, call: Call, override: Override | None, switches: tuple[Any, ...]) -> None:
         call.check()
         self.layout = call.layout()
         self.answer: Answer | None = None
-        self.reason = ""
         super().__init__(needs_python=True)
         narrowed = of_one_dtype(call)
         flags = Flags.of(switches, on_gpu=call.x.is_cuda)
         try:
             problem = problem_of(narrowed, self.layout, flags.math)
         except Unserved as reason:
-            self.reason = str(reason)
+            self.part = Part(_COMPUTED[type(call)], reason=str(reason))
             return
         read = {operand.name for operand in problem.inputs}
         self._like = "x" if isinstance(call, (Forward, Statistics)) else "dy"
@@ -79,6 +79,7 @@ class Plan(DirectCalls):
             self._unmade = (DirectResult((0,), (1,), call.dy.dtype),)
         self._parameters = _parameters(call, problem.epilogue.numbers)
         self.answer = answer(problem, call.x.device, flags, planner_of(override))
+        self.part = self.answer.part
         needs_copy = any(copies or getattr(call, field).dtype is not dtype for field, _, dtype, copies in self._inputs)
         if self.answer.is_served and self.answer.part.is_final and not needs_copy:
             self.generation = -1
@@ -126,8 +127,8 @@ class Plan(DirectCalls):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What became of the call's problem, where it has one."""
-        return () if self.answer is None else (self.answer.part,)
+        """What became of the call."""
+        return (self.part,)
 
     def _is_packed(self, tensor: Any) -> bool:
         return formats.is_dense(tensor, self.layout) if tensor.dim() > 2 else bool(tensor.is_contiguous())
@@ -149,7 +150,7 @@ def _parameters(call: Call, names: tuple[str, ...]) -> EpilogueParameters:
 _plans: dict[Any, Plan] = {}
 _replaced: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
 """Plans by which PyTorch or a stand-in ran calls whose kernels were being compiled."""
-_lock = threading.Lock()
+_lock = ForkedLock()
 
 
 def planned(call: Call) -> Plan | None:
@@ -161,7 +162,7 @@ def planned(call: Call) -> Plan | None:
     if not (call.x.numel() and call.w.numel()):
         return None
     override, switches = override_of(call.x), state()
-    key = (*_key(call), switches, override, 0 if override is None else override.generation)
+    key = (*_key(call), switches, 0 if override is None else override.generation)
     plan = _plans.get(key)
     if plan is None:
         plan = _made(call, key, override, switches)
@@ -172,7 +173,7 @@ def planned(call: Call) -> Plan | None:
 
 def fallback(plan: Plan | None) -> AbstractContextManager[None]:
     """What PyTorch computes a call in that its plan gives nothing for."""
-    is_pending = plan is not None and plan.answer is not None and plan.answer.part.pending is not None
+    is_pending = plan is not None and plan.part.pending is not None
     return parts_of_a_fused_call() if is_pending else contextlib.nullcontext()
 
 
@@ -197,14 +198,14 @@ def _form(tensor: Any) -> Any:
 
 def _made(call: Call, key: Any, override: Override | None, switches: tuple[Any, ...]) -> Plan:
     plan = Plan(call, override, switches)
-    part = None if plan.answer is None else plan.answer.part
-    if part is not None and not part.is_kept:
+    part = plan.part
+    if not part.is_kept:
         return plan
     with _lock:
         while len(_plans) >= MAX_PLANS:
             _plans.pop(next(iter(_plans)))
         kept = _plans.setdefault(key, plan)
-    if kept is plan and part is not None and part.pending is not None:
+    if kept is plan and part.pending is not None:
         part.pending.when_done(lambda: _replace(key, plan))
     return kept
 

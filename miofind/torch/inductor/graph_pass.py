@@ -21,6 +21,7 @@ import miofind
 from miofind.core.problem import ProblemDescription
 from miofind.runtime.solution import Solution
 from miofind.solver.registry import Registry
+from miofind.torch import comparisons
 from miofind.torch.answers import answer, compile_ahead, fastest, find_missing, planner_of
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags, state
@@ -86,12 +87,12 @@ class ConvolutionPass(CustomGraphPass):
         return found.is_served
 
     def uuid(self) -> Any:
-        """Changes with this package, the solvers, PyTorch's switches and the FindDBs, on which graphs depend."""
+        """Changes with this package, the solvers, PyTorch's switches, FindDBs and comparisons."""
         hashed = hashlib.sha256()
         for path in sorted(Path(__file__).parents[1].rglob("*.py")):
             hashed.update(path.read_bytes())
         solvers = ",".join(f"{name}:{solver.version}" for name, solver in sorted(Registry.default().items()))
-        hashed.update(f"{miofind.__version__} {solvers} {state()} {_database_state()}".encode())
+        hashed.update(f"{miofind.__version__} {solvers} {state()} {_database_state()} {comparisons.known()}".encode())
         return hashed.hexdigest()
 
 
