@@ -155,7 +155,7 @@ def test_charts_name_their_data_as_the_code_does() -> None:
     assert {name for _, attributes in made.elements if (name := attributes.get("id"))} >= made.data["charts"].keys()
 
 
-def test_the_readmes_picture_is_small() -> None:
+def test_the_documents_picture_is_small() -> None:
     path = Path(__file__).parents[2] / "docs" / "images" / "roofline.svg"
     assert path.stat().st_size < 200_000
     words = "".join(ElementTree.fromstring(path.read_text(encoding="utf-8")).itertext())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from miofind.torch import tuning
 DOCUMENT = Path(__file__).parents[2] / "docs" / "pytorch.md"
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_document_s_python_runs_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

@@ -125,7 +125,7 @@ def test_autocast_and_channels_last() -> None:
 
 
 @pytest.mark.parametrize("reason", ["dynamic", "no answer", "transposed", "bare"])
-def test_what_stays(reason: str, cpu_handle: Handle) -> None:
+def test_what_stays(reason: str, cpu_handle: Handle, caplog: pytest.LogCaptureFixture) -> None:
     model = prepared(Block(lambda y, x: torch.relu(y), norm=False, bias=True))
     x = torch.randn(2, 4, 6, 5)
     if reason == "transposed":
@@ -138,6 +138,10 @@ def test_what_stays(reason: str, cpu_handle: Handle) -> None:
     assert compiled.texts == []
     missing = [problem.epilogue.text for problem in compiled.convolution_pass.missing]
     assert missing == (["bias.relu"] if reason == "no answer" else [])
+    told = {"dynamic": "1 convolutions of a graph have dynamic shapes", "no answer": "no FindDB answers 1 problems"}
+    warnings = [record.message for record in caplog.records if record.name == "miofind.torch.inductor.graph_pass"]
+    assert [told[reason] in message for message in warnings if reason in told] == [True] * len(warnings)
+    assert len(warnings) == (reason in told)
     assert compiled.count(torch.ops.aten.convolution.default) == 1
 
 

@@ -9,6 +9,7 @@ not numbers, or no answer stays as it is, and is Inductor's.
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.backward import replace_backward
 from miofind.torch.inductor.batch_statistics import gather_vectors
 from miofind.torch.inductor.forward import replace_forward
-from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, is_plain, trains
+from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_plain, trains
 from miofind.torch.inductor.group_statistics import split_group_statistics
 from miofind.torch.inductor.memory_formats import (
     constrain_layouts,
@@ -45,6 +46,7 @@ from miofind.torch.inductor.writing import Writing
 from miofind.torch.override import current
 from miofind.torch.plans import Planner
 
+logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 
@@ -62,6 +64,8 @@ class ConvolutionPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         constrain_layouts()
+        dynamic = sum(node.target in CONVOLUTIONS and not has_numbers(node) for node in graph.nodes)
+        missed = len(self.missing)
         prefers_last = prefers_channels_last(graph)
         _prepare(graph, prefers_last)
         writing = Writing(graph, self._serves, prefers_last)
@@ -77,6 +81,7 @@ class ConvolutionPass(CustomGraphPass):
             keep_weights(graph, memory_formats(graph))
         split_group_statistics(graph)
         graph.lint()
+        _tell(dynamic, len({*self.missing[missed:]}))
 
     def _serves(self, problem: ProblemDescription, device: Any) -> bool:
         """Whether a FindDB answers a problem; notes what lacks an answer."""
@@ -94,6 +99,22 @@ class ConvolutionPass(CustomGraphPass):
         solvers = ",".join(f"{name}:{solver.version}" for name, solver in sorted(Registry.default().items()))
         hashed.update(f"{miofind.__version__} {solvers} {state()} {_database_state()} {comparisons.known()}".encode())
         return hashed.hexdigest()
+
+
+def _tell(dynamic: int, missing: int) -> None:
+    """Tell of a graph's convolutions that stay Inductor's although miofind could run them."""
+    if dynamic:
+        logger.warning(
+            "%d convolutions of a graph have dynamic shapes and stay as torch.compile has them: compile with "
+            "dynamic=False, which makes a graph for each shape, to have miofind fuse them",
+            dynamic,
+        )
+    if missing:
+        logger.warning(
+            "no FindDB answers %d problems of a graph, which stays as torch.compile has it there: set "
+            'torch.backends.cudnn.benchmark = True, or miofind.torch.enable("find"), to find them while it is compiled',
+            missing,
+        )
 
 
 def _database_state() -> str:

@@ -14,8 +14,13 @@ CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 def is_plain(node: fx.Node, transposed: Any) -> bool:
     """Whether a convolution is not transposed, and all sizes that it has are numbers."""
+    return not transposed and has_numbers(node)
+
+
+def has_numbers(node: fx.Node) -> bool:
+    """Whether all sizes of what a step reads are numbers: none depends on a call's inputs."""
     values = [each.meta.get("val") for each in node.all_input_nodes]
-    return not transposed and all(
+    return all(
         isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
         for value in values
     )
