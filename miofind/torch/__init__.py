@@ -21,9 +21,9 @@ with _without_what_is_loaded():
     from miofind.torch.direct import build
     from miofind.torch.explanation import Explanation, LayerRun, explain
     from miofind.torch.export import exported_problems
-    from miofind.torch.fuse import FusedLayer, FusionReport, fuse
     from miofind.torch.fused.differentiable import convolution
-    from miofind.torch.fused_modules import FusedConvolution
+    from miofind.torch.fused.fuse import FusedLayer, FusionReport, fuse
+    from miofind.torch.fused.module import FusedConvolution
     from miofind.torch.inductor import inductor_options
     from miofind.torch.network import problems
     from miofind.torch.override import Override, disable, enable, report, use

@@ -17,7 +17,8 @@ from miofind.torch import direct
 from miofind.torch.direct import DirectPath
 from miofind.torch.fused import plans as fused_plans
 from miofind.torch.fused import unfused
-from miofind.torch.fused.unfused import Nonlinearity, Window
+from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.window import Window
 from miofind.torch.override import Override
 
 pytestmark = pytest.mark.gpu

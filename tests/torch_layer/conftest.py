@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from torch_layer.direct_driver import Driver
+from torch_layer.direct.driver import Driver
 
 from miofind import Handle
 from miofind.launch.invoker import _HostInvoker

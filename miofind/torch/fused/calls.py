@@ -14,7 +14,8 @@ from miofind.core.tensor import DataType, Layout, MathMode
 from miofind.errors import InvalidProblemError
 from miofind.torch.calls import ConvolutionCall, TensorForm, Unserved
 from miofind.torch.formats import output_layout
-from miofind.torch.fused.unfused import Nonlinearity, Window
+from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.window import Window
 
 
 class Forward(NamedTuple):

@@ -18,9 +18,10 @@ from torch.autograd import forward_ad
 
 from miofind.core.epilogue import Activation, EpilogueParameters, ResidualPosition
 from miofind.core.tensor import enum_value
-from miofind.errors import InvalidArrayError, InvalidOptionError, brief
+from miofind.errors import InvalidOptionError
 from miofind.torch.fused import ops, unfused
-from miofind.torch.fused.unfused import Nonlinearity, Window
+from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.window import Window
 
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8}
 """Of a significand, in bits."""
@@ -74,12 +75,7 @@ def convolution(
     """
     rank = w.dim() - 2
     numbers = _numbers(activation, residual_position, beta, low, high, slope)
-    window = Window(
-        stride=_each(stride, rank, "stride"),
-        padding=padding_of(padding, stride, dilation, w.shape[2:]),
-        dilation=_each(dilation, rank, "dilation"),
-        groups=groups,
-    )
+    window = Window.of(w.shape[2:], stride=stride, padding=padding, dilation=dilation, groups=groups)
     is_single = x.dim() == rank + 1
     if is_single:
         x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
@@ -258,35 +254,3 @@ def _numbers(activation: str, position: str, beta: float, low: float, high: floa
     if not torch.compiler.is_compiling():  # Dynamo does not trace its checks
         EpilogueParameters(beta=beta, low=low, high=high, slope=slope)
     return Nonlinearity(activation=name, residual_position=place.value, beta=beta, low=low, high=high, slope=slope)
-
-
-def _each(value: Any, rank: int, name: str) -> tuple[Any, ...]:
-    """One number a spatial dimension.
-
-    Raises:
-        InvalidArrayError: another count of them.
-    """
-    numbers = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,) * rank
-    numbers = numbers * rank if len(numbers) == 1 else numbers
-    if len(numbers) != rank:
-        raise InvalidArrayError(f"{name}={brief(value)}: w has {rank} spatial dimensions, pass a number for each")
-    return numbers
-
-
-def padding_of(padding: Any, stride: Any, dilation: Any, filter_shape: Sequence[int]) -> tuple[Any, ...]:
-    """Padding before and after, one number a dimension.
-
-    Raises:
-        InvalidOptionError: another word than "valid" and "same", or "same" with a stride or uneven padding.
-    """
-    rank = len(filter_shape)
-    if not isinstance(padding, str):
-        return _each(padding, rank, "padding")
-    if padding == "valid":
-        return (0,) * rank
-    gaps = _each(dilation, rank, "dilation")
-    sums = [gap * (taps - 1) for gap, taps in zip(gaps, filter_shape, strict=True)]
-    if padding != "same" or any(step != 1 for step in _each(stride, rank, "stride")) or any(n % 2 for n in sums):
-        told = 'numbers, "valid", or "same" with stride 1 and filters whose reach is odd'
-        raise InvalidOptionError(f"padding={brief(padding)} with stride={brief(stride)}: pass {told}")
-    return tuple(n // 2 for n in sums)

@@ -17,6 +17,7 @@ from miofind.torch.formats import dense
 from miofind.torch.fused import unfused
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
 from miofind.torch.fused.kept_weights import kept_weights
+from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.plans import fallback, planned
 
 LIBRARY = torch.library.Library("miofind", "FRAGMENT")
@@ -70,7 +71,7 @@ def _statistics(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
         return y, total.zero_(), of_squares.zero_()
     vectors = (call.bias, None, None, None)
     with fallback(plan):
-        y = dense(unfused.convolution(call.x, call.w, vectors, call.window, unfused.Nonlinearity()), layout)
+        y = dense(unfused.convolution(call.x, call.w, vectors, call.window, Nonlinearity()), layout)
     return y, unfused.channel_sums(y), unfused.channel_sums(y.to(total.dtype).square())
 
 

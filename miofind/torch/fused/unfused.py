@@ -7,75 +7,14 @@ it is in float32, and the result is rounded to x's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 
-from miofind.core.epilogue import Activation, EpilogueParameters
-from miofind.errors import InvalidOptionError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """How a filter moves over an input: one number a spatial dimension, and the groups of channels."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @property
-    def geometry(self) -> tuple[Any, ...]:
-        """Stride, padding, dilation, transposed, output_padding and groups, as PyTorch's convolution takes them."""
-        return self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups
-
-    def output_shape(self, x: Sequence[int], w: Sequence[int]) -> tuple[int, ...]:
-        """(n, k, *out_spatial), of x: (n, c, *spatial) and w: (k, c/groups, *filter)."""
-        steps = zip(x[2:], w[2:], self.stride, self.padding, self.dilation, strict=True)
-        return (
-            x[0],
-            w[0],
-            *((size + 2 * pad - gap * (taps - 1) - 1) // step + 1 for size, taps, step, pad, gap in steps),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nonlinearity:
-    """An activation with its numbers, and what else has numbers: the residual's place and its factor.
-
-    Attributes:
-        activation: a name of `miofind.Activation`.
-        residual_position: "before" or "after" the activation.
-        beta: the residual's factor.
-        low, high: clamp's bounds.
-        slope: of leaky_relu or elu; None for PyTorch's defaults.
-    """
-
-    activation: str = "none"
-    residual_position: str = "before"
-    beta: float = 1.0
-    low: float = 0.0
-    high: float = 6.0
-    slope: float | None = None
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether kernels take its numbers: finite ones, and bounds in order."""
-        try:
-            EpilogueParameters(beta=self.beta, low=self.low, high=self.high, slope=self.slope)
-        except InvalidOptionError:
-            return False
-        return True
-
-    @property
-    def leak(self) -> float:
-        """The slope that is in force."""
-        default = 0.01 if self.activation == Activation.LEAKY_RELU else 1.0
-        return default if self.slope is None else self.slope
-
+from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.window import Window
 
 _ACTIVATIONS: dict[str, Callable[[Any, Nonlinearity], Any]] = {
     "none": lambda v, _: v,

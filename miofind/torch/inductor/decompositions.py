@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as functional
 from torch import fx
 
-from miofind.torch.fused.unfused import Nonlinearity
+from miofind.torch.fused.nonlinearity import Nonlinearity
 
 _NUMBERS = {"low": -0.123456789, "high": 0.987654321, "slope": 0.135792468}
 """Stand for any number of that name."""

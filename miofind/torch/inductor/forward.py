@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from miofind.torch.fused.calls import Forward
-from miofind.torch.fused.unfused import Nonlinearity
+from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.inductor.batch_statistics import put_statistics
 from miofind.torch.inductor.decompositions import activation_of
 from miofind.torch.inductor.writing import Writing

@@ -18,10 +18,10 @@ from torch import fx, nn
 from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, brief
 from miofind.process.garbage import without_what_is_loaded
-from miofind.torch.fused.differentiable import padding_of
-from miofind.torch.fused.unfused import Nonlinearity, Window
-from miofind.torch.fused_modules import FusedConvolution
-from miofind.torch.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution
+from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution
+from miofind.torch.fused.module import FusedConvolution
+from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,10 +419,11 @@ def _why_kept(module: Any, node: fx.Node) -> str:
 
 
 def _window(module: Any) -> Window:
-    return Window(
-        stride=tuple(module.stride),
-        padding=padding_of(module.padding, module.stride, module.dilation, module.kernel_size),
-        dilation=tuple(module.dilation),
+    return Window.of(
+        module.kernel_size,
+        stride=module.stride,
+        padding=module.padding,
+        dilation=module.dilation,
         groups=module.groups,
     )
 

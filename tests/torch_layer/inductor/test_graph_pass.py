@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as functional
 from fused_answers import answers_of
 from torch import nn
-from torch_layer.compiled_graphs import Compiled, convolution_pass
+from torch_layer.inductor.compiled_graphs import Compiled, convolution_pass
 
 import miofind.torch
 from miofind import Device, Handle
@@ -176,7 +176,7 @@ def test_training() -> None:
 
 
 def test_pytorch_finds_the_backend_by_name() -> None:
-    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"]
     assert EntryPoint("miofind", project["entry-points"]["torch_dynamo_backends"]["miofind"], "").load() is backend
 
 

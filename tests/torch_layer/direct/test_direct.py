@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import conv2d, conv_transpose2d
-from torch_layer.direct_driver import Driver
+from torch_layer.direct.driver import Driver
 
 from miofind import Handle
 from miofind.errors import CompileError

@@ -539,6 +539,12 @@ def test_what_stays(case: str) -> None:
     check_same(fused, model, torch.randn(2, 3, 6, 6))
 
 
+def test_pickles_name_the_public_class() -> None:
+    """So that networks that were saved are read by releases that have it elsewhere."""
+    content = pickle.dumps(fuse(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()), protocol=2)
+    assert b"cmiofind.torch\nFusedConvolution\n" in content
+
+
 @pytest.mark.parametrize("path", ["", "0.0"], ids=["alone", "in a sequence that was not traced"])
 def test_a_convolution_of_which_nobody_knows_what_follows_is_told(path: str) -> None:
     model = nn.Conv2d(3, 4, 3) if not path else ByValues(nn.Sequential(nn.Conv2d(3, 4, 3)))

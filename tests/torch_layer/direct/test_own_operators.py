@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fused_answers import answers_of
-from torch_layer.direct_driver import Driver
+from torch_layer.direct.driver import Driver
 
 import miofind.torch
 from miofind import Handle

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fused_answers import answers_of
 from torch import nn
-from torch_layer.compiled_graphs import Compiled
+from torch_layer.inductor.compiled_graphs import Compiled
 
 import miofind.torch
 from miofind import Handle

@@ -14,7 +14,8 @@ import miofind.torch
 from miofind import Handle
 from miofind.errors import InvalidOptionError, InvalidProblemError
 from miofind.torch.fused import calls, plans, unfused
-from miofind.torch.fused.unfused import Nonlinearity, Window
+from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.window import Window
 
 OPERATORS = torch.ops.miofind
 ACTIVATIONS = ("none", "relu", "clamp", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish", "sigmoid", "tanh",

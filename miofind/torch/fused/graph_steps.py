@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as functional
 from torch import fx, nn
 
-from miofind.torch.fused.unfused import Nonlinearity
-from miofind.torch.fused_modules import FusedConvolution
+from miofind.torch.fused.module import FusedConvolution
+from miofind.torch.fused.nonlinearity import Nonlinearity
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

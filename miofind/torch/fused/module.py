@@ -10,7 +10,9 @@ import torch
 from miofind.torch.formats import output_layout
 from miofind.torch.fused.differentiable import Tensors, arguments_of, run
 from miofind.torch.fused.kept_weights import Memory, is_of_processes, kept, renew
-from miofind.torch.fused.unfused import Nonlinearity, Window, activated
+from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.unfused import activated
+from miofind.torch.fused.window import Window
 from miofind.torch.memory import is_capturing
 
 _Parameter = torch.nn.Parameter
@@ -65,6 +67,7 @@ class FusedConvolution(torch.nn.Module):
         adds_in_place: the sum with a residual of another dtype keeps that of the convolution's result.
     """
 
+    __module__ = "miofind.torch"  # by which networks are pickled
     adds_in_place = False
 
     def __init__(
