@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -54,6 +56,7 @@ _OTHER_PACKAGES = {
     "torch": "torch",
     "sqlalchemy": "sqlalchemy",
 }
+_CUPY_BUILDS = {"cupy-cuda12x": "12", "cupy-cuda13x": "13"}
 _SAMPLE = 64
 """Finds tried of each device's problems: a FindDB of some thousand has them tried for seconds."""
 
@@ -128,6 +131,7 @@ def doctor(asks_all: bool, as_json: bool) -> None:
     found.libraries = found.attempt("libraries", _libraries) or {}
     found.attempt("NVRTC", nvrtc_version)
     _find_missing_libraries(found)
+    found.attempt("CUDA versions", lambda: _find_two_cudas(found))
     found.suites = found.attempt("suites", suite_layers) or []
     paths = [
         (user_path(), "user"),
@@ -165,12 +169,8 @@ def _devices(found: _Examination) -> list[Device]:
 
 def _libraries() -> dict[str, str]:
     found = dict(versions(Device.default()))
-    for name, package in _OTHER_PACKAGES.items():
-        try:
-            found[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = {name: _version_of(package) for name, package in _OTHER_PACKAGES.items()}
+    return found | {name: version for name, version in installed.items() if version}
 
 
 def _find_missing_libraries(found: _Examination) -> None:
@@ -178,6 +178,35 @@ def _find_missing_libraries(found: _Examination) -> None:
         for library in (Library.CUBLAS, Library.CUDNN):
             if device.index >= 0 and device.library_version(library) is None:
                 found.missing.append(f"{library.value} is not installed, its solvers are left out: {INSTALL_CUDA}")
+
+
+def _find_two_cudas(found: _Examination) -> None:
+    """Say where PyTorch and CuPy are built for different CUDA versions: a process would load the libraries of both."""
+    installed = {name for name in _CUPY_BUILDS if _version_of(name)}
+    built_for = {_CUPY_BUILDS[name] for name in installed}
+    of_torch = _cuda_of_torch()
+    if of_torch and built_for and of_torch.partition(".")[0] not in built_for:
+        found.missing.append(
+            f"PyTorch is built for CUDA {of_torch}, which {' and '.join(sorted(installed))} is not: install the extra "
+            "of miofind for PyTorch's version (cuda12 or cuda13), or a PyTorch for the other"
+        )
+
+
+def _cuda_of_torch() -> str:
+    """The CUDA version that the installed PyTorch is built for, "" for none; to import PyTorch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    told = re.search(r"""^cuda\b[^=]*=\s*['"]([0-9.]+)['"]""", text, re.MULTILINE)
+    return told.group(1) if told else ""
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _find_unknown_devices(found: _Examination) -> None:

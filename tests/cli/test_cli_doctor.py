@@ -6,6 +6,7 @@ import os
 import re
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +218,29 @@ def test_a_machine_without_a_driver_lacks_nothing_of_cuda(monkeypatch: pytest.Mo
     assert [line for line in report["missing"] if "CuPy" in line or "driver" in line] == []
     devices = run("doctor").stdout.partition("\nDevices\n")[2].partition("\nLibraries\n")[0]
     assert devices.splitlines()[-1] == f"  {report['notes'][0]}"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "cupy", "told"),
+    [
+        ("'12.8'", "cupy-cuda13x", "PyTorch is built for CUDA 12.8, which cupy-cuda13x is not"),
+        ("'13.0'", "cupy-cuda13x", ""),
+        ("'12.8'", "", ""),
+        ("None", "cupy-cuda13x", ""),
+    ],
+)
+def test_a_pytorch_for_another_cuda_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str, cupy: str, told: str
+) -> None:
+    """Pip takes an old PyTorch for the extra of another CUDA version."""
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "version.py").write_text(f"debug = False\ncuda: Optional[str] = {cuda}\nhip = '1'\n", encoding="utf-8")
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(doctor_module.importlib.util, "find_spec", lambda name: spec if name == "torch" else None)
+    monkeypatch.setattr(doctor_module, "_version_of", lambda name: "14.2" if name == cupy else "")
+    found = doctor_module._Examination()
+    doctor_module._find_two_cudas(found)
+    assert [line.partition(":")[0] for line in found.missing] == ([told] if told else [])
 
 
 @pytest.mark.parametrize("error", [NoDeviceError("the driver is gone"), OSError("broken"), ImportError("half there")])

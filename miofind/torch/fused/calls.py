@@ -81,7 +81,10 @@ class Forward(NamedTuple):
         shape = self.window.output_shape(x.shape, w.shape)
         _check(all(size >= 0 for size in shape), lambda: f"x {_told(x)} is smaller than the filters of w {_told(w)}")
         for name in ("bias", "scale"):
-            _check_shape(getattr(self, name), name, (w.shape[0],))
+            vector = getattr(self, name)
+            _check_shape(vector, name, (w.shape[0],))
+            is_taken = vector is None or vector.dtype in (x.dtype, torch.float32)
+            _check(is_taken, lambda: f"bias and scale must have x's {x.dtype}, or torch.float32")
         _check_shape(self.residual, "residual", shape)
         _check_shape(self.channel_bias, "channel_bias", shape[:2])
 
@@ -283,6 +286,9 @@ def _check_convolution(call: Call) -> None:
             _check_device(value, name, x.device)
     _check(w.dim() == x.dim(), lambda: f"x {_told(x)} and w {_told(w)} differ in dimensions")
     _check(x.dtype == w.dtype, lambda: f"x has {x.dtype} and w {w.dtype}: convert one")
+    _check(
+        all(n > 0 for n in (*call.stride, *call.dilation)), lambda: f"stride={call.stride}, dilation={call.dilation}"
+    )
     _check(w.shape[1] * call.groups == x.shape[1], lambda: f"w {_told(w)}, groups={call.groups}, x {_told(x)}")
 
 

@@ -8,8 +8,10 @@ forward mode, are those of PyTorch's own operations.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ from miofind.torch.fused import ops, unfused
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.window import Window
 
+_WITH_AUTOCAST = ("cpu", "cuda")
+"""Kinds of devices; "meta", for one, cannot be asked."""
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8}
 """Of a significand, in bits."""
 
@@ -97,7 +101,28 @@ class Tensors(NamedTuple):
         """Whether a gradient of any of them may be asked for, or tangents are computed."""
         if has_tangents():
             return True
-        return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in self)
+        if not torch.is_grad_enabled():
+            return False
+        if _in_transform():  # tensors of vmap do not tell
+            return True
+        return any(each is not None and each.requires_grad for each in self)
+
+
+def autocast_dtype(x: Any) -> Any:
+    """The dtype of autocast on a tensor's device; None where that is off."""
+    kind = x.device.type
+    is_on = kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
+
+
+def _without_autocast(x: Any) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if kind in _WITH_AUTOCAST else contextlib.nullcontext()
+
+
+def _in_transform() -> bool:
+    """Whether code runs in a transform of torch.func; torch.compile has no gradients of autograd.Functions in one."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def has_tangents() -> bool:
@@ -107,13 +132,12 @@ def has_tangents() -> bool:
 
 def run(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
     """`convolution` of batched tensors, with all arguments checked."""
-    device_type = given.x.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = autocast_dtype(given.x)
+    if dtype is not None:
         given = Tensors(*(ops.in_autocast(tensor, dtype) for tensor in given))
-        with torch.autocast(device_type, enabled=False):
+        with _without_autocast(given.x):
             return run(given, window, numbers)
-    if has_tangents():
+    if has_tangents() or (torch.compiler.is_compiling() and _in_transform()):
         return unfused.convolution(given.x, given.w, (given.bias, given.scale, given.residual, None), window, numbers)
     if not given.need_derivatives:
         return torch.ops.miofind.convolution(*given, *arguments_of(window, numbers))
@@ -195,7 +219,7 @@ class _Convolution(torch.autograd.Function):
         if y is not None:
             dy = unfused.derivative(dy, y, ctx.numbers)
         call = _Gradients(dy, x, w, ctx.window)
-        with torch.autocast(dy.device.type, enabled=False):  # as PyTorch's own convolution_backward, in dy's dtype
+        with _without_autocast(dy):  # as PyTorch's own convolution_backward, in dy's dtype
             if torch.is_grad_enabled():  # the gradients' own gradients are asked for
                 dx, dw, of_bias = call.by_pytorch((wants_x, wants_w, wants_bias))
             else:

@@ -7,8 +7,8 @@ torch.fx writes the network's graph down; chains of convolution, batch norm, act
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.tracing import DependsOnNone, traced
 from miofind.torch.fused.window import Window
 
 
@@ -67,8 +68,9 @@ def fuse(model: Any) -> Any:
     `FusedConvolution`, where nothing else uses what is between them. Activations are those of `miofind.Activation`, as
     modules, functions and methods, in place or not; dropouts and identities between them are nothing in inference.
 
-    The network given stays as it is. The copy is a torch.fx.GraphModule where torch.fx can trace the network, else one
-    of its class with its submodules fused one by one, which keep their classes and attributes, too. It runs eagerly,
+    The network given stays as it is. The copy is a torch.fx.GraphModule where torch.fx can trace the network and the
+    graph tells all that its code does, else one of its class with its submodules fused one by one, which keep their
+    classes and attributes, too. It runs eagerly,
     under autocast, torch.compile and in CUDA graphs; it can be pickled, copied and moved to a device, dtype or memory
     format. Its gradients with respect to its input are right; its weights are constants. Convolutions with hooks,
     parametrizations, padding other than zeros or a computation of their own stay.
@@ -77,7 +79,7 @@ def fuse(model: Any) -> Any:
         model: a torch.nn.Module in eval mode.
 
     Raises:
-        InvalidOptionError: no module, or one in training mode.
+        InvalidOptionError: no module, one in training mode, or one that cannot be copied.
     """
     if not isinstance(model, nn.Module):
         raise InvalidOptionError(f"model={brief(model)} must be a torch.nn.Module")
@@ -85,10 +87,17 @@ def fuse(model: Any) -> Any:
     if training is not None:
         raise InvalidOptionError(f"{training or 'the model'} is in training mode: pass model.eval()")
     work = _Work()
-    with without_what_is_loaded():
-        made = _fused(copy.deepcopy(model), "", work)
+    with without_what_is_loaded(), torch.inference_mode(False):  # weights of that mode would have no gradients
+        made = _fused(_copied(model), "", work)
     made.fusion_report = FusionReport(tuple(work.fused), work.kept, work.untraced)
     return made
+
+
+def _copied(model: Any) -> Any:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:  # a tensor that was computed, as pruning and weight_norm of older kind leave it
+        raise InvalidOptionError(f"the model cannot be copied: {error}") from error
 
 
 @dataclass(slots=True)
@@ -98,86 +107,6 @@ class _Work:
     fused: list[FusedLayer] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     untraced: dict[str, str] = field(default_factory=dict)
-
-
-class _Tracer(fx.Tracer):
-    """Takes modules with hooks for single operations: inlined they would lose them.
-
-    Attributes:
-        opaque: further modules that are single operations, since they cannot be traced.
-        failed: the innermost submodule whose code raised; None where that was the network's own.
-    """
-
-    def __init__(self, opaque: Collection[Any] = ()) -> None:  # a GraphModule that is unpickled makes one without
-        super().__init__()
-        self.opaque = opaque
-        self.failed: Any = None
-
-    def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
-        is_single = isinstance(m, FusedConvolution) or is_convolution(m) or has_hooks(m) or m in self.opaque
-        return is_single or super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(self, m: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            self.failed = m if self.failed is None else self.failed
-            raise
-
-
-class _DependsOnNone(Exception):
-    """A module's graph is another one where an argument is left out."""
-
-
-def _traced(module: Any) -> fx.Graph:
-    """The graph of a module, in which submodules that cannot be traced are single operations.
-
-    An argument in it stands for a tensor. Where code asks whether one `is None`, the graph would only be right for
-    calls that give it, or only for those that do not.
-
-    Raises:
-        Exception: whatever the module's own code raises when it is given no tensors.
-    """
-    opaque: set[Any] = set()
-    graph = _traced_around(module, opaque)
-    for name, parameter in inspect.signature(module.forward).parameters.items():
-        if parameter.default is None:
-            try:
-                without = _Tracer(opaque).trace(module, {name: None})
-            except fx.proxy.TraceError:
-                same = False
-            except Exception:  # it cannot do without
-                continue
-            else:
-                same = _steps_without(graph, name) == _steps_without(without, name)
-            if not same:
-                raise _DependsOnNone(f"its code asks whether {name} is None")
-    return graph
-
-
-def _traced_around(module: Any, opaque: set[Any]) -> fx.Graph:
-    """The graph of a module; the submodules that cannot be traced are added to `opaque`."""
-    while True:
-        tracer = _Tracer(opaque)
-        try:
-            return tracer.trace(module)
-        except Exception:
-            if tracer.failed is None or tracer.failed in opaque:
-                raise
-            opaque.add(tracer.failed)
-
-
-def _steps_without(graph: fx.Graph, name: str) -> list[str]:
-    """What a graph computes where an argument is None, as texts."""
-
-    def seen(node: fx.Node) -> fx.Node | None:
-        return None if node.op == "placeholder" and node.target == name else node
-
-    return [
-        f"{node.name} {node.op} {node.target} {fx.map_arg((node.args, node.kwargs), seen)}"
-        for node in graph.nodes
-        if node.op != "placeholder" and getattr(node.target, "__name__", "") != "_assert_is_none"
-    ]
 
 
 def _has_convolution(module: Any) -> bool:
@@ -199,8 +128,8 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         reason = ""  # what holds it was not traced, and may take it apart or look at what is between its modules
     else:
         try:
-            graph = _traced(module)
-        except _DependsOnNone as error:
+            graph = traced(module)
+        except DependsOnNone as error:
             reason = str(error)
         except Exception as error:  # whatever a network's own code raises when it is given no tensors
             reason = f"{type(error).__name__}: {brief(str(error).strip().partition(chr(10))[0])}"
@@ -347,7 +276,8 @@ class _Rewriting:
         return chain
 
     def _takes_norm(self, chain: _Chain, user: fx.Node) -> bool:
-        norm = self.steps.batch_norm(user, chain.nodes[-1]) if len(chain.parts) == 1 else None
+        rank = self.steps.module(chain.nodes[0]).weight.dim()
+        norm = self.steps.batch_norm(user, chain.nodes[-1], rank) if len(chain.parts) == 1 else None
         if norm is not None:
             chain.norm = norm
             chain.parts.append("batch_norm")
@@ -367,7 +297,7 @@ class _Rewriting:
         first, second = user.args
         is_first = first is chain.nodes[-1]
         other, alpha = second if is_first else first, user.kwargs.get("alpha", 1)
-        if not isinstance(other, fx.Node) or not isinstance(alpha, (int, float)):
+        if not isinstance(other, fx.Node) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
             return False
         is_in_place = self.steps.writes(user)
         if not is_first and (alpha != 1 or is_in_place):
@@ -405,6 +335,8 @@ def _why_kept(module: Any, node: fx.Node) -> str:
     """Why a convolution stays as it is; "" where it may be fused."""
     if not is_convolution(module):
         return f"its class is {type(module).__name__}"
+    if module.weight.is_complex():
+        return "its weights are complex"
     if has_hooks(module):
         return "it has hooks"
     if module.padding_mode != "zeros":

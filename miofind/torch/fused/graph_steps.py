@@ -15,7 +15,8 @@ from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = {nn.BatchNorm1d: 3, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5, nn.SyncBatchNorm: None}
+"""Batch norms and the dimensions of what they take; None for any."""
 NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 """Modules that in inference give what they are given."""
 
@@ -102,7 +103,7 @@ _FRESH_MODULES = (
     *_OF_MODULE,
 )
 _FRESH_FUNCTIONS = (operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.cat, *_OF_CALL)
-_IN_PLACE_OPERATORS = (
+IN_PLACE_OPERATORS = (
     operator.iadd,
     operator.isub,
     operator.imul,
@@ -177,11 +178,20 @@ class Steps:
             return None
         return made if made.is_valid else None
 
-    def batch_norm(self, node: fx.Node, given: fx.Node) -> dict[str, Any] | None:
-        """What of a batch norm of `given` in inference `fold_batch_norm` is given, or None where a step is none."""
+    def batch_norm(self, node: fx.Node, given: fx.Node, rank: int) -> dict[str, Any] | None:
+        """What of a batch norm of `given` in inference `fold_batch_norm` is given, or None where a step is none.
+
+        Args:
+            rank: dimensions of `given`, which PyTorch refuses where they are not those of the module.
+        """
         module = self.module(node)
         if module is not None:
-            if type(module) not in NORMS or has_hooks(module) or module.running_mean is None or not _reads_one(node):
+            if (
+                NORMS.get(type(module), 0) not in (None, rank)
+                or has_hooks(module)
+                or module.running_mean is None
+                or not _reads_one(node)
+            ):
                 return None
             statistics = {"mean": module.running_mean, "variance": module.running_var}
             return {**statistics, "gamma": module.weight, "beta": module.bias, "epsilon": module.eps}
@@ -215,7 +225,7 @@ class Steps:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
         in_place = node.kwargs.get("inplace", False) is not False or any(value is True for value in node.args)
         is_named_so = name.endswith("_") or name in ("__setitem__", "setitem") or "out" in node.kwargs
-        return in_place or is_named_so or node.target in _IN_PLACE_OPERATORS
+        return in_place or is_named_so or node.target in IN_PLACE_OPERATORS
 
     def memory(self, node: fx.Node) -> set[fx.Node]:
         """The steps whose results a step's result may share memory with, its own among them."""

@@ -65,7 +65,7 @@ _turns = ForkedLock()
 
 def _place(weight: Any) -> tuple[Any, ...]:
     """What tells a weight's memory from others that there are at the same time."""
-    return weight.data_ptr(), weight.dtype, weight.stride()
+    return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
 
 
 def kept(weight: Any, dtype: Any, channels_last: bool) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from miofind.torch.formats import output_layout
-from miofind.torch.fused.differentiable import Tensors, arguments_of, run
+from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, run
 from miofind.torch.fused.kept_weights import Memory, is_of_processes, kept, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.unfused import activated
@@ -84,6 +84,12 @@ class FusedConvolution(torch.nn.Module):
         self._packed = _Packed()
         self._arguments = arguments_of(window, numbers)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; another weight has other copies, though its memory and version may be those of this one."""
+        if name == "weight":
+            object.__setattr__(self, "_packed", _Packed())
+        super().__setattr__(name, value)
+
     def forward(self, x: Any, residual: Any = None) -> Any:
         """y, (n, k, *out_spatial), of x: (n, c, *spatial), and a residual of y's shape.
 
@@ -99,14 +105,14 @@ class FusedConvolution(torch.nn.Module):
 
     def _is_plain(self, ready: _Ready, x: Any, residual: Any) -> bool:
         """Whether the operator alone computes a run, by weights that are still those; asked at every run."""
-        weight = self._parameters["weight"]
+        weight = self._parameters.get("weight")  # none where it was parametrized or pruned since
         if type(weight) is not _Parameter or _is_read_itself(weight) or not self._packed.are_of(weight):
             return False
         if residual is not None:
             is_tensor = isinstance(residual, torch.Tensor)
             if not is_tensor or residual.dtype != x.dtype or residual.shape != ready.output_shape:
                 return False
-        return not torch.is_autocast_enabled(x.device.type)
+        return x.dtype == weight.dtype and autocast_dtype(x) is None
 
     def _general(self, x: Any, residual: Any) -> Any:
         """The same for whatever there may be."""
@@ -117,8 +123,11 @@ class FusedConvolution(torch.nn.Module):
         return y.squeeze(0) if is_single else y
 
     def _computed(self, x: Any, residual: Any) -> Any:
-        has_autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(x.device.type) if has_autocast else x.dtype
+        of_autocast = autocast_dtype(x)
+        has_autocast = of_autocast is not None and x.dtype != torch.float64
+        dtype = of_autocast if has_autocast else x.dtype
+        if not has_autocast and x.dtype != self.weight.dtype:
+            raise RuntimeError(f"x has {x.dtype} and the weights have {self.weight.dtype}: convert one")
         weight, numbers = self._weight_for(x, dtype), self.numbers
         if residual is not None and not self._is_alike(residual, x, dtype):
             return self._with_other(residual, Tensors(x, weight, self.bias, None, None), dtype)
@@ -136,9 +145,8 @@ class FusedConvolution(torch.nn.Module):
         y = run(given, self.window, Nonlinearity())
         if numbers.residual_position == "after":
             y = activated(y, numbers)
-        added = torch.add(y, residual, alpha=numbers.beta)
-        if self.adds_in_place:
-            added = added.to(y.dtype)
+        add = torch.Tensor.add_ if self.adds_in_place else torch.add
+        added = add(y, residual, alpha=numbers.beta)
         return added if numbers.residual_position == "after" else activated(added, numbers)
 
     def _is_alike(self, residual: Any, x: Any, dtype: Any) -> bool:

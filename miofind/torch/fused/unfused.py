@@ -53,7 +53,7 @@ def convolution(x: Any, w: Any, vectors: tuple[Any, Any, Any, Any], window: Wind
     """
     bias, scale, residual, channel_bias = vectors
     taken = bias if scale is None and bias is not None and bias.dtype == x.dtype else None
-    v = torch.convolution(x, w, taken, *window.geometry)
+    v = _bare(x, w, taken, window)
     if scale is not None:
         v = v * of_channels(scale, v.dim())
     if bias is not None and taken is None:
@@ -66,6 +66,13 @@ def convolution(x: Any, w: Any, vectors: tuple[Any, Any, Any, Any], window: Wind
     if residual is not None and numbers.residual_position == "after":
         v = torch.add(v, residual, alpha=numbers.beta)
     return v.to(x.dtype)
+
+
+def _bare(x: Any, w: Any, bias: Any, window: Window) -> Any:
+    if not x.is_complex():
+        return torch.convolution(x, w, bias, *window.geometry)
+    function = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}[x.dim()]  # which take the parts apart
+    return function(x, w, bias, window.stride, window.padding, window.dilation, window.groups)
 
 
 def derivative(dy: Any, saved: Any, numbers: Nonlinearity) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -141,6 +142,8 @@ def _takes_residual(chain: _Chain, user: fx.Node) -> bool:
     is_first = first is end
     other, alpha = second if is_first else first, user.kwargs.get("alpha", 1)
     if first is second or not isinstance(other, fx.Node) or (alpha != 1 and not is_first):
+        return False
+    if not math.isfinite(alpha):
         return False
     if other.target is _CONVERSION and other.args[0].meta["val"].dtype == value.dtype:
         other = other.args[0]

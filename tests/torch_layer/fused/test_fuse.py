@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as functional
 from fused_answers import answers_of
 from torch import nn
+from torch.nn.utils import prune
 
 from miofind import Handle
 from miofind.errors import InvalidOptionError
@@ -151,6 +154,12 @@ class Tail(nn.Module):
         return self.tail(self, self.conv(x), x)
 
 
+def _doubled(kept: list[Any]) -> Any:
+    y = kept[0]
+    y *= 2
+    return kept[0].relu()
+
+
 FUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "bias alone": (lambda m, y, x: y, "bias"),
     "functional": (lambda m, y, x: functional.relu(y, inplace=True), "bias relu"),
@@ -182,6 +191,9 @@ FUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a number": (lambda m, y, x: (y + 1.0).relu(), "bias"),
     "a size": (lambda m, y, x: (y + x.size(0)).relu(), "bias residual relu"),
     "a size in place": (lambda m, y, x: y.add_(x.shape[1]).relu(), "bias residual relu"),
+    "an operator in place": (lambda m, y, x: torch.relu(operator.iadd(y, x)), "bias residual relu"),
+    "what is kept is written to": (lambda m, y, x: _doubled([y]), "bias"),
+    "an infinite factor": (lambda m, y, x: torch.add(y, x, alpha=math.inf), "bias"),
     "itself": (lambda m, y, x: y + y, "bias"),
     "two users": (lambda m, y, x: y.relu() + y.sigmoid(), "bias"),
     "a factor of the convolution": (lambda m, y, x: torch.add(x, y, alpha=2), "bias"),
@@ -499,6 +511,196 @@ def test_a_submodule_that_cannot_be_traced_is_one_step_of_the_others() -> None:
     assert "2.conv3" in parts(fused)
     for made in (fused, pickle.loads(pickle.dumps(fused))):
         check_same(made, model, x)
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last, self.calls = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), 0
+
+    def made(self, x: Any) -> Any:
+        return functional.relu(self.conv(x))
+
+
+class InPlace(Convolved):
+    def forward(self, x: Any) -> Any:
+        x = x.clone()
+        part = x[:, 1:]
+        part -= 0.5
+        part /= 0.25
+        first, _ = x.chunk(2, 1)
+        first *= 2
+        y = self.made(x)
+        y += x
+        return y
+
+
+class AsksForTensors(Convolved):
+    def forward(self, x: Any) -> Any:
+        return self.made(x) if isinstance(x, torch.Tensor) else self.conv(x).sigmoid()
+
+
+@pytest.mark.parametrize("kind", [InPlace, AsksForTensors])
+def test_code_is_traced_as_it_runs(kind: type[Convolved]) -> None:
+    model, x = prepared(kind()), torch.randn(2, 4, 5, 5)
+    fused = fuse(model)
+    assert "conv" in parts(fused)
+    for made in (fused, pickle.loads(pickle.dumps(fused)), copy.deepcopy(fused)):
+        check_same(made, model, x)
+
+
+class WithoutAutocast(Convolved):
+    def forward(self, x: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return self.made(x.float())
+
+
+class WithAutocast(Convolved):
+    def forward(self, x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.made(x)
+
+
+class WithoutGradients(Convolved):
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            y = self.made(x)
+        return functional.relu(self.last(y)) + x
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        return -3 * dy
+
+
+class WithItsOwnBackward(Convolved):
+    def forward(self, x: Any) -> Any:
+        return functional.relu(self.last(_Reversed.apply(self.made(x))))
+
+
+class Counting(Convolved):
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return self.made(x) * self.calls
+
+
+class MakingModules(Convolved):
+    def forward(self, x: Any) -> Any:
+        return nn.Softmax(dim=1)(self.made(x))
+
+
+class Slicing(Convolved):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
+
+    def forward(self, x: Any) -> Any:
+        return self.made(self.body[:2](x))
+
+
+@pytest.mark.parametrize(
+    "kind", [WithoutAutocast, WithAutocast, WithoutGradients, WithItsOwnBackward, Counting, MakingModules, Slicing]
+)
+def test_code_that_a_graph_does_not_tell_is_not_traced(kind: type[Convolved]) -> None:
+    """Blocks were dropped, what a call counted stood still, and modules made in a call were traced without end."""
+    model = prepared(kind())
+    fused = fuse(model)
+    assert "" in fused.fusion_report.untraced
+    for _ in range(2):
+        inputs = [torch.ones(2, 4, 5, 5, requires_grad=True) for _ in range(2)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind is WithoutAutocast):
+            made = [each(x) for each, x in zip((fused, model), inputs, strict=True)]
+        torch.testing.assert_close(*made)
+        for y in made:
+            y.float().square().sum().backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+
+
+def test_random_numbers_are_drawn_in_each_call() -> None:
+    class Noisy(Convolved):
+        def forward(self, x: Any) -> Any:
+            return self.conv(x) + torch.randn(1, 4, 1, 1)
+
+    fused, x = fuse(prepared(Noisy())), torch.ones(1, 4, 5, 5)
+    with torch.no_grad():
+        assert not fused(x).equal(fused(x))
+
+
+def test_other_threads_go_on_while_a_network_is_traced() -> None:
+    """What is refused of the network's code is refused in its thread alone."""
+    told: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            with torch.autocast("cpu", torch.bfloat16):
+                nn.Identity().noted = True
+        except BaseException as error:
+            told.append(error)
+
+    class Pausing(Convolved):
+        def forward(self, x: Any) -> Any:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            return self.made(x)
+
+    fused = fuse(prepared(Pausing()))
+    assert told == []
+    assert parts(fused) == {"conv": "bias relu"}
+
+
+def test_an_input_of_another_dtype_is_refused_as_by_pytorch() -> None:
+    fused = fuse(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()).eval())
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"weights have torch\.float32: convert one"):
+            fused(torch.ones(1, 4, 5, 5).to(dtype))
+
+
+def test_a_network_that_was_fused_in_inference_mode_has_gradients() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    with torch.inference_mode():
+        fused = fuse(model)
+    x = torch.ones(1, 4, 5, 5, requires_grad=True)
+    fused(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_another_weight_is_seen_even_in_the_memory_of_the_one_before() -> None:
+    fused = fuse(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()).eval())
+    layer, x = getattr(fused, "0"), torch.ones(1, 4, 5, 5).to(memory_format=torch.channels_last)
+    fused.load_state_dict(fused.state_dict())
+    before = fused(x)
+    layer.weight = nn.Parameter(layer.weight.data.mul_(-1), requires_grad=False)
+    assert not fused(x).equal(before)
+    layer.weight.data = layer.weight.data[:3]
+    layer.bias.data = layer.bias.data[:3]
+    assert fused(x).shape[1] == 3
+
+
+def test_complex_convolutions_stay() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, dtype=torch.complex64), nn.Tanh()).eval()
+    fused = fuse(model)
+    assert fused.fusion_report.kept == {"0": "its weights are complex"}
+    check_same(fused, model, torch.randn(1, 3, 5, 5, dtype=torch.complex64))
+
+
+def test_a_fused_module_can_be_pruned() -> None:
+    fused, x = fuse(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()).eval()), torch.ones(1, 4, 5, 5)
+    fused(x)
+    prune.l1_unstructured(getattr(fused, "0"), "weight", amount=0.9)
+    assert fused(x).isfinite().all()
+
+
+def test_a_network_that_cannot_be_copied_is_told() -> None:
+    conv = nn.Conv2d(4, 4, 3)
+    prune.l1_unstructured(conv, "weight", amount=0.5)
+    with pytest.raises(InvalidOptionError, match="the model cannot be copied"):
+        fuse(nn.Sequential(conv, nn.ReLU()).eval())
 
 
 class ByValues(nn.Module):

@@ -280,6 +280,50 @@ def test_forward_mode_derivatives(activation: str, ran: list[str]) -> None:
     torch.testing.assert_close(*hessians)
 
 
+def test_gradients_through_vmap(ran: list[str]) -> None:
+    """What vmap gives does not tell whether gradients are wanted of it: they were zeros."""
+    batch, w = drawn((3, *X), W)
+
+    def ours(x: Any) -> Any:
+        return miofind.torch.convolution(x, w, padding=1, groups=2, activation="relu").square()
+
+    def theirs(x: Any) -> Any:
+        return functional.conv2d(x, w, padding=1, groups=2).relu().square()
+
+    gradients = [torch.func.grad(lambda x, run=run: torch.func.vmap(run)(x).sum())(batch) for run in (ours, theirs)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].any()
+    inputs = [batch.clone().requires_grad_() for _ in range(2)]
+    for x, run in zip(inputs, (ours, theirs), strict=True):
+        torch.func.vmap(run)(x).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    assert ran
+
+
+def test_compiled_gradients_of_a_transform(ran: list[str]) -> None:
+    x, w = drawn(X, W)
+
+    def gradient(x: Any, w: Any) -> Any:
+        def loss(x: Any) -> Any:
+            return miofind.torch.convolution(x, w, padding=1, groups=2, activation="relu").square().sum()
+
+        return torch.func.grad(loss)(x)
+
+    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, w), gradient(x, w))
+    assert gradient(x, w).any()
+
+
+def test_complex_and_meta_tensors() -> None:
+    x, w = torch.randn(1, 2, 4, 4, dtype=torch.complex64), torch.randn(3, 2, 3, 3, dtype=torch.complex64)
+    torch.testing.assert_close(miofind.torch.convolution(x, w), functional.conv2d(x, w))
+    given = [torch.empty(shape, device="meta", requires_grad=True) for shape in ((1, 2, 4, 4), (3, 2, 3, 3))]
+    y = miofind.torch.convolution(*given, activation="relu")
+    y.sum().backward()
+    assert (y.shape, y.device.type) == ((1, 3, 2, 2), "meta")
+    assert all(each.grad.shape == each.shape for each in given)
+
+
 def test_a_backward_pass_within_autocast_keeps_the_dtype_of_its_forward(ran: list[str]) -> None:
     x, w, dy = drawn(X, W, Y, dtype=torch.float32)
     given = [x.requires_grad_(), w.requires_grad_()]
@@ -364,6 +408,8 @@ def test_traced_with_its_backward() -> None:
         ({"padding": "same", "stride": 2}, InvalidOptionError, "same"),
         ({"residual": torch.ones(1)}, RuntimeError, "residual"),
         ({"groups": 1}, RuntimeError, "groups=1"),
+        ({"stride": 0}, RuntimeError, "stride"),
+        ({"bias": torch.ones(6, dtype=torch.int64)}, RuntimeError, "bias and scale"),
     ],
 )
 def test_what_is_refused(named: dict[str, Any], error: type[Exception], told: str) -> None:
