@@ -18,7 +18,7 @@ from torch import fx, nn
 from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, brief
 from miofind.process.garbage import without_what_is_loaded
-from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution
+from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.tracing import DependsOnNone, traced
@@ -215,6 +215,7 @@ class _Rewriting:
 
     def run(self) -> None:
         """Rewrite the graph."""
+        self._drop_assertions()
         for node in list(self.made.graph.nodes):
             module = self.steps.module(node)
             name = f"{self.path}.{node.target}".removeprefix(".")
@@ -225,6 +226,19 @@ class _Rewriting:
         self.made.graph.lint()
         self.made.delete_all_unused_submodules()
         self.made.recompile()
+
+    def _drop_assertions(self) -> None:
+        """Drop what asserts the dimensions of convolutions' results, which would be read by more than what follows."""
+        graph = self.made.graph
+        for node in list(graph.nodes):
+            if self.steps.asserts_rank(node):
+                condition = node.args[0]
+                graph.erase_node(node)
+                if not condition.users:
+                    graph.erase_node(condition)
+        for node in list(graph.nodes):
+            if is_rank(node) and not node.users:
+                graph.erase_node(node)
 
     def _fuse(self, node: fx.Node, module: Any, name: str) -> None:
         """Replace a convolution and what follows it, or note why it stays."""

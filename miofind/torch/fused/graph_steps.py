@@ -135,6 +135,13 @@ def has_hooks(module: Any) -> bool:
     return any(getattr(module, name) for name in names)
 
 
+def is_rank(node: fx.Node) -> bool:
+    """Whether a step gives a tensor's number of dimensions."""
+    return (node.target is getattr and node.args[1:2] == ("ndim",)) or (
+        node.op == "call_method" and node.target == "dim"
+    )
+
+
 class Steps:
     """The steps of one graph.
 
@@ -212,6 +219,19 @@ class Steps:
         if not isinstance(value, fx.Node) or value.op != "get_attr":
             return _UNKNOWN
         return operator.attrgetter(str(value.target))(self._root)
+
+    def asserts_rank(self, node: fx.Node) -> bool:
+        """Whether a step asserts that a convolution's result has the dimensions that it has, as norms of timm do."""
+        if node.target is not torch._assert or not node.args or not isinstance(node.args[0], fx.Node):
+            return False
+        condition = node.args[0]
+        if condition.target is not operator.eq or not isinstance(condition.args[0], fx.Node):
+            return False
+        asked, rank = condition.args
+        if not is_rank(asked) or not isinstance(asked.args[0], fx.Node):
+            return False
+        convolution = self.module(asked.args[0])
+        return isinstance(convolution, CONVOLUTIONS) and bool(convolution.weight.dim() == rank)
 
     def writes(self, node: fx.Node) -> bool:
         """Whether a step may write to what it is given."""

@@ -226,6 +226,40 @@ def test_what_is_fused(case: str) -> None:
     check_same(fused, model, x)
 
 
+class AssertingNorm(nn.BatchNorm2d):
+    """A batch norm with an activation, as timm has them: a class below PyTorch's, which asserts what it is given."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Any) -> Any:
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        statistics = self.running_mean, self.running_var, self.weight, self.bias
+        return self.act(functional.batch_norm(x, *statistics, self.training, self.momentum or 0.0, self.eps))
+
+
+def test_a_norm_that_asserts_dimensions() -> None:
+    model, x = (
+        prepared(nn.Sequential(nn.Conv2d(3, 4, 3), AssertingNorm(4), nn.Conv2d(4, 4, 1))),
+        torch.randn(2, 3, 6, 5),
+    )
+    fused = fuse(model)
+    assert parts(fused) == {"0": "batch_norm silu", "2": "bias"}
+    check_same(fused, model, x)
+    assert not [node for node in fused.graph.nodes if node.target is torch._assert]
+
+
+def test_an_assertion_of_something_else_stays() -> None:
+    def tail(model: Any, y: Any, x: Any) -> Any:
+        torch._assert(y.ndim == 5, "never so")
+        return y.relu()
+
+    fused = fuse(prepared(Tail(tail)))
+    with pytest.raises(AssertionError, match="never so"):
+        fused(torch.randn(2, 4, 6, 5))
+
+
 class Summed(nn.Module):
     """A convolution and an argument that has a default."""
 
