@@ -137,9 +137,9 @@ def has_hooks(module: Any) -> bool:
 
 def is_rank(node: fx.Node) -> bool:
     """Whether a step gives a tensor's number of dimensions."""
-    return (node.target is getattr and node.args[1:2] == ("ndim",)) or (
-        node.op == "call_method" and node.target == "dim"
-    )
+    if node.target is getattr:
+        return bool(node.args[1] == "ndim")
+    return bool(node.op == "call_method" and node.target == "dim")
 
 
 class Steps:
