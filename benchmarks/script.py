@@ -103,8 +103,9 @@ def folder(text: str) -> Path:
 def output(text: str) -> Path:
     """A type: a file that can be written when the work is done."""
     path = Path(text)
-    place = path if path.exists() else path.parent
-    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+    is_there = path.exists()
+    is_possible = not path.is_dir() if is_there else path.parent.is_dir()
+    if not is_possible or not os.access(path if is_there else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name a file in a folder that is there")
     return path
 

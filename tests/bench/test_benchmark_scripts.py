@@ -57,7 +57,7 @@ def test_what_needs_a_gpu_ends_with_3(name: str, capsys: pytest.CaptureFixture[s
         ("wild.py", "--math ieeee", "--math: invalid choice"),
         ("wild.py", "--limit -5", "--limit: '-5' is no whole number from 1 up"),
         ("wild.py", "--stop-after nan", "--stop-after: 'nan' is no number from 0.0 up"),
-        ("wild.py", "--json /nonexistent/a.json", "--json: '/nonexistent/a.json' cannot be written"),
+        ("wild.py", "--json /dev/null/a.json", "--json: '/dev/null/a.json' cannot be written"),
         ("transforms.py", "--share 5/2", "is no share"),
         ("transforms.py", "--problems nope", "--problems: 'nope' is unknown: choose from dense,lines,winograd"),
         ("transforms.py", "--problems ,", "'' is unknown"),

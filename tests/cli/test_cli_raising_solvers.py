@@ -38,6 +38,7 @@ def test_solvers_lists_the_others(monkeypatch: pytest.MonkeyPatch, method: str) 
     assert answers["ConvCpuDirect"]["applicable"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flags", [(), ("--likely",)], ids=["defaults", "likely"])
 @pytest.mark.parametrize("method", ["is_applicable", "default_configs", "solution"])
 def test_compile_leaves_it_out_and_ends_with_1(

@@ -190,6 +190,7 @@ def test_a_refused_launch_names_the_solution(make: Make, cuda: Driver) -> None:
     bound.run((1, 2, 3, 4), 7)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("solver", Registry.default().values(), ids=lambda solver: solver.id)
 def test_kernels_that_say_that_they_wait_do(solver: Solver) -> None:
     """Somewhere in their sources; `tests/gpu/test_transpose_gpu.py` shows that it is early enough."""

@@ -381,6 +381,7 @@ CRAFTED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", CRAFTED)
 def test_a_crafted_binary_is_refused_in_little_memory(kind: str, tmp_path: Path, gpu: miofind.Handle) -> None:
     """One of 1.4 MB took 6.7 GB: each of its sections was the whole file."""

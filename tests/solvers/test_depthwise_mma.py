@@ -137,6 +137,7 @@ def test_full_schedulers_are_balanced() -> None:
     assert [unbalance(warps) for warps in (1, 2, 4, 6, 8)] == [4, 2, 1, 8 / 6, 1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize(("c", "size", "taps", "stride"), LAYERS)
 def test_layers_have_configurations_in_bounds(c: int, size: int, taps: int, stride: int, direction: Direction) -> None:

@@ -71,6 +71,7 @@ def drawn(problem: ProblemDescription) -> dict[str, np.ndarray]:
     return {name: generator.standard_normal(problem.tensor(name).shape) for name in problem.direction.inputs}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", SHAPES)
@@ -294,6 +295,7 @@ def test_depthwise_lines_compute_the_convolution(shape: str, channels_last: bool
         np.testing.assert_allclose(got, expected, atol=1e-9, err_msg=config.json)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("shape", LINES)

@@ -64,6 +64,7 @@ def test_truncating_tensor_core_sums_stay_within_the_bound(length: int) -> None:
         assert errors.max() < 0.7 * direct_error(pointwise(length, "float16")), step
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [1, 64, 1152])
 def test_truncated_tf32_inputs_stay_within_the_bound(length: int) -> None:
     random = np.random.default_rng(length)

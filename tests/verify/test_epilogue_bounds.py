@@ -136,6 +136,7 @@ def test_formulas_in_float32_keep_the_declared_error(activation: Activation) -> 
     assert relative.max() < 2.0**-15, "nor is it so wide that a coarse function would pass"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -38,7 +38,7 @@ def verify(problem: ProblemDescription, run: Run, claims: Claims = CLAIMS) -> Ve
         return verdict
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("activation", Activation)
@@ -53,6 +53,7 @@ def test_right_results_pass(activation: Activation, dtype: str, form: str) -> No
         assert verdict.bound_ratio <= 1
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", ["d{}", "residual.d{}"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("derivative", DERIVATIVES)

@@ -32,6 +32,7 @@ def test_a_default_find_records_the_mutant_as_wrong(tmp_path: Path, name: str) -
     assert recorded.answered == (host.RIGHT.id,)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", host.CONTROLS)
 def test_a_default_find_does_not_call_a_right_solver_wrong(tmp_path: Path, name: str) -> None:
     recorded = find(host.SOLVERS[name], host.RIGHT, Device.cpu(), tmp_path / "finddb.db")
@@ -50,7 +51,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return Compiler(BinaryCache(tmp_path_factory.mktemp("mutants") / "kernels"))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -140,6 +140,7 @@ STAY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", STAY)
 def test_what_stays(case: str, cpu_handle: Handle) -> None:
     compiled = Compiled(STAY[case]().train(case != "evaluation"))
