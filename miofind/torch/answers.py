@@ -148,7 +148,7 @@ def answer(
     Raises:
         NoSolutionError: the policy is to raise it where the FindDB has no answer.
     """
-    part = Part(computed or COMPUTED_OF[problem.direction], problem=problem)
+    part = _part_of(problem, computed)
     try:
         _refuse(part, planner.settings, flags)
         found = planner.solutions(part, device, flags)
@@ -217,8 +217,8 @@ def compile_ahead(solutions: Sequence[Solution], device: Any, planner: Planner) 
         logger.debug("nothing is compiled ahead: %s", described(error))
 
 
-def _part_of(problem: ProblemDescription) -> Part:
-    return Part(COMPUTED_OF[problem.direction], problem=problem)
+def _part_of(problem: ProblemDescription, computed: str | None = None) -> Part:
+    return Part(computed or COMPUTED_OF[problem.direction], problem=problem)
 
 
 def _refuse(part: Part, settings: Settings, flags: Flags) -> None:

@@ -21,9 +21,7 @@ from miofind.torch.formats import missing_functions, output_layout
 COMPUTED = ("y", "dx", "dw")
 """What the two operators compute: `aten::convolution` y, `aten::convolution_backward` dx and dw."""
 
-DIRECTION_OF = dict(
-    zip(COMPUTED, (Direction.FORWARD, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS), strict=True)
-)
+DIRECTION_OF = {"y": Direction.FORWARD, "dx": Direction.BACKWARD_DATA, "dw": Direction.BACKWARD_WEIGHTS}
 """The direction of a call that computes one of them; of a transposed convolution the problem's is the mirrored one."""
 COMPUTED_OF = {direction: computed for computed, direction in DIRECTION_OF.items()}
 

@@ -163,10 +163,9 @@ class _Decisions:
         self._device = device
         self._flags = Flags.of(state(), on_gpu=device.type == "cuda")
         self._settings = settings = replace(settings, background=False)
-        measures = settings.on_miss in (MissPolicy.AUTO, MissPolicy.FIND, MissPolicy.ERROR)
-        self._planner = Planner(replace(settings, on_miss=MissPolicy.FALLBACK) if measures else settings)
-        estimates = settings.on_miss is MissPolicy.ESTIMATE
-        self._known = Planner(replace(settings, on_miss=MissPolicy.FALLBACK)) if estimates else self._planner
+        known = Planner(replace(settings, on_miss=MissPolicy.FALLBACK))
+        self._planner = Planner(settings) if settings.on_miss in (MissPolicy.ESTIMATE, MissPolicy.RECORD) else known
+        self._known = self._planner if settings.on_miss is MissPolicy.RECORD else known
 
     def row(self, call: RecordedCall) -> LayerRun:
         """What runs a recorded call."""

@@ -13,7 +13,6 @@ import inspect
 import itertools
 import logging
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +22,7 @@ import torch
 
 from miofind.device.device import INSTALL_CUDA, has_cupy, has_driver
 from miofind.errors import InvalidOptionError, MissingLibraryError, brief, with_known_keywords
-from miofind.process.forks import ForkedLock, follow_forks
+from miofind.process.forks import ForkedLock
 from miofind.runtime.handle import Handle
 from miofind.torch import direct, formats
 from miofind.torch.counts import CallReport
@@ -61,15 +60,10 @@ class Override:
         self.devices = devices
         self.generation = next(_generations)
         self._planner = Planner(settings)
-        self._lock = threading.Lock()
+        self._lock = ForkedLock()
         self._forward: dict[Any, Plan] = {}
         self._backward: dict[Any, Plan] = {}
         self._replaced: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
-        follow_forks(self)
-
-    def leave_parent(self) -> None:
-        """Part from the process this one was forked from, a thread of which may have held the lock."""
-        self._lock = threading.Lock()
 
     @property
     def is_enabled(self) -> bool:

@@ -19,7 +19,12 @@ from miofind.core.tensor import Layout, MathMode
 from miofind.torch import formats
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
-from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, of_one_dtype, problem_of
+from miofind.torch.fused.calls import (
+    COMPUTED_BY,
+    Call,
+    of_one_dtype,
+    problem_of,
+)
 from miofind.torch.fused.ops import ARGUMENTS
 from miofind.torch.layers import LayerNames
 from miofind.torch.recording import RecordedCall, Recording, check_ending
@@ -27,7 +32,6 @@ from miofind.torch.recording import RecordedCall, Recording, check_ending
 _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _COMPOSED = ("aten::conv", "aten::_convolution")
-_FUSED_RESULTS: dict[type[Call], str] = {Forward: "y", Statistics: "y", BackwardData: "dx", BackwardWeights: "dw"}
 
 
 @contextlib.contextmanager
@@ -116,11 +120,11 @@ class Recorder(TorchDispatchMode):
         """Note a call of one of miofind's own operators."""
         call = kind(*args, **kwargs)
         layer = self._layers.current
-        if _FUSED_RESULTS[kind] == "y":
+        if COMPUTED_BY[kind] == "y":
             self._layer_of_weights[_storage(call.w)] = layer
         else:
             layer = self._layer_of_weights.get(_storage(call.w)) or layer
-        computed = _FUSED_RESULTS[kind]
+        computed = COMPUTED_BY[kind]
         try:
             layout = self._layout(call)
             problem = problem_of(of_one_dtype(call), layout, self._math(call.x))

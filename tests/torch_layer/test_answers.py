@@ -4,47 +4,37 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch_layer.ready_solutions import FakeInvoker, FakeSolutions
 from waiting import LIMIT_S
 
 from miofind.core.problem import ProblemDescription
 from miofind.torch.answers import Answer
-from miofind.torch.calls import Unserved
 from miofind.torch.plans import Part
 
 PROBLEM = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 1, 1), epilogue="relu")
 
 
-@dataclass
-class _Invoker:
-    """Stands for a bound solution of a GPU."""
+class _Waiting(FakeSolutions):
+    """Makes the next one ready once it is told to go on."""
 
-    alignment_bytes: int
-
-
-class _Ready:
-    """Stands for solutions that are made ready, which takes until two threads want the next."""
-
-    def __init__(self, *invokers: _Invoker) -> None:
-        self._left = list(invokers)
+    def __init__(self, *invokers: FakeInvoker) -> None:
+        super().__init__(*invokers)
         self.goes_on = threading.Event()
 
-    def next(self, below_bytes: int | None = None) -> tuple[str, _Invoker]:
+    def next(self, below_bytes: int | None = None) -> tuple[str, FakeInvoker]:
         assert self.goes_on.wait(LIMIT_S)
-        if not self._left:
-            raise Unserved("none is left")
-        return "solution", self._left.pop(0)
+        return super().next(below_bytes)
 
 
-@pytest.mark.parametrize("more", [(), (_Invoker(4),), (_Invoker(4), _Invoker(2))], ids=len)
-def test_threads_that_need_the_next_solution_share_it(more: tuple[_Invoker, ...]) -> None:
+@pytest.mark.parametrize("more", [(), (FakeInvoker(4),), (FakeInvoker(4), FakeInvoker(2))], ids=len)
+def test_threads_that_need_the_next_solution_share_it(more: tuple[FakeInvoker, ...]) -> None:
     """The one that came second took the one after it, or failed where there was none."""
-    ready = _Ready(*more)
-    made: Any = Answer(Part("y", problem=PROBLEM), ready, _Invoker(16))  # type: ignore[arg-type]
+    ready = _Waiting(*more)
+    made: Any = Answer(Part("y", problem=PROBLEM), ready, FakeInvoker(16))  # type: ignore[arg-type]
     arrived = []
 
     def fitting(address: int) -> Any:

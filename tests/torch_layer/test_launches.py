@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch_layer.ready_solutions import FakeInvoker, FakeSolutions
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS
 from miofind.core.tensor import MathMode
 from miofind.device.device import Library
 from miofind.torch import launches, plans
-from miofind.torch.calls import ConvolutionCall, Unserved
+from miofind.torch.calls import ConvolutionCall
 from miofind.torch.launches import INPUTS, Arguments, Launches
 
 STREAM = 1234
-
-
-@dataclass
-class _Invoker:
-    """Stands for a bound solution of a GPU."""
-
-    alignment_bytes: int
-    workspace_bytes: int = 0
-    problem: Any = None
-    runs: list[Any] = field(default_factory=list)
-
-    def run(self, bases: tuple[Any, ...], stream: int) -> None:
-        self.runs.append((*bases, stream))
-
-
-class _Ready:
-    """Stands for solutions that can be made ready."""
-
-    def __init__(self, *invokers: _Invoker) -> None:
-        self._left = list(invokers)
-
-    def next(self, below_bytes: int | None = None) -> tuple[str, _Invoker]:
-        while self._left:
-            invoker = self._left.pop(0)
-            if below_bytes is None or invoker.alignment_bytes < below_bytes:
-                return "solution", invoker
-        raise Unserved("none is left")
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +31,15 @@ def _arguments(transposed: bool = False) -> Arguments:
     return Arguments(x, w, grad, None, ([1, 1], [0, 0], [1, 1], transposed, [0, 0], 1))
 
 
-def _launches(computed: str, arguments: Arguments, *invokers: _Invoker) -> Launches:
+def _launches(computed: str, arguments: Arguments, *invokers: FakeInvoker) -> Launches:
     call = ConvolutionCall.of(arguments.x, arguments.w, None, *arguments.geometry)
-    return Launches(computed, call, arguments, _Ready(*invokers))
+    return Launches(computed, call, arguments, FakeSolutions(*invokers))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("computed", ["y", "dx", "dw"])
 def test_addresses_are_in_the_order_of_the_problems_operands(computed: str, transposed: bool) -> None:
-    arguments, invoker = _arguments(transposed), _Invoker(16, workspace_bytes=256)
+    arguments, invoker = _arguments(transposed), FakeInvoker(16, workspace_bytes=256)
     tensors = [getattr(arguments, name) for name in INPUTS[computed]]
     made = _launches(computed, arguments, invoker).first().launch(*tensors)
     call = ConvolutionCall.of(arguments.x, arguments.w, None, *arguments.geometry)
@@ -79,7 +52,7 @@ def test_addresses_are_in_the_order_of_the_problems_operands(computed: str, tran
 
 
 def test_tensors_in_another_memory_order_are_packed_first() -> None:
-    arguments, invoker = _arguments(), _Invoker(16)
+    arguments, invoker = _arguments(), FakeInvoker(16)
     last = arguments._replace(x=arguments.x.to(memory_format=torch.channels_last))
     made = _launches("y", last, invoker).first().launch(last.x, last.w)
     assert made.is_contiguous(memory_format=torch.channels_last)
@@ -90,7 +63,7 @@ def test_tensors_in_another_memory_order_are_packed_first() -> None:
 
 def test_a_misaligned_tensor_takes_the_next_solution_that_allows_it() -> None:
     arguments = _arguments()
-    first, second, third = _Invoker(16), _Invoker(16), _Invoker(4)
+    first, second, third = FakeInvoker(16), FakeInvoker(16), FakeInvoker(4)
     launch = _launches("y", arguments, first, second, third).first().launch
     shifted = torch.empty(arguments.x.numel() + 1)[1:].view(arguments.x.shape)
     for _ in range(2):
@@ -101,7 +74,7 @@ def test_a_misaligned_tensor_takes_the_next_solution_that_allows_it() -> None:
 
 def test_where_no_solution_allows_it_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = _arguments()
-    first, second = _Invoker(16), _Invoker(4)
+    first, second = FakeInvoker(16), FakeInvoker(4)
     shifted = torch.empty(arguments.x.numel() + 1)[1:].view(arguments.x.shape)
     assert _launches("y", arguments, first).first().launch(shifted, arguments.w) is None
     launch = _launches("y", arguments, first, second).first().launch
@@ -115,12 +88,18 @@ def test_where_no_solution_allows_it_nothing_runs(monkeypatch: pytest.MonkeyPatc
 def test_a_bias_goes_between_the_tensors_and_the_numbers_of_the_epilogue() -> None:
     arguments, bias = _arguments()._replace(bias=torch.randn(4)), torch.randn(8)[::2]
     call = ConvolutionCall.of(arguments.x, arguments.w, arguments.bias, *arguments.geometry)
-    invoker = _Invoker(16, problem=call.problem("y", MathMode.IEEE, with_bias=True))
-    y = Launches("y", call, arguments, _Ready(invoker), with_bias=True).first().launch(arguments.x, arguments.w, bias)
+    invoker = FakeInvoker(16, problem=call.problem("y", MathMode.IEEE, with_bias=True))
+    y = (
+        Launches("y", call, arguments, FakeSolutions(invoker), with_bias=True)
+        .first()
+        .launch(arguments.x, arguments.w, bias)
+    )
     problem = call.problem("dw", MathMode.IEEE, with_bias=True)
-    backward = _Invoker(16, problem=problem)
+    backward = FakeInvoker(16, problem=problem)
     dw, db = (
-        Launches("dw", call, arguments, _Ready(backward), with_bias=True).first().launch(arguments.x, arguments.grad)
+        Launches("dw", call, arguments, FakeSolutions(backward), with_bias=True)
+        .first()
+        .launch(arguments.x, arguments.grad)
     )
     ((*addresses, added, numbers, workspace, _),) = invoker.runs
     assert addresses == [tensor.data_ptr() for tensor in (arguments.x, arguments.w, y)]

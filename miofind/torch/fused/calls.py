@@ -247,6 +247,8 @@ class BackwardWeights(NamedTuple):
 
 
 Call = Forward | Statistics | BackwardData | BackwardWeights
+COMPUTED_BY: dict[type[Call], str] = {Forward: "y", Statistics: "y", BackwardData: "dx", BackwardWeights: "dw"}
+"""What operators with these arguments compute, beside sums."""
 OneCall = TypeVar("OneCall", bound=Call)
 
 
@@ -339,17 +341,17 @@ def problem_of(call: Call, layout: Layout, math: MathMode) -> ProblemDescription
         Unserved: a convolution that miofind does not have.
     """
     if isinstance(call, Forward):
-        computed, like, epilogue = "y", call.x, _forward_epilogue(call)
+        like, epilogue = call.x, _forward_epilogue(call)
     elif isinstance(call, Statistics):
-        computed, like, epilogue = "y", call.x, replace(_forward_epilogue(call.forward), statistics=True)
+        like, epilogue = call.x, replace(_forward_epilogue(call.forward), statistics=True)
     elif isinstance(call, BackwardData):
-        computed, like = "dx", call.dy
+        like = call.dy
         epilogue = Epilogue(
             residual=ResidualPosition.NONE if call.residual is None else ResidualPosition.BEFORE,
             derivative=Activation.NONE if call.saved is None else Activation(call.derivative),
         )
     else:
-        computed, like = "dw", call.dy
+        like = call.dy
         of_bias = None if call.bias_dtype is None else DataType(str(call.bias_dtype).removeprefix("torch."))
         epilogue = Epilogue(bias_gradient=of_bias is not None, parameter_dtype=of_bias)
     dtype = TensorForm.of(like).dtype
@@ -366,7 +368,7 @@ def problem_of(call: Call, layout: Layout, math: MathMode) -> ProblemDescription
         backend_format=layout,
     )
     try:
-        return replace(aten.problem(computed, math), epilogue=epilogue)
+        return replace(aten.problem(COMPUTED_BY[type(call)], math), epilogue=epilogue)
     except InvalidProblemError as error:
         raise Unserved(f"miofind has no such epilogue: {error}") from error
 

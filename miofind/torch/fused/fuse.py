@@ -70,10 +70,10 @@ def fuse(model: Any) -> Any:
 
     The network given stays as it is. The copy is a torch.fx.GraphModule where torch.fx can trace the network and the
     graph tells all that its code does, else one of its class with its submodules fused one by one, which keep their
-    classes and attributes, too. It runs eagerly,
-    under autocast, torch.compile and in CUDA graphs; it can be pickled, copied and moved to a device, dtype or memory
-    format. Its gradients with respect to its input are right; its weights are constants. Convolutions with hooks,
-    parametrizations, padding other than zeros or a computation of their own stay.
+    classes and attributes, too. It runs eagerly, under autocast, torch.compile and in CUDA graphs; it can be pickled,
+    copied and moved to a device, dtype or memory format. Its gradients with respect to its input are right; its weights
+    are constants. Convolutions with hooks, parametrizations, padding other than zeros or a computation of their own
+    stay.
 
     Args:
         model: a torch.nn.Module in eval mode.

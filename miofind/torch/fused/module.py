@@ -68,14 +68,12 @@ class FusedConvolution(torch.nn.Module):
     """
 
     __module__ = "miofind.torch"  # by which networks are pickled
-    adds_in_place = False
 
     def __init__(
         self, weight: Any, bias: Any, window: Window, numbers: Nonlinearity, *, adds_in_place: bool = False
     ) -> None:
         super().__init__()
-        if adds_in_place:
-            self.adds_in_place = True
+        self.adds_in_place = adds_in_place
         self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
         given = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", given)

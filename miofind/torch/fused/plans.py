@@ -20,7 +20,16 @@ from miofind.torch.answers import Answer, answer, override_of, planner_of
 from miofind.torch.calls import Unserved
 from miofind.torch.direct import DirectCalls, DirectLaunch, DirectResult
 from miofind.torch.flags import Flags, state
-from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, of_one_dtype, problem_of
+from miofind.torch.fused.calls import (
+    COMPUTED_BY,
+    BackwardData,
+    BackwardWeights,
+    Call,
+    Forward,
+    Statistics,
+    of_one_dtype,
+    problem_of,
+)
 from miofind.torch.override import Override
 from miofind.torch.plans import Part, parts_of_a_fused_call
 
@@ -37,7 +46,6 @@ _READ = {
     "channel_bias": "channel_bias",
 }
 """Operands by the names of a call's tensors."""
-_COMPUTED = {Forward: "y", Statistics: "y", BackwardData: "dx", BackwardWeights: "dw"}
 
 
 class Plan(DirectCalls):
@@ -60,7 +68,7 @@ class Plan(DirectCalls):
         try:
             problem = problem_of(narrowed, self.layout, flags.math)
         except Unserved as reason:
-            self.part = Part(_COMPUTED[type(call)], reason=str(reason))
+            self.part = Part(COMPUTED_BY[type(call)], reason=str(reason))
             return
         read = {operand.name for operand in problem.inputs}
         self._like = "x" if isinstance(call, (Forward, Statistics)) else "dy"
