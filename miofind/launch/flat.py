@@ -1,6 +1,7 @@
-"""Launches of kernels as plain data: functions, grids and parameters with the places of addresses in them.
+"""Steps as plain data, with the places of addresses in them: what launches without Python needs no more.
 
-What launches without Python needs no more. Steps of libraries and of the host have no such form.
+Kernels are functions, grids and parameters; products of cuBLASLt and convolutions of cuDNN what their libraries are
+called with. Steps of other libraries and of the host have no such form.
 """
 
 from __future__ import annotations
@@ -8,13 +9,28 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
+from miofind.core.problem import ProblemDescription
 from miofind.errors import LaunchError
 from miofind.launch import tensor_maps
 from miofind.launch.bound_steps import BasedAddress
-from miofind.solver.steps import Argument, EpilogueArgument, KernelStep, Pointer, Scalar, TensorMap
+from miofind.solver.steps import (
+    Argument,
+    CudnnStep,
+    EpilogueArgument,
+    KernelStep,
+    MatmulStep,
+    Pointer,
+    Scalar,
+    TensorMap,
+)
 from miofind.solver.structs import number_in_memory
+
+if TYPE_CHECKING:
+    from miofind.libraries.cublaslt import MatmulCall
+    from miofind.libraries.cudnn import ConvCall
 
 MOST_PARAMETERS = 64
 """Of a kernel that has a flat form."""
@@ -70,6 +86,68 @@ class FlatKernel:
     shared_bytes: int
     pdl: bool
     parameters: tuple[FlatParameter, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatProduct:
+    """A product of cuBLASLt but for addresses and stream: D = alpha A B + beta C, and a bias.
+
+    Attributes:
+        call: what the library is called with.
+        a, b, c, d: where the matrices are.
+        bias, workspace: where they are; None where there is none.
+    """
+
+    call: MatmulCall
+    a: BasedAddress
+    b: BasedAddress
+    c: BasedAddress
+    d: BasedAddress
+    bias: BasedAddress | None = None
+    workspace: BasedAddress | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatConvolution:
+    """A convolution of cuDNN but for addresses and stream, for the thread that made it.
+
+    Attributes:
+        call: what the library is called with.
+        operands: where they are, in the order of the call's.
+        workspace: where it is; None where there is none.
+    """
+
+    call: ConvCall
+    operands: tuple[BasedAddress, ...]
+    workspace: BasedAddress | None = None
+
+
+FlatStep = FlatKernel | FlatProduct | FlatConvolution
+
+
+def flat_product(step: MatmulStep, call: MatmulCall, place: Place) -> FlatProduct:
+    """A product as a flat launch; the call has its epilogue's numbers."""
+    epilogue = step.epilogue
+    bias, residual = (None, None) if epilogue is None else (epilogue.bias, epilogue.residual)
+    return FlatProduct(
+        call=call,
+        a=place(step.a),
+        b=place(step.b),
+        c=place(step.c if residual is None else residual),
+        d=place(step.c),
+        bias=None if bias is None else place(bias),
+        workspace=None if step.workspace is None else place(Pointer(buffer=step.workspace)),
+    )
+
+
+def flat_convolution(step: CudnnStep, call: ConvCall, problem: ProblemDescription, place: Place) -> FlatConvolution:
+    """A convolution as a flat launch; the call has its epilogue's numbers."""
+    operands = (problem if step.fused else problem.bare).operands
+    return FlatConvolution(
+        call=call,
+        operands=tuple(place(Pointer(buffer=operand.name)) for operand in operands),
+        workspace=None if step.workspace is None else place(Pointer(buffer=step.workspace)),
+    )
 
 
 def flat_kernel(

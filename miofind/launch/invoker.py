@@ -29,7 +29,7 @@ from miofind.launch.bound_steps import (
     BoundStep,
     library_plan,
 )
-from miofind.launch.flat import FlatKernel, flat_kernel
+from miofind.launch.flat import FlatStep, flat_convolution, flat_kernel, flat_product
 from miofind.launch.pdl import dependent_launches, supports_pdl
 from miofind.solver.solver import Solver
 from miofind.solver.steps import (
@@ -47,6 +47,7 @@ from miofind.solver.steps import (
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
+    from miofind.libraries.cublaslt import MatmulCall
 
 Bases = tuple[Any, ...]
 """What a run is given: the problem's operands in order, its epilogue's `EpilogueParameters`, then the workspace."""
@@ -97,14 +98,14 @@ class Invoker(ABC):
             LaunchError: a kernel or library call failed to start.
         """
 
-    def flat(self, parameters: EpilogueParameters = DEFAULT_PARAMETERS) -> tuple[FlatKernel, ...] | None:
-        """What a run launches, as plain data; None where that is not kernels alone.
+    def flat(self, parameters: EpilogueParameters = DEFAULT_PARAMETERS) -> tuple[FlatStep, ...] | None:
+        """What a run in this thread launches, as plain data; None where a step has no such form.
 
         Args:
             parameters: the epilogue's numbers.
 
         Raises:
-            LaunchError: the driver refuses a part of it.
+            LaunchError: the driver or a library refuses a part of it, or a library takes such numbers at each run.
         """
         return None
 
@@ -124,6 +125,7 @@ class _CudaInvoker(Invoker):
         super().__init__(origin, solution)
         self._kernels = {step: compiler.load(step, self.device) for step in solution.kernels}
         self._plans: dict[Step, Any] = {}
+        self._calls: dict[MatmulStep, MatmulCall] = {}
         self._local = threading.local()
         self._guards_device = cuda_device_count() > 1
         self._supports_pdl = supports_pdl(self.device)
@@ -141,22 +143,30 @@ class _CudaInvoker(Invoker):
         self._local.steps = bound
         return bound
 
-    def flat(self, parameters: EpilogueParameters = DEFAULT_PARAMETERS) -> tuple[FlatKernel, ...] | None:
-        steps = self.solution.steps
-        kernels = [step for step in steps if isinstance(step, KernelStep)]
-        if len(kernels) < len(steps):
-            return None
-        place = self._placer()
-        return tuple(
-            flat_kernel(
-                step,
-                self._kernels[step].function,
-                place,
-                pdl=pdl and self._supports_pdl,
-                parameters=parameters,
-            )
-            for step, pdl in zip(kernels, dependent_launches(steps), strict=True)
-        )
+    def flat(self, parameters: EpilogueParameters = DEFAULT_PARAMETERS) -> tuple[FlatStep, ...] | None:
+        place, made = self._placer(), list[FlatStep]()
+        for step, pdl in zip(self.solution.steps, dependent_launches(self.solution.steps), strict=True):
+            if isinstance(step, KernelStep):
+                function, pdl = self._kernels[step].function, pdl and self._supports_pdl
+                made.append(flat_kernel(step, function, place, pdl=pdl, parameters=parameters))
+            elif isinstance(step, MatmulStep):
+                made.append(flat_product(step, self._matmul_call(step, parameters), place))
+            elif isinstance(step, CudnnStep):
+                made.append(flat_convolution(step, self._plan_of(step).call(parameters), self.problem, place))
+            else:
+                return None
+        return tuple(made)
+
+    def _matmul_call(self, step: MatmulStep, parameters: EpilogueParameters) -> MatmulCall:
+        """What a product without Python calls, which lasts as long as this."""
+        from miofind.libraries.cublaslt import matmul_call
+
+        if step.epilogue is not None and parameters.numbers(step.epilogue.activation)[:2] != (1.0, 1.0):
+            raise LaunchError("a product of cuBLASLt reads its factors from the host's memory")
+        made = self._calls.get(step)
+        if made is None:
+            made = self._calls.setdefault(step, matmul_call(step, self._plan_of(step), self.device))
+        return made
 
     def _placer(self) -> Callable[[Pointer], BasedAddress]:
         """Where in the bases a step's buffers are."""

@@ -7,7 +7,9 @@ place in a list, since places change between versions of the library.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -159,6 +161,84 @@ class FusedProduct:
             )  # fmt: skip
         except library.cuBLASLtError as error:
             raise LaunchError(f"cuBLASLt did not start {operation.description}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulCall:
+    """What cuBLASLt is called with beside matrices, workspace and stream, for callers in C: addresses.
+
+    Attributes:
+        matmul, set_attribute: of cublasLtMatmul and cublasLtMatmulDescSetAttribute.
+        handle, operation, layout_a, layout_b, layout_c: of the library's; C's layout is D's, too.
+        alpha, beta: of the factors.
+        algorithm: of the library's structure.
+        workspace_bytes: bytes of the workspace that a call uses.
+        bias_attribute: number of the operation's attribute that is the bias's address.
+        kept: what these are in, to be kept as long as there are callers.
+    """
+
+    matmul: int
+    set_attribute: int
+    handle: int
+    operation: int
+    layout_a: int
+    layout_b: int
+    layout_c: int
+    alpha: int
+    beta: int
+    algorithm: int
+    workspace_bytes: int
+    bias_attribute: int
+    kept: tuple[Any, ...]
+
+
+def matmul_call(step: MatmulStep, plan: MatmulPlan, device: Device) -> MatmulCall:
+    """What a launch of a plan calls, with the default numbers where the step has an epilogue.
+
+    Raises:
+        LaunchError: the library refuses the descriptors, or its functions are not found.
+    """
+    functions = _functions()
+    operation = _operation(MatmulShape.of(step), device.index)
+    if step.epilogue is not None:
+        operation.scalars[:] = 1.0, 0.0 if step.epilogue.residual is None else 1.0
+    alpha = operation.scalars.ctypes.data
+    return MatmulCall(
+        matmul=functions[0],
+        set_attribute=functions[1],
+        handle=operation.handle,
+        operation=operation.operation,
+        layout_a=operation.a,
+        layout_b=operation.b,
+        layout_c=operation.c,
+        alpha=alpha,
+        beta=alpha + operation.scalars.itemsize,
+        algorithm=plan.result.ctypes.data,
+        workspace_bytes=plan.workspace_bytes,
+        bias_attribute=int(operation.library.MatmulDescAttribute.BIAS_POINTER),
+        kept=(operation, plan),
+    )
+
+
+@functools.cache
+def _functions() -> tuple[int, int]:
+    """Addresses of cublasLtMatmul and cublasLtMatmulDescSetAttribute of the library that the bindings have loaded.
+
+    Raises:
+        LaunchError: none that is loaded is theirs.
+    """
+    version = _library().get_version()
+    try:
+        loaded = ctypes.CDLL(f"libcublasLt.so.{version // 10_000}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        loaded.cublasLtGetVersion.restype = ctypes.c_size_t
+        found = loaded.cublasLtGetVersion()
+    except OSError:
+        found = None
+    if found != version:
+        raise LaunchError(f"cuBLASLt {version} is not the library that is loaded by its name, which is {found}")
+    called = (loaded.cublasLtMatmul, loaded.cublasLtMatmulDescSetAttribute)
+    matmul, set_attribute = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in called)
+    return matmul, set_attribute
 
 
 class _Operation:

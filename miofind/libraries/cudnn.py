@@ -19,7 +19,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, require_cupy
 from miofind.errors import LaunchError
 from miofind.libraries import cudnn_backend as backend
-from miofind.libraries.cudnn_backend import Attribute, CudnnHandle, Descriptor, Kind, Type
+from miofind.libraries.cudnn_backend import Attribute, CudnnFunctions, CudnnHandle, Descriptor, Kind, Type
 from miofind.libraries.cudnn_graph import (
     ConvGraph,
     Mode,
@@ -139,6 +139,24 @@ def _offer(graph: ConvGraph, config: Descriptor, notes: dict[int, frozenset[Note
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvCall:
+    """What cuDNN executes a plan by beside operands, workspace and stream, for callers in C.
+
+    They are in the thread that asked for it. What it names lasts as long as the plan that it is of.
+
+    Attributes:
+        functions: addresses of the library's.
+        handle, plan: addresses of the library's.
+        ids: of the operands in order, by which the plan knows them.
+    """
+
+    functions: CudnnFunctions
+    handle: int
+    plan: int
+    ids: tuple[int, ...]
+
+
 class ConvPlan:
     """One recorded plan of a problem on a device; may be launched from any thread.
 
@@ -209,6 +227,14 @@ class ConvPlan:
             bound = self.prepare()
         bound.launch(addresses, stream, parameters)
 
+    def call(self, parameters: EpilogueParameters = DEFAULT_PARAMETERS) -> ConvCall:
+        """What a launch in this thread executes.
+
+        Raises:
+            LaunchError: it takes numbers of each launch, or as of `prepare`.
+        """
+        return self.prepare().call()
+
 
 class FusedConvPlan:
     """One recorded plan of a problem with an epilogue: a `ConvPlan` for each kind of numbers that it is launched with.
@@ -246,6 +272,14 @@ class FusedConvPlan:
         """
         *operands, parameters, workspace = bases
         self._plan(parameters).launch((*operands, workspace), stream, parameters)
+
+    def call(self, parameters: EpilogueParameters = DEFAULT_PARAMETERS) -> ConvCall:
+        """What a launch with some numbers in this thread executes.
+
+        Raises:
+            LaunchError: it has factors, or as of `launch`.
+        """
+        return self._plan(parameters).call()
 
     def _plan(self, parameters: EpilogueParameters) -> ConvPlan:
         alpha, beta, *of_activation = parameters.numbers(self._activation)
@@ -329,6 +363,17 @@ class _BoundPlan:
         status = self._execute(handle.pointer, self._plan.pointer, pack.descriptor.pointer)
         if status:
             backend.check(status, "executing a plan")
+
+    def call(self) -> ConvCall:
+        """What a launch executes.
+
+        Raises:
+            LaunchError: the plan reads factors of each launch from the host's memory.
+        """
+        if self._factors:
+            raise LaunchError(f"cuDNN's plan reads {' and '.join(self._factors)} at each launch")
+        functions, handle, plan = backend.library().functions, self.handle.pointer, self._plan.pointer
+        return ConvCall(functions=functions, handle=handle, plan=plan, ids=self._ids)
 
     def _pack(self, addresses: tuple[int, ...], numbers: tuple[float, ...]) -> _Pack:
         if len(self._packs) == _PACKS:

@@ -18,7 +18,7 @@ import sys
 import threading
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from miofind.device.device import INSTALL_CUDA
 from miofind.errors import LaunchError, MissingLibraryError
@@ -143,8 +143,23 @@ class Attribute(IntEnum):
     ENGINE_NUMERICAL_NOTES = 1303
 
 
+class CudnnFunctions(NamedTuple):
+    """Addresses of the functions that execute a plan, for callers in C."""
+
+    create_descriptor: int
+    set_attribute: int
+    finalize: int
+    execute: int
+    destroy_descriptor: int
+    get_stream: int
+
+
 class CudnnLibrary:
     """The functions of one loaded libcudnn.
+
+    Attributes:
+        version: 91900 for 9.19.0.
+        functions: addresses of those that execute a plan.
 
     The calls of a run keep the interpreter's lock: they take microseconds, and giving the lock away can cost a
     waiting thread's whole switch interval (5 ms). Calls that may compile release it.
@@ -166,6 +181,8 @@ class CudnnLibrary:
         self._last_error = _function(library.cudnnGetLastErrorString, ctypes.c_char_p, ctypes.c_size_t)
         library.cudnnGetVersion.restype = ctypes.c_size_t
         self.version = int(library.cudnnGetVersion())
+        called = (self.create, self.set, self.finalize, self.execute, self.destroy, library.cudnnGetStream)
+        self.functions = CudnnFunctions(*(ctypes.cast(each, pointer).value or 0 for each in called))
 
     def message(self, status: int) -> str:
         """Name of a status and what the library said last, on one line."""

@@ -173,8 +173,8 @@ class Launches:
     def _direct(self, invoker: Invoker) -> DirectLaunch | None:
         """What an invoker does, for calls whose tensors need not be packed; None where Python is needed."""
         form = self._form
-        kernels = None if any(form.copies) else invoker.flat()
-        if kernels is None:
+        steps = None if any(form.copies) else invoker.flat()
+        if steps is None:
             return None
         tensors = ("x", "w", "bias") if self._computed == "y" else ("grad", "x", "w")
         read = INPUTS[self._computed] + (("bias",) if form.bias == "given" else ())
@@ -191,7 +191,7 @@ class Launches:
             sources=bases,
             workspace_bytes=invoker.workspace_bytes,
             alignment_bytes=invoker.alignment_bytes,
-            kernels=kernels,
+            steps=steps,
         )
 
     @property

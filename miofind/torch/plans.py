@@ -118,23 +118,28 @@ class Plan(DirectCalls):
     def __init__(self, parts: tuple[Part, ...], rank: int, grad_layout: Any = None) -> None:
         self.parts = parts
         self._take_launches()
-        does_without = self.is_native or (grad_layout is None and all(part.direct is not None for part in parts))
+        is_left = [part.launch is None for part in parts]  # to PyTorch
+        does_without = all(is_left) or (
+            grad_layout is None
+            and all(left or part.direct is not None for left, part in zip(is_left, parts, strict=True))
+        )
         super().__init__(needs_python=not (does_without and self.is_final))
         self.bias_shape = (1, -1) + (1,) * (rank - 2)
         self.bias_dimensions = (0, *range(2, rank))
         self.grad_layout = grad_layout
         self.pending = tuple(part.pending for part in parts if part.pending is not None)
 
-    @property
-    def is_native(self) -> bool:
-        """Whether PyTorch's own kernel computes all results."""
-        return all(part.launch is None for part in self.parts)
-
     def direct_launches(self) -> Sequence[tuple[int, DirectLaunch]] | None:
-        """The launches of the parts; none where PyTorch's own kernel is to run the calls."""
-        launches = [(int(part.computed == "dw"), part.direct()) for part in self.parts if part.direct is not None]
-        known = [(which, launch) for which, launch in launches if launch is not None]
-        return known if len(known) == len(self.parts) or self.is_native else None
+        """The launches of the parts that PyTorch's own kernel does not compute; None where one needs Python."""
+        made = []
+        for part in self.parts:
+            if part.launch is None:
+                continue
+            launch = None if part.direct is None else part.direct()
+            if launch is None:
+                return None
+            made.append((int(part.computed == "dw"), launch))
+        return made
 
     def _take_launches(self) -> None:
         launches = {part.computed: part.launch for part in self.parts}
@@ -254,6 +259,9 @@ class Planner:
             return part
         bare = self._tried(Part(computed), call, arguments, flags)
         bare.is_final = bare.is_final and part.is_final
+        if bare.is_missing and not part.is_missing:  # PyTorch's is faster, bias and all: nobody lacks the bare one
+            part.is_final = bare.is_final
+            return part
         return bare
 
     def _tried(self, part: Part, call: ConvolutionCall, arguments: Arguments, flags: Flags) -> Part:
@@ -458,7 +466,7 @@ def refuse_capture(part: Part, device: Any) -> None:
 
 
 def own_first(found: list[Solution]) -> list[Solution]:
-    """Solutions of which an own kernel that ties with a library's best goes first: calls of it need no Python."""
+    """Solutions of which an own kernel that ties with a library's best goes first: the host launches it faster."""
     if loaded() is None or found[0].library is Library.PLAIN:
         return found
     tied = next((s for s in found if s.library is Library.PLAIN and s.ties_with_best), None)

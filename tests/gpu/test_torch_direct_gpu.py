@@ -103,6 +103,66 @@ def test_results_are_right_without_python(enabled: Override, name: str, dtype: A
     assert enabled.report().own_calls > 0
 
 
+@pytest.fixture(params=["cudnn", "cublas"])
+def of_a_library(
+    request: pytest.FixtureRequest, path: DirectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Override]:
+    monkeypatch.delenv(direct.VARIABLE, raising=False)
+    monkeypatch.setattr(direct, "_loaded", [path])
+    with (
+        miofind.Handle("cuda", database=tmp_path / "finddb.db") as handle,
+        miofind.torch.use("estimate", background=False, only=(request.param,), handle=handle) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_libraries_run_without_python(of_a_library: Override, dtype: Any, memory_format: str, with_bias: bool) -> None:
+    before = 0
+    for i in range(5):
+        x = torch.randn(4, 64, 14, 15, device="cuda", dtype=dtype).to(memory_format=FORMATS[memory_format])
+        w = (0.1 * torch.randn(128, 64, 1, 1, device="cuda", dtype=dtype)).to(memory_format=FORMATS[memory_format])
+        bias = [torch.randn(128, device="cuda", dtype=dtype)] if with_bias else []
+        given = [tensor.requires_grad_() for tensor in (x, w, *bias)]
+        y = conv2d(*given)
+        dy = torch.randn_like(y)
+        results = (y, *torch.autograd.grad(y, given, dy))
+        exact = [tensor.detach().double().requires_grad_() for tensor in given]
+        want = conv2d(*exact)
+        for got, right in zip(results, (want, *torch.autograd.grad(want, exact, dy.double())), strict=True):
+            assert (got - right).abs().max() <= TOLERANCE[dtype] * right.abs().max()
+        if i == 1:
+            before = of_python(of_a_library)
+    in_float64 = 2 * 3
+    assert of_python(of_a_library) - before <= in_float64
+    assert of_a_library.report().own_calls >= 10
+
+
+def test_libraries_follow_streams_and_threads(of_a_library: Override) -> None:
+    half = {"device": "cuda", "dtype": torch.float16}
+    x, w = torch.randn(32, 256, 56, 56, **half), 0.1 * torch.randn(256, 256, 1, 1, **half)
+    want = [conv2d(x, w) for _ in range(3)][-1]
+    side, results = torch.cuda.Stream(), []
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(3):
+        with torch.cuda.stream(side):
+            results.append(conv2d(x, w))
+        results += [conv2d(x, w), conv2d(x, w)]
+    with torch.cuda.stream(side):
+        graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        results.append(conv2d(x, w))
+    results.append(conv2d(x, w))
+    graph.replay()
+    with ThreadPoolExecutor(4) as pool:
+        results += pool.map(lambda _: conv2d(x, w), range(40))
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, want) for each in results)
+
+
 def test_another_stream_and_a_graph_give_the_same(enabled: Override) -> None:
     x, w = (torch.randn(8, 8, 12, 12, device="cuda"), torch.randn(8, 8, 3, 3, device="cuda"))
     want = [conv2d(x, w) for _ in range(3)][-1]

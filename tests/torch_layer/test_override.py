@@ -335,6 +335,20 @@ def test_an_answer_with_a_bias_is_taken_after_a_capture(tmp_path: Path, monkeypa
         assert _own(made) == 1
 
 
+def test_nobody_lacks_the_bare_problem_of_a_bias_that_pytorch_is_faster_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, bias = Handle("cpu", database=tmp_path / "finddb.db"), torch.randn(8)
+    problem = ProblemDescription.convolution(x=X.shape, w=W.shape, epilogue="bias")
+    with handle, _enabled(handle, "fallback", only="ConvCpuDirect") as made:
+        found = find_solutions(problem, options=made.settings.options(deterministic=False), handle=handle)
+        monkeypatch.setattr(plans.records, "look_up", lambda asked, *_, **__: found if asked == problem else None)
+        monkeypatch.setattr(plans.comparisons, "gain", lambda asked, device: 0.5)
+        conv2d(X, W, bias)
+        assert "0.50 times as fast as PyTorch's own kernel" in _reason(made)
+        assert made.report().missing == {}
+
+
 def test_cudnn_is_left_to_pytorch_unless_ours_gains(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_cudnn(problem: ProblemDescription, **arguments: Any) -> Any:
         first, second, *_ = found(problem, **arguments)

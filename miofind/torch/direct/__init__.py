@@ -23,7 +23,9 @@ import torch
 
 from miofind.compiler.directory import default_directory, private_folder
 from miofind.errors import CompileError, LaunchError, MissingLibraryError, described
-from miofind.launch.flat import FlatKernel
+from miofind.launch.bound_steps import BasedAddress
+from miofind.launch.flat import FlatConvolution, FlatKernel, FlatProduct, FlatStep
+from miofind.libraries.cudnn_backend import CudnnFunctions
 from miofind.process.forks import ForkedLock
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,40 @@ class DirectResult(NamedTuple):
     dtype: Any
 
 
+class _Place(ctypes.Structure):
+    """`Place` of router.cpp."""
+
+    _fields_ = (("source", ctypes.c_int64), ("offset", ctypes.c_uint64))
+
+
+class _Product(ctypes.Structure):
+    """`ProductParts` of router.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("matmul", "set_attribute", "handle", "operation")),
+        *((name, ctypes.c_void_p) for name in ("layout_a", "layout_b", "layout_c", "alpha", "beta", "algorithm")),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("bias_attribute", ctypes.c_int64),
+        *((name, _Place) for name in ("a", "b", "c", "d", "bias", "workspace")),
+    )
+
+
+_MOST_OPERANDS = 12
+
+
+class _Convolution(ctypes.Structure):
+    """`ConvolutionParts` of router.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in CudnnFunctions._fields),
+        *((name, ctypes.c_void_p) for name in ("handle", "plan")),
+        ("count", ctypes.c_int64),
+        ("ids", ctypes.c_int64 * _MOST_OPERANDS),
+        ("operands", _Place * _MOST_OPERANDS),
+        ("workspace", _Place),
+    )
+
+
 class DirectLaunch(NamedTuple):
     """What computes results of calls that look alike, without Python.
 
@@ -56,7 +92,7 @@ class DirectLaunch(NamedTuple):
         operands: which of a call's tensors it reads: of (x, w, bias), of (grad, x, w), or by the places of an
             operator's arguments.
         results: what it makes, in the operator's order.
-        sources: what each of the kernels' bases is: the operands' numbers first, then the results', then the
+        sources: what each of the steps' bases is: the operands' numbers first, then the results', then the
             workspace's; -1 nothing that has an address.
         workspace_bytes: of the workspace.
         alignment_bytes: that the operands' addresses need.
@@ -67,17 +103,15 @@ class DirectLaunch(NamedTuple):
     sources: tuple[int, ...]
     workspace_bytes: int
     alignment_bytes: int
-    kernels: tuple[FlatKernel, ...]
+    steps: tuple[FlatStep, ...]
 
 
 class DirectPlan:
-    """The launches of a call, where router.cpp finds them; none where PyTorch's own kernel is to run it."""
+    """The launches of a call, where router.cpp finds them; PyTorch's own kernel computes results that have none."""
 
     def __init__(self, library: Any, launches: Sequence[tuple[int, DirectLaunch]]) -> None:
         self._library = library
         self._pointer = ctypes.c_void_p(library.miofind_plan())
-        if not launches:
-            library.miofind_leave(self._pointer)
         for which, launch in launches:
             self._add(which, launch)
 
@@ -90,8 +124,14 @@ class DirectPlan:
             shape, strides = numbers(*result.shape), numbers(*result.strides)
             form = result.dtype.itemsize, int(result.dtype is torch.bfloat16)
             self._library.miofind_result(self._pointer, which, len(result.shape), shape, strides, *form)
-        for kernel in launch.kernels:
-            self._add_kernel(which, kernel, launch.sources)
+        for step in launch.steps:
+            if isinstance(step, FlatKernel):
+                self._add_kernel(which, step, launch.sources)
+            elif isinstance(step, FlatProduct):
+                self._library.miofind_product(self._pointer, which, ctypes.byref(_product(step, launch.sources)))
+            else:
+                parts = _convolution(step, launch.sources)
+                self._library.miofind_convolution(self._pointer, which, ctypes.byref(parts))
 
     def _add_kernel(self, which: int, kernel: FlatKernel, sources: tuple[int, ...]) -> None:
         three, library, plan = ctypes.c_uint32 * 3, self._library, self._pointer
@@ -119,6 +159,49 @@ class DirectPlan:
 
     def __del__(self) -> None:
         self._library.miofind_free(self._pointer)
+
+
+def _product(step: FlatProduct, sources: Sequence[int]) -> _Product:
+    call = step.call
+    return _Product(
+        call.matmul,
+        call.set_attribute,
+        call.handle,
+        call.operation,
+        call.layout_a,
+        call.layout_b,
+        call.layout_c,
+        call.alpha,
+        call.beta,
+        call.algorithm,
+        call.workspace_bytes,
+        call.bias_attribute,
+        *(_place(where, sources) for where in (step.a, step.b, step.c, step.d, step.bias, step.workspace)),
+    )
+
+
+def _convolution(step: FlatConvolution, sources: Sequence[int]) -> _Convolution:
+    """As router.cpp takes it.
+
+    Raises:
+        LaunchError: it has too many operands.
+    """
+    call, count = step.call, len(step.operands)
+    if count > _MOST_OPERANDS:
+        raise LaunchError(f"a convolution of cuDNN has {count} operands")
+    return _Convolution(
+        *call.functions,
+        call.handle,
+        call.plan,
+        count,
+        (ctypes.c_int64 * _MOST_OPERANDS)(*call.ids),
+        (_Place * _MOST_OPERANDS)(*(_place(where, sources) for where in step.operands)),
+        _place(step.workspace, sources),
+    )
+
+
+def _place(where: BasedAddress | None, sources: Sequence[int]) -> _Place:
+    return _Place(-1, 0) if where is None else _Place(sources[where.base], where.offset)
 
 
 class DirectPath:
@@ -179,7 +262,11 @@ class DirectPath:
         self.generation += 1  # afterwards: a plan that is offered in between is refused, and offered once more
 
     def plan(self, launches: Sequence[tuple[int, DirectLaunch]]) -> DirectPlan:
-        """A plan of launches, each with its place: 0 of y or dx, 1 of dw; without any, of PyTorch's own kernel."""
+        """A plan of launches, each with its place: 0 of y or dx, 1 of dw.
+
+        Raises:
+            LaunchError: router.cpp has no room for one.
+        """
         return DirectPlan(self._library, launches)
 
 
@@ -211,7 +298,7 @@ class DirectCalls(ABC):
 
     @abstractmethod
     def direct_launches(self) -> Sequence[tuple[int, DirectLaunch]] | None:
-        """What runs them, as `DirectPath.plan` takes it; None where that needs Python.
+        """What runs them, as `DirectPath.plan` takes it, but for results of PyTorch's own; None where they need Python.
 
         Raises:
             LaunchError: it needs Python, and why.
@@ -224,14 +311,13 @@ class DirectCalls(ABC):
         self.generation = path.generation
         try:
             launches = self.direct_launches()
+            made = None if launches is None else path.plan(launches)
         except LaunchError as error:
             logger.debug("a convolution goes through Python: %s", error)
-            launches = None
-        if launches is None:
+            made = None
+        if made is None:
             self.generation = None
-            return
-        made = path.plan(launches)
-        if made.adopt():
+        elif made.adopt():
             self.direct_plans.append(made)
 
 

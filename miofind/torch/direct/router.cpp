@@ -1,9 +1,9 @@
 // The hot path without Python: calls of aten::convolution, aten::convolution_backward and miofind's own operators that
-// look like an earlier one are launched from here, or go on to PyTorch's own kernels. Whatever is new, or not made of
-// own kernels alone, goes on to Python: to the kernels of miofind_router (override.py), or to those of miofind's
-// operators that these stand before (fused/ops.py).
+// look like an earlier one are launched from here, result by result, or go on to PyTorch's own kernels. Whatever is new,
+// or takes a step that has no plain form, goes on to Python: to the kernels of miofind_router (override.py), or to those
+// of miofind's operators that these stand before (fused/ops.py).
 //
-// It needs PyTorch's headers and no CUDA toolkit: the driver's two functions come as addresses.
+// It needs PyTorch's headers and no CUDA toolkit: functions of the driver, cuBLASLt and cuDNN come as addresses.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -64,6 +64,16 @@ ReplaceAddress replace_address = nullptr;
 constexpr size_t MOST_SOURCES = 16;
 using Addresses = std::array<uint64_t, MOST_SOURCES>;
 
+// An address that a step takes; of nothing where the source is below 0.
+struct Place {
+  int64_t source;
+  uint64_t offset;
+
+  void* in(const Addresses& addresses) const {
+    return source < 0 ? nullptr : reinterpret_cast<void*>(addresses[source] + offset);
+  }
+};
+
 struct Fixup {
   size_t at;
   int source;
@@ -83,17 +93,36 @@ constexpr size_t ALIGNMENT = 64;
 constexpr int INVALID_CONTEXT = 201;
 constexpr int NO_WORKSPACE = -1;  // none of the driver's
 
-// The status of a launch where there is no driver: Python's launch tells of it.
-constexpr int NO_DRIVER = -1;
 
-struct Kernel {
+// The status of a launch where there is no driver: Python's launch tells of it.
+constexpr int NO_DRIVER = -2;
+
+// Whether a step that ended with a status may start in a later call, so that its plan stays.
+bool is_of_this_call(int status) {
+  return status == INVALID_CONTEXT || status == NO_WORKSPACE;
+}
+
+// A step of a launch.
+struct Step {
+  virtual ~Step() = default;
+
+  // Whether it may be run by this thread now.
+  virtual bool is_ready(void* stream) const { return true; }
+
+  // 0 where it has started, else the status of what it calls, or one of those above.
+  virtual int run(const Addresses& addresses, void* stream) const = 0;
+};
+
+struct Kernel : Step {
+  Kernel(void* function, bool is_dependent) : function(function), is_dependent(is_dependent) {}
+
   void* function;
-  LaunchConfig config;
+  LaunchConfig config{};
   bool is_dependent;
   std::vector<Parameter> parameters;
   size_t bytes = 0;
 
-  int run(const Addresses& addresses, void* stream) const {
+  int run(const Addresses& addresses, void* stream) const override {
     if (!launch_kernel || !replace_address) return NO_DRIVER;
     thread_local std::vector<char> memory;
     memory.resize(bytes + ALIGNMENT);
@@ -125,6 +154,97 @@ struct Kernel {
   }
 };
 
+// What a product of cuBLASLt takes, as Python fills it in. Source: cublasLt.h, cublasLtMatmul.
+struct ProductParts {
+  int (*matmul)(void* handle, void* operation, const void* alpha, const void* a, void* layout_a, const void* b,
+                void* layout_b, const void* beta, const void* c, void* layout_c, void* d, void* layout_d,
+                const void* algorithm, void* workspace, size_t workspace_bytes, void* stream);
+  int (*set_attribute)(void* operation, int attribute, const void* value, size_t bytes);
+  void *handle, *operation, *layout_a, *layout_b, *layout_c;
+  const void *alpha, *beta, *algorithm;
+  size_t workspace_bytes;
+  int64_t bias_attribute;
+  Place a, b, c, d, bias, workspace;
+};
+
+struct Product : Step {
+  explicit Product(const ProductParts& parts) : parts(parts) {}
+
+  int run(const Addresses& addresses, void* stream) const override {
+    const ProductParts& p = parts;
+    const auto start = [&] {
+      return p.matmul(p.handle, p.operation, p.alpha, p.a.in(addresses), p.layout_a, p.b.in(addresses), p.layout_b,
+                      p.beta, p.c.in(addresses), p.layout_c, p.d.in(addresses), p.layout_c, p.algorithm,
+                      p.workspace.in(addresses), p.workspace_bytes, stream);
+    };
+    const void* const vector = p.bias.in(addresses);
+    if (!vector) return start();
+    const std::lock_guard<std::mutex> guard(lock);
+    const int status = p.set_attribute(p.operation, static_cast<int>(p.bias_attribute), &vector, sizeof vector);
+    return status ? status : start();
+  }
+
+  const ProductParts parts;
+  mutable std::mutex lock;  // of the operation, which holds the address of the bias while a product starts
+};
+
+// A number that no other thread of the process has or had.
+uint64_t this_thread() {
+  static std::atomic<uint64_t> count{0};
+  thread_local const uint64_t number = ++count;
+  return number;
+}
+
+// What a convolution of cuDNN takes, as Python fills it in. Source: cudnn_graph.h.
+constexpr size_t MOST_OPERANDS = 12;
+
+struct ConvolutionParts {
+  int (*create_descriptor)(int kind, void** descriptor);
+  int (*set_attribute)(void* descriptor, int attribute, int type, int64_t count, const void* values);
+  int (*finalize)(void* descriptor);
+  int (*execute)(void* handle, void* plan, void* pack);
+  int (*destroy_descriptor)(void* descriptor);
+  int (*get_stream)(void* handle, void** stream);
+  void *handle, *plan;
+  int64_t count;
+  int64_t ids[MOST_OPERANDS];
+  Place operands[MOST_OPERANDS];
+  Place workspace;
+};
+
+// cuDNN's handles and plans are for one thread at a time: this is for the one that made it, whose they are.
+struct Convolution : Step {
+  explicit Convolution(const ConvolutionParts& parts) : parts(parts), thread(this_thread()) {}
+
+  // Its handle may have another stream: Python, which sets it, keeps in mind which.
+  bool is_ready(void* stream) const override {
+    void* used = nullptr;
+    return thread == this_thread() && !parts.get_stream(parts.handle, &used) && used == stream;
+  }
+
+  int run(const Addresses& addresses, void* stream) const override {
+    const ConvolutionParts& p = parts;
+    constexpr int VARIANT_PACK = 16, INT64 = 3, VOID_PTR = 6;
+    constexpr int UNIQUE_IDS = 1000, DATA_POINTERS = 1001, WORKSPACE = 1003;
+    void* pointers[MOST_OPERANDS];
+    for (int64_t i = 0; i < p.count; ++i) pointers[i] = p.operands[i].in(addresses);
+    void* const scratch = p.workspace.in(addresses);
+    void* pack = nullptr;
+    int status = p.create_descriptor(VARIANT_PACK, &pack);
+    if (status) return status;
+    status = p.set_attribute(pack, UNIQUE_IDS, INT64, p.count, p.ids);
+    if (!status) status = p.set_attribute(pack, DATA_POINTERS, VOID_PTR, p.count, pointers);
+    if (!status) status = p.set_attribute(pack, WORKSPACE, VOID_PTR, 1, &scratch);
+    if (!status) status = p.finalize(pack);
+    if (!status) status = p.execute(p.handle, p.plan, pack);
+    p.destroy_descriptor(pack);
+    return status;
+  }
+
+  const ConvolutionParts parts;
+  const uint64_t thread;
+};
+
 // A call's tensors by the places of their arguments; nullptr where there is none.
 using Tensors = const at::Tensor* const*;
 
@@ -146,12 +266,13 @@ struct Launch {
   std::vector<Result> results;
   int64_t workspace_bytes = 0;
   uint64_t misaligned = 0;
-  std::vector<Kernel> kernels;
+  std::vector<std::unique_ptr<Step>> steps;
 
-  bool takes(Tensors tensors) const {
+  bool takes(Tensors tensors, void* stream) const {
     uint64_t bits = 0;
     for (const int place : operands) bits |= reinterpret_cast<uint64_t>(tensors[place]->const_data_ptr());
-    return (bits & misaligned) == 0;
+    if (bits & misaligned) return false;
+    return std::all_of(steps.begin(), steps.end(), [&](const auto& step) { return step->is_ready(stream); });
   }
 
   Made run(Tensors tensors, void* stream) const {
@@ -175,16 +296,15 @@ struct Launch {
       }
       addresses[count] = reinterpret_cast<uint64_t>(scratch.mutable_data_ptr());
     }
-    for (const Kernel& kernel : kernels) {
-      if ((made.status = kernel.run(addresses, stream))) break;
+    for (const auto& step : steps) {
+      if ((made.status = step->run(addresses, stream))) break;
     }
     return made;
   }
 };
 
 struct Plan {
-  std::array<std::optional<Launch>, 2> launches;  // y, or dx and dw
-  bool is_native = false;                         // PyTorch's own kernel computes all results
+  std::array<std::optional<Launch>, 2> launches;  // y, or dx and dw; PyTorch's own kernel computes what has none
   std::atomic<uint64_t> calls{0};
 };
 
@@ -247,7 +367,7 @@ Found plan_of(const Key& key) {
 // Have a call go on to Python, which makes the device's context current in a thread that has none, leaves a call that
 // there is no memory for to PyTorch, or tells what fails.
 void failed(const Key& key, int status) {
-  if (status == INVALID_CONTEXT || status == NO_WORKSPACE) return;
+  if (is_of_this_call(status)) return;
   std::unique_lock<std::shared_mutex> guard(known().lock);
   known().plans.erase(key);
 }
@@ -305,6 +425,8 @@ bool is_plain(const at::Tensor& tensor, const at::Tensor& first) {
 bool is_served(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
 }
+
+void* const DEFAULT_STREAM = nullptr;
 
 // The default stream of a tensor's device is the current one: others' handles are PyTorch's to tell.
 bool on_default_stream(const at::Tensor& tensor) {
@@ -393,15 +515,15 @@ at::Tensor convolution(c10::DispatchKeySet keys, const at::Tensor& x, const at::
     return std::move(results[0]).toTensor();
   };
   if (const auto& plan = found.plan) {
-    if (plan->is_native) {
+    if (!plan->launches[0]) {
       plan->calls.fetch_add(1, std::memory_order_relaxed);
       return run_native();
     }
     const c10::OptionalDeviceGuard guard(x.device());
     const Launch& launch = *plan->launches[0];
     const std::array<const at::Tensor*, 3> tensors{&x, &w, has_bias ? &*bias : nullptr};
-    if (launch.takes(tensors.data())) {
-      Made made = launch.run(tensors.data(), nullptr);
+    if (launch.takes(tensors.data(), DEFAULT_STREAM)) {
+      Made made = launch.run(tensors.data(), DEFAULT_STREAM);
       if (!made.status) {
         plan->calls.fetch_add(1, std::memory_order_relaxed);
         if (!has_bias || launch.operands.size() == 3) return std::move(made.results[0]);
@@ -436,28 +558,33 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
   }
   const Found found = is_known ? plan_of(key) : Found();
   const Natives& native = natives_of(keys);
-  const auto run_native = [&]() -> Results {
+  const auto run_native = [&](const std::array<bool, 3>& wanted) -> Results {
     auto results = called(native.backward, keys, grad, x, w, bias_sizes, stride, padding, dilation, transposed,
-                          output_padding, groups, mask);
+                          output_padding, groups, wanted);
     return {std::move(results[0]).toTensor(), std::move(results[1]).toTensor(), std::move(results[2]).toTensor()};
   };
   if (const auto& plan = found.plan) {
-    if (plan->is_native) {
+    if (!plan->launches[0] && !plan->launches[1]) {
       plan->calls.fetch_add(1, std::memory_order_relaxed);
-      return run_native();
+      return run_native(mask);
     }
     const c10::OptionalDeviceGuard guard(x.device());
     const std::array<const at::Tensor*, 3> tensors{&grad, &x, &w};
     std::array<at::Tensor, 3> results;
+    std::array<bool, 3> left{};  // to PyTorch's own kernel
     bool is_done = true;
     for (int i = 0; i < 2 && is_done; ++i) {
       if (!mask[i]) continue;
+      if (!plan->launches[i]) {
+        left[i] = true;
+        continue;
+      }
       const Launch& launch = *plan->launches[i];
-      if (!launch.takes(tensors.data())) {
+      if (!launch.takes(tensors.data(), DEFAULT_STREAM)) {
         is_done = false;
         break;
       }
-      Made made = launch.run(tensors.data(), nullptr);
+      Made made = launch.run(tensors.data(), DEFAULT_STREAM);
       if (made.status) {
         failed(key, made.status);
         is_done = false;
@@ -468,7 +595,13 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
     }
     if (is_done) {
       plan->calls.fetch_add(1, std::memory_order_relaxed);
-      if (mask[2] && !results[2].defined()) {
+      if (left[0] || left[1]) {
+        left[2] = mask[2] && !results[2].defined();
+        Results rest = run_native(left);
+        if (left[0]) results[0] = std::move(std::get<0>(rest));
+        if (left[1]) results[1] = std::move(std::get<1>(rest));
+        if (left[2]) results[2] = std::move(std::get<2>(rest));
+      } else if (mask[2] && !results[2].defined()) {
         std::vector<int64_t> summed{0};
         for (int64_t i = 2; i < grad.dim(); ++i) summed.push_back(i);
         results[2] = at::sum(grad, summed);
@@ -477,7 +610,7 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
     }
   }
   const auto& going_on = python<Backward>("miofind_router::convolution_backward");
-  if (!going_on.hasKernelForDispatchKey(native.at)) return run_native();  // it is being disabled
+  if (!going_on.hasKernelForDispatchKey(native.at)) return run_native(mask);  // it is being disabled
   const Miss miss(std::move(key), is_known, found.generation);
   return going_on.call(grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask);
 }
@@ -555,8 +688,8 @@ struct OwnOperator : c10::OperatorKernel {
     if (const auto& plan = found.plan) {
       const c10::OptionalDeviceGuard guard(first.device());
       const Launch& launch = *plan->launches[0];
-      if (launch.takes(tensors.data())) {
-        Made made = launch.run(tensors.data(), nullptr);
+      if (launch.takes(tensors.data(), DEFAULT_STREAM)) {
+        Made made = launch.run(tensors.data(), DEFAULT_STREAM);
         if (!made.status) {
           plan->calls.fetch_add(1, std::memory_order_relaxed);
           torch::jit::drop(*stack, count);
@@ -609,6 +742,10 @@ const char* refusal(const Action& action) {
     return told.c_str();
   }
   return nullptr;
+}
+
+std::vector<std::unique_ptr<Step>>& steps_of(void* plan, int which) {
+  return (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->steps;
 }
 
 }  // namespace
@@ -687,10 +824,6 @@ void* miofind_plan() {
   return new std::shared_ptr<Plan>(std::make_shared<Plan>());
 }
 
-void miofind_leave(void* plan) {
-  (*static_cast<std::shared_ptr<Plan>*>(plan))->is_native = true;
-}
-
 void miofind_launch(void* plan, int which, int operands, const int32_t* places, int64_t workspace_bytes,
                     uint64_t alignment) {
   Launch& launch = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which].emplace();
@@ -711,15 +844,16 @@ void miofind_result(void* plan, int which, int rank, const int64_t* shape, const
 
 void miofind_kernel(void* plan, int which, void* function, const uint32_t* grid, const uint32_t* block,
                     uint32_t shared_bytes, int is_dependent) {
-  Kernel kernel{function, {}, is_dependent != 0, {}, 0};
-  std::memcpy(kernel.config.grid, grid, sizeof kernel.config.grid);
-  std::memcpy(kernel.config.block, block, sizeof kernel.config.block);
-  kernel.config.shared_bytes = shared_bytes;
-  (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->kernels.push_back(std::move(kernel));
+  auto kernel = std::make_unique<Kernel>(function, is_dependent != 0);
+  std::memcpy(kernel->config.grid, grid, sizeof kernel->config.grid);
+  std::memcpy(kernel->config.block, block, sizeof kernel->config.block);
+  kernel->config.shared_bytes = shared_bytes;
+  steps_of(plan, which).push_back(std::move(kernel));
 }
 
+// Of a kernel that was the last step to be added.
 void miofind_parameter(void* plan, int which, const char* content, size_t bytes, int is_map) {
-  Kernel& kernel = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->kernels.back();
+  Kernel& kernel = static_cast<Kernel&>(*steps_of(plan, which).back());
   Parameter parameter;
   parameter.content.assign(content, content + bytes);
   parameter.is_map = is_map != 0;
@@ -729,8 +863,17 @@ void miofind_parameter(void* plan, int which, const char* content, size_t bytes,
 }
 
 void miofind_fixup(void* plan, int which, size_t at, int source, uint64_t offset) {
-  Kernel& kernel = (*static_cast<std::shared_ptr<Plan>*>(plan))->launches[which]->kernels.back();
+  Kernel& kernel = static_cast<Kernel&>(*steps_of(plan, which).back());
   kernel.parameters.back().fixups.push_back({at, source, offset});
+}
+
+void miofind_product(void* plan, int which, const ProductParts* parts) {
+  steps_of(plan, which).push_back(std::make_unique<Product>(*parts));
+}
+
+// For the thread that calls this.
+void miofind_convolution(void* plan, int which, const ConvolutionParts* parts) {
+  steps_of(plan, which).push_back(std::make_unique<Convolution>(*parts));
 }
 
 // Have later calls that look like this thread's last miss run a plan; 0 where all plans were forgotten since.

@@ -96,8 +96,8 @@ class Plan(DirectCalls):
         """The launch of the first solution, whose operands are found by the places of an operator's arguments."""
         assert self.answer is not None
         invoker = self.answer.first
-        kernels = None if invoker is None else invoker.flat(self._parameters)
-        if invoker is None or kernels is None:
+        steps = None if invoker is None else invoker.flat(self._parameters)
+        if invoker is None or steps is None:
             return None
         results = [*(DirectResult(*form) for _, *form in self._outputs), *self._unmade]
         order = [name for _, name, _, _ in self._inputs] + [name for name, *_ in self._outputs]
@@ -109,7 +109,7 @@ class Plan(DirectCalls):
             sources=(*bases, len(self._inputs) + len(results)),
             workspace_bytes=invoker.workspace_bytes,
             alignment_bytes=invoker.alignment_bytes,
-            kernels=kernels,
+            steps=steps,
         )
         return [(0, launch)]
 

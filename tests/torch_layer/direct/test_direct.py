@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import conv2d, conv_transpose2d
+from torch_layer.direct.driver import FORMS as STEPS
 from torch_layer.direct.driver import Driver
 
 from miofind import Handle
@@ -70,6 +72,75 @@ def test_the_third_call_is_launched_without_python_and_gives_the_same(
     assert {count.calls for count in enabled.report().counts} == {4}
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_of_kernels_and_libraries_give_the_same(
+    enabled: Override, driver: Driver, step: str, with_bias: bool
+) -> None:
+    driver.form = step
+    results = []
+    for i in range(4):
+        torch.manual_seed(7)
+        keep = [torch.empty(64 * i)]  # so that addresses differ
+        x, w = (torch.randn(shape, **HALF).requires_grad_() for shape in ((2, 4, 7, 6), (6, 4, 3, 3)))
+        given = (x, w, torch.randn(6, **HALF).requires_grad_()) if with_bias else (x, w)
+        y = conv2d(*given, padding=1)
+        results.append((y.detach(), *_gradients(y, *given)))
+        del keep
+    assert driver.launches == 2 * 3, "y, dx and dw of two calls"
+    assert driver.packs == 0
+    for later in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], later, strict=True))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_plan_of_cudnn_runs_in_its_own_thread_and_on_its_own_stream(
+    enabled: Override, driver: Driver, step: str
+) -> None:
+    driver.form = step
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    want = [conv2d(x, w) for _ in range(3)][-1]
+    assert driver.launches == 1
+    results = []
+    thread = threading.Thread(target=lambda: results.append(conv2d(x, w)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], want)
+    assert driver.launches == (1 if step == "convolution" else 2)
+    driver.stream, before = 5, driver.launches
+    assert torch.equal(conv2d(x, w), want)
+    assert driver.launches == (before if step == "convolution" else before + 1)
+    driver.stream, before = 0, driver.launches
+    assert torch.equal(conv2d(x, w), want)
+    assert driver.launches == before + 1, "the plan stays"
+
+
+@pytest.mark.parametrize("kept", ["dx", "dw"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_result_of_pytorchs_own_beside_one_of_ours_goes_there_without_python(
+    driver: Driver, cpu_handle: Handle, kept: str, with_bias: bool
+) -> None:
+    x, w, b = (torch.randn(shape, **HALF).requires_grad_() for shape in ((2, 4, 7, 6), (6, 4, 3, 3), (6,)))
+    given = (x, w, b) if with_bias else (x, w)
+
+    def step() -> tuple[Any, ...]:
+        return _gradients(conv2d(*given, padding=1), *given)
+
+    want = step()
+    direction = {"dx": "backward_data", "dw": "backward_weights"}[kept]
+    with use("estimate", handle=cpu_handle, devices="cpu", directions=[direction]) as made:
+        results = [step() for _ in range(5)]
+        backward = made.plans[-1]
+        assert (backward.python_calls, backward.calls) == (2, 5)
+        solved = {count.direction for count in made.report().counts if count.solver_id}
+    assert driver.launches == 3
+    assert solved == {direction}
+    for result in results:
+        for got, right in zip(result, want, strict=True):
+            torch.testing.assert_close(got, right, rtol=2e-2, atol=2e-2)
+        assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
+
+
 def test_calls_that_differ_go_on_to_python(enabled: Override, driver: Driver) -> None:
     x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
     for _ in range(3):
@@ -128,7 +199,9 @@ def test_a_misaligned_tensor_goes_through_python(
     assert torch.equal(want[0], want[2])
 
 
-def test_what_fails_without_python_is_computed_with_it(enabled: Override, driver: Driver) -> None:
+@pytest.mark.parametrize("step", STEPS)
+def test_what_fails_without_python_is_computed_with_it(enabled: Override, driver: Driver, step: str) -> None:
+    driver.form = step
     x = torch.randn(2, 4, 7, 7, **HALF).requires_grad_()
     w = torch.randn(4, 4, 3, 3, **HALF).requires_grad_()
     for _ in range(3):
@@ -141,6 +214,7 @@ def test_what_fails_without_python_is_computed_with_it(enabled: Override, driver
     assert driver.launches == before + 2, "one of y, one of dx"
     driver.status = 0
     assert all(torch.equal(one, other) for one, other in zip(want, got, strict=True))
+    assert driver.packs == 0
 
 
 def test_a_workspace_that_there_is_no_memory_for_is_pythons_to_do_without(
