@@ -33,6 +33,7 @@ from miofind.torch.inductor.batch_statistics import gather_vectors
 from miofind.torch.inductor.forward import replace_forward
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_plain, trains
 from miofind.torch.inductor.group_statistics import split_group_statistics
+from miofind.torch.inductor.kept import kept_problems
 from miofind.torch.inductor.memory_formats import (
     constrain_layouts,
     memory_formats,
@@ -42,7 +43,7 @@ from miofind.torch.inductor.memory_formats import (
     turn_saved,
 )
 from miofind.torch.inductor.weights_in_graphs import keep_weights
-from miofind.torch.inductor.writing import Writing
+from miofind.torch.inductor.writing import Serves, Writing
 from miofind.torch.override import current
 from miofind.torch.plans import Planner
 
@@ -153,7 +154,7 @@ def _measures(device: Any) -> bool:
 def _prepare(graph: fx.Graph, prefers_last: bool) -> None:
     """Find all that a graph lacks answers to at once, where misses are measured, and compile all that it will launch.
 
-    A copy of the graph tells what.
+    A copy of the graph tells what, with what an override will run of the convolutions that it keeps.
     """
     convolutions = (*CONVOLUTIONS, OPERATORS[Forward])
     read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in convolutions)
@@ -166,7 +167,7 @@ def _prepare(graph: fx.Graph, prefers_last: bool) -> None:
         return device in lacking
 
     if lacking:
-        _replace(Writing(copy_of(graph), is_missing, prefers_last))
+        _ask(graph, is_missing, prefers_last)
     for device, problems in lacking.items():
         planner, flags = _asked(device)
         find_missing(problems, device, flags, planner)
@@ -180,9 +181,17 @@ def _prepare(graph: fx.Graph, prefers_last: bool) -> None:
         return best is not None
 
     if on_gpu:
-        _replace(Writing(copy_of(graph), is_answered, prefers_last))
+        _ask(graph, is_answered, prefers_last)
     for device, solutions in on_gpu.items():
         compile_ahead(solutions, device, _asked(device)[0])
+
+
+def _ask(graph: fx.Graph, serves: Serves, prefers_last: bool) -> None:
+    """Ask of all problems that a graph will have, which stays as it is."""
+    writing = Writing(copy_of(graph), serves, prefers_last)
+    _replace(writing)
+    for problem, device in kept_problems(writing):
+        serves(problem, device)
 
 
 def _replace(writing: Writing) -> None:

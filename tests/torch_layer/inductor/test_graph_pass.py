@@ -6,6 +6,7 @@ import copy
 import re
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -376,6 +377,53 @@ def test_what_a_graph_lacks_is_found_at_once(cpu_handle: Handle, monkeypatch: py
     assert [(problem.epilogue.text, likely, handle) for (problem,), likely, handle in asked] == [
         ("scale.bias.residual.relu", True, cpu_handle)
     ] * 2
+
+
+@pytest.mark.parametrize("prefers_last", [False, True])
+def test_what_stays_pytorchs_own_is_found_at_once_too_in_the_format_that_it_runs_in(
+    cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch, prefers_last: bool
+) -> None:
+    from miofind.torch.inductor import graph_pass
+
+    asked: list[Any] = []
+
+    def noted(problems: Any, *, options: Any, handle: Any) -> Any:
+        asked.extend(problems)
+        return miofind.find_many(problems, options=options, handle=handle)
+
+    monkeypatch.setattr(answers, "find_many", noted)
+    monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: prefers_last)
+    if not prefers_last:  # else Inductor would turn them, which is not asked here
+        monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
+    torch.manual_seed(3)
+    first, second = torch.nn.Conv2d(3, 5, 3), torch.nn.ConvTranspose2d(5, 4, 2, groups=1)
+    x = torch.randn(2, 3, 9, 8, requires_grad=True)
+    with miofind.torch.use("find", handle=cpu_handle, devices="cpu"):
+        compiled = Compiled(lambda x: second(torch.sin(first(x))))
+        y = compiled(x)
+        got = torch.autograd.grad(y.square().sum(), (x, *first.parameters(), *second.parameters()))
+    want = second(torch.sin(first(x)))
+    right = torch.autograd.grad(want.square().sum(), (x, *first.parameters(), *second.parameters()))
+    for one, other in zip(got, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    kept = [problem for problem in asked if problem.bare == problem]
+    assert {str(problem.x.layout) for problem in kept} == {"NHWC" if prefers_last else "NCHW"}
+    assert Counter(problem.direction.value for problem in kept) == {
+        "forward": 1, "backward_data": 2, "backward_weights": 1,
+    }  # fmt: skip
+
+
+def test_nothing_of_what_stays_is_found_without_an_override(
+    cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from miofind.torch.inductor import graph_pass
+
+    asked: list[Any] = []
+    monkeypatch.setattr(graph_pass, "find_missing", lambda problems, *_: asked.extend(problems))
+    convolution, x = torch.nn.Conv2d(3, 5, 3, bias=False), torch.randn(2, 3, 9, 8)
+    with answers_of(cpu_handle, on_miss="find"), torch.no_grad():
+        torch.testing.assert_close(Compiled(convolution)(x), convolution(x), rtol=1e-4, atol=1e-4)
+    assert asked == []
 
 
 def test_nothing_is_found_at_once_where_misses_are_not_measured_or_finding_fails(

@@ -1,0 +1,57 @@
+"""Convolutions that stay PyTorch's own in Inductor's graphs: what the override is asked for as a graph runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from miofind.core.problem import ProblemDescription
+from miofind.core.tensor import Layout
+from miofind.torch.calls import ConvolutionCall, Unserved
+from miofind.torch.flags import Flags, state
+from miofind.torch.inductor.graphs import CONVOLUTIONS, has_numbers
+from miofind.torch.inductor.writing import Writing
+from miofind.torch.override import current
+
+aten = torch.ops.aten
+
+
+def kept_problems(writing: Writing) -> Iterator[tuple[ProblemDescription, Any]]:
+    """The problems of the convolutions that a graph keeps on devices where an override runs them, and the devices.
+
+    Each is in the memory format that it will run in: a network that was tuned channels first has most of its gradients
+    computed channels last, since Inductor turns them.
+    """
+    for node in writing.graph.nodes:
+        if node.target in CONVOLUTIONS and has_numbers(node):
+            device = node.args[0].meta["val"].device
+            if current(device.type) is not None:
+                yield from ((problem, device) for problem in _problems(writing, node))
+
+
+def _problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescription]:
+    """What is asked of each result of a convolution, with the bias, or its gradient, where kernels take it."""
+    is_forward = node.target is aten.convolution.default
+    x, w, bias, *geometry = node.args if is_forward else node.args[1:10]
+    wanted, has_bias = ["y"], bias is not None
+    if not is_forward:
+        *mask, has_bias = node.args[10]
+        wanted = [name for name, is_wanted in zip(("dx", "dw"), mask, strict=True) if is_wanted]
+    values = x.meta["val"], w.meta["val"]
+    flags = Flags.of(state(), on_gpu=values[0].is_cuda)
+    try:
+        with values[0].fake_mode:
+            call = ConvolutionCall.of(*values, bias.meta["val"] if isinstance(bias, fx.Node) else bias, *geometry)
+            if writing.is_last(*values):
+                call = replace(call, backend_format=Layout.of(values[0].dim() - 2, channels_last=True))
+    except Unserved:
+        return
+    for computed in wanted:
+        try:
+            yield call.problem(computed, flags.math, with_bias=has_bias and call.takes_bias(computed))
+        except Unserved:
+            continue
