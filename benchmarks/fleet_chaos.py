@@ -29,7 +29,7 @@ from finddb_figures import provenance
 from sqlalchemy import text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from postgres_server import PostgresServer, new_database, new_server
+from helpers.finddb.postgres_server import PostgresServer, new_database, new_server
 
 from miofind.core.problem import ProblemDescription
 from miofind.errors import DatabaseError

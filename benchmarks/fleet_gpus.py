@@ -30,7 +30,7 @@ from finddb_figures import provenance
 from sqlalchemy import text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from postgres_server import new_database, new_server
+from helpers.finddb.postgres_server import new_database, new_server
 
 from miofind.device.device import cuda_device_count
 from miofind.errors import NoDeviceError

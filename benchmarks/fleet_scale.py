@@ -37,7 +37,7 @@ from finddb_figures import DEVICE, network_config, percentile, provenance, rows
 from sqlalchemy import RowMapping, text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from postgres_server import new_database, new_server
+from helpers.finddb.postgres_server import new_database, new_server
 
 from miofind.core.problem import ProblemDescription
 from miofind.finddb import History, Store, environment_id

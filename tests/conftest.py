@@ -7,9 +7,9 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.finddb.postgres_server import _finddb_of_worker, finddb_url, postgres_server, postgres_url
+from helpers.processes.nursery import forked_children, nursery
 from hypothesis import HealthCheck, settings
-from nursery import forked_children, nursery
-from postgres_server import _finddb_of_worker, finddb_url, postgres_server, postgres_url
 
 __all__ = ["_finddb_of_worker", "finddb_url", "forked_children", "nursery", "postgres_server", "postgres_url"]
 

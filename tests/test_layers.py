@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
 
 from miofind.solver.registry import Registry
 

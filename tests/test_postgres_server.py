@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from postgres_server import new_database, new_server
-from waiting import wait_until
+from helpers.finddb.postgres_server import new_database, new_server
+from helpers.processes.waiting import wait_until
 
 USER = """
-from postgres_server import new_server
+from helpers.finddb.postgres_server import new_server
 with new_server() as server:
     print(server.url.partition("host=")[2], flush=True)
     input()

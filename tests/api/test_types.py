@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
 
 import miofind
 from miofind.errors import InvalidProblemError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import run, use_own_folders
+from helpers.commands.cli_runner import run, use_own_folders
 
 import miofind
 import miofind.bench.comparison as module

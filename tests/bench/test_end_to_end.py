@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
 
 import miofind
 

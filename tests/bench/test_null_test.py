@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
+from helpers.commands.cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
 from miofind.bench import null_test as module
 from miofind.bench.null_test import DEFAULT_PROBLEM, NullTestOptions, NullTestReport, Repeated, null_test

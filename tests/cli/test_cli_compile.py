@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_runner import FORWARD, run, run_json, use_own_folders
+from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.compiler import Binary, Compiler
 from miofind.errors import CompileError

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
-from finddb_entries import older_answers, version_1
+from helpers.commands.cli_runner import FORWARD, TINY, run, run_json, use_own_folders
+from helpers.finddb.finddb_entries import older_answers, version_1
 
 from miofind.device.device import Device
 from miofind.driver.line import parse_driver_line

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_runner import FORWARD, run, run_json, use_own_folders
-from immediate_models import small_model
+from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
+from helpers.runs.immediate_models import small_model
 
 from miofind.cli import doctor as doctor_module
 from miofind.cli.coverage import SuiteLayers, answered_finds, coverage

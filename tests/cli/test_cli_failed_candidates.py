@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 import pytest
-import wrong_cpu_solvers
-from cli_runner import FORWARD, run, run_json, use_own_folders
+from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
+from helpers.runs import wrong_cpu_solvers
 
 import miofind
 from miofind.cli.failed_candidates import failed_counts, left_out_lines

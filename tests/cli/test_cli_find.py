@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
+from helpers.commands.cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
 import miofind
 from miofind.driver.line import parse_driver_line

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
+from helpers.commands.cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
 from miofind.cli.fleet import _watch
 from miofind.cli.fleet_launch import watched

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_runner import FORWARD, run, run_json, use_own_folders
-from waiting import LIMIT_S
+from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
+from helpers.processes.waiting import LIMIT_S
 
 import miofind
 from miofind.cli import main

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from cli_runner import use_own_folders
+from helpers.commands.cli_runner import use_own_folders
 
 from miofind.cli.output import (
     Sheet,

@@ -7,7 +7,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from cli_runner import run, use_own_folders
+from helpers.commands.cli_runner import run, use_own_folders
 from rich.console import Console
 
 from miofind.cli import progress

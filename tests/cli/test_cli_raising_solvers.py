@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import FORWARD, run, run_json, use_own_folders
+from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.errors import MissingLibraryError
 from miofind.solver.registry import Registry

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
+from helpers.commands.cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
 from miofind.cli import db_mirror
 from miofind.finddb import Store

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import FORWARD, TINY, run, use_own_folders
-from waiting import LIMIT_S, read_until, wait_until
+from helpers.commands.cli_runner import FORWARD, TINY, run, use_own_folders
+from helpers.processes.waiting import LIMIT_S, read_until, wait_until
 
 from miofind.cli import db as db_commands
 from miofind.cli.output import Sheet, print_note

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
+from helpers.commands.cli_runner import FORWARD, TINY, run, run_json, use_own_folders
+from helpers.processes.waiting import LIMIT_S, read_until
 from rich.console import Console
-from waiting import LIMIT_S, read_until
 
 from miofind.device.device import Device
 from miofind.errors import LaunchError, NoDeviceError

@@ -8,8 +8,8 @@ import time
 from dataclasses import replace
 
 import pytest
+from helpers.processes.waiting import LIMIT_S
 from rich.console import Console
-from waiting import LIMIT_S
 
 from miofind.cli import tune_display
 from miofind.cli.tune_display import _View, device_name

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import faulty_services
 import pytest
-from cuda_package import CudaPackage, make_package
-from waiting import wait_until
+from helpers.processes import faulty_services
+from helpers.processes.waiting import wait_until
+from helpers.runs.cuda_package import CudaPackage, make_package
 
 from miofind.compiler import BinaryCache, CompilePool, Compiler, CompileTimeoutError
 from miofind.compiler import pool as pool_module
@@ -328,7 +328,7 @@ import sys, time
 from pathlib import Path
 from miofind.compiler import BinaryCache, CompilePool
 from miofind.solver.steps import KernelStep
-import faulty_services
+from helpers.processes import faulty_services
 step = KernelStep(source="scale.cu", entry="scale", package=sys.argv[1], grid=(1, 1, 1), block=(1, 1, 1), args=(),
                   defines=(("FAULT", sys.argv[3]),))
 CompilePool._serve = staticmethod(faulty_services.say_process_and_compile)

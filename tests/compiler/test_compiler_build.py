@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cuda_package import SCALE, SCALE_ARGS, SCALE_HEADER, CudaPackage, make_package
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
+from helpers.runs.cuda_package import SCALE, SCALE_ARGS, SCALE_HEADER, CudaPackage, make_package
 
 from miofind.compiler import Binary, BinaryCache, Compiler, build, kernel_hash, nvrtc, nvrtc_version
 from miofind.compiler.cubin import max_threads, parameter_bytes

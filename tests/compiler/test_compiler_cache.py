@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from foreign_files import disown
+from helpers.finddb.foreign_files import disown
 
 from miofind.compiler import Binary, BinaryCache, KernelResources
 from miofind.compiler.directory import default_directory

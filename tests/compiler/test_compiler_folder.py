@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from foreign_files import STRANGER, disown
-from waiting import LIMIT_S
+from helpers.finddb.foreign_files import STRANGER, disown
+from helpers.processes.waiting import LIMIT_S
 
 import miofind
 from miofind.compiler import BinaryCache, directory

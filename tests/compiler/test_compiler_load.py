@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cuda_package import CudaPackage, make_package
+from helpers.runs.cuda_package import CudaPackage, make_package
 
 from miofind.compiler import BinaryCache, Compiler, load
 from miofind.device.device import Device, Place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cuda_package import SCALE, SCALE_HEADER, CudaPackage, make_package
+from helpers.runs.cuda_package import SCALE, SCALE_HEADER, CudaPackage, make_package
 
 from miofind.compiler import source_hash
 from miofind.compiler.sources import normalised, read_source

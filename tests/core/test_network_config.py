@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from helpers.problems.problem_strategies import problems
 from hypothesis import given
 from hypothesis import strategies as st
-from problem_strategies import problems
 
 from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidProblemError

@@ -7,8 +7,8 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.problems.problem_strategies import problems, refusal
 from hypothesis import given
-from problem_strategies import problems, refusal
 
 from miofind.core.problem import (
     ConvolutionDescriptor,

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import faulty_services
 import pytest
-from waiting import LIMIT_S, wait_until
+from helpers.processes import faulty_services
+from helpers.processes.waiting import LIMIT_S, wait_until
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
 
 from miofind.compiler import Binary, Compiler
 from miofind.device.device import Device, has_driver

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from landscapes import PARAMETERS, Landscape
+from helpers.runs.landscapes import PARAMETERS, Landscape
 
 from miofind.compiler import CompileTimeoutError
 from miofind.core.problem import DataType, Layout, ProblemDescription

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from immediate_models import H200
+from helpers.runs.immediate_models import H200
 
 import miofind
 from miofind.core.problem import ProblemDescription

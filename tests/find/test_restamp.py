@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runner import run
-from cuda_package import CudaPackage, make_package
-from finddb_entries import at, row, scope
+from helpers.commands.cli_runner import run
+from helpers.finddb.finddb_entries import at, row, scope
+from helpers.runs.cuda_package import CudaPackage, make_package
 
 from miofind.compiler import BinaryCache, Compiler, identity, kernel_hash, machine_code
 from miofind.core.problem import ProblemDescription

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from landscapes import NETWORK_CONFIG, Landscape
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
+from helpers.runs.landscapes import NETWORK_CONFIG, Landscape
 
 from miofind.find.search import DEFAULT_PATIENCE, FINALISTS, ROUND, Search, Space
 from miofind.solver.candidate import Candidate, Outcome, Status
@@ -241,7 +241,7 @@ def test_the_likely_next_round_is_told_ahead_and_changes_nothing() -> None:
 
 
 _SCRIPT = """
-from landscapes import NETWORK_CONFIG, Landscape
+from helpers.runs.landscapes import NETWORK_CONFIG, Landscape
 from miofind.find.search import Search
 landscapes = {name: Landscape(seed=13, solver_id=name, estimate_noise=0.3) for name in ("A", "B")}
 search = Search(NETWORK_CONFIG, [landscape.space() for landscape in landscapes.values()], trials=120, seed=5)

@@ -12,11 +12,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import finddb_children
 import pytest
-from finddb_entries import DEVICE, PROBLEM, row
-from forks import in_a_fork
-from waiting import LIMIT_S
+from helpers.finddb import finddb_children
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, row
+from helpers.processes.forks import in_a_fork
+from helpers.processes.waiting import LIMIT_S
 
 from miofind.finddb import MEMORY, LayeredStore, Store
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from finddb_entries import DEVICE, row, verdict
+from helpers.finddb.finddb_entries import DEVICE, row, verdict
 
 from miofind.finddb import MEMORY, Change, ChangeKind, Comparison, ProblemKey, Store, Verdict, differences
 

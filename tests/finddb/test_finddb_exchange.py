@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 
-import finddb_entries as made
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope
+from helpers.finddb import finddb_entries as made
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

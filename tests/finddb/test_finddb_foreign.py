@@ -14,7 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope, unpacked, verdict
+from helpers.finddb.finddb_entries import (
+    DEVICE,
+    PROBLEM,
+    VERSIONS,
+    answers,
+    at,
+    contents,
+    row,
+    scope,
+    unpacked,
+    verdict,
+)
 
 from miofind.errors import DatabaseError
 from miofind.finddb import (

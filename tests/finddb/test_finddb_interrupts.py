@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, row, version_1
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, row, version_1
 
 from miofind.finddb import LayeredStore, Store, open_files
 from miofind.finddb.sqlite_file import open_file

@@ -14,8 +14,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, lacking, row, scope, verdict
-from waiting import LIMIT_S
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, VERSIONS, lacking, row, scope, verdict
+from helpers.processes.waiting import LIMIT_S
 
 from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb import (

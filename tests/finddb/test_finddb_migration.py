@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from finddb_entries import (
+from helpers.finddb.finddb_entries import (
     DEVICE,
     PROBLEM,
     VERSIONS,
@@ -39,7 +39,7 @@ from miofind.finddb import (
     write_release,
 )
 
-EXPORT = Path(__file__).parents[1] / "finddb_version1.jsonl"
+EXPORT = Path(__file__).parents[1] / "helpers" / "finddb" / "finddb_version1.jsonl"
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import finddb_entries as made
 import psycopg
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, contents, row, scope, verdict
+from helpers.finddb import finddb_entries as made
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, contents, row, scope, verdict
+from helpers.finddb.postgres_server import new_database, new_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from postgres_server import new_database, new_server
 
 from miofind.errors import DatabaseError
 from miofind.finddb import LayeredStore, Prune, Store, entries, mirror

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from finddb_entries import DEVICE, PROBLEM, row, scope
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, row, scope
 
 import miofind
 from miofind.cli import main

@@ -8,9 +8,9 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import finddb_entries as made
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, contents, row, scope, unpacked, verdict
+from helpers.finddb import finddb_entries as made
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, VERSIONS, contents, row, scope, unpacked, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

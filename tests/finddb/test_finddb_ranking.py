@@ -6,9 +6,9 @@ import math
 import random
 from dataclasses import replace
 
-import finddb_entries as made
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, at, row, scope
+from helpers.finddb import finddb_entries as made
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, VERSIONS, at, row, scope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,10 +11,22 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import finddb_entries as made
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, files_end_at, lacking, row, scope, verdict
-from forks import in_a_fork
+from helpers.finddb import finddb_entries as made
+from helpers.finddb.finddb_entries import (
+    DEVICE,
+    PROBLEM,
+    VERSIONS,
+    answers,
+    at,
+    contents,
+    files_end_at,
+    lacking,
+    row,
+    scope,
+    verdict,
+)
+from helpers.processes.forks import in_a_fork
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

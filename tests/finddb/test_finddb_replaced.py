@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-import finddb_children
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, contents, row, scope
-from forks import in_a_fork
-from waiting import LIMIT_S
+from helpers.finddb import finddb_children
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, VERSIONS, contents, row, scope
+from helpers.processes.forks import in_a_fork
+from helpers.processes.waiting import LIMIT_S
 
 from miofind.errors import DatabaseError
 from miofind.finddb import MEMORY, LayeredStore, Store, sqlite_database, upgrade, write_release

@@ -16,16 +16,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import finddb_entries as made
 import psycopg
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope, verdict
-from forks import in_a_fork
+from helpers.finddb import finddb_entries as made
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope, verdict
+from helpers.finddb.postgres_server import PostgresServer, new_server, of_database
+from helpers.processes.forks import in_a_fork
+from helpers.processes.waiting import wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from postgres_server import PostgresServer, new_server, of_database
 from sqlalchemy import text
-from waiting import wait_until
 
 from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb import (

@@ -15,7 +15,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from fleet_jobs import done, holds, states, submitted
+from helpers.commands.fleet_jobs import done, holds, states, submitted
 from sqlalchemy import Engine, MetaData, create_engine, inspect, text
 from sqlalchemy.pool import NullPool
 

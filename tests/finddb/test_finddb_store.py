@@ -6,7 +6,18 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, files_end_at, row, scope, verdict
+from helpers.finddb.finddb_entries import (
+    DEVICE,
+    PROBLEM,
+    VERSIONS,
+    answers,
+    at,
+    contents,
+    files_end_at,
+    row,
+    scope,
+    verdict,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Engine, event

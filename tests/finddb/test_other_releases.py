@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.finddb.releases import TILES, Terms, made, released
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from releases import TILES, Terms, made, released
 
 import miofind
 from miofind import FindOptions

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import faulty_services
 import pytest
+from helpers.processes import faulty_services
+from helpers.processes.waiting import wait_until
 from sqlalchemy import text
-from waiting import wait_until
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device

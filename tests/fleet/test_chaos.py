@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "fleet_chaos.py"
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fsspec")
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from fleet_jobs import problems, submitted
+from helpers.commands.fleet_jobs import problems, submitted
 from sqlalchemy import text
 
 from miofind.compiler import BinaryCache, CompilePool, Compiler

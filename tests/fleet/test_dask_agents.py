@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT_S, wait_until
+from helpers.processes.waiting import LIMIT_S, wait_until
 
 from miofind.errors import InvalidOptionError, MissingEnvironmentError
 

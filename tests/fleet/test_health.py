@@ -7,8 +7,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, row
-from fleet_jobs import KIND, scalar
+from helpers.commands.fleet_jobs import KIND, scalar
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, row
 from sqlalchemy import text
 
 from miofind.device.device import Device, Library

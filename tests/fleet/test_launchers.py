@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from helpers.processes.waiting import wait_until
 
 from miofind.errors import InvalidOptionError
 from miofind.fleet.launchers import kubernetes_manifest, read_hosts, slurm_script, start_by_ssh, stop_by_ssh

@@ -11,8 +11,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from fleet_jobs import KIND, NIGHTLY, OTHER, done, expire, holds, problems, scalar, states, submitted
-from postgres_server import new_database, new_server
+from helpers.commands.fleet_jobs import KIND, NIGHTLY, OTHER, done, expire, holds, problems, scalar, states, submitted
+from helpers.finddb.postgres_server import new_database, new_server
 from sqlalchemy import TextClause, text
 
 from miofind.cli.fleet_board import print_status

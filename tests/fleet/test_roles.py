@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
-from fleet_jobs import KIND, done, holds, submitted
+from helpers.commands.fleet_jobs import KIND, done, holds, submitted
 
 from miofind.errors import DatabaseError
 from miofind.finddb import Store

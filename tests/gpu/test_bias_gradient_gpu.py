@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from both_gates import check_both_gates
-from device_buffers import Buffer, addresses, integers, upload
-from device_runs import DeviceRun
-from drawn_configs import drawn_wgmma
+from helpers.problems.drawn_configs import drawn_wgmma
+from helpers.runs.device_buffers import Buffer, addresses, integers, upload
+from helpers.runs.device_runs import DeviceRun
+from helpers.values.both_gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_package import SCALE, CudaPackage, make_package
+from helpers.runs.cuda_package import SCALE, CudaPackage, make_package
 
 from miofind.compiler import BinaryCache, Compiler, Kernel
 from miofind.device.device import Device

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import download, integers, upload
-from drawn_configs import spread
-from exact_results import check_exact
+from helpers.problems.drawn_configs import spread
+from helpers.runs.device_buffers import download, integers, upload
+from helpers.values.exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription

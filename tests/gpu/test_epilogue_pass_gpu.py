@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from device_buffers import addresses, download, upload
+from helpers.runs.device_buffers import addresses, download, upload
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import EpilogueParameters

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import Buffer
-from fake_invokers import compute
+from helpers.runs.device_buffers import Buffer
+from helpers.runs.fake_invokers import compute
 from mutants import cuda, host, host_epilogue
 from mutants.host import Call
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from both_gates import check_both_gates
-from feature_problems import derived_problems
+from helpers.problems.feature_problems import derived_problems
+from helpers.values.both_gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription

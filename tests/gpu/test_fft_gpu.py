@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, download, upload
-from drawn_configs import spread
+from helpers.problems.drawn_configs import spread
+from helpers.runs.device_buffers import Buffer, download, upload
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription

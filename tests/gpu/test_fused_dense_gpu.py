@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drawn_configs import drawn, drawn_wgmma
-from fused_runs import check_fused
+from helpers.problems.drawn_configs import drawn, drawn_wgmma
+from helpers.runs.fused_runs import check_fused
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import Activation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drawn_configs import spread
+from helpers.problems.drawn_configs import spread
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription

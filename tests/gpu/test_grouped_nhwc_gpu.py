@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drawn_configs import spread
-from exact_results import check_exact
+from helpers.problems.drawn_configs import spread
+from helpers.values.exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cuda_package import make_package
-from faulty_cuda_solver import FAULTY, SOURCE, Faulty
+from helpers.runs.cuda_package import make_package
+from helpers.runs.faulty_cuda_solver import FAULTY, SOURCE, Faulty
 
 from miofind.bench.null_test import DEFAULT_PROBLEM, NullTestOptions, null_test
 from miofind.compiler import Compiler

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from device_runs import runs_of_defaults
-from nonfinite import infinities
-from small_examples import small_examples
+from helpers.problems.small_examples import small_examples
+from helpers.runs.device_runs import runs_of_defaults
+from helpers.values.nonfinite import infinities
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription

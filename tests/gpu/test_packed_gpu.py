@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, addresses, download, upload
+from helpers.runs.device_buffers import Buffer, addresses, download, upload
 
 import miofind
 from miofind import Handle

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from both_gates import check_both_gates
-from device_buffers import addresses, memory_order, upload
+from helpers.runs.device_buffers import addresses, memory_order, upload
+from helpers.values.both_gates import check_both_gates
 
 import miofind
 from miofind.compiler import Compiler

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, addresses, download, upload
-from device_runs import DeviceRun
-from drawn_configs import drawn, drawn_wgmma
-from fused_runs import NUMBERS, random_inputs
+from helpers.problems.drawn_configs import drawn, drawn_wgmma
+from helpers.runs.device_buffers import Buffer, addresses, download, upload
+from helpers.runs.device_runs import DeviceRun
+from helpers.runs.fused_runs import NUMBERS, random_inputs
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import DEFAULT_PARAMETERS, STATISTICS

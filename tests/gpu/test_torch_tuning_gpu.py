@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_networks import Mixed
+from helpers.problems.small_networks import Mixed
 from torch import nn
 
 import miofind.torch

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import POISON, Buffer
+from helpers.runs.device_buffers import POISON, Buffer
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, ProblemDescription

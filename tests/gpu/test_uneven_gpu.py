@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from device_runs import runs_of_defaults
-from small_examples import small_examples
-from uneven import uneven_inputs
+from helpers.problems.small_examples import small_examples
+from helpers.runs.device_runs import runs_of_defaults
+from helpers.values.uneven import uneven_inputs
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription

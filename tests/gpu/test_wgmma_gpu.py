@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import POISON, Buffer, addresses, download, integers, upload
-from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
-from wgmma_forms import KINDS, ONE_FIRST
+from helpers.problems.drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
+from helpers.problems.wgmma_forms import KINDS, ONE_FIRST
+from helpers.runs.device_buffers import POISON, Buffer, addresses, download, integers, upload
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription

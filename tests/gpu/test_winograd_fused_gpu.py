@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, download, integers, upload
-from drawn_configs import spread
+from helpers.problems.drawn_configs import spread
+from helpers.runs.device_buffers import Buffer, download, integers, upload
 
 from miofind.compiler import Compiler
 from miofind.core.problem import Direction, ProblemDescription

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_invokers import FakeInvoker, compute, right, then
+from helpers.runs.fake_invokers import FakeInvoker, compute, right, then
 
 from miofind.arrays import operands
 from miofind.core.epilogue import DEFAULT_PARAMETERS

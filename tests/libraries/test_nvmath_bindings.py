@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
 
 from miofind.libraries.nvmath_bindings import binding
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_invokers import FakeInvoker, right
+from helpers.runs.fake_invokers import FakeInvoker, right
 
 from miofind.core.problem import ProblemDescription
 from miofind.measure.backend import TimedCandidate

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_invokers import FakeInvoker, Run, right
+from helpers.runs.fake_invokers import FakeInvoker, Run, right
 
 from miofind.bench.ceilings import Ceilings, arithmetic_of
 from miofind.core.problem import ProblemDescription

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy
 import pytest
-from cli_runner import FORWARD, use_own_folders
-from waiting import LIMIT_S
+from helpers.commands.cli_runner import FORWARD, use_own_folders
+from helpers.processes.waiting import LIMIT_S
 
 import miofind
 from miofind.process import child as child_module

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_runner import use_own_folders
-from forks import forked_by_a_thread
-from waiting import LIMIT_S
+from helpers.commands.cli_runner import use_own_folders
+from helpers.processes.forks import forked_by_a_thread
+from helpers.processes.waiting import LIMIT_S
 
 import miofind
 from miofind.compiler import BinaryCache, CompilePool, Compiler, build, nvrtc
@@ -81,7 +81,7 @@ BUSY = {
         miofind.find_solutions(one_by_one)
         """,
     "in a child's step": """
-        import faulty_services
+        from helpers.processes import faulty_services
         from miofind.evaluate.executors import Isolated
         def tell():
             while not os.path.exists(os.environ["FAULT_FOLDER"] + "/once"):

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import child_services
 import pytest
-from waiting import wait_until
+from helpers.processes import child_services
+from helpers.processes.waiting import wait_until
 
 from miofind.errors import DatabaseError
 from miofind.process import restarts
@@ -156,7 +156,7 @@ def test_a_service_outlives_the_thread_that_started_it(start: Start) -> None:
 
 _PARENT = """
 import sys, time
-import child_services
+from helpers.processes import child_services
 from miofind.process.service import Service
 service = Service(child_services.hold_the_interpreter, sys.argv[1])
 assert service.await_ready() is None

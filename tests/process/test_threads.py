@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
 
 from miofind.process.threads import Helper, in_threads
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from report_page import DEPTHWISE, H200, POINTWISE, Page, content, result
+from helpers.commands.report_page import DEPTHWISE, H200, POINTWISE, Page, content, result
 
 from miofind import ProblemDescription
 from miofind.bench.ceilings import Ceilings, known_ceilings

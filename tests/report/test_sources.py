@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import FORWARD, run, run_json, use_own_folders
-from finddb_entries import DEVICE, row, scope, verdict
-from report_page import DEPTHWISE, H200, POINTWISE
+from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
+from helpers.commands.report_page import DEPTHWISE, H200, POINTWISE
+from helpers.finddb.finddb_entries import DEVICE, row, scope, verdict
 
 from miofind.bench.ceilings import Ceilings
 from miofind.errors import DatabaseError, InvalidOptionError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forks import forked_by_a_thread
+from helpers.processes.forks import forked_by_a_thread
 
 import miofind
 from miofind.errors import (

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cuda_package import CudaPackage, make_package
-from waiting import LIMIT_S, wait_until
+from helpers.processes.waiting import LIMIT_S, wait_until
+from helpers.runs.cuda_package import CudaPackage, make_package
 
 import miofind.runtime.background as module
 from miofind.compiler import BinaryCache, CompilePool, Compiler

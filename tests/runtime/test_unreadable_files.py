@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import FORWARD, run_json, use_own_folders
-from waiting import LIMIT_S
+from helpers.commands.cli_runner import FORWARD, run_json, use_own_folders
+from helpers.processes.waiting import LIMIT_S
 
 import miofind
 from miofind.compiler import BinaryCache, Compiler, kernel_hash

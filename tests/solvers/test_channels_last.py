@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_configs import drawn_wgmma
+from helpers.in_numpy.transpose import ENTRIES, carry_out, tensors
+from helpers.problems.drawn_configs import drawn_wgmma
 from numpy.typing import NDArray
-from transpose_in_numpy import ENTRIES, carry_out, tensors
 
 from miofind.core.problem import Layout, ProblemDescription
 from miofind.device.device import Device

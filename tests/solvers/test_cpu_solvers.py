@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.values.nonfinite import infinities
+from helpers.values.uneven import spoils, uneven_inputs
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from nonfinite import infinities
-from uneven import spoils, uneven_inputs
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from epilogue_in_numpy import EPILOGUES, operands_in_memory, results_of
-from fft_in_numpy import carry_out
-from fused_runs import random_inputs
+from helpers.in_numpy.epilogue import EPILOGUES, operands_in_memory, results_of
+from helpers.in_numpy.fft import carry_out
+from helpers.runs.fused_runs import random_inputs
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device

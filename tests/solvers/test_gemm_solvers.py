@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from struct_fields import fields_of
+from helpers.problems.struct_fields import fields_of
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from both_gates import check_both_gates
-from feature_problems import FEATURES, Kind, accepted_kinds, derived_problems
-from other_sizes import SIZES, Size, with_other
+from helpers.problems.feature_problems import FEATURES, Kind, accepted_kinds, derived_problems
+from helpers.problems.other_sizes import SIZES, Size, with_other
+from helpers.values.both_gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription

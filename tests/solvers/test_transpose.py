@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transpose_in_numpy import carry_out, tensors
+from helpers.in_numpy.transpose import carry_out, tensors
 
 from miofind.core.problem import DataType, ProblemDescription
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step

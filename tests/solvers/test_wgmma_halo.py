@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drawn_configs import spread
+from helpers.problems.drawn_configs import spread
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
+from helpers.in_numpy.wgmma import Launch, viewed
+from helpers.problems.drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
+from helpers.problems.struct_fields import named_args
+from helpers.problems.wgmma_forms import KINDS, ONE_FIRST
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from struct_fields import named_args
-from wgmma_forms import KINDS, ONE_FIRST
-from wgmma_in_numpy import Launch, viewed
 
 from miofind.compiler.sources import read_source
 from miofind.core.problem import Direction, Layout, MathMode, ProblemDescription

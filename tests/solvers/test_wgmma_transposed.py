@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from struct_fields import named_args
-from wgmma_transposed_in_numpy import Launch
+from helpers.in_numpy.wgmma_transposed import Launch
+from helpers.problems.struct_fields import named_args
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device

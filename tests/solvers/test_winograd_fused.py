@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from epilogue_in_numpy import EPILOGUES, operands_in_memory, results_of
-from fused_runs import random_inputs
-from winograd_fused_in_numpy import carry_out
+from helpers.in_numpy.epilogue import EPILOGUES, operands_in_memory, results_of
+from helpers.in_numpy.winograd_fused import carry_out
+from helpers.runs.fused_runs import random_inputs
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device

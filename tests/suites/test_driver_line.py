@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 
 import pytest
+from helpers.problems.problem_strategies import problems
 from hypothesis import given
 from hypothesis import strategies as st
-from problem_strategies import problems
 
 from miofind.core.problem import ProblemDescription
 from miofind.driver.line import _words, driver_line, parse_driver_line

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from cli_runner import run, run_json, use_own_folders
+from helpers.commands.cli_runner import run, run_json, use_own_folders
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 

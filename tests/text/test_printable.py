@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runner import FORWARD, TINY, run, use_own_folders
 from click.testing import Result
+from helpers.commands.cli_runner import FORWARD, TINY, run, use_own_folders
 
 import miofind
 from miofind.cli.output import Sheet, print_error, print_note, print_text

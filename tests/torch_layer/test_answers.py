@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.processes.waiting import LIMIT_S
 from torch_layer.ready_solutions import FakeInvoker, FakeSolutions
-from waiting import LIMIT_S
 
 from miofind.core.problem import ProblemDescription
 from miofind.torch.answers import Answer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runner import run_json, use_own_folders
+from helpers.commands.cli_runner import run_json, use_own_folders
 from torch import nn
 
 import miofind.torch

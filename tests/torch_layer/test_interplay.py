@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.processes.waiting import LIMIT_S
 from torch.func import functional_call, hessian, vjp, vmap
 from torch.nn.functional import conv1d, conv2d
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
-from waiting import LIMIT_S
 
 from miofind import Handle
 from miofind.runtime import handle

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
 
 from miofind.suites import load
 from miofind.torch import __main__ as program

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_networks import Mixed, OneAndThree, mixed_input
+from helpers.problems.small_networks import Mixed, OneAndThree, mixed_input
 from torch import nn
 
 import miofind.torch

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from forks import forked_by_a_thread
+from helpers.processes.forks import forked_by_a_thread
+from helpers.processes.waiting import LIMIT_S
 from torch.nn.functional import conv1d, conv2d
-from waiting import LIMIT_S
 
 import miofind.torch
 from miofind import Handle, find_solutions

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from immediate_models import H200
+from helpers.runs.immediate_models import H200
 from torch import nn
 
 import miofind.torch

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import faulty_services
 import numpy as np
 import pytest
-from waiting import LIMIT_S, wait_until
+from helpers.processes import faulty_services
+from helpers.processes.waiting import LIMIT_S, wait_until
 
 from miofind import find_solutions, run_solution
 from miofind.core.problem import ProblemDescription

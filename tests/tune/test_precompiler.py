@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from finddb_entries import row
+from helpers.finddb.finddb_entries import row
 
 from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription

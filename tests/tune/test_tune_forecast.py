@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runner import FORWARD, run, run_json, use_own_folders
+from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.compiler import processors
 from miofind.core.problem import ProblemDescription

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_invokers import FakeInvoker, Run, compute, right, then
+from helpers.runs.fake_invokers import FakeInvoker, Run, compute, right, then
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, DERIVATIVES, Activation
 from miofind.core.problem import ProblemDescription

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_invokers import FakeInvoker
-from struct_fields import fields_of
+from helpers.problems.struct_fields import fields_of
+from helpers.runs.fake_invokers import FakeInvoker
 
 from miofind.core.problem import Operand, ProblemDescription, Role, TensorDescriptor
 from miofind.core.values import Values

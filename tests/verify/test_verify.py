@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_invokers import FakeInvoker, Run, address_of, compute, inputs_of, right, then
+from helpers.problems.problem_strategies import problems
+from helpers.runs.fake_invokers import FakeInvoker, Run, address_of, compute, inputs_of, right, then
 from hypothesis import HealthCheck, assume, given, settings
-from problem_strategies import problems
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device

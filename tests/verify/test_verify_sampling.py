@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from helpers.problems.problem_strategies import problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problem_strategies import problems
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device

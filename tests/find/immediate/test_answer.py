@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.problems.problem_strategies import problems
+from helpers.runs.immediate_models import H200, NEAR
 from hypothesis import example, given, settings
-from immediate_models import H200, NEAR
-from problem_strategies import problems
 
 import miofind
 from miofind import FindOptions

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.runs.immediate_models import H200, small_model
 from hypothesis import given
 from hypothesis import strategies as st
-from immediate_models import H200, small_model
 
 import miofind
 from miofind import FindOptions

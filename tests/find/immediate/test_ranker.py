@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from immediate_models import H200, NEAR, small_model
+from helpers.runs.immediate_models import H200, NEAR, small_model
 
 from miofind.core.problem import ProblemDescription
 from miofind.find.immediate.features import Guess, feature_names, parameters, problem_features

@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from immediate_models import H200
+from helpers.runs.immediate_models import H200
 
 from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidConfigError

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_runner import run
-from immediate_models import H200
+from helpers.commands.cli_runner import run
+from helpers.runs.immediate_models import H200
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library

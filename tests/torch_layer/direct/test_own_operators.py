@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_answers import answers_of
+from helpers.runs.fused_answers import answers_of
 from torch_layer.direct.driver import Driver
 
 import miofind.torch

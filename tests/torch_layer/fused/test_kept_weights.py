@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.processes.waiting import LIMIT_S
 from torch import nn
-from waiting import LIMIT_S
 
 from miofind.process.forks import ForkedLock
 from miofind.torch import fuse

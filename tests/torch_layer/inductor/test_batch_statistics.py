@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_answers import answers_of
+from helpers.runs.fused_answers import answers_of
 from torch import nn
 from torch_layer.inductor.compiled_graphs import Compiled
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
-from fused_answers import answers_of
+from helpers.runs.fused_answers import answers_of
 from torch import nn
 
 import miofind.torch

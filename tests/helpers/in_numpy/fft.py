@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from epilogue_in_numpy import Finish
+from helpers.in_numpy.epilogue import Finish
+from helpers.problems.struct_fields import fields_of
 from numpy.typing import NDArray
-from struct_fields import fields_of
 
 from miofind.solver.steps import FftStep, KernelStep, Pointer, Scalar
 from miofind.solvers.common.divisor import divide_by

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, addresses, download, upload
+from helpers.runs.device_buffers import Buffer, addresses, download, upload
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from device_runs import DeviceRun
+from helpers.runs.device_runs import DeviceRun
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import EpilogueParameters

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from waiting import LIMIT_S
+from helpers.processes.waiting import LIMIT_S
 
 
 def in_a_fork(work: Callable[[], object]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from feature_problems import Arguments, arguments_of, made
+from helpers.problems.feature_problems import Arguments, arguments_of, made
 
 from miofind.core.problem import ProblemDescription
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from epilogue_in_numpy import Finish
+from helpers.in_numpy.epilogue import Finish
+from helpers.problems.struct_fields import fields_of
 from numpy.typing import NDArray
-from struct_fields import fields_of
 
 from miofind.solver.steps import EpilogueArgument, KernelStep, Pointer
 

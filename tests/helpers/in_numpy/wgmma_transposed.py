@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from wgmma_in_numpy import Array, copied_box, copied_pixels
+from helpers.in_numpy.wgmma import Array, copied_box, copied_pixels
 
 from miofind.solver.steps import KernelStep, TensorMap
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fused_runs import NUMBERS
+from helpers.runs.fused_runs import NUMBERS
 from numpy.typing import NDArray
 
 from miofind.core.epilogue import EPILOGUE_TENSORS, Activation

@@ -21,7 +21,7 @@ def measure(parent: Parent, setup: MeasuringSetup) -> None:
     """As the child of `Isolated`, with the faults of faulty_solver.py."""
     from miofind.evaluate import measuring_child
 
-    importlib.import_module("faulty_solver")
+    importlib.import_module("helpers.processes.faulty_solver")
     measuring_child.serve(parent, setup)
 
 
@@ -29,7 +29,7 @@ def tune(parent: Parent, setup: DeviceProcessSetup) -> None:
     """As a device's process of a tuning, with the faults of faulty_device_process.py."""
     from miofind.tune import device_process
 
-    importlib.import_module("faulty_device_process")
+    importlib.import_module("helpers.processes.faulty_device_process")
     device_process.serve(parent, setup)
 
 
@@ -37,7 +37,7 @@ def compile_kernels(parent: Parent, cache: BinaryCache) -> None:
     """As a process of a `CompilePool`, with the faults of faulty_compiler.py."""
     from miofind.compiler import worker
 
-    importlib.import_module("faulty_compiler")
+    importlib.import_module("helpers.processes.faulty_compiler")
     worker.serve(parent, cache)
 
 

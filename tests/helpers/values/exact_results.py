@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from device_buffers import integers
-from device_runs import DeviceRun
+from helpers.runs.device_buffers import integers
+from helpers.runs.device_runs import DeviceRun
 
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from helpers.problems.struct_fields import fields_of
 from numpy.typing import NDArray
-from struct_fields import fields_of
 
 from miofind.solver.steps import KernelStep, Pointer, Scalar
 from miofind.solver.structs import Struct

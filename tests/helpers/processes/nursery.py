@@ -26,7 +26,12 @@ import pytest
 _LENGTH = struct.Struct("!I")
 _IMPORTED = (
     *("miofind.process.parent", "miofind.tune.device_process", "miofind.evaluate.measuring_child"),
-    *("miofind.compiler.worker", "miofind.verify.harness_host", "miofind.measure.backend_host", "faulty_services"),
+    *(
+        "miofind.compiler.worker",
+        "miofind.verify.harness_host",
+        "miofind.measure.backend_host",
+        "helpers.processes.faulty_services",
+    ),
     *("miofind.solvers.cpu.direct", "miofind.solvers.cpu.gemm1x1", "miofind.solvers.cpu.im2col_gemm"),
     *("numpy.random", "numpy.ma"),
 )

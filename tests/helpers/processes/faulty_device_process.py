@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from waiting import wait_until
+from helpers.processes.waiting import wait_until
 
 from miofind.errors import DatabaseError, NoDeviceError
 from miofind.evaluate.evaluate import DeviceLostError
