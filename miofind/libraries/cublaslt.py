@@ -259,7 +259,7 @@ class _Operation:
         self.scalars = np.array([step.alpha, step.beta], dtype=scale.value)
         with _reported(self.description):
             self.operation = library.matmul_desc_create(compute, scalar)
-            weakref.finalize(self, library.matmul_desc_destroy, self.operation)
+            _end_with(self, library.matmul_desc_destroy, self.operation)
             flags = library.MatmulDescAttribute
             for name, transposed in ((flags.TRANSA, step.transpose_a), (flags.TRANSB, step.transpose_b)):
                 _set(library.matmul_desc_set_attribute, self.operation, name, np.int32(transposed))
@@ -276,12 +276,17 @@ class _Operation:
         library = self.library
         rows, columns, ld = sizes
         layout = int(library.matrix_layout_create(dtype, rows, columns, ld))
-        weakref.finalize(self, library.matrix_layout_destroy, layout)
+        _end_with(self, library.matrix_layout_destroy, layout)
         if batch > 1:
             names = library.MatrixLayoutAttribute
             _set(library.matrix_layout_set_attribute, layout, names.BATCH_COUNT, np.int32(batch))
             _set(library.matrix_layout_set_attribute, layout, names.STRIDED_BATCH_OFFSET, np.int64(stride))
         return layout
+
+
+def _end_with(owner: object, destroy: Callable[[int], None], pointer: int) -> None:
+    """Destroy what a pointer is of with its owner; not where the process ends, in which callers in C may go on."""
+    weakref.finalize(owner, destroy, pointer).atexit = False
 
 
 def _launcher(operation: _Operation, result: npt.NDArray[Any], size: int) -> Callable[[int, int, int, int, int], None]:

@@ -143,18 +143,23 @@ def _offer(graph: ConvGraph, config: Descriptor, notes: dict[int, frozenset[Note
 class ConvCall:
     """What cuDNN executes a plan by beside operands, workspace and stream, for callers in C.
 
-    They are in the thread that asked for it. What it names lasts as long as the plan that it is of.
+    It is for the thread that asked for it, as long as no lease of the plan ends. What it names lasts as long as the
+    plan that it is of.
 
     Attributes:
         functions: addresses of the library's.
         handle, plan: addresses of the library's.
         ids: of the operands in order, by which the plan knows them.
+        leases_ended: address of the count of the plan's leases that ended, 8 bytes.
+        leases_ended_before: how many these were.
     """
 
     functions: CudnnFunctions
     handle: int
     plan: int
     ids: tuple[int, ...]
+    leases_ended: int
+    leases_ended_before: int
 
 
 class ConvPlan:
@@ -228,7 +233,7 @@ class ConvPlan:
         bound.launch(addresses, stream, parameters)
 
     def call(self, parameters: EpilogueParameters = DEFAULT_PARAMETERS) -> ConvCall:
-        """What a launch in this thread executes.
+        """What a launch in this thread executes, with the plan's own numbers, as those given are.
 
         Raises:
             LaunchError: it takes numbers of each launch, or as of `prepare`.
@@ -324,6 +329,7 @@ class _Lease:
         self._idle = idle
 
     def __del__(self) -> None:
+        self._bound.leases_ended.value += 1
         self._idle.append(self._bound)
 
 
@@ -337,9 +343,10 @@ class _BoundPlan:
 
     Attributes:
         handle: the thread's.
+        leases_ended: how many threads that had it ended.
     """
 
-    __slots__ = ("_execute", "_factors", "_ids", "_packs", "_plan", "handle")
+    __slots__ = ("_execute", "_factors", "_ids", "_packs", "_plan", "handle", "leases_ended")
 
     handle: CudnnHandle
 
@@ -349,6 +356,7 @@ class _BoundPlan:
         self._factors = tuple(factors.values())
         self._execute = backend.library().execute
         self._packs: dict[tuple[float, ...], _Pack] = {}
+        self.leases_ended = ctypes.c_int64()
 
     def launch(self, addresses: tuple[int, ...], stream: int, parameters: EpilogueParameters) -> None:
         factors: tuple[float, ...] = ()
@@ -372,8 +380,14 @@ class _BoundPlan:
         """
         if self._factors:
             raise LaunchError(f"cuDNN's plan reads {' and '.join(self._factors)} at each launch")
-        functions, handle, plan = backend.library().functions, self.handle.pointer, self._plan.pointer
-        return ConvCall(functions=functions, handle=handle, plan=plan, ids=self._ids)
+        return ConvCall(
+            functions=backend.library().functions,
+            handle=self.handle.pointer,
+            plan=self._plan.pointer,
+            ids=self._ids,
+            leases_ended=ctypes.addressof(self.leases_ended),
+            leases_ended_before=self.leases_ended.value,
+        )
 
     def _pack(self, addresses: tuple[int, ...], numbers: tuple[float, ...]) -> _Pack:
         if len(self._packs) == _PACKS:

@@ -47,6 +47,10 @@ from miofind.torch.settings import MissPolicy, Settings
 logger = logging.getLogger(__name__)
 
 
+class Behind(Unserved):
+    """PyTorch's own kernel is faster than the FindDB's answer."""
+
+
 @dataclass(slots=True)
 class Part:
     """What becomes of one result of a call.
@@ -58,6 +62,7 @@ class Part:
         launch: runs it; None where PyTorch does.
         reason: why PyTorch does, "" where it does not.
         is_missing: whether no FindDB had an answer to the problem.
+        is_behind: whether PyTorch's own kernel is faster than the answer.
         is_final: whether a later call would be answered alike.
         pending: its kernels, where they are being compiled and PyTorch's, or those of a stand-in, run meanwhile.
         direct: gives the launch without Python; None where there is none.
@@ -73,6 +78,7 @@ class Part:
     direct: Callable[[], DirectLaunch | None] | None = None
     reason: str = ""
     is_missing: bool = False
+    is_behind: bool = False
     is_final: bool = True
     pending: PendingKernels | None = None
     with_bias: bool = False
@@ -259,7 +265,7 @@ class Planner:
             return part
         bare = self._tried(Part(computed), call, arguments, flags)
         bare.is_final = bare.is_final and part.is_final
-        if bare.is_missing and not part.is_missing:  # PyTorch's is faster, bias and all: nobody lacks the bare one
+        if bare.is_missing and part.is_behind:  # nobody lacks the bare one
             part.is_final = bare.is_final
             return part
         return bare
@@ -273,7 +279,7 @@ class Planner:
         except Exception as error:
             if isinstance(error, NoSolutionError) and self.settings.on_miss is MissPolicy.ERROR:
                 raise
-            part.reason = _reason(error, part.problem or call)
+            part.reason, part.is_behind = _reason(error, part.problem or call), isinstance(error, Behind)
         return part
 
     def handle_of(self, device: Any) -> Handle:
@@ -345,13 +351,13 @@ class Planner:
             over_pytorch: how many times as fast the first was measured to be.
 
         Raises:
-            Unserved: none is.
+            Behind: none is.
         """
         least_gain = self.settings.min_gain
         if over_pytorch is not None:
             if over_pytorch < least_gain:
                 told = f"is {over_pytorch:.2f} times as fast as PyTorch's own kernel, less than {least_gain:.2f}"
-                raise Unserved(f"{found[0].solver_id} {told}")
+                raise Behind(f"{found[0].solver_id} {told}")
             return found
         known = [s.time_ms for s in found if s.library is Library.CUDNN and s.samples]
         if not known:
@@ -359,7 +365,7 @@ class Planner:
         gaining = [s for s in found if s.time_ms * least_gain <= min(known)]
         if not gaining:
             gain = min(known) / found[0].time_ms
-            raise Unserved(f"{found[0].solver_id} is {gain:.2f} times as fast as cuDNN, less than {least_gain:.2f}")
+            raise Behind(f"{found[0].solver_id} is {gain:.2f} times as fast as cuDNN, less than {least_gain:.2f}")
         return gaining
 
     def ready(self, part: Part, solutions: list[Solution], device: Any, flags: Flags) -> ReadySolutions:

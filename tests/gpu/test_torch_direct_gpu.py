@@ -111,13 +111,13 @@ def of_a_library(
     monkeypatch.setattr(direct, "_loaded", [path])
     with (
         miofind.Handle("cuda", database=tmp_path / "finddb.db") as handle,
-        miofind.torch.use("estimate", background=False, only=(request.param,), handle=handle) as made,
+        miofind.torch.use("find", background=False, only=(request.param,), handle=handle) as made,
     ):
         yield made
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_libraries_run_without_python(of_a_library: Override, dtype: Any, memory_format: str, with_bias: bool) -> None:
     before = 0
@@ -237,6 +237,29 @@ def test_fused_results_are_right_without_python(layer: str, epilogue: str, dtype
     (plan,) = (each for each in fused_plans.plans() if each.parts and each.parts[0].launch is not None)
     assert plan.calls == 4
     assert plan.python_calls == (4 if plan.generation is None else 2)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_fused_results_of_libraries_are_right(of_a_library: Override, path: DirectPath, epilogue: str) -> None:
+    path.enable_own("CUDA")
+    fused_plans.forget()
+    last, half = {"memory_format": torch.channels_last}, torch.float16
+    numbers = dict(EPILOGUES[epilogue])
+    given = numbers.pop("given")
+    for _ in range(4):
+        x = torch.randn(4, 64, 14, 15, device="cuda").to(half).to(**last)
+        w = (0.1 * torch.randn(128, 64, 1, 1, device="cuda")).to(half)
+        like = conv2d(x.double(), w.double())
+        operands = {name: torch.randn(128, device="cuda").to(half) for name in given if name != "residual"}
+        if "residual" in given:
+            operands["residual"] = torch.randn_like(like).to(half).to(**last)
+        y = miofind.torch.convolution(x, w, **operands, groups=1, **numbers)
+        want = expected(x, w, operands, {"groups": 1}, numbers)
+        assert (y.cpu() - want).abs().max() <= 3e-3 * max(1.0, float(like.abs().max()))
+    plans = [each for each in fused_plans.plans() if each.parts and each.parts[0].launch is not None]
+    assert all(each.calls == 4 and each.python_calls in (2, 4) for each in plans)
+    path.disable_own("CUDA")
+    fused_plans.forget()
 
 
 @pytest.mark.usefixtures("of_own_operators")

@@ -347,6 +347,15 @@ def test_nobody_lacks_the_bare_problem_of_a_bias_that_pytorch_is_faster_with(
         conv2d(X, W, bias)
         assert "0.50 times as fast as PyTorch's own kernel" in _reason(made)
         assert made.report().missing == {}
+        monkeypatch.setattr(plans.comparisons, "gain", lambda asked, device: None)
+
+        def refuse(self: Any, *_: Any, **__: Any) -> Any:
+            raise plans.Unserved("cannot be compiled")
+
+        monkeypatch.setattr(plans.ReadySolutions, "next", refuse)
+        made.forget_plans()
+        conv2d(X, W, bias)
+        assert made.report().missing == {problem.bare: 1}, "an answer that cannot be used is none"
 
 
 def test_cudnn_is_left_to_pytorch_unless_ours_gains(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

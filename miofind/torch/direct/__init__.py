@@ -77,7 +77,8 @@ class _Convolution(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in CudnnFunctions._fields),
-        *((name, ctypes.c_void_p) for name in ("handle", "plan")),
+        *((name, ctypes.c_void_p) for name in ("handle", "plan", "leases_ended")),
+        ("leases_ended_before", ctypes.c_int64),
         ("count", ctypes.c_int64),
         ("ids", ctypes.c_int64 * _MOST_OPERANDS),
         ("operands", _Place * _MOST_OPERANDS),
@@ -96,6 +97,7 @@ class DirectLaunch(NamedTuple):
             workspace's; -1 nothing that has an address.
         workspace_bytes: of the workspace.
         alignment_bytes: that the operands' addresses need.
+        steps: what is launched, one after another.
     """
 
     operands: tuple[int, ...]
@@ -193,6 +195,8 @@ def _convolution(step: FlatConvolution, sources: Sequence[int]) -> _Convolution:
         *call.functions,
         call.handle,
         call.plan,
+        call.leases_ended,
+        call.leases_ended_before,
         count,
         (ctypes.c_int64 * _MOST_OPERANDS)(*call.ids),
         (_Place * _MOST_OPERANDS)(*(_place(where, sources) for where in step.operands)),
@@ -216,6 +220,11 @@ class DirectPath:
         self._library = ctypes.CDLL(str(path))
         self._library.miofind_plan.restype = ctypes.c_void_p
         self._library.miofind_calls.restype = ctypes.c_uint64
+        for name, structure in (("product", _Product), ("convolution", _Convolution)):
+            size = getattr(self._library, f"miofind_bytes_of_{name}")
+            size.restype = ctypes.c_size_t
+            if size() != ctypes.sizeof(structure):
+                raise RuntimeError(f"router.cpp has another structure for a {name}")
         for name in ("miofind_define", "miofind_enable", "miofind_enable_own"):
             getattr(self._library, name).restype = ctypes.c_char_p
         _refused(self._library.miofind_define())
@@ -401,7 +410,7 @@ def _path() -> Path:
 
 
 def _use_cuda(use_driver: Callable[[Any, Any], None]) -> None:
-    """Give it the driver's functions, where there is a driver; without one nothing is adopted."""
+    """Give it the driver's functions, where there is a driver; without one Python launches kernels."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         use_driver(driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress)

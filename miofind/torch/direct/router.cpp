@@ -1,7 +1,7 @@
 // The hot path without Python: calls of aten::convolution, aten::convolution_backward and miofind's own operators that
-// look like an earlier one are launched from here, result by result, or go on to PyTorch's own kernels. Whatever is new,
-// or takes a step that has no plain form, goes on to Python: to the kernels of miofind_router (override.py), or to those
-// of miofind's operators that these stand before (fused/ops.py).
+// look like an earlier one are launched from here, result by result, or go on to PyTorch's own kernels. Whatever is
+// new, or takes a step that has no plain form, goes on to Python: to the kernels of miofind_router (override.py), or to
+// those of miofind's operators that these stand before (fused/ops.py).
 //
 // It needs PyTorch's headers and no CUDA toolkit: functions of the driver, cuBLASLt and cuDNN come as addresses.
 
@@ -93,7 +93,6 @@ constexpr size_t ALIGNMENT = 64;
 constexpr int INVALID_CONTEXT = 201;
 constexpr int NO_WORKSPACE = -1;  // none of the driver's
 
-
 // The status of a launch where there is no driver: Python's launch tells of it.
 constexpr int NO_DRIVER = -2;
 
@@ -179,13 +178,13 @@ struct Product : Step {
     };
     const void* const vector = p.bias.in(addresses);
     if (!vector) return start();
+    static std::mutex lock;  // of all operations, which several plans share: one holds a bias's address as it starts
     const std::lock_guard<std::mutex> guard(lock);
     const int status = p.set_attribute(p.operation, static_cast<int>(p.bias_attribute), &vector, sizeof vector);
     return status ? status : start();
   }
 
   const ProductParts parts;
-  mutable std::mutex lock;  // of the operation, which holds the address of the bias while a product starts
 };
 
 // A number that no other thread of the process has or had.
@@ -206,20 +205,24 @@ struct ConvolutionParts {
   int (*destroy_descriptor)(void* descriptor);
   int (*get_stream)(void* handle, void** stream);
   void *handle, *plan;
+  const int64_t* leases_ended;  // how often a thread that had the plan ended
+  int64_t leases_ended_before;
   int64_t count;
   int64_t ids[MOST_OPERANDS];
   Place operands[MOST_OPERANDS];
   Place workspace;
 };
 
-// cuDNN's handles and plans are for one thread at a time: this is for the one that made it, whose they are.
+// cuDNN's handles and plans are for one thread at a time: this is for the one that made it, while Python lends them to
+// it. Threads that are not Python's may give them back between calls.
 struct Convolution : Step {
   explicit Convolution(const ConvolutionParts& parts) : parts(parts), thread(this_thread()) {}
 
   // Its handle may have another stream: Python, which sets it, keeps in mind which.
   bool is_ready(void* stream) const override {
     void* used = nullptr;
-    return thread == this_thread() && !parts.get_stream(parts.handle, &used) && used == stream;
+    if (thread != this_thread() || *parts.leases_ended != parts.leases_ended_before) return false;
+    return !parts.get_stream(parts.handle, &used) && used == stream;
   }
 
   int run(const Addresses& addresses, void* stream) const override {
@@ -573,17 +576,13 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
     std::array<at::Tensor, 3> results;
     std::array<bool, 3> left{};  // to PyTorch's own kernel
     bool is_done = true;
+    for (int i = 0; i < 2; ++i) {
+      left[i] = mask[i] && !plan->launches[i];
+      if (mask[i] && !left[i]) is_done = is_done && plan->launches[i]->takes(tensors.data(), DEFAULT_STREAM);
+    }
     for (int i = 0; i < 2 && is_done; ++i) {
-      if (!mask[i]) continue;
-      if (!plan->launches[i]) {
-        left[i] = true;
-        continue;
-      }
+      if (!mask[i] || left[i]) continue;
       const Launch& launch = *plan->launches[i];
-      if (!launch.takes(tensors.data(), DEFAULT_STREAM)) {
-        is_done = false;
-        break;
-      }
       Made made = launch.run(tensors.data(), DEFAULT_STREAM);
       if (made.status) {
         failed(key, made.status);
@@ -865,6 +864,14 @@ void miofind_parameter(void* plan, int which, const char* content, size_t bytes,
 void miofind_fixup(void* plan, int which, size_t at, int source, uint64_t offset) {
   Kernel& kernel = static_cast<Kernel&>(*steps_of(plan, which).back());
   kernel.parameters.back().fixups.push_back({at, source, offset});
+}
+
+size_t miofind_bytes_of_product() {
+  return sizeof(ProductParts);
+}
+
+size_t miofind_bytes_of_convolution() {
+  return sizeof(ConvolutionParts);
 }
 
 void miofind_product(void* plan, int which, const ProductParts* parts) {

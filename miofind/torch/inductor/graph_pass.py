@@ -31,6 +31,7 @@ from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.backward import replace_backward
 from miofind.torch.inductor.batch_statistics import gather_vectors
 from miofind.torch.inductor.forward import replace_forward
+from miofind.torch.inductor.gathered import gather_casts, gather_counts
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_plain, trains
 from miofind.torch.inductor.group_statistics import split_group_statistics
 from miofind.torch.inductor.kept import kept_problems
@@ -46,6 +47,7 @@ from miofind.torch.inductor.weights_in_graphs import keep_weights
 from miofind.torch.inductor.writing import Serves, Writing
 from miofind.torch.override import current
 from miofind.torch.plans import Planner
+from miofind.torch.settings import MissPolicy
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -78,6 +80,8 @@ class ConvolutionPass(CustomGraphPass):
         if trains(graph):
             turn_saved(graph)
             gather_vectors(graph)
+            gather_casts(graph, prefers_last)
+            gather_counts(graph)
         else:
             keep_weights(graph, memory_formats(graph))
         split_group_statistics(graph)
@@ -159,23 +163,15 @@ def _prepare(graph: fx.Graph, prefers_last: bool) -> None:
     convolutions = (*CONVOLUTIONS, OPERATORS[Forward])
     read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in convolutions)
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
-    lacking: dict[Any, list[ProblemDescription]] = {device: [] for device in devices if _measures(device)}
-
-    def is_missing(problem: ProblemDescription, device: Any) -> bool:
-        if device in lacking:
-            lacking[device].append(problem)
-        return device in lacking
-
-    if lacking:
-        _ask(graph, is_missing, prefers_last)
-    for device, problems in lacking.items():
-        planner, flags = _asked(device)
-        find_missing(problems, device, flags, planner)
+    measured = frozenset(filter(_measures, devices))
+    if measured:
+        _find_lacking(graph, prefers_last, measured, lambda problem, device: device in measured)
+        # What PyTorch is faster at stays a convolution of its own, and is another problem.
+        _find_lacking(graph, prefers_last, measured, lambda problem, device: _known(problem, device) is not None)
     on_gpu: dict[Any, list[Solution]] = {device: [] for device in devices if device.type == "cuda"}
 
     def is_answered(problem: ProblemDescription, device: Any) -> bool:
-        planner, flags = _asked(device)
-        best = fastest(problem, device, flags, planner)
+        best = _known(problem, device)
         if best is not None and device in on_gpu:
             on_gpu[device].append(best)
         return best is not None
@@ -184,6 +180,27 @@ def _prepare(graph: fx.Graph, prefers_last: bool) -> None:
         _ask(graph, is_answered, prefers_last)
     for device, solutions in on_gpu.items():
         compile_ahead(solutions, device, _asked(device)[0])
+
+
+def _find_lacking(graph: fx.Graph, prefers_last: bool, devices: frozenset[Any], serves: Serves) -> None:
+    """Find what a graph lacks on devices where some problems are served, all at once."""
+    asked: dict[Any, list[ProblemDescription]] = {device: [] for device in devices}
+
+    def noting(problem: ProblemDescription, device: Any) -> bool:
+        if device in devices:
+            asked[device].append(problem)
+        return serves(problem, device)
+
+    _ask(graph, noting, prefers_last)
+    for device, problems in asked.items():
+        planner, flags = _asked(device)
+        find_missing([each for each in problems if _known(each, device) is None], device, flags, planner)
+
+
+def _known(problem: ProblemDescription, device: Any) -> Solution | None:
+    """The first of the answers that FindDBs have to a problem, where miofind runs it; nothing is measured."""
+    planner, flags = _asked(device)
+    return fastest(problem, device, flags, Planner(replace(planner.settings, on_miss=MissPolicy.FALLBACK)))
 
 
 def _ask(graph: fx.Graph, serves: Serves, prefers_last: bool) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from miofind.core.problem import ProblemDescription
-from miofind.core.tensor import Layout
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
 from miofind.torch.inductor.graphs import CONVOLUTIONS, has_numbers
@@ -34,20 +32,23 @@ def kept_problems(writing: Writing) -> Iterator[tuple[ProblemDescription, Any]]:
 
 
 def _problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescription]:
-    """What is asked of each result of a convolution, with the bias, or its gradient, where kernels take it."""
+    """What is asked of each result of a convolution, with the bias, or its gradient, where kernels take it.
+
+    Inductor adds a forward bias by itself, but on the CPU.
+    """
     is_forward = node.target is aten.convolution.default
     x, w, bias, *geometry = node.args if is_forward else node.args[1:10]
-    wanted, has_bias = ["y"], bias is not None
+    values = x.meta["val"], w.meta["val"]
+    wanted, has_bias = ["y"], bias is not None and values[0].device.type == "cpu"
     if not is_forward:
         *mask, has_bias = node.args[10]
         wanted = [name for name, is_wanted in zip(("dx", "dw"), mask, strict=True) if is_wanted]
-    values = x.meta["val"], w.meta["val"]
     flags = Flags.of(state(), on_gpu=values[0].is_cuda)
     try:
         with values[0].fake_mode:
+            if values[0].dim() == 4 and writing.prefers_last:
+                values = tuple(value.contiguous(memory_format=torch.channels_last) for value in values)
             call = ConvolutionCall.of(*values, bias.meta["val"] if isinstance(bias, fx.Node) else bias, *geometry)
-            if writing.is_last(*values):
-                call = replace(call, backend_format=Layout.of(values[0].dim() - 2, channels_last=True))
     except Unserved:
         return
     for computed in wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ class Driver:
         launches: how many there were.
         status: what further ones end with.
         stream: of the handle of convolutions.
+        leases_ended: of the plans of convolutions.
+        biases_set: how often a product got the address of a bias.
+        between: called between that and the start of the product.
         packs: how many packs of convolutions' operands there are.
     """
 
@@ -38,6 +42,9 @@ class Driver:
         self.launches = 0
         self.status = 0
         self.stream = 0
+        self.leases_ended = ctypes.c_int64()
+        self.biases_set = 0
+        self.between: Callable[[], None] = lambda: None
         self.runs: list[tuple[Invoker, EpilogueParameters]] = []
         launch = ctypes.CFUNCTYPE(_INT, *[_POINTER] * 2, ctypes.POINTER(_POINTER), _POINTER)
         replace = ctypes.CFUNCTYPE(_INT, _POINTER, _POINTER)
@@ -47,6 +54,7 @@ class Driver:
         self._products = matmul(self._matmul), set_bias(self._set_bias)
         self._factors = (ctypes.c_float * 2)(1, 0)
         self._biases: dict[int, int] = {}
+        self._operations: dict[int, int] = {}
         self._packs: dict[int, dict[int, list[int]]] = {}
         self._numbers = itertools.count(1)
         at = ctypes.POINTER(_POINTER)
@@ -82,11 +90,12 @@ class Driver:
         return FlatKernel(function=7, grid=one, block=one, shared_bytes=0, pdl=False, parameters=tuple(given))
 
     def _product(self, operands: list[BasedAddress], workspace: BasedAddress) -> FlatProduct:
-        """Its number by the operation, the third operand as what is written, a fourth as a bias."""
+        """Its number by the operation, one an invoker, the third operand as what is written, a fourth as a bias."""
+        operation = self._operations.setdefault(id(self.runs[-1][0]), len(self.runs))
         matmul, set_attribute = map(_address, self._products)
         alpha = ctypes.addressof(self._factors)
         call = MatmulCall(
-            matmul=matmul, set_attribute=set_attribute, handle=5, operation=len(self.runs),
+            matmul=matmul, set_attribute=set_attribute, handle=5, operation=operation,
             layout_a=11, layout_b=12, layout_c=13, alpha=alpha, beta=alpha + 4, algorithm=14,
             workspace_bytes=64, bias_attribute=8, kept=(),
         )  # fmt: skip
@@ -96,8 +105,10 @@ class Driver:
     def _convolution(self, operands: list[BasedAddress], workspace: BasedAddress) -> FlatConvolution:
         """Its number by the plan."""
         functions = CudnnFunctions(*map(_address, self._convolutions))
-        ids = tuple(range(100, 100 + len(operands)))
-        call = ConvCall(functions=functions, handle=6, plan=len(self.runs), ids=ids)
+        call = ConvCall(
+            functions=functions, handle=6, plan=len(self.runs), ids=tuple(range(100, 100 + len(operands))),
+            leases_ended=ctypes.addressof(self.leases_ended), leases_ended_before=self.leases_ended.value,
+        )  # fmt: skip
         return FlatConvolution(call=call, operands=tuple(operands), workspace=workspace)
 
     def _replace_address(self, at: int, address: int) -> int:
@@ -128,12 +139,14 @@ class Driver:
             return self.status
         assert (handle, layout_a, layout_b, layout_c, layout_d, algorithm, size) == (5, 11, 12, 13, 13, 14, 64)
         assert (c, beta, stream) == (d, alpha + 4, None)
-        bias = [self._biases.pop(operation)] if operation in self._biases else []
+        bias = [self._biases[operation]] if operation in self._biases else []
         return self._run(operation - 1, [a, b, d, *bias, workspace or 0])
 
     def _set_bias(self, operation: int, attribute: int, value: Any, size: int) -> int:
         assert (attribute, size) == (8, 8)
         self._biases[operation] = value[0]
+        self.biases_set += 1
+        self.between()
         return 0
 
     def _create(self, kind: int, made: Any) -> int:

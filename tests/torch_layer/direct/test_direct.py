@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch_layer.direct.driver import FORMS as STEPS
 from torch_layer.direct.driver import Driver
 
 from miofind import Handle
+from miofind.core.problem import Direction
 from miofind.errors import CompileError
 from miofind.torch import direct, override, use
 from miofind.torch.direct import DirectPath
@@ -72,10 +74,18 @@ def test_the_third_call_is_launched_without_python_and_gives_the_same(
     assert {count.calls for count in enabled.report().counts} == {4}
 
 
+@pytest.fixture
+def finding(driver: Driver, tmp_path: Path) -> Iterator[Override]:
+    """Where a bias is part of what is solved."""
+    handle = Handle("cpu", database=tmp_path / "finddb.db")
+    with handle, use("find", handle=handle, devices="cpu") as made:
+        yield made
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("step", STEPS)
 def test_steps_of_kernels_and_libraries_give_the_same(
-    enabled: Override, driver: Driver, step: str, with_bias: bool
+    finding: Override, driver: Driver, step: str, with_bias: bool
 ) -> None:
     driver.form = step
     results = []
@@ -89,6 +99,7 @@ def test_steps_of_kernels_and_libraries_give_the_same(
         del keep
     assert driver.launches == 2 * 3, "y, dx and dw of two calls"
     assert driver.packs == 0
+    assert driver.biases_set == (2 * 2 if with_bias and step == "product" else 0), "those of y and of dw"
     for later in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], later, strict=True))
 
@@ -113,6 +124,64 @@ def test_a_plan_of_cudnn_runs_in_its_own_thread_and_on_its_own_stream(
     driver.stream, before = 0, driver.launches
     assert torch.equal(conv2d(x, w), want)
     assert driver.launches == before + 1, "the plan stays"
+
+
+def test_products_of_two_threads_keep_their_biases_apart(finding: Override, driver: Driver) -> None:
+    """Calls that differ in strides that mean nothing have plans of their own, and one invoker."""
+    driver.form, driver.between = "product", lambda: time.sleep(0.01)
+    x, w = torch.randn(1, 4, 7, 7, **HALF), torch.randn(6, 4, 3, 3, **HALF)
+    other = x.as_strided(x.shape, (999, 49, 7, 1))
+    calls = [(x, torch.zeros(6, **HALF)), (other, torch.full((6,), 100.0, **HALF))]
+    want = [[conv2d(image, w, bias) for _ in range(3)][-1] for image, bias in calls]
+    results: list[list[Any]] = [[], []]
+
+    def work(place: int) -> None:
+        image, bias = calls[place]
+        results[place] += [conv2d(image, w, bias) for _ in range(8)]
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert driver.launches == 2 + 16
+    assert all(torch.equal(each, right) for found, right in zip(results, want, strict=True) for each in found)
+
+
+def test_a_plan_of_cudnn_whose_lease_has_ended_is_run_by_nobody(enabled: Override, driver: Driver) -> None:
+    """Threads that are not Python's give their leases back between calls."""
+    driver.form = "convolution"
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    want = [conv2d(x, w) for _ in range(3)][-1]
+    assert driver.launches == 1
+    driver.leases_ended.value += 1
+    assert torch.equal(conv2d(x, w), want)
+    assert driver.launches == 1
+
+
+def test_nothing_of_a_backward_call_is_launched_that_python_is_to_run(
+    enabled: Override, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = driver.flat
+
+    def flat(invoker: Any, *parameters: Any) -> Any:
+        driver.form = "convolution" if invoker.problem.direction is Direction.BACKWARD_WEIGHTS else "kernel"
+        return plain(invoker, *parameters)
+
+    monkeypatch.setattr(driver, "flat", flat)
+    x, w = (torch.randn(shape, **HALF).requires_grad_() for shape in ((2, 4, 7, 6), (6, 4, 3, 3)))
+    y = conv2d(x, w)
+
+    def step() -> Any:
+        return torch.autograd.grad(y, (x, w), torch.ones_like(y), retain_graph=True)
+
+    for _ in range(3):
+        step()
+    before = driver.launches
+    assert before == 2
+    driver.stream = 5
+    step()
+    assert driver.launches == before, "no dx without its dw"
 
 
 @pytest.mark.parametrize("kept", ["dx", "dw"])

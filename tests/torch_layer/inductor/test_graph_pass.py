@@ -34,6 +34,13 @@ def served(cpu_handle: Handle) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def own_handle(tmp_path: Path) -> Iterator[Handle]:
+    """The CPU place, with a FindDB that a test writes to."""
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        yield handle
+
+
 def prepared(model: Any, dtype: Any = torch.float32) -> Any:
     torch.manual_seed(0)
     for module in model.modules():
@@ -356,7 +363,7 @@ def test_the_backend() -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_what_a_graph_lacks_is_found_at_once(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_lacks_is_found_at_once(own_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operator that goes in first, and nothing that would go in were that one not served."""
     asked: list[Any] = []
 
@@ -368,20 +375,20 @@ def test_what_a_graph_lacks_is_found_at_once(cpu_handle: Handle, monkeypatch: py
     monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
     model = prepared(Block(lambda y, x: torch.relu(y + x), norm=True))
     x = torch.randn(2, 4, 7, 3)
-    with answers_of(cpu_handle, on_miss="find"), torch.no_grad():
+    with answers_of(own_handle, on_miss="find"), torch.no_grad():
         for _ in range(2):
             compiled = Compiled(model)
             torch.testing.assert_close(compiled(x), model(x))
             assert compiled.texts == ["scale.bias.residual.relu"]
             assert compiled.convolution_pass.missing == []
     assert [(problem.epilogue.text, likely, handle) for (problem,), likely, handle in asked] == [
-        ("scale.bias.residual.relu", True, cpu_handle)
-    ] * 2
+        ("scale.bias.residual.relu", True, own_handle)
+    ], "the second graph lacks nothing"
 
 
 @pytest.mark.parametrize("prefers_last", [False, True])
 def test_what_stays_pytorchs_own_is_found_at_once_too_in_the_format_that_it_runs_in(
-    cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch, prefers_last: bool
+    own_handle: Handle, monkeypatch: pytest.MonkeyPatch, prefers_last: bool
 ) -> None:
     from miofind.torch.inductor import graph_pass
 
@@ -398,7 +405,7 @@ def test_what_stays_pytorchs_own_is_found_at_once_too_in_the_format_that_it_runs
     torch.manual_seed(3)
     first, second = torch.nn.Conv2d(3, 5, 3), torch.nn.ConvTranspose2d(5, 4, 2, groups=1)
     x = torch.randn(2, 3, 9, 8, requires_grad=True)
-    with miofind.torch.use("find", handle=cpu_handle, devices="cpu"):
+    with miofind.torch.use("find", handle=own_handle, devices="cpu"):
         compiled = Compiled(lambda x: second(torch.sin(first(x))))
         y = compiled(x)
         got = torch.autograd.grad(y.square().sum(), (x, *first.parameters(), *second.parameters()))
@@ -411,6 +418,66 @@ def test_what_stays_pytorchs_own_is_found_at_once_too_in_the_format_that_it_runs
     assert Counter(problem.direction.value for problem in kept) == {
         "forward": 1, "backward_data": 2, "backward_weights": 1,
     }  # fmt: skip
+
+
+def test_what_pytorch_is_faster_at_fused_is_found_at_once_as_the_convolution_that_it_stays(
+    own_handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from miofind.torch.inductor import graph_pass
+
+    asked: list[Any] = []
+
+    def noted(problems: Any, *, options: Any, handle: Any) -> Any:
+        asked.append([problem.epilogue.text for problem in problems])
+        return miofind.find_many(problems, options=options, handle=handle)
+
+    monkeypatch.setattr(answers, "find_many", noted)
+    monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
+    monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
+    monkeypatch.setattr(comparisons, "gain", lambda p, device: 0.5 if p.epilogue.text.endswith("relu") else None)
+    convolution, x = nn.Conv2d(5, 3, 3), torch.randn(2, 5, 9, 8)
+    with miofind.torch.use("find", handle=own_handle, devices="cpu"), torch.no_grad():
+        compiled = Compiled(lambda x: torch.relu(convolution(x)))
+        torch.testing.assert_close(compiled(x), torch.relu(convolution(x)), rtol=1e-4, atol=1e-4)
+    assert asked[0] == ["bias.relu"]
+    assert compiled.texts == []
+
+
+def test_a_forward_bias_that_inductor_adds_itself_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from miofind.torch.inductor import kept
+    from miofind.torch.inductor.writing import Writing
+
+    monkeypatch.setattr(kept, "current", lambda device: object())
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        for name, shape in (("x", (2, 3, 9, 8)), ("w", (5, 3, 3, 3)), ("bias", (5,))):
+            graph.placeholder(name).meta["val"] = torch.empty(shape, device="cuda")
+        window = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        node = graph.call_function(torch.ops.aten.convolution.default, (*graph.nodes, *window))
+        node.meta["val"] = torch.empty(2, 5, 7, 6, device="cuda")
+    found = kept.kept_problems(Writing(graph, lambda problem, device: True, False))
+    assert [problem.epilogue.text for problem, _ in found] == [""]
+
+
+def test_what_stays_of_one_dimension_is_asked_for_as_it_runs(
+    own_handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch computes it contiguous, whatever order its input is in."""
+    asked: list[Any] = []
+
+    def noted(problems: Any, *, options: Any, handle: Any) -> Any:
+        asked.extend(problems)
+        return miofind.find_many(problems, options=options, handle=handle)
+
+    monkeypatch.setattr(answers, "find_many", noted)
+    monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
+    convolution, x = nn.Conv1d(3, 5, 3, bias=False), torch.randn(2, 19, 3)
+    with miofind.torch.use("find", handle=own_handle, devices="cpu"), torch.no_grad():
+        compiled = Compiled(lambda x: convolution(x.transpose(1, 2)))
+        torch.testing.assert_close(compiled(x), convolution(x.transpose(1, 2)), rtol=1e-4, atol=1e-4)
+    assert {str(problem.x.layout) for problem in asked} == {"NCW"}
 
 
 def test_nothing_of_what_stays_is_found_without_an_override(

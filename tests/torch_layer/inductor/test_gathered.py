@@ -1,0 +1,137 @@
+"""Small steps of training graphs that become one: which do, which stay, and the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch_layer.inductor.compiled_graphs import Compiled
+
+import miofind.torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+aten = torch.ops.aten
+LAST = {"memory_format": torch.channels_last}
+
+
+class Blocks(nn.Module):
+    """Convolutions with filters of one tap and of nine, one depthwise, with batch norms behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolutions = nn.ModuleList(
+            [nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 6, 3, padding=1)]
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(k) for k in (8, 8, 6))
+
+    def forward(self, x: Any) -> Any:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = torch.relu(norm(convolution(x)))
+        return x
+
+
+def step(network: Any, x: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = network(x)
+    y.float().square().mean().backward()
+
+
+def casts(compiled: Compiled) -> list[int]:
+    """How many tensors each step casts, graph by graph."""
+    target = torch.ops.miofind.cast.default
+    return [len(node.args[0]) for graph in compiled.graphs for node in graph.graph.nodes if node.target is target]
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "contiguous"])
+def test_casts_and_counts_of_a_step_become_one(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from miofind.torch.inductor import graph_pass
+
+    monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
+    model, x = Blocks(), torch.randn(2, 4, 9, 8)
+    if last:
+        model, x = model.to(**LAST), x.to(**LAST)
+    plain, compiled = copy.deepcopy(model), Compiled(model)
+    others = Compiled(plain, has_pass=False)
+    for _ in range(2):
+        step(compiled, x)
+        step(others, x)
+    forward, backward = casts(compiled)
+    assert forward == 3 + 3 + 1, "weights, biases and the images"
+    assert backward >= 3, "gradients of weights"
+    assert compiled.count(aten._foreach_add.Scalar) == 1
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert [norm.num_batches_tracked.item() for norm in model.norms] == [2, 2, 2]
+
+
+def test_what_turns_a_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from miofind.torch.inductor import graph_pass
+
+    monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: True)
+    compiled = Compiled(Blocks())
+    step(compiled, torch.randn(2, 4, 9, 8))
+    forward, backward = casts(compiled)
+    assert forward == 2 + 3, "without the images, and the filters of nine taps of six channels"
+    assert backward >= 2
+    left = [
+        node for node in compiled.graphs[0].graph.nodes if node.target is torch.ops.prims.convert_element_type.default
+    ]
+    assert {(6, 8, 3, 3), (2, 4, 9, 8)} <= {tuple(node.meta["val"].shape) for node in left}
+
+
+def test_a_count_that_something_else_reads_stays() -> None:
+    """Of a batch norm without a momentum, which divides by it."""
+    model = Blocks()
+    for norm in model.norms:
+        norm.momentum = None
+    compiled, plain = Compiled(model), copy.deepcopy(model)
+    for _ in range(2):
+        step(compiled, torch.ones(2, 4, 9, 8))
+        step(plain, torch.ones(2, 4, 9, 8))
+    assert compiled.count(aten._foreach_add.Scalar) == 0
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+def test_casts_stay_where_inductor_cannot_be_told_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    from miofind.torch.inductor import gathered
+
+    monkeypatch.setattr(gathered, "_is_lowered", lambda: False)
+    compiled = Compiled(Blocks())
+    step(compiled, torch.randn(2, 4, 9, 8))
+    assert casts(compiled) == []
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "contiguous"])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductors_code_computes_the_same(last: bool) -> None:
+    model, x = Blocks(), torch.randn(2, 4, 9, 8)
+    if last:
+        model, x = model.to(**LAST), x.to(**LAST)
+    plain = copy.deepcopy(model)
+    options = miofind.torch.inductor_options()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, options={**options, "fx_graph_cache": False})
+    configured = torch._inductor.config.patch(force_layout_optimization=not last)
+    with configured, torch._functorch.config.patch(enable_autograd_cache=False):
+        for _ in range(2):
+            step(compiled, x)
+            step(plain, x)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert _strides(one.grad) == _strides(other.grad)
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.05, atol=0.02)
+    assert [norm.num_batches_tracked.item() for norm in model.norms] == [2, 2, 2]
+
+
+def _strides(tensor: Any) -> list[int]:
+    """Of dimensions whose strides mean something."""
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
