@@ -25,6 +25,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 _LEAST = 2
 """Steps that are worth one in their place."""
+_LARGEST = 1 << 22
+"""Elements of what is cast with others: more take longer than a launch, and are not kept until the last is there."""
 
 LIBRARY.define("cast(Tensor[] tensors, ScalarType dtype) -> Tensor[]")
 
@@ -54,6 +56,8 @@ def gather_casts(graph: fx.Graph, prefers_last: bool) -> None:
         if node.target is not prims.convert_element_type.default or not _is_known(node, node.args[0]):
             continue
         source, kind = node.args[0], (node.args[1], node.meta["val"].device)
+        if node.meta["val"].numel() > _LARGEST:
+            continue
         if source.op == "placeholder":
             if _is_read_by_convolutions(node, output) and _keeps_order(node, prefers_last):
                 given[kind].append(node)

@@ -87,6 +87,16 @@ def test_what_turns_a_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(6, 8, 3, 3), (2, 4, 9, 8)} <= {tuple(node.meta["val"].shape) for node in left}
 
 
+def test_what_is_large_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from miofind.torch.inductor import gathered, graph_pass
+
+    monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
+    monkeypatch.setattr(gathered, "_LARGEST", 8 * 9)
+    compiled = Compiled(Blocks())
+    step(compiled, torch.randn(2, 4, 9, 8))
+    assert casts(compiled)[0] == 2 + 3, "without the images, and the filters of nine taps of six channels"
+
+
 def test_a_count_that_something_else_reads_stays() -> None:
     """Of a batch norm without a momentum, which divides by it."""
     model = Blocks()
