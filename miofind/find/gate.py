@@ -1,6 +1,7 @@
 """Which solvers need not be asked of a problem, told from what it has in common with many: its types and its layouts.
 
-Of some forty solvers, about thirty serve none of a problem's combination of these, whatever its sizes.
+Of some forty solvers, about thirty serve none of a problem's combination of these, whatever its sizes. None of them is
+imported for that.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ from typing import NamedTuple
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
-from miofind.solver.solver import APPLICABLE, Applicability, Combination, Solver
+from miofind.solver.solver import APPLICABLE, Applicability, Combination, Solver, refuse_by_keys
 from miofind.solvers.pointwise.composed import Composed
 
 
 class Gated(NamedTuple):
-    """A solver and what is known of it before it is asked.
+    """What is known of a solver before it is asked.
 
     Attributes:
         is_possible: whether the device has a place and a library of its.
         answer: why it serves no bare problem of the combination; of another package's solver nothing is known.
     """
 
-    solver: Solver
     is_possible: bool
     answer: Applicability
 
@@ -45,9 +45,9 @@ class Gate(dict[str, Gated]):
         return _gate(registry, Combination.of(problem), device)
 
     def __missing__(self, solver_id: str) -> Gated:
-        solver, device = self._registry[solver_id], self._device
-        answer = solver.refuse_combination(self._problem, device) if is_own(solver) else APPLICABLE
-        self[solver_id] = Gated(solver, is_possible(solver, device), answer)
+        facts, device = self._registry.facts[solver_id], self._device
+        answer = refuse_by_keys(facts.keys, self._problem, device) if facts.is_own else APPLICABLE
+        self[solver_id] = Gated(facts.is_possible(device), answer)
         return self[solver_id]
 
 

@@ -199,10 +199,11 @@ def make_plan(
         if not options.allows(facts) or not taken(facts):
             draft.left_out.append(facts.id)
             continue
-        solver, is_possible, answer = gate[facts.id]
+        is_possible, answer = gate[facts.id]
         if answer.refused and (in_haste or not problem.epilogue):  # of a fused problem another reason may come first
-            draft.refuse(solver, answer.reason, is_possible=is_possible)
+            draft.refuse(facts, answer.reason, is_possible=is_possible)
             continue
+        solver = handle.registry[facts.id]
         most = _DEFAULTS_BESIDE if solver.id in few else None
         request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most, trusts_own)
         if solver.id in slow:
@@ -508,12 +509,12 @@ class _Draft:
             if self._applies(request):
                 self.planned += request.within_limits(request.still_taken(), self.refusals)
 
-    def refuse(self, solver: Solver, reason: str, *, is_possible: bool) -> None:
+    def refuse(self, facts: SolverFacts, reason: str, *, is_possible: bool) -> None:
         """Take in why a solver serves no problem like this one."""
-        self._count(solver, is_possible=is_possible)
-        self.refusals[solver.id] = reason
+        self._count(facts, is_possible=is_possible)
+        self.refusals[facts.id] = reason
 
-    def _count(self, solver: Solver, *, is_possible: bool) -> None:
+    def _count(self, solver: Solver | SolverFacts, *, is_possible: bool) -> None:
         """Count a solver as asked, if the device has what it needs."""
         if is_possible:
             self.considered[solver.id] = solver.version

@@ -1,9 +1,9 @@
 """What requests ask of every solver without its code, and the index that keeps it beside the bytecode.
 
-A look-up asks all solvers for their ids, versions and libraries, and few of them for more. To import them all takes
-longer than the rest of a look-up. So discovery leaves an index: as bytecode is, it is valid while the sources have the
-sizes and times of modification that it names, is kept in `__pycache__`, and is done without where that cannot be
-written.
+A look-up asks all solvers for their ids, versions and libraries, a find for what their keys serve, and both few of them
+for more. To import them all takes longer than the rest of a look-up. So discovery leaves an index: as bytecode is, it
+is valid while the sources have the sizes and times of modification that it names, is kept in `__pycache__`, and is done
+without where that cannot be written.
 """
 
 from __future__ import annotations
@@ -15,26 +15,22 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from miofind.device.device import Library, Place
+from miofind.core.problem import DataType, Layout
+from miofind.device.device import Device, Library, Place
 from miofind.files import write_whole
-from miofind.solver.solver import Solver
+from miofind.solver.solver import KernelKey, Solver
 
 logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = ("core", "device", "libraries", "solver", "solvers")
 """Of the package, whose modules decide what the index says."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A place and a library that a solver has a kernel key of."""
-
-    place: Place
-    library: Library
+_OWN = "miofind.solvers."
+"""What the names of miofind's own modules of solvers begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +42,7 @@ class SolverFacts:
         library: who supplies the code.
         names: what `only` and `exclude` know it by.
         composed_names: what they know its composed form by.
-        served: of its keys.
+        keys: what it serves.
     """
 
     id: str
@@ -56,7 +52,7 @@ class SolverFacts:
     is_dynamic: bool
     names: frozenset[str]
     composed_names: frozenset[str]
-    served: tuple[Served, ...]
+    keys: tuple[KernelKey, ...]
 
     @staticmethod
     def of(solver: Solver, composed: Solver) -> SolverFacts:
@@ -69,8 +65,17 @@ class SolverFacts:
             is_dynamic=solver.is_dynamic,
             names=solver.names,
             composed_names=composed.names,
-            served=tuple(dict.fromkeys(Served(key.place, key.library) for key in solver.keys)),
+            keys=solver.keys,
         )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the solver is miofind's."""
+        return self.module.startswith(_OWN)
+
+    def is_possible(self, device: Device) -> bool:
+        """Whether a device has a place and a library of the solver's."""
+        return any(key.place is device.place and device.library_version(key.library) is not None for key in self.keys)
 
 
 def read_index(sources: str) -> dict[str, SolverFacts]:
@@ -84,7 +89,7 @@ def read_index(sources: str) -> dict[str, SolverFacts]:
         if not sources or kept["sources"] != sources:
             return {}
         return {each["id"]: _facts_from(each) for each in kept["solvers"]}
-    except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
         logger.debug("no index of solvers is kept: %s", error)
         return {}
 
@@ -98,7 +103,10 @@ def write_index(sources: str, facts: Iterable[SolverFacts]) -> None:
     if sys.dont_write_bytecode or not sources:
         return
     listed = [
-        asdict(each) | {"names": sorted(each.names), "composed_names": sorted(each.composed_names)} for each in facts
+        {field.name: getattr(each, field.name) for field in fields(each)}
+        | {"names": sorted(each.names), "composed_names": sorted(each.composed_names)}
+        | {"keys": [_written(key) for key in each.keys]}
+        for each in facts
     ]
     try:
         path = _index_path()
@@ -130,13 +138,13 @@ def _facts_from(kept: Mapping[str, object]) -> SolverFacts:
     Raises:
         KeyError, TypeError, ValueError: they are none.
     """
-    names, composed_names, served = kept["names"], kept["composed_names"], kept["served"]
-    if not (isinstance(names, list) and isinstance(composed_names, list) and isinstance(served, list)):
+    names, composed_names, keys = kept["names"], kept["composed_names"], kept["keys"]
+    if not (isinstance(names, list) and isinstance(composed_names, list) and isinstance(keys, list)):
         raise TypeError("names and keys are lists")
     version, module = kept["version"], kept["module"]
     if type(version) is not int:
         raise TypeError("a version is a whole number")
-    if not isinstance(module, str) or not module.startswith("miofind.solvers."):
+    if not isinstance(module, str) or not module.startswith(_OWN):
         raise ValueError(f"{module} is no module of a solver of miofind")
     return SolverFacts(
         id=str(kept["id"]),
@@ -146,7 +154,41 @@ def _facts_from(kept: Mapping[str, object]) -> SolverFacts:
         is_dynamic=bool(kept["is_dynamic"]),
         names=frozenset(names),
         composed_names=frozenset(composed_names),
-        served=tuple(Served(Place(each["place"]), Library(each["library"])) for each in served),
+        keys=tuple(map(_key_from, keys)),
+    )
+
+
+def _written(key: KernelKey) -> dict[str, object]:
+    """A key as the index has it."""
+    return {
+        "place": key.place,
+        "library": key.library,
+        "dtypes": sorted(key.dtypes),
+        "layouts": sorted(key.layouts),
+        "min_sm": key.min_sm,
+        "archs": key.archs,
+        "operand_dtypes": {name: sorted(dtypes) for name, dtypes in key.operand_dtypes.items()},
+        "accumulator": key.accumulator,
+    }
+
+
+def _key_from(kept: Mapping[str, Any]) -> KernelKey:
+    """A key as the index has it.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: it is none.
+    """
+    if type(kept["min_sm"]) is not int:
+        raise TypeError("a compute capability is a whole number")
+    return KernelKey(
+        place=Place(kept["place"]),
+        library=Library(kept["library"]),
+        dtypes=frozenset(map(DataType, kept["dtypes"])),
+        layouts=frozenset(map(Layout, kept["layouts"])),
+        min_sm=kept["min_sm"],
+        archs=tuple(map(str, kept["archs"])),
+        operand_dtypes={name: frozenset(map(DataType, dtypes)) for name, dtypes in kept["operand_dtypes"].items()},
+        accumulator=None if kept["accumulator"] is None else DataType(kept["accumulator"]),
     )
 
 

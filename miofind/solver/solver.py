@@ -151,11 +151,20 @@ class Combination:
         return Combination(" ".join(f"{tensor.dtype} {tensor.layout}" for tensor in tensors), problem)
 
 
+def refuse_by_keys(keys: Sequence[KernelKey], problem: ProblemDescription, device: Device) -> Applicability:
+    """Why no key matches a problem here, by the first of them, or that the library of the one that does is missing."""
+    answers = [key.applicability(problem, device) for key in keys]
+    if APPLICABLE not in answers:
+        return answers[0]
+    library = keys[answers.index(APPLICABLE)].library
+    if device.library_version(library) is None:
+        return Applicability(f"{library} is not installed: {INSTALL_CUDA}")
+    return APPLICABLE
+
+
 @functools.lru_cache(maxsize=1 << 12)  # a find asks all solvers, and most refuse by their keys
-def _matched_key(solver: Solver, combination: Combination, device: Device) -> KernelKey | Applicability:
-    """The first of a solver's keys that matches, else why the first of all does not."""
-    answers = [key.applicability(combination.problem, device) for key in solver.keys]
-    return solver.keys[answers.index(APPLICABLE)] if APPLICABLE in answers else answers[0]
+def _refuse_combination(solver: Solver, combination: Combination, device: Device) -> Applicability:
+    return refuse_by_keys(solver.keys, combination.problem, device)
 
 
 class EstimatedConfig(NamedTuple):
@@ -257,12 +266,7 @@ class Solver(ABC):
 
     def refuse_combination(self, problem: ProblemDescription, device: Device) -> Applicability:
         """Why it serves no problem of such a `Combination` here: its keys, and its library's presence."""
-        matched = _matched_key(self, Combination.of(problem), device)
-        if isinstance(matched, Applicability):
-            return matched
-        if device.library_version(matched.library) is None:
-            return Applicability(f"{matched.library} is not installed: {INSTALL_CUDA}")
-        return APPLICABLE
+        return _refuse_combination(self, Combination.of(problem), device)
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
         """Whether its kernels apply a forward problem's epilogue; asked of no other, and no unless it says so."""

@@ -7,7 +7,7 @@ import pytest
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find import plan as plans
-from miofind.find.gate import Gate
+from miofind.find.gate import Gate, is_possible
 from miofind.find.plan import make_plan
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
@@ -24,7 +24,7 @@ def test_the_gate_says_what_solvers_say_of_a_combination() -> None:
     gate = Gate.of(registry, HALF, DEVICE)
     for solver_id, solver in registry.items():
         gated = gate[solver_id]
-        assert gated.solver is solver
+        assert gated.is_possible is is_possible(solver, DEVICE)
         assert gated.answer == solver.refuse_combination(HALF, DEVICE)
         assert not gated.answer.refused or solver.applicability(HALF, DEVICE) == gated.answer
     assert Gate.of(registry, HALF.in_direction(HALF.direction), DEVICE) is gate

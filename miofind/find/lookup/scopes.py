@@ -44,8 +44,8 @@ def requested_scope(options: FindOptions, device: Device, registry: Registry, dy
         facts.id: facts.version
         for facts in counted_solvers(options, registry, fused=fused)
         if (facts.is_dynamic or not dynamic_only)
-        and any(each.place is device.place for each in facts.served)
-        and any(device.library_version(each.library) is not None for each in facts.served)
+        and any(key.place is device.place for key in facts.keys)
+        and any(device.library_version(key.library) is not None for key in facts.keys)
     }
     return scope_of(options, considered, complete=False, filtered=dynamic_only)
 

@@ -17,6 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 aten = torch.ops.aten
 LAST = {"memory_format": torch.channels_last}
+FORMATS = pytest.mark.parametrize(
+    "last", [True, pytest.param(False, marks=pytest.mark.full_matrix)], ids=["channels last", "contiguous"]
+)
 
 
 class Blocks(nn.Module):
@@ -48,7 +51,7 @@ def casts(compiled: Compiled) -> list[int]:
     return [len(node.args[0]) for graph in compiled.graphs for node in graph.graph.nodes if node.target is target]
 
 
-@pytest.mark.parametrize("last", [True, False], ids=["channels last", "contiguous"])
+@FORMATS
 def test_casts_and_counts_of_a_step_become_one(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from miofind.torch.inductor import graph_pass
 
@@ -120,7 +123,7 @@ def test_casts_stay_where_inductor_cannot_be_told_of_lists(monkeypatch: pytest.M
     assert casts(compiled) == []
 
 
-@pytest.mark.parametrize("last", [True, False], ids=["channels last", "contiguous"])
+@FORMATS
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductors_code_computes_the_same(last: bool) -> None:
