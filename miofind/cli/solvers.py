@@ -147,9 +147,8 @@ def _runs_on(solver: Solver) -> str:
 
 
 def _directions(solver: Solver) -> list[Direction]:
-    """The directions of a solver's examples, which have every direction that it serves."""
-    served = {example.direction for example in solver.examples()}
-    return [direction for direction in Direction if direction in served]
+    """The directions that a solver computes, in their order."""
+    return [direction for direction in Direction if direction in solver.directions]
 
 
 def _layouts(solver: Solver) -> list[Layout]:

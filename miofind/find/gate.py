@@ -1,7 +1,7 @@
-"""Which solvers need not be asked of a problem, told from what it has in common with many: its types and its layouts.
+"""Which solvers need not be asked of a problem, told from what many have in common: direction, types and layouts.
 
-Of some forty solvers, about thirty serve none of a problem's combination of these, whatever its sizes. None of them is
-imported for that.
+Of some forty solvers, most serve none of a problem's combination of these, whatever its sizes. None of them is imported
+for that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
-from miofind.solver.solver import APPLICABLE, Applicability, Combination, Solver, refuse_by_keys
+from miofind.solver.solver import APPLICABLE, Applicability, Combination, Solver, refuse_combination
 from miofind.solvers.pointwise.composed import Composed
 
 
@@ -46,7 +46,9 @@ class Gate(dict[str, Gated]):
 
     def __missing__(self, solver_id: str) -> Gated:
         facts, device = self._registry.facts[solver_id], self._device
-        answer = refuse_by_keys(facts.keys, self._problem, device) if facts.is_own else APPLICABLE
+        answer = APPLICABLE
+        if facts.is_own:
+            answer = refuse_combination(facts.keys, facts.directions, self._problem, device)
         self[solver_id] = Gated(facts.is_possible(device), answer)
         return self[solver_id]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from miofind.core.problem import DataType, Layout
+from miofind.core.problem import DataType, Direction, Layout
 from miofind.device.device import Device, Library, Place
 from miofind.files import write_whole
 from miofind.solver.solver import KernelKey, Solver
@@ -42,7 +42,7 @@ class SolverFacts:
         library: who supplies the code.
         names: what `only` and `exclude` know it by.
         composed_names: what they know its composed form by.
-        keys: what it serves.
+        keys, directions: what it serves.
     """
 
     id: str
@@ -53,6 +53,7 @@ class SolverFacts:
     names: frozenset[str]
     composed_names: frozenset[str]
     keys: tuple[KernelKey, ...]
+    directions: frozenset[Direction]
 
     @staticmethod
     def of(solver: Solver, composed: Solver) -> SolverFacts:
@@ -66,6 +67,7 @@ class SolverFacts:
             names=solver.names,
             composed_names=composed.names,
             keys=solver.keys,
+            directions=solver.directions,
         )
 
     @property
@@ -105,7 +107,7 @@ def write_index(sources: str, facts: Iterable[SolverFacts]) -> None:
     listed = [
         {field.name: getattr(each, field.name) for field in fields(each)}
         | {"names": sorted(each.names), "composed_names": sorted(each.composed_names)}
-        | {"keys": [_written(key) for key in each.keys]}
+        | {"keys": [_written(key) for key in each.keys], "directions": sorted(each.directions)}
         for each in facts
     ]
     try:
@@ -138,9 +140,11 @@ def _facts_from(kept: Mapping[str, object]) -> SolverFacts:
     Raises:
         KeyError, TypeError, ValueError: they are none.
     """
-    names, composed_names, keys = kept["names"], kept["composed_names"], kept["keys"]
-    if not (isinstance(names, list) and isinstance(composed_names, list) and isinstance(keys, list)):
-        raise TypeError("names and keys are lists")
+    names, composed_names, keys, directions = (kept[n] for n in ("names", "composed_names", "keys", "directions"))
+    if not (isinstance(names, list) and isinstance(composed_names, list)):
+        raise TypeError("names are lists")
+    if not (isinstance(keys, list) and isinstance(directions, list)):
+        raise TypeError("keys and directions are lists")
     version, module = kept["version"], kept["module"]
     if type(version) is not int:
         raise TypeError("a version is a whole number")
@@ -155,6 +159,7 @@ def _facts_from(kept: Mapping[str, object]) -> SolverFacts:
         names=frozenset(names),
         composed_names=frozenset(composed_names),
         keys=tuple(map(_key_from, keys)),
+        directions=frozenset(map(Direction, directions)),
     )
 
 

@@ -76,6 +76,10 @@ class Applicability:
 
 APPLICABLE = Applicability()
 
+OF_IMAGES = frozenset({Direction.FORWARD, Direction.BACKWARD_DATA})
+OF_WEIGHTS = frozenset({Direction.BACKWARD_WEIGHTS})
+"""Directions that solvers compute who do not compute all."""
+
 
 def first_refusal(*answers: Applicability) -> Applicability:
     """The first of the answers that is a refusal; APPLICABLE where none is."""
@@ -134,10 +138,10 @@ class KernelKey:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """What of a problem decides which keys match.
+    """What of a problem decides which keys match, and whether its direction is served.
 
     Attributes:
-        text: element types and memory orders of x, w and y.
+        text: the direction, and element types and memory orders of x, w and y.
         problem: any of the combination.
     """
 
@@ -147,24 +151,31 @@ class Combination:
     @staticmethod
     @functools.lru_cache(maxsize=64)  # all solvers ask
     def of(problem: ProblemDescription) -> Combination:
-        tensors = (problem.x, problem.w, problem.y)
-        return Combination(" ".join(f"{tensor.dtype} {tensor.layout}" for tensor in tensors), problem)
+        tensors = (f"{tensor.dtype} {tensor.layout}" for tensor in (problem.x, problem.w, problem.y))
+        return Combination(" ".join((problem.direction, *tensors)), problem)
 
 
-def refuse_by_keys(keys: Sequence[KernelKey], problem: ProblemDescription, device: Device) -> Applicability:
-    """Why no key matches a problem here, by the first of them, or that the library of the one that does is missing."""
+def refuse_combination(
+    keys: Sequence[KernelKey], directions: frozenset[Direction], problem: ProblemDescription, device: Device
+) -> Applicability:
+    """Why what has such keys and directions serves no problem of a `Combination` here.
+
+    By the first of the keys where none matches, else for the library of the one that does, or the direction.
+    """
     answers = [key.applicability(problem, device) for key in keys]
     if APPLICABLE not in answers:
         return answers[0]
     library = keys[answers.index(APPLICABLE)].library
     if device.library_version(library) is None:
         return Applicability(f"{library} is not installed: {INSTALL_CUDA}")
+    if problem.direction not in directions:
+        return Applicability(f"computes {' and '.join(sorted(directions, reverse=True))}, not {problem.direction}")
     return APPLICABLE
 
 
 @functools.lru_cache(maxsize=1 << 12)  # a find asks all solvers, and most refuse by their keys
 def _refuse_combination(solver: Solver, combination: Combination, device: Device) -> Applicability:
-    return refuse_by_keys(solver.keys, combination.problem, device)
+    return refuse_combination(solver.keys, solver.directions, combination.problem, device)
 
 
 class EstimatedConfig(NamedTuple):
@@ -182,6 +193,7 @@ class Solver(ABC):
         version: raised by hand when results or configurations change; voids stored rows.
         algorithm: family.
         keys: what it serves; a problem must match one of them.
+        directions: that it computes.
         alignment_bytes: alignment that every tensor's address needs, besides that of its elements.
         is_dynamic: sizes are arguments of its kernels, so that a new shape compiles nothing.
         is_last_resort: timed only where nothing else applies.
@@ -198,6 +210,7 @@ class Solver(ABC):
     version: ClassVar[int] = 1
     algorithm: ClassVar[Algorithm]
     keys: ClassVar[tuple[KernelKey, ...]]
+    directions: ClassVar[frozenset[Direction]] = frozenset(Direction)
     alignment_bytes: ClassVar[int] = 1
     is_dynamic: ClassVar[bool] = False
     is_last_resort: ClassVar[bool] = False
@@ -227,7 +240,7 @@ class Solver(ABC):
 
     @abstractmethod
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        """Whether it serves a problem that matches its keys; asks no library and compiles nothing."""
+        """Whether it serves a problem that matches its keys and directions; asks no library and compiles nothing."""
 
     @abstractmethod
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
@@ -265,7 +278,7 @@ class Solver(ABC):
         return self.is_applicable(problem, device)
 
     def refuse_combination(self, problem: ProblemDescription, device: Device) -> Applicability:
-        """Why it serves no problem of such a `Combination` here: its keys, and its library's presence."""
+        """Why it serves no problem of such a `Combination` here: its keys, its library's presence, its directions."""
         return _refuse_combination(self, Combination.of(problem), device)
 
     def fuses(self, problem: ProblemDescription) -> Applicability:

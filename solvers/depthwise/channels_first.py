@@ -15,7 +15,7 @@ from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
@@ -197,6 +197,7 @@ class ConvDepthwiseChannelsFirst(Solver):
 
     id = "ConvDepthwiseChannelsFirst"
     algorithm = Algorithm.DIRECT
+    directions = OF_IMAGES
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -230,10 +231,6 @@ class ConvDepthwiseChannelsFirst(Solver):
         return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability(
-                "serves forward and backward data: ConvDepthwiseChannelsFirstWeights serves backward weights"
-            )
         if (answer := refuse_register_tiles(problem)).refused:
             return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):

@@ -15,7 +15,7 @@ from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.examples import depthwise_example
@@ -209,6 +209,7 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
 
     id = "ConvDepthwiseChannelsFirstWeights"
     algorithm = Algorithm.DIRECT
+    directions = OF_WEIGHTS
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -237,8 +238,6 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves backward weights: ConvDepthwiseChannelsFirst serves the other directions")
         if (answer := refuse_register_tiles(problem)).refused:
             return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):

@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, mapped, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solver.structs import StructType
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -291,6 +291,7 @@ class ConvDepthwiseChannelsLast(Solver):
 
     id = "ConvDepthwiseChannelsLast"
     algorithm = Algorithm.DIRECT
+    directions = OF_IMAGES
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -342,8 +343,6 @@ class ConvDepthwiseChannelsLast(Solver):
         return Applicability("sums up one output of each channel" if problem.k != problem.c else "")
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves forward and backward data")
         if (answer := refuse_rows(problem)).refused:
             return answer
         if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):

@@ -15,7 +15,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -308,6 +308,7 @@ class ConvDepthwiseChannelsLastWeights(Solver):
 
     id = "ConvDepthwiseChannelsLastWeights"
     algorithm = Algorithm.DIRECT
+    directions = OF_WEIGHTS
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -336,8 +337,6 @@ class ConvDepthwiseChannelsLastWeights(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves backward weights: ConvDepthwiseChannelsLast serves the other directions")
         if (answer := refuse_rows(problem)).refused:
             return answer
         if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):

@@ -13,7 +13,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
@@ -148,6 +148,7 @@ class ConvDepthwiseMma(Solver):
 
     id = "ConvDepthwiseMma"
     algorithm = Algorithm.IMPLICIT_GEMM
+    directions = OF_IMAGES
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -188,8 +189,6 @@ class ConvDepthwiseMma(Solver):
         return Applicability(f"fuses gradients of stride 1, not {problem.conv.stride}" if is_strided else "")
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves forward and backward data: ConvDepthwiseMmaWeights serves backward weights")
         if (answer := refuse_mma(problem)).refused:
             return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):

@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -219,6 +219,7 @@ class ConvDepthwiseMmaWeights(Solver):
 
     id = "ConvDepthwiseMmaWeights"
     algorithm = Algorithm.IMPLICIT_GEMM
+    directions = OF_WEIGHTS
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -248,8 +249,6 @@ class ConvDepthwiseMmaWeights(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves backward weights: ConvDepthwiseMma serves the other directions")
         if (answer := refuse_mma(problem)).refused:
             return answer
         if not self.is_valid_config(problem, device, _LAST_RESORT):

@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
@@ -231,6 +231,7 @@ class ConvDepthwiseBands(Solver):
 
     id = "ConvDepthwiseBands"
     algorithm = Algorithm.DIRECT
+    directions = OF_IMAGES
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -263,8 +264,6 @@ class ConvDepthwiseBands(Solver):
         return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves forward and backward data")
         if (answer := refuse_toeplitz(problem)).refused:
             return answer
         if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):

@@ -13,7 +13,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import cycles_of_waves
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import Axis, Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.examples import depthwise_example
@@ -255,6 +255,7 @@ class ConvDepthwiseLarge(Solver):
 
     id = "ConvDepthwiseLarge"
     algorithm = Algorithm.DIRECT
+    directions = OF_IMAGES
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -290,8 +291,6 @@ class ConvDepthwiseLarge(Solver):
         return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves forward and backward data: ConvDepthwiseLargeWeights serves backward weights")
         if (answer := refuse_large(problem)).refused:
             return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):

@@ -14,7 +14,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import cycles_of_waves, register_limit
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -278,6 +278,7 @@ class ConvDepthwiseLargeWeights(Solver):
 
     id = "ConvDepthwiseLargeWeights"
     algorithm = Algorithm.DIRECT
+    directions = OF_WEIGHTS
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -303,8 +304,6 @@ class ConvDepthwiseLargeWeights(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves backward weights: ConvDepthwiseLarge serves the other directions")
         if (answer := refuse_large(problem)).refused:
             return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):

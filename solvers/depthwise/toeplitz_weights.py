@@ -15,7 +15,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -236,6 +236,7 @@ class ConvDepthwiseBandsWeights(Solver):
 
     id = "ConvDepthwiseBandsWeights"
     algorithm = Algorithm.DIRECT
+    directions = OF_WEIGHTS
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -259,8 +260,6 @@ class ConvDepthwiseBandsWeights(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves backward weights: ConvDepthwiseBands serves the other directions")
         if (answer := refuse_toeplitz(problem)).refused:
             return answer
         if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):

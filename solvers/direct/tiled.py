@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
@@ -333,6 +333,7 @@ class ConvDirectTiled(Solver):
 
     id = "ConvDirectTiled"
     algorithm = Algorithm.DIRECT
+    directions = OF_IMAGES
     applies_epilogues = True
     keys = KEYS
     alignment_bytes = 16
@@ -365,8 +366,6 @@ class ConvDirectTiled(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves forward and backward data: ConvDirectTiledWeights serves backward weights")
         if (answer := refuse_tensors(problem, _MAX_ELEMENTS)).refused:
             return answer
         launches = math.prod(problem.conv.stride) if problem.direction is Direction.BACKWARD_DATA else 1

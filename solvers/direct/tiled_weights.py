@@ -15,7 +15,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
@@ -331,6 +331,7 @@ class ConvDirectTiledWeights(Solver):
 
     id = "ConvDirectTiledWeights"
     algorithm = Algorithm.DIRECT
+    directions = OF_WEIGHTS
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -359,8 +360,6 @@ class ConvDirectTiledWeights(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves backward weights: ConvDirectTiled serves the other directions")
         if (answer := refuse_tensors(problem, _MAX_ELEMENTS)).refused:
             return answer
         if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST[-2:]):

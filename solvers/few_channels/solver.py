@@ -62,6 +62,11 @@ class FewChannelsSolver(Solver):
     keys = (_KEY,)
     alignment_bytes = 16
 
+    def __init_subclass__(cls, **arguments: object) -> None:
+        super().__init_subclass__(**arguments)
+        if "direction" in vars(cls):
+            cls.directions = frozenset({cls.direction})
+
     @abstractmethod
     def short_list(self) -> ConfigTable:
         """Configurations that the defaults are chosen among by estimate."""
@@ -99,8 +104,6 @@ class FewChannelsSolver(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not self.direction:
-            return Applicability(f"computes {self.direction} only, not {problem.direction}")
         if (answer := self.refuse_problem(problem)).refused:
             return answer
         if not _valid_list(self, problem, device).configs:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver, first_refusal
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Reach, Solver, first_refusal
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
 from miofind.solvers.fft.choice import OWN_KEYS, error_growth, refuse_fft
 from miofind.solvers.fft.depthwise_steps import POINTS, SOURCE, DepthwisePlan, as_tiles, is_valid, refuse_depthwise
@@ -33,6 +33,7 @@ class ConvFftDepthwise(Solver):
 
     id = "ConvFftDepthwise"
     algorithm = Algorithm.FFT
+    directions = OF_IMAGES
     applies_epilogues = True
     keys = OWN_KEYS
     least_reach = Reach.TILE

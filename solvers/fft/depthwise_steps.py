@@ -193,8 +193,6 @@ def as_tiles(tile: int) -> dict[str, Any]:
 
 def refuse_depthwise(problem: ProblemDescription) -> Applicability:
     """Why lines of one channel do not serve a problem that transforms serve; APPLICABLE if they do."""
-    if problem.direction is Direction.BACKWARD_WEIGHTS:
-        return Applicability("computes forward and backward data")
     if not problem.groups == problem.c == problem.k:
         return Applicability(f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}")
     if sum(taps > 1 for taps in problem.filter) > 1:

@@ -17,7 +17,7 @@ from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
@@ -239,6 +239,7 @@ class ConvGroupedPlanes(Solver):
 
     id = "ConvGroupedPlanes"
     algorithm = Algorithm.IMPLICIT_GEMM
+    directions = OF_IMAGES
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -272,8 +273,6 @@ class ConvGroupedPlanes(Solver):
         return APPLICABLE
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves forward and backward data: ConvGroupedPlanesWeights serves backward weights")
         if (answer := refuse_groups(problem)).refused:
             return answer
         if max(problem.conv.stride) > 2:

@@ -17,7 +17,7 @@ from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -250,6 +250,7 @@ class ConvGrouped(Solver):
 
     id = "ConvGrouped"
     algorithm = Algorithm.IMPLICIT_GEMM
+    directions = OF_IMAGES
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -294,8 +295,6 @@ class ConvGrouped(Solver):
         return Applicability(f"fuses gradients of stride 1, not {problem.conv.stride}" if is_strided else "")
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves forward and backward data: ConvGroupedWeights serves backward weights")
         if (answer := refuse_groups(problem)).refused:
             return answer
         if not any(self.is_valid_config(problem, device, config) for config in reversed(_SHORT_LIST)):

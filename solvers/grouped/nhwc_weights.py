@@ -16,7 +16,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -245,6 +245,7 @@ class ConvGroupedWeights(Solver):
 
     id = "ConvGroupedWeights"
     algorithm = Algorithm.IMPLICIT_GEMM
+    directions = OF_WEIGHTS
     keys = KEYS
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
@@ -275,8 +276,6 @@ class ConvGroupedWeights(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves backward weights: ConvGrouped serves the other directions")
         if (answer := refuse_groups(problem)).refused:
             return answer
         if not _valid(problem, device, _last_resorts()).configs:

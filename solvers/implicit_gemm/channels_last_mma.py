@@ -20,6 +20,7 @@ class ConvChannelsLastMma(ChannelsLastSolver):
 
     id = "ConvChannelsLastMma"
     inner = "ConvImplicitGemmMma"
+    directions = frozenset({Direction.BACKWARD_DATA})
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -41,8 +42,8 @@ class ConvChannelsLastMma(ChannelsLastSolver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_DATA or max(problem.conv.stride) == 1:
-            return Applicability(f"{self.inner} does as well with channels first, but for strided backward data")
+        if max(problem.conv.stride) == 1:
+            return Applicability(f"{self.inner} does as well with channels first, but for strides")
         if problem.math is not MathMode.IEEE:
             return Applicability("ConvChannelsLast has faster products of TF32")
         return super().is_applicable(problem, device)

@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map
@@ -75,6 +75,7 @@ class ConvImplicitGemmHalo(Solver):
 
     id = "ConvImplicitGemmHalo"
     algorithm = Algorithm.IMPLICIT_GEMM
+    directions = OF_IMAGES
     applies_epilogues = True
     keys = (
         KernelKey(
@@ -138,8 +139,6 @@ class ConvImplicitGemmHalo(Solver):
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         conv = problem.conv
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("computes forward and backward data")
         if problem.groups != 1:
             return Applicability(f"serves one group, not {problem.groups}")
         if any(stride != 1 for stride in conv.stride):

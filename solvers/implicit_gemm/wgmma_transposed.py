@@ -14,6 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemD
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import (
     APPLICABLE,
+    OF_WEIGHTS,
     Algorithm,
     Applicability,
     EstimatedConfig,
@@ -173,6 +174,7 @@ class ConvImplicitGemmWgmmaTurned(Solver):
 
     id = "ConvImplicitGemmWgmmaTurned"
     algorithm = Algorithm.IMPLICIT_GEMM
+    directions = OF_WEIGHTS
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -211,8 +213,6 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves backward weights: ConvImplicitGemmWgmma serves the other directions")
         if problem.math is not MathMode.TF32:
             return Applicability("multiplies float32 as TF32, which math='tf32' allows")
         c, k = problem.c // problem.groups, problem.k // problem.groups

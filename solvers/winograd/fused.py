@@ -18,7 +18,16 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Reach, Solver
+from miofind.solver.solver import (
+    APPLICABLE,
+    OF_IMAGES,
+    Algorithm,
+    Applicability,
+    EstimatedConfig,
+    KernelKey,
+    Reach,
+    Solver,
+)
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -108,6 +117,7 @@ class ConvWinogradFused(Solver):
 
     id = "ConvWinogradFused"
     algorithm = Algorithm.WINOGRAD
+    directions = OF_IMAGES
     applies_epilogues = True
     keys = (
         KernelKey(
@@ -150,8 +160,6 @@ class ConvWinogradFused(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves forward and backward data: ConvWinogradMma serves backward weights")
         if problem.filter != (3, 3):
             return Applicability(f"serves filters of 3 x 3 taps, not {problem.filter}")
         if problem.x.layout.channels_last != problem.y.layout.channels_last:

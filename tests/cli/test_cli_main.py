@@ -383,7 +383,6 @@ def test_a_solvers_description_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_solvers_examples_have_all_its_directions() -> None:
-    """`miofind solvers` takes a solver's directions from its examples."""
     for solver in run_json("solvers")["solvers"]:
         own = Registry.default()[solver["id"]]
         key = next(iter(own.keys))
@@ -393,7 +392,7 @@ def test_a_solvers_examples_have_all_its_directions() -> None:
             direction.value
             for example in own.examples()
             for direction in Direction
-            if own.is_applicable(example.bare.in_direction(direction), device)
+            if own.applicability(example.bare.in_direction(direction), device)
         }
         assert served <= set(solver["directions"]) != set()
 

@@ -269,8 +269,8 @@ def test_promises_are_the_inner_solvers(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ({"stride": 2}, ""),
         ({"stride": (1, 2)}, ""),
-        ({}, "but for strided backward data"),
-        ({"stride": 2, "direction": "backward_weights"}, "but for strided backward data"),
+        ({}, "but for strides"),
+        ({"stride": 2, "direction": "backward_weights"}, "computes backward_data"),
         ({"stride": 2, "math": "tf32"}, "faster products of TF32"),
         ({"stride": 2, "dtype": "float16"}, "x is float16"),
         ({"stride": 2, "layout": "NHWC"}, "x is NHWC"),

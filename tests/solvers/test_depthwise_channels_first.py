@@ -169,9 +169,3 @@ def test_rows_that_fit_no_block_are_refused(direction: Direction) -> None:
         x=(1, 2, 400_000), w=(2, 1, 3), padding=1, groups=2, layout=Layout.NCW, direction=direction
     )
     assert "too long for a block" in solver_of(problem).applicability(problem, H200).reason
-
-
-def test_each_direction_names_the_solver_of_the_others() -> None:
-    weights = make("7x7", Direction.BACKWARD_WEIGHTS)
-    assert WEIGHTS.id in FORWARD.applicability(weights, H200).reason
-    assert "ConvDepthwiseChannelsFirst serves" in WEIGHTS.applicability(make("7x7", Direction.FORWARD), H200).reason

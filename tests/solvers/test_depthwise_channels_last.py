@@ -174,7 +174,7 @@ def test_phases_are_of_undilated_problems() -> None:
         ({"groups": 16, "w": (32, 2, 3, 3)}, "one input channel a group"),
         ({"layout": "NCHW"}, "NCHW"),
         ({"layout": {"x": "NHWC", "w": "NCHW", "y": "NHWC"}}, "NCHW"),
-        ({"direction": "backward_weights"}, "serves forward and backward data"),
+        ({"direction": "backward_weights"}, "computes forward and backward_data"),
         (
             {
                 "x": (1, 512, 8, 488281),

@@ -213,9 +213,3 @@ def test_refusals_say_why(fields: dict[str, Any], reason: str, direction: Direct
 def test_more_images_than_a_grid_holds_are_refused() -> None:
     assert "for a grid" in FORWARD.applicability(depthwise(8, x=(70000, 8, 3, 3)), H200).reason
     assert WEIGHTS.applicability(depthwise(8, x=(70000, 8, 3, 3), direction="backward_weights"), H200)
-
-
-def test_directions_name_each_other() -> None:
-    weights, data = depthwise(direction="backward_weights"), depthwise(direction="backward_data")
-    assert "ConvDepthwiseMmaWeights" in FORWARD.applicability(weights, H200).reason
-    assert "ConvDepthwiseMma " in WEIGHTS.applicability(data, H200).reason

@@ -97,7 +97,7 @@ def test_all_rows_of_small_images_are_in_registers() -> None:
         ({"dtype": "float32"}, "float32"),
         ({"x": (8, 32, 200, 200)}, "too large"),
         ({"c": 5, "x": (8, 5, 7, 7), "w": (5, 1, 5, 5)}, "too large"),
-        ({"direction": "backward_weights"}, "forward and backward data"),
+        ({"direction": "backward_weights"}, "computes forward and backward_data"),
     ],
 )
 def test_refusals_name_their_reason(fields: dict[str, Any], reason: str) -> None:

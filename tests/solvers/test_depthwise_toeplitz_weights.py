@@ -90,7 +90,7 @@ def test_partials_are_in_the_workspace() -> None:
         ({"w": (32, 1, 9, 9), "padding": 4}, "taps"),
         ({"dtype": "float32"}, "float32"),
         ({"c": 5, "x": (8, 5, 7, 7), "w": (5, 1, 5, 5)}, "too large"),
-        ({"direction": "forward"}, "backward weights"),
+        ({"direction": "forward"}, "computes backward_weights"),
     ],
 )
 def test_refusals_name_their_reason(fields: dict[str, Any], reason: str) -> None:

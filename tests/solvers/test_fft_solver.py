@@ -317,7 +317,7 @@ def test_depthwise_lines_have_their_epilogue(shape: str, epilogue: str, channels
     [
         ({"w": (8, 2, 100), "groups": 2}, "one filter a channel"),
         ({"w": (8, 1, 100), "groups": 4}, "one filter a channel"),
-        ({"direction": "backward_weights"}, "forward and backward data"),
+        ({"direction": "backward_weights"}, "computes forward and backward_data"),
         ({"x": (2, 4, 60, 60), "w": (4, 1, 9, 9)}, "along one axis"),
         ({"x": (2, 4, 90000), "w": (4, 1, 9000)}, "256 to 16384"),
     ],

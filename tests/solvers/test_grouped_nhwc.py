@@ -206,11 +206,6 @@ def test_refusals_say_why(fields: dict[str, Any], reason: str, direction: Direct
     assert reason in answer.reason
 
 
-def test_directions_name_each_other() -> None:
-    assert "ConvGroupedWeights" in FORWARD.applicability(grouped(8, 4, 4, direction="backward_weights"), H200).reason
-    assert "ConvGrouped " in WEIGHTS.applicability(grouped(8, 4, 4), H200).reason
-
-
 def test_large_images_are_served() -> None:
     solver, device = Registry.default()["ConvGrouped"], Device.virtual("90a")
     problem = ProblemDescription.convolution(

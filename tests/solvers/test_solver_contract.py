@@ -158,11 +158,20 @@ def test_every_key_has_an_example_that_is_accepted(solver: Solver) -> None:
 
 
 @each_solver
-def test_every_direction_that_is_accepted_has_an_example(solver: Solver) -> None:
-    """`miofind solvers` lists the directions of the examples."""
-    accepted = {case.problem.direction for case in CASES if case.solver is solver}
-    without = accepted - {problem.direction for problem in solver.examples()}
-    assert not without, f"no example is {' or '.join(sorted(without))}: add one, or refuse it"
+def test_every_direction_that_is_declared_has_an_example(solver: Solver) -> None:
+    without = solver.directions - {problem.direction for problem in solver.examples()}
+    assert not without, f"no example is {' or '.join(sorted(without))}: add one, or do not declare it"
+
+
+@each_solver
+def test_directions_that_are_not_declared_are_refused_for_that(solver: Solver) -> None:
+    device = device_of(solver.keys[0])
+    for problem in solver.examples():
+        for direction in set(Direction) - solver.directions:
+            answer = solver.applicability(problem.bare.in_direction(direction), device)
+            assert answer.refused
+            if not solver.refuse_combination(problem, device).refused:
+                assert answer.reason.startswith("computes ")
 
 
 @each_solver

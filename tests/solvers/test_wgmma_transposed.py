@@ -112,7 +112,6 @@ def test_maps_are_of_32_pixels_and_round_to_tf32(problem: ProblemDescription) ->
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"direction": "forward"}, "ConvImplicitGemmWgmma serves"),
         ({"math": "ieee"}, "multiplies float32 as TF32"),
         ({"x": (2, 6, 9, 9), "w": (8, 6, 3, 3)}, "6 channels or 8 filters a group are no multiple of 4"),
         ({"groups": 4, "w": (8, 2, 3, 3)}, "2 channels or 2 filters"),

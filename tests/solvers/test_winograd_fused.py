@@ -165,7 +165,7 @@ def test_the_error_bound_is_that_of_direct_sums() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"direction": "backward_weights"}, "backward weights"),
+        ({"direction": "backward_weights"}, "not backward_weights"),
         ({"w": (20, 16, 5, 5)}, "3 x 3"),
         ({"stride": 2}, "stride"),
         ({"x": (2, 8, 9, 12), "w": (20, 8, 3, 3)}, "16 channels"),
