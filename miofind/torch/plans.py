@@ -263,7 +263,12 @@ class Planner:
         part = self._tried(Part(computed, with_bias=True), call, arguments, flags)
         if part.launch is not None or part.pending is not None or self.settings.on_miss is MissPolicy.RECORD:
             return part
-        bare = self._tried(Part(computed), call, arguments, flags)
+        try:
+            bare = self._tried(Part(computed), call, arguments, flags)
+        except NoSolutionError:
+            if part.is_behind:  # nobody lacks the bare one
+                return part
+            raise
         bare.is_final = bare.is_final and part.is_final
         if bare.is_missing and part.is_behind:  # nobody lacks the bare one
             part.is_final = bare.is_final

@@ -12,12 +12,13 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from miofind.torch.fused.calls import BackwardData, BackwardWeights, Forward, Statistics
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step
 
@@ -26,7 +27,20 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _LEAST = 2
 """Steps that are worth one in their place."""
 _LARGEST = 1 << 22
-"""Elements of what is cast with others: more take longer than a launch, and are not kept until the last is there."""
+"""Elements of what is cast with others: more take longer than a launch."""
+_MOST = 1 << 24
+"""Elements of gradients that are cast at once: they are kept until the last of them is there."""
+
+_NONE = slice(0, 0)
+_WEIGHTS = {
+    aten.convolution.default: slice(1, 3),
+    aten.convolution_backward.default: slice(2, 3),
+    OPERATORS[Forward]: slice(1, 4),
+    OPERATORS[Statistics]: slice(1, 3),
+    OPERATORS[BackwardData]: slice(2, 3),
+    OPERATORS[BackwardWeights]: slice(2, 3),
+}
+"""Where convolutions take weights and vectors of channels among their arguments."""
 
 LIBRARY.define("cast(Tensor[] tensors, ScalarType dtype) -> Tensor[]")
 
@@ -41,7 +55,7 @@ torch.library.register_fake("miofind::cast", _cast)
 
 
 def gather_casts(graph: fx.Graph, prefers_last: bool) -> None:
-    """Cast weights before the first of them is read, and their gradients when the last of them is there, all at once.
+    """Cast all weights before the first of them is read, and their gradients together, some millions of them at once.
 
     Those stay that turn a tensor to another memory order, too: each does that in tiles of its own.
 
@@ -55,28 +69,32 @@ def gather_casts(graph: fx.Graph, prefers_last: bool) -> None:
     for node in graph.nodes:
         if node.target is not prims.convert_element_type.default or not _is_known(node, node.args[0]):
             continue
-        source, kind = node.args[0], (node.args[1], node.meta["val"].device)
-        if node.meta["val"].numel() > _LARGEST:
+        source, value = node.args[0], node.meta["val"]
+        kind = (node.args[1], value.device)
+        if value.numel() > _LARGEST or source.meta["val"].dtype is value.dtype:  # the latter is a copy
             continue
         if source.op == "placeholder":
-            if _is_read_by_convolutions(node, output) and _keeps_order(node, prefers_last):
+            if _is_weight(node, output) and not _is_written(source) and _keeps_order(node, prefers_last):
                 given[kind].append(node)
         elif _is_gradient(source) and [*node.users] == [output] and _keeps_order(node, prefers_last):
             made[kind].append(node)
     for (dtype, _), casts in given.items():
         _gather(graph, casts, _behind_placeholders(graph), torch.ops.miofind.cast.default, dtype)
+    order = {node: place for place, node in enumerate(graph.nodes)}
     for (dtype, _), casts in made.items():
-        _gather(graph, casts, output, torch.ops.miofind.cast.default, dtype)
+        for some in _some_at_once(sorted(casts, key=lambda cast: order[cast.args[0]])):
+            _gather(graph, some, some[-1].args[0].next, torch.ops.miofind.cast.default, dtype)
 
 
 def gather_counts(graph: fx.Graph) -> None:
     """Count up batches of all batch norms at once."""
     counts = defaultdict[Any, list[fx.Node]](list)
     for node in graph.nodes:
-        if node.target is not aten.add.Tensor or node.kwargs or node.args[1] != 1:
+        if node.target is not aten.add.Tensor or node.kwargs or type(node.args[1]) is not int or node.args[1] != 1:
             continue
         count = node.args[0]
         is_counter = count.op == "placeholder" and _is_known(node, count) and not count.meta["val"].dim()
+        is_counter = is_counter and node.meta["val"].dtype is count.meta["val"].dtype and not _is_written(count)
         if is_counter and all(user.target is aten.copy_.default and user.args[0] is count for user in node.users):
             counts[node.meta["val"].dtype, node.meta["val"].device].append(node)
     for added in counts.values():
@@ -120,9 +138,29 @@ def _is_known(*nodes: fx.Node) -> bool:
     return all(isinstance(v, torch.Tensor) and all(isinstance(size, int) for size in v.shape) for v in values)
 
 
-def _is_read_by_convolutions(cast: fx.Node, output: fx.Node) -> bool:
-    readers = {*CONVOLUTIONS, *OPERATORS.values()}
-    return all(user is output or user.target in readers for user in cast.users) and {*cast.users} != {output}
+def _is_weight(cast: fx.Node, output: fx.Node) -> bool:
+    """Whether convolutions alone read it, as their weights or what they scale and add channels by."""
+    readers = [user for user in cast.users if user is not output]
+    return bool(readers) and all(cast in user.args[_WEIGHTS.get(user.target, _NONE)] for user in readers)
+
+
+def _is_written(placeholder: fx.Node) -> bool:
+    """Whether a step may write to what a graph is given before its end, where `copy_` does what the trace did."""
+    known = (operator.getitem, aten.copy_.default)
+    users = [user for user in placeholder.users if user.op == "call_function" and user.target not in known]
+    return any(not isinstance(user.target, torch._ops.OpOverload) or user.target._schema.is_mutable for user in users)
+
+
+def _some_at_once(casts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Parts of a list that have _MOST elements or little more."""
+    some: list[fx.Node] = []
+    for cast in casts:
+        some.append(cast)
+        if sum(each.meta["val"].numel() for each in some) >= _MOST:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
 def _is_gradient(node: fx.Node) -> bool:

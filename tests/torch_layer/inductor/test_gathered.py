@@ -65,7 +65,7 @@ def test_casts_and_counts_of_a_step_become_one(last: bool, monkeypatch: pytest.M
         step(compiled, x)
         step(others, x)
     forward, backward = casts(compiled)
-    assert forward == 3 + 3 + 1, "weights, biases and the images"
+    assert forward == 3 + 3, "weights and biases"
     assert backward >= 3, "gradients of weights"
     assert compiled.count(aten._foreach_add.Scalar) == 1
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -82,7 +82,7 @@ def test_what_turns_a_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = Compiled(Blocks())
     step(compiled, torch.randn(2, 4, 9, 8))
     forward, backward = casts(compiled)
-    assert forward == 2 + 3, "without the images, and the filters of nine taps of six channels"
+    assert forward == 2 + 3, "without the filters of nine taps of six channels"
     assert backward >= 2
     left = [
         node for node in compiled.graphs[0].graph.nodes if node.target is torch.ops.prims.convert_element_type.default
@@ -97,7 +97,64 @@ def test_what_is_large_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered, "_LARGEST", 8 * 9)
     compiled = Compiled(Blocks())
     step(compiled, torch.randn(2, 4, 9, 8))
-    assert casts(compiled)[0] == 2 + 3, "without the images, and the filters of nine taps of six channels"
+    assert casts(compiled)[0] == 2 + 3, "without the filters of nine taps of six channels"
+
+
+def test_gradients_are_cast_some_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from miofind.torch.inductor import gathered, graph_pass
+
+    monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
+    monkeypatch.setattr(gathered, "_MOST", 8 * 9)
+    model = Blocks()
+    plain, compiled = copy.deepcopy(model), Compiled(model)
+    step(compiled, torch.ones(2, 4, 9, 8))
+    step(Compiled(plain, has_pass=False), torch.ones(2, 4, 9, 8))
+    assert len(casts(compiled)) >= 3
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_copies_stay_copies() -> None:
+    """Of the same type, and so no casts, although they are written so."""
+
+    def copied(first: Any, second: Any, image: Any) -> Any:
+        weights = [each.to(torch.float32, copy=True) for each in (first, second)]
+        y = torch.conv2d(torch.conv2d(image, weights[0]), weights[1])
+        first.mul_(2)
+        second.mul_(2)
+        return y, *weights
+
+    torch.manual_seed(0)
+    given = [torch.randn(4, 3, 3, 3), torch.randn(2, 4, 3, 3), torch.randn(2, 3, 8, 8, requires_grad=True)]
+    want = copied(*(each.clone() for each in given))
+    options = {**miofind.torch.inductor_options(), "fx_graph_cache": False, "layout_optimization": False}
+    torch._dynamo.reset()
+    got = torch.compile(copied, options=options)(*given)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_written_before_it_is_cast_stays() -> None:
+    from miofind.torch.inductor import gathered
+
+    graph = torch.fx.Graph()
+    shape, window = (4, 4, 1, 1), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    image, first, second = (graph.placeholder(name) for name in ("image", "primals_1", "primals_2"))
+    image.meta["val"] = torch.empty(2, 4, 3, 3, dtype=torch.bfloat16)
+    for each in (first, second):
+        each.meta["val"] = torch.empty(shape)
+    graph.call_function(torch.ops.fsdp.copy_.default, (first, second))
+    read = image
+    for each in (first, second):
+        cast = graph.call_function(torch.ops.prims.convert_element_type.default, (each, torch.bfloat16))
+        cast.meta["val"] = torch.empty(shape, dtype=torch.bfloat16)
+        read = graph.call_function(aten.convolution.default, (read, cast, None, *window))
+        read.meta["val"] = image.meta["val"]
+    graph.output((read,))
+    gathered.gather_casts(graph, prefers_last=False)
+    assert [node.target for node in graph.nodes].count(torch.ops.miofind.cast.default) == 0
 
 
 def test_a_count_that_something_else_reads_stays() -> None:
