@@ -51,6 +51,8 @@ class Found:
 def activation_of(value: fx.Node) -> Found | None:
     """The activation of a step's result that alone uses it; the one of most steps where several fit."""
     dtype = value.meta["val"].dtype
+    if not dtype.is_floating_point:
+        return None
     found = (_matched(name, graph, value) for name, graph in _templates(dtype).items())
     return max((each for each in found if each is not None), key=lambda each: len(each.steps), default=None)
 

@@ -480,6 +480,14 @@ def test_what_stays_of_one_dimension_is_asked_for_as_it_runs(
     assert {str(problem.x.layout) for problem in asked} == {"NCW"}
 
 
+def test_convolutions_of_integers_stay(cpu_handle: Handle) -> None:
+    x, w = torch.arange(2 * 3 * 5 * 5).reshape(2, 3, 5, 5), torch.arange(36).reshape(4, 3, 1, 3)
+    with answers_of(cpu_handle), torch.no_grad():
+        compiled = Compiled(lambda x: torch.relu(torch.conv2d(x, w)))
+        assert torch.equal(compiled(x), torch.relu(torch.conv2d(x, w)))
+        assert compiled.texts == []
+
+
 def test_nothing_of_what_stays_is_found_without_an_override(
     cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
