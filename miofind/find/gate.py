@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.facts import SolverFacts, is_own_module
 from miofind.solver.registry import Registry
 from miofind.solver.solver import APPLICABLE, Applicability, Combination, Solver, refuse_combination
 from miofind.solvers.pointwise.composed import Composed
@@ -49,7 +50,7 @@ class Gate(dict[str, Gated]):
         answer = APPLICABLE
         if facts.is_own:
             answer = refuse_combination(facts.keys, facts.directions, self._problem, device)
-        self[solver_id] = Gated(facts.is_possible(device), answer)
+        self[solver_id] = Gated(is_possible(facts, device), answer)
         return self[solver_id]
 
 
@@ -61,10 +62,10 @@ def _gate(registry: Registry, combination: Combination, device: Device) -> Gate:
 def is_own(solver: Solver) -> bool:
     """Whether a solver is miofind's, so that its steps are sound."""
     module = type(solver.inner if isinstance(solver, Composed) else solver).__module__
-    return module.startswith("miofind.solvers.")
+    return is_own_module(module)
 
 
 @functools.lru_cache(maxsize=256)
-def is_possible(solver: Solver, device: Device) -> bool:
+def is_possible(solver: Solver | SolverFacts, device: Device) -> bool:
     """Whether a device has a place and a library of a solver's."""
     return any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from miofind.core.problem import DataType, Direction, Layout
-from miofind.device.device import Device, Library, Place
+from miofind.device.device import Library, Place
 from miofind.files import write_whole
 from miofind.solver.solver import KernelKey, Solver
 
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = ("core", "device", "libraries", "solver", "solvers")
 """Of the package, whose modules decide what the index says."""
-_OWN = "miofind.solvers."
-"""What the names of miofind's own modules of solvers begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +71,12 @@ class SolverFacts:
     @property
     def is_own(self) -> bool:
         """Whether the solver is miofind's."""
-        return self.module.startswith(_OWN)
+        return is_own_module(self.module)
 
-    def is_possible(self, device: Device) -> bool:
-        """Whether a device has a place and a library of the solver's."""
-        return any(key.place is device.place and device.library_version(key.library) is not None for key in self.keys)
+
+def is_own_module(name: str) -> bool:
+    """Whether a module is one of miofind's solvers, by its name."""
+    return name.startswith("miofind.solvers.")
 
 
 def read_index(sources: str) -> dict[str, SolverFacts]:
@@ -148,7 +147,7 @@ def _facts_from(kept: Mapping[str, object]) -> SolverFacts:
     version, module = kept["version"], kept["module"]
     if type(version) is not int:
         raise TypeError("a version is a whole number")
-    if not isinstance(module, str) or not module.startswith(_OWN):
+    if not isinstance(module, str) or not is_own_module(module):
         raise ValueError(f"{module} is no module of a solver of miofind")
     return SolverFacts(
         id=str(kept["id"]),

@@ -20,7 +20,7 @@ from torch import fx
 
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Forward, Statistics
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY, OPERATORS
-from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step
+from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -67,7 +67,7 @@ def gather_casts(graph: fx.Graph, prefers_last: bool) -> None:
     given, made = defaultdict[Any, list[fx.Node]](list), defaultdict[Any, list[fx.Node]](list)
     (output,) = (node for node in graph.nodes if node.op == "output")
     for node in graph.nodes:
-        if node.target is not prims.convert_element_type.default or not _is_known(node, node.args[0]):
+        if node.target is not prims.convert_element_type.default or not has_numbers(node):
             continue
         source, value = node.args[0], node.meta["val"]
         kind = (node.args[1], value.device)
@@ -93,7 +93,7 @@ def gather_counts(graph: fx.Graph) -> None:
         if node.target is not aten.add.Tensor or node.kwargs or type(node.args[1]) is not int or node.args[1] != 1:
             continue
         count = node.args[0]
-        is_counter = count.op == "placeholder" and _is_known(node, count) and not count.meta["val"].dim()
+        is_counter = count.op == "placeholder" and has_numbers(node) and not count.meta["val"].dim()
         is_counter = is_counter and node.meta["val"].dtype is count.meta["val"].dtype and not _is_written(count)
         if is_counter and all(user.target is aten.copy_.default and user.args[0] is count for user in node.users):
             counts[node.meta["val"].dtype, node.meta["val"].device].append(node)
@@ -132,12 +132,6 @@ def _behind_placeholders(graph: fx.Graph) -> fx.Node:
     return found
 
 
-def _is_known(*nodes: fx.Node) -> bool:
-    """Whether steps give tensors of sizes that are numbers."""
-    values = [node.meta.get("val") for node in nodes]
-    return all(isinstance(v, torch.Tensor) and all(isinstance(size, int) for size in v.shape) for v in values)
-
-
 def _is_weight(cast: fx.Node, output: fx.Node) -> bool:
     """Whether convolutions alone read it, as their weights or what they scale and add channels by."""
     readers = [user for user in cast.users if user is not output]
@@ -153,12 +147,13 @@ def _is_written(placeholder: fx.Node) -> bool:
 
 def _some_at_once(casts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
     """Parts of a list that have _MOST elements or little more."""
-    some: list[fx.Node] = []
+    some, elements = list[fx.Node](), 0
     for cast in casts:
         some.append(cast)
-        if sum(each.meta["val"].numel() for each in some) >= _MOST:
+        elements += cast.meta["val"].numel()
+        if elements >= _MOST:
             yield some
-            some = []
+            some, elements = [], 0
     if some:
         yield some
 
@@ -173,17 +168,12 @@ def _is_gradient(node: fx.Node) -> bool:
 def _keeps_order(cast: fx.Node, prefers_last: bool) -> bool:
     """Whether the numbers lie in memory as before, whichever memory format is meant."""
     source, value = cast.args[0].meta["val"], cast.meta["val"]
-    channels, size = _channels(source.shape), math.prod(source.shape[2:])
-    if source.dim() < 3 or channels == 1 or size == 1:
+    if source.dim() < 3 or source.shape[1] == 1 or math.prod(source.shape[2:]) == 1:
         return True
     if source.dim() != 4:
         return bool(source.is_contiguous() and value.is_contiguous())
     is_last = [v.is_contiguous(memory_format=torch.channels_last) for v in (source, value)]
     return all(is_last) or not (prefers_last or any(is_last) or _is_read_last(cast.users))
-
-
-def _channels(shape: Sequence[int]) -> int:
-    return shape[1] if len(shape) > 1 else 1
 
 
 def _is_read_last(users: Iterable[fx.Node]) -> bool:

@@ -165,9 +165,9 @@ def _prepare(graph: fx.Graph, prefers_last: bool) -> None:
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
     measured = frozenset(filter(_measures, devices))
     if measured:
-        _find_lacking(graph, prefers_last, measured, lambda problem, device: device in measured)
+        _find_lacking(graph, prefers_last, measured, as_if_found=True)
         # What PyTorch is faster at stays a convolution of its own, and is another problem.
-        _find_lacking(graph, prefers_last, measured, lambda problem, device: _known(problem, device) is not None)
+        _find_lacking(graph, prefers_last, measured, as_if_found=False)
     on_gpu: dict[Any, list[Solution]] = {device: [] for device in devices if device.type == "cuda"}
 
     def is_answered(problem: ProblemDescription, device: Any) -> bool:
@@ -182,19 +182,24 @@ def _prepare(graph: fx.Graph, prefers_last: bool) -> None:
         compile_ahead(solutions, device, _asked(device)[0])
 
 
-def _find_lacking(graph: fx.Graph, prefers_last: bool, devices: frozenset[Any], serves: Serves) -> None:
-    """Find what a graph lacks on devices where some problems are served, all at once."""
-    asked: dict[Any, list[ProblemDescription]] = {device: [] for device in devices}
+def _find_lacking(graph: fx.Graph, prefers_last: bool, devices: frozenset[Any], *, as_if_found: bool) -> None:
+    """Find what a graph lacks on devices, all at once.
 
-    def noting(problem: ProblemDescription, device: Any) -> bool:
-        if device in devices:
-            asked[device].append(problem)
-        return serves(problem, device)
+    Args:
+        as_if_found: operators are put in for what is lacking, too.
+    """
+    lacking: dict[Any, list[ProblemDescription]] = {device: [] for device in devices}
 
-    _ask(graph, noting, prefers_last)
-    for device, problems in asked.items():
+    def serves(problem: ProblemDescription, device: Any) -> bool:
+        is_lacking = device in devices and _known(problem, device) is None
+        if is_lacking:
+            lacking[device].append(problem)
+        return device in devices and (as_if_found or not is_lacking)
+
+    _ask(graph, serves, prefers_last)
+    for device, problems in lacking.items():
         planner, flags = _asked(device)
-        find_missing([each for each in problems if _known(each, device) is None], device, flags, planner)
+        find_missing(problems, device, flags, planner)
 
 
 def _known(problem: ProblemDescription, device: Any) -> Solution | None:

@@ -14,6 +14,7 @@ from miofind.torch.flags import Flags, state
 from miofind.torch.inductor.graphs import CONVOLUTIONS, has_numbers
 from miofind.torch.inductor.writing import Writing
 from miofind.torch.override import current
+from miofind.torch.recorder import recorded_call
 
 aten = torch.ops.aten
 
@@ -51,8 +52,5 @@ def _problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescription]:
             call = ConvolutionCall.of(*values, bias.meta["val"] if isinstance(bias, fx.Node) else bias, *geometry)
     except Unserved:
         return
-    for computed in wanted:
-        try:
-            yield call.problem(computed, flags.math, with_bias=has_bias and call.takes_bias(computed))
-        except Unserved:
-            continue
+    asked = (recorded_call(call, "", computed, flags.math, has_bias=has_bias).problem for computed in wanted)
+    yield from (problem for problem in asked if problem is not None)
