@@ -34,6 +34,9 @@ _ALL = ("1x1", "3x3", "small batch", "dilated", "first layer", "depthwise", "dep
 _NAMES = {"depthwise large": "depthwise, filters above 7"}
 _FUSED = {"one-pass": "one pass", "torch": "PyTorch", "cudnn": "cuDNN"}
 _HOW = ("sum", "mean")
+_GPU = "NVIDIA H200"
+"""The page is of; rows of another one say so."""
+
 _EAGER = {
     "torch": ("torch eager", "torch folded eager"),
     "miofind": ("miofind eager", "miofind fused eager"),
@@ -175,7 +178,7 @@ def _ratio_or_dash(ratio: float | None) -> str:
 def networks_section(folder: Path = figures.RESULTS) -> str:
     """How whole networks in PyTorch compare, "" where none was measured."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{end_to_end.NAME}_*.json"))]
-    lines = [line for content in files for row in content["rows"] if (line := network_line(row))]
+    lines = [line for content in files for row in content["rows"] if (line := network_line(row, content["gpu"]))]
     if not lines:
         return ""
     headings = ("network", "PyTorch, ms", "miofind, ms", "ratio", "eager alone", "ratio")
@@ -191,13 +194,14 @@ is, in a CUDA graph, under torch.compile and both, in inference with its batch n
 """
 
 
-def network_line(row: Mapping[str, Any]) -> str:
+def network_line(row: Mapping[str, Any], gpu: str) -> str:
     """A network's line of the table, "" where a side has no time."""
     torchs, ours = end_to_end.best(row, "torch"), end_to_end.best(row, "miofind")
     if torchs is None or ours is None:
         return ""
     eager = {side: [ms for key, ms in row["ms"].items() if key in _EAGER[side]] for side in _EAGER}
-    cells = [f"{row['network']}, {row['kind']}, {row['layout']}, batch {row['size']}"]
+    other = "" if gpu == _GPU else f", {gpu.removeprefix('NVIDIA ')}"
+    cells = [f"{row['network']}, {row['kind']}, {row['layout']}, batch {row['size']}{other}"]
     cells += [f"{ms:.3f} ({form})" for form, ms in (torchs, ours)] + [ratio_text(torchs[1] / ours[1])]
     is_timed = all(eager.values())
     cells += [" : ".join(f"{min(ms):.3f}" for ms in eager.values()) if is_timed else "-"]

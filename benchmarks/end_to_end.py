@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -220,7 +221,7 @@ def keep(case: Case, told: Mapping[str, Any], arguments: argparse.Namespace) -> 
     if "gpu" not in told:
         return
     path = arguments.folder / case.file_of(told["gpu"])
-    kept = kept_rows(arguments.folder)
+    kept = kept_rows(arguments.folder).get(told["gpu"], {})
     kept[case.key] = told["row"] | {"commit": arguments.commit}
     rows = [row for row in kept.values() if case_of(row).file_of(told["gpu"]) == path.name]
     content = {
@@ -235,12 +236,13 @@ def keep(case: Case, told: Mapping[str, Any], arguments: argparse.Namespace) -> 
         file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def kept_rows(folder: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a folder's files, by key."""
-    found = {}
+def kept_rows(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The rows of a folder's files, by GPU and key."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for path in sorted(folder.glob(f"{NAME}_*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        found |= {case_of(row).key: {"commit": content["commit"]} | row for row in content["rows"]}
+        rows = {case_of(row).key: {"commit": content["commit"]} | row for row in content["rows"]}
+        found.setdefault(content["gpu"], {}).update(rows)
     return found
 
 
@@ -281,11 +283,15 @@ def summary(told: Mapping[str, Any]) -> str:
 
 
 def table(arguments: argparse.Namespace) -> str:
-    """The rows of the folder's files, and their geometric means."""
-    rows = list(kept_rows(arguments.folder).values())
-    lines = [f"{case_of(row).key + ' (' + str(row['size']) + ')':52} {summary({'row': row})}" for row in rows]
-    for kind in KINDS:
-        for layout in LAYOUTS:
+    """The rows of the folder's files, and their geometric means, of each GPU."""
+    lines = []
+    for gpu, kept in kept_rows(arguments.folder).items():
+        rows = [*kept.values()]
+        lines += [
+            gpu,
+            *(f"{case_of(row).key + ' (' + str(row['size']) + ')':52} {summary({'row': row})}" for row in rows),
+        ]
+        for kind, layout in itertools.product(KINDS, LAYOUTS):
             some = [row for row in rows if (row["kind"], row["layout"]) == (kind, layout)]
             for batch, mean in mean_ratios(some).items():
                 lines.append(f"{kind}, {layout}, batch {batch}: {mean:.2f}x of PyTorch's best, geometric mean")
@@ -319,7 +325,9 @@ def main() -> None:
         time_case(arguments.case, arguments)
         return
     if not arguments.table:
-        of_commit = {key: row for key, row in kept_rows(arguments.folder).items() if row["commit"] == arguments.commit}
+        device = Device.cuda() if arguments.device == "cuda" else Device.cpu()
+        kept = kept_rows(arguments.folder).get(device.name, {})
+        of_commit = {key: row for key, row in kept.items() if row["commit"] == arguments.commit}
         known = {key for key, row in of_commit.items() if PROCESS not in row["failures"]}
         time_all([case for case in cases(arguments) if case.key not in known], arguments)
     print(table(arguments))

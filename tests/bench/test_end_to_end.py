@@ -134,7 +134,7 @@ def test_the_whole_script_keeps_its_rows_and_goes_on(end_to_end: ModuleType, tmp
     content = json.loads(file.read_text())
     assert content.keys() >= {"gpu", "versions", "commit", "command", "means", "rows"}
     assert content["means"]["2"] == pytest.approx(end_to_end.ratio(content["rows"][0]), abs=1e-4)
-    assert [*end_to_end.kept_rows(tmp_path)] == ["tiny inference channels_last 2"]
+    assert [*end_to_end.kept_rows(tmp_path)[content["gpu"]]] == ["tiny inference channels_last 2"]
     assert "tiny inference channels_last 2: torch " in capsys.readouterr().out
 
 
@@ -146,8 +146,13 @@ def test_the_best_form_of_each_side_counts(end_to_end: ModuleType, tmp_path: Pat
     asked.commit = "abd"
     told = row(batch="4", ms={"torch eager": 4.0, "torch compile": 3.0, "miofind fused graph": 6.0})
     end_to_end.keep(end_to_end.case_of(told), {"gpu": "NVIDIA H200", "versions": {}, "row": told}, asked)
-    assert [row["commit"] for row in end_to_end.kept_rows(tmp_path).values()] == ["abc", "abd"]
+    told = row(batch="4", ms={"torch eager": 4.0, "miofind fused graph": 1.0})
+    end_to_end.keep(end_to_end.case_of(told), {"gpu": "NVIDIA H100", "versions": {}, "row": told}, asked)
+    kept = end_to_end.kept_rows(tmp_path)
+    assert [row["commit"] for row in kept["NVIDIA H200"].values()] == ["abc", "abd"]
+    assert [row["commit"] for row in kept["NVIDIA H100"].values()] == ["abd"], "another GPU's rows are its own"
     text = end_to_end.table(asked)
     assert "torch 3.000 (compile), miofind 1.500 (fused graph), 2.00x, 3/4 calls" in text
     assert "inference, channels_last, batch 2: 2.00x" in text
     assert "inference, channels_last, batch 4: 0.50x" in text
+    assert "inference, channels_last, batch 4: 4.00x" in text

@@ -311,3 +311,77 @@ def test_torch_compile_of_batch_norms_in_training(dtype: Any) -> None:
     scale = max(each.grad.abs().max() for each in eager.parameters())  # some have none but rounding's
     for mine, pytorchs in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad / scale, pytorchs.grad / scale, rtol=2e-2, atol=2e-2)
+
+
+class Volumes(torch.nn.Module):
+    """Batch and instance norms of volumes, a branch, and a transposed convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Conv3d(3, 16, 3, padding=1, bias=False), torch.nn.BatchNorm3d(16)
+        self.down, self.instances = (
+            torch.nn.Conv3d(16, 32, 3, stride=2, padding=1),
+            torch.nn.InstanceNorm3d(32, affine=True),
+        )
+        self.deep = torch.nn.Conv3d(32, 32, 3, padding=1, bias=False)
+        self.up = torch.nn.ConvTranspose3d(32, 16, 2, stride=2)
+        self.last = torch.nn.Conv3d(32, 8, 3, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        whole = functional.relu(self.norm(self.first(x)))
+        half = functional.leaky_relu(self.instances(self.down(whole)), 0.1)
+        return self.last(torch.cat([self.up(half + self.deep(half)), whole], 1))
+
+
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own doings, such as forks beside threads
+@pytest.mark.usefixtures("served")
+def test_torch_compile_of_volumes_in_training() -> None:
+    """Channels first to the user, channels last within: no more off than PyTorch's own bfloat16."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Volumes().cuda(), torch.randn(2, 3, 8, 12, 16, device="cuda")
+    eager, exact, target = copy.deepcopy(model), copy.deepcopy(model).double(), torch.randn(2, 8, 8, 12, 16).cuda()
+    chosen = miofind.torch.inductor_options()
+    compiled = torch.compile(model, options=chosen)
+    given, theirs = [], []
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # PyTorch 2.11's takes no note of autocast's dtype
+        for run, made in ((compiled, given), (eager, theirs)):
+            with torch.autocast("cuda", torch.bfloat16):
+                y = run(x)
+            made.append(y)
+            (y.float() * target).sum().backward()
+    right = exact(x.double())
+    (right * target).sum().backward()
+    replaced = chosen["post_grad_custom_pre_pass"].replaced
+    assert len(replaced) > 3
+    assert {str(problem.x.layout) for problem in replaced} == {"NDHWC"}
+    assert given[0].stride() == theirs[0].stride()
+    for made, network in ((given, model), (theirs, eager)):
+        made += [parameter.grad for parameter in network.parameters()]
+        assert [each.is_contiguous() for each in made] == [True] * len(made)
+    wanted = [right, *(parameter.grad for parameter in exact.parameters())]
+    whole = torch.cat([each.flatten() for each in wanted[1:]]).norm()  # the bias before a norm has no gradient
+    for ours, pytorchs, each in zip(given, theirs, wanted, strict=True):
+        error, allowed = ((made.double() - each).norm() for made in (ours, pytorchs))
+        assert error <= 2 * allowed + 1e-3 * whole
+
+
+@pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own doings, such as forks beside threads
+def test_lists_that_are_longer_than_a_kernels_parameters_are_cast() -> None:
+    from miofind.torch.inductor import gathered
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    dtypes = (torch.float32, torch.float16, torch.float64)
+    tensors = [torch.randn(i % 7 + 1, 5 + i % 3, device="cuda").to(dtypes[i % 3]) for i in range(400)]
+    counts = [torch.tensor(i, device="cuda") for i in range(400)]
+    assert gathered._is_lowered()
+
+    def run(tensors: Any, counts: Any) -> Any:
+        torch._foreach_add_(counts, 1)
+        return torch.ops.miofind.cast(tensors, torch.bfloat16)
+
+    made = torch.compile(run)(tensors, counts)
+    for one, given in zip(made, tensors, strict=True):
+        assert torch.equal(one, given.to(torch.bfloat16))
+    assert [int(count) for count in counts] == [i + 1 for i in range(400)]

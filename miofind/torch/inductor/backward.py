@@ -60,7 +60,7 @@ def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bo
     saved = None if mask is None else _relu_saved(mask, end)
     if mask is not None and saved is not None:
         steps.append((mask, residual, saved))
-    last = writing.is_last(value, dy.meta["val"])
+    last = writing.is_last(value, dy.meta["val"], x.meta["val"])
     for end, residual, saved in reversed(steps):
         call = BackwardData(dy, x, w, residual, saved, "relu" if saved is not None else "none", *_geometry(node))
         with writing.graph.inserting_before(end):
@@ -112,7 +112,7 @@ def _sum_of_channels(node: fx.Node) -> fx.Node | None:
 def _put_backward_weights(writing: Writing, node: fx.Node, gradient: fx.Node, sums: fx.Node) -> bool:
     """Whether the gradient of the weights was put in together with that of the bias."""
     dy, x, w = node.args[:3]
-    last = writing.is_last(gradient.meta["val"], dy.meta["val"])
+    last = writing.is_last(gradient.meta["val"], dy.meta["val"], x.meta["val"])
     stride, padding, dilation, groups = _geometry(node)
     call = BackwardWeights(dy, x, w, stride, padding, dilation, groups, sums.meta["val"].dtype, last)
     order = {each: place for place, each in enumerate(writing.graph.nodes)}

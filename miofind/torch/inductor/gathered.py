@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from miofind.core.tensor import Layout
+from miofind.torch.formats import is_dense
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Forward, Statistics
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers
+from miofind.torch.inductor.writing import Ranks
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -54,13 +57,13 @@ LIBRARY.impl("cast", _cast, "CompositeExplicitAutograd")
 torch.library.register_fake("miofind::cast", _cast)
 
 
-def gather_casts(graph: fx.Graph, prefers_last: bool) -> None:
+def gather_casts(graph: fx.Graph, last_ranks: Ranks) -> None:
     """Cast all weights before the first of them is read, and their gradients together, some millions of them at once.
 
     Those stay that turn a tensor to another memory order, too: each does that in tiles of its own.
 
     Args:
-        prefers_last: whether Inductor would turn the graph's 2-D convolutions to channels last.
+        last_ranks: the numbers of dimensions of convolutions that will be channels last, whatever they were traced as.
     """
     if not _is_lowered():
         return
@@ -74,9 +77,9 @@ def gather_casts(graph: fx.Graph, prefers_last: bool) -> None:
         if value.numel() > _LARGEST or source.meta["val"].dtype is value.dtype:  # the latter is a copy
             continue
         if source.op == "placeholder":
-            if _is_weight(node, output) and not _is_written(source) and _keeps_order(node, prefers_last):
+            if _is_weight(node, output) and not _is_written(source) and _keeps_order(node, last_ranks):
                 given[kind].append(node)
-        elif _is_gradient(source) and [*node.users] == [output] and _keeps_order(node, prefers_last):
+        elif _is_gradient(source) and [*node.users] == [output] and _keeps_order(node, last_ranks):
             made[kind].append(node)
     for (dtype, _), casts in given.items():
         _gather(graph, casts, _behind_placeholders(graph), torch.ops.miofind.cast.default, dtype)
@@ -165,15 +168,15 @@ def _is_gradient(node: fx.Node) -> bool:
     return node.args[0].target in (*CONVOLUTIONS, *ARGUMENTS)
 
 
-def _keeps_order(cast: fx.Node, prefers_last: bool) -> bool:
+def _keeps_order(cast: fx.Node, last_ranks: Ranks) -> bool:
     """Whether the numbers lie in memory as before, whichever memory format is meant."""
     source, value = cast.args[0].meta["val"], cast.meta["val"]
     if source.dim() < 3 or source.shape[1] == 1 or math.prod(source.shape[2:]) == 1:
         return True
-    if source.dim() != 4:
+    if source.dim() == 3:
         return bool(source.is_contiguous() and value.is_contiguous())
-    is_last = [v.is_contiguous(memory_format=torch.channels_last) for v in (source, value)]
-    return all(is_last) or not (prefers_last or any(is_last) or _is_read_last(cast.users))
+    is_last = [is_dense(v, Layout.of(v.dim() - 2, channels_last=True)) for v in (source, value)]
+    return all(is_last) or not (source.dim() - 2 in last_ranks or any(is_last) or _is_read_last(cast.users))
 
 
 def _is_read_last(users: Iterable[fx.Node]) -> bool:

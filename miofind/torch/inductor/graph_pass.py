@@ -34,6 +34,7 @@ from miofind.torch.inductor.forward import replace_forward
 from miofind.torch.inductor.gathered import gather_casts, gather_counts
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_plain, trains
 from miofind.torch.inductor.group_statistics import split_group_statistics
+from miofind.torch.inductor.instance_norms import unfold_images
 from miofind.torch.inductor.kept import kept_problems
 from miofind.torch.inductor.memory_formats import (
     constrain_layouts,
@@ -43,8 +44,9 @@ from miofind.torch.inductor.memory_formats import (
     turn_last,
     turn_saved,
 )
+from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, turn, turnable
 from miofind.torch.inductor.weights_in_graphs import keep_weights
-from miofind.torch.inductor.writing import Serves, Writing
+from miofind.torch.inductor.writing import Ranks, Serves, Writing
 from miofind.torch.override import current
 from miofind.torch.plans import Planner
 from miofind.torch.settings import MissPolicy
@@ -69,18 +71,20 @@ class ConvolutionPass(CustomGraphPass):
         constrain_layouts()
         dynamic = sum(node.target in CONVOLUTIONS and not has_numbers(node) for node in graph.nodes)
         missed = len(self.missing)
-        prefers_last = prefers_channels_last(graph)
-        _prepare(graph, prefers_last)
-        writing = Writing(graph, self._serves, prefers_last)
+        unfold_images(graph)
+        ranks = _prepare(graph)
+        writing = Writing(graph, self._serves, *ranks)
         _replace(writing)
         self.replaced += writing.put_in
+        lay_out(graph, writing.turned)
+        unfold_images(graph)
         for node in list(graph.nodes):
             if node.target in ARGUMENTS:
                 state_memory_format(node)
         if trains(graph):
             turn_saved(graph)
             gather_vectors(graph)
-            gather_casts(graph, prefers_last)
+            gather_casts(graph, writing.last_ranks)
             gather_counts(graph)
         else:
             keep_weights(graph, memory_formats(graph))
@@ -155,34 +159,44 @@ def _measures(device: Any) -> bool:
     return planner.settings.measures(flags)
 
 
-def _prepare(graph: fx.Graph, prefers_last: bool) -> None:
+def _prepare(graph: fx.Graph) -> tuple[Ranks, Ranks]:
     """Find all that a graph lacks answers to at once, where misses are measured, and compile all that it will launch.
 
     A copy of the graph tells what, with what an override will run of the convolutions that it keeps.
+
+    Returns:
+        The numbers of dimensions of convolutions that will be channels last, and those that are turned here.
     """
     convolutions = (*CONVOLUTIONS, OPERATORS[Forward])
     read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in convolutions)
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
     measured = frozenset(filter(_measures, devices))
-    if measured:
-        _find_lacking(graph, prefers_last, measured, as_if_found=True)
-        # What PyTorch is faster at stays a convolution of its own, and is another problem.
-        _find_lacking(graph, prefers_last, measured, as_if_found=False)
+    by_inductor = frozenset((2,) if prefers_channels_last(graph) else ())
+    ranks = by_inductor, frozenset[int]()
+    for turned in dict.fromkeys((turnable(graph) - by_inductor, frozenset[int]())):
+        ranks = by_inductor | turned, turned
+        if measured:
+            _find_lacking(graph, ranks, measured, as_if_found=True)
+            # What PyTorch is faster at stays a convolution of its own, and is another problem.
+            _find_lacking(graph, ranks, measured, as_if_found=False)
+        if turned and is_answered(_ask(graph, _is_served, ranks), graph):
+            break
     on_gpu: dict[Any, list[Solution]] = {device: [] for device in devices if device.type == "cuda"}
 
-    def is_answered(problem: ProblemDescription, device: Any) -> bool:
+    def is_launched(problem: ProblemDescription, device: Any) -> bool:
         best = _known(problem, device)
         if best is not None and device in on_gpu:
             on_gpu[device].append(best)
         return best is not None
 
     if on_gpu:
-        _ask(graph, is_answered, prefers_last)
+        _ask(graph, is_launched, ranks)
     for device, solutions in on_gpu.items():
         compile_ahead(solutions, device, _asked(device)[0])
+    return ranks
 
 
-def _find_lacking(graph: fx.Graph, prefers_last: bool, devices: frozenset[Any], *, as_if_found: bool) -> None:
+def _find_lacking(graph: fx.Graph, ranks: tuple[Ranks, Ranks], devices: frozenset[Any], *, as_if_found: bool) -> None:
     """Find what a graph lacks on devices, all at once.
 
     Args:
@@ -196,32 +210,41 @@ def _find_lacking(graph: fx.Graph, prefers_last: bool, devices: frozenset[Any], 
             lacking[device].append(problem)
         return device in devices and (as_if_found or not is_lacking)
 
-    _ask(graph, serves, prefers_last)
+    _ask(graph, serves, ranks)
     for device, problems in lacking.items():
         planner, flags = _asked(device)
         find_missing(problems, device, flags, planner)
 
 
-def _known(problem: ProblemDescription, device: Any) -> Solution | None:
+def _known(problem: ProblemDescription, device: Any, *, otherwise: MissPolicy = MissPolicy.FALLBACK) -> Solution | None:
     """The first of the answers that FindDBs have to a problem, where miofind runs it; nothing is measured."""
     planner, flags = _asked(device)
-    return fastest(problem, device, flags, Planner(replace(planner.settings, on_miss=MissPolicy.FALLBACK)))
+    return fastest(problem, device, flags, Planner(replace(planner.settings, on_miss=otherwise)))
 
 
-def _ask(graph: fx.Graph, serves: Serves, prefers_last: bool) -> None:
-    """Ask of all problems that a graph will have, which stays as it is."""
-    writing = Writing(copy_of(graph), serves, prefers_last)
+def _is_served(problem: ProblemDescription, device: Any) -> bool:
+    """Whether miofind runs a problem, by what it knows or estimates; nothing is measured, or noted."""
+    is_estimated = _asked(device)[0].settings.on_miss is MissPolicy.ESTIMATE
+    return _known(problem, device, otherwise=MissPolicy.ESTIMATE if is_estimated else MissPolicy.FALLBACK) is not None
+
+
+def _ask(graph: fx.Graph, serves: Serves, ranks: tuple[Ranks, Ranks]) -> Writing:
+    """Ask of all problems that a graph will have, which stays as it is; returns what a copy of it became."""
+    writing = Writing(copy_of(graph), serves, *ranks)
     _replace(writing)
     for problem, device in kept_problems(writing):
         serves(problem, device)
+    return writing
 
 
 def _replace(writing: Writing) -> None:
     """Put operators in for the convolutions of a graph, where they are served."""
-    if writing.prefers_last:
+    turn(writing)
+    if 2 in writing.last_ranks - writing.turned:
         turn_last(writing)
     for node in list(writing.graph.nodes):
         if node.target is aten.convolution.default and is_plain(node, node.args[6]):
             replace_forward(writing, node)
         elif node.target is aten.convolution_backward.default and is_plain(node, node.args[7]):
             replace_backward(writing, node)
+    put_bare(writing)

@@ -9,8 +9,10 @@ import torch
 from torch import fx
 
 from miofind.core.problem import ProblemDescription
+from miofind.core.tensor import Layout
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
+from miofind.torch.formats import dense
 from miofind.torch.inductor.graphs import CONVOLUTIONS, has_numbers
 from miofind.torch.inductor.writing import Writing
 from miofind.torch.override import current
@@ -29,10 +31,10 @@ def kept_problems(writing: Writing) -> Iterator[tuple[ProblemDescription, Any]]:
         if node.target in CONVOLUTIONS and has_numbers(node):
             device = node.args[0].meta["val"].device
             if current(device.type) is not None:
-                yield from ((problem, device) for problem in _problems(writing, node))
+                yield from ((problem, device) for problem in asked_problems(writing, node))
 
 
-def _problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescription]:
+def asked_problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescription]:
     """What is asked of each result of a convolution, with the bias, or its gradient, where kernels take it.
 
     Inductor adds a forward bias by itself, but on the CPU.
@@ -47,8 +49,9 @@ def _problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescription]:
     flags = Flags.of(state(), on_gpu=values[0].is_cuda)
     try:
         with values[0].fake_mode:
-            if values[0].dim() == 4 and writing.prefers_last:
-                values = tuple(value.contiguous(memory_format=torch.channels_last) for value in values)
+            if values[0].dim() - 2 in writing.last_ranks:
+                last = Layout.of(values[0].dim() - 2, channels_last=True)
+                values = tuple(dense(value, last) for value in values)
             call = ConvolutionCall.of(*values, bias.meta["val"] if isinstance(bias, fx.Node) else bias, *geometry)
     except Unserved:
         return

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from miofind.core.tensor import Layout
+from miofind.torch.formats import dense
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, is_plain, trains
@@ -101,12 +103,12 @@ def turn_saved(graph: fx.Graph) -> None:
     readers = (*CONVOLUTIONS, *OPERATORS.values(), output.target)
     for node in output.all_input_nodes:
         value = node.meta.get("val")
-        if node.target is not prims.convert_element_type.default or value.dim() != 4 or not value.is_contiguous():
+        if node.target is not prims.convert_element_type.default or value.dim() < 4 or not value.is_contiguous():
             continue
         is_read_last = any(user.kwargs.get("channels_last") for user in node.users if user.target in ARGUMENTS)
         if is_read_last and all(user.target in readers for user in node.users):
             with value.fake_mode:
-                node.meta["val"] = value.contiguous(memory_format=torch.channels_last)
+                node.meta["val"] = dense(value, Layout.of(value.dim() - 2, channels_last=True))
 
 
 def _write(node: fx.Node, call: Call) -> None:

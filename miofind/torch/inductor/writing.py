@@ -19,6 +19,9 @@ from miofind.torch.inductor.graphs import added_step
 Serves = Callable[[ProblemDescription, Any], bool]
 """Whether an operator may be put in for a problem on a device of PyTorch's."""
 
+Ranks = frozenset[int]
+"""Numbers of dimensions, without images and channels."""
+
 
 class Writing:
     """Writes steps into a graph, each with the fake tensor that it gives.
@@ -26,17 +29,19 @@ class Writing:
     Args:
         graph: of Inductor, after gradients.
         serves: says which problems operators are put in for.
-        prefers_last: whether Inductor would turn the graph's 2-D convolutions to channels last.
+        last_ranks: the numbers of dimensions of convolutions that will be channels last, whatever they were traced as.
+        turned: those of them that Inductor would leave channels first.
 
     Attributes:
         put_in: the problems of the operators that were put in, in order.
     """
 
-    def __init__(self, graph: fx.Graph, serves: Serves, prefers_last: bool) -> None:
+    def __init__(self, graph: fx.Graph, serves: Serves, last_ranks: Ranks, turned: Ranks) -> None:
         self.graph = graph
-        self.prefers_last = prefers_last
+        self.serves = serves
+        self.last_ranks = last_ranks
+        self.turned = turned
         self.put_in: list[ProblemDescription] = []
-        self._serves = serves
         self._written: list[fx.Node] = []
 
     def step(self, target: Any, *arguments: Any, **named: Any) -> fx.Node:
@@ -46,10 +51,10 @@ class Writing:
         return node
 
     def is_last(self, *values: Any) -> bool:
-        """Whether a convolution is to be channels last: one of these tensors of it is, or Inductor would turn it so."""
+        """Whether a convolution is to be channels last: one of these tensors of it is, or it will be turned so."""
         last = Layout.of(values[0].dim() - 2, channels_last=True)
         is_so = any(is_dense(value, last) and not value.is_contiguous() for value in values)
-        return is_so or (values[0].dim() == 4 and self.prefers_last)
+        return is_so or values[0].dim() - 2 in self.last_ranks
 
     def served(self, call: Call) -> ProblemDescription | None:
         """The problem of an operator; None where no FindDB answers it.
@@ -66,7 +71,7 @@ class Writing:
             problem = problem_of(known, layout, flags.math)
         except Unserved:
             return None
-        return problem if self._serves(problem, values.x.device) else None
+        return problem if self.serves(problem, values.x.device) else None
 
     def put(self, call: Call) -> fx.Node | None:
         """A step that is this operator; None where no FindDB answers its problem.

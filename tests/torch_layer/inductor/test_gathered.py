@@ -153,7 +153,7 @@ def test_what_is_written_before_it_is_cast_stays() -> None:
         read = graph.call_function(aten.convolution.default, (read, cast, None, *window))
         read.meta["val"] = image.meta["val"]
     graph.output((read,))
-    gathered.gather_casts(graph, prefers_last=False)
+    gathered.gather_casts(graph, frozenset())
     assert [node.target for node in graph.nodes].count(torch.ops.miofind.cast.default) == 0
 
 

@@ -457,7 +457,7 @@ def test_a_forward_bias_that_inductor_adds_itself_is_not_asked_for(monkeypatch: 
         window = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
         node = graph.call_function(torch.ops.aten.convolution.default, (*graph.nodes, *window))
         node.meta["val"] = torch.empty(2, 5, 7, 6, device="cuda")
-    found = kept.kept_problems(Writing(graph, lambda problem, device: True, False))
+    found = kept.kept_problems(Writing(graph, lambda problem, device: True, frozenset(), frozenset()))
     assert [problem.epilogue.text for problem, _ in found] == [""]
 
 

@@ -1,0 +1,143 @@
+"""Instance norms computed where images and channels are apart, as convolutions have them.
+
+PyTorch norms instances as one image of all images' channels: (n, c, ...) is seen as (1, n * c, ...), and a batch norm
+of that follows. Channels last there is no such view: Inductor reads and writes memory across its order, several times
+slower. Here the steps between that view and the one back are those of (n, c, ...): the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from miofind.torch.inductor.graphs import added_step, has_numbers
+from miofind.torch.inductor.turned import retrace_step
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_VIEWS = (aten.reshape.default, aten.view.default)
+_POINTWISE = (prims.convert_element_type.default,)
+"""Beside what PyTorch says is point-wise."""
+
+
+def unfold_images(graph: fx.Graph) -> None:
+    """Compute with images and channels apart what is computed of a view of channels-last tensors that joins them."""
+    unfolding = _Unfolding(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            retrace_step(node, unfolding.relaid)
+            unfolding.take(node)
+    unfolding.finish()
+
+
+class _Unfolding:
+    """Goes over a graph's steps in order.
+
+    Attributes:
+        apart: by steps of (1, n * c, ...) or of a number for each of these channels, the steps of (n, c, ...).
+        relaid: steps that give what was given in another order before, which may show further views.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.apart: dict[fx.Node, fx.Node] = {}
+        self.relaid = set[fx.Node]()
+        self._graph = graph
+
+    def take(self, node: fx.Node) -> None:
+        """Have a step follow those before it that are taken apart."""
+        read = [each for each in node.all_input_nodes if each in self.apart]
+        if not read:
+            if _joins_images(node):
+                self.apart[node] = node.args[0]
+            return
+        with self._graph.inserting_before(node):
+            if node.target is operator.getitem:
+                self.apart[node] = self._step(operator.getitem, self.apart[node.args[0]], node.args[1])
+            elif node.target is aten.var_mean.correction and _sums_all(node) and node.kwargs.get("keepdim"):
+                self.apart[node] = self._reduced(node)
+            elif node.target is aten.sum.dim_IntList and _sums_all(node):
+                summed = self._reduced(node)
+                if node.args[2:] == (True,):
+                    self.apart[node] = summed
+                else:
+                    self._replace(node, self._step(aten.reshape.default, summed, [*node.meta["val"].shape]))
+            elif node.target in _VIEWS and tuple(node.args[1]) == tuple(self.apart[read[0]].meta["val"].shape):
+                self._replace(node, self.apart[read[0]])
+            elif _is_pointwise(node) and (arguments := self._arguments(node, read[0])) is not None:
+                self.apart[node] = self._step(node.target, *arguments, **node.kwargs)
+
+    def finish(self) -> None:
+        """Have all other steps read what was computed in the shape that they had, and erase what nothing reads."""
+        for node, apart in reversed([*self.apart.items()]):
+            users = [user for user in node.users if user not in self.apart]
+            if users and _is_tensor(node) and apart is not node.args[0]:
+                with self._graph.inserting_before(node):
+                    together = self._step(aten.reshape.default, apart, [*node.meta["val"].shape])
+                node.replace_all_uses_with(together, delete_user_cb=lambda user: user not in self.apart)
+            if not node.users:
+                self._graph.erase_node(node)
+
+    def _step(self, target: Any, *arguments: Any, **named: Any) -> fx.Node:
+        node = added_step(self._graph, target, *arguments, **named)
+        self.relaid.add(node)
+        return node
+
+    def _replace(self, node: fx.Node, by: fx.Node) -> None:
+        node.replace_all_uses_with(by)
+        self._graph.erase_node(node)
+        self.relaid.add(by)
+
+    def _reduced(self, node: fx.Node) -> fx.Node:
+        """A step over all but channels, as one over all but images and channels."""
+        apart = self.apart[node.args[0]]
+        return self._step(node.target, apart, [*range(2, apart.meta["val"].dim())], *node.args[2:], **node.kwargs)
+
+    def _arguments(self, node: fx.Node, read: fx.Node) -> tuple[Any, ...] | None:
+        """Of a point-wise step, with images and channels apart as one that it reads; None where one cannot be so."""
+        images, rank = self.apart[read].meta["val"].shape[:2], node.meta["val"].dim()
+        taken: list[Any] = []
+        for argument in node.args:
+            if not isinstance(argument, fx.Node):
+                taken.append(argument)
+            elif argument in self.apart:
+                if self.apart[argument].meta["val"].shape[:2] != images:
+                    return None
+                taken.append(self.apart[argument])
+            elif not _is_tensor(argument):
+                return None
+            elif argument.meta["val"].numel() == 1:
+                taken.append(argument)
+            else:
+                shape = [1] * (rank - argument.meta["val"].dim()) + [*argument.meta["val"].shape]
+                if shape[:2] != [1, math.prod(images)]:
+                    return None
+                taken.append(self._step(aten.reshape.default, argument, [*images, *shape[2:]]))
+        return tuple(taken)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _joins_images(node: fx.Node) -> bool:
+    """Whether a step sees the channels of several images, which lie channels last, as those of one."""
+    if node.target not in _VIEWS or not has_numbers(node):
+        return False
+    value, shape = node.args[0].meta["val"], tuple(node.args[1])
+    is_joined = value.dim() > 3 and value.shape[0] > 1 and shape == (1, math.prod(value.shape[:2]), *value.shape[2:])
+    return is_joined and not value.is_contiguous()
+
+
+def _sums_all(node: fx.Node) -> bool:
+    """Whether a step is over all dimensions but that of channels."""
+    value = node.args[0].meta["val"]
+    return len(node.args) > 1 and [*node.args[1]] == [0, *range(2, value.dim())]
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    is_so = node.target in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_so and _is_tensor(node) and not node.target._schema.is_mutable

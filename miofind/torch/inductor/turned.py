@@ -1,0 +1,204 @@
+"""Graphs whose convolutions Inductor leaves channels first, run channels last.
+
+Tensor cores read channels last: in a network that is channels first each convolution turns what it reads and writes, or
+a kernel before and behind it does. Inductor turns whole graphs, but convolutions of two dimensions alone, and in
+training no graph that has grouped ones or one with many more input than output channels (ResNeXt, RegNet, U-Nets). Here
+the pass does so in float16 and bfloat16, where FindDBs answer most of what the convolutions compute.
+
+Operators are put in channels last, and convolutions that stay read so. Each step's fake tensor then says how its result
+lies: by that Inductor lays out what it keeps for backward, whose graph is traced anew from there. What a user sees
+keeps the strides that were traced.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._inductor import inductor_prims
+
+from miofind.core.tensor import Layout
+from miofind.torch.formats import is_dense, strides
+from miofind.torch.fused.calls import Forward
+from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
+from miofind.torch.inductor.graphs import added_step, has_numbers
+from miofind.torch.inductor.kept import asked_problems
+from miofind.torch.inductor.writing import Ranks, Writing, spelt
+from miofind.torch.override import current
+
+aten = torch.ops.aten
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_LEAST_SHARE = 0.5
+"""Of the multiplications: what FindDBs answer channels last of a graph that is turned."""
+
+_NAMESPACES = ("aten", "prims", "miofind")
+_BY_STRIDES = (
+    aten.as_strided.default,
+    aten.as_strided_.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
+    aten.resize.default,
+    aten.view.dtype,
+)
+"""Steps whose results depend on how what they read lies in memory."""
+
+
+def turnable(graph: fx.Graph) -> Ranks:
+    """The numbers of dimensions, 2 and 3, whose convolutions may be turned."""
+    steps = [node.target for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    if any(getattr(step, "namespace", None) not in _NAMESPACES or step in _BY_STRIDES for step in steps):
+        return frozenset()
+    return frozenset(_rank(node) for node in _convolutions(graph))
+
+
+def turn(writing: Writing) -> None:
+    """Put in channels last the operators that the network itself calls, of the dimensions that are turned."""
+    for node in list(_convolutions(writing.graph)):
+        if node.target is OPERATORS[Forward] and _rank(node) in writing.turned:
+            call = Forward(*node.args, **node.kwargs)._replace(channels_last=True)
+            problem = writing.served(call)
+            if problem is not None:
+                node.args, node.kwargs = spelt(call)
+                writing.put_in.append(problem)
+
+
+def put_bare(writing: Writing) -> None:
+    """Put in channels last what stayed of the convolutions that are turned, with nothing that follows them.
+
+    PyTorch's own would give an image of one channel, which lies in both orders, as it lies first. A bias is added
+    behind, as Inductor adds it.
+    """
+    for node in list(_convolutions(writing.graph)):
+        if node.target is not aten.convolution.default or node.args[6] or _rank(node) not in writing.turned:
+            continue
+        x, w, bias, stride, padding, dilation, _, _, groups = node.args
+        call = Forward(x, w, None, None, None, "none", stride, padding, dilation, groups, channels_last=True)
+        with writing.graph.inserting_before(node):
+            made = writing.put(call)
+            if made is not None and bias is not None:
+                along = writing.step(aten.reshape.default, bias, [-1, *(1,) * _rank(node)])
+                made = writing.step(aten.add.Tensor, made, along)
+        if made is not None:
+            node.replace_all_uses_with(made)
+            writing.graph.erase_node(node)
+
+
+def is_answered(writing: Writing, graph: fx.Graph) -> bool:
+    """Whether FindDBs answer most of what a graph's convolutions compute, channels last.
+
+    Args:
+        writing: of a copy of the graph, in which operators were put in so.
+    """
+    whole = sum(_multiplications(node) for node in _convolutions(graph) if _rank(node) in writing.turned)
+    left = sum(
+        _multiplications(node)
+        for node in _convolutions(writing.graph)
+        if _rank(node) in writing.turned and not _is_answered(writing, node)
+    )
+    return whole - left >= _LEAST_SHARE * whole
+
+
+def lay_out(graph: fx.Graph, turned: Ranks) -> None:
+    """Have the convolutions that stay in a graph read channels last, and all steps say how what they give lies."""
+    if turned:
+        retrace(graph, {node for node in graph.nodes if _is_put_in(node)}, turned)
+
+
+def retrace(graph: fx.Graph, relaid: set[fx.Node], turned: Ranks = frozenset()) -> None:
+    """Have all steps say how what they give lies.
+
+    Args:
+        relaid: steps that may give what they gave in another order than before.
+        turned: the numbers of dimensions of convolutions that are given what they read channels last.
+    """
+    relaid = {*relaid}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.convolution.default and _rank(node) in turned and not _is_last(node.args[0].meta["val"]):
+            relaid.add(_read_last(graph, node))
+        retrace_step(node, relaid)
+
+
+def retrace_step(node: fx.Node, relaid: set[fx.Node]) -> None:
+    """Have a step say how what it gives lies, and note it with those before it where that has changed."""
+    if node in relaid or any(each in relaid for each in node.all_input_nodes):
+        before, node.meta["val"] = node.meta["val"], _traced(node)
+        if _strides(before) != _strides(node.meta["val"]):
+            relaid.add(node)
+
+
+def _read_last(graph: fx.Graph, convolution: fx.Node) -> fx.Node:
+    """The step that gives a convolution what it reads channels last: no copy where that can be written so."""
+    x = convolution.args[0]
+    shape = tuple(x.meta["val"].shape)
+    with graph.inserting_before(convolution):
+        last = strides(shape, Layout.of(len(shape) - 2, channels_last=True))
+        given = added_step(graph, inductor_prims.force_stride_order, x, last)
+    convolution.replace_input_with(x, given)
+    return given
+
+
+def _traced(node: fx.Node) -> Any:
+    """What a step gives, of what its inputs are by now; as it was where it cannot be told."""
+    if node.target is not operator.getitem and node.target._schema.is_mutable:
+        return node.meta["val"]
+    arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    try:
+        with detect_fake_mode((arguments, named)), torch.no_grad():
+            return node.target(*arguments, **named)
+    except (RuntimeError, ValueError):  # of a view, it may be, which Inductor makes a copy for
+        return node.meta["val"]
+
+
+def _convolutions(graph: fx.Graph) -> Iterator[fx.Node]:
+    """PyTorch's forward convolutions, and operators of the network's own, that are channels first and in 16 bits."""
+    for node in graph.nodes:
+        if node.target not in (aten.convolution.default, OPERATORS[Forward]) or not has_numbers(node):
+            continue
+        is_open = node.kwargs.get("channels_last") is None and node.meta["val"].dim() > 3
+        if is_open and node.meta["val"].dtype in _DTYPES and node.meta["val"].is_contiguous():
+            yield node
+
+
+def _rank(node: fx.Node) -> int:
+    """The number of dimensions of what a convolution gives, without images and channels."""
+    value = node.meta["val"]
+    return int((value if isinstance(value, torch.Tensor) else value[0]).dim()) - 2
+
+
+def _multiplications(node: fx.Node) -> int:
+    """Of a convolution, or as many as those of its gradients."""
+    x, w = (each.meta["val"] for each in node.args[:2])
+    is_transposed = node.target is aten.convolution.default and node.args[6]
+    return int((x if is_transposed else node.meta["val"]).numel() * math.prod(w.shape[1:]))
+
+
+def _is_answered(writing: Writing, convolution: fx.Node) -> bool:
+    """Whether a FindDB answers a convolution that stayed in the graph, and an override is there to run it."""
+    if convolution.target is not aten.convolution.default or current(convolution.meta["val"].device.type) is None:
+        return False
+    asked = [*asked_problems(writing, convolution)]
+    return bool(asked) and all(writing.serves(problem, convolution.meta["val"].device) for problem in asked)
+
+
+def _is_put_in(node: fx.Node) -> bool:
+    """Whether a step is an operator, or a result of one that has several."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and source.target in ARGUMENTS
+
+
+def _is_last(value: Any) -> bool:
+    return is_dense(value, Layout.of(value.dim() - 2, channels_last=True))
+
+
+def _strides(value: Any) -> list[Any]:
+    """Those of a tensor, or of each of several."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [each.stride() for each in values if isinstance(each, torch.Tensor)]

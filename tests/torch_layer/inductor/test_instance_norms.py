@@ -1,0 +1,115 @@
+"""Instance norms of channels-last graphs, computed with images and channels apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from miofind.torch.inductor.instance_norms import unfold_images
+from miofind.torch.inductor.turned import retrace
+
+aten = torch.ops.aten
+
+
+def traced(function: Any, *inputs: Any) -> fx.GraphModule:
+    """A function's graph, as Inductor decomposes it, traced channels first and given these inputs."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(each.contiguous()) for each in inputs]
+        graph = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+        for node in graph.graph.nodes:  # as in Inductor: a view of what lies in another order is a copy
+            node.target = aten.reshape.default if node.target is aten.view.default else node.target
+        given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        for node, each in zip(given, inputs, strict=True):
+            node.meta["val"] = mode.from_tensor(each)
+    retrace(graph.graph, {*given})
+    graph.recompile()
+    return graph
+
+
+def joined(graph: fx.Graph) -> list[fx.Node]:
+    """The steps that are computed of (1, n * c, ...), beside numbers of channels."""
+    values = ((node, node.meta.get("val")) for node in graph.nodes if node.op == "call_function")
+    return [
+        node
+        for node, v in values
+        if isinstance(v, torch.Tensor) and v.dim() > 3 and len(v) == 1 and v[0, 0].numel() > 1
+    ]
+
+
+def normed(x: Any, weight: Any, bias: Any) -> Any:
+    batch, channels = x.shape[:2]
+    together = aten.reshape(x, [1, batch * channels, *x.shape[2:]])
+    vectors = weight.repeat(batch), bias.repeat(batch)
+    y = functional.batch_norm(together, None, None, *vectors, training=True)
+    return functional.leaky_relu(aten.reshape(y, x.shape), 0.1)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_and_backward(rank: int, dtype: Any) -> None:
+    torch.manual_seed(rank)
+    order = {2: torch.channels_last, 3: torch.channels_last_3d}[rank]
+    x = torch.randn(3, 4, *(5, 6, 3)[:rank]).to(dtype).to(memory_format=order)
+    weight, bias, dy = torch.randn(4), torch.randn(4), torch.randn_like(x)
+
+    def both(x: Any, weight: Any, bias: Any, dy: Any) -> Any:
+        read = [each.detach().requires_grad_() for each in (x, weight, bias)]
+        y = normed(*read)
+        return y, *torch.autograd.grad(y, read, dy)
+
+    graph = traced(both, x, weight, bias, dy)
+    expected = graph(x, weight, bias, dy)
+    assert joined(graph.graph)
+    unfold_images(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    assert not joined(graph.graph)
+    given = graph(x, weight, bias, dy)
+    for one, other in zip(given, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor):
+            assert (
+                node.meta["val"].dim() != rank + 2
+                or 1 in node.meta["val"].shape
+                or not node.meta["val"].is_contiguous()
+            )
+
+
+def test_what_lies_channels_first_stays() -> None:
+    inputs = torch.randn(3, 4, 5, 6), torch.randn(4), torch.randn(4)
+    graph = traced(normed, *inputs)
+    before = str(graph.graph)
+    unfold_images(graph.graph)
+    assert str(graph.graph) == before
+
+
+@pytest.mark.parametrize("read", ["whole", "sum", "norm of all"])
+def test_what_else_reads_the_view_has_its_shape(read: str) -> None:
+    others = {
+        "whole": lambda v: v.exp().flatten(),
+        "sum": lambda v: v.sum((0, 2, 3), keepdim=True).flatten() * 2,
+        "norm of all": lambda v: v.sub(v.mean()),
+    }
+
+    def run(x: Any, w: Any) -> Any:
+        v = aten.reshape(x, [1, 12, 5, 6]).mul(w.view(12, 1, 1)).add(1)
+        return others[read](v), aten.reshape(v.sin(), [3, 4, 5, 6])
+
+    x, w = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last), torch.randn(12)
+    graph = traced(run, x, w)
+    expected = graph(x, w)
+    unfold_images(graph.graph)
+    graph.recompile()
+    for one, other in zip(graph(x, w), expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other)

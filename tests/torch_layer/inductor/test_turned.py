@@ -1,0 +1,146 @@
+"""Graphs that are channels first to the user, and run channels last."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.runs.fused_answers import answers_of
+from torch import nn
+from torch_layer.inductor.compiled_graphs import Compiled
+
+import miofind.torch
+from miofind import Handle
+from miofind.core.problem import Direction, ProblemDescription
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture
+def served(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Estimates answer, and Inductor would turn nothing."""
+    from miofind.torch.inductor import graph_pass
+
+    monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
+    with answers_of(cpu_handle):
+        yield
+
+
+class Net(nn.Module):
+    """Norms in training, a branch, and a transposed convolution."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        convolution, norm = (nn.Conv2d, nn.BatchNorm2d) if rank == 2 else (nn.Conv3d, nn.BatchNorm3d)
+        transposed = nn.ConvTranspose2d if rank == 2 else nn.ConvTranspose3d
+        self.first, self.norm = convolution(1, 6, 3, padding=1, bias=False), norm(6)
+        self.second = convolution(6, 6, 3, padding=1)
+        self.up = transposed(6, 4, 2, stride=2)
+        self.last = convolution(4, 3, 1)
+
+    def forward(self, x: Any) -> Any:
+        x = torch.relu(self.norm(self.first(x)))
+        return self.last(torch.sigmoid(self.up(torch.sin(self.second(x)) + x)))
+
+
+SHAPES = {2: (2, 1, 6, 5), 3: (2, 1, 3, 6, 5)}
+
+
+def trained(network: Any, run: Any, x: Any) -> list[Any]:
+    """What a network gives under autocast to bfloat16, and the gradients of its weights."""
+    network.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(x)
+    y.float().square().mean().backward()
+    return [y.detach(), *(each.grad.clone() for each in network.parameters())]
+
+
+def layouts(compiled: Compiled) -> set[str]:
+    """Of the forward problems: graphs that are run as they are keep for backward what was traced."""
+    replaced = compiled.convolution_pass.replaced
+    return {str(problem.y.layout) for problem in replaced if problem.direction is Direction.FORWARD}
+
+
+def forced(compiled: Compiled) -> int:
+    """The steps that give what is kept of PyTorch's own what it reads channels last."""
+    return compiled.count(torch.ops.prims.inductor_force_stride_order.default)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.usefixtures("served")
+def test_training(rank: int) -> None:
+    torch.manual_seed(0)
+    network, x = Net(rank), torch.randn(SHAPES[rank])
+    exact = copy.deepcopy(network).double()
+    y = exact(x.double())
+    y.square().mean().backward()
+    compiled = Compiled(network)
+    given, expected = (trained(network, run, x) for run in (compiled, network))
+    for ours, pytorchs, right in zip(given, expected, (y, *(p.grad for p in exact.parameters())), strict=True):
+        error, allowed = ((each.double() - right).norm() for each in (ours, pytorchs))
+        assert error <= 2 * allowed + 1e-2 * right.norm()
+    assert layouts(compiled) == {{2: "NHWC", 3: "NDHWC"}[rank]}
+    assert [problem.epilogue.text for problem in compiled.convolution_pass.replaced][:3] == ["statistics", "", ""]
+    assert forced(compiled) == 1, "the transposed one"
+
+
+@pytest.mark.usefixtures("served")
+def test_what_is_kept_for_backward_lies_channels_last() -> None:
+    """By its fake tensors, as Inductor lays it out; PyTorch's own transposed convolution is contiguous on a CPU."""
+    network = nn.Sequential(nn.Conv3d(3, 6, 3, bias=False), nn.BatchNorm3d(6), nn.ReLU(), nn.Conv3d(6, 4, 1), nn.Tanh())
+    compiled = Compiled(network)
+    trained(network, compiled, torch.randn(2, 3, 5, 6, 7))
+    (output,) = (node for node in compiled.graphs[0].graph.nodes if node.op == "output")
+    values = [node.meta["val"] for node in output.all_input_nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    images = [value for value in values if value.shape[1:] in ((6, 3, 4, 5), (3, 5, 6, 7))]
+    assert len(images) >= 3
+    assert not any(value.is_contiguous() for value in images)
+
+
+@pytest.mark.parametrize("reason", ["float32", "no answer", "strides are read"])
+def test_what_stays(reason: str, cpu_handle: Handle, served: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from miofind.torch.inductor import graph_pass
+
+    if reason == "no answer":
+        known = graph_pass._is_served
+
+        def first(problem: ProblemDescription, device: Any) -> bool:
+            return not problem.y.layout.channels_last and known(problem, device)
+
+        monkeypatch.setattr(graph_pass, "_is_served", first)
+    dtype = torch.float32 if reason == "float32" else torch.bfloat16
+    network, x = nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.ReLU()).to(dtype), torch.randn(2, 3, 4, 5, 6).to(dtype)
+
+    def run(x: Any) -> Any:
+        y = network(x)
+        return y.as_strided((2, 5), (2, 3)) if reason == "strides are read" else y
+
+    compiled = Compiled(run)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), run(x), rtol=2e-2, atol=2e-2)
+    assert layouts(compiled) == {"NCDHW"}
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inference_through_code_generation(fuses: bool) -> None:
+    """Of a network as it is, and of a fused one, whose operators are its own; a user's strides are those of before."""
+    torch.manual_seed(0)
+    network, x = Net(3).eval().bfloat16(), torch.randn(SHAPES[3]).bfloat16()
+    options = miofind.torch.inductor_options()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        miofind.torch.fuse(network) if fuses else network, options={**options, "fx_graph_cache": False}
+    )
+    with torch.no_grad():
+        given, expected = compiled(x), network(x)
+    torch.testing.assert_close(given, expected, rtol=2e-2, atol=2e-2)
+    assert given.stride() == expected.stride()
+    replaced = options["post_grad_custom_pre_pass"].replaced
+    assert [str(problem.y.layout) for problem in replaced] == ["NDHWC"] * 3
