@@ -118,6 +118,18 @@ def test_a_problem_that_no_model_knows_is_tried_with_cudnn_too(
     assert FIRST <= len(plan.candidates) - len(by_cudnn) <= MOST
 
 
+@pytest.mark.parametrize(("layout", "is_asked"), [("NCHW", True), ("NHWC", False)])
+def test_tf32_channels_first_is_tried_with_cudnn_too(h200: miofind.Handle, layout: str, is_asked: bool) -> None:
+    problem = ProblemDescription.convolution(
+        x=(31, 64, 52, 52), w=(64, 64, 3, 3), padding=1, dtype="float32", math="tf32", layout=layout
+    )
+    assert ranker_of(h200.device).reaches(problem)
+    plan = likely_plan(problem, LIKELY, h200, left_out={})
+    by_cudnn = [p for p in plan.candidates if p.solver.library is Library.CUDNN]
+    assert bool(by_cudnn) == is_asked
+    assert FIRST <= len(plan.candidates) - len(by_cudnn) <= MOST
+
+
 def test_a_fused_problem_is_planned_without_its_bare_one(h200: miofind.Handle) -> None:
     (plan,) = tuning_plans(FUSED, TuneOptions(find=LIKELY), h200)
     assert {p.problem for p in plan.candidates} == {FUSED}
