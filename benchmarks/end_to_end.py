@@ -114,6 +114,7 @@ def time_case(case: Case, arguments: argparse.Namespace) -> None:
             handle=handle,
             forms=arguments.forms,
             is_tuned=arguments.tune,
+            kernels=arguments.kernels,
         )
         told = {"gpu": device.name, "versions": {**versions(device), "torch": torch.__version__}}
         with torch_builds(device):
@@ -181,6 +182,7 @@ def case_command(case: Case, number: int, workers: int, arguments: argparse.Name
     cores = sorted(os.sched_getaffinity(0))
     words = [sys.executable, str(Path(__file__)), "--case", json.dumps(asdict(case)), "--device", arguments.device]
     words += ["--forms", ",".join(arguments.forms), *(["--tune"] if arguments.tune else [])]
+    words += ["--kernels", str(arguments.kernels)]
     words += ["--cores", ",".join(map(str, cores[number::workers] or cores))]
     return words + (["--db", str(arguments.db)] if arguments.db else [])
 
@@ -309,6 +311,7 @@ def main() -> None:
     parser.add_argument("--batches", type=lambda text: text.split(","), default=[LARGE, "1"], help="numbers, or large")
     parser.add_argument("--forms", type=script.several(FORMS), default=FORMS, help=",".join(FORMS))
     parser.add_argument("--tune", action="store_true", help="measure what no FindDB answers, before anything is timed")
+    parser.add_argument("--kernels", type=script.at_least(0), default=0, help="of a form, those that take most of its time")
     parser.add_argument("--db", type=Path, help="FindDB on top of the shipped one, which a tuning is recorded in")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="the CPU is for trials")
     parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host, a case at a time on each")

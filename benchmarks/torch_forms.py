@@ -28,6 +28,8 @@ BLOCK_S = 0.04
 """How long a form is timed at a stretch."""
 
 WARM_UP_CALLS = 3
+_LONGEST_NAME = 160
+"""Of a kernel, whose templates may take pages."""
 SLACK = {"inference": 2e-3, "training": 2e-2}
 """What a relative error, by the Euclidean norm, may be beside twice that of PyTorch's eager form."""
 
@@ -67,6 +69,7 @@ class Setting:
         handle: of miofind, whose FindDB answers.
         forms: of "eager", "graph" and "compile", those that are timed.
         is_tuned: whether what the FindDB does not answer is measured before.
+        kernels: of each form, but for replays of graphs, how many are told that take most of a GPU's time.
     """
 
     kind: str
@@ -75,6 +78,7 @@ class Setting:
     handle: miofind.Handle
     forms: Sequence[str]
     is_tuned: bool = False
+    kernels: int = 0
 
     @property
     def dtype(self) -> Any:
@@ -117,6 +121,7 @@ class Outcome:
         seconds: what preparations took.
         calls, own_calls: convolutions of miofind's eager form, and those of them that miofind ran.
         failures: forms that failed, or were wrong, and why.
+        kernels: of each form the names, launches and milliseconds of those that take most of a call, in order.
     """
 
     ms: dict[str, float] = field(default_factory=dict)
@@ -125,6 +130,7 @@ class Outcome:
     calls: int = 0
     own_calls: int = 0
     failures: dict[str, str] = field(default_factory=dict)
+    kernels: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
 
 
 def timed_network(build: Callable[[], nn.Module], shape: Sequence[int], setting: Setting) -> Iterator[Outcome]:
@@ -148,6 +154,10 @@ def timed_network(build: Callable[[], nn.Module], shape: Sequence[int], setting:
             samples[form.key].append(_block_ms(form, setting))
     outcome.ms = {key: round(statistics.median(found), 4) for key, found in samples.items()}
     yield outcome
+    if setting.kernels and setting.device == "cuda":
+        for form in (form for form in forms if "graph" not in form.name):
+            outcome.kernels[form.key] = _kernels(form, setting)
+            yield outcome
 
 
 def without_chance(model: nn.Module) -> nn.Module:
@@ -172,6 +182,24 @@ def _block_ms(form: Form, setting: Setting) -> float:
             form.run()
         setting.synchronize()
         return 1e3 * (time.perf_counter() - began) / calls
+
+
+def _kernels(form: Form, setting: Setting) -> list[tuple[str, float, float]]:
+    """The kernels of a call that take most of the GPU's time, over some calls."""
+    with form.scope():
+        for _ in range(WARM_UP_CALLS):
+            form.run()
+        setting.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(WARM_UP_CALLS):
+                form.run()
+            setting.synchronize()
+    found = [(each.self_device_time_total, each) for each in profile.key_averages() if each.self_device_time_total]
+    found.sort(key=lambda item: -item[0])
+    return [
+        (each.key[:_LONGEST_NAME], round(each.count / WARM_UP_CALLS, 2), round(us / 1e3 / WARM_UP_CALLS, 4))
+        for us, each in found[: setting.kernels]
+    ]
 
 
 def _inference(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> Iterator[Form]:

@@ -40,6 +40,7 @@ def arguments(end_to_end: ModuleType, folder: Path, **changed: Any) -> argparse.
     values = {
         "networks": ["tiny"],
         "kinds": end_to_end.KINDS,
+        "kernels": 0,
         "layouts": ["channels_last"],
         "batches": ["2", "1"],
         "forms": ["eager"],
