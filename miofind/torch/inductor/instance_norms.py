@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from miofind.torch.inductor.graphs import added_step, has_numbers
-from miofind.torch.inductor.turned import retrace_step
+from miofind.torch.inductor.turned import reads_strides, retrace_step
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -26,6 +26,8 @@ _POINTWISE = (prims.convert_element_type.default,)
 
 def unfold_images(graph: fx.Graph) -> None:
     """Compute with images and channels apart what is computed of a view of channels-last tensors that joins them."""
+    if reads_strides(graph):
+        return
     unfolding = _Unfolding(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
@@ -65,8 +67,9 @@ class _Unfolding:
                     self.apart[node] = summed
                 else:
                     self._replace(node, self._step(aten.reshape.default, summed, [*node.meta["val"].shape]))
-            elif node.target in _VIEWS and tuple(node.args[1]) == tuple(self.apart[read[0]].meta["val"].shape):
-                self._replace(node, self.apart[read[0]])
+            elif node.target in _VIEWS and node.meta["val"].shape == self.apart[read[0]].meta["val"].shape:
+                if self.apart[read[0]].op != "placeholder":  # which a result may not be
+                    self._replace(node, self.apart[read[0]])
             elif _is_pointwise(node) and (arguments := self._arguments(node, read[0])) is not None:
                 self.apart[node] = self._step(node.target, *arguments, **node.kwargs)
 
@@ -99,24 +102,28 @@ class _Unfolding:
     def _arguments(self, node: fx.Node, read: fx.Node) -> tuple[Any, ...] | None:
         """Of a point-wise step, with images and channels apart as one that it reads; None where one cannot be so."""
         images, rank = self.apart[read].meta["val"].shape[:2], node.meta["val"].dim()
-        taken: list[Any] = []
-        for argument in node.args:
-            if not isinstance(argument, fx.Node):
-                taken.append(argument)
-            elif argument in self.apart:
-                if self.apart[argument].meta["val"].shape[:2] != images:
-                    return None
-                taken.append(self.apart[argument])
-            elif not _is_tensor(argument):
+        shapes: dict[fx.Node, list[int]] = {}
+        for argument in node.all_input_nodes:
+            value = self.apart.get(argument, argument).meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.dim() > rank:
                 return None
-            elif argument.meta["val"].numel() == 1:
-                taken.append(argument)
-            else:
-                shape = [1] * (rank - argument.meta["val"].dim()) + [*argument.meta["val"].shape]
+            if argument in self.apart:
+                if value.dim() != rank or value.shape[:2] != images:
+                    return None
+            elif value.numel() > 1:
+                shape = [1] * (rank - value.dim()) + [*value.shape]
                 if shape[:2] != [1, math.prod(images)]:
                     return None
-                taken.append(self._step(aten.reshape.default, argument, [*images, *shape[2:]]))
-        return tuple(taken)
+                shapes[argument] = [*images, *shape[2:]]
+        if any(isinstance(each, fx.Node) for each in node.kwargs.values()):
+            return None
+
+        def apart(argument: fx.Node) -> fx.Node:
+            if argument in shapes:
+                return self._step(aten.reshape.default, argument, shapes[argument])
+            return self.apart.get(argument, argument)
+
+        return tuple(fx.map_arg(node.args, apart))
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -127,7 +134,7 @@ def _joins_images(node: fx.Node) -> bool:
     """Whether a step sees the channels of several images, which lie channels last, as those of one."""
     if node.target not in _VIEWS or not has_numbers(node):
         return False
-    value, shape = node.args[0].meta["val"], tuple(node.args[1])
+    value, shape = node.args[0].meta["val"], tuple(node.meta["val"].shape)
     is_joined = value.dim() > 3 and value.shape[0] > 1 and shape == (1, math.prod(value.shape[:2]), *value.shape[2:])
     return is_joined and not value.is_contiguous()
 
@@ -135,7 +142,7 @@ def _joins_images(node: fx.Node) -> bool:
 def _sums_all(node: fx.Node) -> bool:
     """Whether a step is over all dimensions but that of channels."""
     value = node.args[0].meta["val"]
-    return len(node.args) > 1 and [*node.args[1]] == [0, *range(2, value.dim())]
+    return len(node.args) > 1 and node.args[1] is not None and [*node.args[1]] == [0, *range(2, value.dim())]
 
 
 def _is_pointwise(node: fx.Node) -> bool:

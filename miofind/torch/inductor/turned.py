@@ -7,7 +7,7 @@ the pass does so in float16 and bfloat16, where FindDBs answer most of what the 
 
 Operators are put in channels last, and convolutions that stay read so. Each step's fake tensor then says how its result
 lies: by that Inductor lays out what it keeps for backward, whose graph is traced anew from there. What a user sees
-keeps the strides that were traced.
+keeps the strides that were traced, or their order where it is a view.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._inductor import inductor_prims
+from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor import config, inductor_prims
 
 from miofind.core.tensor import Layout
-from miofind.torch.formats import is_dense, strides
+from miofind.torch.formats import strides
 from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import added_step, has_numbers
@@ -45,16 +45,42 @@ _BY_STRIDES = (
     aten.as_strided_scatter.default,
     aten.resize.default,
     aten.view.dtype,
+    aten.view_as_complex.default,
 )
-"""Steps whose results depend on how what they read lies in memory."""
+"""Steps whose results depend on how what they read lies in memory, or that refuse some orders."""
 
 
 def turnable(graph: fx.Graph) -> Ranks:
     """The numbers of dimensions, 2 and 3, whose convolutions may be turned."""
-    steps = [node.target for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
-    if any(getattr(step, "namespace", None) not in _NAMESPACES or step in _BY_STRIDES for step in steps):
+    if reads_strides(graph) or _returns_views():
         return frozenset()
     return frozenset(_rank(node) for node in _convolutions(graph))
+
+
+def reads_strides(graph: fx.Graph) -> bool:
+    """Whether a step may give other numbers where what it reads lies in another order.
+
+    So do random numbers that are to be eager's, which are drawn in the order of memory.
+    """
+    steps = {node.target for node in graph.nodes if node.op == "call_function"} - {operator.getitem}
+    if any(not _is_known(step) or step in _BY_STRIDES for step in steps):
+        return True
+    return config.fallback_random and any(torch.Tag.nondeterministic_seeded in step.tags for step in steps)
+
+
+def _is_known(step: Any) -> bool:
+    """Whether a step is an operator of PyTorch's, Inductor's or miofind's, of which it is known what it reads."""
+    return isinstance(step, torch._ops.OpOverload) and step.namespace in _NAMESPACES
+
+
+def _returns_views() -> bool:
+    """Whether a user is given several views of one tensor of the graph that is compiled.
+
+    They are made of it as it lies, outside of the graph.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return metadata is not None and metadata.num_intermediate_bases > 0
 
 
 def turn(writing: Writing) -> None:
@@ -101,13 +127,14 @@ def is_answered(writing: Writing, graph: fx.Graph) -> bool:
         for node in _convolutions(writing.graph)
         if _rank(node) in writing.turned and not _is_answered(writing, node)
     )
-    return whole - left >= _LEAST_SHARE * whole
+    return whole > 0 and whole - left >= _LEAST_SHARE * whole
 
 
 def lay_out(graph: fx.Graph, turned: Ranks) -> None:
     """Have the convolutions that stay in a graph read channels last, and all steps say how what they give lies."""
     if turned:
-        retrace(graph, {node for node in graph.nodes if _is_put_in(node)}, turned)
+        put_in = {node for node in graph.nodes if _is_put_in(node)}
+        retrace(graph, put_in.union(*(node.users for node in put_in)), turned)
 
 
 def retrace(graph: fx.Graph, relaid: set[fx.Node], turned: Ranks = frozenset()) -> None:
@@ -121,7 +148,7 @@ def retrace(graph: fx.Graph, relaid: set[fx.Node], turned: Ranks = frozenset()) 
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is aten.convolution.default and _rank(node) in turned and not _is_last(node.args[0].meta["val"]):
+        if node.target is aten.convolution.default and _rank(node) in turned and _reads_images(node):
             relaid.add(_read_last(graph, node))
         retrace_step(node, relaid)
 
@@ -129,8 +156,9 @@ def retrace(graph: fx.Graph, relaid: set[fx.Node], turned: Ranks = frozenset()) 
 def retrace_step(node: fx.Node, relaid: set[fx.Node]) -> None:
     """Have a step say how what it gives lies, and note it with those before it where that has changed."""
     if node in relaid or any(each in relaid for each in node.all_input_nodes):
-        before, node.meta["val"] = node.meta["val"], _traced(node)
-        if _strides(before) != _strides(node.meta["val"]):
+        before, after = node.meta.get("val"), _traced(node)
+        if _strides(before) != _strides(after):
+            node.meta["val"] = after
             relaid.add(node)
 
 
@@ -147,14 +175,14 @@ def _read_last(graph: fx.Graph, convolution: fx.Node) -> fx.Node:
 
 def _traced(node: fx.Node) -> Any:
     """What a step gives, of what its inputs are by now; as it was where it cannot be told."""
-    if node.target is not operator.getitem and node.target._schema.is_mutable:
-        return node.meta["val"]
-    arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    if node.target is not operator.getitem and (not _is_known(node.target) or node.target._schema.is_mutable):
+        return node.meta.get("val")
+    arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     try:
         with detect_fake_mode((arguments, named)), torch.no_grad():
             return node.target(*arguments, **named)
     except (RuntimeError, ValueError):  # of a view, it may be, which Inductor makes a copy for
-        return node.meta["val"]
+        return node.meta.get("val")
 
 
 def _convolutions(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -174,7 +202,7 @@ def _rank(node: fx.Node) -> int:
 
 
 def _multiplications(node: fx.Node) -> int:
-    """Of a convolution, or as many as those of its gradients."""
+    """Of a forward convolution: for each of its results, of a transposed one for each of what it reads."""
     x, w = (each.meta["val"] for each in node.args[:2])
     is_transposed = node.target is aten.convolution.default and node.args[6]
     return int((x if is_transposed else node.meta["val"]).numel() * math.prod(w.shape[1:]))
@@ -194,8 +222,9 @@ def _is_put_in(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and source.target in ARGUMENTS
 
 
-def _is_last(value: Any) -> bool:
-    return is_dense(value, Layout.of(value.dim() - 2, channels_last=True))
+def _reads_images(convolution: fx.Node) -> bool:
+    """Whether a convolution reads 16 bits of known sizes."""
+    return convolution.args[0].meta["val"].dtype in _DTYPES and has_numbers(convolution)
 
 
 def _strides(value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,12 +94,18 @@ def test_what_lies_channels_first_stays() -> None:
     assert str(graph.graph) == before
 
 
-@pytest.mark.parametrize("read", ["whole", "sum", "norm of all"])
+READ = ("whole", "sum", "norm of all", "sum of all", "one more dimension", "one element of more dimensions")
+
+
+@pytest.mark.parametrize("read", READ)
 def test_what_else_reads_the_view_has_its_shape(read: str) -> None:
-    others = {
+    others: dict[str, Callable[[Any], Any]] = {
         "whole": lambda v: v.exp().flatten(),
         "sum": lambda v: v.sum((0, 2, 3), keepdim=True).flatten() * 2,
         "norm of all": lambda v: v.sub(v.mean()),
+        "sum of all": lambda v: torch.sum(v, None, keepdim=True),
+        "one more dimension": lambda v: v + torch.ones(1, 12, 1, 5, 6),
+        "one element of more dimensions": lambda v: (v + torch.ones(1, 1, 1, 1, 1)).sum((0, 2, 3), keepdim=True),
     }
 
     def run(x: Any, w: Any) -> Any:
@@ -113,3 +120,16 @@ def test_what_else_reads_the_view_has_its_shape(read: str) -> None:
     for one, other in zip(graph(x, w), expected, strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("step", ["strides are read", "an operator of another package"])
+def test_graphs_that_read_strides_stay(step: str) -> None:
+    x, vectors = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last), (torch.randn(4), torch.randn(4))
+    graph = traced(normed, x, *vectors)
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    with graph.graph.inserting_before(output):
+        target = aten.as_strided.default if step == "strides are read" else torch.cond
+        graph.graph.call_function(target, (output.args[0], [2], [3]))  # which nothing reads, and nobody runs
+    before = str(graph.graph)
+    unfold_images(graph.graph)
+    assert str(graph.graph) == before

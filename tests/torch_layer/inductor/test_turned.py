@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch_layer.inductor.compiled_graphs import Compiled
 import miofind.torch
 from miofind import Handle
 from miofind.core.problem import Direction, ProblemDescription
+from miofind.torch.inductor import turned
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -86,6 +87,11 @@ def test_training(rank: int) -> None:
     assert layouts(compiled) == {{2: "NHWC", 3: "NDHWC"}[rank]}
     assert [problem.epilogue.text for problem in compiled.convolution_pass.replaced][:3] == ["statistics", "", ""]
     assert forced(compiled) == 1, "the transposed one"
+    steps = [node for graph in compiled.graphs for node in graph.graph.nodes if node.op == "call_function"]
+    for node in (
+        node for node in steps if all(each.op == "call_function" for each in node.all_input_nodes)
+    ):  # casts of weights are turned later
+        assert turned._strides(node.meta["val"]) == turned._strides(turned._traced(node)), node
 
 
 @pytest.mark.usefixtures("served")
@@ -101,8 +107,12 @@ def test_what_is_kept_for_backward_lies_channels_last() -> None:
     assert not any(value.is_contiguous() for value in images)
 
 
-@pytest.mark.parametrize("reason", ["float32", "no answer", "strides are read"])
-def test_what_stays(reason: str, cpu_handle: Handle, served: None, monkeypatch: pytest.MonkeyPatch) -> None:
+REASONS = ("float32", "no answer", "strides are read", "a complex view", "several views", "eager's random numbers")
+
+
+@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.usefixtures("served")
+def test_what_stays(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from miofind.torch.inductor import graph_pass
 
     if reason == "no answer":
@@ -114,15 +124,36 @@ def test_what_stays(reason: str, cpu_handle: Handle, served: None, monkeypatch: 
         monkeypatch.setattr(graph_pass, "_is_served", first)
     dtype = torch.float32 if reason == "float32" else torch.bfloat16
     network, x = nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.ReLU()).to(dtype), torch.randn(2, 3, 4, 5, 6).to(dtype)
+    last: dict[str, Callable[[Any], Any]] = {
+        "strides are read": lambda y: y.as_strided((2, 5), (2, 3)),
+        "a complex view": lambda y: torch.view_as_complex(y.float().reshape(2, 4, 4, 5, 3, 2)).abs(),
+        "several views": lambda y: (y.view(8, 120), y.view(2, -1)),
+        "eager's random numbers": lambda y: (y, torch.rand_like(y))[0],
+    }
 
     def run(x: Any) -> Any:
-        y = network(x)
-        return y.as_strided((2, 5), (2, 3)) if reason == "strides are read" else y
+        return last.get(reason, lambda y: y)(network(x))
 
     compiled = Compiled(run)
-    with torch.no_grad():
+    with torch._inductor.config.patch(fallback_random=reason == "eager's random numbers"):
         torch.testing.assert_close(compiled(x), run(x), rtol=2e-2, atol=2e-2)
     assert layouts(compiled) == {"NCDHW"}
+
+
+@pytest.mark.usefixtures("served")
+def test_a_convolution_of_unknown_sizes_stays_beside_one_that_is_turned() -> None:
+    network, x, z = (
+        nn.Conv2d(3, 4, 3).bfloat16(),
+        torch.randn(2, 3, 6, 5).bfloat16(),
+        torch.randn(2, 3, 9, 8).bfloat16(),
+    )
+    torch._dynamo.mark_dynamic(z, 2)
+    compiled = Compiled(lambda x, z: (network(x).relu(), network(z)))
+    with torch.no_grad():
+        for given, expected in zip(compiled(x, z), (network(x).relu(), network(z)), strict=True):
+            torch.testing.assert_close(given, expected, rtol=2e-2, atol=2e-2)
+    assert layouts(compiled) == {"NHWC"}
+    assert not forced(compiled)
 
 
 @pytest.mark.parametrize("fuses", [False, True])
