@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--batches", type=lambda text: text.split(","), default=[LARGE, "1"], help="numbers, or large")
     parser.add_argument("--forms", type=script.several(FORMS), default=FORMS, help=",".join(FORMS))
     parser.add_argument("--tune", action="store_true", help="measure what no FindDB answers, before anything is timed")
-    parser.add_argument("--kernels", type=script.at_least(0), default=0, help="of a form, those that take most of its time")
+    parser.add_argument("--kernels", type=script.at_least(0), default=0, help="of a form, the slowest to tell")
     parser.add_argument("--db", type=Path, help="FindDB on top of the shipped one, which a tuning is recorded in")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="the CPU is for trials")
     parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host, a case at a time on each")
