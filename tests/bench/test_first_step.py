@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
+@pytest.mark.usefixtures("pytorchs_switches")
 def test_ways_are_timed_and_failures_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def test_a_distance_is_from_the_median_of_pytorchs_other_runs(script: ModuleType
     assert script.stretches([1.0] * 20 + [2.0, 4.0]) == [1.0, 3.0]
 
 
+@pytest.mark.usefixtures("pytorchs_switches")
 def test_a_network_learns_on_the_cpu(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--device", "cpu", "--networks", "tiny", "--steps", "25", "--batch", "8", "--no-compile"]
     monkeypatch.setattr(sys, "argv", ["losses.py", *words, "--commit", "abc", "--json", str(tmp_path / "losses.json")])
