@@ -10,6 +10,7 @@ from torch import fx
 aten = torch.ops.aten
 
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+VIEWS = (aten.reshape.default, aten.view.default)
 
 
 def is_plain(node: fx.Node, transposed: Any) -> bool:

@@ -18,11 +18,10 @@ from torch import fx
 
 from miofind.core.tensor import Layout
 from miofind.torch.formats import is_dense
-from miofind.torch.inductor.graphs import added_step
+from miofind.torch.inductor.graphs import VIEWS, added_step
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
-_VIEWS = (aten.reshape.default, aten.view.default)
 
 _WIDE_BYTES = 256
 """Of a group at one place: so many are read at once as they lie."""
@@ -44,7 +43,7 @@ def _is_replaced(graph: fx.Graph, node: fx.Node) -> bool:
     """Whether a step that computes statistics of groups was replaced."""
     grouped = node.args[0]
     is_biased = node.kwargs.get("correction") == 0 and node.kwargs.get("keepdim") is True
-    if not is_biased or [*node.args[1:]] != [[2, 3]] or grouped.target not in _VIEWS:
+    if not is_biased or [*node.args[1:]] != [[2, 3]] or grouped.target not in VIEWS:
         return False
     source = _before_copies(grouped.args[0])
     if any(user.target is not operator.getitem for user in node.users):

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.inductor.graphs import added_step, has_numbers
+from miofind.torch.inductor.graphs import VIEWS, added_step, has_numbers
 from miofind.torch.inductor.turned import reads_strides, retrace_step
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_VIEWS = (aten.reshape.default, aten.view.default)
 _POINTWISE = (prims.convert_element_type.default,)
 """Beside what PyTorch says is point-wise."""
 
@@ -51,6 +50,8 @@ class _Unfolding:
 
     def take(self, node: fx.Node) -> None:
         """Have a step follow those before it that are taken apart."""
+        if node.meta.get("val") is None:  # of another pass, which says nothing of it
+            return
         read = [each for each in node.all_input_nodes if each in self.apart]
         if not read:
             if _joins_images(node):
@@ -67,7 +68,7 @@ class _Unfolding:
                     self.apart[node] = summed
                 else:
                     self._replace(node, self._step(aten.reshape.default, summed, [*node.meta["val"].shape]))
-            elif node.target in _VIEWS and node.meta["val"].shape == self.apart[read[0]].meta["val"].shape:
+            elif node.target in VIEWS and node.meta["val"].shape == self.apart[read[0]].meta["val"].shape:
                 if self.apart[read[0]].op != "placeholder":  # which a result may not be
                     self._replace(node, self.apart[read[0]])
             elif _is_pointwise(node) and (arguments := self._arguments(node, read[0])) is not None:
@@ -132,7 +133,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _joins_images(node: fx.Node) -> bool:
     """Whether a step sees the channels of several images, which lie channels last, as those of one."""
-    if node.target not in _VIEWS or not has_numbers(node):
+    if node.target not in VIEWS or not has_numbers(node):
         return False
     value, shape = node.args[0].meta["val"], tuple(node.meta["val"].shape)
     is_joined = value.dim() > 3 and value.shape[0] > 1 and shape == (1, math.prod(value.shape[:2]), *value.shape[2:])

@@ -197,8 +197,7 @@ def _convolutions(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _rank(node: fx.Node) -> int:
     """The number of dimensions of what a convolution gives, without images and channels."""
-    value = node.meta["val"]
-    return int((value if isinstance(value, torch.Tensor) else value[0]).dim()) - 2
+    return int(node.meta["val"].dim()) - 2
 
 
 def _multiplications(node: fx.Node) -> int:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from miofind.torch.inductor import group_statistics
+from miofind.torch.inductor.graphs import VIEWS
 
 aten = torch.ops.aten
 
@@ -125,7 +126,7 @@ def test_what_rounds_whole_numbers_is_no_copy() -> None:
 def test_steps_of_other_passes_may_say_nothing_of_themselves() -> None:
     made = traced(norm(4), last(2, 16, 16, 12))
     for node in made.graph.nodes:
-        if node.target in group_statistics._VIEWS:
+        if node.target in VIEWS:
             node.meta.clear()
     assert group_statistics.split_group_statistics(made.graph) == 0
 

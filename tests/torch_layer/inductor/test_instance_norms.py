@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from miofind.torch.inductor.graphs import VIEWS
 from miofind.torch.inductor.instance_norms import unfold_images
 from miofind.torch.inductor.turned import retrace
 
@@ -133,3 +134,15 @@ def test_graphs_that_read_strides_stay(step: str) -> None:
     before = str(graph.graph)
     unfold_images(graph.graph)
     assert str(graph.graph) == before
+
+
+def test_steps_of_other_passes_may_say_nothing_of_themselves() -> None:
+    x, vectors = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last), (torch.randn(4), torch.randn(4))
+    graph = traced(normed, x, *vectors)
+    expected = graph(x, *vectors)
+    for node in graph.graph.nodes:
+        if node.target in VIEWS:
+            node.meta.clear()
+    unfold_images(graph.graph)
+    graph.recompile()
+    torch.testing.assert_close(graph(x, *vectors), expected)
