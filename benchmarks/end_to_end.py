@@ -36,6 +36,7 @@ from typing import Any
 import figures
 import script
 from commit import commit
+from turns import Turns
 
 import miofind
 from miofind.device.device import Device, Place, cuda_device_count
@@ -102,7 +103,7 @@ def time_case(case: Case, arguments: argparse.Namespace) -> None:
     from torch_forms import Setting, timed_network
     from torch_networks import NETWORKS
 
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0
+    arguments.turns.join()
     torch.backends.cudnn.allow_tf32 = False  # float32 is what results are held to
     device = Device.cuda() if arguments.device == "cuda" else Device.cpu()
     network = NETWORKS[case.network]
@@ -115,11 +116,12 @@ def time_case(case: Case, arguments: argparse.Namespace) -> None:
             forms=arguments.forms,
             is_tuned=arguments.tune,
             kernels=arguments.kernels,
+            turns=arguments.turns,
         )
         told = {"gpu": device.name, "versions": {**versions(device), "torch": torch.__version__}}
         with torch_builds(device):
             for outcome in timed_network(network.build, (case.size(), *network.shape), setting):
-                row = {"size": case.size(), **asdict(case), **asdict(outcome)}
+                row = {"size": case.size(), **asdict(case), **asdict(outcome), "beside": arguments.beside}
                 append(arguments.rows, {**told, "row": row})
 
 
@@ -143,27 +145,31 @@ def append(file: Path, line: Mapping[str, Any]) -> None:
 
 
 def time_all(left: Sequence[Case], arguments: argparse.Namespace) -> None:
-    """Time cases, one after another on each GPU, and keep their rows."""
+    """Time cases, some at once on each GPU of which one measures at a time, and keep their rows."""
     gpus = visible_gpus(arguments)
     waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in left:
         waiting.put(case)
     deadline, lock = time.monotonic() + arguments.stop_after, threading.Lock()
 
-    def work(number: int) -> None:
+    def work(number: int, turns: Turns) -> None:
         with contextlib.suppress(queue.Empty):
             while (allowed := min(arguments.case_limit, deadline - time.monotonic())) > 0:
                 case = waiting.get_nowait()
-                told = timed_by_child(case_command(case, number, len(gpus), arguments), allowed, gpus[number])
+                command = case_command(case, number, len(gpus), turns, arguments)
+                told = timed_by_child(command, allowed, gpus[number], turns)
                 with lock:
                     print(f"{case.key}: {summary(told)}", flush=True)
                     keep(case, told, arguments)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(gpus))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with contextlib.ExitStack() as stack:
+        shared = [Turns(Path(stack.enter_context(tempfile.TemporaryDirectory()))) for _ in gpus]
+        workers = [(number, turns) for number, turns in enumerate(shared) for _ in range(arguments.beside)]
+        threads = [threading.Thread(target=work, args=worker) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def visible_gpus(arguments: argparse.Namespace) -> list[str]:
@@ -177,17 +183,17 @@ def visible_gpus(arguments: argparse.Namespace) -> list[str]:
     return gpus[: arguments.gpus]
 
 
-def case_command(case: Case, number: int, workers: int, arguments: argparse.Namespace) -> list[str]:
-    """The command of a case's process, which has its share of the processors."""
+def case_command(case: Case, number: int, gpus: int, turns: Turns, arguments: argparse.Namespace) -> list[str]:
+    """The command of a case's process, which has its GPU's share of the processors."""
     cores = sorted(os.sched_getaffinity(0))
     words = [sys.executable, str(Path(__file__)), "--case", json.dumps(asdict(case)), "--device", arguments.device]
     words += ["--forms", ",".join(arguments.forms), *(["--tune"] if arguments.tune else [])]
-    words += ["--kernels", str(arguments.kernels)]
-    words += ["--cores", ",".join(map(str, cores[number::workers] or cores))]
+    words += ["--kernels", str(arguments.kernels), "--beside", str(arguments.beside), "--turns", str(turns.folder)]
+    words += ["--cores", ",".join(map(str, cores[number::gpus] or cores))]
     return words + (["--db", str(arguments.db)] if arguments.db else [])
 
 
-def timed_by_child(command: Sequence[str], limit_s: float, gpu: str) -> dict[str, Any]:
+def timed_by_child(command: Sequence[str], limit_s: float, gpu: str, turns: Turns) -> dict[str, Any]:
     """The last line that a process wrote before it ended, with what ended it where that was no success."""
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder) / "rows.jsonl", Path(folder) / "log"
@@ -197,6 +203,7 @@ def timed_by_child(command: Sequence[str], limit_s: float, gpu: str) -> dict[str
                 [*command, "--rows", str(rows)], stdout=output, stderr=output, env=environment, start_new_session=True
             )
             ending = awaited(child, limit_s)
+            turns.leave(child.pid)
         lines = rows.read_text(encoding="utf-8").split("\n")[:-1] if rows.exists() else []
         told: dict[str, Any] = json.loads(lines[-1]) if lines else {}
         last_words = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
@@ -314,7 +321,8 @@ def main() -> None:
     parser.add_argument("--kernels", type=script.at_least(0), default=0, help="of a form, the slowest to tell")
     parser.add_argument("--db", type=Path, help="FindDB on top of the shipped one, which a tuning is recorded in")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="the CPU is for trials")
-    parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host, a case at a time on each")
+    parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host")
+    parser.add_argument("--beside", type=script.count, default=1, help="cases at once on a GPU; one measures at a time")
     parser.add_argument("--case-limit", type=script.seconds, default=240.0, help="seconds that a case may take")
     parser.add_argument("--stop-after", type=script.seconds, default=7200.0, help="end after so many seconds")
     parser.add_argument("--folder", type=script.folder, default=figures.RESULTS, help="where the files of figures are")
@@ -322,6 +330,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="time nothing, print the table of what is kept")
     parser.add_argument("--case", type=lambda text: Case(**json.loads(text)), help=argparse.SUPPRESS)
     parser.add_argument("--cores", type=lambda text: {*map(int, text.split(","))}, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=lambda text: Turns(Path(text)), default=Turns(), help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=script.output, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.optimization import fuse as folded
+from turns import Turns
 
 import miofind
 import miofind.torch
@@ -70,6 +71,7 @@ class Setting:
         forms: of "eager", "graph" and "compile", those that are timed.
         is_tuned: whether what the FindDB does not answer is measured before.
         kernels: of each form, but for replays of graphs, how many are told that take most of a GPU's time.
+        turns: the processes that share the GPU.
     """
 
     kind: str
@@ -79,6 +81,7 @@ class Setting:
     forms: Sequence[str]
     is_tuned: bool = False
     kernels: int = 0
+    turns: Turns = field(default_factory=Turns)
 
     @property
     def dtype(self) -> Any:
@@ -143,10 +146,33 @@ def timed_network(build: Callable[[], nn.Module], shape: Sequence[int], setting:
     outcome = Outcome()
     model, x = setting.placed(without_chance(build())), setting.placed(torch.randn(*shape))
     prepare = _inference if setting.kind == "inference" else _training
+    forms, check = prepare(model, x, setting, outcome)
+    yield outcome
+    ready = []
+    with _cudnn_benchmark(False):  # compilers run, whatever else the GPU does; what is measured comes when it is alone
+        for form in forms:
+            with _noted(outcome, form, "first call"), form.scope():
+                form.run()
+                setting.synchronize()
+                ready.append(form)
+            yield outcome
+    with _cudnn_benchmark(True), setting.turns.alone():
+        yield from _timed(ready, check, setting)
+
+
+def _timed(ready: Sequence[Form], check: _Check, setting: Setting) -> Iterator[Outcome]:
+    """The outcome with the times of forms that have run once, and of themselves in CUDA graphs."""
+    outcome = check.outcome
     forms: list[Form] = []
-    for form in prepare(model, x, setting, outcome):
-        if form.key not in outcome.failures:
-            forms.append(form)
+    for form in ready:
+        with _noted(outcome, form, "next calls"):
+            _warm_up(form, check, setting)
+            if "eager" in setting.forms or not form.name.endswith("eager"):
+                forms.append(form)
+            if "graph" in setting.forms and setting.device == "cuda":
+                graphed = _in_a_graph(form)
+                check.of(graphed)
+                forms.append(graphed)
         yield outcome
     samples: dict[str, list[float]] = {form.key: [] for form in forms}
     for number in range(ROUNDS):
@@ -202,8 +228,8 @@ def _kernels(form: Form, setting: Setting) -> list[tuple[str, float, float]]:
     ]
 
 
-def _inference(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> Iterator[Form]:
-    """Each form of a forward pass, ready and checked."""
+def _inference(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> tuple[list[Form], _Check]:
+    """The forms of a forward pass, and what checks them."""
     _calibrate(model, x)
     with torch.inference_mode():
         wanted = model(x).double()
@@ -211,7 +237,7 @@ def _inference(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> 
     flat = _or_same(folded, model)
     fused = miofind.torch.fuse(model)
     if setting.is_tuned:
-        with _stated(outcome, "tune"):
+        with setting.turns.first(), _stated(outcome, "tune"):
             for each in (model, fused):
                 miofind.torch.tune(each, x, handle=setting.handle, on_event=lambda event: None)
 
@@ -228,16 +254,15 @@ def _inference(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> 
         ready = torch.compile(flat), torch.compile(fused, options=miofind.torch.inductor_options())
         forms += [Form(name="compile", is_ours=False, run=forward(ready[0]))]
         forms += [Form(name="compile", is_ours=True, run=forward(ready[1]), scope=setting.compiled_ours)]
-    check = _Check(wanted=wanted, bound=SLACK[setting.kind], outcome=outcome)
-    yield from _ready(forms, setting, check, lambda y: y)
+    return forms, _Check(wanted=wanted, bound=SLACK[setting.kind], outcome=outcome, result=lambda y: y)
 
 
-def _training(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> Iterator[Form]:
-    """Each form of a training step, ready and checked by its gradients."""
+def _training(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> tuple[list[Form], _Check]:
+    """The forms of a training step, and what checks its gradients."""
     model.train()
     wanted = _flat_gradients(model, lambda: _loss(model, x, None))
     if setting.is_tuned:
-        with _stated(outcome, "tune"):
+        with setting.turns.first(), _stated(outcome, "tune"):
             amp, quiet = torch.bfloat16, lambda event: None
             miofind.torch.tune(model, x, training=True, amp=amp, handle=setting.handle, on_event=quiet)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # so that all forms' gradients agree
@@ -256,35 +281,45 @@ def _training(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> I
         ready = torch.compile(model), torch.compile(model, options=miofind.torch.inductor_options())
         forms += [Form(name="compile", is_ours=False, run=step(ready[0]))]
         forms += [Form(name="compile", is_ours=True, run=step(ready[1]), scope=setting.compiled_ours)]
-    check = _Check(wanted=wanted, bound=SLACK[setting.kind], outcome=outcome)
-    yield from _ready(forms, setting, check, lambda _: _flat_gradients(model, lambda: None))
+
+    def gradients(_: Any) -> Any:
+        return _flat_gradients(model, lambda: None)
+
+    return forms, _Check(wanted=wanted, bound=SLACK[setting.kind], outcome=outcome, result=gradients)
 
 
-def _ready(forms: Sequence[Form], setting: Setting, check: _Check, result: Callable[[Any], Any]) -> Iterator[Form]:
-    """The forms that run, warmed up and checked, each followed by itself in a CUDA graph.
+def _warm_up(form: Form, check: _Check, setting: Setting) -> None:
+    """Check a form, and run it until libraries have measured what they measure."""
+    with form.scope() as override:
+        check.of(form)
+        for _ in range(WARM_UP_CALLS):
+            form.run()
+        setting.synchronize()
+        if form.key == "miofind eager":
+            report = override.report()
+            check.outcome.calls, check.outcome.own_calls = report.calls, report.own_calls
 
-    Args:
-        result: what is checked, of what a form's call gave.
-    """
-    for form in forms:
-        try:
-            with form.scope() as override, _stated(check.outcome, f"first calls of {form.key}"):
-                torch.manual_seed(1)
-                check.of(form, result(form.run()))
-                for _ in range(WARM_UP_CALLS):
-                    form.run()
-                setting.synchronize()
-                if form.key == "miofind eager":
-                    report = override.report()
-                    check.outcome.calls, check.outcome.own_calls = report.calls, report.own_calls
-            if "eager" in setting.forms or not form.name.endswith("eager"):
-                yield form
-            if "graph" in setting.forms and setting.device == "cuda":
-                graphed = _in_a_graph(form)
-                check.of(graphed, result(graphed.run()))
-                yield graphed
-        except Exception as error:
-            check.outcome.failures[form.key] = f"{type(error).__name__}: {error}"[:400]
+
+@contextlib.contextmanager
+def _cudnn_benchmark(is_on: bool) -> Iterator[None]:
+    """Have PyTorch measure cuDNN's algorithms, all of them, or not."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.benchmark_limit
+    cudnn.benchmark, cudnn.benchmark_limit = is_on, 0
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.benchmark_limit = before
+
+
+@contextlib.contextmanager
+def _noted(outcome: Outcome, form: Form, what: str) -> Iterator[None]:
+    """Note how long a form's calls take, or why they fail."""
+    try:
+        with _stated(outcome, f"{what} of {form.key}"):
+            yield
+    except Exception as error:
+        outcome.failures[form.key] = f"{type(error).__name__}: {error}"[:400]
 
 
 def _in_a_graph(form: Form) -> Form:
@@ -309,19 +344,25 @@ def _in_a_graph(form: Form) -> Form:
 
 @dataclass(slots=True, kw_only=True)
 class _Check:
-    """Holds results to float32's."""
+    """Holds results to float32's.
+
+    Attributes:
+        result: what is checked, of what a form's call gave.
+    """
 
     wanted: Any
     bound: float
     outcome: Outcome
+    result: Callable[[Any], Any]
 
-    def of(self, form: Form, result: Any) -> None:
-        """Note a form's error.
+    def of(self, form: Form) -> None:
+        """Run a form once, and note its error.
 
         Raises:
             AssertionError: it is too large.
         """
-        error = float((result.double() - self.wanted).norm() / self.wanted.norm())
+        torch.manual_seed(1)
+        error = float((self.result(form.run()).double() - self.wanted).norm() / self.wanted.norm())
         if not math.isfinite(error):
             raise AssertionError("not finite")
         self.outcome.errors[form.key] = error

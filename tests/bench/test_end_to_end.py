@@ -20,7 +20,7 @@ import miofind
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 # By PyTorch's own folding of batch norms.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*. is deprecated:DeprecationWarning")
-MODULES = ("end_to_end", "torch_forms", "torch_networks", "figures", "script", "commit")
+MODULES = ("end_to_end", "torch_forms", "torch_networks", "figures", "script", "commit", "turns")
 
 
 @pytest.fixture
@@ -48,6 +48,7 @@ def arguments(end_to_end: ModuleType, folder: Path, **changed: Any) -> argparse.
         "db": None,
         "device": "cpu",
         "gpus": 1,
+        "beside": 1,
         "case_limit": 1e3,
         "stop_after": 1e3,
         "folder": folder,
@@ -115,15 +116,19 @@ ENDS = {
 
 
 @pytest.mark.parametrize("program", ENDS)
-def test_a_process_that_fails_keeps_what_it_told(end_to_end: ModuleType, program: str) -> None:
+def test_a_process_that_fails_keeps_what_it_told(scripts: dict[str, ModuleType], program: str) -> None:
     tells = "import json, sys; open(sys.argv[-1], 'a').write(json.dumps({'gpu': 'G', 'row': {'size': 2}}) + chr(10)); "
-    told = end_to_end.timed_by_child([sys.executable, "-c", tells + program], LIMIT_S, "")
+    told = scripts["end_to_end"].timed_by_child(
+        [sys.executable, "-c", tells + program], LIMIT_S, "", scripts["turns"].Turns()
+    )
     assert told["gpu"] == "G"
     assert ENDS[program] in told["row"]["failures"]["process"]
 
 
-def test_a_process_that_hangs_is_stopped(end_to_end: ModuleType) -> None:
-    told = end_to_end.timed_by_child([sys.executable, "-c", "import time; time.sleep(1000)"], 0.1, "")
+def test_a_process_that_hangs_is_stopped(scripts: dict[str, ModuleType]) -> None:
+    told = scripts["end_to_end"].timed_by_child(
+        [sys.executable, "-c", "import time; time.sleep(1000)"], 0.1, "", scripts["turns"].Turns()
+    )
     assert told["row"]["failures"]["process"].startswith("stopped after 0 s")
 
 

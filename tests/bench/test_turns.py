@@ -1,0 +1,111 @@
+"""Processes that share a GPU: while one measures the others stand still, whatever becomes of it."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers.processes.waiting import wait_until
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+START = f"import sys, time; sys.path.insert(0, {str(FOLDER)!r}); from pathlib import Path; from turns import Turns; "
+START += "turns, told = Turns(Path(sys.argv[1])), open(sys.argv[2], 'ab', buffering=0); "
+COUNTS = """
+turns.join()
+while True:
+    told.write(b'.')
+    time.sleep(0.01)
+"""
+MEASURES = """
+turns.join()
+with turns.alone():
+    told.write(b'.')
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.delitem(sys.modules, "turns", raising=False)
+    return importlib.import_module("turns")
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[[str, str], Any]]:
+    """Runs a program in a process group of its own, and gives it and a function that tells how far it is."""
+    folder = tmp_path / "turns"
+    folder.mkdir()
+    with ExitStack() as stack:
+
+        @contextmanager
+        def running(program: str, name: str) -> Iterator[Any]:
+            words = [sys.executable, "-c", START + program, str(folder), str(tmp_path / name)]
+            child = subprocess.Popen(words, start_new_session=True)
+            try:
+                yield child
+            finally:
+                child.kill()
+                child.wait()
+
+        def start(program: str, name: str) -> tuple[Any, Callable[[], int]]:
+            child, told = stack.enter_context(running(program, name)), tmp_path / name
+            wait_until(lambda: told.exists() and told.stat().st_size > 0, f"{name} tells")
+            return child, lambda: told.stat().st_size
+
+        yield start
+
+
+def stands_still(count: Callable[[], int]) -> bool:
+    before = count()
+    time.sleep(0.2)
+    return count() == before
+
+
+def test_the_others_stand_still_meanwhile(turns: ModuleType, started: Any, tmp_path: Path) -> None:
+    _, count = started(COUNTS, "counts")
+    with turns.Turns(tmp_path / "turns").alone():
+        assert stands_still(count)
+    before = count()
+    wait_until(lambda: count() > before, "it goes on")
+
+
+def test_a_process_that_dies_while_it_is_alone_wakes_the_others(
+    turns: ModuleType, started: Any, tmp_path: Path
+) -> None:
+    _, count = started(COUNTS, "counts")
+    holder, _ = started(MEASURES, "measures")
+    assert stands_still(count)
+    holder.kill()
+    holder.wait()
+    turns.Turns(tmp_path / "turns").leave(holder.pid)
+    before = count()
+    wait_until(lambda: count() > before, "it goes on")
+
+
+def test_one_that_ends_while_another_is_alone_wakes_nobody(turns: ModuleType, started: Any, tmp_path: Path) -> None:
+    child, _ = started(COUNTS, "ends")
+    _, count = started(COUNTS, "counts")
+    shared = turns.Turns(tmp_path / "turns")
+    with shared.alone():
+        child.kill()
+        child.wait()
+        shared.leave(child.pid)
+        assert stands_still(count)
+    with shared.alone():
+        assert stands_still(count), "one that has left is asked nothing"
+
+
+def test_a_process_with_the_gpu_to_itself_waits_for_nobody(turns: ModuleType) -> None:
+    alone = turns.Turns()
+    alone.join()
+    with alone.first(), alone.alone():
+        alone.leave(1)
