@@ -113,6 +113,12 @@ class Setting:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
+    def empty_cache(self) -> None:
+        """Wait for the device, and leave memory that nothing uses to other processes."""
+        self.synchronize()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
@@ -147,13 +153,14 @@ def timed_network(build: Callable[[], nn.Module], shape: Sequence[int], setting:
     model, x = setting.placed(without_chance(build())), setting.placed(torch.randn(*shape))
     prepare = _inference if setting.kind == "inference" else _training
     forms, check = prepare(model, x, setting, outcome)
+    setting.empty_cache()
     yield outcome
     ready = []
     with _cudnn_benchmark(False):  # compilers run, whatever else the GPU does; what is measured comes when it is alone
         for form in forms:
             with _noted(outcome, form, "first call"), form.scope():
                 form.run()
-                setting.synchronize()
+                setting.empty_cache()
                 ready.append(form)
             yield outcome
     with _cudnn_benchmark(True), setting.turns.alone():
@@ -162,7 +169,7 @@ def timed_network(build: Callable[[], nn.Module], shape: Sequence[int], setting:
 
 def _timed(ready: Sequence[Form], check: _Check, setting: Setting) -> Iterator[Outcome]:
     """The outcome with the times of forms that have run once, and of themselves in CUDA graphs."""
-    outcome = check.outcome
+    outcome, pool = check.outcome, _graph_pool(setting)
     forms: list[Form] = []
     for form in ready:
         with _noted(outcome, form, "next calls"):
@@ -170,7 +177,7 @@ def _timed(ready: Sequence[Form], check: _Check, setting: Setting) -> Iterator[O
             if "eager" in setting.forms or not form.name.endswith("eager"):
                 forms.append(form)
             if "graph" in setting.forms and setting.device == "cuda":
-                graphed = _in_a_graph(form)
+                graphed = _in_a_graph(form, pool)
                 check.of(graphed)
                 forms.append(graphed)
         yield outcome
@@ -322,7 +329,12 @@ def _noted(outcome: Outcome, form: Form, what: str) -> Iterator[None]:
         outcome.failures[form.key] = f"{type(error).__name__}: {error}"[:400]
 
 
-def _in_a_graph(form: Form) -> Form:
+def _graph_pool(setting: Setting) -> Any:
+    """Memory that graphs share: one is replayed at a time, and what it wrote is read before the next."""
+    return torch.cuda.graph_pool_handle() if setting.device == "cuda" else None
+
+
+def _in_a_graph(form: Form, pool: Any) -> Form:
     """A form as the replay of a CUDA graph of it."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with form.scope():
@@ -331,7 +343,7 @@ def _in_a_graph(form: Form) -> Form:
             for _ in range(WARM_UP_CALLS):
                 form.run()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             y = form.run()
 
     def replay() -> Any:
