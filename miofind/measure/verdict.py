@@ -125,7 +125,7 @@ def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") 
         for i, (low, high) in enumerate(over(winner))
         if i != winner
     }
-    ties = [i for i in close if i == winner or not compared[i].is_slower]
+    ties = [winner, *(i for i in close if i != winner and not compared[i].is_slower)]
     return RaceVerdict(
         winner=finalists[winner].key,
         ties=tuple(finalists[i].key for i in ties),

@@ -87,6 +87,14 @@ def test_nobody_wins_whom_another_beats(seed: int) -> None:
     assert [each.candidate for each in verdict.comparisons if each.high < 1 / DIFFERENCE] == []
 
 
+def test_the_winner_stands_before_ties_of_less_workspace_that_another_beats() -> None:
+    noisy = [0.992, 0.946, 1.002, 0.982, 0.987, 0.979, 1.012, 0.997, 1.017, 0.985, 1.033, 1.001]
+    small = [1.008, 1.014, 1.013, 1.007, 1.011, 1.01, 1.014, 1.016, 1.007, 1.008, 1.002, 1.012]
+    steady_ = [0.999, 1.0, 0.997, 0.994, 0.997, 0.998, 1.0, 0.993, 0.996, 1.001, 0.992, 1.002]
+    verdict = judged({"small": small, "noisy": noisy, "steady": steady_}, workspace_bytes={"noisy": 1, "steady": 2})
+    assert (verdict.winner, verdict.ties) == ("noisy", ("noisy", "small", "steady"))
+
+
 def test_where_each_is_beaten_one_wins() -> None:
     ring = [1.0, 1.4, 1.2]  # each beats the next in two rounds of three
     times = {key: (ring[i:] + ring[:i]) * 10 for i, key in enumerate("abc")}
