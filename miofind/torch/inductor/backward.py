@@ -1,4 +1,7 @@
-"""Gradients of a graph's convolutions: with relu's mask and the sum at a branch, and bias gradients beside weights'."""
+"""Gradients of a graph's convolutions: with relu's mask and the sum at a branch, and bias gradients beside weights'.
+
+Those of one dimension that read channels last are put in with nothing besides, too: PyTorch's own are channels first.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ def replace_backward(writing: Writing, node: fx.Node) -> None:
     if 0 in gradients and mask[0] and _put_backward_data(writing, node, gradients[0]):
         mask[0] = False
     sums = gradients.get(2) if mask[2] else _sum_of_channels(node)
-    if 1 in gradients and mask[1] and sums is not None and _put_backward_weights(writing, node, gradients[1], sums):
-        mask[1] = mask[2] = False
+    if 1 in gradients and mask[1] and _put_backward_weights(writing, node, gradients[1], sums):
+        mask[1], mask[2] = False, mask[2] and sums is None
     writing.tidy()
     for each in [user for user in node.users if not user.users]:
         writing.graph.erase_node(each)
@@ -39,11 +42,16 @@ def _geometry(node: fx.Node) -> tuple[Any, ...]:
     return stride, padding, dilation, groups
 
 
+def _is_put_in_bare(writing: Writing, dy: fx.Node, x: fx.Node) -> bool:
+    """Whether an operator is to compute a gradient that nothing follows."""
+    return dy.meta["val"].dim() == 3 and writing.is_last(dy.meta["val"], x.meta["val"])
+
+
 def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bool:
-    """Whether the gradient of the input was put in with what is added to it and relu's mask, or one of them."""
+    """Whether the gradient of the input was put in, with as much as can be of what is added to it and relu's mask."""
     dy, x, w = node.args[:3]
     value = gradient.meta["val"]
-    steps: list[tuple[fx.Node, Any, Any]] = []
+    steps: list[tuple[fx.Node, Any, Any]] = [(gradient, None, None)] if _is_put_in_bare(writing, dy, x) else []
     end, residual = gradient, None
     addition = next(iter(end.users)) if len(end.users) == 1 else None
     if addition is not None and addition.target is aten.add.Tensor and not addition.kwargs:
@@ -109,21 +117,24 @@ def _sum_of_channels(node: fx.Node) -> fx.Node | None:
     return next((each for each in sums if sorted(axis % rank for axis in each.args[1]) == axes), None)
 
 
-def _put_backward_weights(writing: Writing, node: fx.Node, gradient: fx.Node, sums: fx.Node) -> bool:
-    """Whether the gradient of the weights was put in together with that of the bias."""
+def _put_backward_weights(writing: Writing, node: fx.Node, gradient: fx.Node, sums: fx.Node | None) -> bool:
+    """Whether the gradient of the weights was put in, together with that of the bias if there is one."""
     dy, x, w = node.args[:3]
+    if sums is None and not _is_put_in_bare(writing, dy, x):
+        return False
     last = writing.is_last(gradient.meta["val"], dy.meta["val"], x.meta["val"])
     stride, padding, dilation, groups = _geometry(node)
-    call = BackwardWeights(dy, x, w, stride, padding, dilation, groups, sums.meta["val"].dtype, last)
+    of_bias = None if sums is None else sums.meta["val"].dtype
+    call = BackwardWeights(dy, x, w, stride, padding, dilation, groups, of_bias, last)
     order = {each: place for place, each in enumerate(writing.graph.nodes)}
-    if any(order[user] < order[node] for user in sums.users):
+    if sums is not None and any(order[user] < order[node] for user in sums.users):
         return False
     with writing.graph.inserting_after(node):
         made = writing.put(call)
     if made is None:
         return False
     with writing.graph.inserting_after(made):
-        for i, each in enumerate((gradient, sums)):
+        for i, each in enumerate((gradient,) if sums is None else (gradient, sums)):
             each.replace_all_uses_with(writing.step(operator.getitem, made, i))
             writing.graph.erase_node(each)
     return True

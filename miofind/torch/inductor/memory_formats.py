@@ -18,6 +18,9 @@ from miofind.torch.inductor.writing import Writing, spelt, values_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+_STRIDES_OF_LINES = (2, 0, 1)
+"""The order of the strides of (n, c, l) channels last, which PyTorch has no memory format for."""
+
 _TURNED = "miofind_turned_to_channels_last"
 """What is noted with a node that the lowering runs channels last, whatever it was traced with."""
 
@@ -49,10 +52,12 @@ def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
         if not isinstance(value, ir.IRNode) or len(value.get_size()) < 3:
             return value
         value.realize()  # else what else uses it computes it once more
-        if not last or len(value.get_size()) == 3:
-            return ir.ExternKernel.require_contiguous(value)
-        is_2d = len(value.get_size()) == 4
         kernel = ir.ExternKernel
+        if not last:
+            return kernel.require_contiguous(value)
+        if len(value.get_size()) == 3:
+            return kernel.require_stride_order(value, _STRIDES_OF_LINES)
+        is_2d = len(value.get_size()) == 4
         return kernel.require_channels_last(value) if is_2d else kernel.require_channels_last_3d(value)
 
     return tuple(required(value) for value in arguments), named
@@ -103,7 +108,7 @@ def turn_saved(graph: fx.Graph) -> None:
     readers = (*CONVOLUTIONS, *OPERATORS.values(), output.target)
     for node in output.all_input_nodes:
         value = node.meta.get("val")
-        if node.target is not prims.convert_element_type.default or value.dim() < 4 or not value.is_contiguous():
+        if node.target is not prims.convert_element_type.default or value.dim() < 3 or not value.is_contiguous():
             continue
         is_read_last = any(user.kwargs.get("channels_last") for user in node.users if user.target in ARGUMENTS)
         if is_read_last and all(user.target in readers for user in node.users):

@@ -3,7 +3,8 @@
 Tensor cores read channels last: in a network that is channels first each convolution turns what it reads and writes, or
 a kernel before and behind it does. Inductor turns whole graphs, but convolutions of two dimensions alone, and in
 training no graph that has grouped ones or one with many more input than output channels (ResNeXt, RegNet, U-Nets). Here
-the pass does so in float16 and bfloat16, where FindDBs answer most of what the convolutions compute.
+the pass does so in float16 and bfloat16, where FindDBs answer most of what the convolutions compute. PyTorch has no
+such memory format of one dimension, and its own convolutions and gradients of that stay channels first.
 
 Operators are put in channels last, and convolutions that stay read so. Each step's fake tensor then says how its result
 lies: by that Inductor lays out what it keeps for backward, whose graph is traced anew from there. What a user sees
@@ -51,7 +52,7 @@ _BY_STRIDES = (
 
 
 def turnable(graph: fx.Graph) -> Ranks:
-    """The numbers of dimensions, 2 and 3, whose convolutions may be turned."""
+    """The numbers of dimensions whose convolutions may be turned."""
     if reads_strides(graph) or _returns_views():
         return frozenset()
     return frozenset(_rank(node) for node in _convolutions(graph))
@@ -148,7 +149,7 @@ def retrace(graph: fx.Graph, relaid: set[fx.Node], turned: Ranks = frozenset()) 
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is aten.convolution.default and _rank(node) in turned and _reads_images(node):
+        if node.target is aten.convolution.default and _rank(node) in turned - {1} and _reads_images(node):
             relaid.add(_read_last(graph, node))
         retrace_step(node, relaid)
 
@@ -190,7 +191,7 @@ def _convolutions(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.target not in (aten.convolution.default, OPERATORS[Forward]) or not has_numbers(node):
             continue
-        is_open = node.kwargs.get("channels_last") is None and node.meta["val"].dim() > 3
+        is_open = node.kwargs.get("channels_last") is None
         if is_open and node.meta["val"].dtype in _DTYPES and node.meta["val"].is_contiguous():
             yield node
 

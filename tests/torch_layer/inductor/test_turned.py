@@ -36,8 +36,7 @@ class Net(nn.Module):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        convolution, norm = (nn.Conv2d, nn.BatchNorm2d) if rank == 2 else (nn.Conv3d, nn.BatchNorm3d)
-        transposed = nn.ConvTranspose2d if rank == 2 else nn.ConvTranspose3d
+        convolution, norm, transposed = LAYERS[rank]
         self.first, self.norm = convolution(1, 6, 3, padding=1, bias=False), norm(6)
         self.second = convolution(6, 6, 3, padding=1)
         self.up = transposed(6, 4, 2, stride=2)
@@ -48,7 +47,13 @@ class Net(nn.Module):
         return self.last(torch.sigmoid(self.up(torch.sin(self.second(x)) + x)))
 
 
-SHAPES = {2: (2, 1, 6, 5), 3: (2, 1, 3, 6, 5)}
+LAYERS = {
+    1: (nn.Conv1d, nn.BatchNorm1d, nn.ConvTranspose1d),
+    2: (nn.Conv2d, nn.BatchNorm2d, nn.ConvTranspose2d),
+    3: (nn.Conv3d, nn.BatchNorm3d, nn.ConvTranspose3d),
+}
+SHAPES = {1: (2, 1, 11), 2: (2, 1, 6, 5), 3: (2, 1, 3, 6, 5)}
+LAST = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
 
 
 def trained(network: Any, run: Any, x: Any) -> list[Any]:
@@ -71,7 +76,7 @@ def forced(compiled: Compiled) -> int:
     return compiled.count(torch.ops.prims.inductor_force_stride_order.default)
 
 
-@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.usefixtures("served")
 def test_training(rank: int) -> None:
     torch.manual_seed(0)
@@ -84,9 +89,9 @@ def test_training(rank: int) -> None:
     for ours, pytorchs, right in zip(given, expected, (y, *(p.grad for p in exact.parameters())), strict=True):
         error, allowed = ((each.double() - right).norm() for each in (ours, pytorchs))
         assert error <= 2 * allowed + 1e-2 * right.norm()
-    assert layouts(compiled) == {{2: "NHWC", 3: "NDHWC"}[rank]}
+    assert layouts(compiled) == {LAST[rank]}
     assert [problem.epilogue.text for problem in compiled.convolution_pass.replaced][:3] == ["statistics", "", ""]
-    assert forced(compiled) == 1, "the transposed one"
+    assert forced(compiled) == (rank > 1), "the transposed one"
     steps = [node for graph in compiled.graphs for node in graph.graph.nodes if node.op == "call_function"]
     for node in (
         node for node in steps if all(each.op == "call_function" for each in node.all_input_nodes)
@@ -156,14 +161,15 @@ def test_a_convolution_of_unknown_sizes_stays_beside_one_that_is_turned() -> Non
     assert not forced(compiled)
 
 
+@pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_inference_through_code_generation(fuses: bool) -> None:
+def test_inference_through_code_generation(fuses: bool, rank: int) -> None:
     """Of a network as it is, and of a fused one, whose operators are its own; a user's strides are those of before."""
     torch.manual_seed(0)
-    network, x = Net(3).eval().bfloat16(), torch.randn(SHAPES[3]).bfloat16()
+    network, x = Net(rank).eval().bfloat16(), torch.randn(SHAPES[rank]).bfloat16()
     options = miofind.torch.inductor_options()
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -174,4 +180,4 @@ def test_inference_through_code_generation(fuses: bool) -> None:
     torch.testing.assert_close(given, expected, rtol=2e-2, atol=2e-2)
     assert given.stride() == expected.stride()
     replaced = options["post_grad_custom_pre_pass"].replaced
-    assert [str(problem.y.layout) for problem in replaced] == ["NDHWC"] * 3
+    assert [str(problem.y.layout) for problem in replaced] == [LAST[rank]] * 3
