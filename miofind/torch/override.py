@@ -401,7 +401,8 @@ def enable(
             problems and runs none. "fallback" measures nothing.
         min_gain: miofind runs what is at least that many times as fast as PyTorch where `tune` timed both in this
             process, else as cuDNN was where a FindDB has both.
-        workspace_limit_bytes: largest workspace of a convolution; None for no limit.
+        workspace_limit_bytes: largest workspace of a convolution, of PyTorch's memory for as long as it runs; None for
+            no limit.
         only, exclude: solver ids, algorithms or libraries, as in `FindOptions`.
         dtypes: element types of convolutions that miofind runs, such as torch.float16 or "float16"; all if left out.
         directions: "forward", "backward_data" and "backward_weights": what miofind computes; all if left out.

@@ -324,7 +324,7 @@ class Planner:
             part.is_missing = True
             found = self._missed(part, options, handle, device, measures=settings.measures(flags))
             part.is_missing = False
-        return own_first(self._gaining(found, comparisons.gain(problem, handle.device)))
+        return own_first(self._gaining(found, problem, handle.device))
 
     def _missed(
         self, part: Part, options: FindOptions, handle: Handle, device: Any, *, measures: bool
@@ -346,24 +346,24 @@ class Planner:
         make_room(problem, device)
         return find_solutions(problem, options=options, handle=handle)
 
-    def _gaining(self, found: list[Solution], over_pytorch: float | None) -> list[Solution]:
+    def _gaining(self, found: list[Solution], problem: ProblemDescription, device: Device) -> list[Solution]:
         """Those that are faster than PyTorch by the factor asked for.
 
         Where nobody has timed the two side by side these are those that are faster than cuDNN, and all where no time
         of cuDNN is known.
 
-        Args:
-            over_pytorch: how many times as fast the first was measured to be.
-
         Raises:
             Behind: none is.
         """
         least_gain = self.settings.min_gain
-        if over_pytorch is not None:
-            if over_pytorch < least_gain:
-                told = f"is {over_pytorch:.2f} times as fast as PyTorch's own kernel, less than {least_gain:.2f}"
-                raise Behind(f"{found[0].solver_id} {told}")
-            return found
+        gains = ((s, comparisons.gain(problem, device, s.time_ms)) for s in found)
+        measured = [(s, gain) for s, gain in gains if gain is not None]
+        if measured:
+            if not (gaining := [s for s, gain in measured if gain >= least_gain]):
+                first, gain = measured[0]
+                told = f"is {gain:.2f} times as fast as PyTorch's own kernel, less than {least_gain:.2f}"
+                raise Behind(f"{first.solver_id} {told}")
+            return gaining
         known = [s.time_ms for s in found if s.library is Library.CUDNN and s.samples]
         if not known:
             return found

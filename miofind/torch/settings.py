@@ -15,7 +15,8 @@ from miofind.runtime.handle import Handle
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags
 
-DEFAULT_WORKSPACE_LIMIT_BYTES = 256 << 20
+DEFAULT_WORKSPACE_LIMIT_BYTES = 2 << 30
+"""What turns images of large batches and volumes to channels last and back needs, as PyTorch's own kernels do."""
 
 
 class MissPolicy(StrEnum):

@@ -32,10 +32,11 @@ from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
 from miofind.text.printable import printable_name
 from miofind.torch import comparisons
+from miofind.torch.answers import planner_of
 from miofind.torch.direct import VARIABLE, direct_path
 from miofind.torch.fused import plans as fused_plans
 from miofind.torch.network import problems, refuse_inputs
-from miofind.torch.override import forget_plans, native_kernels
+from miofind.torch.override import current, forget_plans, native_kernels
 from miofind.torch.plans import kernels_of
 from miofind.torch.recording import Recording
 from miofind.torch.tuning_report import TunedProblem, TuningReport
@@ -78,7 +79,8 @@ def tune(
     Args:
         model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
         inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
-        options: of each find; the likeliest candidates alone, for as long as they take, if left out.
+        options: of each find; the likeliest candidates alone, for as long as they take, if left out, with workspaces
+            as large as the override in force, or `enable` as it is, takes.
             `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 5 a problem, and of
             those that together take least, a seventh of the network's time, instead of 2.
         compare: on a GPU, time each problem beside PyTorch, whose own kernel then runs what it is faster at in this
@@ -98,7 +100,7 @@ def tune(
     with without_what_is_loaded(), _compiling(handle) as pool, contextlib.ExitStack() as stack:
         handle = default_handle() if handle is None else handle
         on_gpu = handle.device.place is Place.CUDA
-        options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
+        options = _default_options(on_gpu=on_gpu) if options is None else options
         stack.enter_context(_measuring(handle, options))
         recording = (
             model
@@ -131,6 +133,12 @@ def tune(
         seconds=seconds,
         is_complete=is_complete,
     )
+
+
+def _default_options(*, on_gpu: bool) -> FindOptions:
+    """The likeliest candidates, for as long as they take, of those that the override in force may run."""
+    limit_bytes = planner_of(current("cuda" if on_gpu else "cpu")).settings.workspace_limit_bytes
+    return FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True, workspace_limit_bytes=limit_bytes)
 
 
 @contextlib.contextmanager
@@ -274,7 +282,7 @@ def _compared(
             own_ms = row.own_ms if timed.time_ms is None else timed.time_ms
             row = replace(row, own_ms=own_ms, torch_ms=timed.rival_ms, message=timed.message)
             if row.gain is not None and (row.gain >= 1 or not options.likely):  # else it is found again
-                comparisons.note(row.problem, handle.device, row.gain)
+                comparisons.note(row.problem, handle.device, row.gain, result.solutions[0].time_ms)
         compared.append(row)
     return compared
 
@@ -309,7 +317,7 @@ def _replaced(
     found = {row.problem: row for row in _compared(_rows(recording, solved), solved, handle, whole)}
     for row in rows:
         if row.gain is not None and row.gain < 1 and row.problem not in found:
-            comparisons.note(row.problem, handle.device, row.gain)
+            comparisons.note(row.problem, handle.device, row.gain, row.own_ms)
     return [found.get(row.problem, row) for row in rows]
 
 

@@ -34,6 +34,15 @@ def test_a_slower_fused_problem_speaks_for_the_bare_one_until_it_is_measured() -
     assert comparisons.gain(BARE, CPU) == 1.1
 
 
+def test_another_solution_gains_as_much_less_as_it_is_slower() -> None:
+    """The comparison's solution took a workspace beyond the override's limit; PyTorch was faster than what ran."""
+    comparisons.note(BARE, CPU, 1.2, 2.0)
+    assert comparisons.gain(BARE, CPU) == comparisons.gain(BARE, CPU, 2.0) == 1.2
+    assert comparisons.gain(BARE, CPU, 3.0) == pytest.approx(0.8)
+    comparisons.note(BARE, CPU, 1.5)
+    assert comparisons.gain(BARE, CPU, 3.0) == 1.5, "of no known time"
+
+
 def test_a_fused_problem_that_is_faster_after_all_says_nothing_of_the_bare_one() -> None:
     comparisons.note(RELU, CPU, 0.5)
     comparisons.note(RELU, CPU, 1.3)

@@ -343,11 +343,11 @@ def test_nobody_lacks_the_bare_problem_of_a_bias_that_pytorch_is_faster_with(
     with handle, _enabled(handle, "fallback", only="ConvCpuDirect") as made:
         found = find_solutions(problem, options=made.settings.options(deterministic=False), handle=handle)
         monkeypatch.setattr(plans.records, "look_up", lambda asked, *_, **__: found if asked == problem else None)
-        monkeypatch.setattr(plans.comparisons, "gain", lambda asked, device: 0.5)
+        monkeypatch.setattr(plans.comparisons, "gain", lambda *asked: 0.5)
         conv2d(X, W, bias)
         assert "0.50 times as fast as PyTorch's own kernel" in _reason(made)
         assert made.report().missing == {}
-        monkeypatch.setattr(plans.comparisons, "gain", lambda asked, device: None)
+        monkeypatch.setattr(plans.comparisons, "gain", lambda *asked: None)
 
         def refuse(self: Any, *_: Any, **__: Any) -> Any:
             raise plans.Unserved("cannot be compiled")
@@ -356,6 +356,21 @@ def test_nobody_lacks_the_bare_problem_of_a_bias_that_pytorch_is_faster_with(
         made.forget_plans()
         conv2d(X, W, bias)
         assert made.report().missing == {problem.bare: 1}, "an answer that cannot be used is none"
+
+
+def test_pytorch_runs_what_gains_by_a_solution_alone_that_may_not_run(cpu_handle: Handle) -> None:
+    problem = ProblemDescription.convolution(x=X.shape, w=W.shape)
+    with _enabled(cpu_handle, "find", only="ConvCpuDirect") as made:
+        conv2d(X, W)
+        assert _own(made) == 1
+        (solution,) = find_solutions(problem, options=made.settings.options(deterministic=False), handle=cpu_handle)
+        comparisons.note(problem, cpu_handle.device, 1.1, solution.time_ms / 2)  # another was twice as fast
+        try:
+            made.forget_plans()
+            conv2d(X, W)
+            assert "ConvCpuDirect is 0.55 times as fast as PyTorch's own kernel" in _reason(made)
+        finally:
+            comparisons.forget()
 
 
 def test_cudnn_is_left_to_pytorch_unless_ours_gains(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
