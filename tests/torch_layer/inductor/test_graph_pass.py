@@ -434,7 +434,7 @@ def test_what_pytorch_is_faster_at_fused_is_found_at_once_as_the_convolution_tha
     monkeypatch.setattr(answers, "find_many", noted)
     monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
     monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
-    monkeypatch.setattr(comparisons, "gain", lambda p, device: 0.5 if p.epilogue.text.endswith("relu") else None)
+    monkeypatch.setattr(comparisons, "gain", lambda p, device, *_: 0.5 if p.epilogue.text.endswith("relu") else None)
     convolution, x = nn.Conv2d(5, 3, 3), torch.randn(2, 5, 9, 8)
     with miofind.torch.use("find", handle=own_handle, devices="cpu"), torch.no_grad():
         compiled = Compiled(lambda x: torch.relu(convolution(x)))
