@@ -39,6 +39,7 @@ from miofind.torch.inductor.kept import kept_problems
 from miofind.torch.inductor.memory_formats import (
     constrain_layouts,
     memory_formats,
+    pack_images,
     prefers_channels_last,
     state_memory_format,
     turn_last,
@@ -78,6 +79,7 @@ class ConvolutionPass(CustomGraphPass):
         self.replaced += writing.put_in
         lay_out(graph, writing.turned)
         unfold_images(graph)
+        pack_images(graph)
         for node in list(graph.nodes):
             if node.target in ARGUMENTS:
                 state_memory_format(node)

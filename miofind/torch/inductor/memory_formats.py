@@ -8,18 +8,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 
 from miofind.core.tensor import Layout
-from miofind.torch.formats import dense
+from miofind.torch.formats import dense, is_dense, strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
-from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, is_plain, trains
+from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, copy_of, has_numbers, is_plain, trains
 from miofind.torch.inductor.writing import Writing, spelt, values_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-_STRIDES_OF_LINES = (2, 0, 1)
-"""The order of the strides of (n, c, l) channels last, which PyTorch has no memory format for."""
 
 _TURNED = "miofind_turned_to_channels_last"
 """What is noted with a node that the lowering runs channels last, whatever it was traced with."""
@@ -52,13 +50,9 @@ def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
         if not isinstance(value, ir.IRNode) or len(value.get_size()) < 3:
             return value
         value.realize()  # else what else uses it computes it once more
-        kernel = ir.ExternKernel
-        if not last:
-            return kernel.require_contiguous(value)
-        if len(value.get_size()) == 3:
-            return kernel.require_stride_order(value, _STRIDES_OF_LINES)
-        is_2d = len(value.get_size()) == 4
-        return kernel.require_channels_last(value) if is_2d else kernel.require_channels_last_3d(value)
+        shape = tuple(map(int, value.get_size()))  # numbers, as the format is named
+        packed = strides(shape, Layout.of(len(shape) - 2, channels_last=last))
+        return ir.ExternKernel.require_exact_strides(value, packed)
 
     return tuple(required(value) for value in arguments), named
 
@@ -96,6 +90,33 @@ def turn_last(writing: Writing) -> None:
         _write(node, call)
         node.meta[_TURNED] = True
         writing.put_in.append(problem)
+
+
+def pack_images(graph: fx.Graph) -> None:
+    """Have convolutions that stay be given copies of what is a part of a tensor, such as of one that is split.
+
+    They would make them themselves, by a kernel that takes three times as long as Inductor's.
+    """
+    packed: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target in CONVOLUTIONS and has_numbers(node):
+            for i in range(1 if node.target is aten.convolution.default else 2):
+                image = node.args[i]
+                if image not in packed and not _is_packed(image.meta["val"]):
+                    with graph.inserting_before(node):
+                        packed[image] = _packed(graph, image)
+                node.update_arg(i, packed.get(image, image))
+
+
+def _is_packed(value: Any) -> bool:
+    """Whether a convolution reads a tensor as it lies."""
+    return any(is_dense(value, Layout.of(value.dim() - 2, channels_last=last)) for last in (False, True))
+
+
+def _packed(graph: fx.Graph, image: fx.Node) -> fx.Node:
+    """The step that copies a tensor in the order that its strides are in."""
+    suggested = suggest_memory_format(image.meta["val"])
+    return added_step(graph, aten.clone.default, image, memory_format=suggested)
 
 
 def turn_saved(graph: fx.Graph) -> None:
