@@ -313,19 +313,23 @@ def test_torch_compile_of_batch_norms_in_training(dtype: Any) -> None:
         torch.testing.assert_close(mine.grad / scale, pytorchs.grad / scale, rtol=2e-2, atol=2e-2)
 
 
-class Volumes(torch.nn.Module):
-    """Batch and instance norms of volumes, a branch, and a transposed convolution."""
+LAYERS = {
+    1: (torch.nn.Conv1d, torch.nn.ConvTranspose1d, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d),
+    3: (torch.nn.Conv3d, torch.nn.ConvTranspose3d, torch.nn.BatchNorm3d, torch.nn.InstanceNorm3d),
+}
 
-    def __init__(self) -> None:
+
+class Unturned(torch.nn.Module):
+    """Batch and instance norms, a branch, and a transposed convolution, of signals or volumes."""
+
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self.first, self.norm = torch.nn.Conv3d(3, 16, 3, padding=1, bias=False), torch.nn.BatchNorm3d(16)
-        self.down, self.instances = (
-            torch.nn.Conv3d(16, 32, 3, stride=2, padding=1),
-            torch.nn.InstanceNorm3d(32, affine=True),
-        )
-        self.deep = torch.nn.Conv3d(32, 32, 3, padding=1, bias=False)
-        self.up = torch.nn.ConvTranspose3d(32, 16, 2, stride=2)
-        self.last = torch.nn.Conv3d(32, 8, 3, padding=1)
+        convolution, transposed, batch_norm, instance_norm = LAYERS[rank]
+        self.first, self.norm = convolution(3, 16, 3, padding=1, bias=False), batch_norm(16)
+        self.down, self.instances = convolution(16, 32, 3, stride=2, padding=1), instance_norm(32, affine=True)
+        self.deep = convolution(32, 32, 3, padding=1, bias=False)
+        self.up = transposed(32, 16, 2, stride=2)
+        self.last = convolution(32, 8, 3, padding=1)
 
     def forward(self, x: Any) -> Any:
         whole = functional.relu(self.norm(self.first(x)))
@@ -334,13 +338,15 @@ class Volumes(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("default")  # PyTorch's compiler warns of its own doings, such as forks beside threads
+@pytest.mark.parametrize(("rank", "layout"), [(1, "NWC"), (3, "NDHWC")])
 @pytest.mark.usefixtures("served")
-def test_torch_compile_of_volumes_in_training() -> None:
+def test_torch_compile_of_signals_and_volumes_in_training(rank: int, layout: str) -> None:
     """Channels first to the user, channels last within: no more off than PyTorch's own bfloat16."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, x = Volumes().cuda(), torch.randn(2, 3, 8, 12, 16, device="cuda")
-    eager, exact, target = copy.deepcopy(model), copy.deepcopy(model).double(), torch.randn(2, 8, 8, 12, 16).cuda()
+    space = (8, 12, 16)[-rank:]
+    model, x = Unturned(rank).cuda(), torch.randn(2, 3, *space, device="cuda")
+    eager, exact, target = copy.deepcopy(model), copy.deepcopy(model).double(), torch.randn(2, 8, *space).cuda()
     chosen = miofind.torch.inductor_options()
     compiled = torch.compile(model, options=chosen)
     given, theirs = [], []
@@ -354,7 +360,7 @@ def test_torch_compile_of_volumes_in_training() -> None:
     (right * target).sum().backward()
     replaced = chosen["post_grad_custom_pre_pass"].replaced
     assert len(replaced) > 3
-    assert {str(problem.x.layout) for problem in replaced} == {"NDHWC"}
+    assert {str(problem.x.layout) for problem in replaced} == {layout}
     assert given[0].stride() == theirs[0].stride()
     for made, network in ((given, model), (theirs, eager)):
         made += [parameter.grad for parameter in network.parameters()]
