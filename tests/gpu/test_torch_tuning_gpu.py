@@ -13,6 +13,7 @@ from torch import nn
 
 import miofind.torch
 from miofind import FindOptions, Handle
+from miofind.find.immediate.shipped import ranker_of
 from miofind.find.likely import MOST
 from miofind.torch import Recording, TuningReport
 from miofind.torch.override import current
