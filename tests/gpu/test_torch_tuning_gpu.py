@@ -90,8 +90,10 @@ def test_a_few_of_each_problem_are_measured_where_nothing_else_is_asked_for(
     for row in report.rows:
         (history, *_) = handle.database.histories(handle.device.identity, row.problem.network_config)
         assert {scope.effort for scope in history.scopes} == {"likely"}
-        assert 1 <= len(history.rows) <= MOST
-        assert all(found.library != "cudnn" for found in history.rows)
+        own = [found for found in history.rows if found.library != "cudnn"]
+        assert 1 <= len(own) <= MOST
+        is_known = ranker_of(handle.device).reaches(row.problem.bare)
+        assert len(own) == len(history.rows) or not is_known, "cuDNN is asked on a kind of device without a model"
     x = torch.randn(4, 64, 26, 22, device="cuda").to(memory_format=torch.channels_last)
     with miofind.torch.use("fallback", background=False, handle=handle) as override:
         run_step(model, x, step["amp"])

@@ -39,7 +39,8 @@ NAMESPACE = "miofind_router"
 SOURCE = Path(__file__).with_name("router.cpp")
 
 
-OPERATORS = ("convolution", "convolution_statistics", "convolution_backward_data", "convolution_backward_weights")
+_NAMES = ("convolution", "convolution_statistics", "convolution_backward_data", "convolution_backward_weights")
+OPERATORS = (*_NAMES, *(f"{name}_by_form" for name in _NAMES))
 """Of the namespace miofind."""
 
 
