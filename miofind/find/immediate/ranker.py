@@ -51,11 +51,13 @@ class Ranker:
     """Predictions for a device.
 
     Args:
-        model: of the device's kind; None for plain estimates.
+        model: of the device's kind, or one like it; None for plain estimates.
+        is_of_kind: whether it is of the device's own kind: else nobody has measured how sure it is.
     """
 
-    def __init__(self, model: Model | None) -> None:
+    def __init__(self, model: Model | None, *, is_of_kind: bool = True) -> None:
         self.model = model
+        self.is_of_kind = is_of_kind
         self._columns = Columns(model.trees.names) if model is not None and model.trees is not None else None
 
     def is_stale(self, solver: Solver) -> bool:
@@ -68,8 +70,8 @@ class Ranker:
         return self.model is not None and self.model.solvers.get(solver.id) == solver.version
 
     def reaches(self, problem: ProblemDescription) -> bool:
-        """Whether the model was trained with problems like one, given without its epilogue."""
-        trees = self.model.trees if self.model is not None else None
+        """Whether a model of the device's kind was trained with problems like one, given without its epilogue."""
+        trees = self.model.trees if self.model is not None and self.is_of_kind else None
         return trees is not None and trees.reaches(Kind.of(problem), position(problem))
 
     def predictions(
@@ -94,11 +96,11 @@ class Ranker:
             guesses.append(Guess(solver.id, config, estimate_ms, factor * estimate_ms))
         if trees is None or not known or not trees.reaches(kind, position(problem)):
             calibration = model.table_calibration if len(known) == len(candidates) else model.estimate_calibration
-            return _calibrated([guess.table_ms for guess in guesses], calibration)
+            return self._calibrated([guess.table_ms for guess in guesses], calibration)
         times = [guess.table_ms for guess in guesses]
         for place, time_ms in self._learnt(trees, problem, device, guesses, known).items():
             times[place] = time_ms
-        return _calibrated(times, trees.calibration)
+        return self._calibrated(times, trees.calibration)
 
     def _learnt(
         self, trees: Trees, problem: ProblemDescription, device: Device, guesses: Sequence[Guess], known: list[int]
@@ -118,14 +120,13 @@ class Ranker:
         last = float(times_ms[-1])
         return found | {place: max(last, guesses[place].table_ms) for place in ordered[MOST_RANKED:]}
 
-
-def _calibrated(times: Sequence[float], calibration: Calibration) -> list[Prediction]:
-    """Predictions, each as sure as it is ahead of the best other one."""
-    first, second = [*sorted(times)[:2], math.inf][:2]
-    factor = 2.0**calibration.bias
-    made = []
-    for time_ms in times:
-        other = second if time_ms == first else first
-        gap = math.log2(max(time_ms, 1e-30) / max(other, 1e-30)) if math.isfinite(other) else -math.inf
-        made.append(Prediction(time_ms * factor, calibration.share(gap)))
-    return made
+    def _calibrated(self, times: Sequence[float], calibration: Calibration) -> list[Prediction]:
+        """Predictions, each as sure as it is ahead of the best other one."""
+        first, second = [*sorted(times)[:2], math.inf][:2]
+        factor = 2.0**calibration.bias
+        made = []
+        for time_ms in times:
+            other = second if time_ms == first else first
+            gap = math.log2(max(time_ms, 1e-30) / max(other, 1e-30)) if math.isfinite(other) else -math.inf
+            made.append(Prediction(time_ms * factor, calibration.share(gap) if self.is_of_kind else None))
+        return made

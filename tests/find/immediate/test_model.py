@@ -16,14 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import miofind
-from miofind import FindOptions
+from miofind import Device, FindOptions
 from miofind.core.problem import ProblemDescription
 from miofind.errors import ModelError
 from miofind.find.immediate.model import MAGIC, MAX_BYTES, model_bytes, parse_model, read_model, write_model
+from miofind.find.immediate.ranker import Estimated, Ranker
 from miofind.find.immediate.shipped import model_paths, ranker_of
 from miofind.runtime.solution import Source
+from miofind.solver.registry import Registry
 
 MODEL = small_model()
+TILED = Registry.default()["ConvDirectTiled"]
 CONTENT = model_bytes(MODEL)
 PROBLEM = ProblemDescription.convolution(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16")
 
@@ -131,9 +134,28 @@ def test_a_refused_model_is_told_of_once_and_answers_go_on(
     ]
 
 
-def test_a_model_of_another_device_predicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "h200.db").touch()
-    write_model(MODEL, tmp_path / "h200.model")
+def test_a_kind_without_a_model_has_that_of_the_nearest_of_its_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(MODEL, device="NVIDIA H20|78|9.0|")
+    for name, model in (("h200", MODEL), ("h20", small), ("a100", replace(MODEL, device="NVIDIA A100|108|8.0|"))):
+        (tmp_path / f"{name}.db").touch()
+        write_model(model, tmp_path / f"{name}.model")
     monkeypatch.setenv("MIOFIND_SYSTEM_DB", str(tmp_path))
-    assert ranker_of(H200).model is not None
-    assert ranker_of(replace(H200, name="NVIDIA H100")).model is None
+    assert (ranker_of(H200).model.device, ranker_of(H200).is_of_kind) == (MODEL.device, True)
+    for sm_count, device in ((132, MODEL.device), (114, MODEL.device), (80, small.device)):
+        ranker = ranker_of(replace(H200, name="NVIDIA H100", sm_count=sm_count))
+        assert ranker.model is not None
+        assert (ranker.model.device, ranker.is_of_kind) == (device, False)
+        assert not ranker.reaches(PROBLEM), "cuDNN is asked beside it"
+    assert ranker_of(replace(H200, name="NVIDIA B200", sm=100)).model is None
+    assert ranker_of(Device.cpu()).model is None
+
+
+def test_nobody_knows_how_sure_a_model_of_another_kind_is() -> None:
+    candidates = [Estimated(TILED, config, 1.0) for config in TILED.default_configs(PROBLEM, H200)[:2]]
+    own, others = (
+        Ranker(MODEL, is_of_kind=of_kind).predictions(PROBLEM, H200, candidates) for of_kind in (True, False)
+    )
+    assert [each.time_ms for each in own] == [each.time_ms for each in others]
+    assert {each.confidence for each in others} == {None}
