@@ -39,8 +39,7 @@ NAMESPACE = "miofind_router"
 SOURCE = Path(__file__).with_name("router.cpp")
 
 
-_NAMES = ("convolution", "convolution_statistics", "convolution_backward_data", "convolution_backward_weights")
-OPERATORS = (*_NAMES, *(f"{name}_by_form" for name in _NAMES))
+OPERATORS = ("convolution", "convolution_statistics", "convolution_backward_data", "convolution_backward_weights")
 """Of the namespace miofind."""
 
 

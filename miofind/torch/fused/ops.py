@@ -2,8 +2,6 @@
 
 They run the fastest solution that the FindDB has, else PyTorch's own operations (`unfused`). They have fake kernels,
 for torch.compile and torch.export, and rules for autocast and vmap, but no gradients: `differentiable` has those.
-
-Each has a second form for compiled graphs, `miofind::convolution_by_form` and so on; see `forms`.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from miofind.torch.direct import direct_path
 from miofind.torch.formats import dense
 from miofind.torch.fused import unfused
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
-from miofind.torch.fused.forms import TENSORS, call_of
 from miofind.torch.fused.kept_weights import kept_weights
 from miofind.torch.fused.nonlinearity import Nonlinearity
-from miofind.torch.fused.plans import Plan, fallback, planned
+from miofind.torch.fused.plans import fallback, planned
 
 LIBRARY = torch.library.Library("miofind", "FRAGMENT")
 
@@ -43,18 +40,12 @@ LIBRARY.define(
     f"convolution_backward_weights(Tensor dy, Tensor x, Tensor w, {_WINDOW}, ScalarType? bias_dtype=None, "
     "bool? channels_last=None) -> (Tensor, Tensor)"
 )
-for _name, _tensors, _results in (
-    ("convolution", "Tensor x, Tensor w, Tensor? bias, Tensor? scale, Tensor? residual, Tensor? channel_bias", 1),
-    ("convolution_statistics", "Tensor x, Tensor w, Tensor? bias", 3),
-    ("convolution_backward_data", "Tensor dy, Tensor x, Tensor w, Tensor? residual, Tensor? saved", 1),
-    ("convolution_backward_weights", "Tensor dy, Tensor x, Tensor w", 2),
-):
-    _made = "Tensor" if _results == 1 else f"({', '.join(['Tensor'] * _results)})"
-    LIBRARY.define(f"{_name}_by_form({_tensors}, str form) -> {_made}")
 LIBRARY.define("kept_weights(Tensor[] weights, ScalarType dtype, bool channels_last) -> Tensor[]")
 
 
-def _forward(call: Forward, plan: Plan | None) -> Any:
+def _forward(*arguments: Any, **named: Any) -> Any:
+    call = Forward(*arguments, **named)
+    plan = planned(call)
     made = None if plan is None else plan.run(call)
     if made is not None:
         return made[0]
@@ -67,7 +58,9 @@ def _forward(call: Forward, plan: Plan | None) -> Any:
         return dense(unfused.convolution(call.x, call.w, vectors, call.window, call.nonlinearity), layout)
 
 
-def _statistics(call: Statistics, plan: Plan | None) -> tuple[Any, Any, Any]:
+def _statistics(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
+    call = Statistics(*arguments, **named)
+    plan = planned(call)
     made = None if plan is None else plan.run(call)
     if made is not None:
         y, total, of_squares = made
@@ -82,7 +75,9 @@ def _statistics(call: Statistics, plan: Plan | None) -> tuple[Any, Any, Any]:
     return y, unfused.channel_sums(y), unfused.channel_sums(y.to(total.dtype).square())
 
 
-def _backward_data(call: BackwardData, plan: Plan | None) -> Any:
+def _backward_data(*arguments: Any, **named: Any) -> Any:
+    call = BackwardData(*arguments, **named)
+    plan = planned(call)
     made = None if plan is None else plan.run(call)
     if made is not None:
         return made[0]
@@ -98,7 +93,9 @@ def _backward_data(call: BackwardData, plan: Plan | None) -> Any:
     return dense(dx, layout)
 
 
-def _backward_weights(call: BackwardWeights, plan: Plan | None) -> tuple[Any, Any]:
+def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
+    call = BackwardWeights(*arguments, **named)
+    plan = planned(call)
     made = None if plan is None else plan.run(call)
     layout = call.layout()
     if made is not None:
@@ -113,36 +110,14 @@ def _backward_weights(call: BackwardWeights, plan: Plan | None) -> tuple[Any, An
     return dense(dw, layout), unfused.channel_sums(call.dy).to(call.bias_dtype)
 
 
-def _fake(call: Call, plan: None = None) -> Any:
-    return call.output(call.layout())
-
-
-def _kernel(kind: type[Call], compute: Callable[[Any, Any], Any], plan_of: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of an operator that takes these arguments."""
+def _fake(kind: type[Call]) -> Callable[..., Any]:
+    """The fake kernel of an operator that takes these arguments."""
 
     def kernel(*arguments: Any, **named: Any) -> Any:
         call = kind(*arguments, **named)
-        return compute(call, plan_of(call))
+        return call.output(call.layout())
 
     return kernel
-
-
-def _kernel_by_form(
-    kind: type[Call], compute: Callable[[Any, Any], Any], plan_of: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The kernel of an operator that takes tensors and a form of these arguments."""
-    order = TENSORS[kind]
-
-    def kernel(*arguments: Any) -> Any:
-        *tensors, form = arguments
-        call = call_of(kind, tensors, form)
-        return compute(call, plan_of(call, order))
-
-    return kernel
-
-
-def _unplanned(call: Call, order: Any = None) -> None:
-    """Of fake tensors."""
 
 
 def _autocast(operator: Any, device_type: str) -> Callable[..., Any]:
@@ -169,24 +144,20 @@ def in_autocast(value: Any, dtype: Any) -> Any:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-_KERNELS: dict[str, tuple[type[Call], Callable[[Any, Any], Any]]] = {
+_KERNELS: dict[str, tuple[type[Call], Callable[..., Any]]] = {
     "convolution": (Forward, _forward),
     "convolution_statistics": (Statistics, _statistics),
     "convolution_backward_data": (BackwardData, _backward_data),
     "convolution_backward_weights": (BackwardWeights, _backward_weights),
 }
-for _name, (_kind, _compute) in _KERNELS.items():
+for _name, (_kind, _kernel) in _KERNELS.items():
     for _place in ("CPU", "CUDA"):
-        LIBRARY.impl(_name, _kernel(_kind, _compute, planned), _place)
-        LIBRARY.impl(f"{_name}_by_form", _kernel_by_form(_kind, _compute, planned), _place)
+        LIBRARY.impl(_name, _kernel, _place)
         LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
-    torch.library.register_fake(f"miofind::{_name}", _kernel(_kind, _fake, _unplanned), lib=LIBRARY)
-    torch.library.register_fake(f"miofind::{_name}_by_form", _kernel_by_form(_kind, _fake, _unplanned), lib=LIBRARY)
+    torch.library.register_fake(f"miofind::{_name}", _fake(_kind), lib=LIBRARY)
 
 OPERATORS = {kind: getattr(torch.ops.miofind, name).default for name, (kind, _) in _KERNELS.items()}
 """By the arguments that they take."""
-BY_FORM = {kind: getattr(torch.ops.miofind, f"{name}_by_form").default for name, (kind, _) in _KERNELS.items()}
-"""Those that take tensors and a form, by the arguments that they stand for."""
 ARGUMENTS = {operator: kind for kind, operator in OPERATORS.items()}
 """The arguments that operators take."""
 

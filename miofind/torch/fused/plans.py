@@ -58,9 +58,7 @@ class Plan(DirectCalls):
 
     __slots__ = ("_inputs", "_like", "_operands", "_outputs", "_parameters", "_unmade", "answer", "layout", "part")
 
-    def __init__(
-        self, call: Call, override: Override | None, switches: tuple[Any, ...], order: tuple[str, ...]
-    ) -> None:
+    def __init__(self, call: Call, override: Override | None, switches: tuple[Any, ...]) -> None:
         call.check()
         self.layout = call.layout()
         self.answer: Answer | None = None
@@ -83,7 +81,7 @@ class Plan(DirectCalls):
             (operand.name, operand.array.shape, self._strides(operand.array.shape), _torch_dtype(operand.array.dtype))
             for operand in problem.outputs
         )
-        self._operands = tuple(order.index(field) for field, *_ in self._inputs)
+        self._operands = tuple(call._fields.index(field) for field, *_ in self._inputs)
         self._unmade: tuple[DirectResult, ...] = ()
         if isinstance(call, BackwardWeights) and call.bias_dtype is None:
             self._unmade = (DirectResult((0,), (1,), call.dy.dtype),)
@@ -163,11 +161,8 @@ _replaced: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
 _lock = ForkedLock()
 
 
-def planned(call: Call, order: tuple[str, ...] | None = None) -> Plan | None:
+def planned(call: Call) -> Plan | None:
     """The plan of a call; None for an empty one.
-
-    Args:
-        order: in which the operator that is called takes tensors; that of the call's fields if left out.
 
     Raises:
         RuntimeError: its tensors do not go together.
@@ -175,10 +170,10 @@ def planned(call: Call, order: tuple[str, ...] | None = None) -> Plan | None:
     if not (call.x.numel() and call.w.numel()):
         return None
     override, switches = override_of(call.x), state()
-    key = (*_key(call), order is None, switches, 0 if override is None else override.generation)
+    key = (*_key(call), switches, 0 if override is None else override.generation)
     plan = _plans.get(key)
     if plan is None:
-        plan = _made(key, Plan(call, override, switches, order or call._fields))
+        plan = _made(call, key, override, switches)
     elif plan.generation is not None and (path := direct.loaded()) is not None and plan.generation != path.generation:
         plan.offer(path)
     return plan
@@ -209,8 +204,8 @@ def _form(tensor: Any) -> Any:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
 
 
-def _made(key: Any, plan: Plan) -> Plan:
-    """A new plan, or another thread's; it is kept where later calls are answered alike."""
+def _made(call: Call, key: Any, override: Override | None, switches: tuple[Any, ...]) -> Plan:
+    plan = Plan(call, override, switches)
     part = plan.part
     if not part.is_kept:
         return plan

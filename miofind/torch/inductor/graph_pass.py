@@ -36,8 +36,8 @@ from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is
 from miofind.torch.inductor.group_statistics import split_group_statistics
 from miofind.torch.inductor.instance_norms import unfold_images
 from miofind.torch.inductor.kept import kept_problems
-from miofind.torch.inductor.lowered import lower_operators
 from miofind.torch.inductor.memory_formats import (
+    constrain_layouts,
     memory_formats,
     pack_images,
     prefers_channels_last,
@@ -69,7 +69,7 @@ class ConvolutionPass(CustomGraphPass):
         self.missing: list[ProblemDescription] = []
 
     def __call__(self, graph: fx.Graph) -> None:
-        lower_operators()
+        constrain_layouts()
         dynamic = sum(node.target in CONVOLUTIONS and not has_numbers(node) for node in graph.nodes)
         missed = len(self.missing)
         unfold_images(graph)

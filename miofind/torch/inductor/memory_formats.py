@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import fx
 from torch._prims_common import suggest_memory_format
 
 from miofind.core.tensor import Layout
-from miofind.torch.formats import dense, is_dense
+from miofind.torch.formats import dense, is_dense, strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, copy_of, has_numbers, is_plain, trains
@@ -18,8 +19,42 @@ from miofind.torch.inductor.writing import Writing, spelt, values_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-TURNED = "miofind_turned_to_channels_last"
+_TURNED = "miofind_turned_to_channels_last"
 """What is noted with a node that the lowering runs channels last, whatever it was traced with."""
+
+
+@functools.cache
+def constrain_layouts() -> None:
+    """Have Inductor give the operators their tensors in the memory format that they were put in with.
+
+    Operators of a pass have no strides recorded: without this their inputs come in any order, and are copied.
+    """
+    from torch._inductor import lowering
+
+    for overload in OPERATORS.values():
+        if overload not in lowering.lowerings:
+            lowering.make_fallback(overload, layout_constraint=_constrained, warn=False)
+
+
+def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
+    """The arguments of an operator of the pass in its memory format; of others as they were traced."""
+    from torch._inductor import ir, lowering
+
+    last = named.get("channels_last")
+    if node.meta.get(_TURNED):
+        last = named["channels_last"] = True
+    if last is None:
+        return lowering.constrain_to_fx_strides(node, *arguments, **named)
+
+    def required(value: Any) -> Any:
+        if not isinstance(value, ir.IRNode) or len(value.get_size()) < 3:
+            return value
+        value.realize()  # else what else uses it computes it once more
+        shape = tuple(map(int, value.get_size()))  # numbers, as the format is named
+        packed = strides(shape, Layout.of(len(shape) - 2, channels_last=last))
+        return ir.ExternKernel.require_exact_strides(value, packed)
+
+    return tuple(required(value) for value in arguments), named
 
 
 def state_memory_format(node: fx.Node) -> None:
@@ -53,7 +88,7 @@ def turn_last(writing: Writing) -> None:
     for node, call, problem in zip(operators, calls, problems, strict=True):
         assert problem is not None
         _write(node, call)
-        node.meta[TURNED] = True
+        node.meta[_TURNED] = True
         writing.put_in.append(problem)
 
 
@@ -118,7 +153,7 @@ def memory_formats(graph: fx.Graph) -> dict[fx.Node, bool]:
     known = {}
     for node in graph.nodes:
         if node.target is OPERATORS[Forward] and len(node.args) > 1 and is_plain(node, transposed=False):
-            last = True if node.meta.get(TURNED) else node.kwargs.get("channels_last")
+            last = True if node.meta.get(_TURNED) else node.kwargs.get("channels_last")
             known.update({} if last is None else {node: last})
     return known
 

@@ -13,9 +13,6 @@ from torch_layer.direct.driver import Driver
 import miofind.torch
 from miofind import Handle
 from miofind.torch.fused import plans as fused_plans
-from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics
-from miofind.torch.fused.forms import TENSORS, form_of
-from miofind.torch.fused.ops import BY_FORM
 from miofind.torch.override import native_kernels
 
 pytestmark = pytest.mark.sampled(2)
@@ -66,31 +63,6 @@ def _with_bias_gradient(dtype: Any) -> Any:
     return OPERATORS.convolution_backward_weights(*drawn(Y, X, W, dtype=dtype), *WINDOW, torch.float32)
 
 
-def _by_form(call: Call) -> Any:
-    return BY_FORM[type(call)](*(getattr(call, name) for name in TENSORS[type(call)]), form_of(call))
-
-
-def _forward_by_form(dtype: Any) -> Any:
-    x, w, bias, scale, residual, of_channels = drawn(X, W, VECTOR, VECTOR, Y, Y[:2], dtype=dtype)
-    return _by_form(Forward(x, w, bias, scale, residual, "relu", *WINDOW, "before", channel_bias=of_channels))
-
-
-def _backward_data_by_form(dtype: Any) -> Any:
-    dy, x, w, residual, saved = drawn(Y, X, W, X, X, dtype=dtype)
-    return _by_form(BackwardData(dy, x, w, residual, saved, "relu", *WINDOW, beta=0.5))
-
-
-BY_FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "all operands": (_forward, _forward_by_form),
-    "statistics": (_statistics, lambda dtype: _by_form(Statistics(*drawn(X, W, VECTOR, dtype=dtype), *WINDOW))),
-    "backward data": (_backward_data, _backward_data_by_form),
-    "bias gradient": (
-        _with_bias_gradient,
-        lambda dtype: _by_form(BackwardWeights(*drawn(Y, X, W, dtype=dtype), *WINDOW, torch.float32)),
-    ),
-}
-"""Calls by all of their arguments, and by tensors and a form."""
-
 CALLS: dict[str, Callable[[Any], Any]] = {
     "plain": _plain,
     "all operands": _forward,
@@ -101,7 +73,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "backward data": _backward_data,
     "backward weights": _backward_weights,
     "bias gradient": _with_bias_gradient,
-    **{f"{name} by form": by_form for name, (_, by_form) in BY_FORMS.items()},
 }
 
 
@@ -128,20 +99,6 @@ def test_the_third_call_is_launched_without_python_and_gives_the_same(served: Dr
     assert plan.calls == 4
     assert plan.answer is not None
     assert plan.answer.is_served
-    for later in results[1:]:
-        _same(later, results[0])
-
-
-@pytest.mark.parametrize("name", BY_FORMS)
-def test_a_form_says_what_the_arguments_do(served: Driver, name: str) -> None:
-    """With no plan in common, whose launches take operands by their places."""
-    results = []
-    for _ in range(4):
-        for call in BY_FORMS[name]:
-            torch.manual_seed(7)
-            results.append(call(torch.float16))
-    assert len(fused_plans.plans()) == 2
-    assert served.launches == 2 * 2, "each of the last calls, of two kernels"
     for later in results[1:]:
         _same(later, results[0])
 

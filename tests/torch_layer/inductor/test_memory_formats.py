@@ -1,13 +1,19 @@
-"""What convolutions that stay in a graph are given: packed tensors, which they need not copy."""
+"""What convolutions of a graph are given: packed tensors, which neither they nor their operators copy."""
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from helpers.runs.fused_answers import answers_of
 from torch import nn
 from torch_layer.inductor.compiled_graphs import Compiled
+
+import miofind.torch
+from miofind import Handle
+from miofind.torch import formats
 
 aten = torch.ops.aten
 
@@ -60,3 +66,25 @@ def test_a_part_of_a_channels_last_tensor_is_copied_channels_last(network: Any) 
         torch.testing.assert_close(compiled(x), network(x), rtol=1e-4, atol=1e-4)
     (copied,) = (node for node in compiled.graphs[0].graph.nodes if node.target is aten.clone.default)
     assert copied.meta["val"].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_operators_copy_no_parts(network: Any, order: Any, cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = network.eval().to(memory_format=order), torch.randn(2, 3, 6, 5).to(memory_format=order)
+    copied = []
+
+    def dense(tensor: Any, layout: Any) -> Any:
+        copied.append(tuple(tensor.shape))
+        return packed(tensor, layout)
+
+    packed = formats.dense
+    monkeypatch.setattr(formats, "dense", dense)
+    options = miofind.torch.inductor_options()
+    torch._dynamo.reset()
+    with answers_of(cpu_handle) as ran, torch.no_grad():
+        compiled = torch.compile(miofind.torch.fuse(network), options={**options, "fx_graph_cache": False})
+        torch.testing.assert_close(compiled(x), network(x), rtol=1e-4, atol=1e-4)
+    assert copied == []
+    assert len(ran) == 3
