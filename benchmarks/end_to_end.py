@@ -7,7 +7,8 @@ Inference in float16, and training steps under autocast to bfloat16; `torch.back
 `benchmark_limit = 0`. Forms are the network as it is, in a CUDA graph and under torch.compile, in inference with its
 batch norms folded, too; on miofind's side with `enable()`, with `fuse()` in inference, and with `inductor_options()`.
 Each network has a process of its own, which a time limit ends; what it had found by then is kept. miofind's answers are
-those of the shipped FindDB and of --db; with --tune what they lack is measured before. Rows are added to the files of
+those of the shipped FindDB and of --db; with --tune what they lack is measured before. With --beside that is done alone
+on the GPU, as all that is timed is; what graphs lack yet is found beside others. Rows are added to the files of
 --folder as they come: the same command goes on with what is left. Each row names its commit; what is asked for and is
 of another is measured anew, and the others stay. The last lines are a table, and the geometric means of its ratios.
 """
@@ -323,7 +324,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="the CPU is for trials")
     parser.add_argument("--gpus", type=script.count, default=1, help="GPUs of this host")
     parser.add_argument("--beside", type=script.count, default=1, help="cases at once on a GPU; one measures at a time")
-    parser.add_argument("--case-limit", type=script.seconds, default=240.0, help="seconds that a case may take")
+    parser.add_argument(
+        "--case-limit",
+        type=script.seconds,
+        default=240.0,
+        help="seconds that a case may take, its waiting for others included",
+    )
     parser.add_argument("--stop-after", type=script.seconds, default=7200.0, help="end after so many seconds")
     parser.add_argument("--folder", type=script.folder, default=figures.RESULTS, help="where the files of figures are")
     parser.add_argument("--commit", default=commit(), help="of the code; by default git's")

@@ -244,7 +244,7 @@ def _inference(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> 
     flat = _or_same(folded, model)
     fused = miofind.torch.fuse(model)
     if setting.is_tuned:
-        with setting.turns.first(), _stated(outcome, "tune"):
+        with setting.turns.alone(), _stated(outcome, "tune"):
             for each in (model, fused):
                 miofind.torch.tune(each, x, handle=setting.handle, on_event=lambda event: None)
 
@@ -269,7 +269,7 @@ def _training(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> t
     model.train()
     wanted = _flat_gradients(model, lambda: _loss(model, x, None))
     if setting.is_tuned:
-        with setting.turns.first(), _stated(outcome, "tune"):
+        with setting.turns.alone(), _stated(outcome, "tune"):
             amp, quiet = torch.bfloat16, lambda event: None
             miofind.torch.tune(model, x, training=True, amp=amp, handle=setting.handle, on_event=quiet)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # so that all forms' gradients agree

@@ -1,7 +1,7 @@
 """Processes that share a GPU: they make ready side by side, and measure one at a time while the others stand still.
 
 Compilers take most of a network's time and no GPU. A process that measures holds the folder's lock and stops the
-process groups of the others, which may hold GPU memory but run nothing then.
+sessions of the others, with all that they have started: these may hold GPU memory, but run nothing then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ _ALONE = "alone"
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The processes of one GPU, each the leader of its group.
+    """The processes of one GPU, each the leader of a session.
 
     Attributes:
         folder: what they have in common, by GPU; None for a process that has the GPU to itself.
@@ -34,52 +34,62 @@ class Turns:
 
     def join(self) -> None:
         """Count this process among those that are stopped while another measures; before it uses the GPU."""
-        with self.first():
+        with self._first():
             if self.folder is not None:
-                (self.folder / str(os.getpgrp())).touch()
+                (self.folder / str(os.getsid(0))).touch()
 
     @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
-        """While no other process is in such a block, or alone; those that make ready go on."""
+    def alone(self) -> Iterator[None]:
+        """While the other processes stand still."""
+        if self.folder is None:
+            yield
+            return
+        with self._first():
+            holder, others = self.folder / _ALONE, self._others(os.getsid(0))
+            holder.write_text(str(os.getsid(0)))
+            try:
+                _signal(signal.SIGSTOP, others)
+                time.sleep(SETTLE_S)
+                yield
+            finally:
+                _signal(signal.SIGCONT, others)
+                holder.unlink(missing_ok=True)
+
+    def leave(self, session: int) -> None:
+        """Forget a process that has ended, and wake the others where it was ended while it was alone."""
+        if self.folder is None:
+            return
+        (self.folder / str(session)).unlink(missing_ok=True)
+        holder = self.folder / _ALONE
+        with contextlib.suppress(FileNotFoundError):
+            if holder.read_text() == str(session):
+                _signal(signal.SIGCONT, self._others(session))
+                holder.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _first(self) -> Iterator[None]:
+        """While no other process is in such a block."""
         if self.folder is None:
             yield
             return
         with (self.folder / _LOCK).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """While the other processes stand still."""
-        with self.first():
-            if self.folder is None:
-                yield
-                return
-            holder = self.folder / _ALONE
-            holder.write_text(str(os.getpgrp()))
             try:
-                self._signal(signal.SIGSTOP, but=os.getpgrp())
-                time.sleep(SETTLE_S)
                 yield
             finally:
-                self._signal(signal.SIGCONT, but=os.getpgrp())
-                holder.unlink(missing_ok=True)
+                fcntl.flock(file, fcntl.LOCK_UN)  # which a child that was forked meanwhile would keep
 
-    def leave(self, group: int) -> None:
-        """Forget a process that has ended, and wake the others where it was ended while it was alone."""
-        if self.folder is None:
-            return
-        (self.folder / str(group)).unlink(missing_ok=True)
-        holder = self.folder / _ALONE
-        with contextlib.suppress(FileNotFoundError):
-            if holder.read_text() == str(group):
-                self._signal(signal.SIGCONT, but=group)
-                holder.unlink(missing_ok=True)
-
-    def _signal(self, number: signal.Signals, but: int) -> None:
-        """Send the groups that joined a signal, except one."""
+    def _others(self, session: int) -> set[int]:
+        """The sessions that joined, but one."""
         assert self.folder is not None
-        for path in self.folder.iterdir():
-            if path.name.isdigit() and int(path.name) != but:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(int(path.name), number)
+        return {int(path.name) for path in self.folder.iterdir() if path.name.isdigit()} - {session}
+
+
+def _signal(number: signal.Signals, sessions: Iterable[int]) -> None:
+    """Send all processes of sessions a signal, in whatever groups they are."""
+    wanted = {*sessions}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(path.name)) in wanted:
+                    os.kill(int(path.name), number)

@@ -49,10 +49,10 @@ def gain(problem: ProblemDescription, device: Device, time_ms: float | None = No
     return measured * compared_ms / time_ms
 
 
-def known() -> tuple[tuple[str, str, float], ...]:
-    """Every device, problem and gain that was measured, in order: what decisions depend on."""
+def known() -> tuple[tuple[str, str, float, float], ...]:
+    """Every device, problem, gain and time (0 where unknown) that was measured, in order: what decisions depend on."""
     with _lock:
-        return tuple(sorted((*key, gain) for key, (gain, _) in _measured.items()))
+        return tuple(sorted((*key, gain, time_ms or 0.0) for key, (gain, time_ms) in _measured.items()))
 
 
 def forget() -> None:

@@ -79,13 +79,13 @@ def tune(
     Args:
         model: a module, or a `Recording` of `record` or `exported_problems`, which takes no inputs.
         inputs, training, amp, memory_format, keywords: as of `miofind.torch.problems`.
-        options: of each find; the likeliest candidates alone, for as long as they take, if left out, with workspaces
-            as large as the override in force, or `enable` as it is, takes.
+        options: of each find; the likeliest candidates alone, for as long as they take, if left out.
             `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 5 a problem, and of
             those that together take least, a seventh of the network's time, instead of 2.
-        compare: on a GPU, time each problem beside PyTorch, whose own kernel then runs what it is faster at in this
-            process: about as long again as the finds. Of the likeliest, problems that PyTorch was faster at are found
-            once more among all default candidates, cuDNN's too.
+        compare: on a GPU, time what the override in force (or `enable` as it is) runs of each problem beside PyTorch,
+            whose own kernel then runs what it is faster at in this process: about as long again as the finds. Of the
+            likeliest, problems that PyTorch was faster at are found once more among all default candidates, cuDNN's
+            too.
         handle: a device and its FindDB; the current GPU's default one if left out, else the CPU place's.
         on_event: called with what happens; a bar on a terminal's stderr if left out.
 
@@ -100,7 +100,7 @@ def tune(
     with without_what_is_loaded(), _compiling(handle) as pool, contextlib.ExitStack() as stack:
         handle = default_handle() if handle is None else handle
         on_gpu = handle.device.place is Place.CUDA
-        options = _default_options(on_gpu=on_gpu) if options is None else options
+        options = FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True) if options is None else options
         stack.enter_context(_measuring(handle, options))
         recording = (
             model
@@ -135,10 +135,11 @@ def tune(
     )
 
 
-def _default_options(*, on_gpu: bool) -> FindOptions:
-    """The likeliest candidates, for as long as they take, of those that the override in force may run."""
-    limit_bytes = planner_of(current("cuda" if on_gpu else "cpu")).settings.workspace_limit_bytes
-    return FindOptions(isolate=on_gpu, time_budget_s=math.inf, likely=True, workspace_limit_bytes=limit_bytes)
+def _as_it_runs(options: FindOptions, place: Place) -> FindOptions:
+    """What is found, of that what the override in force may run: the comparison is with that."""
+    limit_bytes = planner_of(current("cuda" if place is Place.CUDA else "cpu")).settings.workspace_limit_bytes
+    limits = [limit for limit in (limit_bytes, options.workspace_limit_bytes) if limit is not None]
+    return replace(options, workspace_limit_bytes=min(limits, default=None))
 
 
 @contextlib.contextmanager
@@ -275,14 +276,17 @@ def _compared(
     rows: Sequence[TunedProblem], summary: TuneSummary, handle: Handle, options: FindOptions
 ) -> list[TunedProblem]:
     """The rows with both sides' times, taken in turn on the same buffers."""
-    compared = []
+    compared, options_as_run = [], _as_it_runs(options, handle.device.place)
     for row, result in zip(rows, summary.results, strict=True):
         if result.solutions:
-            timed = bench_row(result.request, handle, options, _NO_FLOOR, against=(Rival.TORCH,))
+            timed = bench_row(result.request, handle, options_as_run, _NO_FLOOR, against=(Rival.TORCH,))
             own_ms = row.own_ms if timed.time_ms is None else timed.time_ms
             row = replace(row, own_ms=own_ms, torch_ms=timed.rival_ms, message=timed.message)
-            if row.gain is not None and (row.gain >= 1 or not options.likely):  # else it is found again
-                comparisons.note(row.problem, handle.device, row.gain, result.solutions[0].time_ms)
+            ran = timed.solution
+            if ran is not None:
+                row = replace(row, solver_id=ran.solver_id)
+            if row.gain is not None:
+                comparisons.note(row.problem, handle.device, row.gain, None if ran is None else ran.time_ms)
         compared.append(row)
     return compared
 
@@ -315,9 +319,6 @@ def _replaced(
     solved = replace(again, results=results)
     whole = replace(options, likely=False)
     found = {row.problem: row for row in _compared(_rows(recording, solved), solved, handle, whole)}
-    for row in rows:
-        if row.gain is not None and row.gain < 1 and row.problem not in found:
-            comparisons.note(row.problem, handle.device, row.gain, row.own_ms)
     return [found.get(row.problem, row) for row in rows]
 
 

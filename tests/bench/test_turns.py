@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +23,9 @@ START = f"import sys, time; sys.path.insert(0, {str(FOLDER)!r}); from pathlib im
 START += "turns, told = Turns(Path(sys.argv[1])), open(sys.argv[2], 'ab', buffering=0); "
 COUNTS = """
 turns.join()
+import os
+if os.fork() == 0:
+    os.setpgid(0, 0)  # as miofind's own children have groups of their own
 while True:
     told.write(b'.')
     time.sleep(0.01)
@@ -53,7 +59,9 @@ def started(tmp_path: Path) -> Iterator[Callable[[str, str], Any]]:
             try:
                 yield child
             finally:
-                child.kill()
+                for pid in of_session(child.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 child.wait()
 
         def start(program: str, name: str) -> tuple[Any, Callable[[], int]]:
@@ -62,6 +70,16 @@ def started(tmp_path: Path) -> Iterator[Callable[[str, str], Any]]:
             return child, lambda: told.stat().st_size
 
         yield start
+
+
+def of_session(session: int) -> list[int]:
+    """The processes that are in a session."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with suppress(ProcessLookupError, PermissionError):
+            if path.name.isdigit() and os.getsid(int(path.name)) == session:
+                found.append(int(path.name))
+    return found
 
 
 def stands_still(count: Callable[[], int]) -> bool:
@@ -100,12 +118,23 @@ def test_one_that_ends_while_another_is_alone_wakes_nobody(turns: ModuleType, st
         child.wait()
         shared.leave(child.pid)
         assert stands_still(count)
+    assert not (tmp_path / "turns" / str(child.pid)).exists(), "its number may be another's"
     with shared.alone():
-        assert stands_still(count), "one that has left is asked nothing"
+        assert stands_still(count)
+
+
+def test_who_was_stopped_goes_on_where_the_folder_is_gone(turns: ModuleType, started: Any, tmp_path: Path) -> None:
+    """As where the benchmark is interrupted."""
+    _, count = started(COUNTS, "counts")
+    with turns.Turns(tmp_path / "turns").alone():
+        assert stands_still(count)
+        shutil.rmtree(tmp_path / "turns")
+    before = count()
+    wait_until(lambda: count() > before, "it goes on")
 
 
 def test_a_process_with_the_gpu_to_itself_waits_for_nobody(turns: ModuleType) -> None:
     alone = turns.Turns()
     alone.join()
-    with alone.first(), alone.alone():
+    with alone.alone():
         alone.leave(1)

@@ -16,7 +16,7 @@ from helpers.runs.immediate_models import H200
 from torch import nn
 
 import miofind.torch
-from miofind import FindOptions, Handle, ProblemDescription
+from miofind import FindOptions, Handle, ProblemDescription, find_solutions
 from miofind.bench.comparison import BenchRow
 from miofind.bench.rivals import Rival
 from miofind.compiler import BinaryCache, CompilePool, Compiler
@@ -118,18 +118,26 @@ def test_both_sides_have_the_times_of_the_comparison(handle: Handle, monkeypatch
     with miofind.torch.record() as recording:
         nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 1, 1))(torch.randn(1, 2, 3, 3))
     timed = iter([(0.5, 2.0, ""), (None, None, "torch: out of memory")])
+    limits = []
 
-    def row(entry: SuiteProblem, *given: Any, against: Any) -> BenchRow:
+    def row(entry: SuiteProblem, handle: Handle, options: FindOptions, *given: Any, against: Any) -> BenchRow:
         assert against == (Rival.TORCH,)
+        limits.append(options.workspace_limit_bytes)
         time_ms, rival_ms, message = next(timed)
-        return BenchRow(entry=entry, time_ms=time_ms, rival_ms=rival_ms, message=message)
+        solution = find_solutions(entry.problem, options=options, handle=handle)[-1]
+        return BenchRow(entry=entry, solution=solution, time_ms=time_ms, rival_ms=rival_ms, message=message)
 
     monkeypatch.setattr(tuning, "bench_row", row)
     options = FindOptions()
     summary = tune_problems(recording.problems, [handle], TuneOptions(find=options))
     found = tuning._rows(recording, summary)
-    first, second = tuning._compared(found, summary, handle, options)
+    with miofind.torch.use("fallback", handle=handle, devices="cpu", workspace_limit_bytes=1 << 20):
+        first, second = tuning._compared(found, summary, handle, options)
+    assert limits == [1 << 20] * 2, "what the override may run"
     assert (first.own_ms, first.torch_ms, first.gain) == (0.5, 2.0, 4.0)
+    ran, fastest = (summary.results[0].solutions[i] for i in (-1, 0))
+    assert (first.solver_id, found[0].solver_id) == (ran.solver_id, fastest.solver_id)
+    assert comparisons.gain(first.problem, handle.device, 2 * ran.time_ms) == pytest.approx(2.0)
     assert (second.own_ms, second.torch_ms, second.message) == (found[1].own_ms, None, "torch: out of memory")
     assert comparisons.gain(first.problem, handle.device) == 4.0
     assert comparisons.gain(second.problem, handle.device) is None
@@ -220,6 +228,8 @@ def test_the_likeliest_are_measured_unless_more_is_asked_for(
             model[:1](torch.randn(1, 2, 5, 3))
             assert override.report().own_calls == 1
         assert {row.source for row in miofind.torch.tune(model[:1], (1, 2, 5, 3), handle=handle).rows} == {"known"}
+        errors = FindOptions(on_miss="error")
+        assert find_solutions(report.rows[0].problem, options=errors, handle=handle), "one without a limit, too"
         whole = miofind.torch.tune(model[:1], (1, 2, 5, 3), handle=handle, options=FindOptions())
         assert {row.source for row in whole.rows} == {"tuned"}
 
@@ -257,8 +267,6 @@ def test_what_pytorch_was_faster_at_is_found_among_all(
         assert found[0] is rows[0]
         failed = replace(again, results=tuple(replace(result, solutions=()) for result in again.results))
         assert tuning._replaced(rows, recording, failed, handle, options) == rows, "the answer of before stands"
-        assert comparisons.gain(rows[1].problem, handle.device) == pytest.approx(0.5)
-        comparisons.forget()
     assert asked == [False, False]
 
 

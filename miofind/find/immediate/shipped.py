@@ -53,13 +53,20 @@ def _ranker(device: Device, system_db: str | None) -> Ranker:
     return Ranker(own) if own is not None else Ranker(_nearest(models, device), is_of_kind=False)
 
 
+_NEAR = 2.0
+"""How many times as many multiprocessors as another a GPU may have to be like it."""
+
+
 def _nearest(models: Sequence[Model], device: Device) -> Model | None:
     """The model of a GPU of the same architecture, of whose multiprocessors there are the most nearly as many."""
-    akin: list[tuple[int, Model]] = []
+    akin: list[tuple[float, Model]] = []
     for model in models:
         other = device_of(model.device)
-        if other is not None and other.place is device.place is Place.CUDA and other.sm == device.sm:
-            akin.append((abs(other.sm_count - device.sm_count), model))
+        if other is None or other.place is not Place.CUDA or device.place is not Place.CUDA or other.sm != device.sm:
+            continue
+        ratio = max(other.sm_count, device.sm_count) / min(other.sm_count, device.sm_count)
+        if ratio <= _NEAR:
+            akin.append((ratio, model))
     return min(akin, key=lambda each: each[0])[1] if akin else None
 
 

@@ -100,12 +100,18 @@ def pack_images(graph: fx.Graph) -> None:
     packed: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in CONVOLUTIONS and has_numbers(node):
-            for i in range(1 if node.target is aten.convolution.default else 2):
+            for i in _read_images(node):
                 image = node.args[i]
                 if image not in packed and not _is_packed(image.meta["val"]):
                     with graph.inserting_before(node):
                         packed[image] = _packed(graph, image)
                 node.update_arg(i, packed.get(image, image))
+
+
+def _read_images(convolution: fx.Node) -> tuple[int, ...]:
+    """The places of the images that a convolution reads: backward, x for the gradient of the weights alone."""
+    is_read = convolution.target is aten.convolution_backward.default and convolution.args[10][1]
+    return (0, 1) if is_read else (0,)
 
 
 def _is_packed(value: Any) -> bool:

@@ -149,6 +149,7 @@ def test_a_kind_without_a_model_has_that_of_the_nearest_of_its_architecture(
         assert (ranker.model.device, ranker.is_of_kind) == (device, False)
         assert not ranker.reaches(PROBLEM), "cuDNN is asked beside it"
     assert ranker_of(replace(H200, name="NVIDIA B200", sm=100)).model is None
+    assert ranker_of(replace(H200, mig_profile="1g.18gb", sm_count=16)).model is None, "too small a part of one"
     assert ranker_of(Device.cpu()).model is None
 
 

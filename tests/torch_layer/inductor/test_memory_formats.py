@@ -59,6 +59,21 @@ def test_convolutions_that_stay_are_given_copies_of_parts(network: Any) -> None:
     assert len(forward[0].users) >= 2
 
 
+def test_an_input_that_nothing_reads_is_not_copied(network: Any) -> None:
+    """Of a gradient of images alone, whose weights are frozen."""
+    network.second.requires_grad_(False)
+    x = torch.randn(2, 3, 6, 5)
+    compiled = Compiled(network)
+    compiled(x).square().sum().backward()
+    frozen = [
+        node
+        for node in compiled.graphs[1].graph.nodes
+        if node.target is aten.convolution_backward.default and not node.args[10][1]
+    ]
+    assert len(frozen) == 1
+    assert frozen[0].args[1].target is not aten.clone.default
+
+
 def test_a_part_of_a_channels_last_tensor_is_copied_channels_last(network: Any) -> None:
     x = torch.randn(2, 3, 6, 5).to(memory_format=torch.channels_last)
     compiled = Compiled(network.to(memory_format=torch.channels_last))
