@@ -41,6 +41,7 @@ from miofind.torch.inductor.memory_formats import (
     memory_formats,
     pack_images,
     prefers_channels_last,
+    restore_strides,
     state_memory_format,
     turn_last,
     turn_saved,
@@ -91,6 +92,7 @@ class ConvolutionPass(CustomGraphPass):
         else:
             keep_weights(graph, memory_formats(graph))
         split_group_statistics(graph)
+        restore_strides(graph)
         graph.lint()
         _tell(dynamic, len({*self.missing[missed:]}))
 

@@ -43,6 +43,16 @@ def added_step(graph: fx.Graph, target: Any, *arguments: Any, **named: Any) -> f
     return node
 
 
+def traced_strides(graph: fx.Graph) -> list[Any] | None:
+    """Of each result of a graph, the strides that Inductor gives it, None for what is no tensor; None if it gives none.
+
+    Of size 1 a dimension's stride may differ.
+    """
+    (output,) = graph.find_nodes(op="output")
+    noted: list[Any] | None = output.meta.get("original_output_strides")
+    return noted
+
+
 def copy_of(graph: fx.Graph) -> fx.Graph:
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))

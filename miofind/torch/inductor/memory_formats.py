@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,16 @@ from miofind.core.tensor import Layout
 from miofind.torch.formats import dense, is_dense, strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
-from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, copy_of, has_numbers, is_plain, trains
-from miofind.torch.inductor.writing import Writing, spelt, values_of
+from miofind.torch.inductor.graphs import (
+    CONVOLUTIONS,
+    added_step,
+    copy_of,
+    has_numbers,
+    is_plain,
+    traced_strides,
+    trains,
+)
+from miofind.torch.inductor.writing import Writing, is_put_in, spelt, values_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -123,6 +132,32 @@ def _packed(graph: fx.Graph, image: fx.Node) -> fx.Node:
     """The step that copies a tensor in the order that its strides are in."""
     suggested = suggest_memory_format(image.meta["val"])
     return added_step(graph, aten.clone.default, image, memory_format=suggested)
+
+
+def restore_strides(graph: fx.Graph) -> None:
+    """Have what operators give back to the user tell the strides of dimensions of size 1 that were traced, too.
+
+    Inductor takes no notice of them. Who compares strides does, such as what puts gradients into buckets.
+    """
+    (output,) = graph.find_nodes(op="output")
+    results, wanted = output.args[0], traced_strides(graph)
+    if wanted is None or isinstance(results, fx.Node):
+        return
+    given = list(results)
+    for i, (node, like) in enumerate(zip(results, wanted, strict=False)):
+        if isinstance(node, fx.Node) and like is not None and is_put_in(node) and _differs_in_ones(node, like):
+            with graph.inserting_before(output):
+                given[i] = added_step(graph, aten.as_strided.default, node, [*node.meta["val"].shape], [*like])
+    output.args = (type(results)(given),)
+
+
+def _differs_in_ones(node: fx.Node, wanted: Sequence[int]) -> bool:
+    """Whether a step's strides are others than wanted, but only of dimensions of size 1."""
+    value = node.meta["val"]
+    pairs = [*zip(value.shape, value.stride(), wanted, strict=True)]
+    if not all(isinstance(number, int) for pair in pairs for number in pair):
+        return False
+    return any(a != b for _, a, b in pairs) and all(a == b for size, a, b in pairs if size != 1)
 
 
 def turn_saved(graph: fx.Graph) -> None:

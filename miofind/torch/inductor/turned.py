@@ -26,10 +26,10 @@ from torch._inductor import config, inductor_prims
 from miofind.core.tensor import Layout
 from miofind.torch.formats import strides
 from miofind.torch.fused.calls import Forward
-from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
-from miofind.torch.inductor.graphs import added_step, has_numbers
+from miofind.torch.fused.ops import OPERATORS
+from miofind.torch.inductor.graphs import added_step, has_numbers, traced_strides
 from miofind.torch.inductor.kept import asked_problems
-from miofind.torch.inductor.writing import Ranks, Writing, spelt
+from miofind.torch.inductor.writing import Ranks, Writing, is_put_in, spelt
 from miofind.torch.override import current
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ _BY_STRIDES = (
 
 def turnable(graph: fx.Graph) -> Ranks:
     """The numbers of dimensions whose convolutions may be turned."""
-    if reads_strides(graph) or _returns_views():
+    if reads_strides(graph) or _returns_views() or not _keeps_strides(graph):
         return frozenset()
     return frozenset(_rank(node) for node in _convolutions(graph))
 
@@ -72,6 +72,14 @@ def reads_strides(graph: fx.Graph) -> bool:
 def _is_known(step: Any) -> bool:
     """Whether a step is an operator of PyTorch's, Inductor's or miofind's, of which it is known what it reads."""
     return isinstance(step, torch._ops.OpOverload) and step.namespace in _NAMESPACES
+
+
+def _keeps_strides(graph: fx.Graph) -> bool:
+    """Whether Inductor gives what a graph returns the strides that it was traced with.
+
+    It does not in a branch of `torch.cond` or the body of a loop, where they are compared with others'.
+    """
+    return traced_strides(graph) is not None
 
 
 def _returns_views() -> bool:
@@ -134,7 +142,7 @@ def is_answered(writing: Writing, graph: fx.Graph) -> bool:
 def lay_out(graph: fx.Graph, turned: Ranks) -> None:
     """Have the convolutions that stay in a graph read channels last, and all steps say how what they give lies."""
     if turned:
-        put_in = {node for node in graph.nodes if _is_put_in(node)}
+        put_in = {node for node in graph.nodes if is_put_in(node)}
         retrace(graph, put_in.union(*(node.users for node in put_in)), turned)
 
 
@@ -214,12 +222,6 @@ def _is_answered(writing: Writing, convolution: fx.Node) -> bool:
         return False
     asked = [*asked_problems(writing, convolution)]
     return bool(asked) and all(writing.serves(problem, convolution.meta["val"].device) for problem in asked)
-
-
-def _is_put_in(node: fx.Node) -> bool:
-    """Whether a step is an operator, or a result of one that has several."""
-    source = node.args[0] if node.target is operator.getitem else node
-    return isinstance(source, fx.Node) and source.target in ARGUMENTS
 
 
 def _reads_images(convolution: fx.Node) -> bool:

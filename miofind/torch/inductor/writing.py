@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags, state
 from miofind.torch.formats import is_dense
 from miofind.torch.fused.calls import Call, Forward, of_one_dtype, problem_of
-from miofind.torch.fused.ops import OPERATORS
+from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import added_step
 
 Serves = Callable[[ProblemDescription, Any], bool]
@@ -92,6 +93,12 @@ class Writing:
             if not node.users and node.target not in OPERATORS.values():
                 self.graph.erase_node(node)
         self._written.clear()
+
+
+def is_put_in(node: fx.Node) -> bool:
+    """Whether a step is an operator, or a result of one that has several."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and source.target in ARGUMENTS
 
 
 def values_of(call: Call) -> Call:

@@ -43,6 +43,7 @@ class Compiled:
         from torch._functorch.aot_autograd import make_boxed_func
 
         if self._has_pass:
+            _note_strides(graph.graph)
             self.convolution_pass(graph.graph)
             graph.recompile()
         self.graphs.append(graph)
@@ -56,3 +57,11 @@ class Compiled:
     def count(self, target: Any) -> int:
         """The steps of all graphs that call something."""
         return sum(node.target is target for graph in self.graphs for node in graph.graph.nodes)
+
+
+def _note_strides(graph: fx.Graph) -> None:
+    """Note the strides of what a graph returns with it, as Inductor does before it runs passes."""
+    (output,) = graph.find_nodes(op="output")
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in output.args[0]]
+    noted = [value.stride() if isinstance(value, torch.Tensor) else None for value in values]
+    output.meta["original_output_strides"] = noted

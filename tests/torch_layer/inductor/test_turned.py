@@ -181,3 +181,44 @@ def test_inference_through_code_generation(fuses: bool, rank: int) -> None:
     assert given.stride() == expected.stride()
     replaced = options["post_grad_custom_pre_pass"].replaced
     assert [str(problem.y.layout) for problem in replaced] == [LAST[rank]] * 3
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_gradients_have_eager_s_strides_where_sizes_are_1_too() -> None:
+    """What puts gradients into buckets compares them."""
+    torch.manual_seed(0)
+    network, x = nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU(), nn.Conv1d(8, 4, 1)).bfloat16(), torch.randn(2, 4, 9)
+    options = miofind.torch.inductor_options()
+    torch._dynamo.reset()
+    compiled = torch.compile(network, options={**options, "fx_graph_cache": False})
+    found = []
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        for run in (compiled, network):
+            network.zero_grad()
+            run(x.bfloat16()).float().square().mean().backward()
+            found.append([each.grad for each in network.parameters()])
+    assert "NWC" in {str(problem.y.layout) for problem in options["post_grad_custom_pre_pass"].replaced}
+    assert [each.stride() for each in found[0]] == [each.stride() for each in found[1]]
+    for given, expected in zip(*found, strict=True):
+        torch.testing.assert_close(given, expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv3d])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_branches_and_bodies_of_loops_stay(convolution: Any) -> None:
+    """Inductor runs passes on them, too, and compares the strides of what branches give."""
+    rank = {nn.Conv1d: 1, nn.Conv3d: 3}[convolution]
+    network, x = convolution(6, 6, 3, padding=1).bfloat16(), torch.randn(2, 6, *(5, 4, 3)[:rank]).bfloat16()
+
+    def run(x: Any) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: torch.tanh(network(x)), lambda x: x.sin(), (x,))
+
+    options = miofind.torch.inductor_options()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        given = torch.compile(run, options={**options, "fx_graph_cache": False})(x)
+        torch.testing.assert_close(given, run(x), rtol=2e-2, atol=2e-2)
