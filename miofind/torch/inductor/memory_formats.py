@@ -144,7 +144,8 @@ def restore_strides(graph: fx.Graph) -> None:
     if wanted is None or isinstance(results, fx.Node):
         return
     given = list(results)
-    for i, (node, like) in enumerate(zip(results, wanted, strict=False)):
+    for i in output.meta.get("user_visible_output_idxs", range(len(given))):
+        node, like = given[i], wanted[i]
         if isinstance(node, fx.Node) and like is not None and is_put_in(node) and _differs_in_ones(node, like):
             with graph.inserting_before(output):
                 given[i] = added_step(graph, aten.as_strided.default, node, [*node.meta["val"].shape], [*like])
