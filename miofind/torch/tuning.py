@@ -112,12 +112,13 @@ def tune(
         summary = _found(recording.problems, handle, options, on_event, pool)
         rows, is_complete, seconds = _rows(recording, summary), summary.end is TuneEnd.COMPLETE, summary.seconds
         if compare and on_gpu and is_complete:
+            runnable = _as_it_runs(options, handle.device.place)
             try:
                 with native_kernels(), _switches_kept():
-                    rows = _compared(rows, summary, handle, options)
+                    rows = _compared(rows, summary, handle, runnable)
                     again = _found_again(rows, recording, handle, options, on_event, pool)
                     if again is not None:
-                        rows = _replaced(rows, recording, again, handle, options)
+                        rows = _replaced(rows, recording, again, handle, runnable)
                         is_complete, seconds = again.end is TuneEnd.COMPLETE, seconds + again.seconds
             except KeyboardInterrupt:  # what was found is told
                 is_complete = False
@@ -136,7 +137,10 @@ def tune(
 
 
 def _as_it_runs(options: FindOptions, place: Place) -> FindOptions:
-    """What is found, of that what the override in force may run: the comparison is with that."""
+    """What is found, of that what the override in force may run; PyTorch is compared with that.
+
+    To be asked before `native_kernels` lays the override aside.
+    """
     limit_bytes = planner_of(current("cuda" if place is Place.CUDA else "cpu")).settings.workspace_limit_bytes
     limits = [limit for limit in (limit_bytes, options.workspace_limit_bytes) if limit is not None]
     return replace(options, workspace_limit_bytes=min(limits, default=None))
@@ -276,10 +280,10 @@ def _compared(
     rows: Sequence[TunedProblem], summary: TuneSummary, handle: Handle, options: FindOptions
 ) -> list[TunedProblem]:
     """The rows with both sides' times, taken in turn on the same buffers."""
-    compared, options_as_run = [], _as_it_runs(options, handle.device.place)
+    compared = []
     for row, result in zip(rows, summary.results, strict=True):
         if result.solutions:
-            timed = bench_row(result.request, handle, options_as_run, _NO_FLOOR, against=(Rival.TORCH,))
+            timed = bench_row(result.request, handle, options, _NO_FLOOR, against=(Rival.TORCH,))
             own_ms = row.own_ms if timed.time_ms is None else timed.time_ms
             row = replace(row, own_ms=own_ms, torch_ms=timed.rival_ms, message=timed.message)
             ran = timed.solution
