@@ -36,7 +36,12 @@ def output_layout(x: Any, w: Any, bias: Any, geometry: Sequence[Any]) -> Layout:
         geometry: stride, padding, dilation, transposed, output_padding and groups, as of `aten::convolution`.
     """
     told = _told_by_pytorch(x, w, bias, geometry) if _is_answered_here(x.device) else _as_for_cudnn(x, w)
-    return Layout.of(x.dim() - 2, channels_last=told in (torch.channels_last, torch.channels_last_3d))
+    return layout_like(x, channels_last=told in (torch.channels_last, torch.channels_last_3d))
+
+
+def layout_like(tensor: Any, *, channels_last: bool) -> Layout:
+    """A memory order of tensors of as many dimensions as one."""
+    return Layout.of(tensor.dim() - 2, channels_last=channels_last)
 
 
 def strides(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
@@ -61,6 +66,11 @@ def is_dense(tensor: Any, layout: Layout) -> bool:
     if tensor.dim() == 3:
         return bool(tensor.unsqueeze(2).is_contiguous(memory_format=torch.channels_last))
     return bool(tensor.is_contiguous(memory_format=_channels_last_format(tensor.dim())))
+
+
+def is_last(tensor: Any) -> bool:
+    """Whether a tensor is packed channels last, and not channels first as well."""
+    return is_dense(tensor, layout_like(tensor, channels_last=True)) and not tensor.is_contiguous()
 
 
 def dense(tensor: Any, layout: Layout) -> Any:

@@ -13,7 +13,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Layout, MathMode
 from miofind.errors import InvalidProblemError
 from miofind.torch.calls import ConvolutionCall, TensorForm, Unserved
-from miofind.torch.formats import output_layout
+from miofind.torch.formats import layout_like, output_layout
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.window import Window
 
@@ -273,7 +273,7 @@ def _window(call: Call) -> Window:
 def _layout(call: Call) -> Layout:
     """The memory order of what a call makes."""
     if call.channels_last is not None:
-        return Layout.of(call.x.dim() - 2, channels_last=call.channels_last)
+        return layout_like(call.x, channels_last=call.channels_last)
     return output_layout(call.x, call.w, None, call.window.geometry)
 
 

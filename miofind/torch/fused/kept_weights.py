@@ -15,9 +15,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from miofind.core.tensor import Layout
 from miofind.process.forks import ForkedLock
-from miofind.torch.formats import dense, is_dense
+from miofind.torch.formats import dense, is_dense, layout_like
 from miofind.torch.memory import is_capturing
 
 
@@ -83,8 +82,7 @@ def kept(weight: Any, dtype: Any, channels_last: bool) -> Any:
         made = copies.of_forms.get((dtype, channels_last))
         if made is not None and not weight.requires_grad:
             return made
-    layout = Layout.of(weight.dim() - 2, channels_last=channels_last)
-    is_ready = weight.dtype == dtype and is_dense(weight, layout)
+    is_ready = weight.dtype == dtype and is_dense(weight, layout_like(weight, channels_last=channels_last))
     if is_ready or not is_constant(weight) or is_capturing(weight.device):
         return _made(weight, dtype, channels_last)
     with _turns:
@@ -107,7 +105,7 @@ def is_of_processes(weight: Any) -> bool:
 
 def _made(weight: Any, dtype: Any, channels_last: bool) -> Any:
     """A weight in a dtype and a memory format: the same memory if it is so, else new memory."""
-    return dense(weight.detach().to(dtype), Layout.of(weight.dim() - 2, channels_last=channels_last))
+    return dense(weight.detach().to(dtype), layout_like(weight, channels_last=channels_last))
 
 
 def _copied(weight: Any, dtype: Any, channels_last: bool) -> Any:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from miofind.core.tensor import Layout
 from miofind.torch.direct import direct_path
-from miofind.torch.formats import dense
+from miofind.torch.formats import dense, layout_like
 from miofind.torch.fused import unfused
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
 from miofind.torch.fused.kept_weights import kept_weights
@@ -163,7 +162,7 @@ ARGUMENTS = {operator: kind for kind, operator in OPERATORS.items()}
 
 
 def _kept_weights_fake(weights: Sequence[Any], dtype: Any, channels_last: bool) -> list[Any]:
-    layouts = [Layout.of(w.dim() - 2, channels_last=channels_last) for w in weights]
+    layouts = [layout_like(w, channels_last=channels_last) for w in weights]
     return [empty(w.shape, w, layout).to(dtype) for w, layout in zip(weights, layouts, strict=True)]
 
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.core.tensor import Layout
-from miofind.torch.formats import is_dense
+from miofind.torch.formats import is_dense, layout_like
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Forward, Statistics
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers
@@ -175,7 +174,7 @@ def _keeps_order(cast: fx.Node, last_ranks: Ranks) -> bool:
         return True
     if source.dim() == 3:
         return bool(source.is_contiguous() and value.is_contiguous())
-    is_last = [is_dense(v, Layout.of(v.dim() - 2, channels_last=True)) for v in (source, value)]
+    is_last = [is_dense(v, layout_like(v, channels_last=True)) for v in (source, value)]
     return all(is_last) or not (source.dim() - 2 in last_ranks or any(is_last) or _is_read_last(cast.users))
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.core.tensor import Layout
-from miofind.torch.formats import is_dense
+from miofind.torch.formats import is_last
 from miofind.torch.inductor.graphs import VIEWS, added_step
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -72,9 +71,7 @@ def _has_groups(value: Any, grouped: Any) -> bool:
     n, groups, channels, _ = grouped.shape
     if tuple(value.shape[:2]) != (n, groups * channels) or channels == 1 or value.numel() < _LEAST_SIZE:
         return False
-    last = Layout.of(value.dim() - 2, channels_last=True)
-    is_last = is_dense(value, last) and not value.is_contiguous()
-    return is_last and channels * value.element_size() < _WIDE_BYTES
+    return is_last(value) and channels * value.element_size() < _WIDE_BYTES
 
 
 def _known_value(node: Any) -> Any:

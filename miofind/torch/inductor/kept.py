@@ -9,10 +9,9 @@ import torch
 from torch import fx
 
 from miofind.core.problem import ProblemDescription
-from miofind.core.tensor import Layout
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
-from miofind.torch.formats import dense
+from miofind.torch.formats import dense, layout_like
 from miofind.torch.inductor.graphs import CONVOLUTIONS, has_numbers
 from miofind.torch.inductor.writing import Writing
 from miofind.torch.override import current
@@ -50,7 +49,7 @@ def asked_problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescripti
     try:
         with values[0].fake_mode:
             if values[0].dim() - 2 in writing.last_ranks:
-                last = Layout.of(values[0].dim() - 2, channels_last=True)
+                last = layout_like(values[0], channels_last=True)
                 values = tuple(dense(value, last) for value in values)
             call = ConvolutionCall.of(*values, bias.meta["val"] if isinstance(bias, fx.Node) else bias, *geometry)
     except Unserved:

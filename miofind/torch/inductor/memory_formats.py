@@ -12,7 +12,7 @@ from torch import fx
 from torch._prims_common import suggest_memory_format
 
 from miofind.core.tensor import Layout
-from miofind.torch.formats import dense, is_dense, strides
+from miofind.torch.formats import dense, is_dense, layout_like, strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import (
@@ -125,7 +125,7 @@ def _read_images(convolution: fx.Node) -> tuple[int, ...]:
 
 def _is_packed(value: Any) -> bool:
     """Whether a convolution reads a tensor as it lies."""
-    return any(is_dense(value, Layout.of(value.dim() - 2, channels_last=last)) for last in (False, True))
+    return any(is_dense(value, layout_like(value, channels_last=last)) for last in (False, True))
 
 
 def _packed(graph: fx.Graph, image: fx.Node) -> fx.Node:
@@ -176,7 +176,7 @@ def turn_saved(graph: fx.Graph) -> None:
         is_read_last = any(user.kwargs.get("channels_last") for user in node.users if user.target in ARGUMENTS)
         if is_read_last and all(user.target in readers for user in node.users):
             with value.fake_mode:
-                node.meta["val"] = dense(value, Layout.of(value.dim() - 2, channels_last=True))
+                node.meta["val"] = dense(value, layout_like(value, channels_last=True))
 
 
 def _write(node: fx.Node, call: Call) -> None:

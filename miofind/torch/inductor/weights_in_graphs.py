@@ -11,8 +11,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from miofind.core.tensor import Layout
-from miofind.torch.formats import is_dense
+from miofind.torch.formats import is_dense, layout_like
 from miofind.torch.fused.kept_weights import is_constant
 from miofind.torch.inductor.graphs import added_step
 
@@ -49,7 +48,7 @@ _Form = tuple[Any, Any, bool]
 
 def _is_ready(value: Any, dtype: Any, last: bool) -> bool:
     """Whether a weight lies as it is read."""
-    return value.dtype == dtype and is_dense(value, Layout.of(value.dim() - 2, channels_last=last))
+    return value.dtype == dtype and is_dense(value, layout_like(value, channels_last=last))
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:

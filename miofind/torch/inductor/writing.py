@@ -9,10 +9,9 @@ from typing import Any
 from torch import fx
 
 from miofind.core.problem import ProblemDescription
-from miofind.core.tensor import Layout
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags, state
-from miofind.torch.formats import is_dense
+from miofind.torch.formats import is_last
 from miofind.torch.fused.calls import Call, Forward, of_one_dtype, problem_of
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import added_step
@@ -53,9 +52,7 @@ class Writing:
 
     def is_last(self, *values: Any) -> bool:
         """Whether a convolution is to be channels last: one of these tensors of it is, or it will be turned so."""
-        last = Layout.of(values[0].dim() - 2, channels_last=True)
-        is_so = any(is_dense(value, last) and not value.is_contiguous() for value in values)
-        return is_so or values[0].dim() - 2 in self.last_ranks
+        return any(map(is_last, values)) or values[0].dim() - 2 in self.last_ranks
 
     def served(self, call: Call) -> ProblemDescription | None:
         """The problem of an operator; None where no FindDB answers it.
