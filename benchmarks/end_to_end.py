@@ -23,6 +23,7 @@ import math
 import os
 import queue
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from typing import Any
 import figures
 import script
 from commit import commit
-from turns import Turns
+from turns import Turns, signal_sessions
 
 import miofind
 from miofind.device.device import Device, Place, cuda_device_count
@@ -221,8 +222,7 @@ def awaited(child: subprocess.Popen[bytes], limit_s: float) -> str:
     except subprocess.TimeoutExpired:
         return f"stopped after {limit_s:.0f} s"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, 9)
+        signal_sessions(signal.SIGKILL, [child.pid])
         child.wait()
 
 

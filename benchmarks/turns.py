@@ -34,8 +34,8 @@ class Turns:
 
     def join(self) -> None:
         """Count this process among those that are stopped while another measures; before it uses the GPU."""
-        with self._first():
-            if self.folder is not None:
+        if self.folder is not None:
+            with self._first():
                 (self.folder / str(os.getsid(0))).touch()
 
     @contextlib.contextmanager
@@ -48,11 +48,11 @@ class Turns:
             holder, others = self.folder / _ALONE, self._others(os.getsid(0))
             holder.write_text(str(os.getsid(0)))
             try:
-                _signal(signal.SIGSTOP, others)
+                signal_sessions(signal.SIGSTOP, others)
                 time.sleep(SETTLE_S)
                 yield
             finally:
-                _signal(signal.SIGCONT, others)
+                signal_sessions(signal.SIGCONT, others)
                 holder.unlink(missing_ok=True)
 
     def leave(self, session: int) -> None:
@@ -63,15 +63,13 @@ class Turns:
         holder = self.folder / _ALONE
         with contextlib.suppress(FileNotFoundError):
             if holder.read_text() == str(session):
-                _signal(signal.SIGCONT, self._others(session))
+                signal_sessions(signal.SIGCONT, self._others(session))
                 holder.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _first(self) -> Iterator[None]:
         """While no other process is in such a block."""
-        if self.folder is None:
-            yield
-            return
+        assert self.folder is not None
         with (self.folder / _LOCK).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
@@ -85,7 +83,7 @@ class Turns:
         return {int(path.name) for path in self.folder.iterdir() if path.name.isdigit()} - {session}
 
 
-def _signal(number: signal.Signals, sessions: Iterable[int]) -> None:
+def signal_sessions(number: signal.Signals, sessions: Iterable[int]) -> None:
     """Send all processes of sessions a signal, in whatever groups they are."""
     wanted = {*sessions}
     for path in Path("/proc").iterdir():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,40 +45,22 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Callable[[str, str], Any]]:
-    """Runs a program in a process group of its own, and gives it and a function that tells how far it is."""
+def started(turns: ModuleType, tmp_path: Path) -> Iterator[Callable[[str, str], Any]]:
+    """Runs a program in a session of its own, and gives it and a function that tells how far it is."""
     folder = tmp_path / "turns"
     folder.mkdir()
     with ExitStack() as stack:
 
-        @contextmanager
-        def running(program: str, name: str) -> Iterator[Any]:
-            words = [sys.executable, "-c", START + program, str(folder), str(tmp_path / name)]
-            child = subprocess.Popen(words, start_new_session=True)
-            try:
-                yield child
-            finally:
-                for pid in of_session(child.pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                child.wait()
-
         def start(program: str, name: str) -> tuple[Any, Callable[[], int]]:
-            child, told = stack.enter_context(running(program, name)), tmp_path / name
+            told = tmp_path / name
+            words = [sys.executable, "-c", START + program, str(folder), str(told)]
+            child = subprocess.Popen(words, start_new_session=True)
+            stack.callback(child.wait)
+            stack.callback(turns.signal_sessions, signal.SIGKILL, [child.pid])
             wait_until(lambda: told.exists() and told.stat().st_size > 0, f"{name} tells")
             return child, lambda: told.stat().st_size
 
         yield start
-
-
-def of_session(session: int) -> list[int]:
-    """The processes that are in a session."""
-    found = []
-    for path in Path("/proc").iterdir():
-        with suppress(ProcessLookupError, PermissionError):
-            if path.name.isdigit() and os.getsid(int(path.name)) == session:
-                found.append(int(path.name))
-    return found
 
 
 def stands_still(count: Callable[[], int]) -> bool:
