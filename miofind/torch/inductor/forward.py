@@ -20,10 +20,10 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
 
 
-def replace_forward(writing: Writing, node: fx.Node) -> None:
-    """Put an operator in for a convolution with what follows it, if a FindDB answers."""
+def replace_forward(writing: Writing, node: fx.Node) -> bool:
+    """Whether an operator was put in for a convolution with what follows it: where a FindDB answers."""
     if put_statistics(writing, node):
-        return
+        return True
     for chain in _chains(node):
         end = chain.nodes[-1]
         with writing.graph.inserting_before(end):
@@ -35,7 +35,8 @@ def replace_forward(writing: Writing, node: fx.Node) -> None:
                     writing.graph.erase_node(each)
         writing.tidy()
         if made is not None:
-            return
+            return True
+    return False
 
 
 @dataclass(slots=True)

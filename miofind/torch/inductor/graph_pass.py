@@ -30,12 +30,14 @@ from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.backward import replace_backward
 from miofind.torch.inductor.batch_statistics import gather_vectors
+from miofind.torch.inductor.first_images import interleave
 from miofind.torch.inductor.forward import replace_forward
 from miofind.torch.inductor.gathered import gather_casts, gather_counts
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_plain, trains
 from miofind.torch.inductor.group_statistics import split_group_statistics
 from miofind.torch.inductor.instance_norms import unfold_images
 from miofind.torch.inductor.kept import kept_problems
+from miofind.torch.inductor.linear_layers import linear_layers, replace_linear
 from miofind.torch.inductor.memory_formats import (
     constrain_layouts,
     memory_formats,
@@ -46,6 +48,7 @@ from miofind.torch.inductor.memory_formats import (
     turn_last,
     turn_saved,
 )
+from miofind.torch.inductor.poolings import split_poolings
 from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, turn, turnable
 from miofind.torch.inductor.weights_in_graphs import keep_weights
 from miofind.torch.inductor.writing import Ranks, Serves, Writing
@@ -84,6 +87,8 @@ class ConvolutionPass(CustomGraphPass):
         for node in list(graph.nodes):
             if node.target in ARGUMENTS:
                 state_memory_format(node)
+        split_poolings(graph)
+        interleave(graph, writing.last_ranks)
         if trains(graph):
             turn_saved(graph)
             gather_vectors(graph)
@@ -172,7 +177,8 @@ def _prepare(graph: fx.Graph) -> tuple[Ranks, Ranks]:
         The numbers of dimensions of convolutions that will be channels last, and those that are turned here.
     """
     convolutions = (*CONVOLUTIONS, OPERATORS[Forward])
-    read = (node.args[0].meta.get("val") for node in graph.nodes if node.target in convolutions)
+    asked = [*linear_layers(graph), *(node for node in graph.nodes if node.target in convolutions)]
+    read = (node.args[0].meta.get("val") for node in asked)
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
     measured = frozenset(filter(_measures, devices))
     by_inductor = frozenset((2,) if prefers_channels_last(graph) else ())
@@ -251,4 +257,6 @@ def _replace(writing: Writing) -> None:
             replace_forward(writing, node)
         elif node.target is aten.convolution_backward.default and is_plain(node, node.args[7]):
             replace_backward(writing, node)
+    for node in list(linear_layers(writing.graph)):
+        replace_linear(writing, node)
     put_bare(writing)

@@ -190,6 +190,11 @@ def _is_first(node: fx.Node) -> bool:
     return value.dim() == 4 and is_plain(node, transposed=False) and bool(value.is_contiguous())
 
 
+def runs_last(node: fx.Node) -> bool:
+    """Whether a step is an operator that is known to run channels last."""
+    return node.target in ARGUMENTS and bool(node.meta.get(_TURNED) or node.kwargs.get("channels_last"))
+
+
 def memory_formats(graph: fx.Graph) -> dict[fx.Node, bool]:
     """The forward operators whose memory format is known as they are lowered, and whether that is channels last."""
     known = {}

@@ -1,0 +1,117 @@
+"""Linear layers as convolutions with filters of one pixel, where an activation or steps of channels follow them.
+
+A linear layer of images channels last is such a convolution. Inductor has a library compute it, and reads and writes
+all of its results once more for what follows: a gelu (the blocks of ConvNeXt and of transformers), or a factor of each
+channel and a sum (the end of ConvNeXt's). In float16 and bfloat16 the operators compute both at once. Layers that
+nothing such follows stay the library's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from miofind.torch.fused.calls import Forward
+from miofind.torch.inductor.decompositions import activation_of
+from miofind.torch.inductor.forward import replace_forward
+from miofind.torch.inductor.graphs import VIEWS, added_step, has_numbers
+from miofind.torch.inductor.writing import Writing
+
+aten = torch.ops.aten
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_WINDOW = ([1, 1], [0, 0], [1, 1])
+"""Stride, padding and dilation."""
+
+
+def linear_layers(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The products of matrices that are linear layers with weights (k, c) as modules have them, in 16 bits."""
+    for node in graph.nodes:
+        if node.target not in (aten.addmm.default, aten.mm.default) or node.kwargs or not has_numbers(node):
+            continue
+        x, weights = (each.meta["val"] for each in node.args[-2:])
+        bias = node.args[0].meta["val"] if node.target is aten.addmm.default else None
+        has_form = x.is_contiguous() and weights.t().is_contiguous() and x.numel() and weights.numel()
+        if x.dtype in _DTYPES and has_form and (bias is None or tuple(bias.shape) == (weights.shape[1],)):
+            yield node
+
+
+def replace_linear(writing: Writing, node: fx.Node) -> None:
+    """Put an operator in for a linear layer with what follows it, if anything does and a FindDB answers."""
+    result = _shaped(node)
+    if _put_with_activation(writing, node, result) or result.meta["val"].dim() != 4 or len(result.users) != 1:
+        return
+    (permuted,) = result.users
+    if permuted.target is not aten.permute.default or [*permuted.args[1]] != [0, 3, 1, 2]:
+        return
+    step = functools.partial(added_step, writing.graph)
+    with writing.graph.inserting_before(permuted):
+        convolution = step(aten.convolution.default, *_tensors(step, node, result), *_WINDOW, False, [0, 0], 1)
+    permuted.replace_all_uses_with(convolution)
+    if replace_forward(writing, convolution):
+        _erase_unused(permuted)
+    else:
+        convolution.replace_all_uses_with(permuted)
+        _erase_unused(convolution)
+
+
+def _shaped(node: fx.Node) -> fx.Node:
+    """The layer's result, or what alone uses it, with the dimensions that the layer's input had."""
+    if len(node.users) != 1:
+        return node
+    (user,) = node.users
+    keeps_channels = user.target in VIEWS and user.meta["val"].shape[-1:] == node.meta["val"].shape[1:]
+    return user if keeps_channels else node
+
+
+def _put_with_activation(writing: Writing, node: fx.Node, result: fx.Node) -> bool:
+    """Whether an operator was put in for a layer and its activation."""
+    found = activation_of(result)
+    if found is None or found.steps[-1].meta["val"].dtype != node.meta["val"].dtype:
+        return False
+    end = found.steps[-1]
+    with writing.graph.inserting_before(end):
+        tensors, of = _tensors(writing.step, node, result), found.numbers
+        call = Forward(*tensors, None, None, of.activation, *_WINDOW, 1, channels_last=True)
+        made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope))
+        if made is not None:
+            last = writing.step(aten.permute.default, made, [0, 2, 3, 1])
+            end.replace_all_uses_with(writing.step(aten.reshape.default, last, [*end.meta["val"].shape]))
+    if made is not None:
+        _erase_unused(end)
+    writing.tidy()
+    return made is not None
+
+
+def _tensors(step: Callable[..., fx.Node], node: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """What a convolution reads that computes a layer: x, (n, c, height, width) as it lies, w, (k, c, 1, 1), the bias.
+
+    Images are those of the result, as far as it has any: rows of a matrix are images of one pixel.
+
+    Args:
+        step: makes new steps.
+    """
+    x, weights = node.args[-2:]
+    outer = [*result.meta["val"].shape[:-1]]
+    n, height, width = outer if len(outer) == 3 else (outer[0], math.prod(outer[1:]), 1)
+    images = step(aten.reshape.default, x, [n, height, width, x.meta["val"].shape[1]])
+    filters = step(aten.permute.default, weights, [1, 0])
+    return (
+        step(aten.permute.default, images, [0, 3, 1, 2]),
+        step(aten.reshape.default, filters, [*filters.meta["val"].shape, 1, 1]),
+        node.args[0] if node.target is aten.addmm.default else None,
+    )
+
+
+def _erase_unused(node: fx.Node) -> None:
+    """Erase a step that nothing uses, and those that it alone used."""
+    unused = {node: None}
+    while unused:
+        (last, _) = unused.popitem()
+        read = last.all_input_nodes
+        last.graph.erase_node(last)
+        unused |= {each: None for each in read if each.op == "call_function" and not each.users}
