@@ -50,7 +50,7 @@ def interleave(graph: fx.Graph, last_ranks: Ranks) -> None:
     if not _is_lowered():
         return
     for node in list(graph.nodes):
-        if not _is_given(node) or not _has_few_channels(node):
+        if not _has_few_channels(node) or not _is_given(node):
             continue
         readers = [*_readers(node, last_ranks)]
         if not readers:
@@ -62,11 +62,16 @@ def interleave(graph: fx.Graph, last_ranks: Ranks) -> None:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a step is what a graph is given, as it is or computed element by element."""
+    """Whether a step is what a graph is given, as it is or computed element by element.
+
+    What else is traced channels first may be written channels last.
+    """
     if node.op == "placeholder":
         return True
-    is_known = isinstance(node.target, torch._ops.OpOverload)
-    return is_known and (node.target is prims.convert_element_type.default or torch.Tag.pointwise in node.target.tags)
+    target = node.target
+    is_known = isinstance(target, torch._ops.OpOverload)
+    is_pointwise = is_known and (target is prims.convert_element_type.default or torch.Tag.pointwise in target.tags)
+    return is_pointwise and bool(node.all_input_nodes) and all(map(_is_given, node.all_input_nodes))
 
 
 def _has_few_channels(node: fx.Node) -> bool:

@@ -48,6 +48,8 @@ def replace_linear(writing: Writing, node: fx.Node) -> None:
     (permuted,) = result.users
     if permuted.target is not aten.permute.default or [*permuted.args[1]] != [0, 3, 1, 2]:
         return
+    if not writing.is_last(_end_of(permuted).meta["val"]):
+        return
     step = functools.partial(added_step, writing.graph)
     with writing.graph.inserting_before(permuted):
         convolution = step(aten.convolution.default, *_tensors(step, node, result), *_WINDOW, False, [0, 0], 1)
@@ -66,6 +68,18 @@ def _shaped(node: fx.Node) -> fx.Node:
     (user,) = node.users
     keeps_channels = user.target in VIEWS and user.meta["val"].shape[-1:] == node.meta["val"].shape[1:]
     return user if keeps_channels else node
+
+
+def _end_of(image: fx.Node) -> fx.Node:
+    """The last of the steps behind an image that each alone use the one before, and are images of the same shape."""
+    shape = image.meta["val"].shape
+    while len(image.users) == 1:
+        (user,) = image.users
+        value = user.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.shape != shape:
+            break
+        image = user
+    return image
 
 
 def _put_with_activation(writing: Writing, node: fx.Node, result: fx.Node) -> bool:
@@ -98,7 +112,11 @@ def _tensors(step: Callable[..., fx.Node], node: fx.Node, result: fx.Node) -> tu
     x, weights = node.args[-2:]
     outer = [*result.meta["val"].shape[:-1]]
     n, height, width = outer if len(outer) == 3 else (outer[0], math.prod(outer[1:]), 1)
-    images = step(aten.reshape.default, x, [n, height, width, x.meta["val"].shape[1]])
+    shape = (n, height, width, x.meta["val"].shape[1])
+    if x.target in VIEWS and tuple(x.args[0].meta["val"].shape) == shape:
+        images = x.args[0]  # there and back Inductor may not see that it is the same
+    else:
+        images = step(aten.reshape.default, x, [*shape])
     filters = step(aten.permute.default, weights, [1, 0])
     return (
         step(aten.permute.default, images, [0, 3, 1, 2]),

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import inductor_prims
 
 from miofind.torch.inductor.graphs import added_step
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
-_POOLING = prims._low_memory_max_pool_with_offsets.default
+_POOLING = inductor_prims._low_memory_max_pool_with_offsets
 _POOLINGS = {
     aten.max_pool2d_with_indices.default: 2,
     aten.max_pool3d_with_indices.default: 3,

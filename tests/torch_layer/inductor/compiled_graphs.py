@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 
 
 def convolution_pass() -> Any:
@@ -43,7 +45,7 @@ class Compiled:
         from torch._functorch.aot_autograd import make_boxed_func
 
         if self._has_pass:
-            _note_strides(graph.graph)
+            _note_outputs(graph)
             self.convolution_pass(graph.graph)
             graph.recompile()
         self.graphs.append(graph)
@@ -59,9 +61,17 @@ class Compiled:
         return sum(node.target is target for graph in self.graphs for node in graph.graph.nodes)
 
 
-def _note_strides(graph: fx.Graph) -> None:
-    """Note the strides of what a graph returns with it, as Inductor does before it runs passes."""
-    (output,) = graph.find_nodes(op="output")
-    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in output.args[0]]
-    noted = [value.stride() if isinstance(value, torch.Tensor) else None for value in values]
-    output.meta["original_output_strides"] = noted
+def _note_outputs(graph: fx.GraphModule) -> None:
+    """Note the strides of what a graph returns, and what of that is a user's, as Inductor does before passes."""
+    with warnings.catch_warnings():  # of what its module imports
+        warnings.simplefilter("ignore")
+        from torch._inductor.compile_fx import record_original_output_strides
+
+    record_original_output_strides(graph)
+    (output,) = graph.graph.find_nodes(op="output")
+    given = range(len(output.args[0]))
+    if not any(str(node.target).startswith("tangents") for node in graph.graph.find_nodes(op="placeholder")):
+        metadata = TracingContext.get().fw_metadata
+        first = metadata.num_mutated_inp_runtime_indices
+        given = range(first, first + metadata.num_outputs)
+    output.meta["user_visible_output_idxs"] = [i for i in given if isinstance(output.args[0][i], fx.Node)]
