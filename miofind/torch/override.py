@@ -31,6 +31,7 @@ from miofind.torch.flags import state
 from miofind.torch.launches import Arguments
 from miofind.torch.plans import Plan, Planner, note_capture
 from miofind.torch.settings import DEFAULT_WORKSPACE_LIMIT_BYTES, MissPolicy, Settings
+from miofind.torch.untraced import untraced
 
 P = ParamSpec("P")
 
@@ -330,7 +331,7 @@ def _implement(library: Any, name: str, kernel: Any, key: str) -> None:
     with warnings.catch_warnings():
         for said in ("Warning only once for all operators", "Overriding a previously registered kernel"):
             warnings.filterwarnings("ignore", message=rf"\s*{said}", category=UserWarning)
-        library.impl(name, kernel, key, **keywords)
+        library.impl(name, untraced(kernel), key, **keywords)
 
 
 def _native_forward(key: str) -> Any:

@@ -18,6 +18,7 @@ from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forwa
 from miofind.torch.fused.kept_weights import kept_weights
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.plans import fallback, planned
+from miofind.torch.untraced import untraced
 
 LIBRARY = torch.library.Library("miofind", "FRAGMENT")
 
@@ -133,7 +134,7 @@ def _autocast(operator: Any, device_type: str) -> Callable[..., Any]:
             cast = [in_autocast(value, dtype) for value in arguments]
             return operator(*cast, **{name: in_autocast(value, dtype) for name, value in named.items()})
 
-    return kernel
+    return untraced(kernel)
 
 
 def in_autocast(value: Any, dtype: Any) -> Any:
@@ -151,7 +152,7 @@ _KERNELS: dict[str, tuple[type[Call], Callable[..., Any]]] = {
 }
 for _name, (_kind, _kernel) in _KERNELS.items():
     for _place in ("CPU", "CUDA"):
-        LIBRARY.impl(_name, _kernel, _place)
+        LIBRARY.impl(_name, untraced(_kernel), _place)
         LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
     torch.library.register_fake(f"miofind::{_name}", _fake(_kind), lib=LIBRARY)
 
@@ -167,7 +168,7 @@ def _kept_weights_fake(weights: Sequence[Any], dtype: Any, channels_last: bool) 
 
 
 for _place in ("CPU", "CUDA"):
-    LIBRARY.impl("kept_weights", kept_weights, _place)
+    LIBRARY.impl("kept_weights", untraced(kept_weights), _place)
 torch.library.register_fake("miofind::kept_weights", _kept_weights_fake, lib=LIBRARY)
 direct_path()  # stands before these kernels, where it was built
 

@@ -53,7 +53,7 @@ _BY_STRIDES = (
 
 def turnable(graph: fx.Graph) -> Ranks:
     """The numbers of dimensions whose convolutions may be turned."""
-    if reads_strides(graph) or _returns_views() or not _keeps_strides(graph):
+    if reads_strides(graph) or _returns_views() or _is_kept_elsewhere() or not _keeps_strides(graph):
         return frozenset()
     return frozenset(_rank(node) for node in _convolutions(graph))
 
@@ -90,6 +90,16 @@ def _returns_views() -> bool:
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return metadata is not None and metadata.num_intermediate_bases > 0
+
+
+def _is_kept_elsewhere() -> bool:
+    """Whether hooks of the user's keep what a backward pass reads.
+
+    They may give back another order, as `save_on_cpu` does, and a compiled backward pass wants the one that it was
+    compiled for. What checkpoints compute once more lies as it did.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
 
 
 def turn(writing: Writing) -> None:

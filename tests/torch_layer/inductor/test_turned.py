@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers.runs.fused_answers import answers_of
 from torch import nn
 from torch_layer.inductor.compiled_graphs import Compiled
@@ -222,3 +224,23 @@ def test_branches_and_bodies_of_loops_stay(convolution: Any) -> None:
     with torch.no_grad():
         given = torch.compile(run, options={**options, "fx_graph_cache": False})(x)
         torch.testing.assert_close(given, run(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("served")
+def test_graphs_whose_tensors_a_hook_keeps_stay() -> None:
+    """It may give them back in another order, which a backward pass would not take; a checkpoint's does not."""
+    x = torch.randn(SHAPES[1])
+    for context, is_turned in (
+        (torch.autograd.graph.save_on_cpu(), False),
+        (torch.autograd.graph.saved_tensors_hooks(lambda v: v.contiguous(), lambda v: v), False),
+        (contextlib.nullcontext(), True),
+    ):
+        network = Net(1)
+        compiled = Compiled(network)
+        with context:
+            trained(network, compiled, x)
+        assert (layouts(compiled) == {"NWC"}) is is_turned
+    network = Net(1)
+    compiled = Compiled(network)
+    trained(network, lambda x: torch.utils.checkpoint.checkpoint(compiled, x, use_reentrant=False), x)
+    assert layouts(compiled) == {"NWC"}
