@@ -356,7 +356,7 @@ class Planner:
             Behind: none is.
         """
         least_gain = self.settings.min_gain
-        gains = ((s, comparisons.gain(problem, device, s.time_ms)) for s in found)
+        gains = ((s, comparisons.gain(problem, device, s.time_ms if s.samples else None)) for s in found)
         measured = [(s, gain) for s, gain in gains if gain is not None]
         if measured:
             if not (gaining := [s for s, gain in measured if gain >= least_gain]):

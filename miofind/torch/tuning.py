@@ -34,6 +34,7 @@ from miofind.text.printable import printable_name
 from miofind.torch import comparisons
 from miofind.torch.answers import planner_of
 from miofind.torch.direct import VARIABLE, direct_path
+from miofind.torch.flags import Flags, state
 from miofind.torch.fused import plans as fused_plans
 from miofind.torch.network import problems, refuse_inputs
 from miofind.torch.override import current, forget_plans, native_kernels
@@ -141,9 +142,16 @@ def _as_it_runs(options: FindOptions, place: Place) -> FindOptions:
 
     To be asked before `native_kernels` lays the override aside.
     """
-    limit_bytes = planner_of(current("cuda" if place is Place.CUDA else "cpu")).settings.workspace_limit_bytes
-    limits = [limit for limit in (limit_bytes, options.workspace_limit_bytes) if limit is not None]
-    return replace(options, workspace_limit_bytes=min(limits, default=None))
+    settings = planner_of(current("cuda" if place is Place.CUDA else "cpu")).settings
+    runs = settings.options(deterministic=Flags.of(state(), on_gpu=place is Place.CUDA).deterministic)
+    limits = [limit for limit in (runs.workspace_limit_bytes, options.workspace_limit_bytes) if limit is not None]
+    return replace(
+        options,
+        workspace_limit_bytes=min(limits, default=None),
+        deterministic=options.deterministic or runs.deterministic,
+        only=runs.only or options.only,
+        exclude=tuple(dict.fromkeys((*options.exclude, *runs.exclude))),
+    )
 
 
 @contextlib.contextmanager

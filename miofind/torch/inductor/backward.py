@@ -24,8 +24,11 @@ def replace_backward(writing: Writing, node: fx.Node) -> None:
     if 0 in gradients and mask[0] and _put_backward_data(writing, node, gradients[0]):
         mask[0] = False
     sums = gradients.get(2) if mask[2] else _sum_of_channels(node)
-    if 1 in gradients and mask[1] and _put_backward_weights(writing, node, gradients[1], sums):
-        mask[1], mask[2] = False, mask[2] and sums is None
+    if 1 in gradients and mask[1]:
+        if sums is not None and _put_backward_weights(writing, node, gradients[1], sums):
+            mask[1] = mask[2] = False
+        elif _is_put_in_bare(writing, *node.args[:2]) and _put_backward_weights(writing, node, gradients[1], None):
+            mask[1] = False
     writing.tidy()
     for each in [user for user in node.users if not user.users]:
         writing.graph.erase_node(each)
@@ -120,8 +123,6 @@ def _sum_of_channels(node: fx.Node) -> fx.Node | None:
 def _put_backward_weights(writing: Writing, node: fx.Node, gradient: fx.Node, sums: fx.Node | None) -> bool:
     """Whether the gradient of the weights was put in, together with that of the bias if there is one."""
     dy, x, w = node.args[:3]
-    if sums is None and not _is_put_in_bare(writing, dy, x):
-        return False
     last = writing.is_last(gradient.meta["val"], dy.meta["val"], x.meta["val"])
     stride, padding, dilation, groups = _geometry(node)
     of_bias = None if sums is None else sums.meta["val"].dtype

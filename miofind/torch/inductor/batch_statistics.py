@@ -14,12 +14,13 @@ from torch import fx
 
 from miofind.torch.fused.calls import Statistics
 from miofind.torch.fused.ops import OPERATORS
+from miofind.torch.inductor.graphs import HALVES
 from miofind.torch.inductor.writing import Writing
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_DTYPES = (torch.float16, torch.bfloat16)
-"""Whose own rounding costs a variance as much as the difference of sums in float32 does; see docs/numerics.md."""
+_DTYPES = HALVES
+"""Those whose own rounding costs a variance as much as the difference of sums in float32 does; see docs/numerics.md."""
 
 
 def put_statistics(writing: Writing, convolution: fx.Node) -> bool:

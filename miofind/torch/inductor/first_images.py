@@ -17,13 +17,12 @@ from torch import fx
 
 from miofind.torch.formats import dense, is_dense, layout_like
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY
-from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step
+from miofind.torch.inductor.graphs import CONVOLUTIONS, HALVES, added_step
 from miofind.torch.inductor.memory_formats import runs_last
 from miofind.torch.inductor.writing import Ranks
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_DTYPES = (torch.float16, torch.bfloat16)
 _MOST_CHANNELS = 8
 """Of more a place's channels are the half of a sector, or more."""
 _LEAST_SIZE = 1 << 18
@@ -76,7 +75,7 @@ def _is_given(node: fx.Node) -> bool:
 
 def _has_few_channels(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() not in (3, 4, 5) or value.dtype not in _DTYPES:
+    if not isinstance(value, torch.Tensor) or value.dim() not in (3, 4, 5) or value.dtype not in HALVES:
         return False
     if not all(isinstance(size, int) for size in value.shape) or value.numel() < _LEAST_SIZE:
         return False
@@ -87,7 +86,8 @@ def _readers(image: fx.Node, last_ranks: Ranks) -> Iterator[fx.Node]:
     """The convolutions that read an image channels last, and the graph's end where it keeps it for a backward pass."""
     rank = image.meta["val"].dim() - 2
     convolutions = [user for user in image.users if user.target in (*CONVOLUTIONS, *ARGUMENTS)]
-    found = [user for user in convolutions if runs_last(user) or (user.target in CONVOLUTIONS and rank in last_ranks)]
+    is_kept_last = rank in last_ranks - {1}  # PyTorch has no such order of one dimension
+    found = [user for user in convolutions if runs_last(user) or (user.target in CONVOLUTIONS and is_kept_last)]
     yield from found
     (output,) = image.graph.find_nodes(op="output")
     if found and output in image.users and image.op != "placeholder":

@@ -105,7 +105,7 @@ class ConvolutionPass(CustomGraphPass):
         """Whether a FindDB answers a problem; notes what lacks an answer."""
         planner, flags = _asked(device)
         found = answer(problem, device, flags, planner)
-        if not found.is_served and found.part.is_missing:
+        if not found.is_served and found.part.is_missing and planner.settings.on_miss is not MissPolicy.RECORD:
             self.missing.append(problem)
         return found.is_served
 
@@ -229,6 +229,8 @@ def _find_lacking(graph: fx.Graph, ranks: tuple[Ranks, Ranks], devices: frozense
 def _known(problem: ProblemDescription, device: Any, *, otherwise: MissPolicy = MissPolicy.FALLBACK) -> Solution | None:
     """The first of the answers that FindDBs have to a problem, where miofind runs it; nothing is measured."""
     planner, flags = _asked(device)
+    if planner.settings.on_miss is MissPolicy.RECORD:
+        return None
     return fastest(problem, device, flags, Planner(replace(planner.settings, on_miss=otherwise)))
 
 

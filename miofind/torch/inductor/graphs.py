@@ -11,6 +11,8 @@ aten = torch.ops.aten
 
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 VIEWS = (aten.reshape.default, aten.view.default)
+HALVES = (torch.float16, torch.bfloat16)
+"""The dtypes of 16 bits, which tensor cores read channels last."""
 
 
 def is_plain(node: fx.Node, transposed: Any) -> bool:

@@ -18,12 +18,11 @@ from torch import fx
 from miofind.torch.fused.calls import Forward
 from miofind.torch.inductor.decompositions import activation_of
 from miofind.torch.inductor.forward import replace_forward
-from miofind.torch.inductor.graphs import VIEWS, added_step, has_numbers
+from miofind.torch.inductor.graphs import HALVES, VIEWS, added_step, has_numbers
 from miofind.torch.inductor.writing import Writing
 
 aten = torch.ops.aten
 
-_DTYPES = (torch.float16, torch.bfloat16)
 _WINDOW = ([1, 1], [0, 0], [1, 1])
 """Stride, padding and dilation."""
 
@@ -36,7 +35,7 @@ def linear_layers(graph: fx.Graph) -> Iterator[fx.Node]:
         x, weights = (each.meta["val"] for each in node.args[-2:])
         bias = node.args[0].meta["val"] if node.target is aten.addmm.default else None
         has_form = x.is_contiguous() and weights.t().is_contiguous() and x.numel() and weights.numel()
-        if x.dtype in _DTYPES and has_form and (bias is None or tuple(bias.shape) == (weights.shape[1],)):
+        if x.dtype in HALVES and has_form and (bias is None or tuple(bias.shape) == (weights.shape[1],)):
             yield node
 
 

@@ -124,8 +124,9 @@ def _read_images(convolution: fx.Node) -> tuple[int, ...]:
 
 
 def _is_packed(value: Any) -> bool:
-    """Whether a convolution reads a tensor as it lies."""
-    return any(is_dense(value, layout_like(value, channels_last=last)) for last in (False, True))
+    """Whether a convolution reads a tensor as it lies: of one dimension channels first alone."""
+    orders = (False,) if value.dim() == 3 else (False, True)
+    return any(is_dense(value, layout_like(value, channels_last=last)) for last in orders)
 
 
 def _packed(graph: fx.Graph, image: fx.Node) -> fx.Node:

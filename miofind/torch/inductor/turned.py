@@ -27,14 +27,13 @@ from miofind.core.tensor import Layout
 from miofind.torch.formats import strides
 from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.ops import OPERATORS
-from miofind.torch.inductor.graphs import added_step, has_numbers, traced_strides
+from miofind.torch.inductor.graphs import HALVES, added_step, has_numbers, traced_strides
 from miofind.torch.inductor.kept import asked_problems
 from miofind.torch.inductor.writing import Ranks, Writing, is_put_in, spelt
 from miofind.torch.override import current
 
 aten = torch.ops.aten
 
-_DTYPES = (torch.float16, torch.bfloat16)
 _LEAST_SHARE = 0.5
 """Of the multiplications: what FindDBs answer channels last of a graph that is turned."""
 
@@ -210,7 +209,7 @@ def _convolutions(graph: fx.Graph) -> Iterator[fx.Node]:
         if node.target not in (aten.convolution.default, OPERATORS[Forward]) or not has_numbers(node):
             continue
         is_open = node.kwargs.get("channels_last") is None
-        if is_open and node.meta["val"].dtype in _DTYPES and node.meta["val"].is_contiguous():
+        if is_open and node.meta["val"].dtype in HALVES and node.meta["val"].is_contiguous():
             yield node
 
 
@@ -236,7 +235,7 @@ def _is_answered(writing: Writing, convolution: fx.Node) -> bool:
 
 def _reads_images(convolution: fx.Node) -> bool:
     """Whether a convolution reads 16 bits of known sizes."""
-    return convolution.args[0].meta["val"].dtype in _DTYPES and has_numbers(convolution)
+    return convolution.args[0].meta["val"].dtype in HALVES and has_numbers(convolution)
 
 
 def _strides(value: Any) -> list[Any]:

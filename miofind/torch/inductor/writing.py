@@ -14,7 +14,7 @@ from miofind.torch.flags import Flags, state
 from miofind.torch.formats import is_last
 from miofind.torch.fused.calls import Call, Forward, of_one_dtype, problem_of
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
-from miofind.torch.inductor.graphs import added_step
+from miofind.torch.inductor.graphs import HALVES, added_step
 
 Serves = Callable[[ProblemDescription, Any], bool]
 """Whether an operator may be put in for a problem on a device of PyTorch's."""
@@ -30,7 +30,7 @@ class Writing:
         graph: of Inductor, after gradients.
         serves: says which problems operators are put in for.
         last_ranks: the numbers of dimensions of convolutions that will be channels last, whatever they were traced as.
-        turned: those of them that Inductor would leave channels first.
+        turned: those of them that Inductor would leave channels first: of these convolutions those in 16 bits.
 
     Attributes:
         put_in: the problems of the operators that were put in, in order.
@@ -50,9 +50,14 @@ class Writing:
         self._written.append(node)
         return node
 
+    def runs_last(self, value: Any) -> bool:
+        """Whether a convolution of such a tensor will be channels last, whatever it was traced as."""
+        rank = value.dim() - 2
+        return rank in self.last_ranks and (rank not in self.turned or value.dtype in HALVES)
+
     def is_last(self, *values: Any) -> bool:
-        """Whether a convolution is to be channels last: one of these tensors of it is, or it will be turned so."""
-        return any(map(is_last, values)) or values[0].dim() - 2 in self.last_ranks
+        """Whether an operator is to be channels last: one of its tensors is, or its convolution will be."""
+        return any(map(is_last, values)) or self.runs_last(values[0])
 
     def served(self, call: Call) -> ProblemDescription | None:
         """The problem of an operator; None where no FindDB answers it.

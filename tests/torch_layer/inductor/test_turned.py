@@ -19,6 +19,9 @@ import miofind.torch
 from miofind import Handle
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.torch.inductor import turned
+from miofind.torch.inductor.graphs import CONVOLUTIONS
+from miofind.torch.inductor.kept import asked_problems
+from miofind.torch.inductor.writing import Writing
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -216,14 +219,21 @@ def test_branches_and_bodies_of_loops_stay(convolution: Any) -> None:
     rank = {nn.Conv1d: 1, nn.Conv3d: 3}[convolution]
     network, x = convolution(6, 6, 3, padding=1).bfloat16(), torch.randn(2, 6, *(5, 4, 3)[:rank]).bfloat16()
 
-    def run(x: Any) -> Any:
+    def branches(x: Any) -> Any:
         return torch.cond(x.sum() > 0, lambda x: torch.tanh(network(x)), lambda x: x.sin(), (x,))
 
-    options = miofind.torch.inductor_options()
-    torch._dynamo.reset()
-    with torch.no_grad():
-        given = torch.compile(run, options={**options, "fx_graph_cache": False})(x)
-        torch.testing.assert_close(given, run(x), rtol=2e-2, atol=2e-2)
+    def loop(x: Any) -> Any:
+        count = torch.tensor(0)
+        return torch.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, torch.tanh(network(x))), (count, x))[1]
+
+    for run in (branches, loop):
+        options = miofind.torch.inductor_options()
+        torch._dynamo.reset()
+        with torch.no_grad():
+            given = torch.compile(run, options={**options, "fx_graph_cache": False})(x)
+            torch.testing.assert_close(given, run(x), rtol=2e-2, atol=2e-2)
+        replaced = options["post_grad_custom_pre_pass"].replaced
+        assert not {str(problem.y.layout) for problem in replaced} & {*LAST.values()}
 
 
 @pytest.mark.usefixtures("served")
@@ -244,3 +254,77 @@ def test_graphs_whose_tensors_a_hook_keeps_stay() -> None:
     compiled = Compiled(network)
     trained(network, lambda x: torch.utils.checkpoint.checkpoint(compiled, x, use_reentrant=False), x)
     assert layouts(compiled) == {"NWC"}
+
+
+@pytest.mark.usefixtures("served")
+def test_convolutions_in_float32_stay_beside_those_that_are_turned() -> None:
+    wide, narrow = nn.Conv3d(4, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1).bfloat16()
+    wide_up, narrow_up = nn.ConvTranspose3d(4, 2, 2, stride=2), nn.ConvTranspose3d(4, 2, 2, stride=2).bfloat16()
+
+    def run(x: Any) -> Any:
+        return wide_up(torch.relu(wide(x.float()))) + narrow_up(torch.relu(narrow(x)))
+
+    x = torch.randn(2, 4, 3, 6, 5).bfloat16()
+    compiled = Compiled(run)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), run(x), rtol=0.05, atol=0.05)
+    problems = {(str(each.y.dtype), str(each.y.layout)) for each in compiled.convolution_pass.replaced}
+    assert problems == {("float32", "NCDHW"), ("bfloat16", "NDHWC")}
+    (graph,) = compiled.graphs
+    writing = Writing(graph.graph, lambda problem, device: True, frozenset({3}), frozenset({3}))
+    kept = [node for node in graph.graph.nodes if node.target in CONVOLUTIONS]
+    asked = {str(each.x.dtype): str(each.x.layout) for node in kept for each in asked_problems(writing, node)}
+    assert asked["float32"] == "NCDHW"
+
+
+def test_kept_convolutions_of_one_dimension_are_asked_as_they_run() -> None:
+    """PyTorch's own stay channels first, whatever is turned around them."""
+    up, x = nn.ConvTranspose1d(4, 2, 2, stride=2).bfloat16(), torch.randn(2, 4, 9).bfloat16()
+    compiled = Compiled(up, has_pass=False)
+    with torch.no_grad():
+        compiled(x)
+    (graph,) = compiled.graphs
+    writing = Writing(graph.graph, lambda problem, device: True, frozenset({1}), frozenset({1}))
+    (kept,) = (node for node in graph.graph.nodes if node.target in CONVOLUTIONS)
+    assert [str(problem.x.layout) for problem in asked_problems(writing, kept)] == ["NCW"]
+
+
+def test_recording_leaves_graphs_as_they_are(cpu_handle: Handle, caplog: pytest.LogCaptureFixture) -> None:
+    network, x = nn.Sequential(nn.Conv3d(2, 4, 3), nn.ReLU(), nn.Conv3d(4, 2, 1)).bfloat16(), torch.randn(1, 2, 4, 5, 6)
+    with miofind.torch.use("record", handle=cpu_handle, devices="cpu"), torch.no_grad():
+        compiled = Compiled(network)
+        compiled(x.bfloat16())
+    assert not compiled.convolution_pass.replaced
+    assert not compiled.convolution_pass.missing
+    assert not forced(compiled)
+    assert not [record for record in caplog.records if record.name.startswith("miofind")]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_gradients_of_one_dimension_are_put_in_with_nothing_besides(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bias gradient has no answer here; PyTorch's own of the weights would be channels first."""
+    served = Writing.served
+
+    def without_sums(self: Writing, call: Any) -> Any:
+        problem = served(self, call)
+        return None if problem is None or "bias_gradient" in problem.epilogue.text else problem
+
+    monkeypatch.setattr(Writing, "served", without_sums)
+    torch.manual_seed(0)
+    layers = nn.Conv1d(6, 6, 3, bias=bias), nn.Sigmoid(), nn.Conv1d(6, 4, 3, bias=bias)
+    network, x = nn.Sequential(*layers).bfloat16(), torch.randn(2, 6, 11).bfloat16()
+    options = miofind.torch.inductor_options()
+    torch._dynamo.reset()
+    compiled = torch.compile(network, options={**options, "fx_graph_cache": False})
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        given, wanted = (trained(network, run, x) for run in (compiled, network))
+    replaced = options["post_grad_custom_pre_pass"].replaced
+    put_in = {(each.direction, each.epilogue.text, str(each.x.layout)) for each in replaced}
+    assert {(direction, "", "NWC") for direction in (Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS)} <= put_in
+    for each, expected in zip(given, wanted, strict=True):
+        torch.testing.assert_close(each, expected, rtol=0.05, atol=0.01)
