@@ -9,11 +9,12 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     """Options with which torch.compile puts miofind's fused convolutions into its graphs.
 
     `torch.compile(model, options=miofind.torch.inductor_options())`. A pass over Inductor's graphs replaces a
-    convolution and the point-wise steps after it by one operator where the FindDB answers the fused problem; all else
-    stays Inductor's. Forward, those are batch norm in inference, the addition of a tensor and an activation. In
+    convolution, or a linear layer in 16 bits, and the point-wise steps after it by one operator where the FindDB
+    answers the fused problem. Forward, those are batch norm in inference, the addition of a tensor and an activation. In
     training: the same as far as nothing between them is kept for backward; a batch norm's statistics, of results in
     float16 and bfloat16; relu's mask and the sum of gradients at a branch with the gradient of the input; and the bias
-    gradient with that of the weights. Graphs of dynamic shapes stay. With `torch.backends.cudnn.benchmark`, or
+    gradient with that of the weights. Convolutions of dynamic shapes stay. What else the pass does, such as turning
+    graphs to channels last, docs/pytorch.md tells under "What is put in". With `torch.backends.cudnn.benchmark`, or
     `enable("find")`, missing answers are measured while a graph is compiled, all of a graph at once as by
     `miofind.find_many`, the likeliest candidates of each; else `missing` of the pass, the option's value, has the
     problems that lack one. For inference
@@ -24,6 +25,9 @@ def inductor_options(**options: Any) -> dict[str, Any]:
 
     Args:
         options: further ones of Inductor, as of `torch.compile(options=...)`.
+
+    Raises:
+        NoSolutionError: as a graph is compiled, with `enable("error")`, where the FindDB has no answer.
     """
     from miofind.torch.inductor.graph_pass import ConvolutionPass
 
