@@ -10,7 +10,7 @@ def inductor_options(**options: Any) -> dict[str, Any]:
 
     `torch.compile(model, options=miofind.torch.inductor_options())`. A pass over Inductor's graphs replaces a
     convolution, or a linear layer in 16 bits, and the point-wise steps after it by one operator where the FindDB
-    answers the fused problem. Forward, those are batch norm in inference, the addition of a tensor and an activation. In
+    answers the fused problem. Forward, those are batch norm in inference, the sum with a tensor and an activation. In
     training: the same as far as nothing between them is kept for backward; a batch norm's statistics, of results in
     float16 and bfloat16; relu's mask and the sum of gradients at a branch with the gradient of the input; and the bias
     gradient with that of the weights. Convolutions of dynamic shapes stay. What else the pass does, such as turning

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 from torch._guards import TracingContext
 
@@ -28,6 +27,10 @@ class Compiled:
 
     def __init__(self, model: Callable[..., Any], *, has_pass: bool = True, **options: Any) -> None:
         from torch._dynamo.backends.common import aot_autograd
+
+        with warnings.catch_warnings():  # of what its modules import
+            warnings.simplefilter("ignore")
+            import torch._inductor.lowering  # poolings are decomposed by its rules
         from torch._inductor.decomposition import select_decomp_table
 
         self.graphs: list[fx.GraphModule] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from torch_layer.inductor.compiled_graphs import Compiled
+
+import miofind.torch
 
 
 def windows(compiled: Compiled) -> list[list[int]]:
@@ -73,15 +76,21 @@ def test_the_memory_format_is_kept(order: Any) -> None:
         (lambda x: functional.max_pool2d(x, 3, 2, 1), [3, 3]),
         (lambda x: functional.max_pool2d(x, 4), [4, 4]),
         (lambda x: functional.max_pool2d(x, (1, 25)), [1, 25]),
-        (lambda x: functional.max_pool2d(x, 5, 1, 2, return_indices=True)[1], [5, 5]),
     ],
-    ids=["3x3", "4x4", "one dimension", "indices"],
+    ids=["3x3", "4x4", "one dimension"],
 )
 def test_others_stay(pool: Callable[[Any], Any], window: list[int]) -> None:
     x = torch.randn(1, 2, 30, 31)
     compiled = Compiled(pool)
     torch.testing.assert_close(compiled(x), pool(x), rtol=0, atol=0)
     assert windows(compiled) == [window]
+
+
+def test_indices_that_a_user_asks_for_are_pytorch_s() -> None:
+    x = torch.randn(1, 2, 12, 13)
+    compiled = Compiled(lambda x: functional.max_pool2d(x, 5, 1, 2, return_indices=True))
+    for given, wanted in zip(compiled(x), functional.max_pool2d(x, 5, 1, 2, return_indices=True), strict=True):
+        torch.testing.assert_close(given, wanted, rtol=0, atol=0)
 
 
 def test_a_window_too_long_for_one_dimension_stays() -> None:
@@ -91,18 +100,74 @@ def test_a_window_too_long_for_one_dimension_stays() -> None:
     assert not windows(compiled)
 
 
-def test_gradients_are_as_they_were() -> None:
-    """They go to what the indices say."""
-    x = torch.randint(3, (2, 2, 12, 13)).float()  # many are equal
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: functional.max_pool2d(x, 5, 1, 2),
+        lambda x: functional.max_pool2d(x, 5, (2, 3), (1, 2), ceil_mode=True),
+        lambda x: functional.max_pool2d(x, 5, 2, 2, 2),
+    ],
+    ids=["5x5", "rounded up", "dilated"],
+)
+@pytest.mark.parametrize("order", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_gradients_go_to_the_first_of_equal_maxima(pool: Callable[[Any], Any], order: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randint(3, (2, 3, 13, 14)).float().to(memory_format=order)
+    x[0, 0, :6, :6] = -math.inf  # what lies outside is no greater
+    x[0, 0, 2, 2] = -1.0
     x.requires_grad_()
-
-    def pool(x: Any) -> Any:
-        return functional.max_pool2d(x, 5, 1, 2)
-
     compiled = Compiled(pool)
-    given, wanted = (torch.autograd.grad(run(x).square().sum(), x)[0] for run in (compiled, pool))
+    wanted = pool(x)
+    given = compiled(x)
     torch.testing.assert_close(given, wanted, rtol=0, atol=0)
-    assert windows(compiled) == [[5, 5]]
+    factors = torch.rand_like(wanted).masked_fill(wanted.isinf(), 0)
+    gradients = [torch.autograd.grad((y.nan_to_num() * factors).sum(), x)[0] for y in (given, wanted)]
+    torch.testing.assert_close(*gradients)
+    assert windows(compiled) == [[1, 5]]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 11, 12), (3, 11, 12)], ids=str)
+def test_places_are_inductor_s(shape: tuple[int, ...]) -> None:
+    """Of windows with infinities and what is no number, too."""
+
+    def places(x: Any) -> Any:
+        from torch._inductor.inductor_prims import _low_memory_max_pool_with_offsets as pooling
+
+        return pooling(x, [5, 5], [1, 1], [2, 2], [1, 1], False)
+
+    compiled = Compiled(places, fullgraph=True)
+    values, given = compiled(with_extremes(*shape))
+    assert given.dtype is torch.int8
+    assert windows(compiled) == [[1, 5]]
+    x = functional.pad(with_extremes(*shape), (2, 2, 2, 2), value=-math.inf)
+    unfolded = x.unfold(-2, 5, 1).unfold(-2, 5, 1).flatten(-2)
+    is_none = unfolded.isnan()
+    first = torch.where(
+        is_none.any(-1), is_none.int().argmax(-1), (unfolded == unfolded.amax(-1, True)).int().argmax(-1)
+    )
+    torch.testing.assert_close(values, unfolded.gather(-1, first[..., None])[..., 0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(given.long(), first)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's code for the CPU is compiled by g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_computes_the_same() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 13, 14).to(memory_format=torch.channels_last).requires_grad_()
+
+    def pyramid(x: Any) -> Any:
+        parts = [x]
+        for _ in range(3):
+            parts.append(functional.max_pool2d(parts[-1], 5, 1, 2))
+        return torch.cat(parts, 1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(pyramid, options=miofind.torch.inductor_options())
+    given, wanted = compiled(x), pyramid(x)
+    torch.testing.assert_close(given, wanted, rtol=0, atol=0)
+    assert given.stride() == wanted.stride()
+    factors = torch.rand_like(wanted)
+    torch.testing.assert_close(*(torch.autograd.grad((y * factors).sum(), x)[0] for y in (given, wanted)))
 
 
 def test_any_number_of_images_is_split_as_well() -> None:
