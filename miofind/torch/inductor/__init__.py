@@ -12,15 +12,16 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     convolution, or a linear layer in 16 bits, and the point-wise steps after it by one operator where the FindDB
     answers the fused problem. Forward, those are batch norm in inference, the sum with a tensor and an activation. In
     training: the same as far as nothing between them is kept for backward; a batch norm's statistics, of results in
-    float16 and bfloat16; relu's mask and the sum of gradients at a branch with the gradient of the input; and the bias
-    gradient with that of the weights. Convolutions of dynamic shapes stay. What else the pass does, such as turning
-    graphs to channels last, docs/pytorch.md tells under "What is put in". With `torch.backends.cudnn.benchmark`, or
-    `enable("find")`, missing answers are measured while a graph is compiled, all of a graph at once as by
-    `miofind.find_many`, the likeliest candidates of each; else `missing` of the pass, the option's value, has the
-    problems that lack one. For inference
-    with weights that stay, fold batch norms first: compile what `miofind.torch.fuse` gives, or set
-    `torch._inductor.config.freezing = True` (as an option of torch.compile it does nothing in PyTorch 2.13); else
-    their scale and bias are computed from their statistics in each call. Calls that are not replaced come to miofind
+    float16 and bfloat16; an activation's derivative and the sum of gradients at a branch with the gradient of the
+    input; and the bias gradient with that of the weights. Convolutions of dynamic shapes stay. What else the pass does,
+    such as turning graphs to channels last, docs/pytorch.md tells under "What is put in".
+
+    With `torch.backends.cudnn.benchmark`, or `enable("find")`, missing answers are measured while a graph is compiled,
+    all of a graph at once as by `miofind.find_many`, the likeliest candidates of each; else `missing` of the pass, the
+    option's value, has the problems that lack one. For inference with weights that stay, fold batch norms first:
+    compile what `miofind.torch.fuse` gives, or set `torch._inductor.config.freezing = True` (as an option of
+    torch.compile it does nothing in PyTorch 2.13); else their scale and bias are computed from their statistics in each
+    call. Calls that are not replaced come to miofind
     where `enable()` is in force.
 
     Args:

@@ -1,4 +1,4 @@
-"""Gradients of a graph's convolutions: with relu's mask and the sum at a branch, and bias gradients beside weights'.
+"""Gradients of a graph's convolutions: with an activation's derivative and the sum at a branch, and of biases.
 
 Those of one dimension that read channels last are put in with nothing besides, too: PyTorch's own are channels first.
 """
@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from miofind.torch.fused.calls import BackwardData, BackwardWeights
+from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.inductor.decompositions import derivative_of
 from miofind.torch.inductor.writing import Writing
 
 aten = torch.ops.aten
@@ -51,10 +53,11 @@ def _is_put_in_bare(writing: Writing, dy: fx.Node, x: fx.Node) -> bool:
 
 
 def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bool:
-    """Whether the gradient of the input was put in, with as much as can be of what is added to it and relu's mask."""
+    """Whether the gradient of the input was put in, with as much as can be of a sum and an activation's derivative."""
     dy, x, w = node.args[:3]
     value = gradient.meta["val"]
-    steps: list[tuple[fx.Node, Any, Any]] = [(gradient, None, None)] if _is_put_in_bare(writing, dy, x) else []
+    bare = (gradient, None, None, Nonlinearity())
+    steps: list[tuple[fx.Node, Any, Any, Nonlinearity]] = [bare] if _is_put_in_bare(writing, dy, x) else []
     end, residual = gradient, None
     addition = next(iter(end.users)) if len(end.users) == 1 else None
     if addition is not None and addition.target is aten.add.Tensor and not addition.kwargs:
@@ -65,17 +68,19 @@ def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bo
         if first is second or not is_alike:
             residual = None
         else:
-            steps.append((addition, residual, None))
+            steps.append((addition, residual, None, Nonlinearity()))
             end = addition
     mask = next(iter(end.users)) if len(end.users) == 1 else None
     saved = None if mask is None else _relu_saved(mask, end)
     if mask is not None and saved is not None:
-        steps.append((mask, residual, saved))
+        steps.append((mask, residual, saved, Nonlinearity(activation="relu")))
+    elif (found := derivative_of(end)) is not None:
+        steps.append((found.steps[-1], residual, found.saved, found.numbers))
     last = writing.is_last(value, dy.meta["val"], x.meta["val"])
-    for end, residual, saved in reversed(steps):
-        call = BackwardData(dy, x, w, residual, saved, "relu" if saved is not None else "none", *_geometry(node))
+    for end, residual, saved, of in reversed(steps):
+        call = BackwardData(dy, x, w, residual, saved, of.activation, *_geometry(node))
         with writing.graph.inserting_before(end):
-            made = writing.put(call._replace(channels_last=last))
+            made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope, channels_last=last))
         if made is not None:
             end.replace_all_uses_with(made)
             _erase_unused(writing.graph, end)

@@ -1,7 +1,7 @@
-"""Activations as Inductor's decompositions write them, and where a graph has them.
+"""Activations and their derivatives as Inductor's decompositions write them, and where a graph has them.
 
-Each activation is traced with the installed PyTorch's own decompositions, and graphs are compared with what comes out:
-what another release writes differently is matched there, or not at all.
+Each is traced with the installed PyTorch's own decompositions, and graphs are compared with what comes out: what
+another release writes differently is matched there, or not at all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch.nn.functional as functional
 from torch import fx
 
 from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.inductor.graphs import VIEWS
+
+aten = torch.ops.aten
 
 _NUMBERS = {"low": -0.123456789, "high": 0.987654321, "slope": 0.135792468}
 """Stand for any number of that name."""
@@ -33,6 +36,16 @@ _TRACED: Mapping[str, Callable[[Any], Any]] = {
     "elu": lambda v: functional.elu(v, _NUMBERS["slope"]),
     "mish": functional.mish,
 }
+
+_DERIVATIVES: Mapping[str, Callable[[Any, Any], Any]] = {
+    "clamp": lambda dy, saved: aten.hardtanh_backward(dy, saved, _NUMBERS["low"], _NUMBERS["high"]),
+    "leaky_relu": lambda dy, saved: aten.leaky_relu_backward(dy, saved, _NUMBERS["slope"], False),
+    "silu": lambda dy, saved: aten.silu_backward(dy, saved),
+    "gelu": lambda dy, saved: aten.gelu_backward(dy, saved),
+    "gelu_tanh": lambda dy, saved: aten.gelu_backward(dy, saved, approximate="tanh"),
+    "hardswish": lambda dy, saved: aten.hardswish_backward(dy, saved),
+}
+"""A gradient times the derivative of an activation at what was saved; relu's is known by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +70,55 @@ def activation_of(value: fx.Node) -> Found | None:
     return max((each for each in found if each is not None), key=lambda each: len(each.steps), default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class FoundDerivative:
+    """A gradient that a graph multiplies by the derivative of an activation.
+
+    Attributes:
+        numbers: of the activation.
+        steps: those that the gradient goes through, the last of which gives the product.
+        saved: what the derivative is taken at.
+    """
+
+    numbers: Nonlinearity
+    steps: tuple[fx.Node, ...]
+    saved: fx.Node
+
+
+def derivative_of(gradient: fx.Node) -> FoundDerivative | None:
+    """The derivative that alone uses a gradient, if it is known here, and taken at what a graph is given.
+
+    What is computed once more, as a batch norm's result is, Inductor computes where it is used: an operator would have
+    it written.
+    """
+    dtype = gradient.meta["val"].dtype
+    if not dtype.is_floating_point:
+        return None
+    found = (_derivative(name, graph, gradient) for name, graph in _derivative_templates(dtype).items())
+    return next((each for each in found if each is not None), None)
+
+
 @functools.cache
 def _templates(dtype: Any) -> dict[str, fx.Graph]:
     """The graphs of all activations of tensors of a dtype."""
+    return {name: _traced(function, dtype, 1) for name, function in _TRACED.items()}
+
+
+@functools.cache
+def _derivative_templates(dtype: Any) -> dict[str, fx.Graph]:
+    """The graphs of derivatives: of a gradient and of what was saved, of a dtype."""
+    return {name: _traced(function, dtype, 2) for name, function in _DERIVATIVES.items()}
+
+
+def _traced(function: Callable[..., Any], dtype: Any, count: int) -> fx.Graph:
+    """The graph of a function of so many tensors, decomposed."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    example, table = torch.ones(2, 2, 2, 2, dtype=dtype), select_decomp_table()
-
-    def traced(function: Callable[[Any], Any]) -> fx.Graph:
-        made: fx.Graph = make_fx(lambda v: function(v), decomposition_table=table)(example).graph
-        return made
-
+    examples, table = [torch.ones(2, 2, 2, 2, dtype=dtype) for _ in range(count)], select_decomp_table()
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return {name: traced(function) for name, function in _TRACED.items()}
+        made: fx.Graph = make_fx(lambda *values: function(*values), decomposition_table=table)(*examples).graph
+    return made
 
 
 def _matched(name: str, template: fx.Graph, value: fx.Node) -> Found | None:
@@ -121,3 +169,73 @@ def _is_equal(wanted: Any, given: Any, places: Mapping[fx.Node, fx.Node], number
     return (type(wanted) is type(given) and bool(wanted == given)) or (
         isinstance(wanted, (int, float)) and isinstance(given, (int, float)) and wanted == given
     )
+
+
+def _derivative(name: str, template: fx.Graph, gradient: fx.Node) -> FoundDerivative | None:
+    """Where a template's steps begin at a gradient, which they alone use up to the last of them."""
+    of_gradient, of_saved, *_, output = template.nodes
+    (result,) = output.all_input_nodes
+    for end in _ends(of_gradient, result, gradient):
+        places, numbers = {of_gradient: gradient}, dict[str, float]()
+        if not _fits(result, end, places, numbers) or of_saved not in places:
+            continue
+        steps = _behind(gradient, {*places.values()})
+        if not _is_given(places[of_saved]):
+            continue
+        is_alone = all(user in steps for node in (gradient, *steps) if node is not end for user in node.users)
+        saved, value = places[of_saved].meta["val"], gradient.meta["val"]
+        if not is_alone or saved.shape != value.shape or saved.dtype != value.dtype:
+            continue
+        low, high, slope = (numbers.get(each) for each in _NUMBERS)
+        made = Nonlinearity(activation=name, low=low or 0.0, high=6.0 if high is None else high, slope=slope)
+        return FoundDerivative(made, (*steps,), places[of_saved]) if made.is_valid else None
+    return None
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a step is what a graph is given, or a view of it."""
+    while node.target in (*VIEWS, aten.permute.default):
+        node = node.args[0]
+    return bool(node.op == "placeholder")
+
+
+def _ends(begin: fx.Node, result: fx.Node, gradient: fx.Node) -> dict[fx.Node, None]:
+    """What a gradient leads to as a template's begin leads to its result, by the kinds of the steps."""
+    ways: dict[fx.Node, dict[fx.Node, None]] = {begin: {gradient: None}}
+    for step in begin.graph.nodes:
+        for read in step.all_input_nodes:
+            users = (user for node in ways.get(read, ()) for user in node.users if user.target == step.target)
+            ways[step] = ways.get(step, {}) | dict.fromkeys(users)
+    return ways[result]
+
+
+def _fits(step: fx.Node, node: fx.Node, places: dict[fx.Node, fx.Node], numbers: dict[str, float]) -> bool:
+    """Whether a node is computed as a template's step is; notes the places of what the step is computed from."""
+    if step in places:
+        return places[step] is node
+    if step.op == "placeholder":
+        places[step] = node
+        return isinstance(node.meta.get("val"), torch.Tensor)
+    if node.op != "call_function" or node.target != step.target or len(node.args) != len(step.args):
+        return False
+    pairs = [*zip(step.args, node.args, strict=True)]
+    pairs += [(value, node.kwargs.get(name)) for name, value in step.kwargs.items()]
+    if node.kwargs.keys() != step.kwargs.keys():
+        return False
+    for wanted, given in pairs:
+        if isinstance(wanted, fx.Node):
+            if not isinstance(given, fx.Node) or not _fits(wanted, given, places, numbers):
+                return False
+        elif not _is_equal(wanted, given, places, numbers):
+            return False
+    places[step] = node
+    return True
+
+
+def _behind(begin: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
+    """Those of some nodes that are computed from one of them, in order, without it."""
+    found = {begin: None}
+    for node in begin.graph.nodes:
+        if node in among and any(read in found for read in node.all_input_nodes):
+            found[node] = None
+    return [*found][1:]

@@ -37,7 +37,12 @@ from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is
 from miofind.torch.inductor.group_statistics import split_group_statistics
 from miofind.torch.inductor.instance_norms import unfold_images
 from miofind.torch.inductor.kept import kept_problems
-from miofind.torch.inductor.linear_layers import linear_layers, replace_linear
+from miofind.torch.inductor.linear_layers import (
+    input_gradients,
+    linear_layers,
+    replace_input_gradient,
+    replace_linear,
+)
 from miofind.torch.inductor.memory_formats import (
     constrain_layouts,
     memory_formats,
@@ -177,7 +182,11 @@ def _prepare(graph: fx.Graph) -> tuple[Ranks, Ranks]:
         The numbers of dimensions of convolutions that will be channels last, and those that are turned here.
     """
     convolutions = (*CONVOLUTIONS, OPERATORS[Forward])
-    asked = [*linear_layers(graph), *(node for node in graph.nodes if node.target in convolutions)]
+    asked = [
+        *linear_layers(graph),
+        *input_gradients(graph),
+        *(node for node in graph.nodes if node.target in convolutions),
+    ]
     read = (node.args[0].meta.get("val") for node in asked)
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
     measured = frozenset(filter(_measures, devices))
@@ -261,4 +270,6 @@ def _replace(writing: Writing) -> None:
             replace_backward(writing, node)
     for node in list(linear_layers(writing.graph)):
         replace_linear(writing, node)
+    for node in list(input_gradients(writing.graph)):
+        replace_input_gradient(writing, node)
     put_bare(writing)

@@ -2,8 +2,9 @@
 
 A linear layer of images channels last is such a convolution. Inductor has a library compute it, and reads and writes
 all of its results once more for what follows: a gelu (the blocks of ConvNeXt and of transformers), or a factor of each
-channel and a sum (the end of ConvNeXt's). In float16 and bfloat16 the operators compute both at once. Layers that
-nothing such follows stay the library's.
+channel and a sum (the end of ConvNeXt's). In float16 and bfloat16 the operators compute both at once; in training that
+is the gradient of a layer's input times the derivative of the activation before it. Layers that nothing such follows
+stay the library's.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from miofind.torch.fused.calls import Forward
-from miofind.torch.inductor.decompositions import activation_of
+from miofind.torch.fused.calls import BackwardData, Forward
+from miofind.torch.inductor.decompositions import activation_of, derivative_of
 from miofind.torch.inductor.forward import replace_forward
 from miofind.torch.inductor.graphs import HALVES, VIEWS, added_step, has_numbers
 from miofind.torch.inductor.writing import Writing
@@ -60,6 +61,37 @@ def replace_linear(writing: Writing, node: fx.Node) -> None:
         _erase_unused(convolution)
 
 
+def input_gradients(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The products of matrices that may be the gradients of linear layers' inputs: of weights (k, c), in 16 bits."""
+    for node in graph.nodes:
+        if node.target is aten.mm.default and not node.kwargs and has_numbers(node):
+            dy, weights = (each.meta["val"] for each in node.args)
+            has_form = dy.is_contiguous() and weights.is_contiguous() and dy.numel() and weights.numel()
+            if dy.dtype in HALVES and has_form:
+                yield node
+
+
+def replace_input_gradient(writing: Writing, node: fx.Node) -> None:
+    """Put an operator in for a gradient and the derivative that it is multiplied by, if a FindDB answers."""
+    gradient = _shaped(node)
+    found = derivative_of(gradient)
+    if found is None:
+        return
+    dy, weights = node.args
+    end, of = found.steps[-1], found.numbers
+    with writing.graph.inserting_before(end):
+        images = _images(writing.step, dy, gradient)
+        saved = _images(writing.step, found.saved, gradient)
+        w = writing.step(aten.reshape.default, weights, [*weights.meta["val"].shape, 1, 1])
+        call = BackwardData(images, saved, w, None, saved, of.activation, *_WINDOW, 1, channels_last=True)
+        made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope))
+        if made is not None:
+            end.replace_all_uses_with(_as_it_was(writing.step, made, end))
+    if made is not None:
+        _erase_unused(end)
+    writing.tidy()
+
+
 def _shaped(node: fx.Node) -> fx.Node:
     """The layer's result, or what alone uses it, with the dimensions that the layer's input had."""
     if len(node.users) != 1:
@@ -92,36 +124,48 @@ def _put_with_activation(writing: Writing, node: fx.Node, result: fx.Node) -> bo
         call = Forward(*tensors, None, None, of.activation, *_WINDOW, 1, channels_last=True)
         made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope))
         if made is not None:
-            last = writing.step(aten.permute.default, made, [0, 2, 3, 1])
-            end.replace_all_uses_with(writing.step(aten.reshape.default, last, [*end.meta["val"].shape]))
+            end.replace_all_uses_with(_as_it_was(writing.step, made, end))
     if made is not None:
         _erase_unused(end)
     writing.tidy()
     return made is not None
 
 
-def _tensors(step: Callable[..., fx.Node], node: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """What a convolution reads that computes a layer: x, (n, c, height, width) as it lies, w, (k, c, 1, 1), the bias.
+_Step = Callable[..., fx.Node]
+"""Makes a new step."""
 
-    Images are those of the result, as far as it has any: rows of a matrix are images of one pixel.
 
-    Args:
-        step: makes new steps.
-    """
+def _tensors(step: _Step, node: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """What a convolution reads that computes a layer: x, (n, c, height, width), w, (k, c, 1, 1), and the bias."""
     x, weights = node.args[-2:]
-    outer = [*result.meta["val"].shape[:-1]]
-    n, height, width = outer if len(outer) == 3 else (outer[0], math.prod(outer[1:]), 1)
-    shape = (n, height, width, x.meta["val"].shape[1])
-    if x.target in VIEWS and tuple(x.args[0].meta["val"].shape) == shape:
-        images = x.args[0]  # there and back Inductor may not see that it is the same
-    else:
-        images = step(aten.reshape.default, x, [*shape])
     filters = step(aten.permute.default, weights, [1, 0])
     return (
-        step(aten.permute.default, images, [0, 3, 1, 2]),
+        _images(step, x, result),
         step(aten.reshape.default, filters, [*filters.meta["val"].shape, 1, 1]),
         node.args[0] if node.target is aten.addmm.default else None,
     )
+
+
+def _images(step: _Step, x: fx.Node, like: fx.Node) -> fx.Node:
+    """Something channels last as images, (n, c, height, width), with the outer dimensions of a layer's result.
+
+    Rows of a matrix are images of one pixel.
+    """
+    outer = [*like.meta["val"].shape[:-1]]
+    n, height, width = outer if len(outer) == 3 else (outer[0], math.prod(outer[1:]), 1)
+    shape = (n, height, width, x.meta["val"].shape[-1])
+    if x.target in VIEWS and tuple(x.args[0].meta["val"].shape) == shape:
+        x = x.args[0]  # there and back Inductor may not see that it is the same
+    if tuple(x.meta["val"].shape) != shape:
+        x = step(aten.reshape.default, x, [*shape])
+    return step(aten.permute.default, x, [0, 3, 1, 2])
+
+
+def _as_it_was(step: _Step, images: fx.Node, like: fx.Node) -> fx.Node:
+    """Images channels last with the dimensions of what they stand for."""
+    last = step(aten.permute.default, images, [0, 2, 3, 1])
+    shape = like.meta["val"].shape
+    return last if last.meta["val"].shape == shape else step(aten.reshape.default, last, [*shape])
 
 
 def _erase_unused(node: fx.Node) -> None:

@@ -22,10 +22,13 @@ class Compiled:
 
     Args:
         has_pass: whether the pass is run over its graphs.
+        recomputes: whether the backward pass computes once more what is cheap, as Inductor has it.
         options: of torch.compile.
     """
 
-    def __init__(self, model: Callable[..., Any], *, has_pass: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: Callable[..., Any], *, has_pass: bool = True, recomputes: bool = False, **options: Any
+    ) -> None:
         from torch._dynamo.backends.common import aot_autograd
 
         with warnings.catch_warnings():  # of what its modules import
@@ -36,7 +39,11 @@ class Compiled:
         self.graphs: list[fx.GraphModule] = []
         self.convolution_pass = convolution_pass()
         self._has_pass = has_pass
-        each = {"fw_compiler": self._passed, "decompositions": select_decomp_table()}
+        each: dict[str, Any] = {"fw_compiler": self._passed, "decompositions": select_decomp_table()}
+        if recomputes:
+            from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+            each["partition_fn"] = min_cut_rematerialization_partition
         torch._dynamo.reset()
         backend = aot_autograd(keep_inference_input_mutations=True, **each)  # as Inductor has them
         self._run = torch.compile(model, backend=backend, **options)
