@@ -70,11 +70,7 @@ def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bo
         else:
             steps.append((addition, residual, None, Nonlinearity()))
             end = addition
-    mask = next(iter(end.users)) if len(end.users) == 1 else None
-    saved = None if mask is None else _relu_saved(mask, end)
-    if mask is not None and saved is not None:
-        steps.append((mask, residual, saved, Nonlinearity(activation="relu")))
-    elif (found := derivative_of(end)) is not None:
+    if (found := derivative_of(end)) is not None:
         steps.append((found.steps[-1], residual, found.saved, found.numbers))
     last = writing.is_last(value, dy.meta["val"], x.meta["val"])
     for end, residual, saved, of in reversed(steps):
@@ -86,23 +82,6 @@ def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bo
             _erase_unused(writing.graph, end)
             return True
     return False
-
-
-def _relu_saved(mask: fx.Node, gradient: fx.Node) -> fx.Node | None:
-    """What relu's derivative is taken at, where a step is where(saved <= 0, 0, gradient)."""
-    if mask.target is not aten.where.self or mask.args[2] is not gradient or mask.args[1] is gradient:
-        return None
-    condition, zero, _ = mask.args
-    is_zero = isinstance(zero, fx.Node) and (
-        (zero.target is aten.scalar_tensor.default and zero.args[0] == 0)
-        or (zero.target is aten.full.default and zero.args[1] == 0)
-    )
-    if not is_zero or not isinstance(condition, fx.Node) or condition.target is not aten.le.Scalar:
-        return None
-    saved, bound = condition.args
-    given, value = saved.meta.get("val"), gradient.meta["val"]
-    is_alike = isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype
-    return saved if bound == 0 and is_alike and mask.meta["val"].dtype == value.dtype else None
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:

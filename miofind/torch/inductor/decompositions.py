@@ -45,7 +45,7 @@ _DERIVATIVES: Mapping[str, Callable[[Any, Any], Any]] = {
     "gelu_tanh": lambda dy, saved: aten.gelu_backward(dy, saved, approximate="tanh"),
     "hardswish": lambda dy, saved: aten.hardswish_backward(dy, saved),
 }
-"""A gradient times the derivative of an activation at what was saved; relu's is known by itself."""
+"""A gradient times the derivative of an activation at what was saved; relu's mask is written in several ways."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,19 @@ class FoundDerivative:
 
 
 def derivative_of(gradient: fx.Node) -> FoundDerivative | None:
-    """The derivative that alone uses a gradient, if it is known here, and taken at what a graph is given.
+    """The derivative that alone uses a gradient, if it is known here, and is relu's or taken at what a graph is given.
 
     What is computed once more, as a batch norm's result is, Inductor computes where it is used: an operator would have
-    it written.
+    it written. Relu's result is kept.
     """
     dtype = gradient.meta["val"].dtype
     if not dtype.is_floating_point:
         return None
+    if len(gradient.users) == 1:
+        (mask,) = gradient.users
+        saved = _relu_saved(mask, gradient)
+        if saved is not None:
+            return FoundDerivative(Nonlinearity(activation="relu"), (mask,), saved)
     found = (_derivative(name, graph, gradient) for name, graph in _derivative_templates(dtype).items())
     return next((each for each in found if each is not None), None)
 
@@ -169,6 +174,23 @@ def _is_equal(wanted: Any, given: Any, places: Mapping[fx.Node, fx.Node], number
     return (type(wanted) is type(given) and bool(wanted == given)) or (
         isinstance(wanted, (int, float)) and isinstance(given, (int, float)) and wanted == given
     )
+
+
+def _relu_saved(mask: fx.Node, gradient: fx.Node) -> fx.Node | None:
+    """What relu's derivative is taken at, where a step is where(saved <= 0, 0, gradient)."""
+    if mask.target is not aten.where.self or mask.args[2] is not gradient or mask.args[1] is gradient:
+        return None
+    condition, zero, _ = mask.args
+    is_zero = isinstance(zero, fx.Node) and (
+        (zero.target is aten.scalar_tensor.default and zero.args[0] == 0)
+        or (zero.target is aten.full.default and zero.args[1] == 0)
+    )
+    if not is_zero or not isinstance(condition, fx.Node) or condition.target is not aten.le.Scalar:
+        return None
+    saved, bound = condition.args
+    given, value = saved.meta.get("val"), gradient.meta["val"]
+    is_alike = isinstance(given, torch.Tensor) and given.shape == value.shape and given.dtype == value.dtype
+    return saved if bound == 0 and is_alike and mask.meta["val"].dtype == value.dtype else None
 
 
 def _derivative(name: str, template: fx.Graph, gradient: fx.Node) -> FoundDerivative | None:
