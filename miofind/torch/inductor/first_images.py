@@ -48,8 +48,8 @@ def interleave(graph: fx.Graph, last_ranks: Ranks) -> None:
     """
     if not _is_lowered():
         return
-    for node in list(graph.nodes):
-        if not _has_few_channels(node) or not _is_given(node):
+    for node in _given(graph):
+        if not _has_few_channels(node):
             continue
         readers = [*_readers(node, last_ranks)]
         if not readers:
@@ -60,17 +60,24 @@ def interleave(graph: fx.Graph, last_ranks: Ranks) -> None:
             reader.replace_input_with(node, turned)
 
 
-def _is_given(node: fx.Node) -> bool:
-    """Whether a step is what a graph is given, as it is or computed element by element.
+def _given(graph: fx.Graph) -> dict[fx.Node, None]:
+    """What a graph is given, as it is or computed element by element, in order.
 
     What else is traced channels first may be written channels last.
     """
-    if node.op == "placeholder":
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        if node.op == "placeholder" or (read and _is_pointwise(node.target) and all(each in found for each in read)):
+            found[node] = None
+    return found
+
+
+def _is_pointwise(target: Any) -> bool:
+    """Whether a step computes each element of the same elements."""
+    if target is prims.convert_element_type.default:
         return True
-    target = node.target
-    is_known = isinstance(target, torch._ops.OpOverload)
-    is_pointwise = is_known and (target is prims.convert_element_type.default or torch.Tag.pointwise in target.tags)
-    return is_pointwise and bool(node.all_input_nodes) and all(map(_is_given, node.all_input_nodes))
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def _has_few_channels(node: fx.Node) -> bool:

@@ -93,12 +93,15 @@ def replace_input_gradient(writing: Writing, node: fx.Node) -> None:
 
 
 def _shaped(node: fx.Node) -> fx.Node:
-    """The layer's result, or what alone uses it, with the dimensions that the layer's input had."""
+    """The layer's result, or what alone uses it, with the dimensions that the layer's input had: two or more."""
     if len(node.users) != 1:
         return node
     (user,) = node.users
-    keeps_channels = user.target in VIEWS and user.meta["val"].shape[-1:] == node.meta["val"].shape[1:]
-    return user if keeps_channels else node
+    if user.target not in VIEWS or user.meta["val"].dim() < 2:
+        return node
+    shape = user.meta["val"].shape
+    has_sizes = all(isinstance(size, int) for size in shape)
+    return user if has_sizes and shape[-1] == node.meta["val"].shape[1] else node
 
 
 def _end_of(image: fx.Node) -> fx.Node:

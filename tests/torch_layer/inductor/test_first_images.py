@@ -105,6 +105,23 @@ def test_images_that_are_cast_are_kept_turned_for_the_backward_pass() -> None:
 
 
 @pytest.mark.usefixtures("served")
+def test_long_chains_before_an_image_are_read_once() -> None:
+    """Each step that read the last one twice doubled the time."""
+    net = network().bfloat16()
+
+    def run(x: Any) -> Any:
+        for _ in range(40):
+            x = x + 0.1 * torch.sigmoid(x)
+        return net(x)
+
+    x = torch.randn(2, 3, 24, 26).bfloat16()
+    compiled = Compiled(run)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), run(x), rtol=0.05, atol=0.05)
+    assert compiled.count(INTERLEAVED) == 1
+
+
+@pytest.mark.usefixtures("served")
 def test_what_a_user_is_given_stays_as_it_was() -> None:
     net = network().bfloat16()
 
