@@ -22,6 +22,7 @@ from miofind.torch.formats import is_dense, layout_like
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Forward, Statistics
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers
+from miofind.torch.inductor.memory_formats import runs_last
 from miofind.torch.inductor.writing import Ranks
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -175,9 +176,4 @@ def _keeps_order(cast: fx.Node, last_ranks: Ranks) -> bool:
     if source.dim() == 3:
         return bool(source.is_contiguous() and value.is_contiguous())
     is_last = [is_dense(v, layout_like(v, channels_last=True)) for v in (source, value)]
-    return all(is_last) or not (source.dim() - 2 in last_ranks or any(is_last) or _is_read_last(cast.users))
-
-
-def _is_read_last(users: Iterable[fx.Node]) -> bool:
-    """Whether an operator reads it channels last."""
-    return any(user.kwargs.get("channels_last") for user in users if user.target in ARGUMENTS)
+    return all(is_last) or not (source.dim() - 2 in last_ranks or any(is_last) or any(map(runs_last, cast.users)))

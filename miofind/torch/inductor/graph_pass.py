@@ -33,7 +33,7 @@ from miofind.torch.inductor.batch_statistics import gather_vectors
 from miofind.torch.inductor.first_images import interleave
 from miofind.torch.inductor.forward import replace_forward
 from miofind.torch.inductor.gathered import gather_casts, gather_counts
-from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_plain, trains
+from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, trains
 from miofind.torch.inductor.group_statistics import split_group_statistics
 from miofind.torch.inductor.instance_norms import unfold_images
 from miofind.torch.inductor.kept import kept_problems
@@ -264,9 +264,9 @@ def _replace(writing: Writing) -> None:
     if 2 in writing.last_ranks - writing.turned:
         turn_last(writing)
     for node in list(writing.graph.nodes):
-        if node.target is aten.convolution.default and is_plain(node, node.args[6]):
+        if node.target is aten.convolution.default and not node.args[6] and has_numbers(node):
             replace_forward(writing, node)
-        elif node.target is aten.convolution_backward.default and is_plain(node, node.args[7]):
+        elif node.target is aten.convolution_backward.default and not node.args[7] and has_numbers(node):
             replace_backward(writing, node)
     for node in list(linear_layers(writing.graph)):
         replace_linear(writing, node)

@@ -15,11 +15,6 @@ HALVES = (torch.float16, torch.bfloat16)
 """The dtypes of 16 bits, which tensor cores read channels last."""
 
 
-def is_plain(node: fx.Node, transposed: Any) -> bool:
-    """Whether a convolution is not transposed, and all sizes that it has are numbers."""
-    return not transposed and has_numbers(node)
-
-
 def has_numbers(node: fx.Node) -> bool:
     """Whether all sizes of what a step reads are numbers: none depends on a call's inputs."""
     values = [each.meta.get("val") for each in node.all_input_nodes]

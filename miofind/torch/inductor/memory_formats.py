@@ -20,7 +20,6 @@ from miofind.torch.inductor.graphs import (
     added_step,
     copy_of,
     has_numbers,
-    is_plain,
     traced_strides,
     trains,
 )
@@ -73,7 +72,7 @@ def state_memory_format(node: fx.Node) -> None:
     and the operator would copy it.
     """
     call = ARGUMENTS[node.target](*node.args, **node.kwargs)
-    if call.channels_last is not None or not is_plain(node, transposed=False):
+    if call.channels_last is not None or not has_numbers(node):
         return
     values = values_of(call)
     if values.x.dim() == 3:  # whose memory format strides alone leave open
@@ -174,8 +173,7 @@ def turn_saved(graph: fx.Graph) -> None:
         value = node.meta.get("val")
         if node.target is not prims.convert_element_type.default or value.dim() < 3 or not value.is_contiguous():
             continue
-        is_read_last = any(user.kwargs.get("channels_last") for user in node.users if user.target in ARGUMENTS)
-        if is_read_last and all(user.target in readers for user in node.users):
+        if any(map(runs_last, node.users)) and all(user.target in readers for user in node.users):
             with value.fake_mode:
                 node.meta["val"] = dense(value, layout_like(value, channels_last=True))
 
@@ -188,7 +186,7 @@ def _write(node: fx.Node, call: Call) -> None:
 def _is_first(node: fx.Node) -> bool:
     """Whether an operator's tensors are 2-D, of sizes that are numbers, and channels first as it was traced."""
     value = node.meta["val"]
-    return value.dim() == 4 and is_plain(node, transposed=False) and bool(value.is_contiguous())
+    return value.dim() == 4 and has_numbers(node) and bool(value.is_contiguous())
 
 
 def runs_last(node: fx.Node) -> bool:
@@ -200,7 +198,7 @@ def memory_formats(graph: fx.Graph) -> dict[fx.Node, bool]:
     """The forward operators whose memory format is known as they are lowered, and whether that is channels last."""
     known = {}
     for node in graph.nodes:
-        if node.target is OPERATORS[Forward] and len(node.args) > 1 and is_plain(node, transposed=False):
+        if node.target is OPERATORS[Forward] and len(node.args) > 1 and has_numbers(node):
             last = True if node.meta.get(_TURNED) else node.kwargs.get("channels_last")
             known.update({} if last is None else {node: last})
     return known
