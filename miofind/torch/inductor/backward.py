@@ -76,7 +76,8 @@ def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bo
     for end, residual, saved, of in reversed(steps):
         call = BackwardData(dy, x, w, residual, saved, of.activation, *_geometry(node))
         with writing.graph.inserting_before(end):
-            made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope, channels_last=last))
+            call = call._replace(low=of.low, high=of.high, slope=of.slope, channels_last=last)
+            made = writing.put(call, fuses=of.activation not in ("none", "relu"))
         if made is not None:
             end.replace_all_uses_with(made)
             _erase_unused(writing.graph, end)

@@ -20,14 +20,18 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
 
 
-def replace_forward(writing: Writing, node: fx.Node) -> bool:
-    """Whether an operator was put in for a convolution with what follows it: where a FindDB answers."""
+def replace_forward(writing: Writing, node: fx.Node, *, fuses: bool = False) -> bool:
+    """Whether an operator was put in for a convolution with what follows it: where a FindDB answers.
+
+    Args:
+        fuses: whether a kernel must do all of it.
+    """
     if put_statistics(writing, node):
         return True
     for chain in _chains(node):
         end = chain.nodes[-1]
         with writing.graph.inserting_before(end):
-            made = _put_forward(writing, chain)
+            made = _put_forward(writing, chain, fuses=fuses)
         if made is not None:
             end.replace_all_uses_with(made)
             for each in reversed(chain.nodes):
@@ -157,7 +161,7 @@ def _takes_residual(chain: _Chain, user: fx.Node) -> bool:
     return True
 
 
-def _put_forward(writing: Writing, chain: _Chain) -> fx.Node | None:
+def _put_forward(writing: Writing, chain: _Chain, *, fuses: bool) -> fx.Node | None:
     """The operator for a chain; with steps of channels, in the first form that a FindDB answers.
 
     These are scale and bias in float32; weights times the scale and a bias in float32; the same with a bias of x's
@@ -185,18 +189,18 @@ def _put_forward(writing: Writing, chain: _Chain) -> fx.Node | None:
         None if chain.channel_bias is None else writing.step(aten.reshape.default, chain.channel_bias, value.shape[:2]),
     )
     if not chain.channel_steps:
-        return writing.put(call)
+        return writing.put(call, fuses=fuses)
     scale, shift = _scale_and_shift(writing, chain, bias)
-    made = writing.put(call._replace(scale=scale, bias=shift))
+    made = writing.put(call._replace(scale=scale, bias=shift), fuses=fuses)
     if made is not None:
         return made
     if scale is not None:
         factors = writing.step(aten.reshape.default, scale, [-1, *(1,) * (value.dim() - 1)])
         product = writing.step(aten.mul.Tensor, w, factors)
         call = call._replace(w=_converted(writing, product, w.meta["val"].dtype))
-        made = writing.put(call._replace(bias=shift))
+        made = writing.put(call._replace(bias=shift), fuses=fuses)
     if made is None and shift is not None:
-        made = writing.put(call._replace(bias=_converted(writing, shift, value.dtype)))
+        made = writing.put(call._replace(bias=_converted(writing, shift, value.dtype)), fuses=fuses)
     return made
 
 

@@ -64,6 +64,9 @@ from miofind.torch.settings import MissPolicy
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
+_FOUND = "whichever is found"
+"""Stands for the solver of an answer that is to be found yet."""
+
 
 class ConvolutionPass(CustomGraphPass):
     """The pass; one may be used for any number of graphs.
@@ -106,13 +109,14 @@ class ConvolutionPass(CustomGraphPass):
         graph.lint()
         _tell(dynamic, len({*self.missing[missed:]}))
 
-    def _serves(self, problem: ProblemDescription, device: Any) -> bool:
-        """Whether a FindDB answers a problem; notes what lacks an answer."""
+    def _serves(self, problem: ProblemDescription, device: Any) -> str | None:
+        """The solver of the answer that a FindDB has to a problem; notes what lacks an answer."""
         planner, flags = _asked(device)
         found = answer(problem, device, flags, planner)
         if not found.is_served and found.part.is_missing and planner.settings.on_miss is not MissPolicy.RECORD:
             self.missing.append(problem)
-        return found.is_served
+        solution = found.part.solution
+        return solution.solver_id if found.is_served and solution is not None else None
 
     def uuid(self) -> Any:
         """Changes with this package, the solvers, PyTorch's switches, FindDBs and comparisons."""
@@ -198,18 +202,18 @@ def _prepare(graph: fx.Graph) -> tuple[Ranks, Ranks]:
             _find_lacking(graph, ranks, measured, as_if_found=True)
             # What PyTorch is faster at stays a convolution of its own, and is another problem.
             _find_lacking(graph, ranks, measured, as_if_found=False)
-        if turned and is_answered(_ask(graph, _is_served, ranks), graph):
+        if turned and is_answered(_ask(graph, _server, ranks), graph):
             break
     on_gpu: dict[Any, list[Solution]] = {device: [] for device in devices if device.type == "cuda"}
 
-    def is_launched(problem: ProblemDescription, device: Any) -> bool:
+    def launched(problem: ProblemDescription, device: Any) -> str | None:
         best = _known(problem, device)
         if best is not None and device in on_gpu:
             on_gpu[device].append(best)
-        return best is not None
+        return None if best is None else best.solver_id
 
     if on_gpu:
-        _ask(graph, is_launched, ranks)
+        _ask(graph, launched, ranks)
     for device, solutions in on_gpu.items():
         compile_ahead(solutions, device, _asked(device)[0])
     return ranks
@@ -223,11 +227,14 @@ def _find_lacking(graph: fx.Graph, ranks: tuple[Ranks, Ranks], devices: frozense
     """
     lacking: dict[Any, list[ProblemDescription]] = {device: [] for device in devices}
 
-    def serves(problem: ProblemDescription, device: Any) -> bool:
-        is_lacking = device in devices and _known(problem, device) is None
-        if is_lacking:
+    def serves(problem: ProblemDescription, device: Any) -> str | None:
+        if device not in devices:
+            return None
+        known = _known(problem, device)
+        if known is None:
             lacking[device].append(problem)
-        return device in devices and (as_if_found or not is_lacking)
+            return _FOUND if as_if_found else None
+        return known.solver_id
 
     _ask(graph, serves, ranks)
     for device, problems in lacking.items():
@@ -243,10 +250,11 @@ def _known(problem: ProblemDescription, device: Any, *, otherwise: MissPolicy = 
     return fastest(problem, device, flags, Planner(replace(planner.settings, on_miss=otherwise)))
 
 
-def _is_served(problem: ProblemDescription, device: Any) -> bool:
-    """Whether miofind runs a problem, by what it knows or estimates; nothing is measured, or noted."""
+def _server(problem: ProblemDescription, device: Any) -> str | None:
+    """The solver that runs a problem, by what is known or estimated; nothing is measured, or noted."""
     is_estimated = _asked(device)[0].settings.on_miss is MissPolicy.ESTIMATE
-    return _known(problem, device, otherwise=MissPolicy.ESTIMATE if is_estimated else MissPolicy.FALLBACK) is not None
+    known = _known(problem, device, otherwise=MissPolicy.ESTIMATE if is_estimated else MissPolicy.FALLBACK)
+    return None if known is None else known.solver_id
 
 
 def _ask(graph: fx.Graph, serves: Serves, ranks: tuple[Ranks, Ranks]) -> Writing:

@@ -4,7 +4,7 @@ A linear layer of images channels last is such a convolution. Inductor has a lib
 all of its results once more for what follows: a gelu (the blocks of ConvNeXt and of transformers), or a factor of each
 channel and a sum (the end of ConvNeXt's). In float16 and bfloat16 the operators compute both at once; in training that
 is the gradient of a layer's input times the derivative of the activation before it. Layers that nothing such follows
-stay the library's.
+stay the library's, and those that no kernel computes faster with it than a pass behind a product.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def replace_linear(writing: Writing, node: fx.Node) -> None:
     with writing.graph.inserting_before(permuted):
         convolution = step(aten.convolution.default, *_tensors(step, node, result), *_WINDOW, False, [0, 0], 1)
     permuted.replace_all_uses_with(convolution)
-    if replace_forward(writing, convolution):
+    if replace_forward(writing, convolution, fuses=True):
         _erase_unused(permuted)
     else:
         convolution.replace_all_uses_with(permuted)
@@ -84,7 +84,7 @@ def replace_input_gradient(writing: Writing, node: fx.Node) -> None:
         saved = _images(writing.step, found.saved, gradient)
         w = writing.step(aten.reshape.default, weights, [*weights.meta["val"].shape, 1, 1])
         call = BackwardData(images, saved, w, None, saved, of.activation, *_WINDOW, 1, channels_last=True)
-        made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope))
+        made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope), fuses=True)
         if made is not None:
             end.replace_all_uses_with(_as_it_was(writing.step, made, end))
     if made is not None:
@@ -125,7 +125,7 @@ def _put_with_activation(writing: Writing, node: fx.Node, result: fx.Node) -> bo
     with writing.graph.inserting_before(end):
         tensors, of = _tensors(writing.step, node, result), found.numbers
         call = Forward(*tensors, None, None, of.activation, *_WINDOW, 1, channels_last=True)
-        made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope))
+        made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope), fuses=True)
         if made is not None:
             end.replace_all_uses_with(_as_it_was(writing.step, made, end))
     if made is not None:

@@ -230,7 +230,7 @@ def _is_answered(writing: Writing, convolution: fx.Node) -> bool:
     if convolution.target is not aten.convolution.default or current(convolution.meta["val"].device.type) is None:
         return False
     asked = [*asked_problems(writing, convolution)]
-    return bool(asked) and all(writing.serves(problem, convolution.meta["val"].device) for problem in asked)
+    return bool(asked) and all(writing.serves(problem, convolution.meta["val"].device) is not None for problem in asked)
 
 
 def _reads_images(convolution: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.registry import is_composed
 from miofind.torch.calls import Unserved
 from miofind.torch.flags import Flags, state
 from miofind.torch.formats import is_last
@@ -16,8 +17,8 @@ from miofind.torch.fused.calls import Call, Forward, of_one_dtype, problem_of
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import HALVES, added_step
 
-Serves = Callable[[ProblemDescription, Any], bool]
-"""Whether an operator may be put in for a problem on a device of PyTorch's."""
+Serves = Callable[[ProblemDescription, Any], str | None]
+"""The id of the solver that an operator for a problem runs on a device of PyTorch's; None where none may be put in."""
 
 Ranks = frozenset[int]
 """Numbers of dimensions, without images and channels."""
@@ -28,7 +29,7 @@ class Writing:
 
     Args:
         graph: of Inductor, after gradients.
-        serves: says which problems operators are put in for.
+        serves: says which problems operators are put in for, and what runs them.
         last_ranks: the numbers of dimensions of convolutions that will be channels last, whatever they were traced as.
         turned: those of them that Inductor would leave channels first: of these convolutions those in 16 bits.
 
@@ -59,11 +60,13 @@ class Writing:
         """Whether an operator is to be channels last: one of its tensors is, or its convolution will be."""
         return any(map(is_last, values)) or self.runs_last(values[0])
 
-    def served(self, call: Call) -> ProblemDescription | None:
+    def served(self, call: Call, *, fuses: bool = False) -> ProblemDescription | None:
         """The problem of an operator; None where no FindDB answers it.
 
         Args:
             call: of nodes.
+            fuses: whether a kernel must do all of it. Inductor's own kernel behind a library's product costs no more
+                than a pass of miofind's behind one, and may do the next step, too.
         """
         values = values_of(call)
         flags = Flags.of(state(), on_gpu=values.x.is_cuda)
@@ -74,15 +77,16 @@ class Writing:
             problem = problem_of(known, layout, flags.math)
         except Unserved:
             return None
-        return problem if self.serves(problem, values.x.device) else None
+        solver_id = self.serves(problem, values.x.device)
+        return None if solver_id is None or (fuses and is_composed(solver_id)) else problem
 
-    def put(self, call: Call) -> fx.Node | None:
+    def put(self, call: Call, *, fuses: bool = False) -> fx.Node | None:
         """A step that is this operator; None where no FindDB answers its problem.
 
         Args:
-            call: of nodes.
+            call, fuses: as of `served`.
         """
-        problem = self.served(call)
+        problem = self.served(call, fuses=fuses)
         if problem is None:
             return None
         self.put_in.append(problem)

@@ -13,12 +13,15 @@ from torch import nn
 from torch_layer.inductor.compiled_graphs import Compiled
 
 from miofind import Handle
+from miofind.torch.inductor import writing
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
-def served(cpu_handle: Handle) -> Iterator[None]:
+def served(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Estimates answer, and passes behind products, which the CPU place has alone of these, count as kernels."""
+    monkeypatch.setattr(writing, "is_composed", lambda solver_id: False)
     with answers_of(cpu_handle):
         yield
 
@@ -89,6 +92,16 @@ def test_the_sum_at_a_branch_comes_before() -> None:
     assert [text for text in compiled.texts if "dsilu" in text] == ["residual.dsilu"]
     for given, wanted in zip(*found, strict=True):
         torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("activation", "is_left"), [(functional.silu, True), (functional.relu, False)])
+def test_a_pass_behind_a_product_is_no_kernel(
+    activation: Callable[[Any], Any], is_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's own does as much, and the next step; relu's mask takes no arithmetic."""
+    monkeypatch.setattr(writing, "is_composed", lambda solver_id: solver_id.endswith("+Pointwise"))
+    put_in = derivatives(Net(activation), torch.randn(2, 3, 9, 8), 2e-6)
+    assert put_in == ([] if is_left else ["drelu"])
 
 
 def cubed(v: Any) -> Any:

@@ -15,7 +15,7 @@ from torch_layer.inductor.compiled_graphs import Compiled
 
 import miofind.torch
 from miofind import Handle
-from miofind.torch.inductor import turned
+from miofind.torch.inductor import turned, writing
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -23,7 +23,9 @@ ADDMM = torch.ops.aten.addmm.default
 
 
 @pytest.fixture
-def ran(cpu_handle: Handle) -> Iterator[list[str]]:
+def ran(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Estimates answer, and passes behind products count as kernels."""
+    monkeypatch.setattr(writing, "is_composed", lambda solver_id: False)
     with answers_of(cpu_handle) as noted:
         yield noted
 
@@ -202,6 +204,17 @@ def test_a_residual_channels_first_is_added_by_inductor(monkeypatch: pytest.Monk
     assert compiled.count(ADDMM) == 1
 
 
+@pytest.mark.usefixtures("ran")
+def test_layers_with_a_pass_behind_a_product_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own does as much."""
+    monkeypatch.setattr(writing, "is_composed", lambda solver_id: True)
+    torch.manual_seed(0)
+    compiled = compared(Block(8).half(), torch.randn(2, 8, 5, 6).half())
+    assert not compiled.texts
+    assert not compiled.convolution_pass.missing
+    assert compiled.count(ADDMM) == 2
+
+
 def test_without_answers_the_graph_is_as_it_was(cpu_handle: Handle) -> None:
     torch.manual_seed(0)
     network, x = Block(8).bfloat16(), torch.randn(2, 8, 5, 6).bfloat16()
@@ -245,7 +258,7 @@ def test_inductor_copies_nothing_for_it(ran: list[str], monkeypatch: pytest.Monk
     copy_input = ir.ExternKernel.copy_input
     monkeypatch.setattr(ir.ExternKernel, "copy_input", lambda value: copies.append(value) or copy_input(value))
     torch._dynamo.reset()
-    compiled = torch.compile(network, options=miofind.torch.inductor_options())
+    compiled = torch.compile(network, options=miofind.torch.inductor_options(fx_graph_cache=False))
     with torch.no_grad():
         given, wanted = compiled(x), network(x)
     torch.testing.assert_close(given, wanted, rtol=0.05, atol=0.05)

@@ -126,12 +126,12 @@ def test_what_stays(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from miofind.torch.inductor import graph_pass
 
     if reason == "no answer":
-        known = graph_pass._is_served
+        known = graph_pass._server
 
-        def first(problem: ProblemDescription, device: Any) -> bool:
-            return not problem.y.layout.channels_last and known(problem, device)
+        def first(problem: ProblemDescription, device: Any) -> str | None:
+            return None if problem.y.layout.channels_last else known(problem, device)
 
-        monkeypatch.setattr(graph_pass, "_is_served", first)
+        monkeypatch.setattr(graph_pass, "_server", first)
     dtype = torch.float32 if reason == "float32" else torch.bfloat16
     network, x = nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.ReLU()).to(dtype), torch.randn(2, 3, 4, 5, 6).to(dtype)
     last: dict[str, Callable[[Any], Any]] = {
@@ -271,7 +271,7 @@ def test_convolutions_in_float32_stay_beside_those_that_are_turned() -> None:
     problems = {(str(each.y.dtype), str(each.y.layout)) for each in compiled.convolution_pass.replaced}
     assert problems == {("float32", "NCDHW"), ("bfloat16", "NDHWC")}
     (graph,) = compiled.graphs
-    writing = Writing(graph.graph, lambda problem, device: True, frozenset({3}), frozenset({3}))
+    writing = Writing(graph.graph, lambda problem, device: "", frozenset({3}), frozenset({3}))
     kept = [node for node in graph.graph.nodes if node.target in CONVOLUTIONS]
     asked = {str(each.x.dtype): str(each.x.layout) for node in kept for each in asked_problems(writing, node)}
     assert asked["float32"] == "NCDHW"
@@ -284,7 +284,7 @@ def test_kept_convolutions_of_one_dimension_are_asked_as_they_run() -> None:
     with torch.no_grad():
         compiled(x)
     (graph,) = compiled.graphs
-    writing = Writing(graph.graph, lambda problem, device: True, frozenset({1}), frozenset({1}))
+    writing = Writing(graph.graph, lambda problem, device: "", frozenset({1}), frozenset({1}))
     (kept,) = (node for node in graph.graph.nodes if node.target in CONVOLUTIONS)
     assert [str(problem.x.layout) for problem in asked_problems(writing, kept)] == ["NCW"]
 
@@ -310,8 +310,8 @@ def test_gradients_of_one_dimension_are_put_in_with_nothing_besides(
     """The bias gradient has no answer here; PyTorch's own of the weights would be channels first."""
     served = Writing.served
 
-    def without_sums(self: Writing, call: Any) -> Any:
-        problem = served(self, call)
+    def without_sums(self: Writing, call: Any, **named: Any) -> Any:
+        problem = served(self, call, **named)
         return None if problem is None or "bias_gradient" in problem.epilogue.text else problem
 
     monkeypatch.setattr(Writing, "served", without_sums)
