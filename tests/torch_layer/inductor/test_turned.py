@@ -18,6 +18,7 @@ from torch_layer.inductor.compiled_graphs import Compiled
 import miofind.torch
 from miofind import Handle
 from miofind.core.problem import Direction, ProblemDescription
+from miofind.torch import formats
 from miofind.torch.inductor import turned
 from miofind.torch.inductor.graphs import CONVOLUTIONS
 from miofind.torch.inductor.kept import asked_problems
@@ -328,3 +329,38 @@ def test_gradients_of_one_dimension_are_put_in_with_nothing_besides(
     assert {(direction, "", "NWC") for direction in (Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS)} <= put_in
     for each, expected in zip(given, wanted, strict=True):
         torch.testing.assert_close(each, expected, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_turned_operators_copy_nothing(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward: what they read lies channels last, what is kept of a step for the next, too."""
+    copied = []
+    packed = formats.dense
+
+    def dense(tensor: Any, layout: Any) -> Any:
+        made = packed(tensor, layout)
+        if made is not tensor and not isinstance(tensor, torch._subclasses.FakeTensor):
+            copied.append((tuple(tensor.shape), tensor.stride()))
+        return made
+
+    monkeypatch.setattr(formats, "dense", dense)
+    torch.manual_seed(0)
+    convolution = LAYERS[rank][0]
+    layers = (
+        convolution(6, 6, 3, padding=1),
+        nn.Tanh(),
+        convolution(6, 4, 3, padding=1),
+        nn.Tanh(),
+        convolution(4, 4, 1),
+    )
+    network, x = nn.Sequential(*layers), torch.randn(2, 6, *SHAPES[rank][2:])
+    options = miofind.torch.inductor_options(fx_graph_cache=False)
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        trained(network, torch.compile(network, options=options), x)
+    put_in = {str(each.direction) for each in options["post_grad_custom_pre_pass"].replaced}
+    assert "forward" in put_in
+    assert copied == []
