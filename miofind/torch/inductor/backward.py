@@ -14,6 +14,7 @@ from torch import fx
 from miofind.torch.fused.calls import BackwardData, BackwardWeights
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.inductor.decompositions import derivative_of
+from miofind.torch.inductor.graphs import erase_unused
 from miofind.torch.inductor.writing import Writing
 
 aten = torch.ops.aten
@@ -80,20 +81,9 @@ def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bo
             made = writing.put(call, fuses=of.activation not in ("none", "relu"))
         if made is not None:
             end.replace_all_uses_with(made)
-            _erase_unused(writing.graph, end)
+            erase_unused(end, but=aten.convolution_backward.default)
             return True
     return False
-
-
-def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a step, and those before it that nothing else uses, up to convolutions."""
-    if node.users or node.op != "call_function" or node.target is aten.convolution_backward.default:
-        return
-    before = node.all_input_nodes
-    graph.erase_node(node)
-    for each in before:
-        if each._erased is False:
-            _erase_unused(graph, each)
 
 
 def _sum_of_channels(node: fx.Node) -> fx.Node | None:

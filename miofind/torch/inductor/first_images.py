@@ -17,7 +17,7 @@ from torch import fx
 
 from miofind.torch.formats import dense, is_dense, layout_like
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY
-from miofind.torch.inductor.graphs import CONVOLUTIONS, HALVES, added_step
+from miofind.torch.inductor.graphs import CONVOLUTIONS, HALVES, added_step, user_visible
 from miofind.torch.inductor.memory_formats import runs_last
 from miofind.torch.inductor.writing import Ranks
 
@@ -97,11 +97,9 @@ def _readers(image: fx.Node, last_ranks: Ranks) -> Iterator[fx.Node]:
     found = [user for user in convolutions if runs_last(user) or (user.target in CONVOLUTIONS and is_kept_last)]
     yield from found
     (output,) = image.graph.find_nodes(op="output")
-    if found and output in image.users and image.op != "placeholder":
-        given = output.args[0]
-        visible = output.meta.get("user_visible_output_idxs", range(len(given)))
-        if all(given[i] is not image for i in visible):
-            yield output
+    is_kept = bool(found) and output in image.users and image.op != "placeholder"
+    if is_kept and all(output.args[0][i] is not image for i in user_visible(image.graph)):
+        yield output
 
 
 @functools.cache

@@ -40,6 +40,29 @@ def added_step(graph: fx.Graph, target: Any, *arguments: Any, **named: Any) -> f
     return node
 
 
+def erase_unused(node: fx.Node, *, but: Any = None) -> None:
+    """Erase a step that nothing uses, and those before it that it alone used.
+
+    Args:
+        but: what stays, and all before it.
+    """
+    unused = {node: None}
+    while unused:
+        last, _ = unused.popitem()
+        read = last.all_input_nodes
+        last.graph.erase_node(last)
+        steps = (each for each in read if each.op == "call_function" and each.target is not but)
+        unused |= {each: None for each in steps if not each.users}
+
+
+def user_visible(graph: fx.Graph) -> list[int]:
+    """The places of a graph's results that are a user's; all where it does not say."""
+    (output,) = graph.find_nodes(op="output")
+    results = output.args[0]
+    count = 1 if isinstance(results, fx.Node) else len(results)
+    return [*output.meta.get("user_visible_output_idxs", range(count))]
+
+
 def traced_strides(graph: fx.Graph) -> list[Any] | None:
     """Of each result of a graph, the strides that Inductor gives it, None for what is no tensor; None if it gives none.
 

@@ -48,9 +48,8 @@ def asked_problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescripti
     flags = Flags.of(state(), on_gpu=values[0].is_cuda)
     try:
         with values[0].fake_mode:
-            if (
-                writing.runs_last(values[0]) and values[0].dim() > 3
-            ):  # PyTorch's own of one dimension stay channels first
+            # PyTorch's own of one dimension stay channels first.
+            if values[0].dim() > 3 and writing.will_run_last(values[0]):
                 last = layout_like(values[0], channels_last=True)
                 values = tuple(dense(value, last) for value in values)
             call = ConvolutionCall.of(*values, bias.meta["val"] if isinstance(bias, fx.Node) else bias, *geometry)

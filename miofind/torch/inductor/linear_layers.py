@@ -19,7 +19,7 @@ from torch import fx
 from miofind.torch.fused.calls import BackwardData, Forward
 from miofind.torch.inductor.decompositions import activation_of, derivative_of
 from miofind.torch.inductor.forward import replace_forward
-from miofind.torch.inductor.graphs import HALVES, VIEWS, added_step, has_numbers
+from miofind.torch.inductor.graphs import HALVES, VIEWS, added_step, erase_unused, has_numbers
 from miofind.torch.inductor.writing import Writing
 
 aten = torch.ops.aten
@@ -55,10 +55,10 @@ def replace_linear(writing: Writing, node: fx.Node) -> None:
         convolution = step(aten.convolution.default, *_tensors(step, node, result), *_WINDOW, False, [0, 0], 1)
     permuted.replace_all_uses_with(convolution)
     if replace_forward(writing, convolution, fuses=True):
-        _erase_unused(permuted)
+        erase_unused(permuted)
     else:
         convolution.replace_all_uses_with(permuted)
-        _erase_unused(convolution)
+        erase_unused(convolution)
 
 
 def input_gradients(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -83,13 +83,8 @@ def replace_input_gradient(writing: Writing, node: fx.Node) -> None:
         images = _images(writing.step, dy, gradient)
         saved = _images(writing.step, found.saved, gradient)
         w = writing.step(aten.reshape.default, weights, [*weights.meta["val"].shape, 1, 1])
-        call = BackwardData(images, saved, w, None, saved, of.activation, *_WINDOW, 1, channels_last=True)
-        made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope), fuses=True)
-        if made is not None:
-            end.replace_all_uses_with(_as_it_was(writing.step, made, end))
-    if made is not None:
-        _erase_unused(end)
-    writing.tidy()
+    call = BackwardData(images, saved, w, None, saved, of.activation, *_WINDOW, 1, channels_last=True)
+    _put_in_place(writing, call._replace(low=of.low, high=of.high, slope=of.slope), end)
 
 
 def _shaped(node: fx.Node) -> fx.Node:
@@ -124,12 +119,18 @@ def _put_with_activation(writing: Writing, node: fx.Node, result: fx.Node) -> bo
     end = found.steps[-1]
     with writing.graph.inserting_before(end):
         tensors, of = _tensors(writing.step, node, result), found.numbers
-        call = Forward(*tensors, None, None, of.activation, *_WINDOW, 1, channels_last=True)
-        made = writing.put(call._replace(low=of.low, high=of.high, slope=of.slope), fuses=True)
+    call = Forward(*tensors, None, None, of.activation, *_WINDOW, 1, channels_last=True)
+    return _put_in_place(writing, call._replace(low=of.low, high=of.high, slope=of.slope), end)
+
+
+def _put_in_place(writing: Writing, call: Forward | BackwardData, end: fx.Node) -> bool:
+    """Whether an operator was put in the place of the steps that end with this one."""
+    with writing.graph.inserting_before(end):
+        made = writing.put(call, fuses=True)
         if made is not None:
             end.replace_all_uses_with(_as_it_was(writing.step, made, end))
     if made is not None:
-        _erase_unused(end)
+        erase_unused(end)
     writing.tidy()
     return made is not None
 
@@ -169,13 +170,3 @@ def _as_it_was(step: _Step, images: fx.Node, like: fx.Node) -> fx.Node:
     last = step(aten.permute.default, images, [0, 2, 3, 1])
     shape = like.meta["val"].shape
     return last if last.meta["val"].shape == shape else step(aten.reshape.default, last, [*shape])
-
-
-def _erase_unused(node: fx.Node) -> None:
-    """Erase a step that nothing uses, and those that it alone used."""
-    unused = {node: None}
-    while unused:
-        (last, _) = unused.popitem()
-        read = last.all_input_nodes
-        last.graph.erase_node(last)
-        unused |= {each: None for each in read if each.op == "call_function" and not each.users}

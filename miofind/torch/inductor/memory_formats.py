@@ -22,6 +22,7 @@ from miofind.torch.inductor.graphs import (
     has_numbers,
     traced_strides,
     trains,
+    user_visible,
 )
 from miofind.torch.inductor.writing import Writing, is_put_in, spelt, values_of
 
@@ -144,7 +145,7 @@ def restore_strides(graph: fx.Graph) -> None:
     if wanted is None or isinstance(results, fx.Node):
         return
     given = list(results)
-    for i in output.meta.get("user_visible_output_idxs", range(len(given))):
+    for i in user_visible(graph):
         node, like = given[i], wanted[i]
         if isinstance(node, fx.Node) and like is not None and is_put_in(node) and _differs_in_ones(node, like):
             with graph.inserting_before(output):

@@ -51,14 +51,14 @@ class Writing:
         self._written.append(node)
         return node
 
-    def runs_last(self, value: Any) -> bool:
+    def will_run_last(self, value: Any) -> bool:
         """Whether a convolution of such a tensor will be channels last, whatever it was traced as."""
         rank = value.dim() - 2
         return rank in self.last_ranks and (rank not in self.turned or value.dtype in HALVES)
 
     def is_last(self, *values: Any) -> bool:
         """Whether an operator is to be channels last: one of its tensors is, or its convolution will be."""
-        return any(map(is_last, values)) or self.runs_last(values[0])
+        return any(map(is_last, values)) or self.will_run_last(values[0])
 
     def served(self, call: Call, *, fuses: bool = False) -> ProblemDescription | None:
         """The problem of an operator; None where no FindDB answers it.
