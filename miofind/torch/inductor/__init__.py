@@ -31,8 +31,10 @@ def inductor_options(**options: Any) -> dict[str, Any]:
         NoSolutionError: as a graph is compiled, with `enable("error")`, where the FindDB has no answer.
     """
     from miofind.torch.inductor.graph_pass import ConvolutionPass
+    from miofind.torch.inductor.masks import MaskPass
 
-    return {"post_grad_custom_pre_pass": ConvolutionPass(), **options}
+    passes = {"joint_custom_post_pass": MaskPass(), "post_grad_custom_pre_pass": ConvolutionPass()}
+    return passes | options
 
 
 def backend(graph: Any, inputs: Any, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:

@@ -103,6 +103,42 @@ def derivative_of(gradient: fx.Node) -> FoundDerivative | None:
     return next((each for each in found if each is not None), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """An activation, or a derivative, that ends at a step, whatever else reads its steps.
+
+    Attributes:
+        numbers: of the activation.
+        given: what the activation is applied to, or the derivative is taken at.
+        steps: those of it.
+    """
+
+    numbers: Nonlinearity
+    given: fx.Node
+    steps: tuple[fx.Node, ...]
+
+
+def activation_ending(name: str, node: fx.Node) -> Applied | None:
+    """The activation of that name whose result a step gives."""
+    return _ending(name, _templates(node.meta["val"].dtype)[name], node)
+
+
+def derivative_ending(name: str, node: fx.Node) -> Applied | None:
+    """A gradient times the derivative of the activation of that name, where a step gives it."""
+    return _ending(name, _derivative_templates(node.meta["val"].dtype)[name], node)
+
+
+def _ending(name: str, template: fx.Graph, node: fx.Node) -> Applied | None:
+    arguments = template.find_nodes(op="placeholder")
+    (result,) = template.output_node().all_input_nodes
+    places, numbers = dict[fx.Node, fx.Node](), dict[str, float]()
+    if not _fits(result, node, places, numbers) or len({places[each] for each in arguments}) != len(arguments):
+        return None  # a leaky ReLU is its derivative times what it is given
+    steps = (place for step, place in places.items() if step.op != "placeholder")
+    made = _nonlinearity(name, numbers)
+    return Applied(made, places[arguments[-1]], (*steps,)) if made.is_valid else None
+
+
 @functools.cache
 def _templates(dtype: Any) -> dict[str, fx.Graph]:
     """The graphs of all activations of tensors of a dtype."""
@@ -143,8 +179,7 @@ def _matched(name: str, template: fx.Graph, value: fx.Node) -> Found | None:
         user not in places.values() for node in places.values() if node is not places[result] for user in node.users
     ):
         return None
-    low, high, slope = (numbers.get(name) for name in _NUMBERS)
-    made = Nonlinearity(activation=name, low=low or 0.0, high=6.0 if high is None else high, slope=slope)
+    made = _nonlinearity(name, numbers)
     if not made.is_valid:
         return None
     inner = dict.fromkeys(node for step, node in places.items() if step not in (placeholder, result))
@@ -167,6 +202,8 @@ def _is_same(step: fx.Node, node: fx.Node, places: Mapping[fx.Node, fx.Node], nu
 def _is_equal(wanted: Any, given: Any, places: Mapping[fx.Node, fx.Node], numbers: dict[str, float]) -> bool:
     if isinstance(wanted, fx.Node):
         return places.get(wanted) is given
+    if isinstance(wanted, torch.device):  # templates are traced on the CPU
+        return isinstance(given, torch.device)
     for name, number in _NUMBERS.items():
         if isinstance(wanted, float) and wanted == number:
             is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
@@ -208,10 +245,15 @@ def _derivative(name: str, template: fx.Graph, gradient: fx.Node) -> FoundDeriva
         saved, value = places[of_saved].meta["val"], gradient.meta["val"]
         if not is_alone or saved.shape != value.shape or saved.dtype != value.dtype:
             continue
-        low, high, slope = (numbers.get(each) for each in _NUMBERS)
-        made = Nonlinearity(activation=name, low=low or 0.0, high=6.0 if high is None else high, slope=slope)
+        made = _nonlinearity(name, numbers)
         return FoundDerivative(made, (*steps,), places[of_saved]) if made.is_valid else None
     return None
+
+
+def _nonlinearity(name: str, numbers: Mapping[str, float]) -> Nonlinearity:
+    """An activation with the numbers that were found."""
+    low, high, slope = (numbers.get(each) for each in _NUMBERS)
+    return Nonlinearity(activation=name, low=low or 0.0, high=6.0 if high is None else high, slope=slope)
 
 
 def _is_given(node: fx.Node) -> bool:

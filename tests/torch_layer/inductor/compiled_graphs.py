@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -40,16 +41,25 @@ class Compiled:
         self.convolution_pass = convolution_pass()
         self._has_pass = has_pass
         each: dict[str, Any] = {"fw_compiler": self._passed, "decompositions": select_decomp_table()}
-        if recomputes:
-            from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-            each["partition_fn"] = min_cut_rematerialization_partition
+        each["partition_fn"] = functools.partial(self._parted, recomputes)
         torch._dynamo.reset()
         backend = aot_autograd(keep_inference_input_mutations=True, **each)  # as Inductor has them
         self._run = torch.compile(model, backend=backend, **options)
 
     def __call__(self, *inputs: Any) -> Any:
         return self._run(*inputs)
+
+    def _parted(self, recomputes: bool, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        from torch._functorch import partitioners
+
+        from miofind.torch.inductor.masks import take_at_results
+
+        if self._has_pass:
+            take_at_results(joint.graph)
+            joint.graph.lint()
+            joint.recompile()
+        part = partitioners.min_cut_rematerialization_partition if recomputes else partitioners.default_partition
+        return part(joint, inputs, **options)
 
     def _passed(self, graph: fx.GraphModule, inputs: Any) -> Any:
         from torch._functorch.aot_autograd import make_boxed_func

@@ -1,0 +1,206 @@
+"""Derivatives taken at results that convolutions keep: equal to the bit, and nothing kept for them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from helpers.runs.fused_answers import answers_of
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch_layer.inductor.compiled_graphs import Compiled
+
+import miofind.torch
+from miofind import Handle
+from miofind.torch.inductor import writing
+
+aten = torch.ops.aten
+Activation = Callable[[Any], Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def served(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Estimates answer, and passes behind products, which the CPU place has alone of these, count as kernels."""
+    monkeypatch.setattr(writing, "is_composed", lambda solver_id: False)
+    with answers_of(cpu_handle):
+        yield
+
+
+def leaky(slope: float) -> Activation:
+    return lambda v: functional.leaky_relu(v, slope)
+
+
+def clamped(low: float, high: float) -> Activation:
+    return lambda v: functional.hardtanh(v, low, high)
+
+
+def joint_graph(activation: Activation, dtype: Any = torch.float32) -> fx.GraphModule:
+    """The gradients of a convolution of an activation, and its result, from the argument and the result's gradient."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def both(x: Any, w: Any, dy: Any) -> Any:
+        with torch.enable_grad():
+            x, w = (each.detach().requires_grad_() for each in (x, w))
+            y = functional.conv1d(activation(x), w)
+        return y.detach(), *torch.autograd.grad(y, (x, w), dy)
+
+    with FakeTensorMode():
+        shapes = ((1, 2, 16), (3, 2, 1), (1, 3, 16))
+        examples = [torch.empty(*shape, dtype=dtype) for shape in shapes]
+        return make_fx(both, decomposition_table=select_decomp_table())(*examples)
+
+
+def masks_at(graph: fx.Graph) -> set[str]:
+    """What derivatives are taken at: the argument of an activation, its result, or both."""
+    (kept,) = {node.args[1] for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default)}
+    compared = (aten.gt.Scalar, aten.le.Scalar, aten.ge.Scalar)
+    behind = [node for node in graph.nodes if node > kept and node.target in compared]
+    read = (node.args[0] for node in behind)
+    sources = {each.args[0] if "convert" in str(each.target) else each for each in read}
+    return {"result" if each is kept else "argument" for each in sources}
+
+
+TAKEN: dict[str, tuple[Activation, Any]] = {
+    "leaky": (leaky(0.1), torch.float32),
+    "leaky-bfloat16": (leaky(0.1), torch.bfloat16),
+    "leaky-float16": (leaky(0.1), torch.float16),
+    "none": (leaky(0.0), torch.bfloat16),
+    "steep": (leaky(3.0), torch.float16),
+    "relu6": (functional.relu6, torch.bfloat16),
+    "hardtanh": (clamped(-0.3, 0.4), torch.float64),
+    "hardtanh-bfloat16": (clamped(-0.25, 0.5), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(("activation", "dtype"), TAKEN.values(), ids=TAKEN)
+def test_masks_at_results_are_those_at_arguments(activation: Activation, dtype: Any) -> None:
+    from miofind.torch.inductor.masks import take_at_results
+
+    graph = joint_graph(activation, dtype)
+    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    special = [0.0, -0.0, tiny, -tiny, 0.25, -0.25, 0.5, 6.0, 6.1, -3.0, torch.inf, -torch.inf, torch.nan]
+    x = torch.randn(1, 2, 16).to(dtype)
+    x[0, 0, : len(special)] = torch.tensor(special).to(dtype)
+    inputs = (x, torch.randn(3, 2, 1).to(dtype), torch.randn(1, 3, 16).to(dtype))
+    expected = graph(*inputs)
+    assert masks_at(graph.graph) == {"argument"}
+    take_at_results(graph.graph)
+    assert masks_at(graph.graph) == {"result"}
+    graph.graph.lint()
+    graph.recompile()
+    for given, wanted in zip(graph(*inputs), expected, strict=True):
+        assert torch.equal(given.view(torch.uint8), wanted.view(torch.uint8))
+
+
+LEFT: dict[str, tuple[Activation, Any]] = {
+    "falling": (leaky(-0.1), torch.float32),
+    "bound of more digits": (clamped(-0.3, 0.5), torch.bfloat16),
+    "not undone": (functional.silu, torch.float32),
+    "twice": (lambda v: functional.leaky_relu(functional.leaky_relu(v, 0.1) + 1, 0.2) - 1, torch.float32),
+}
+
+
+@pytest.mark.parametrize(("activation", "dtype"), LEFT.values(), ids=LEFT)
+def test_others_are_left(activation: Activation, dtype: Any) -> None:
+    from miofind.torch.inductor.masks import take_at_results
+
+    graph = joint_graph(activation, dtype)
+    before = str(graph.graph)
+    take_at_results(graph.graph)
+    assert str(graph.graph) == before
+
+
+def test_a_mask_that_the_activation_reads_too_is_left() -> None:
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    from miofind.torch.inductor.masks import take_at_results
+
+    graph = fx_graph_cse(joint_graph(leaky(0.1)).graph)
+    before = str(graph)
+    take_at_results(graph)
+    graph.lint()
+    assert str(graph) == before
+
+
+class Stack(nn.Module):
+    """Residual pairs of convolutions, as in HiFi-GAN."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Conv1d(4, 4, 3, padding=1) for _ in range(3))
+        self.activation = activation
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        y = self.second(self.activation(x))
+        return x + self.third(self.activation(y))
+
+
+@pytest.mark.parametrize(("activation", "name"), [(leaky(0.1), "leaky_relu"), (functional.relu6, "clamp")])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_activation_is_written_with_the_convolution_before_it(
+    activation: Activation, name: str, recomputes: bool
+) -> None:
+    network = Stack(activation)
+    compiled, x = Compiled(network, recomputes=recomputes), torch.randn(2, 4, 32)
+    found = []
+    for run in (compiled, network):
+        network.zero_grad()
+        run(x).square().sum().backward()
+        found.append([each.grad.clone() for each in network.parameters()])
+    for given, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
+    assert compiled.texts.count(f"bias.{name}") == 1
+    assert compiled.texts.count(f"d{name}") == 2
+    backward = compiled.graphs[-1].graph
+    assert all(each.meta["val"].dtype is not torch.bool for each in backward.find_nodes(op="placeholder"))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_takes_the_pass() -> None:
+    network = Stack(leaky(0.1))
+    options = miofind.torch.inductor_options()
+    torch._dynamo.reset()
+    compiled = torch.compile(network, options={**options, "fx_graph_cache": False})
+    x, found = torch.randn(2, 4, 32), []
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # a graph of an earlier run needs no pass
+        for run in (compiled, network):
+            network.zero_grad()
+            run(x).square().sum().backward()
+            found.append([each.grad.clone() for each in network.parameters()])
+    torch.testing.assert_close(*found)
+    texts = [problem.epilogue.text for problem in options["post_grad_custom_pre_pass"].replaced]
+    assert texts.count("dleaky_relu") == 2
+
+
+ON_GPUS: dict[str, Callable[[Any, Any], Any]] = {
+    "relu": lambda dy, saved: aten.threshold_backward(dy, saved, 0),
+    "clamp": lambda dy, saved: aten.hardtanh_backward(dy, saved, 0.0, 6.0),
+    "leaky_relu": lambda dy, saved: aten.leaky_relu_backward(dy, saved, 0.1, False),
+    "hardswish": lambda dy, saved: aten.hardswish_backward(dy, saved),
+}
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_derivatives_of_graphs_for_gpus_are_known(name: str) -> None:
+    """Their constants are on the GPU, those of what they are compared with on the CPU."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from miofind.torch.inductor.decompositions import derivative_of
+
+    with FakeTensorMode():
+        examples = [torch.empty(1, 2, 16, device="cuda") for _ in range(2)]
+        graph = make_fx(ON_GPUS[name], decomposition_table=select_decomp_table())(*examples).graph
+    found = derivative_of(next(iter(graph.nodes)))
+    assert found is not None
+    assert found.numbers.activation == name
