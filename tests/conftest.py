@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 __all__ = ["_finddb_of_worker", "finddb_url", "forked_children", "nursery", "postgres_server", "postgres_url"]
 
 # Workers of pytest share the cores: threads of each one's BLAS would wait for each other while they spin. On two busy
-# cores that made tests of small products take 40 s instead of one.
+# cores that made tests of small products take 40 s instead of one. PyTorch's threads cost a tenth.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Hypothesis fails an example that takes 0.2 s, and then takes a minute to find the smallest that does.
 settings.register_profile("any machine", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "y_shape", "millions"),
     [

@@ -182,6 +182,7 @@ def compiler(request: pytest.FixtureRequest) -> Compiler:
     return Compiler(BinaryCache(request.config.cache.mkdir("kernels"), max_bytes=1 << 31))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("epilogue", ["residual", "residual.drelu", "dgelu", "residual.dsilu", "dgelu_tanh", "dclamp"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_passes_of_gradients_compile(compiler: Compiler, dtype: str, epilogue: str) -> None:

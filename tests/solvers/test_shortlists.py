@@ -106,6 +106,7 @@ def test_blocks_that_count_as_alike_are() -> None:
                 assert block == ProductBlock.of(kind, alike(kind, config)), (problem, config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
 @pytest.mark.parametrize("solver_id", ["ConvImplicitGemmWgmma", "ConvChannelsLast"])
 def test_a_shortlist_of_wgmma_is_of_valid_tilings_with_their_estimates(solver_id: str, shared_bytes: int) -> None:
@@ -243,6 +244,7 @@ def test_a_shortlist_of_transposed_products_is_that_of_tilings_made_anew() -> No
             assert found == expected, (problem, tiling.config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", [H200, SMALL], ids=["H200", "small"])
 @pytest.mark.parametrize("family", [nchw_weights, nhwc_weights])
 def test_a_table_of_grouped_weights_is_ranked_as_each_configuration_by_itself(family: Any, device: Device) -> None:

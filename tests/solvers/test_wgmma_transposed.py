@@ -61,6 +61,7 @@ def computed(problem: ProblemDescription, config: Config, device: Device, inputs
     return np.moveaxis(partials.sum(axis=0).reshape(k, *taps, c), -1, 1)
 
 
+@pytest.mark.sampled(2)
 @each_shape
 def test_launches_compute_the_convolution(problem: ProblemDescription) -> None:
     generator = np.random.default_rng(5)

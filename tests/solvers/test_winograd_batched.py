@@ -70,6 +70,7 @@ def check(problem: ProblemDescription, config: Config) -> None:
     assert error < 1e-4, config.json  # constants are float32
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", SHAPES)

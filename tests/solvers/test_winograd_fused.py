@@ -59,6 +59,7 @@ def filled(problem: ProblemDescription, inputs: dict[str, np.ndarray]) -> dict[s
     return buffers | operands_in_memory(problem, inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,6 +76,7 @@ def test_steps_compute_the_convolution(shape: str, direction: Direction, layout:
         np.testing.assert_allclose(result, expected, atol=1e-11, err_msg=config.json)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -217,6 +217,7 @@ def test_a_number_for_each_channel_of_each_image(cpu_handle: Handle) -> None:
     assert [config.rpartition("-")[2] for config in ran] == ["e.bias.channel_bias.silu"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", FUSED)
 def test_what_is_fused(case: str) -> None:
     tail, expected = FUSED[case]

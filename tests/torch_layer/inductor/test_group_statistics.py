@@ -51,6 +51,7 @@ def norm(groups: int) -> Callable[[Any], Any]:
     return lambda x: functional.group_norm(x, groups, x.new_full((x.shape[1],), 0.5), x.new_full((x.shape[1],), 2.0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("shape", "groups"),

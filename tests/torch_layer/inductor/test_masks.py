@@ -144,6 +144,7 @@ class Stack(nn.Module):
         return x + self.third(self.activation(y))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("activation", "name"), [(leaky(0.1), "leaky_relu"), (functional.relu6, "clamp")])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_activation_is_written_with_the_convolution_before_it(

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Any], Any], list[list[int]]]] 
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("shape", "pool", "split"), CASES.values(), ids=CASES)
 def test_the_numbers_are_the_same(
@@ -100,6 +101,7 @@ def test_a_window_too_long_for_one_dimension_stays() -> None:
     assert not windows(compiled)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "pool",
     [

@@ -82,6 +82,7 @@ def forced(compiled: Compiled) -> int:
     return compiled.count(torch.ops.prims.inductor_force_stride_order.default)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.usefixtures("served")
 def test_training(rank: int) -> None:
@@ -167,6 +168,7 @@ def test_a_convolution_of_unknown_sizes_stays_beside_one_that_is_turned() -> Non
     assert not forced(compiled)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
