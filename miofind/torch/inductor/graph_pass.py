@@ -36,7 +36,7 @@ from miofind.torch.inductor.gathered import gather_casts, gather_counts
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, trains
 from miofind.torch.inductor.group_statistics import split_group_statistics
 from miofind.torch.inductor.instance_norms import unfold_images
-from miofind.torch.inductor.kept import kept_problems
+from miofind.torch.inductor.kept import kept_problems, pack_images
 from miofind.torch.inductor.linear_layers import (
     input_gradients,
     linear_layers,
@@ -46,14 +46,13 @@ from miofind.torch.inductor.linear_layers import (
 from miofind.torch.inductor.memory_formats import (
     constrain_layouts,
     memory_formats,
-    pack_images,
     prefers_channels_last,
-    restore_strides,
     state_memory_format,
     turn_last,
     turn_saved,
 )
 from miofind.torch.inductor.poolings import split_poolings
+from miofind.torch.inductor.strides import restore_strides
 from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, turn, turnable
 from miofind.torch.inductor.weights_in_graphs import keep_weights
 from miofind.torch.inductor.writing import Ranks, Serves, Writing

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from miofind.torch.inductor.graphs import VIEWS, added_step, has_numbers
-from miofind.torch.inductor.turned import reads_strides, retrace_step
+from miofind.torch.inductor.strides import reads_strides, retrace_step
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -1,4 +1,4 @@
-"""Convolutions that stay PyTorch's own in Inductor's graphs: what the override is asked for as a graph runs."""
+"""Convolutions that stay PyTorch's own in Inductor's graphs: what the override is asked for, and what they read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 
 from miofind.core.problem import ProblemDescription
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
-from miofind.torch.formats import dense, layout_like
-from miofind.torch.inductor.graphs import CONVOLUTIONS, has_numbers
+from miofind.torch.formats import dense, is_dense, layout_like
+from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers
 from miofind.torch.inductor.writing import Writing
 from miofind.torch.override import current
 from miofind.torch.recorder import recorded_call
@@ -57,3 +58,37 @@ def asked_problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescripti
         return
     asked = (recorded_call(call, "", computed, flags.math, has_bias=has_bias).problem for computed in wanted)
     yield from (problem for problem in asked if problem is not None)
+
+
+def pack_images(graph: fx.Graph) -> None:
+    """Have convolutions that stay be given copies of what is a part of a tensor, such as of one that is split.
+
+    They would make them themselves, by a kernel that takes three times as long as Inductor's.
+    """
+    packed: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target in CONVOLUTIONS and has_numbers(node):
+            for i in _read_images(node):
+                image = node.args[i]
+                if image not in packed and not _is_packed(image.meta["val"]):
+                    with graph.inserting_before(node):
+                        packed[image] = _packed(graph, image)
+                node.update_arg(i, packed.get(image, image))
+
+
+def _read_images(convolution: fx.Node) -> tuple[int, ...]:
+    """The places of the images that a convolution reads: backward, x for the gradient of the weights alone."""
+    is_read = convolution.target is aten.convolution_backward.default and convolution.args[10][1]
+    return (0, 1) if is_read else (0,)
+
+
+def _is_packed(value: Any) -> bool:
+    """Whether a convolution reads a tensor as it lies: of one dimension channels first alone."""
+    orders = (False,) if value.dim() == 3 else (False, True)
+    return any(is_dense(value, layout_like(value, channels_last=last)) for last in orders)
+
+
+def _packed(graph: fx.Graph, image: fx.Node) -> fx.Node:
+    """The step that copies a tensor in the order that its strides are in."""
+    suggested = suggest_memory_format(image.meta["val"])
+    return added_step(graph, aten.clone.default, image, memory_format=suggested)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
 
 from miofind.core.tensor import Layout
-from miofind.torch.formats import dense, is_dense, layout_like, strides
+from miofind.torch.formats import dense, layout_like, strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import (
     CONVOLUTIONS,
-    added_step,
     copy_of,
     has_numbers,
-    traced_strides,
     trains,
-    user_visible,
 )
-from miofind.torch.inductor.writing import Writing, is_put_in, spelt, values_of
+from miofind.torch.inductor.writing import Writing, spelt, values_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -99,67 +94,6 @@ def turn_last(writing: Writing) -> None:
         _write(node, call)
         node.meta[_TURNED] = True
         writing.put_in.append(problem)
-
-
-def pack_images(graph: fx.Graph) -> None:
-    """Have convolutions that stay be given copies of what is a part of a tensor, such as of one that is split.
-
-    They would make them themselves, by a kernel that takes three times as long as Inductor's.
-    """
-    packed: dict[fx.Node, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.target in CONVOLUTIONS and has_numbers(node):
-            for i in _read_images(node):
-                image = node.args[i]
-                if image not in packed and not _is_packed(image.meta["val"]):
-                    with graph.inserting_before(node):
-                        packed[image] = _packed(graph, image)
-                node.update_arg(i, packed.get(image, image))
-
-
-def _read_images(convolution: fx.Node) -> tuple[int, ...]:
-    """The places of the images that a convolution reads: backward, x for the gradient of the weights alone."""
-    is_read = convolution.target is aten.convolution_backward.default and convolution.args[10][1]
-    return (0, 1) if is_read else (0,)
-
-
-def _is_packed(value: Any) -> bool:
-    """Whether a convolution reads a tensor as it lies: of one dimension channels first alone."""
-    orders = (False,) if value.dim() == 3 else (False, True)
-    return any(is_dense(value, layout_like(value, channels_last=last)) for last in orders)
-
-
-def _packed(graph: fx.Graph, image: fx.Node) -> fx.Node:
-    """The step that copies a tensor in the order that its strides are in."""
-    suggested = suggest_memory_format(image.meta["val"])
-    return added_step(graph, aten.clone.default, image, memory_format=suggested)
-
-
-def restore_strides(graph: fx.Graph) -> None:
-    """Have what operators give back to the user tell the strides of dimensions of size 1 that were traced, too.
-
-    Inductor takes no notice of them. Who compares strides does, such as what puts gradients into buckets.
-    """
-    (output,) = graph.find_nodes(op="output")
-    results, wanted = output.args[0], traced_strides(graph)
-    if wanted is None or isinstance(results, fx.Node):
-        return
-    given = list(results)
-    for i in user_visible(graph):
-        node, like = given[i], wanted[i]
-        if isinstance(node, fx.Node) and like is not None and is_put_in(node) and _differs_in_ones(node, like):
-            with graph.inserting_before(output):
-                given[i] = added_step(graph, aten.as_strided.default, node, [*node.meta["val"].shape], [*like])
-    output.args = (type(results)(given),)
-
-
-def _differs_in_ones(node: fx.Node, wanted: Sequence[int]) -> bool:
-    """Whether a step's strides are others than wanted, but only of dimensions of size 1."""
-    value = node.meta["val"]
-    pairs = [*zip(value.shape, value.stride(), wanted, strict=True)]
-    if not all(isinstance(number, int) for pair in pairs for number in pair):
-        return False
-    return any(a != b for _, a, b in pairs) and all(a == b for size, a, b in pairs if size != 1)
 
 
 def turn_saved(graph: fx.Graph) -> None:

@@ -14,14 +14,12 @@ keeps the strides that were traced, or their order where it is a view.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, detect_fake_mode
-from torch._inductor import config, inductor_prims
+from torch._guards import TracingContext
+from torch._inductor import inductor_prims
 
 from miofind.core.tensor import Layout
 from miofind.torch.formats import strides
@@ -29,6 +27,7 @@ from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.ops import OPERATORS
 from miofind.torch.inductor.graphs import HALVES, added_step, has_numbers, traced_strides
 from miofind.torch.inductor.kept import asked_problems
+from miofind.torch.inductor.strides import reads_strides, retrace_step
 from miofind.torch.inductor.writing import Ranks, Writing, is_put_in, spelt
 from miofind.torch.override import current
 
@@ -37,40 +36,12 @@ aten = torch.ops.aten
 _LEAST_SHARE = 0.5
 """Of the multiplications: what FindDBs answer channels last of a graph that is turned."""
 
-_NAMESPACES = ("aten", "prims", "miofind")
-_BY_STRIDES = (
-    aten.as_strided.default,
-    aten.as_strided_.default,
-    aten.as_strided_copy.default,
-    aten.as_strided_scatter.default,
-    aten.resize.default,
-    aten.view.dtype,
-    aten.view_as_complex.default,
-)
-"""Steps whose results depend on how what they read lies in memory, or that refuse some orders."""
-
 
 def turnable(graph: fx.Graph) -> Ranks:
     """The numbers of dimensions whose convolutions may be turned."""
     if reads_strides(graph) or _returns_views() or _is_kept_elsewhere() or not _keeps_strides(graph):
         return frozenset()
     return frozenset(_rank(node) for node in _convolutions(graph))
-
-
-def reads_strides(graph: fx.Graph) -> bool:
-    """Whether a step may give other numbers where what it reads lies in another order.
-
-    So do random numbers that are to be eager's, which are drawn in the order of memory.
-    """
-    steps = {node.target for node in graph.nodes if node.op == "call_function"} - {operator.getitem}
-    if any(not _is_known(step) or step in _BY_STRIDES for step in steps):
-        return True
-    return config.fallback_random and any(torch.Tag.nondeterministic_seeded in step.tags for step in steps)
-
-
-def _is_known(step: Any) -> bool:
-    """Whether a step is an operator of PyTorch's, Inductor's or miofind's, of which it is known what it reads."""
-    return isinstance(step, torch._ops.OpOverload) and step.namespace in _NAMESPACES
 
 
 def _keeps_strides(graph: fx.Graph) -> bool:
@@ -171,15 +142,6 @@ def retrace(graph: fx.Graph, relaid: set[fx.Node], turned: Ranks = frozenset()) 
         retrace_step(node, relaid)
 
 
-def retrace_step(node: fx.Node, relaid: set[fx.Node]) -> None:
-    """Have a step say how what it gives lies, and note it with those before it where that has changed."""
-    if node in relaid or any(each in relaid for each in node.all_input_nodes):
-        before, after = node.meta.get("val"), _traced(node)
-        if _strides(before) != _strides(after):
-            node.meta["val"] = after
-            relaid.add(node)
-
-
 def _read_last(graph: fx.Graph, convolution: fx.Node) -> fx.Node:
     """The step that gives a convolution what it reads channels last: no copy where that can be written so."""
     x = convolution.args[0]
@@ -189,18 +151,6 @@ def _read_last(graph: fx.Graph, convolution: fx.Node) -> fx.Node:
         given = added_step(graph, inductor_prims.force_stride_order, x, last)
     convolution.replace_input_with(x, given)
     return given
-
-
-def _traced(node: fx.Node) -> Any:
-    """What a step gives, of what its inputs are by now; as it was where it cannot be told."""
-    if node.target is not operator.getitem and (not _is_known(node.target) or node.target._schema.is_mutable):
-        return node.meta.get("val")
-    arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
-    try:
-        with detect_fake_mode((arguments, named)), torch.no_grad():
-            return node.target(*arguments, **named)
-    except (RuntimeError, ValueError):  # of a view, it may be, which Inductor makes a copy for
-        return node.meta.get("val")
 
 
 def _convolutions(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -236,9 +186,3 @@ def _is_answered(writing: Writing, convolution: fx.Node) -> bool:
 def _reads_images(convolution: fx.Node) -> bool:
     """Whether a convolution reads 16 bits of known sizes."""
     return convolution.args[0].meta["val"].dtype in HALVES and has_numbers(convolution)
-
-
-def _strides(value: Any) -> list[Any]:
-    """Those of a tensor, or of each of several."""
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [each.stride() for each in values if isinstance(each, torch.Tensor)]

@@ -19,7 +19,7 @@ import miofind.torch
 from miofind import Handle
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.torch import formats
-from miofind.torch.inductor import turned
+from miofind.torch.inductor import strides
 from miofind.torch.inductor.graphs import CONVOLUTIONS
 from miofind.torch.inductor.kept import asked_problems
 from miofind.torch.inductor.writing import Writing
@@ -103,7 +103,7 @@ def test_training(rank: int) -> None:
     for node in (
         node for node in steps if all(each.op == "call_function" for each in node.all_input_nodes)
     ):  # casts of weights are turned later
-        assert turned._strides(node.meta["val"]) == turned._strides(turned._traced(node)), node
+        assert strides._strides(node.meta["val"]) == strides._strides(strides._traced(node)), node
 
 
 @pytest.mark.usefixtures("served")

@@ -1,0 +1,99 @@
+"""How what steps give lies in memory: who reads that, steps that tell it anew, and results that tell it as before."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._inductor import config
+
+from miofind.torch.inductor.graphs import added_step, traced_strides, user_visible
+from miofind.torch.inductor.writing import is_put_in
+
+aten = torch.ops.aten
+
+_NAMESPACES = ("aten", "prims", "miofind")
+_BY_STRIDES = (
+    aten.as_strided.default,
+    aten.as_strided_.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
+    aten.resize.default,
+    aten.view.dtype,
+    aten.view_as_complex.default,
+)
+"""Steps whose results depend on how what they read lies in memory, or that refuse some orders."""
+
+
+def reads_strides(graph: fx.Graph) -> bool:
+    """Whether a step may give other numbers where what it reads lies in another order.
+
+    So do random numbers that are to be eager's, which are drawn in the order of memory.
+    """
+    steps = {node.target for node in graph.nodes if node.op == "call_function"} - {operator.getitem}
+    if any(not _is_known(step) or step in _BY_STRIDES for step in steps):
+        return True
+    return config.fallback_random and any(torch.Tag.nondeterministic_seeded in step.tags for step in steps)
+
+
+def _is_known(step: Any) -> bool:
+    """Whether a step is an operator of PyTorch's, Inductor's or miofind's, of which it is known what it reads."""
+    return isinstance(step, torch._ops.OpOverload) and step.namespace in _NAMESPACES
+
+
+def retrace_step(node: fx.Node, relaid: set[fx.Node]) -> None:
+    """Have a step say how what it gives lies, and note it with those before it where that has changed."""
+    if node in relaid or any(each in relaid for each in node.all_input_nodes):
+        before, after = node.meta.get("val"), _traced(node)
+        if _strides(before) != _strides(after):
+            node.meta["val"] = after
+            relaid.add(node)
+
+
+def _traced(node: fx.Node) -> Any:
+    """What a step gives, of what its inputs are by now; as it was where it cannot be told."""
+    if node.target is not operator.getitem and (not _is_known(node.target) or node.target._schema.is_mutable):
+        return node.meta.get("val")
+    arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+    try:
+        with detect_fake_mode((arguments, named)), torch.no_grad():
+            return node.target(*arguments, **named)
+    except (RuntimeError, ValueError):  # of a view, it may be, which Inductor makes a copy for
+        return node.meta.get("val")
+
+
+def _strides(value: Any) -> list[Any]:
+    """Those of a tensor, or of each of several."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [each.stride() for each in values if isinstance(each, torch.Tensor)]
+
+
+def restore_strides(graph: fx.Graph) -> None:
+    """Have what operators give back to the user tell the strides of dimensions of size 1 that were traced, too.
+
+    Inductor takes no notice of them. Who compares strides does, such as what puts gradients into buckets.
+    """
+    (output,) = graph.find_nodes(op="output")
+    results, wanted = output.args[0], traced_strides(graph)
+    if wanted is None or isinstance(results, fx.Node):
+        return
+    given = list(results)
+    for i in user_visible(graph):
+        node, like = given[i], wanted[i]
+        if isinstance(node, fx.Node) and like is not None and is_put_in(node) and _differs_in_ones(node, like):
+            with graph.inserting_before(output):
+                given[i] = added_step(graph, aten.as_strided.default, node, [*node.meta["val"].shape], [*like])
+    output.args = (type(results)(given),)
+
+
+def _differs_in_ones(node: fx.Node, wanted: Sequence[int]) -> bool:
+    """Whether a step's strides are others than wanted, but only of dimensions of size 1."""
+    value = node.meta["val"]
+    pairs = [*zip(value.shape, value.stride(), wanted, strict=True)]
+    if not all(isinstance(number, int) for pair in pairs for number in pair):
+        return False
+    return any(a != b for _, a, b in pairs) and all(a == b for size, a, b in pairs if size != 1)
