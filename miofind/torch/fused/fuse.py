@@ -382,4 +382,11 @@ def _module(module: Any, chain: _Chain) -> Any:
             name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in chain.norm.items()
         }
         weight, bias = fold_batch_norm(weight, bias, **given)
-    return FusedConvolution(weight, bias, _window(module), chain.numbers, adds_in_place=chain.adds_in_place).eval()
+    return FusedConvolution(
+        weight,
+        bias,
+        _window(module),
+        chain.numbers,
+        adds_in_place=chain.adds_in_place,
+        has_norm=bool(chain.norm),
+    ).eval()

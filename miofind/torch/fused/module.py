@@ -65,15 +65,23 @@ class FusedConvolution(torch.nn.Module):
         window: how filters move over x.
         numbers: the activation, and what is done with a residual.
         adds_in_place: the sum with a residual of another dtype keeps that of the convolution's result.
+        has_norm: the weights have a batch norm's: x is of images, as one without them the norm would not take so.
     """
 
     __module__ = "miofind.torch"  # by which networks are pickled
 
     def __init__(
-        self, weight: Any, bias: Any, window: Window, numbers: Nonlinearity, *, adds_in_place: bool = False
+        self,
+        weight: Any,
+        bias: Any,
+        window: Window,
+        numbers: Nonlinearity,
+        *,
+        adds_in_place: bool = False,
+        has_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.adds_in_place = adds_in_place
+        self.adds_in_place, self.has_norm = adds_in_place, has_norm
         self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
         given = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", given)
@@ -92,6 +100,9 @@ class FusedConvolution(torch.nn.Module):
         """y, (n, k, *out_spatial), of x: (n, c, *spatial), and a residual of y's shape.
 
         A residual of another shape or dtype, which PyTorch broadcasts or promotes, is added by PyTorch.
+
+        Raises:
+            ValueError: a batch norm was fused, and x, (c, *spatial), has no images.
         """
         if not torch.compiler.is_compiling():
             ready = self._packed.of_inputs.get(_form(x, x.dtype))
@@ -115,6 +126,8 @@ class FusedConvolution(torch.nn.Module):
     def _general(self, x: Any, residual: Any) -> Any:
         """The same for whatever there may be."""
         is_single = x.dim() == self.weight.dim() - 1
+        if is_single and self.has_norm:  # of such an x BatchNorm1d takes the places for channels, the others refuse it
+            raise ValueError(f"a batch norm was fused, which takes images of shape (n, c, ...): x is {tuple(x.shape)}")
         if is_single:
             x, residual = x.unsqueeze(0), residual.unsqueeze(0) if isinstance(residual, torch.Tensor) else residual
         y = self._computed(x, residual)

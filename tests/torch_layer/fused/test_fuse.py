@@ -140,6 +140,17 @@ def test_traced_by_torch_compile_and_export() -> None:
     assert "miofind.convolution" in exported.graph_module.code
 
 
+def test_what_a_batch_norm_takes_for_channels_is_never_the_convolutions() -> None:
+    """Of an input without images BatchNorm1d takes the places for channels: here there are as many."""
+    model = prepared(nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)))
+    fused, x = fuse(model), torch.randn(3, 10)
+    with torch.no_grad():
+        assert model(x).shape == (8, 8)
+        with pytest.raises(ValueError, match="a batch norm was fused"):
+            fused(x)
+        torch.testing.assert_close(fused(x[None]), model(x[None]), rtol=1e-4, atol=1e-4)
+
+
 class Tail(nn.Module):
     """A convolution and what a function does with its result and x."""
 
