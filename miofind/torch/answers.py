@@ -76,17 +76,24 @@ class Answer:
         first = self.first
         if first is None:
             return False
+        if self.part.sparing.spares():
+            self.part.declined += 1
+            return False
         ordered = [tensors[name] for name in self._names]
         try:
             if ordered[0].is_cuda:
-                return self._run_on_device(ordered, parameters)
-            return self._run_on_host(first, ordered, parameters)
+                has_run = self._run_on_device(ordered, parameters)
+            else:
+                has_run = self._run_on_host(first, ordered, parameters)
+            self.part.sparing.succeeded()
+            return has_run
         except LaunchError as error:
             self.part.fail(error)
             with self._lock:
                 self._invokers, self._solutions = (), None
         except torch.OutOfMemoryError:  # of a workspace that PyTorch's own operations do without
             self.part.declined += 1
+            self.part.sparing.failed()
         return False
 
     def _run_on_device(self, tensors: list[Any], parameters: EpilogueParameters) -> bool:

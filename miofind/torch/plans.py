@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from miofind.torch.calls import COMPUTED, DIRECTION_OF, ConvolutionCall, Unserve
 from miofind.torch.direct import DirectCalls, DirectLaunch, loaded
 from miofind.torch.flags import Flags
 from miofind.torch.launches import Arguments, Launch, Launches, ReadySolutions, first_line
-from miofind.torch.memory import is_capturing, make_room
+from miofind.torch.memory import Sparing, is_capturing, make_room
 from miofind.torch.settings import MissPolicy, Settings
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ class Part:
         direct: gives the launch without Python; None where there is none.
         with_bias: whether the launch adds the bias, or gives its gradient, too.
         declined: calls in which PyTorch computed it although it has a launch, as no solution takes tensors at such
-            addresses.
+            addresses, or there is no memory for a workspace.
+        sparing, is_spared: which calls ask for no workspace, and whether there are any.
     """
 
     computed: str
@@ -83,6 +84,8 @@ class Part:
     pending: PendingKernels | None = None
     with_bias: bool = False
     declined: int = 0
+    sparing: Sparing = field(default_factory=Sparing)
+    is_spared: bool = False
 
     def fail(self, error: Exception) -> None:
         """Leave it to PyTorch from now on."""
@@ -161,6 +164,26 @@ class Plan(DirectCalls):
         self._part(computed).fail(error)
         self._take_launches()
 
+    def _spare(self, computed: str) -> None:
+        """Have a result that there was no memory for be PyTorch's in more and more calls, until there is again."""
+        part = self._part(computed)
+        part.sparing.failed()
+        launch = part.launch
+        if launch is None or part.is_spared:
+            return
+
+        def sparing(*tensors: Any) -> Any:
+            if part.sparing.spares():
+                return None
+            made = launch(*tensors)
+            part.sparing.succeeded()
+            part.launch, part.is_spared = launch, False
+            self._take_launches()
+            return made
+
+        part.launch, part.is_spared = sparing, True
+        self._take_launches()
+
     def run(self, computed: str, launch: Launch, *tensors: Any) -> Any:
         """What a launch gives; None where it gives nothing or fails, and PyTorch is to compute the result."""
         try:
@@ -170,6 +193,7 @@ class Plan(DirectCalls):
             return None
         except torch.OutOfMemoryError:  # of a workspace, it may be, that PyTorch's own kernel does without
             made = None
+            self._spare(computed)
         if made is None:
             self._part(computed).declined += 1
         return made

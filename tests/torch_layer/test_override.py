@@ -224,7 +224,7 @@ def test_a_planner_that_raises_leaves_calls_to_pytorch(
 def test_a_workspace_that_there_is_no_memory_for_leaves_a_call_to_pytorch(
     override_on_cpu: Override, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's own kernel may do without; the next call is miofind's again."""
+    """PyTorch's own kernel may do without; later calls are miofind's again."""
     expected, run, is_full = conv2d(X, W), _HostInvoker.run, True
     override_on_cpu.forget_plans()
 
@@ -239,10 +239,47 @@ def test_a_workspace_that_there_is_no_memory_for_leaves_a_call_to_pytorch(
     (plan,), (fused,) = override_on_cpu.plans, fused_plans.plans()
     assert (plan.parts[0].declined, fused.part.declined) == (2, 1), "the fused call's convolution is tried, too"
     is_full = False
-    torch.testing.assert_close(conv2d(X, W), expected)
+    for _ in range(2):
+        torch.testing.assert_close(conv2d(X, W), expected)
     torch.testing.assert_close(miofind.torch.convolution(X, W, activation="relu"), expected.relu())
-    assert (plan.parts[0].declined, fused.part.declined) == (2, 1)
+    assert (plan.parts[0].declined, fused.part.declined) == (3, 1), "after two in a row one call asks for none"
     assert miofind.torch.report().own_calls == 2
+
+
+@pytest.mark.parametrize("call", ["plain", "fused"])
+def test_a_workspace_is_asked_for_less_and_less_where_there_is_no_memory(
+    override_on_cpu: Override, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """PyTorch gives its whole cache back each time that it finds none."""
+    expected, run, tries, is_full = conv2d(X, W), _HostInvoker.run, 0, True
+    override_on_cpu.forget_plans()
+
+    def tried(invoker: Any, *arguments: Any) -> None:
+        nonlocal tries
+        if bool(invoker.problem.epilogue) is (call == "fused"):  # PyTorch computes such a call by plain ones
+            tries += 1
+            if is_full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        run(invoker, *arguments)
+
+    def compute(times: int) -> int:
+        nonlocal tries
+        tries = 0
+        for _ in range(times):
+            if call == "plain":
+                torch.testing.assert_close(conv2d(X, W), expected)
+            else:
+                y = miofind.torch.convolution(X, W, activation="relu")
+                torch.testing.assert_close(y, expected.relu())
+        return tries
+
+    monkeypatch.setattr(_HostInvoker, "run", tried)
+    assert compute(16) == 5, "calls 1, 2, 4, 8 and 16"
+    is_full = False
+    assert compute(16) == 1, "call 32"
+    assert compute(5) == 5
+    is_full = True
+    assert compute(16) == 5
 
 
 def test_an_enable_that_fails_enables_nothing(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,9 +96,10 @@ constexpr int NO_WORKSPACE = -1;  // none of the driver's
 // The status of a launch where there is no driver: Python's launch tells of it.
 constexpr int NO_DRIVER = -2;
 
-// Whether a step that ended with a status may start in a later call, so that its plan stays.
+// Whether a step that ended with a status may start in a later call, so that its plan stays. A workspace that there is
+// no memory for is asked for by Python's launch from then on, and not in each call.
 bool is_of_this_call(int status) {
-  return status == INVALID_CONTEXT || status == NO_WORKSPACE;
+  return status == INVALID_CONTEXT;
 }
 
 // A step of a launch.
@@ -367,7 +368,7 @@ Found plan_of(const Key& key) {
   return {found == all.plans.end() ? nullptr : found->second, all.generation};
 }
 
-// Have a call go on to Python, which makes the device's context current in a thread that has none, leaves a call that
+// Have a call go on to Python, which makes the device's context current in a thread that has none, leaves calls that
 // there is no memory for to PyTorch, or tells what fails.
 void failed(const Key& key, int status) {
   if (is_of_this_call(status)) return;
