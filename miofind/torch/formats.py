@@ -49,6 +49,11 @@ def strides(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     return _strides(shape, layout.channels_last)
 
 
+def packed_strides(shape: tuple[int, ...], *, channels_last: bool) -> tuple[int, ...]:
+    """The same by where the channels are."""
+    return _strides(shape, channels_last)
+
+
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
     made = torch.empty(shape, device="meta")

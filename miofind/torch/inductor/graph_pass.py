@@ -55,7 +55,7 @@ from miofind.torch.inductor.poolings import split_poolings
 from miofind.torch.inductor.strides import restore_strides
 from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, turn, turnable
 from miofind.torch.inductor.weights_in_graphs import keep_weights
-from miofind.torch.inductor.writing import Ranks, Serves, Writing
+from miofind.torch.inductor.writing import Serves, SpatialDims, Writing
 from miofind.torch.override import current
 from miofind.torch.plans import Planner
 from miofind.torch.settings import MissPolicy
@@ -84,8 +84,8 @@ class ConvolutionPass(CustomGraphPass):
         dynamic = sum(node.target in CONVOLUTIONS and not has_numbers(node) for node in graph.nodes)
         missed = len(self.missing)
         unfold_images(graph)
-        ranks = _prepare(graph)
-        writing = Writing(graph, self._serves, *ranks)
+        dims = _prepare(graph)
+        writing = Writing(graph, self._serves, *dims)
         _replace(writing)
         self.replaced += writing.put_in
         lay_out(graph, writing.turned)
@@ -95,11 +95,11 @@ class ConvolutionPass(CustomGraphPass):
             if node.target in ARGUMENTS:
                 state_memory_format(node)
         split_poolings(graph)
-        interleave(graph, writing.last_ranks)
+        interleave(graph, writing.last_dims)
         if trains(graph):
             turn_saved(graph)
             gather_vectors(graph)
-            gather_casts(graph, writing.last_ranks)
+            gather_casts(graph, writing.last_dims)
             gather_counts(graph)
         else:
             keep_weights(graph, memory_formats(graph))
@@ -176,7 +176,7 @@ def _measures(device: Any) -> bool:
     return planner.settings.measures(flags)
 
 
-def _prepare(graph: fx.Graph) -> tuple[Ranks, Ranks]:
+def _prepare(graph: fx.Graph) -> tuple[SpatialDims, SpatialDims]:
     """Find all that a graph lacks answers to at once, where misses are measured, and compile all that it will launch.
 
     A copy of the graph tells what, with what an override will run of the convolutions that it keeps.
@@ -194,14 +194,14 @@ def _prepare(graph: fx.Graph) -> tuple[Ranks, Ranks]:
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
     measured = frozenset(filter(_measures, devices))
     by_inductor = frozenset((2,) if prefers_channels_last(graph) else ())
-    ranks = by_inductor, frozenset[int]()
+    dims = by_inductor, frozenset[int]()
     for turned in dict.fromkeys((turnable(graph) - by_inductor, frozenset[int]())):
-        ranks = by_inductor | turned, turned
+        dims = by_inductor | turned, turned
         if measured:
-            _find_lacking(graph, ranks, measured, as_if_found=True)
+            _find_lacking(graph, dims, measured, as_if_found=True)
             # What PyTorch is faster at stays a convolution of its own, and is another problem.
-            _find_lacking(graph, ranks, measured, as_if_found=False)
-        if turned and is_answered(_ask(graph, _server, ranks), graph):
+            _find_lacking(graph, dims, measured, as_if_found=False)
+        if turned and is_answered(_ask(graph, _server, dims), graph):
             break
     on_gpu: dict[Any, list[Solution]] = {device: [] for device in devices if device.type == "cuda"}
 
@@ -212,13 +212,15 @@ def _prepare(graph: fx.Graph) -> tuple[Ranks, Ranks]:
         return None if best is None else best.solver_id
 
     if on_gpu:
-        _ask(graph, launched, ranks)
+        _ask(graph, launched, dims)
     for device, solutions in on_gpu.items():
         compile_ahead(solutions, device, _asked(device)[0])
-    return ranks
+    return dims
 
 
-def _find_lacking(graph: fx.Graph, ranks: tuple[Ranks, Ranks], devices: frozenset[Any], *, as_if_found: bool) -> None:
+def _find_lacking(
+    graph: fx.Graph, dims: tuple[SpatialDims, SpatialDims], devices: frozenset[Any], *, as_if_found: bool
+) -> None:
     """Find what a graph lacks on devices, all at once.
 
     Args:
@@ -235,7 +237,7 @@ def _find_lacking(graph: fx.Graph, ranks: tuple[Ranks, Ranks], devices: frozense
             return _FOUND if as_if_found else None
         return known.solver_id
 
-    _ask(graph, serves, ranks)
+    _ask(graph, serves, dims)
     for device, problems in lacking.items():
         planner, flags = _asked(device)
         find_missing(problems, device, flags, planner)
@@ -256,9 +258,9 @@ def _server(problem: ProblemDescription, device: Any) -> str | None:
     return None if known is None else known.solver_id
 
 
-def _ask(graph: fx.Graph, serves: Serves, ranks: tuple[Ranks, Ranks]) -> Writing:
+def _ask(graph: fx.Graph, serves: Serves, dims: tuple[SpatialDims, SpatialDims]) -> Writing:
     """Ask of all problems that a graph will have, which stays as it is; returns what a copy of it became."""
-    writing = Writing(copy_of(graph), serves, *ranks)
+    writing = Writing(copy_of(graph), serves, *dims)
     _replace(writing)
     for problem, device in kept_problems(writing):
         serves(problem, device)
@@ -268,7 +270,7 @@ def _ask(graph: fx.Graph, serves: Serves, ranks: tuple[Ranks, Ranks]) -> Writing
 def _replace(writing: Writing) -> None:
     """Put operators in for the convolutions of a graph, where they are served."""
     turn(writing)
-    if 2 in writing.last_ranks - writing.turned:
+    if 2 in writing.last_dims - writing.turned:
         turn_last(writing)
     for node in list(writing.graph.nodes):
         if node.target is aten.convolution.default and not node.args[6] and has_numbers(node):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.core.tensor import Layout
-from miofind.torch.formats import dense, layout_like, strides
+from miofind.torch.formats import dense, layout_like, packed_strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import (
@@ -55,7 +54,7 @@ def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
             return value
         value.realize()  # else what else uses it computes it once more
         shape = tuple(map(int, value.get_size()))  # numbers, as the format is named
-        packed = strides(shape, Layout.of(len(shape) - 2, channels_last=last))
+        packed = packed_strides(shape, channels_last=last)
         return ir.ExternKernel.require_exact_strides(value, packed)
 
     return tuple(required(value) for value in arguments), named
