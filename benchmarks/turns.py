@@ -11,7 +11,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,10 +84,19 @@ class Turns:
 
 
 def signal_sessions(number: signal.Signals, sessions: Iterable[int]) -> None:
-    """Send all processes of sessions a signal, in whatever groups they are."""
-    wanted = {*sessions}
+    """Send all processes of sessions a signal, in whatever groups they are, and those that they start meanwhile."""
+    wanted, told = {*sessions}, set[int]()
+    while found := {*_processes(wanted)} - told:
+        for process in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, number)
+        told |= found
+
+
+def _processes(sessions: Collection[int]) -> Iterator[int]:
+    """The ids of the processes of sessions."""
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(int(path.name)) in wanted:
-                    os.kill(int(path.name), number)
+                if os.getsid(int(path.name)) in sessions:
+                    yield int(path.name)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -63,16 +62,16 @@ def started(turns: ModuleType, tmp_path: Path) -> Iterator[Callable[[str, str], 
         yield start
 
 
-def stands_still(count: Callable[[], int]) -> bool:
-    before = count()
-    time.sleep(0.2)
-    return count() == before
+def stands_still(turns: ModuleType, session: int) -> bool:
+    """Whether all processes of a session are stopped: the leader, and its child in a group of its own."""
+    stats = [Path(f"/proc/{process}/stat").read_text() for process in turns._processes({session})]
+    return [stat.rpartition(")")[2].split()[0] for stat in stats] == ["T", "T"]
 
 
 def test_the_others_stand_still_meanwhile(turns: ModuleType, started: Any, tmp_path: Path) -> None:
-    _, count = started(COUNTS, "counts")
+    child, count = started(COUNTS, "counts")
     with turns.Turns(tmp_path / "turns").alone():
-        assert stands_still(count)
+        assert stands_still(turns, child.pid)
     before = count()
     wait_until(lambda: count() > before, "it goes on")
 
@@ -80,9 +79,9 @@ def test_the_others_stand_still_meanwhile(turns: ModuleType, started: Any, tmp_p
 def test_a_process_that_dies_while_it_is_alone_wakes_the_others(
     turns: ModuleType, started: Any, tmp_path: Path
 ) -> None:
-    _, count = started(COUNTS, "counts")
+    child, count = started(COUNTS, "counts")
     holder, _ = started(MEASURES, "measures")
-    assert stands_still(count)
+    assert stands_still(turns, child.pid)
     holder.kill()
     holder.wait()
     turns.Turns(tmp_path / "turns").leave(holder.pid)
@@ -92,23 +91,23 @@ def test_a_process_that_dies_while_it_is_alone_wakes_the_others(
 
 def test_one_that_ends_while_another_is_alone_wakes_nobody(turns: ModuleType, started: Any, tmp_path: Path) -> None:
     child, _ = started(COUNTS, "ends")
-    _, count = started(COUNTS, "counts")
+    other, _ = started(COUNTS, "counts")
     shared = turns.Turns(tmp_path / "turns")
     with shared.alone():
         child.kill()
         child.wait()
         shared.leave(child.pid)
-        assert stands_still(count)
+        assert stands_still(turns, other.pid)
     assert not (tmp_path / "turns" / str(child.pid)).exists(), "its number may be another's"
     with shared.alone():
-        assert stands_still(count)
+        assert stands_still(turns, other.pid)
 
 
 def test_who_was_stopped_goes_on_where_the_folder_is_gone(turns: ModuleType, started: Any, tmp_path: Path) -> None:
     """As where the benchmark is interrupted."""
-    _, count = started(COUNTS, "counts")
+    child, count = started(COUNTS, "counts")
     with turns.Turns(tmp_path / "turns").alone():
-        assert stands_still(count)
+        assert stands_still(turns, child.pid)
         shutil.rmtree(tmp_path / "turns")
     before = count()
     wait_until(lambda: count() > before, "it goes on")
