@@ -37,6 +37,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)  # by default one of ten seconds went into looking for garbage
         gc.enable()
 
 
