@@ -30,10 +30,15 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     Raises:
         NoSolutionError: as a graph is compiled, with `enable("error")`, where the FindDB has no answer.
     """
+    from torch._inductor import config
+
     from miofind.torch.inductor.graph_pass import ConvolutionPass
     from miofind.torch.inductor.masks import MaskPass
 
-    passes = {"joint_custom_post_pass": MaskPass(), "post_grad_custom_pre_pass": ConvolutionPass()}
+    passes = {
+        "joint_custom_post_pass": MaskPass(config.joint_custom_post_pass),
+        "post_grad_custom_pre_pass": ConvolutionPass(),
+    }
     return passes | options
 
 

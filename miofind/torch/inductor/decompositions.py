@@ -132,8 +132,13 @@ def _ending(name: str, template: fx.Graph, node: fx.Node) -> Applied | None:
     arguments = template.find_nodes(op="placeholder")
     (result,) = template.output_node().all_input_nodes
     places, numbers = dict[fx.Node, fx.Node](), dict[str, float]()
-    if not _fits(result, node, places, numbers) or len({places[each] for each in arguments}) != len(arguments):
-        return None  # a leaky ReLU is its derivative times what it is given
+    if not _fits(result, node, places, numbers):
+        return None
+    found = {places[each] for each in arguments}
+    if len(found) != len(arguments):  # a leaky ReLU is its derivative times what it is given
+        return None
+    if any(each.meta["val"].dtype != node.meta["val"].dtype for each in found):  # both of 16 bits, but not the same
+        return None
     steps = (place for step, place in places.items() if step.op != "placeholder")
     made = _nonlinearity(name, numbers)
     return Applied(made, places[arguments[-1]], (*steps,)) if made.is_valid else None
@@ -218,11 +223,9 @@ def _relu_saved(mask: fx.Node, gradient: fx.Node) -> fx.Node | None:
     if mask.target is not aten.where.self or mask.args[2] is not gradient or mask.args[1] is gradient:
         return None
     condition, zero, _ = mask.args
-    is_zero = isinstance(zero, fx.Node) and (
-        (zero.target is aten.scalar_tensor.default and zero.args[0] == 0)
-        or (zero.target is aten.full.default and zero.args[1] == 0)
-    )
-    if not is_zero or not isinstance(condition, fx.Node) or condition.target is not aten.le.Scalar:
+    if not isinstance(zero, fx.Node) or _constant(zero) != (0, gradient.meta["val"].dtype):
+        return None
+    if not isinstance(condition, fx.Node) or condition.target is not aten.le.Scalar:
         return None
     saved, bound = condition.args
     given, value = saved.meta.get("val"), gradient.meta["val"]
@@ -280,6 +283,9 @@ def _fits(step: fx.Node, node: fx.Node, places: dict[fx.Node, fx.Node], numbers:
     if step.op == "placeholder":
         places[step] = node
         return isinstance(node.meta.get("val"), torch.Tensor)
+    if step.target is aten.scalar_tensor.default and _constant(node) == (step.args[0], step.kwargs["dtype"]):
+        places[step] = node
+        return True
     if node.op != "call_function" or node.target != step.target or len(node.args) != len(step.args):
         return False
     pairs = [*zip(step.args, node.args, strict=True)]
@@ -294,6 +300,15 @@ def _fits(step: fx.Node, node: fx.Node, places: dict[fx.Node, fx.Node], numbers:
             return False
     places[step] = node
     return True
+
+
+def _constant(node: fx.Node) -> tuple[Any, Any] | None:
+    """The number and the dtype of a tensor without dimensions, as decompositions or Inductor's own passes write it."""
+    if node.target is aten.scalar_tensor.default:
+        return node.args[0], node.kwargs.get("dtype")
+    if node.target is aten.full.default and [*node.args[0]] == []:
+        return node.args[1], node.kwargs.get("dtype")
+    return None
 
 
 def _behind(begin: fx.Node, among: set[fx.Node]) -> list[fx.Node]:

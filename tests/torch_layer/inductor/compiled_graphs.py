@@ -51,10 +51,12 @@ class Compiled:
 
     def _parted(self, recomputes: bool, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         from torch._functorch import partitioners
+        from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 
         from miofind.torch.inductor.masks import take_at_results
 
         if self._has_pass:
+            constant_fold_uniform_value(joint)  # as Inductor does before custom passes
             take_at_results(joint.graph)
             joint.graph.lint()
             joint.recompile()

@@ -1,4 +1,4 @@
-"""Derivatives taken at results that convolutions keep: equal to the bit, and nothing kept for them."""
+"""Derivatives taken at results that convolutions keep: the same gradients, and nothing kept for them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def joint_graph(activation: Activation, dtype: Any = torch.float32) -> fx.GraphM
     def both(x: Any, w: Any, dy: Any) -> Any:
         with torch.enable_grad():
             x, w = (each.detach().requires_grad_() for each in (x, w))
-            y = functional.conv1d(activation(x), w)
+            y = functional.conv1d(activation(x + x.neg().neg()), w)  # a sum, which is not computed once more
         return y.detach(), *torch.autograd.grad(y, (x, w), dy)
 
     with FakeTensorMode():
@@ -85,7 +85,7 @@ def test_masks_at_results_are_those_at_arguments(activation: Activation, dtype: 
 
     graph = joint_graph(activation, dtype)
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    special = [0.0, -0.0, tiny, -tiny, 0.25, -0.25, 0.5, 6.0, 6.1, -3.0, torch.inf, -torch.inf, torch.nan]
+    special = [0.0, -0.0, tiny, -tiny, 0.125, 0.25, -0.125, 0.5, 3.0, 3.1, -3.0, torch.inf, -torch.inf, torch.nan]
     x = torch.randn(1, 2, 16).to(dtype)
     x[0, 0, : len(special)] = torch.tensor(special).to(dtype)
     inputs = (x, torch.randn(3, 2, 1).to(dtype), torch.randn(1, 3, 16).to(dtype))
@@ -103,6 +103,7 @@ LEFT: dict[str, tuple[Activation, Any]] = {
     "falling": (leaky(-0.1), torch.float32),
     "bound of more digits": (clamped(-0.3, 0.5), torch.bfloat16),
     "not undone": (functional.silu, torch.float32),
+    "of a norm": (lambda v: leaky(0.1)(functional.batch_norm(v, None, None, training=True)), torch.float32),
     "twice": (lambda v: functional.leaky_relu(functional.leaky_relu(v, 0.1) + 1, 0.2) - 1, torch.float32),
 }
 
@@ -167,8 +168,12 @@ def test_the_activation_is_written_with_the_convolution_before_it(
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_inductor_takes_the_pass() -> None:
-    network = Stack(leaky(0.1))
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [(leaky(0.1), "leaky_relu"), (functional.relu6, "clamp"), (functional.hardswish, "hardswish")],
+)
+def test_inductor_takes_the_pass(activation: Activation, name: str) -> None:
+    network = Stack(activation)
     options = miofind.torch.inductor_options()
     torch._dynamo.reset()
     compiled = torch.compile(network, options={**options, "fx_graph_cache": False})
@@ -180,7 +185,57 @@ def test_inductor_takes_the_pass() -> None:
             found.append([each.grad.clone() for each in network.parameters()])
     torch.testing.assert_close(*found)
     texts = [problem.epilogue.text for problem in options["post_grad_custom_pre_pass"].replaced]
-    assert texts.count("dleaky_relu") == 2
+    assert texts.count(f"d{name}") == 2
+
+
+def test_a_pass_that_was_configured_before_runs_first() -> None:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    ran: list[fx.Graph] = []
+
+    class Own(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            ran.append(graph)
+
+        def uuid(self) -> Any:
+            return "own"
+
+    alone = miofind.torch.inductor_options()["joint_custom_post_pass"]
+    graph = joint_graph(leaky(0.1)).graph
+    with torch._inductor.config.patch(joint_custom_post_pass=Own()):
+        joined = miofind.torch.inductor_options()["joint_custom_post_pass"]
+    joined(graph)
+    assert ran == [graph]
+    assert masks_at(graph) == {"result"}
+    assert joined.uuid() not in (alone.uuid(), None)
+    with torch._inductor.config.patch(joint_custom_post_pass=ran.append):
+        assert miofind.torch.inductor_options()["joint_custom_post_pass"].uuid() is None
+
+
+class Narrow(torch.autograd.Function):
+    """A leaky ReLU in float32 of one type of 16 bits that gives another, and keeps its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return functional.leaky_relu(x.float(), 0.1).half()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return aten.leaky_relu_backward(dy.float(), x.float(), 0.1, False).to(x.dtype)
+
+
+def test_a_result_of_another_type_tells_nothing() -> None:
+    """What bfloat16 has above zero may be zero in float16."""
+    network = nn.Conv1d(4, 4, 1).half()
+    x = (torch.rand(1, 4, 512) * 1e-7).bfloat16()
+    found = []
+    for has_pass in (True, False):
+        given = x.clone().requires_grad_()
+        Compiled(lambda v: network(Narrow.apply(v + v.neg().neg())), has_pass=has_pass)(given).float().sum().backward()
+        found.append(given.grad)
+    assert torch.equal(*found)
 
 
 ON_GPUS: dict[str, Callable[[Any, Any], Any]] = {
