@@ -73,6 +73,18 @@ def is_dense(tensor: Any, layout: Layout) -> bool:
     return bool(tensor.is_contiguous(memory_format=_channels_last_format(tensor.dim())))
 
 
+def is_spread(tensor: Any, layout: Layout) -> bool:
+    """Whether a tensor's elements lie in a memory order with gaps, as those of some channels of a larger one do."""
+    order = [1, *range(tensor.dim() - 1, 1, -1), 0] if layout.channels_last else [*range(tensor.dim() - 1, -1, -1)]
+    least = 0
+    for dimension in order:
+        if tensor.shape[dimension] > 1:
+            if tensor.stride(dimension) <= least:
+                return False
+            least = tensor.stride(dimension) * (tensor.shape[dimension] - 1)
+    return True
+
+
 def is_last(tensor: Any) -> bool:
     """Whether a tensor is packed channels last, and not channels first as well."""
     return is_dense(tensor, layout_like(tensor, channels_last=True)) and not tensor.is_contiguous()

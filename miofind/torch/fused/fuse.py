@@ -193,6 +193,7 @@ class _Chain:
         numbers: the activation, and what is done with the residual.
         residual: what is added, or None.
         adds_in_place: whether it is written into the convolution's result.
+        residual_first: whether it is the sum's first summand.
     """
 
     nodes: list[fx.Node]
@@ -201,6 +202,7 @@ class _Chain:
     numbers: Nonlinearity = field(default_factory=Nonlinearity)
     residual: fx.Node | None = None
     adds_in_place: bool = False
+    residual_first: bool = False
 
 
 class _Rewriting:
@@ -263,7 +265,7 @@ class _Rewriting:
 
     def _name(self, node: fx.Node, module: Any, chain: _Chain) -> str:
         """The name of the chain's module: the convolution's own, unless others run that convolution differently."""
-        key = (node.target, chain.numbers, chain.adds_in_place, *map(id, chain.norm.values()))
+        key = (node.target, chain.numbers, chain.adds_in_place, chain.residual_first, *map(id, chain.norm.values()))
         if key not in self.names:
             calls = sum(each.op == "call_module" and each.target == node.target for each in self.made.graph.nodes)
             is_own = calls == 1 and node.target not in self.names.values()
@@ -317,7 +319,7 @@ class _Rewriting:
         if not is_first and (alpha != 1 or is_in_place):
             return False  # a factor of the convolution, or written into what others may read
         position = "before" if chain.numbers.activation == "none" else "after"
-        chain.residual, chain.adds_in_place = other, is_in_place
+        chain.residual, chain.adds_in_place, chain.residual_first = other, is_in_place, not is_first
         chain.numbers = replace(chain.numbers, residual_position=position, beta=float(alpha))
         chain.parts.append("residual")
         return True
@@ -389,4 +391,5 @@ def _module(module: Any, chain: _Chain) -> Any:
         chain.numbers,
         adds_in_place=chain.adds_in_place,
         has_norm=bool(chain.norm),
+        residual_first=chain.residual_first,
     ).eval()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from miofind.torch.formats import output_layout
+from miofind.torch.formats import is_dense, is_spread, output_layout, strides
 from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, run
 from miofind.torch.fused.kept_weights import Memory, is_of_processes, kept, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
@@ -27,10 +27,12 @@ class _Ready(NamedTuple):
     Attributes:
         weight: in their dtype and memory format.
         output_shape: of y.
+        residual_strides: of residuals that are known to lie in y's order.
     """
 
     weight: Any
     output_shape: tuple[int, ...]
+    residual_strides: set[tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class FusedConvolution(torch.nn.Module):
         numbers: the activation, and what is done with a residual.
         adds_in_place: the sum with a residual of another dtype keeps that of the convolution's result.
         has_norm: the weights have a batch norm's: x is of images, as one without them the norm would not take so.
+        residual_first: the sum is that of the residual and the convolution's result: in memory it lies as the residual.
     """
 
     __module__ = "miofind.torch"  # by which networks are pickled
@@ -79,9 +82,10 @@ class FusedConvolution(torch.nn.Module):
         *,
         adds_in_place: bool = False,
         has_norm: bool = False,
+        residual_first: bool = False,
     ) -> None:
         super().__init__()
-        self.adds_in_place, self.has_norm = adds_in_place, has_norm
+        self.adds_in_place, self.has_norm, self.residual_first = adds_in_place, has_norm, residual_first
         self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
         given = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", given)
@@ -99,7 +103,8 @@ class FusedConvolution(torch.nn.Module):
     def forward(self, x: Any, residual: Any = None) -> Any:
         """y, (n, k, *out_spatial), of x: (n, c, *spatial), and a residual of y's shape.
 
-        A residual of another shape or dtype, which PyTorch broadcasts or promotes, is added by PyTorch.
+        A residual of another shape or dtype, which PyTorch broadcasts or promotes, is added by PyTorch, and so is one
+        that is the first summand and lies in another order, which the sum takes from it.
 
         Raises:
             ValueError: a batch norm was fused, and x, (c, *spatial), has no images.
@@ -121,6 +126,8 @@ class FusedConvolution(torch.nn.Module):
             is_tensor = isinstance(residual, torch.Tensor)
             if not is_tensor or residual.dtype != x.dtype or residual.shape != ready.output_shape:
                 return False
+            if self.residual_first and residual.stride() not in ready.residual_strides:
+                return False
         return x.dtype == weight.dtype and autocast_dtype(x) is None
 
     def _general(self, x: Any, residual: Any) -> Any:
@@ -140,7 +147,7 @@ class FusedConvolution(torch.nn.Module):
         if not has_autocast and x.dtype != self.weight.dtype:
             raise RuntimeError(f"x has {x.dtype} and the weights have {self.weight.dtype}: convert one")
         weight, numbers = self._weight_for(x, dtype), self.numbers
-        if residual is not None and not self._is_alike(residual, x, dtype):
+        if residual is not None and not (self._is_alike(residual, x, dtype) and self._lies_alike(residual, x, dtype)):
             return self._with_other(residual, Tensors(x, weight, self.bias, None, None), dtype)
         given = Tensors(x, weight, self.bias, None, residual)
         if has_autocast or given.need_derivatives:
@@ -157,7 +164,7 @@ class FusedConvolution(torch.nn.Module):
         if numbers.residual_position == "after":
             y = activated(y, numbers)
         add = torch.Tensor.add_ if self.adds_in_place else torch.add
-        added = add(y, residual, alpha=numbers.beta)
+        added = residual + y if self.residual_first else add(y, residual, alpha=numbers.beta)
         return added if numbers.residual_position == "after" else activated(added, numbers)
 
     def _is_alike(self, residual: Any, x: Any, dtype: Any) -> bool:
@@ -165,6 +172,18 @@ class FusedConvolution(torch.nn.Module):
         if not isinstance(residual, torch.Tensor) or residual.dtype != dtype:
             return False
         return tuple(residual.shape) == self.window.output_shape(x.shape, self.weight.shape)
+
+    def _lies_alike(self, residual: Any, x: Any, dtype: Any) -> bool:
+        """Whether a sum lies in the order of the convolution's result; in a graph that is compiled Inductor decides."""
+        if not self.residual_first or torch.compiler.is_compiling():
+            return True
+        layout = output_layout(x, self.weight, None, self.window.geometry)
+        if not (is_dense(residual, layout) or is_spread(residual, layout)):
+            return False
+        ready = self._packed.of_inputs.get(_form(x, dtype))
+        if ready is not None and len(ready.residual_strides) < _MAX_INPUTS:
+            ready.residual_strides.add(residual.stride())
+        return True
 
     def _is_of_channels(self, residual: Any, x: Any, dtype: Any) -> bool:
         """Whether a residual has a number for each channel of each image, which a kernel adds, too."""
@@ -186,7 +205,8 @@ class FusedConvolution(torch.nn.Module):
         ready = packed.of_inputs.get(key)
         if ready is None:
             layout = output_layout(x, weight, None, self.window.geometry)
-            ready = _Ready(kept(weight, dtype, layout.channels_last), self.window.output_shape(x.shape, weight.shape))
+            shape = self.window.output_shape(x.shape, weight.shape)
+            ready = _Ready(kept(weight, dtype, layout.channels_last), shape, {strides(shape, layout)})
             is_of_this_run = is_capturing(weight.device) or is_of_processes(weight)
             if is_of_this_run or type(ready.weight) is not torch.Tensor:
                 return ready.weight

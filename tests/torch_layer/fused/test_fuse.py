@@ -151,6 +151,53 @@ def test_what_a_batch_norm_takes_for_channels_is_never_the_convolutions() -> Non
         torch.testing.assert_close(fused(x[None]), model(x[None]), rtol=1e-4, atol=1e-4)
 
 
+class Sum(nn.Module):
+    """A convolution's result added to a tensor, or that to it."""
+
+    def __init__(self, residual_first: bool) -> None:
+        super().__init__()
+        self.conv, self.residual_first = nn.Conv2d(4, 4, 3, padding=1), residual_first
+
+    def forward(self, x: Any, residual: Any) -> Any:
+        y = self.conv(x)
+        return (residual + y if self.residual_first else y + residual).relu()
+
+
+LAST = {"memory_format": torch.channels_last}
+RESIDUALS: dict[str, Any] = {
+    "channels first": torch.randn(2, 4, 5, 6),
+    "channels last": torch.randn(2, 4, 5, 6).to(**LAST),
+    "some channels": torch.randn(2, 8, 5, 6).to(**LAST)[:, 4:],
+    "some rows": torch.randn(2, 4, 10, 6)[:, :, ::2],
+    "turned": torch.randn(2, 4, 6, 5).transpose(2, 3),
+    "of one channel": torch.randn(2, 1, 5, 6).expand(2, 4, 5, 6),
+}
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("residual_first", [True, False])
+@pytest.mark.parametrize("x", ["channels first", "channels last"])
+def test_a_sum_lies_in_memory_as_pytorchs(x: str, residual_first: bool, residual: str) -> None:
+    model = Sum(residual_first).eval()
+    fused, given = fuse(model), (RESIDUALS[x], RESIDUALS[residual])
+    with torch.no_grad():
+        expected = model(*given)
+        for _ in range(2):  # the second run knows the form of the first
+            y = fused(*given)
+            assert y.stride() == expected.stride()
+            torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("residual", ["channels last", "some channels"])
+def test_a_residual_of_the_results_order_is_added_by_the_kernel(residual: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = fuse(Sum(True).eval())
+    monkeypatch.setattr(FusedConvolution, "_with_other", lambda *_: pytest.fail("PyTorch adds it"))
+    with torch.no_grad():
+        fused(RESIDUALS["channels last"], RESIDUALS[residual])
+        monkeypatch.setattr(FusedConvolution, "_general", lambda *_: pytest.fail("it is known by now"))
+        fused(RESIDUALS["channels last"], RESIDUALS[residual])
+
+
 class Tail(nn.Module):
     """A convolution and what a function does with its result and x."""
 
