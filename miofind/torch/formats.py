@@ -74,7 +74,7 @@ def is_dense(tensor: Any, layout: Layout) -> bool:
 
 
 def is_spread(tensor: Any, layout: Layout) -> bool:
-    """Whether a tensor's elements lie in a memory order with gaps, as those of some channels of a larger one do."""
+    """Whether a tensor's elements lie in a memory order, packed or with gaps, as those of some channels of a larger."""
     order = [1, *range(tensor.dim() - 1, 1, -1), 0] if layout.channels_last else [*range(tensor.dim() - 1, -1, -1)]
     least = 0
     for dimension in order:

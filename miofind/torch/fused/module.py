@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from miofind.torch.formats import is_dense, is_spread, output_layout, strides
+from miofind.torch.formats import is_last, is_spread, layout_like, output_layout, strides
 from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, run
 from miofind.torch.fused.kept_weights import Memory, is_of_processes, kept, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
@@ -174,11 +174,14 @@ class FusedConvolution(torch.nn.Module):
         return tuple(residual.shape) == self.window.output_shape(x.shape, self.weight.shape)
 
     def _lies_alike(self, residual: Any, x: Any, dtype: Any) -> bool:
-        """Whether a sum lies in the order of the convolution's result; in a graph that is compiled Inductor decides."""
-        if not self.residual_first or torch.compiler.is_compiling():
+        """Whether a sum lies in the order of the convolution's result."""
+        if not self.residual_first:
             return True
+        if torch.compiler.is_compiling():  # which traces this, and has no order of its own of one dimension
+            last = x.dim() > 3 and (is_last(x) or is_last(self.weight))
+            return is_spread(residual, layout_like(x, channels_last=last))
         layout = output_layout(x, self.weight, None, self.window.geometry)
-        if not (is_dense(residual, layout) or is_spread(residual, layout)):
+        if not is_spread(residual, layout):
             return False
         ready = self._packed.of_inputs.get(_form(x, dtype))
         if ready is not None and len(ready.residual_strides) < _MAX_INPUTS:

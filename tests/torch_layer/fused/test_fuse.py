@@ -188,6 +188,24 @@ def test_a_sum_lies_in_memory_as_pytorchs(x: str, residual_first: bool, residual
             torch.testing.assert_close(y, expected)
 
 
+def test_a_sum_is_viewed_in_a_compiled_graph_as_outside() -> None:
+    fused, given = fuse(Sum(True).eval()), (RESIDUALS["channels last"], RESIDUALS["channels first"])
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *each: fused(*each).view(2, -1), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*given), fused(*given).view(2, -1))
+
+
+def test_a_compiled_graph_has_the_operator_for_a_residual_of_some_channels() -> None:
+    graphs: list[Any] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(fuse(Sum(True).eval()), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    with torch.no_grad():
+        compiled(RESIDUALS["channels last"], RESIDUALS["some channels"])
+    (call,) = [node for node in graphs[0].graph.nodes if "miofind" in str(node.target)]
+    assert not any("add" in str(node.target) for node in graphs[0].graph.nodes), call
+
+
 @pytest.mark.parametrize("residual", ["channels last", "some channels"])
 def test_a_residual_of_the_results_order_is_added_by_the_kernel(residual: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused = fuse(Sum(True).eval())
