@@ -14,6 +14,10 @@ from miofind.torch.plans import Part
 CPU_IS_PYTORCHS = 'calls on CPU tensors are PyTorch\'s own, unless miofind.torch.enable(devices="cpu") asks for them'
 
 
+_MISALIGNED = "its tensors begin at other addresses"
+_WITHOUT_MEMORY = "there was no memory for its workspace"
+
+
 class CountedPlan(Protocol):
     """What runs calls that look alike: what became of their results, and how many calls there were."""
 
@@ -22,6 +26,8 @@ class CountedPlan(Protocol):
 
     @property
     def parts(self) -> tuple[Part, ...]: ...
+
+    def direct_without_memory(self, computed: str) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +106,12 @@ class CallReport:
 
 def _counts(plan: CountedPlan) -> Iterable[CallCount]:
     for part in plan.parts:
-        own = plan.calls - part.declined if part.launch is not None else 0
         solver_id = "" if part.solution is None else part.solution.solver_id
-        told = [(own, solver_id, ""), (plan.calls - own, "", part.reason or "its tensors begin at other addresses")]
+        told = [(plan.calls, "", part.reason)]
+        if part.launch is not None:
+            lacking = part.without_memory + plan.direct_without_memory(part.computed)
+            own = plan.calls - part.declined - lacking
+            told = [(own, solver_id, ""), (part.declined, "", _MISALIGNED), (lacking, "", _WITHOUT_MEMORY)]
         for calls, runs, reason in told:
             if calls:
                 yield CallCount(

@@ -21,14 +21,14 @@ _ROOM = 16
 """Times the bytes of a problem's tensors that a find is sure to do with, its copies and rotating buffers included."""
 
 _LEAST_ROOM_BYTES = 1 << 30
-_MOST_SPARED = 1023
+_MOST_SKIPPED = 1023
 
 
-class Sparing:
-    """Which calls do without a workspace that there was no memory for.
+class Backoff:
+    """In which calls a workspace is asked for, after there was no memory for it.
 
     PyTorch gives its whole cache back to the driver before it says so, which takes longer than most convolutions. So
-    each failure about doubles the calls until a workspace is asked for once more; the first leaves out none.
+    each failure in a row about doubles the calls that do without, up to 1023; the first leaves out none.
     """
 
     __slots__ = ("_calls", "_left")
@@ -36,20 +36,16 @@ class Sparing:
     def __init__(self) -> None:
         self._calls = self._left = 0
 
-    def spares(self) -> bool:
+    def skips(self) -> bool:
         """Whether this call is to do without."""
-        if not self._left:
+        if self._left <= 0:
             return False
         self._left -= 1
         return True
 
     def failed(self) -> None:
         """There was no memory in this call."""
-        self._left, self._calls = self._calls, min(2 * self._calls + 1, _MOST_SPARED)
-
-    def succeeded(self) -> None:
-        """There was, in this one."""
-        self._calls = 0
+        self._left, self._calls = self._calls, min(2 * self._calls + 1, _MOST_SKIPPED)
 
 
 def stream_reader() -> Callable[[int], int]:

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from miofind.torch.calls import COMPUTED, DIRECTION_OF, ConvolutionCall, Unserve
 from miofind.torch.direct import DirectCalls, DirectLaunch, loaded
 from miofind.torch.flags import Flags
 from miofind.torch.launches import Arguments, Launch, Launches, ReadySolutions, first_line
-from miofind.torch.memory import Sparing, is_capturing, make_room
+from miofind.torch.memory import Backoff, is_capturing, make_room
 from miofind.torch.settings import MissPolicy, Settings
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ class Part:
         direct: gives the launch without Python; None where there is none.
         with_bias: whether the launch adds the bias, or gives its gradient, too.
         declined: calls in which PyTorch computed it although it has a launch, as no solution takes tensors at such
-            addresses, or there is no memory for a workspace.
-        sparing, is_spared: which calls ask for no workspace, and whether there are any.
+            addresses.
+        without_memory: the same where there was no memory for a workspace, or none was asked for after that.
     """
 
     computed: str
@@ -84,8 +84,7 @@ class Part:
     pending: PendingKernels | None = None
     with_bias: bool = False
     declined: int = 0
-    sparing: Sparing = field(default_factory=Sparing)
-    is_spared: bool = False
+    without_memory: int = 0
 
     def fail(self, error: Exception) -> None:
         """Leave it to PyTorch from now on."""
@@ -112,6 +111,7 @@ class Plan(DirectCalls):
     """
 
     __slots__ = (
+        "_backoffs",
         "adds_bias",
         "bias_dimensions",
         "bias_shape",
@@ -126,6 +126,7 @@ class Plan(DirectCalls):
 
     def __init__(self, parts: tuple[Part, ...], rank: int, grad_layout: Any = None) -> None:
         self.parts = parts
+        self._backoffs: dict[str, Backoff] = {}
         self._take_launches()
         is_left = [part.launch is None for part in parts]  # to PyTorch
         does_without = all(is_left) or (
@@ -164,38 +165,31 @@ class Plan(DirectCalls):
         self._part(computed).fail(error)
         self._take_launches()
 
-    def _spare(self, computed: str) -> None:
-        """Have a result that there was no memory for be PyTorch's in more and more calls, until there is again."""
-        part = self._part(computed)
-        part.sparing.failed()
-        launch = part.launch
-        if launch is None or part.is_spared:
-            return
-
-        def sparing(*tensors: Any) -> Any:
-            if part.sparing.spares():
-                return None
-            made = launch(*tensors)
-            part.sparing.succeeded()
-            part.launch, part.is_spared = launch, False
-            self._take_launches()
-            return made
-
-        part.launch, part.is_spared = sparing, True
-        self._take_launches()
+    def _skips(self, computed: str) -> bool:
+        """Whether no workspace is asked for in this call, as there was no memory for it before."""
+        backoff = self._backoffs.get(computed)
+        if backoff is None or not backoff.skips():
+            return False
+        self._part(computed).without_memory += 1
+        return True
 
     def run(self, computed: str, launch: Launch, *tensors: Any) -> Any:
         """What a launch gives; None where it gives nothing or fails, and PyTorch is to compute the result."""
+        if self._backoffs and self._skips(computed):
+            return None
         try:
             made = launch(*tensors)
         except LaunchError as error:
             self._fail(computed, error)
             return None
         except torch.OutOfMemoryError:  # of a workspace, it may be, that PyTorch's own kernel does without
-            made = None
-            self._spare(computed)
+            self._backoffs.setdefault(computed, Backoff()).failed()
+            self._part(computed).without_memory += 1
+            return None
         if made is None:
             self._part(computed).declined += 1
+        elif self._backoffs:
+            self._backoffs.pop(computed, None)
         return made
 
     @property

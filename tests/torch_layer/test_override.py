@@ -237,12 +237,14 @@ def test_a_workspace_that_there_is_no_memory_for_leaves_a_call_to_pytorch(
     torch.testing.assert_close(conv2d(X, W), expected)
     torch.testing.assert_close(miofind.torch.convolution(X, W, activation="relu"), expected.relu())
     (plan,), (fused,) = override_on_cpu.plans, fused_plans.plans()
-    assert (plan.parts[0].declined, fused.part.declined) == (2, 1), "the fused call's convolution is tried, too"
+    lacking = (plan.parts[0].without_memory, fused.part.without_memory)
+    assert lacking == (2, 1), "the fused call's convolution is tried, too"
     is_full = False
     for _ in range(2):
         torch.testing.assert_close(conv2d(X, W), expected)
     torch.testing.assert_close(miofind.torch.convolution(X, W, activation="relu"), expected.relu())
-    assert (plan.parts[0].declined, fused.part.declined) == (3, 1), "after two in a row one call asks for none"
+    lacking = (plan.parts[0].without_memory, fused.part.without_memory)
+    assert lacking == (3, 1), "after two in a row one call asks for none"
     assert miofind.torch.report().own_calls == 2
 
 
@@ -280,6 +282,8 @@ def test_a_workspace_is_asked_for_less_and_less_where_there_is_no_memory(
     assert compute(5) == 5
     is_full = True
     assert compute(16) == 5
+    reasons = miofind.torch.report().reasons
+    assert reasons["there was no memory for its workspace"] == 47
 
 
 def test_an_enable_that_fails_enables_nothing(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

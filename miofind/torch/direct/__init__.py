@@ -152,6 +152,10 @@ class DirectPlan:
         """How many calls it ran."""
         return int(self._library.miofind_calls(self._pointer))
 
+    def without_memory(self, which: int) -> int:
+        """In how many of them PyTorch computed what a launch does, for want of memory for its workspace."""
+        return int(self._library.miofind_without_memory(self._pointer, which))
+
     def adopt(self) -> bool:
         """Run the calls to come that look like the one that this thread is in; False where plans were forgotten since.
 
@@ -219,7 +223,8 @@ class DirectPath:
         torch.ops.load_library(str(path))
         self._library = ctypes.CDLL(str(path))
         self._library.miofind_plan.restype = ctypes.c_void_p
-        self._library.miofind_calls.restype = ctypes.c_uint64
+        for counter in ("miofind_calls", "miofind_without_memory"):
+            getattr(self._library, counter).restype = ctypes.c_uint64
         for name, structure in (("product", _Product), ("convolution", _Convolution)):
             size = getattr(self._library, f"miofind_bytes_of_{name}")
             size.restype = ctypes.c_size_t
@@ -304,6 +309,10 @@ class DirectCalls(ABC):
     def calls(self) -> int:
         """How many calls there were."""
         return self.python_calls + sum(each.calls for each in self.direct_plans)
+
+    def direct_without_memory(self, computed: str) -> int:
+        """In how many of those that did without Python there was no memory for the workspace of a result."""
+        return sum(each.without_memory(int(computed == "dw")) for each in self.direct_plans)
 
     @abstractmethod
     def direct_launches(self) -> Sequence[tuple[int, DirectLaunch]] | None:

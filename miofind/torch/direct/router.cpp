@@ -96,11 +96,33 @@ constexpr int NO_WORKSPACE = -1;  // none of the driver's
 // The status of a launch where there is no driver: Python's launch tells of it.
 constexpr int NO_DRIVER = -2;
 
-// Whether a step that ended with a status may start in a later call, so that its plan stays. A workspace that there is
-// no memory for is asked for by Python's launch from then on, and not in each call.
+// Whether a step that ended with a status may start in a later call, so that its plan stays.
 bool is_of_this_call(int status) {
-  return status == INVALID_CONTEXT;
+  return status == INVALID_CONTEXT || status == NO_WORKSPACE;
 }
+
+constexpr uint32_t MOST_SKIPPED = 1023;
+
+// In which calls a workspace is asked for, after there was no memory for it; as Backoff of memory.py.
+struct Backoff {
+  std::atomic<uint32_t> calls{0}, left{0};
+
+  bool skips() {
+    uint32_t before = left.load(std::memory_order_relaxed);
+    while (before && !left.compare_exchange_weak(before, before - 1)) continue;
+    return before != 0;
+  }
+
+  void failed() {
+    const uint32_t before = calls.load();
+    left.store(before);
+    calls.store(std::min(2 * before + 1, MOST_SKIPPED));
+  }
+
+  void succeeded() {
+    if (calls.load(std::memory_order_relaxed)) calls.store(0);
+  }
+};
 
 // A step of a launch.
 struct Step {
@@ -271,6 +293,7 @@ struct Launch {
   int64_t workspace_bytes = 0;
   uint64_t misaligned = 0;
   std::vector<std::unique_ptr<Step>> steps;
+  mutable Backoff backoff;
 
   bool takes(Tensors tensors, void* stream) const {
     uint64_t bits = 0;
@@ -281,6 +304,10 @@ struct Launch {
 
   Made run(Tensors tensors, void* stream) const {
     Made made;
+    if (workspace_bytes && backoff.skips()) {
+      made.status = NO_WORKSPACE;
+      return made;
+    }
     Addresses addresses{};
     size_t count = 0;
     for (const int place : operands) addresses[count++] = reinterpret_cast<uint64_t>(tensors[place]->const_data_ptr());
@@ -295,9 +322,11 @@ struct Launch {
       try {
         scratch = at::empty({workspace_bytes}, options.dtype(at::kByte));
       } catch (const c10::Error&) {
+        backoff.failed();
         made.status = NO_WORKSPACE;
         return made;
       }
+      backoff.succeeded();
       addresses[count] = reinterpret_cast<uint64_t>(scratch.mutable_data_ptr());
     }
     for (const auto& step : steps) {
@@ -310,6 +339,7 @@ struct Launch {
 struct Plan {
   std::array<std::optional<Launch>, 2> launches;  // y, or dx and dw; PyTorch's own kernel computes what has none
   std::atomic<uint64_t> calls{0};
+  std::array<std::atomic<uint64_t>, 2> without_memory{};  // those in which PyTorch computed what a launch does
 };
 
 using Key = std::vector<int64_t>;
@@ -368,8 +398,7 @@ Found plan_of(const Key& key) {
   return {found == all.plans.end() ? nullptr : found->second, all.generation};
 }
 
-// Have a call go on to Python, which makes the device's context current in a thread that has none, leaves calls that
-// there is no memory for to PyTorch, or tells what fails.
+// Have a call go on to Python, which makes the device's context current in a thread that has none, or tells what fails.
 void failed(const Key& key, int status) {
   if (is_of_this_call(status)) return;
   std::unique_lock<std::shared_mutex> guard(known().lock);
@@ -535,6 +564,11 @@ at::Tensor convolution(c10::DispatchKeySet keys, const at::Tensor& x, const at::
         shape[1] = -1;
         return made.results[0].add_(bias->view(shape));
       }
+      if (made.status == NO_WORKSPACE) {
+        plan->calls.fetch_add(1, std::memory_order_relaxed);
+        plan->without_memory[0].fetch_add(1, std::memory_order_relaxed);
+        return run_native();
+      }
       failed(key, made.status);
     }
   }
@@ -585,6 +619,11 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
       if (!mask[i] || left[i]) continue;
       const Launch& launch = *plan->launches[i];
       Made made = launch.run(tensors.data(), DEFAULT_STREAM);
+      if (made.status == NO_WORKSPACE) {
+        plan->without_memory[i].fetch_add(1, std::memory_order_relaxed);
+        left[i] = true;
+        continue;
+      }
       if (made.status) {
         failed(key, made.status);
         is_done = false;
@@ -896,6 +935,10 @@ int miofind_adopt(void* plan) {
 
 uint64_t miofind_calls(void* plan) {
   return (*static_cast<std::shared_ptr<Plan>*>(plan))->calls.load();
+}
+
+uint64_t miofind_without_memory(void* plan, int which) {
+  return (*static_cast<std::shared_ptr<Plan>*>(plan))->without_memory[which].load();
 }
 
 void miofind_free(void* plan) {

@@ -1,9 +1,9 @@
-"""Derivatives of leaky ReLUs and clamps, taken at results that are kept for the gradients of weights.
+"""Derivatives of leaky ReLUs and clamps, taken at the activation's result where a convolution keeps that.
 
-PyTorch takes them at what the activation is given, and Inductor keeps the mask of that: the activation cannot be
-written with the convolution before it, and where it is backward the mask has to be read beside. The result of either
-activation tells as much, and the convolution after it keeps that one anyway. Behind a norm they stay: its
-backward pass reads what the norm was given, of which the mask is computed once more for nothing.
+PyTorch takes them at the activation's argument, of which Inductor stores a mask. So the convolution before cannot apply
+the activation, and the backward pass reads the mask as well. The result has the same mask, and the convolution after
+keeps it for the gradient of its weights. Behind a norm the mask costs nothing, as the norm's own gradient reads what
+the argument is computed from: there it stays.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.inductor import decompositions
 from miofind.torch.inductor.decompositions import Applied, activation_ending, derivative_ending
+from miofind.torch.inductor.graphs import has_numbers
 
 aten = torch.ops.aten
 
@@ -53,12 +54,13 @@ class MaskPass(CustomGraphPass):
 
 def take_at_results(graph: fx.Graph) -> None:
     """Take derivatives at the results of their activations that convolutions keep."""
-    kept = {node.args[1]: None for node in graph.find_nodes(op="call_function", target=_BACKWARD)}
+    gradients = graph.find_nodes(op="call_function", target=_BACKWARD)
+    kept = {node.args[1]: None for node in gradients if has_numbers(node)}
     results = {(each.given, each.numbers): node for node in kept for each in _found(activation_ending, node)}
     for node in list(graph.nodes) if results else ():
         for found in _found(derivative_ending, node):
             result = results.get((found.given, found.numbers))
-            if result is not None and _is_kept(found.given) and _is_alone(found):
+            if result is not None and _is_stored(found.given) and _is_alone(found):
                 for step in found.steps:
                     step.replace_input_with(found.given, result)
 
@@ -79,12 +81,15 @@ def _tells(of: Nonlinearity, dtype: Any) -> bool:
     return all(torch.tensor(bound, dtype=dtype).item() == bound for bound in (of.low, of.high))
 
 
-def _is_kept(value: fx.Node) -> bool:
-    """Whether a step's result is not computed once more: a convolution's, or a sum of it and another tensor."""
+def _is_stored(value: Any) -> bool:
+    """Whether a value is no norm's: a convolution's result, an input of the graph, or a sum of such of one shape."""
+    if not isinstance(value, fx.Node):
+        return False
     if value.target is aten.add.Tensor:
-        shapes = [node.meta["val"].shape for node in value.all_input_nodes]
-        return shapes == [value.meta["val"].shape] * 2  # one with a vector ends a norm
-    return value.target is aten.convolution.default
+        shapes = [getattr(each.meta["val"], "shape", None) for each in value.args if isinstance(each, fx.Node)]
+        is_of_one_shape = shapes == [value.meta["val"].shape] * 2  # a norm may end with the sum with a vector
+        return is_of_one_shape and all(map(_is_stored, value.args))
+    return value.op == "placeholder" or value.target is aten.convolution.default
 
 
 def _is_alone(found: Applied) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -286,21 +288,45 @@ def test_what_fails_without_python_is_computed_with_it(enabled: Override, driver
     assert driver.packs == 0
 
 
-def test_a_workspace_that_there_is_no_memory_for_is_pythons_to_do_without(
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    """Less than 1 GiB more than this process has by now."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 29), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_a_workspace_is_asked_for_less_and_less_without_python(
     enabled: Override, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """PyTorch's own kernel computes the calls between, and the plan stays."""
     x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
     plan = direct.DirectPath.plan
 
-    def with_too_much(self: Any, launches: Any) -> Any:
-        return plan(self, [(place, launch._replace(workspace_bytes=1 << 60)) for place, launch in launches])
+    def with_much(self: Any, launches: Any) -> Any:
+        return plan(self, [(place, launch._replace(workspace_bytes=1 << 30)) for place, launch in launches])
 
-    monkeypatch.setattr(direct.DirectPath, "plan", with_too_much)
-    want = [conv2d(x, w) for _ in range(5)]
-    assert driver.launches == 0
-    assert all(torch.equal(want[0], each) for each in want)
+    monkeypatch.setattr(direct.DirectPath, "plan", with_much)
+    for _ in range(4):
+        want = conv2d(x, w)
     (made,) = enabled.plans
-    assert made.python_calls == 5
+    asked, before = made.python_calls, driver.launches
+    assert before > 0
+    with little_memory():
+        for _ in range(16):  # it is asked for in calls 1, 2, 4, 8 and 16
+            torch.testing.assert_close(conv2d(x, w), want, rtol=2e-3, atol=2e-3)
+    assert driver.launches == before
+    launched = []
+    for _ in range(18):
+        assert torch.allclose(conv2d(x, w), want, rtol=2e-3, atol=2e-3)
+        launched.append(driver.launches - before)
+    assert launched == [0] * 15 + [1, 2, 3]
+    assert made.python_calls == asked
+    assert enabled.report().reasons == {"there was no memory for its workspace": 31}
 
 
 def test_a_thread_without_a_context_gets_it_from_python_once(enabled: Override, driver: Driver) -> None:
