@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, settings
 __all__ = ["_finddb_of_worker", "finddb_url", "forked_children", "nursery", "postgres_server", "postgres_url"]
 
 # Workers of pytest share the cores: threads of each one's BLAS would wait for each other while they spin. On two busy
-# cores that made tests of small products take 40 s instead of one. PyTorch's threads cost a tenth.
+# cores that made tests of small products take 40 s instead of one. PyTorch's threads made those of compiled graphs a
+# tenth slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -31,13 +32,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for no garbage among modules and tests, which live to the end: that took a fifth of collecting them."""
+    """Look for no garbage among modules and tests, which live to the end: that took a fifth of collecting them.
+
+    Afterwards it is looked for less often than Python does by itself.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        gc.set_threshold(20_000, 20, 20)  # by default one of ten seconds went into looking for garbage
+        gc.set_threshold(20_000, 20, 20)  # by default one of ten seconds of compiled graphs' tests went into that
         gc.enable()
 
 
@@ -45,8 +49,9 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most cases of tests that are marked `sampled(n)` to `full_matrix`: all but the first and one in n.
 
-    Which ones depends on their names, so that a sample has some of each parameter's values. Who names tests by -k, as
-    those of one solver, has all of their cases.
+    Which ones depends on their names, so that a sample of a product has some of each parameter's values: a list of
+    cases that differ in kind is not to be marked. Who names tests by -k, as those of one solver, has all of their
+    cases.
     """
     if config.option.keyword:
         return

@@ -46,16 +46,12 @@ def layout_like(tensor: Any, *, channels_last: bool) -> Layout:
 
 def strides(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     """The very strides that PyTorch gives a tensor in a memory order, along dimensions of size 1, too."""
-    return _strides(shape, layout.channels_last)
-
-
-def packed_strides(shape: tuple[int, ...], *, channels_last: bool) -> tuple[int, ...]:
-    """The same by where the channels are."""
-    return _strides(shape, channels_last)
+    return packed_strides(shape, layout.channels_last)
 
 
 @functools.lru_cache(maxsize=4096)
-def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
+def packed_strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
+    """The same by where the channels are."""
     made = torch.empty(shape, device="meta")
     if not channels_last:
         return tuple(made.stride())

@@ -118,3 +118,13 @@ def test_a_process_with_the_gpu_to_itself_waits_for_nobody(turns: ModuleType) ->
     alone.join()
     with alone.alone():
         alone.leave(1)
+
+
+def test_what_is_started_while_signals_are_sent_gets_one_too(
+    turns: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, told = iter([[1, 2], [1, 2, 3], [1, 2, 3]]), list[int]()
+    monkeypatch.setattr(turns, "_processes", lambda sessions: next(listed))
+    monkeypatch.setattr(turns.os, "kill", lambda process, number: told.append(process))
+    turns.signal_sessions(signal.SIGSTOP, [1])
+    assert sorted(told) == [1, 2, 3]

@@ -67,7 +67,7 @@ class FusedConvolution(torch.nn.Module):
         window: how filters move over x.
         numbers: the activation, and what is done with a residual.
         adds_in_place: the sum with a residual of another dtype keeps that of the convolution's result.
-        has_norm: the weights have a batch norm's: x is of images, as one without them the norm would not take so.
+        has_norm: a batch norm is folded into the weights, so x must have a batch dimension.
         residual_first: the sum is that of the residual and the convolution's result: in memory it lies as the residual.
     """
 
@@ -107,7 +107,7 @@ class FusedConvolution(torch.nn.Module):
         that is the first summand and lies in another order, which the sum takes from it.
 
         Raises:
-            ValueError: a batch norm was fused, and x, (c, *spatial), has no images.
+            ValueError: a batch norm was fused, and x is unbatched, (c, *spatial).
         """
         if not torch.compiler.is_compiling():
             ready = self._packed.of_inputs.get(_form(x, x.dtype))
@@ -133,8 +133,8 @@ class FusedConvolution(torch.nn.Module):
     def _general(self, x: Any, residual: Any) -> Any:
         """The same for whatever there may be."""
         is_single = x.dim() == self.weight.dim() - 1
-        if is_single and self.has_norm:  # of such an x BatchNorm1d takes the places for channels, the others refuse it
-            raise ValueError(f"a batch norm was fused, which takes images of shape (n, c, ...): x is {tuple(x.shape)}")
+        if is_single and self.has_norm:  # BatchNorm1d takes its places for channels, the others refuse it
+            raise ValueError(f"a batch norm was fused, and x, {tuple(x.shape)}, is unbatched: give x.unsqueeze(0)")
         if is_single:
             x, residual = x.unsqueeze(0), residual.unsqueeze(0) if isinstance(residual, torch.Tensor) else residual
         y = self._computed(x, residual)

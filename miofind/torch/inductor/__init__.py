@@ -24,8 +24,12 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     call. Calls that are not replaced come to miofind
     where `enable()` is in force.
 
+    A second pass, over the joint graph of forward and backward, has derivatives taken where nothing need be kept for
+    them.
+
     Args:
-        options: further ones of Inductor, as of `torch.compile(options=...)`.
+        options: further ones of Inductor, as of `torch.compile(options=...)`. Passes of your own in the places of these
+            (`post_grad_custom_pre_pass`, `joint_custom_post_pass`), given here or configured, run before them.
 
     Raises:
         NoSolutionError: as a graph is compiled, with `enable("error")`, where the FindDB has no answer.
@@ -35,11 +39,9 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     from miofind.torch.inductor.graph_pass import ConvolutionPass
     from miofind.torch.inductor.masks import MaskPass
 
-    passes = {
-        "joint_custom_post_pass": MaskPass(config.joint_custom_post_pass),
-        "post_grad_custom_pre_pass": ConvolutionPass(),
-    }
-    return passes | options
+    own = {"joint_custom_post_pass": MaskPass, "post_grad_custom_pre_pass": ConvolutionPass}
+    before = {name: options.pop(name, getattr(config, name)) for name in own}
+    return {name: made(before[name]) for name, made in own.items()} | options
 
 
 def backend(graph: Any, inputs: Any, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:

@@ -72,7 +72,7 @@ def _put_backward_data(writing: Writing, node: fx.Node, gradient: fx.Node) -> bo
             steps.append((addition, residual, None, Nonlinearity()))
             end = addition
     if (found := derivative_of(end)) is not None:
-        steps.append((found.steps[-1], residual, found.saved, found.numbers))
+        steps.append((found.steps[-1], residual, found.given, found.numbers))
     last = writing.is_last(value, dy.meta["val"], x.meta["val"])
     for end, residual, saved, of in reversed(steps):
         call = BackwardData(dy, x, w, residual, saved, of.activation, *_geometry(node))

@@ -71,21 +71,21 @@ def activation_of(value: fx.Node) -> Found | None:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundDerivative:
-    """A gradient that a graph multiplies by the derivative of an activation.
+class Applied:
+    """An activation, or a gradient times the derivative of one.
 
     Attributes:
         numbers: of the activation.
-        steps: those that the gradient goes through, the last of which gives the product.
-        saved: what the derivative is taken at.
+        given: what it is applied to, or what the derivative is taken at.
+        steps: those of it, the last of which gives the result where they are in order.
     """
 
     numbers: Nonlinearity
+    given: fx.Node
     steps: tuple[fx.Node, ...]
-    saved: fx.Node
 
 
-def derivative_of(gradient: fx.Node) -> FoundDerivative | None:
+def derivative_of(gradient: fx.Node) -> Applied | None:
     """The derivative that alone uses a gradient, if it is known here, and is relu's or taken at what a graph is given.
 
     What is computed once more, as a batch norm's result is, Inductor computes where it is used: an operator would have
@@ -98,33 +98,18 @@ def derivative_of(gradient: fx.Node) -> FoundDerivative | None:
         (mask,) = gradient.users
         saved = _relu_saved(mask, gradient)
         if saved is not None:
-            return FoundDerivative(Nonlinearity(activation="relu"), (mask,), saved)
+            return Applied(Nonlinearity(activation="relu"), saved, (mask,))
     found = (_derivative(name, graph, gradient) for name, graph in _derivative_templates(dtype).items())
     return next((each for each in found if each is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """An activation, or a derivative, that ends at a step, whatever else reads its steps.
-
-    Attributes:
-        numbers: of the activation.
-        given: what the activation is applied to, or the derivative is taken at.
-        steps: those of it.
-    """
-
-    numbers: Nonlinearity
-    given: fx.Node
-    steps: tuple[fx.Node, ...]
-
-
 def activation_ending(name: str, node: fx.Node) -> Applied | None:
-    """The activation of that name whose result a step gives."""
+    """The activation of that name whose result a step gives, whatever else reads its steps."""
     return _ending(name, _templates(node.meta["val"].dtype)[name], node)
 
 
 def derivative_ending(name: str, node: fx.Node) -> Applied | None:
-    """A gradient times the derivative of the activation of that name, where a step gives it."""
+    """A gradient times the derivative of the activation of that name, where a step gives it; as `activation_ending`."""
     return _ending(name, _derivative_templates(node.meta["val"].dtype)[name], node)
 
 
@@ -233,7 +218,7 @@ def _relu_saved(mask: fx.Node, gradient: fx.Node) -> fx.Node | None:
     return saved if bound == 0 and is_alike and mask.meta["val"].dtype == value.dtype else None
 
 
-def _derivative(name: str, template: fx.Graph, gradient: fx.Node) -> FoundDerivative | None:
+def _derivative(name: str, template: fx.Graph, gradient: fx.Node) -> Applied | None:
     """Where a template's steps begin at a gradient, which they alone use up to the last of them."""
     of_gradient, of_saved, *_, output = template.nodes
     (result,) = output.all_input_nodes
@@ -249,7 +234,7 @@ def _derivative(name: str, template: fx.Graph, gradient: fx.Node) -> FoundDeriva
         if not is_alone or saved.shape != value.shape or saved.dtype != value.dtype:
             continue
         made = _nonlinearity(name, numbers)
-        return FoundDerivative(made, (*steps,), places[of_saved]) if made.is_valid else None
+        return Applied(made, places[of_saved], (*steps,)) if made.is_valid else None
     return None
 
 

@@ -19,7 +19,7 @@ from miofind.torch.formats import dense, is_dense, layout_like
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY
 from miofind.torch.inductor.graphs import CONVOLUTIONS, HALVES, added_step, user_visible
 from miofind.torch.inductor.memory_formats import runs_last
-from miofind.torch.inductor.writing import SpatialDims
+from miofind.torch.inductor.writing import SpatialRanks
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -40,18 +40,18 @@ def _interleaved(x: Any) -> Any:
 LIBRARY.impl("interleaved", _interleaved, "CompositeExplicitAutograd")
 
 
-def interleave(graph: fx.Graph, last_dims: SpatialDims) -> None:
+def interleave(graph: fx.Graph, last_ranks: SpatialRanks) -> None:
     """Have convolutions that run channels last read images of few channels that were turned in their own order.
 
     Args:
-        last_dims: the numbers of dimensions of convolutions that will be channels last, whatever they were traced as.
+        last_ranks: the spatial ranks of convolutions that will be channels last, whatever they were traced as.
     """
     if not _is_lowered():
         return
     for node in _given(graph):
         if not _has_few_channels(node):
             continue
-        readers = [*_readers(node, last_dims)]
+        readers = [*_readers(node, last_ranks)]
         if not readers:
             continue
         with graph.inserting_before(next(step for step in graph.nodes if step in readers)):
@@ -89,11 +89,11 @@ def _has_few_channels(node: fx.Node) -> bool:
     return 1 < value.shape[1] <= _MOST_CHANNELS and bool(value.is_contiguous())
 
 
-def _readers(image: fx.Node, last_dims: SpatialDims) -> Iterator[fx.Node]:
+def _readers(image: fx.Node, last_ranks: SpatialRanks) -> Iterator[fx.Node]:
     """The convolutions that read an image channels last, and the graph's end where it keeps it for a backward pass."""
-    spatial_dims = image.meta["val"].dim() - 2
+    spatial_rank = image.meta["val"].dim() - 2
     convolutions = [user for user in image.users if user.target in (*CONVOLUTIONS, *ARGUMENTS)]
-    is_kept_last = spatial_dims in last_dims - {1}  # PyTorch has no such order of one dimension
+    is_kept_last = spatial_rank in last_ranks - {1}  # PyTorch has no such order of one dimension
     found = [user for user in convolutions if runs_last(user) or (user.target in CONVOLUTIONS and is_kept_last)]
     yield from found
     (output,) = image.graph.find_nodes(op="output")

@@ -23,7 +23,7 @@ from miofind.torch.fused.calls import BackwardData, BackwardWeights, Forward, St
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers
 from miofind.torch.inductor.memory_formats import runs_last
-from miofind.torch.inductor.writing import SpatialDims
+from miofind.torch.inductor.writing import SpatialRanks
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -57,13 +57,13 @@ LIBRARY.impl("cast", _cast, "CompositeExplicitAutograd")
 torch.library.register_fake("miofind::cast", _cast)
 
 
-def gather_casts(graph: fx.Graph, last_dims: SpatialDims) -> None:
+def gather_casts(graph: fx.Graph, last_ranks: SpatialRanks) -> None:
     """Cast all weights before the first of them is read, and their gradients together, some millions of them at once.
 
     Those stay that turn a tensor to another memory order, too: each does that in tiles of its own.
 
     Args:
-        last_dims: the numbers of dimensions of convolutions that will be channels last, whatever they were traced as.
+        last_ranks: the spatial ranks of convolutions that will be channels last, whatever they were traced as.
     """
     if not _is_lowered():
         return
@@ -77,9 +77,9 @@ def gather_casts(graph: fx.Graph, last_dims: SpatialDims) -> None:
         if value.numel() > _LARGEST or source.meta["val"].dtype is value.dtype:  # the latter is a copy
             continue
         if source.op == "placeholder":
-            if _is_weight(node, output) and not _is_written(source) and _keeps_order(node, last_dims):
+            if _is_weight(node, output) and not _is_written(source) and _keeps_order(node, last_ranks):
                 given[kind].append(node)
-        elif _is_gradient(source) and [*node.users] == [output] and _keeps_order(node, last_dims):
+        elif _is_gradient(source) and [*node.users] == [output] and _keeps_order(node, last_ranks):
             made[kind].append(node)
     for (dtype, _), casts in given.items():
         _gather(graph, casts, _behind_placeholders(graph), torch.ops.miofind.cast.default, dtype)
@@ -168,7 +168,7 @@ def _is_gradient(node: fx.Node) -> bool:
     return node.args[0].target in (*CONVOLUTIONS, *ARGUMENTS)
 
 
-def _keeps_order(cast: fx.Node, last_dims: SpatialDims) -> bool:
+def _keeps_order(cast: fx.Node, last_ranks: SpatialRanks) -> bool:
     """Whether the numbers lie in memory as before, whichever memory format is meant."""
     source, value = cast.args[0].meta["val"], cast.meta["val"]
     if source.dim() < 3 or source.shape[1] == 1 or math.prod(source.shape[2:]) == 1:
@@ -176,4 +176,4 @@ def _keeps_order(cast: fx.Node, last_dims: SpatialDims) -> bool:
     if source.dim() == 3:
         return bool(source.is_contiguous() and value.is_contiguous())
     is_last = [is_dense(v, layout_like(v, channels_last=True)) for v in (source, value)]
-    return all(is_last) or not (source.dim() - 2 in last_dims or any(is_last) or any(map(runs_last, cast.users)))
+    return all(is_last) or not (source.dim() - 2 in last_ranks or any(is_last) or any(map(runs_last, cast.users)))

@@ -8,7 +8,6 @@ not numbers, or no answer stays as it is, and is Inductor's.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
-import miofind
 from miofind.core.problem import ProblemDescription
 from miofind.runtime.solution import Solution
 from miofind.solver.registry import Registry
@@ -51,11 +48,12 @@ from miofind.torch.inductor.memory_formats import (
     turn_last,
     turn_saved,
 )
+from miofind.torch.inductor.own_pass import OwnPass
 from miofind.torch.inductor.poolings import split_poolings
 from miofind.torch.inductor.strides import restore_strides
 from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, turn, turnable
 from miofind.torch.inductor.weights_in_graphs import keep_weights
-from miofind.torch.inductor.writing import Serves, SpatialDims, Writing
+from miofind.torch.inductor.writing import Serves, SpatialRanks, Writing
 from miofind.torch.override import current
 from miofind.torch.plans import Planner
 from miofind.torch.settings import MissPolicy
@@ -67,25 +65,26 @@ _FOUND = "whichever is found"
 """Stands for the solver of an answer that is to be found yet."""
 
 
-class ConvolutionPass(CustomGraphPass):
-    """The pass; one may be used for any number of graphs.
+class ConvolutionPass(OwnPass):
+    """The pass, over Inductor's graphs after gradients.
 
     Attributes:
         replaced: the problems that it has put in, in order.
         missing: those that it would have put in, had a FindDB an answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Any = None) -> None:
+        super().__init__(before)
         self.replaced: list[ProblemDescription] = []
         self.missing: list[ProblemDescription] = []
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def rewrite(self, graph: fx.Graph) -> None:
         constrain_layouts()
         dynamic = sum(node.target in CONVOLUTIONS and not has_numbers(node) for node in graph.nodes)
         missed = len(self.missing)
         unfold_images(graph)
-        dims = _prepare(graph)
-        writing = Writing(graph, self._serves, *dims)
+        ranks = _prepare(graph)
+        writing = Writing(graph, self._serves, *ranks)
         _replace(writing)
         self.replaced += writing.put_in
         lay_out(graph, writing.turned)
@@ -95,11 +94,11 @@ class ConvolutionPass(CustomGraphPass):
             if node.target in ARGUMENTS:
                 state_memory_format(node)
         split_poolings(graph)
-        interleave(graph, writing.last_dims)
+        interleave(graph, writing.last_ranks)
         if trains(graph):
             turn_saved(graph)
             gather_vectors(graph)
-            gather_casts(graph, writing.last_dims)
+            gather_casts(graph, writing.last_ranks)
             gather_counts(graph)
         else:
             keep_weights(graph, memory_formats(graph))
@@ -117,14 +116,10 @@ class ConvolutionPass(CustomGraphPass):
         solution = found.part.solution
         return solution.solver_id if found.is_served and solution is not None else None
 
-    def uuid(self) -> Any:
-        """Changes with this package, the solvers, PyTorch's switches, FindDBs and comparisons."""
-        hashed = hashlib.sha256()
-        for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-            hashed.update(path.read_bytes())
+    def state(self) -> str:
+        """The solvers, PyTorch's switches, FindDBs and comparisons."""
         solvers = ",".join(f"{name}:{solver.version}" for name, solver in sorted(Registry.default().items()))
-        hashed.update(f"{miofind.__version__} {solvers} {state()} {_database_state()} {comparisons.known()}".encode())
-        return hashed.hexdigest()
+        return f"{solvers} {state()} {_database_state()} {comparisons.known()}"
 
 
 def _tell(dynamic: int, missing: int) -> None:
@@ -176,13 +171,13 @@ def _measures(device: Any) -> bool:
     return planner.settings.measures(flags)
 
 
-def _prepare(graph: fx.Graph) -> tuple[SpatialDims, SpatialDims]:
+def _prepare(graph: fx.Graph) -> tuple[SpatialRanks, SpatialRanks]:
     """Find all that a graph lacks answers to at once, where misses are measured, and compile all that it will launch.
 
     A copy of the graph tells what, with what an override will run of the convolutions that it keeps.
 
     Returns:
-        The numbers of dimensions of convolutions that will be channels last, and those that are turned here.
+        The spatial ranks of convolutions that will be channels last, and those that are turned here.
     """
     convolutions = (*CONVOLUTIONS, OPERATORS[Forward])
     asked = [
@@ -194,14 +189,14 @@ def _prepare(graph: fx.Graph) -> tuple[SpatialDims, SpatialDims]:
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
     measured = frozenset(filter(_measures, devices))
     by_inductor = frozenset((2,) if prefers_channels_last(graph) else ())
-    dims = by_inductor, frozenset[int]()
+    ranks = by_inductor, frozenset[int]()
     for turned in dict.fromkeys((turnable(graph) - by_inductor, frozenset[int]())):
-        dims = by_inductor | turned, turned
+        ranks = by_inductor | turned, turned
         if measured:
-            _find_lacking(graph, dims, measured, as_if_found=True)
+            _find_lacking(graph, ranks, measured, as_if_found=True)
             # What PyTorch is faster at stays a convolution of its own, and is another problem.
-            _find_lacking(graph, dims, measured, as_if_found=False)
-        if turned and is_answered(_ask(graph, _server, dims), graph):
+            _find_lacking(graph, ranks, measured, as_if_found=False)
+        if turned and is_answered(_ask(graph, _server, ranks), graph):
             break
     on_gpu: dict[Any, list[Solution]] = {device: [] for device in devices if device.type == "cuda"}
 
@@ -212,14 +207,14 @@ def _prepare(graph: fx.Graph) -> tuple[SpatialDims, SpatialDims]:
         return None if best is None else best.solver_id
 
     if on_gpu:
-        _ask(graph, launched, dims)
+        _ask(graph, launched, ranks)
     for device, solutions in on_gpu.items():
         compile_ahead(solutions, device, _asked(device)[0])
-    return dims
+    return ranks
 
 
 def _find_lacking(
-    graph: fx.Graph, dims: tuple[SpatialDims, SpatialDims], devices: frozenset[Any], *, as_if_found: bool
+    graph: fx.Graph, ranks: tuple[SpatialRanks, SpatialRanks], devices: frozenset[Any], *, as_if_found: bool
 ) -> None:
     """Find what a graph lacks on devices, all at once.
 
@@ -237,7 +232,7 @@ def _find_lacking(
             return _FOUND if as_if_found else None
         return known.solver_id
 
-    _ask(graph, serves, dims)
+    _ask(graph, serves, ranks)
     for device, problems in lacking.items():
         planner, flags = _asked(device)
         find_missing(problems, device, flags, planner)
@@ -258,9 +253,9 @@ def _server(problem: ProblemDescription, device: Any) -> str | None:
     return None if known is None else known.solver_id
 
 
-def _ask(graph: fx.Graph, serves: Serves, dims: tuple[SpatialDims, SpatialDims]) -> Writing:
+def _ask(graph: fx.Graph, serves: Serves, ranks: tuple[SpatialRanks, SpatialRanks]) -> Writing:
     """Ask of all problems that a graph will have, which stays as it is; returns what a copy of it became."""
-    writing = Writing(copy_of(graph), serves, *dims)
+    writing = Writing(copy_of(graph), serves, *ranks)
     _replace(writing)
     for problem, device in kept_problems(writing):
         serves(problem, device)
@@ -270,7 +265,7 @@ def _ask(graph: fx.Graph, serves: Serves, dims: tuple[SpatialDims, SpatialDims])
 def _replace(writing: Writing) -> None:
     """Put operators in for the convolutions of a graph, where they are served."""
     turn(writing)
-    if 2 in writing.last_dims - writing.turned:
+    if 2 in writing.last_ranks - writing.turned:
         turn_last(writing)
     for node in list(writing.graph.nodes):
         if node.target is aten.convolution.default and not node.args[6] and has_numbers(node):

@@ -81,7 +81,7 @@ def replace_input_gradient(writing: Writing, node: fx.Node) -> None:
     end, of = found.steps[-1], found.numbers
     with writing.graph.inserting_before(end):
         images = _images(writing.step, dy, gradient)
-        saved = _images(writing.step, found.saved, gradient)
+        saved = _images(writing.step, found.given, gradient)
         w = writing.step(aten.reshape.default, weights, [*weights.meta["val"].shape, 1, 1])
     call = BackwardData(images, saved, w, None, saved, of.activation, *_WINDOW, 1, channels_last=True)
     _put_in_place(writing, call._replace(low=of.low, high=of.high, slope=of.slope), end)

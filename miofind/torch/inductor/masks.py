@@ -8,19 +8,16 @@ the argument is computed from: there it stays.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from miofind.torch.fused.nonlinearity import Nonlinearity
-from miofind.torch.inductor import decompositions
 from miofind.torch.inductor.decompositions import Applied, activation_ending, derivative_ending
 from miofind.torch.inductor.graphs import has_numbers
+from miofind.torch.inductor.own_pass import OwnPass
 
 aten = torch.ops.aten
 
@@ -28,28 +25,11 @@ _BACKWARD = aten.convolution_backward.default
 _NAMES = ("leaky_relu", "clamp")
 
 
-class MaskPass(CustomGraphPass):
-    """The pass, over Inductor's joint graphs of a forward and a backward pass; one may be used for any number.
+class MaskPass(OwnPass):
+    """The pass, over Inductor's joint graphs of a forward and a backward pass."""
 
-    Args:
-        before: a pass that Inductor was configured with, or several: they are run first.
-    """
-
-    def __init__(self, before: Any = None) -> None:
-        self._before = before if isinstance(before, (list, tuple)) else [before] if before is not None else []
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for each in self._before:
-            each(graph)
+    def rewrite(self, graph: fx.Graph) -> None:
         take_at_results(graph)
-
-    def uuid(self) -> Any:
-        """Changes with what the pass does; None, which has no graphs kept, where one before it has none."""
-        others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._before]
-        if None in others:
-            return None
-        sources = (Path(str(path)).read_bytes() for path in (__file__, decompositions.__file__))
-        return hashlib.sha256(b"".join((*sources, repr(others).encode()))).hexdigest()
 
 
 def take_at_results(graph: fx.Graph) -> None:
@@ -86,7 +66,7 @@ def _is_stored(value: Any) -> bool:
     if not isinstance(value, fx.Node):
         return False
     if value.target is aten.add.Tensor:
-        shapes = [getattr(each.meta["val"], "shape", None) for each in value.args if isinstance(each, fx.Node)]
+        shapes = [getattr(each.meta.get("val"), "shape", None) for each in value.args if isinstance(each, fx.Node)]
         is_of_one_shape = shapes == [value.meta["val"].shape] * 2  # a norm may end with the sum with a vector
         return is_of_one_shape and all(map(_is_stored, value.args))
     return value.op == "placeholder" or value.target is aten.convolution.default

@@ -54,7 +54,7 @@ def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
             return value
         value.realize()  # else what else uses it computes it once more
         shape = tuple(map(int, value.get_size()))  # numbers, as the format is named
-        packed = packed_strides(shape, channels_last=last)
+        packed = packed_strides(shape, last)
         return ir.ExternKernel.require_exact_strides(value, packed)
 
     return tuple(required(value) for value in arguments), named

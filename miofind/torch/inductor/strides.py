@@ -1,4 +1,4 @@
-"""How what steps give lies in memory: who reads that, steps that tell it anew, and results that tell it as before."""
+"""Strides in graphs: steps that depend on them, fake tensors brought up to date, results given those traced."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from miofind.torch.fused.ops import OPERATORS
 from miofind.torch.inductor.graphs import HALVES, added_step, has_numbers, traced_strides
 from miofind.torch.inductor.kept import asked_problems
 from miofind.torch.inductor.strides import reads_strides, retrace_step
-from miofind.torch.inductor.writing import SpatialDims, Writing, is_put_in, spelt
+from miofind.torch.inductor.writing import SpatialRanks, Writing, is_put_in, spelt
 from miofind.torch.override import current
 
 aten = torch.ops.aten
@@ -36,11 +36,11 @@ _LEAST_SHARE = 0.5
 """Of the multiplications: what FindDBs answer channels last of a graph that is turned."""
 
 
-def turnable(graph: fx.Graph) -> SpatialDims:
-    """The numbers of dimensions whose convolutions may be turned."""
+def turnable(graph: fx.Graph) -> SpatialRanks:
+    """The spatial ranks whose convolutions may be turned."""
     if reads_strides(graph) or _returns_views() or _is_kept_elsewhere() or not _keeps_strides(graph):
         return frozenset()
-    return frozenset(_spatial_dims(node) for node in _convolutions(graph))
+    return frozenset(_spatial_rank(node) for node in _convolutions(graph))
 
 
 def _keeps_strides(graph: fx.Graph) -> bool:
@@ -74,7 +74,7 @@ def _is_kept_elsewhere() -> bool:
 def turn(writing: Writing) -> None:
     """Put in channels last the operators that the network itself calls, of the dimensions that are turned."""
     for node in list(_convolutions(writing.graph)):
-        if node.target is OPERATORS[Forward] and _spatial_dims(node) in writing.turned:
+        if node.target is OPERATORS[Forward] and _spatial_rank(node) in writing.turned:
             call = Forward(*node.args, **node.kwargs)._replace(channels_last=True)
             problem = writing.served(call)
             if problem is not None:
@@ -89,14 +89,14 @@ def put_bare(writing: Writing) -> None:
     behind, as Inductor adds it.
     """
     for node in list(_convolutions(writing.graph)):
-        if node.target is not aten.convolution.default or node.args[6] or _spatial_dims(node) not in writing.turned:
+        if node.target is not aten.convolution.default or node.args[6] or _spatial_rank(node) not in writing.turned:
             continue
         x, w, bias, stride, padding, dilation, _, _, groups = node.args
         call = Forward(x, w, None, None, None, "none", stride, padding, dilation, groups, channels_last=True)
         with writing.graph.inserting_before(node):
             made = writing.put(call)
             if made is not None and bias is not None:
-                along = writing.step(aten.reshape.default, bias, [-1, *(1,) * _spatial_dims(node)])
+                along = writing.step(aten.reshape.default, bias, [-1, *(1,) * _spatial_rank(node)])
                 made = writing.step(aten.add.Tensor, made, along)
         if made is not None:
             node.replace_all_uses_with(made)
@@ -109,34 +109,34 @@ def is_answered(writing: Writing, graph: fx.Graph) -> bool:
     Args:
         writing: of a copy of the graph, in which operators were put in so.
     """
-    whole = sum(_multiplications(node) for node in _convolutions(graph) if _spatial_dims(node) in writing.turned)
+    whole = sum(_multiplications(node) for node in _convolutions(graph) if _spatial_rank(node) in writing.turned)
     left = sum(
         _multiplications(node)
         for node in _convolutions(writing.graph)
-        if _spatial_dims(node) in writing.turned and not _is_answered(writing, node)
+        if _spatial_rank(node) in writing.turned and not _is_answered(writing, node)
     )
     return whole > 0 and whole - left >= _LEAST_SHARE * whole
 
 
-def lay_out(graph: fx.Graph, turned: SpatialDims) -> None:
+def lay_out(graph: fx.Graph, turned: SpatialRanks) -> None:
     """Have the convolutions that stay in a graph read channels last, and all steps say how what they give lies."""
     if turned:
         put_in = {node for node in graph.nodes if is_put_in(node)}
         retrace(graph, put_in.union(*(node.users for node in put_in)), turned)
 
 
-def retrace(graph: fx.Graph, relaid: set[fx.Node], turned: SpatialDims = frozenset()) -> None:
+def retrace(graph: fx.Graph, relaid: set[fx.Node], turned: SpatialRanks = frozenset()) -> None:
     """Have all steps say how what they give lies.
 
     Args:
         relaid: steps that may give what they gave in another order than before.
-        turned: the numbers of dimensions of convolutions that are given what they read channels last.
+        turned: the spatial ranks of convolutions that are given what they read channels last.
     """
     relaid = {*relaid}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is aten.convolution.default and _spatial_dims(node) in turned - {1} and _reads_images(node):
+        if node.target is aten.convolution.default and _spatial_rank(node) in turned - {1} and _reads_images(node):
             relaid.add(_read_last(graph, node))
         retrace_step(node, relaid)
 
@@ -146,7 +146,7 @@ def _read_last(graph: fx.Graph, convolution: fx.Node) -> fx.Node:
     x = convolution.args[0]
     shape = tuple(x.meta["val"].shape)
     with graph.inserting_before(convolution):
-        last = packed_strides(shape, channels_last=True)
+        last = packed_strides(shape, True)
         given = added_step(graph, inductor_prims.force_stride_order, x, last)
     convolution.replace_input_with(x, given)
     return given
@@ -162,8 +162,8 @@ def _convolutions(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def _spatial_dims(node: fx.Node) -> int:
-    """The number of dimensions of what a convolution gives, without images and channels."""
+def _spatial_rank(node: fx.Node) -> int:
+    """The spatial rank of a convolution."""
     return int(node.meta["val"].dim()) - 2
 
 

@@ -20,8 +20,8 @@ from miofind.torch.inductor.graphs import HALVES, added_step
 Serves = Callable[[ProblemDescription, Any], str | None]
 """The id of the solver that an operator for a problem runs on a device of PyTorch's; None where none may be put in."""
 
-SpatialDims = frozenset[int]
-"""Numbers of dimensions, without images and channels."""
+SpatialRanks = frozenset[int]
+"""Spatial ranks of convolutions: 1 to 3."""
 
 
 class Writing:
@@ -30,17 +30,17 @@ class Writing:
     Args:
         graph: of Inductor, after gradients.
         serves: says which problems operators are put in for, and what runs them.
-        last_dims: the numbers of dimensions of convolutions that will be channels last, whatever they were traced as.
+        last_ranks: those of convolutions that will be channels last, whatever they were traced as.
         turned: those of them that Inductor would leave channels first: of these convolutions those in 16 bits.
 
     Attributes:
         put_in: the problems of the operators that were put in, in order.
     """
 
-    def __init__(self, graph: fx.Graph, serves: Serves, last_dims: SpatialDims, turned: SpatialDims) -> None:
+    def __init__(self, graph: fx.Graph, serves: Serves, last_ranks: SpatialRanks, turned: SpatialRanks) -> None:
         self.graph = graph
         self.serves = serves
-        self.last_dims = last_dims
+        self.last_ranks = last_ranks
         self.turned = turned
         self.put_in: list[ProblemDescription] = []
         self._written: list[fx.Node] = []
@@ -53,8 +53,8 @@ class Writing:
 
     def will_run_last(self, value: Any) -> bool:
         """Whether a convolution of such a tensor will be channels last, whatever it was traced as."""
-        spatial_dims = value.dim() - 2
-        return spatial_dims in self.last_dims and (spatial_dims not in self.turned or value.dtype in HALVES)
+        spatial_rank = value.dim() - 2
+        return spatial_rank in self.last_ranks and (spatial_rank not in self.turned or value.dtype in HALVES)
 
     def is_last(self, *values: Any) -> bool:
         """Whether an operator is to be channels last: one of its tensors is, or its convolution will be."""

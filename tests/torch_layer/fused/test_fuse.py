@@ -141,7 +141,7 @@ def test_traced_by_torch_compile_and_export() -> None:
 
 
 def test_what_a_batch_norm_takes_for_channels_is_never_the_convolutions() -> None:
-    """Of an input without images BatchNorm1d takes the places for channels: here there are as many."""
+    """Of an unbatched input BatchNorm1d takes the places for channels: here there are as many."""
     model = prepared(nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)))
     fused, x = fuse(model), torch.randn(3, 10)
     with torch.no_grad():
@@ -293,7 +293,6 @@ def test_a_number_for_each_channel_of_each_image(cpu_handle: Handle) -> None:
     assert [config.rpartition("-")[2] for config in ran] == ["e.bias.channel_bias.silu"]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", FUSED)
 def test_what_is_fused(case: str) -> None:
     tail, expected = FUSED[case]

@@ -197,7 +197,6 @@ OPCHECKED: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", OPCHECKED)
 def test_pytorchs_own_checks_of_operators(case: str, ran: list[str]) -> None:
     operator, arguments = OPCHECKED[case]()
@@ -222,7 +221,6 @@ def test_fake_strides_are_the_real_ones(mixed: str, channels_last: bool | None, 
     assert len(ran) == 1
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("activation", "position"),
     [("none", "before"), ("relu", "before"), ("clamp", "after"), ("leaky_relu", "before"), ("silu", "after")],

@@ -218,7 +218,12 @@ def test_sizes_that_are_no_numbers_stay() -> None:
     torch.testing.assert_close(given, [each.grad for each in network.parameters()], rtol=1e-4, atol=1e-4)
 
 
-def test_a_pass_that_was_configured_before_runs_first() -> None:
+PLACES = ("joint_custom_post_pass", "post_grad_custom_pre_pass")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_a_pass_of_the_users_runs_first(place: str, is_configured: bool) -> None:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     seen: list[set[str]] = []
@@ -230,16 +235,21 @@ def test_a_pass_that_was_configured_before_runs_first() -> None:
         def uuid(self) -> Any:
             return "own"
 
-    alone = miofind.torch.inductor_options()["joint_custom_post_pass"]
+    def made(given: Any) -> Any:
+        if not is_configured:
+            return miofind.torch.inductor_options(**{place: given})[place]
+        with torch._inductor.config.patch({place: given}):
+            return miofind.torch.inductor_options()[place]
+
+    joined, alone = made(Own()), made(None)
     graph = joint_graph(leaky(0.1)).graph
-    with torch._inductor.config.patch(joint_custom_post_pass=Own()):
-        joined = miofind.torch.inductor_options()["joint_custom_post_pass"]
     joined(graph)
     assert seen == [{"argument"}]
-    assert masks_at(graph) == {"result"}
+    assert masks_at(graph) == {"result"} or place != PLACES[0]
     assert joined.uuid() not in (alone.uuid(), None)
-    with torch._inductor.config.patch(joint_custom_post_pass=seen.append):
-        assert miofind.torch.inductor_options()["joint_custom_post_pass"].uuid() is None
+    assert made(seen.append).uuid() is None
+    made(joined)(joint_graph(leaky(0.1)).graph)
+    assert len(seen) == 1, "miofind's own is there once"
 
 
 class Narrow(torch.autograd.Function):
