@@ -208,7 +208,8 @@ def _relu_saved(mask: fx.Node, gradient: fx.Node) -> fx.Node | None:
     if mask.target is not aten.where.self or mask.args[2] is not gradient or mask.args[1] is gradient:
         return None
     condition, zero, _ = mask.args
-    if not isinstance(zero, fx.Node) or _constant(zero) != (0, gradient.meta["val"].dtype):
+    constant = _constant(zero) if isinstance(zero, fx.Node) else None
+    if constant is None or constant[0] != 0:
         return None
     if not isinstance(condition, fx.Node) or condition.target is not aten.le.Scalar:
         return None
