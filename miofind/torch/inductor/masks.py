@@ -61,15 +61,23 @@ def _tells(of: Nonlinearity, dtype: Any) -> bool:
     return all(torch.tensor(bound, dtype=dtype).item() == bound for bound in (of.low, of.high))
 
 
-def _is_stored(value: Any) -> bool:
+def _is_stored(value: fx.Node) -> bool:
     """Whether a value is no norm's: a convolution's result, an input of the graph, or a sum of such of one shape."""
-    if not isinstance(value, fx.Node):
-        return False
-    if value.target is aten.add.Tensor:
-        shapes = [getattr(each.meta.get("val"), "shape", None) for each in value.args if isinstance(each, fx.Node)]
-        is_of_one_shape = shapes == [value.meta["val"].shape] * 2  # a norm may end with the sum with a vector
-        return is_of_one_shape and all(map(_is_stored, value.args))
-    return value.op == "placeholder" or value.target is aten.convolution.default
+    left, seen = [value], set[fx.Node]()
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target is aten.add.Tensor:
+            read = [each for each in node.args if isinstance(each, fx.Node)]
+            shapes = [getattr(each.meta.get("val"), "shape", None) for each in read]
+            if shapes != [node.meta["val"].shape] * 2:  # a norm may end with the sum with a vector
+                return False
+            left += read
+        elif node.op != "placeholder" and node.target is not aten.convolution.default:
+            return False
+    return True
 
 
 def _is_alone(found: Applied) -> bool:

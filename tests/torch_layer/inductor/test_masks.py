@@ -208,6 +208,20 @@ class Sized(nn.Module):
         return self.second(functional.leaky_relu(self.first(x) + x.shape[2], 0.1))
 
 
+def test_long_sums_are_looked_through_once() -> None:
+    """Each summand twice: as many ways through as two to the number of sums."""
+    from miofind.torch.inductor.masks import take_at_results
+
+    def of_sums(v: Any) -> Any:
+        for _ in range(60):
+            v = v + v
+        return functional.leaky_relu(v, 0.1)
+
+    graph = joint_graph(of_sums).graph
+    take_at_results(graph)
+    assert masks_at(graph) == {"result"}
+
+
 def test_sizes_that_are_no_numbers_stay() -> None:
     network, x = Sized(), torch.randn(2, 4, 32)
     compiled = Compiled(network, recomputes=True, dynamic=True)
