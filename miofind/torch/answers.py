@@ -21,7 +21,7 @@ from miofind.runtime.solution import Solution
 from miofind.torch.calls import COMPUTED_OF, DIRECTION_OF, Unserved
 from miofind.torch.flags import Flags
 from miofind.torch.launches import ReadySolutions, first_line
-from miofind.torch.memory import Backoff, host_array, is_capturing, make_room, stream_reader
+from miofind.torch.memory import host_array, is_capturing, make_room, stream_reader
 from miofind.torch.override import Override, current
 from miofind.torch.plans import Part, Planner, kernels_of, note_capture
 from miofind.torch.settings import MissPolicy, Settings
@@ -43,7 +43,7 @@ class Answer:
         part: the problem, its fastest solution, and why PyTorch computes it where it does.
     """
 
-    __slots__ = ("_backoff", "_invokers", "_lock", "_names", "_read_stream", "_solutions", "part")
+    __slots__ = ("_invokers", "_lock", "_names", "_read_stream", "_solutions", "part")
 
     def __init__(self, part: Part, solutions: ReadySolutions | None, first: Invoker | None) -> None:
         self.part = part
@@ -51,7 +51,6 @@ class Answer:
         self._invokers: tuple[Invoker, ...] = () if first is None else (first,)
         self._names = () if part.problem is None else tuple(operand.name for operand in part.problem.operands)
         self._lock = threading.Lock()
-        self._backoff: Backoff | None = None
         self._read_stream = stream_reader()
         part.launch = None if first is None else self.run
 
@@ -77,9 +76,7 @@ class Answer:
         first = self.first
         if first is None:
             return False
-        backoff = self._backoff
-        if backoff is not None and backoff.skips():
-            self.part.without_memory += 1
+        if self.part.skips():
             return False
         ordered = [tensors[name] for name in self._names]
         try:
@@ -88,17 +85,14 @@ class Answer:
             else:
                 has_run = self._run_on_host(first, ordered, parameters)
             if has_run:
-                self._backoff = None
+                self.part.backoff = None
             return has_run
         except LaunchError as error:
             self.part.fail(error)
             with self._lock:
                 self._invokers, self._solutions = (), None
         except torch.OutOfMemoryError:  # of a workspace that PyTorch's own operations do without
-            backoff = backoff or Backoff()
-            backoff.failed()
-            self._backoff = backoff
-            self.part.without_memory += 1
+            self.part.lacks_memory()
         return False
 
     def _run_on_device(self, tensors: list[Any], parameters: EpilogueParameters) -> bool:

@@ -12,8 +12,6 @@ from miofind.torch.calls import DIRECTION_OF
 from miofind.torch.plans import Part
 
 CPU_IS_PYTORCHS = 'calls on CPU tensors are PyTorch\'s own, unless miofind.torch.enable(devices="cpu") asks for them'
-
-
 _MISALIGNED = "its tensors begin at other addresses"
 _WITHOUT_MEMORY = "there was no memory for its workspace"
 
@@ -106,12 +104,13 @@ class CallReport:
 
 def _counts(plan: CountedPlan) -> Iterable[CallCount]:
     for part in plan.parts:
-        solver_id = "" if part.solution is None else part.solution.solver_id
-        told = [(plan.calls, "", part.reason)]
+        own = lacking = 0
         if part.launch is not None:
             lacking = part.without_memory + plan.direct_without_memory(part.computed)
             own = plan.calls - part.declined - lacking
-            told = [(own, solver_id, ""), (part.declined, "", _MISALIGNED), (lacking, "", _WITHOUT_MEMORY)]
+        solver_id = "" if part.solution is None else part.solution.solver_id
+        others = plan.calls - own - lacking
+        told = [(own, solver_id, ""), (lacking, "", _WITHOUT_MEMORY), (others, "", part.reason or _MISALIGNED)]
         for calls, runs, reason in told:
             if calls:
                 yield CallCount(

@@ -70,6 +70,7 @@ class Part:
         declined: calls in which PyTorch computed it although it has a launch, as no solution takes tensors at such
             addresses.
         without_memory: the same where there was no memory for a workspace, or none was asked for after that.
+        backoff: in which calls a workspace is asked for; None while there is memory.
     """
 
     computed: str
@@ -85,11 +86,27 @@ class Part:
     with_bias: bool = False
     declined: int = 0
     without_memory: int = 0
+    backoff: Backoff | None = None
 
     def fail(self, error: Exception) -> None:
         """Leave it to PyTorch from now on."""
         logger.warning("%s failed in PyTorch, whose own kernel runs from now on: %s", self.problem, error)
         self.launch, self.direct, self.solution, self.reason = None, None, None, f"it failed: {error}"
+
+    def skips(self) -> bool:
+        """Whether no workspace is asked for in this call, as there was no memory for it before."""
+        backoff = self.backoff
+        if backoff is None or not backoff.skips():
+            return False
+        self.without_memory += 1
+        return True
+
+    def lacks_memory(self) -> None:
+        """There was none for the workspace of this call."""
+        backoff = self.backoff or Backoff()
+        backoff.failed()
+        self.backoff = backoff
+        self.without_memory += 1
 
     @property
     def is_kept(self) -> bool:
@@ -111,7 +128,7 @@ class Plan(DirectCalls):
     """
 
     __slots__ = (
-        "_backoffs",
+        "_has_lacked_memory",
         "adds_bias",
         "bias_dimensions",
         "bias_shape",
@@ -126,7 +143,7 @@ class Plan(DirectCalls):
 
     def __init__(self, parts: tuple[Part, ...], rank: int, grad_layout: Any = None) -> None:
         self.parts = parts
-        self._backoffs: dict[str, Backoff] = {}
+        self._has_lacked_memory = False  # calls need not look their parts up before
         self._take_launches()
         is_left = [part.launch is None for part in parts]  # to PyTorch
         does_without = all(is_left) or (
@@ -165,17 +182,9 @@ class Plan(DirectCalls):
         self._part(computed).fail(error)
         self._take_launches()
 
-    def _skips(self, computed: str) -> bool:
-        """Whether no workspace is asked for in this call, as there was no memory for it before."""
-        backoff = self._backoffs.get(computed)
-        if backoff is None or not backoff.skips():
-            return False
-        self._part(computed).without_memory += 1
-        return True
-
     def run(self, computed: str, launch: Launch, *tensors: Any) -> Any:
         """What a launch gives; None where it gives nothing or fails, and PyTorch is to compute the result."""
-        if self._backoffs and self._skips(computed):
+        if self._has_lacked_memory and self._part(computed).skips():
             return None
         try:
             made = launch(*tensors)
@@ -183,13 +192,13 @@ class Plan(DirectCalls):
             self._fail(computed, error)
             return None
         except torch.OutOfMemoryError:  # of a workspace, it may be, that PyTorch's own kernel does without
-            self._backoffs.setdefault(computed, Backoff()).failed()
-            self._part(computed).without_memory += 1
+            self._has_lacked_memory = True
+            self._part(computed).lacks_memory()
             return None
         if made is None:
             self._part(computed).declined += 1
-        elif self._backoffs:
-            self._backoffs.pop(computed, None)
+        elif self._has_lacked_memory:
+            self._part(computed).backoff = None
         return made
 
     @property

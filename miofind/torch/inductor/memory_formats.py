@@ -12,12 +12,7 @@ from torch import fx
 from miofind.torch.formats import dense, layout_like, packed_strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
-from miofind.torch.inductor.graphs import (
-    CONVOLUTIONS,
-    copy_of,
-    has_numbers,
-    trains,
-)
+from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, trains
 from miofind.torch.inductor.writing import Writing, spelt, values_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
