@@ -2,7 +2,8 @@
 
 PyTorch norms instances as one image of all images' channels: (n, c, ...) is seen as (1, n * c, ...), and a batch norm
 of that follows. Channels last there is no such view: Inductor reads and writes memory across its order, several times
-slower. Here the steps between that view and the one back are those of (n, c, ...): the same numbers in the same order.
+slower, and PyTorch copies to channels first before. Here the steps between that view and the one back are those of
+(n, c, ...): the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class _Unfolding:
         self.apart: dict[fx.Node, fx.Node] = {}
         self.relaid = set[fx.Node]()
         self._graph = graph
+        self._joins = set[fx.Node]()
+        self._passed_over = set[fx.Node]()
 
     def take(self, node: fx.Node) -> None:
         """Have a step follow those before it that are taken apart."""
@@ -54,8 +57,7 @@ class _Unfolding:
             return
         read = [each for each in node.all_input_nodes if each in self.apart]
         if not read:
-            if _joins_images(node):
-                self.apart[node] = node.args[0]
+            self._join(node)
             return
         with self._graph.inserting_before(node):
             if node.target is operator.getitem:
@@ -68,8 +70,14 @@ class _Unfolding:
                     self.apart[node] = summed
                 else:
                     self._replace(node, self._step(aten.reshape.default, summed, [*node.meta["val"].shape]))
+            elif node.target is aten.copy.default and node.args[1] in self.apart and _keeps_type(node):
+                self.apart[node] = self._step(aten.clone.default, self.apart[node.args[1]])
+                if node.args[0].target is aten.new_empty_strided.default:
+                    self._passed_over.add(node.args[0])
+            elif node.target is aten.clone.default:
+                self.apart[node] = self._step(aten.clone.default, self.apart[read[0]])
             elif node.target in VIEWS and node.meta["val"].shape == self.apart[read[0]].meta["val"].shape:
-                if self.apart[read[0]].op != "placeholder":  # which a result may not be
+                if self._is_alone(read[0]):
                     self._replace(node, self.apart[read[0]])
             elif _is_pointwise(node) and (arguments := self._arguments(node, read[0])) is not None:
                 self.apart[node] = self._step(node.target, *arguments, **node.kwargs)
@@ -78,12 +86,40 @@ class _Unfolding:
         """Have all other steps read what was computed in the shape that they had, and erase what nothing reads."""
         for node, apart in reversed([*self.apart.items()]):
             users = [user for user in node.users if user not in self.apart]
-            if users and _is_tensor(node) and apart is not node.args[0]:
+            if node in self._joins:
+                node.target = aten.reshape.default  # of what may lie in another order by now
+            elif users and _is_tensor(node):
                 with self._graph.inserting_before(node):
                     together = self._step(aten.reshape.default, apart, [*node.meta["val"].shape])
                 node.replace_all_uses_with(together, delete_user_cb=lambda user: user not in self.apart)
-            if not node.users:
+        for node in reversed([*self._graph.nodes]):
+            if not node.users and (node in self.apart or node in self._passed_over):
                 self._graph.erase_node(node)
+
+    def _join(self, node: fx.Node) -> None:
+        """Note a step that sees the channels of several images, which lie channels last, as those of one.
+
+        A copy to channels first before it, which PyTorch needs for the view, is passed over.
+        """
+        if node.target not in VIEWS or not has_numbers(node):
+            return
+        read, shape = node.args[0], tuple(node.meta["val"].shape)
+        is_copied = read.target is aten.clone.default and has_numbers(read)
+        images = read.args[0] if is_copied else read
+        value = images.meta["val"]
+        is_joined = (
+            value.dim() > 3 and value.shape[0] > 1 and shape == (1, math.prod(value.shape[:2]), *value.shape[2:])
+        )
+        if is_joined and not value.is_contiguous():
+            self.apart[node] = images
+            self._joins.add(node)
+            if is_copied:
+                self._passed_over.add(read)
+
+    def _is_alone(self, node: fx.Node) -> bool:
+        """Whether what a step gives may stand for a result: it is no other tensor that was copied before."""
+        copied = node in self._joins and node.args[0] is not self.apart[node]
+        return not copied and self.apart[node].op != "placeholder"
 
     def _step(self, target: Any, *arguments: Any, **named: Any) -> fx.Node:
         node = added_step(self._graph, target, *arguments, **named)
@@ -131,13 +167,10 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _joins_images(node: fx.Node) -> bool:
-    """Whether a step sees the channels of several images, which lie channels last, as those of one."""
-    if node.target not in VIEWS or not has_numbers(node):
-        return False
-    value, shape = node.args[0].meta["val"], tuple(node.meta["val"].shape)
-    is_joined = value.dim() > 3 and value.shape[0] > 1 and shape == (1, math.prod(value.shape[:2]), *value.shape[2:])
-    return is_joined and not value.is_contiguous()
+def _keeps_type(copy: fx.Node) -> bool:
+    """Whether a copy gives what it is given, in the same type and shape."""
+    value, source = copy.meta["val"], copy.args[1].meta["val"]
+    return bool((value.dtype, value.device, value.shape) == (source.dtype, source.device, source.shape))
 
 
 def _sums_all(node: fx.Node) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from helpers.runs.fused_answers import answers_of
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
+from torch_layer.inductor.compiled_graphs import Compiled
 
+from miofind import Handle
 from miofind.torch.inductor.graphs import VIEWS
 from miofind.torch.inductor.instance_norms import unfold_images
 from miofind.torch.inductor.turned import retrace
@@ -85,6 +89,54 @@ def test_forward_and_backward(rank: int, dtype: Any) -> None:
                 or 1 in node.meta["val"].shape
                 or not node.meta["val"].is_contiguous()
             )
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_networks_that_are_given_channels_last(inplace: bool, cpu_handle: Handle) -> None:
+    """PyTorch copies to channels first before norms, and an activation in place writes into a view of a result."""
+    torch.manual_seed(4)
+    plain = nn.Sequential(
+        nn.Conv2d(8, 16, 3, padding=1, bias=False),
+        nn.InstanceNorm2d(16, affine=True),
+        nn.LeakyReLU(0.1, inplace=inplace),
+        nn.Conv2d(16, 8, 3, padding=1, bias=False),
+        nn.InstanceNorm2d(8),
+        nn.LeakyReLU(0.1, inplace=inplace),
+        nn.Conv2d(8, 4, 1),
+    ).to(memory_format=torch.channels_last)
+    network = copy.deepcopy(plain)
+    x = torch.randn(3, 8, 6, 7).to(memory_format=torch.channels_last)
+
+    def gradients(function: Any, parameters: Any) -> list[Any]:
+        given = x.clone().requires_grad_()
+        y = function(given)
+        return [y.detach(), *torch.autograd.grad(y.square().mean(), (given, *parameters))]
+
+    with answers_of(cpu_handle):
+        compiled = Compiled(network, recomputes=True)
+        found = gradients(compiled, network.parameters())
+    assert len(compiled.graphs) == 2
+    assert not any(joined(graph.graph) for graph in compiled.graphs)
+    for one, other in zip(found, gradients(plain, plain.parameters()), strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_a_copy_that_is_seen_both_ways_stays_a_copy() -> None:
+    def run(x: Any) -> Any:
+        y = x.sin()
+        together = aten.view(y.clone(memory_format=torch.contiguous_format), [1, 12, 5, 6])
+        return y, aten.view(together, [3, 4, 5, 6]), together.exp()
+
+    x = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last)
+    graph = make_fx(run, tracing_mode="fake")(x)
+    expected = graph(x)
+    unfold_images(graph.graph)
+    graph.recompile()
+    given = graph(x)
+    for one, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert given[0].data_ptr() != given[1].data_ptr()
 
 
 def test_what_lies_channels_first_stays() -> None:
