@@ -100,7 +100,7 @@ def _record_path() -> Path:
 
 
 def _write(override: Any, path: Path, process: int) -> None:
-    """Write the problems that an override noted; nothing in a forked child."""
+    """Write the problems that an override noted; nothing in a forked child, and over no file where there are none."""
     from miofind.core.tensor import Direction
     from miofind.torch.calls import COMPUTED_OF
     from miofind.torch.recording import RecordedCall, recorded
@@ -114,6 +114,9 @@ def _write(override: Any, path: Path, process: int) -> None:
         for count in override.report().counts
     )
     recording = recorded(calls, path.stem)
+    if not recording.problems:
+        _tell(f"the run had no convolution problem: nothing was written to {path}")
+        return
     try:
         recording.save(path)
     except MiofindError as error:

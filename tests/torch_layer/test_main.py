@@ -68,6 +68,11 @@ def test_a_run_that_ctrl_c_ends_is_recorded(tmp_path: Path) -> None:
     assert f"miofind tune --suite {path}" in ended.stderr
     assert "Error" not in ended.stderr
     assert ended.stdout == ""
+    kept = path.read_text()
+    misspelt = run(tmp_path, "scripts/trian.py", MIOFIND_TORCH="record", RANK="1")
+    assert misspelt.returncode == 2
+    assert f"nothing was written to {path}" in misspelt.stderr
+    assert path.read_text() == kept
 
 
 def test_the_traceback_is_the_script_s(tmp_path: Path) -> None:

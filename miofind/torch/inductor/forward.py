@@ -93,7 +93,8 @@ def _takes_next(chain: _Chain) -> bool:
         return False
     (user,) = end.users
     if user.target is _CONVERSION:
-        is_taken = user.args[1] in (torch.float32, chain.nodes[0].meta["val"].dtype)
+        dtype = chain.nodes[0].meta["val"].dtype
+        is_taken = user.args[1] in (dtype, torch.promote_types(torch.float32, dtype))
     else:
         is_taken = any(takes(chain, user) for takes in (_takes_channel_step, _takes_channel_bias, _takes_residual))
     chain.nodes += [user] if is_taken else []
@@ -150,7 +151,7 @@ def _takes_residual(chain: _Chain, user: fx.Node) -> bool:
         return False
     if not math.isfinite(alpha):
         return False
-    if other.target is _CONVERSION and other.args[0].meta["val"].dtype == value.dtype:
+    if other.target is _CONVERSION and other.args[0].meta["val"].dtype == value.dtype and _keeps_numbers(other):
         other = other.args[0]
     given = other.meta.get("val")
     if not isinstance(given, torch.Tensor) or given.shape != value.shape or given.dtype != value.dtype:
@@ -159,6 +160,12 @@ def _takes_residual(chain: _Chain, user: fx.Node) -> bool:
     chain.residual = other
     chain.numbers = replace(chain.numbers, residual_position=position, beta=float(alpha))
     return True
+
+
+def _keeps_numbers(conversion: fx.Node) -> bool:
+    """Whether a conversion is one to a type that holds all numbers of the one before."""
+    before, after = (node.meta["val"].dtype for node in (conversion.args[0], conversion))
+    return bool(torch.promote_types(before, after) == after)
 
 
 def _put_forward(writing: Writing, chain: _Chain, *, fuses: bool) -> fx.Node | None:

@@ -121,6 +121,32 @@ def test_batch_norms_and_residuals(case: str) -> None:
     assert compiled.texts == [expected]
 
 
+CONVERSIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "a residual as whole numbers": lambda y, r: y + (5 * r).int(),
+    "a residual as truth": lambda y, r: torch.relu(y + r.bool()),
+    "a residual after, as bytes": lambda y, r: torch.relu(y) + (9 * r.abs()).to(torch.uint8),
+    "a residual in half": lambda y, r: y + r.half(),
+    "the convolution in half": lambda y, r: torch.relu(y.half().to(y.dtype) + r),
+    "the convolution in single": lambda y, r: torch.relu(y.float().to(y.dtype) + r),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", CONVERSIONS)
+@pytest.mark.usefixtures("served")
+def test_conversions_that_lose_something_are_done(case: str, dtype: Any) -> None:
+    tail = CONVERSIONS[case]
+    w, x, r = (torch.randn(*shape).to(dtype) for shape in ((4, 3, 3, 3), (2, 3, 6, 5), (2, 4, 6, 5)))
+
+    def run(x: Any, r: Any) -> Any:
+        return tail(functional.conv2d(x, w, padding=1), r)
+
+    given, expected = Compiled(run)(x, r), run(x, r)
+    torch.testing.assert_close(given, expected, rtol=1e-3 if "in half" in case else 1e-5, atol=1e-5)
+    if dtype is torch.float64 and "in single" in case:
+        torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.usefixtures("served")
 def test_autocast_and_channels_last() -> None:
     model = prepared(Block(lambda y, x: torch.relu(y + x.to(y.dtype)), norm=True))
