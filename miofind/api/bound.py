@@ -8,14 +8,22 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, overload
 
 from miofind.api.array_call import device_of, first_aligned
-from miofind.api.gradients import NAMES, Gradients, Wanted, checked_names, given_outputs, summed_channels
+from miofind.api.gradients import (
+    NAMES,
+    Gradients,
+    Wanted,
+    checked_names,
+    given_outputs,
+    refuse_shared_memory,
+    summed_channels,
+)
 from miofind.api.keywords import BoundArguments
 from miofind.api.solutions import find_solutions
-from miofind.arrays import arrays
+from miofind.arrays import arrays, operands
 from miofind.core.arguments import A, EpilogueArguments
 from miofind.core.epilogue import Activation, Epilogue
 from miofind.core.problem import Direction, ProblemDescription
-from miofind.errors import InvalidArrayError, InvalidProblemError
+from miofind.errors import InvalidProblemError
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.runner import OutputStatistics, ParameterGradients
@@ -260,7 +268,7 @@ class BoundGradients(Generic[A]):
             x: (n, c, *spatial), for dw.
             w: (k, c/groups, *filter), for dx; may be left out where the convolution was made of arrays.
             wanted: which gradients: of "x", "w" and "bias".
-            out: (dx, dw, bias) to write to; one that is None is allocated.
+            out: (dx, dw, bias) to write to, as in `convolution_gradients`; one that is None is allocated.
             workspace: enough for each of `data`, `weights` and `parameters` that is wanted; allocated if left out.
             stream: as in `run_solution`.
 
@@ -269,6 +277,8 @@ class BoundGradients(Generic[A]):
         """
         names = checked_names(wanted)
         outs = given_outputs(out, names)
+        if out is not None:
+            refuse_shared_memory(names, outs, dy, x, self._w if w is None else w)
         dx = dw = bias = None
         if "x" in names:
             dx = self.data(dy, w, out=outs["x"], workspace=workspace, stream=stream)
@@ -278,8 +288,6 @@ class BoundGradients(Generic[A]):
         elif "w" in names:
             dw = self.weights(dy, x, out=outs["w"], workspace=workspace, stream=stream)
         elif "bias" in names:
-            shape = arrays.view(dy, "dy").shape
-            if shape != self._problem.y.shape:
-                raise InvalidArrayError(f"dy has shape {shape}, the convolution has {self._problem.y.shape}")
+            operands.strict_check("dy", self._problem.y, self._handle.device.index, 1)(dy)
             bias = summed_channels(dy, "dy", self._problem.w.dtype, outs["bias"], stream)
         return Gradients(dx, dw, bias)

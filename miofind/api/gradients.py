@@ -8,9 +8,12 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, Unpack, overload
 
 from miofind.api.array_call import Roles, device_of, run_call
-from miofind.api.keywords import CallArguments, check_keywords, spelled_out
+from miofind.api.keywords import KEYWORDS, CallArguments, check_keywords, spelled_out
 from miofind.arrays import arrays, operands
+from miofind.arrays.array_problem import posed
+from miofind.arrays.facts import LIKE
 from miofind.core.arguments import A
+from miofind.core.operand import FlatTensor
 from miofind.core.problem import DataType, Direction
 from miofind.errors import InvalidArrayError, InvalidOptionError, brief, suggestion
 from miofind.options import FindOptions
@@ -20,6 +23,9 @@ Wanted: TypeAlias = Sequence[GradientName] | GradientName
 
 NAMES: tuple[GradientName, ...] = ("x", "w", "bias")
 
+_BIAS = "bias of out"
+_OF_OUT: Mapping[str, str] = {"x": "dx of out", "w": "dw of out", "bias": _BIAS}
+"""What a user calls the outputs that are given, by what they are the gradients of."""
 
 G = TypeVar("G")
 """A gradient: an array, or None where it was not wanted."""
@@ -31,7 +37,7 @@ class Gradients(NamedTuple, Generic[G]):
     Attributes:
         dx: of x's shape, dtype and memory order.
         dw: of w's shape, dtype and memory order.
-        bias: (k,), the sum of dy over n and space, in w's dtype.
+        bias: (k,), the sum of dy over n and space, in w's dtype, or in the dtype that it has in `out`.
     """
 
     dx: G
@@ -81,7 +87,8 @@ def convolution_gradients(
         w: (k, c/groups, *filter); for dw alone only its shape, dtype and memory order are looked at.
         wanted: which gradients: of "x", "w" and "bias".
         deterministic: take solutions alone that give equal bits for equal inputs.
-        out: (dx, dw, bias) to write to, such as what an earlier call returned; one that is None is allocated.
+        out: (dx, dw, bias) to write to, such as what an earlier call returned; one that is None is allocated. They
+            share no memory with each other, nor with what is read for the gradients that are wanted.
         arguments: padding, stride, dilation, groups, math, options, handle, workspace and stream as in `convolution`.
 
     Raises:
@@ -91,9 +98,13 @@ def convolution_gradients(
     check_keywords(arguments, "wanted", "deterministic", "out")
     names = checked_names(wanted)
     outs = given_outputs(out, names)
+    if out is not None:
+        refuse_shared_memory(names, outs, dy, x, w)
     options = with_determinism(arguments.pop("options", None), deterministic)
     call = _Call(dy, x, w, {**arguments, "options": options})
     unbatched = call.lift(outs)
+    if names == ("bias",):
+        call.check()
     dx = call.data(outs.get("x")) if "x" in names else None
     dw, bias = call.parameters(names, outs)
     if unbatched and dx is not None:
@@ -127,6 +138,14 @@ class _Call:
             outs["x"] = arrays.with_batch(outs["x"], "out")
         return True
 
+    def check(self) -> None:
+        """Do nothing where the arrays are of one convolution: runs find out by themselves, a plain sum does not.
+
+        Raises:
+            InvalidArrayError, InvalidProblemError: they are not.
+        """
+        refuse_unfit(self._given, self._arguments)
+
     def data(self, out: Any) -> Any:
         return self._run(Direction.BACKWARD_DATA, ("y", "w"), "x", out)
 
@@ -153,21 +172,61 @@ class _Call:
         return summed_channels(self._given["y"], "dy", dtype, out, self._arguments.get("stream"))
 
 
+def refuse_unfit(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Do nothing where backward weights take y and x, and give such a w.
+
+    Args:
+        given: by tensor name.
+        arguments: all keywords of the call.
+
+    Raises:
+        InvalidArrayError, InvalidProblemError: they do not.
+    """
+    views = {LIKE if name == "w" else name: arrays.view(array, name) for name, array in given.items()}
+    of_problem = {name: value for name, value in arguments.items() if name not in KEYWORDS}
+    posed(Direction.BACKWARD_WEIGHTS, views, None, of_problem, KEYWORDS)
+
+
 def summed_channels(array: Any, name: str, dtype: DataType, out: Any, stream: Any) -> Any:
     """The sum of each channel over n and space, (k,), by the array's library.
 
+    Args:
+        array: (n, k, *spatial).
+        name: what a user calls it.
+        dtype: of the sums, where `out` does not decide.
+        out: the sums, of the array's library and of `dtype` or that of accumulators; None for none.
+        stream: as in `run_solution`.
+
     Raises:
-        InvalidArrayError: `out` is of another shape or device.
+        InvalidArrayError: `out` is something else, or cannot be written.
     """
     views = {name: arrays.view(array, name)}
     if out is not None:
-        views["bias"] = arrays.view(out, "bias")
-        if views["bias"].shape != views[name].shape[1:2]:
-            told = f"bias of out has shape {views['bias'].shape}, {name} has {views[name].shape[1]} channels"
-            raise InvalidArrayError(f"{told}: pass such an array, or None")
+        views[_BIAS] = arrays.view(out, _BIAS)
     index = device_of(views, Direction.BACKWARD_WEIGHTS).index
+    if out is not None:
+        arrays.refuse_other_library(out, _BIAS, array, name)
+        if views[_BIAS].shape != views[name].shape[1:2]:
+            told = f"{_BIAS} has shape {views[_BIAS].shape}, {name} has {views[name].shape[1]} channels"
+            raise InvalidArrayError(f"{told}: pass such an array, or None")
+        refuse_other_dtype(views[_BIAS].dtype, _BIAS, dtype, "w")
+        dtype = views[_BIAS].dtype
+        sums = FlatTensor(shape=views[_BIAS].shape, dtype=dtype)
+        operands.strict_check(_BIAS, sums, index, 1, is_written=True)(out)
     with operands.allocating_on(array, stream, index):
         return arrays.channel_sums(array, dtype, index, out)
+
+
+def refuse_other_dtype(given: DataType, name: str, wanted: DataType, like: str) -> None:
+    """Do nothing where a vector of channels has the dtype of a tensor, or that of accumulators.
+
+    Raises:
+        InvalidArrayError: it has another.
+    """
+    accumulator = DataType.FLOAT64 if wanted is DataType.FLOAT64 else DataType.FLOAT32
+    if given not in (wanted, accumulator):
+        other = "" if wanted is accumulator else f", or {accumulator}"
+        raise InvalidArrayError(f"{name} has dtype {given}: use {wanted}, as {like} has{other}")
 
 
 def checked_names(wanted: object) -> tuple[GradientName, ...]:
@@ -199,6 +258,19 @@ def given_outputs(out: Any, names: Sequence[str]) -> dict[str, Any]:
                 f"out has an array for the gradient of {name}, which is not wanted: pass None there"
             )
     return dict(outs)
+
+
+def refuse_shared_memory(names: Sequence[str], outs: Mapping[str, Any], dy: Any, x: Any, w: Any) -> None:
+    """Do nothing where the outputs share no memory with what is read for the gradients, nor with each other.
+
+    Each run checks its own operands alone: one gradient would be written over what the next one reads.
+
+    Raises:
+        InvalidArrayError: two share memory.
+    """
+    written = {_OF_OUT[name]: array for name, array in outs.items() if array is not None}
+    read = {"dy": dy, "x": x if "w" in names else None, "w": w if "x" in names else None}
+    operands.refuse_shared_memory(written, read)
 
 
 @functools.lru_cache(maxsize=64)

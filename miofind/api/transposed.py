@@ -17,6 +17,9 @@ from miofind.api.gradients import (
     Wanted,
     checked_names,
     given_outputs,
+    refuse_other_dtype,
+    refuse_shared_memory,
+    refuse_unfit,
     summed_channels,
     with_determinism,
 )
@@ -46,9 +49,10 @@ def convolution_transpose(
     Args:
         x: (n, c_in, *spatial), or (c_in, *spatial), as in `convolution`.
         w: (c_in, c_out/groups, *filter).
-        bias: (c_out,), added to the rounded sums, in a pass of the array library.
+        bias: (c_out,), of the output's library, and of its dtype or the accumulator's (float32, float64 for float64);
+            added to the rounded sums, in a pass of that library.
         output_padding: an int or one a dimension, below the stride or the dilation: elements behind the output.
-        out: the output, as in `run_solution`.
+        out: the output, as in `run_solution`; it shares no memory with the bias either.
         arguments: padding (in numbers), stride, dilation, groups, math, options, handle, workspace and stream as in
             `convolution`.
 
@@ -61,7 +65,7 @@ def convolution_transpose(
     check_keywords(arguments, "bias", "output_padding", "out")
     mirrored = _mirrored(x, w, output_padding, arguments)
     if bias is not None:
-        _check_bias(bias, x, mirrored.shape[-len(mirrored.padding) - 1])
+        _check_bias(bias, x, out, mirrored.shape[-len(mirrored.padding) - 1])
     roles = Roles(names={"y": "x"})
     given = {"y": x, "w": w}
     keywords: dict[str, Any] = {**arguments, "padding": mirrored.padding}
@@ -123,12 +127,16 @@ def convolution_transpose_gradients(
     check_keywords(arguments, "wanted", "output_padding", "deterministic", "out")
     names = checked_names(wanted)
     outs = given_outputs(out, names)
+    if out is not None:
+        refuse_shared_memory(names, outs, dy, x, w)
     mirrored = _mirrored(x, w, output_padding, arguments)
     shape = arrays.view(dy, "dy").shape
     if shape != mirrored.shape:
         raise InvalidArrayError(f"dy has shape {shape}, the transposed convolution has {mirrored.shape}")
     options = with_determinism(arguments.pop("options", None), deterministic)
     keywords: dict[str, Any] = {**arguments, "padding": mirrored.padding, "options": options}
+    if names == ("bias",):
+        refuse_unfit({"y": x, "x": dy, "w": w}, keywords)
     dx = dw = total = None
     if "x" in names:
         roles = Roles(x, {"x": "dy", "y": "x"})
@@ -214,8 +222,18 @@ def _padding_after(conv: ConvolutionDescriptor, extra: int, i: int) -> int:
     return conv.pad_after[i] - beyond
 
 
-def _check_bias(bias: Any, x: Any, channels: int) -> None:
-    views = {"bias": arrays.view(bias, "bias"), "x": arrays.view(x, "x")}
+def _check_bias(bias: Any, x: Any, out: Any, channels: int) -> None:
+    """Do nothing where a bias can be added to the output.
+
+    Raises:
+        InvalidArrayError: it cannot, or would be overwritten before.
+    """
+    beside, name = (x, "x") if out is None else (out, "out")
+    views = {"bias": arrays.view(bias, "bias"), name: arrays.view(beside, name)}
     if views["bias"].shape != (channels,):
         raise InvalidArrayError(f"bias has shape {views['bias'].shape}, the transposed convolution has {(channels,)}")
+    refuse_other_dtype(views["bias"].dtype, "bias", views[name].dtype, name)
     device_of(views, Direction.FORWARD)
+    arrays.refuse_other_library(bias, "bias", beside, name)
+    if out is not None:
+        operands.refuse_shared_memory({"out": out}, {"bias": bias})

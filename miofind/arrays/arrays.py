@@ -76,6 +76,18 @@ def framework_of(array: object) -> Framework:
     return Framework.OTHER
 
 
+def refuse_other_library(array: Any, name: str, like: Any, like_name: str) -> None:
+    """Do nothing where one library computes with two arrays: their own, or CuPy with all that it reads.
+
+    Raises:
+        InvalidArrayError: none does.
+    """
+    both = {framework_of(array), framework_of(like)}
+    if len(both) > 1 and both != {Framework.CUPY, Framework.OTHER}:
+        given, other = (type(each).__module__.partition(".")[0] for each in (array, like))
+        raise InvalidArrayError(f"{name} is an array of {given}, {like_name} of {other}: pass both of one library")
+
+
 def view(array: Any, name: str) -> ArrayView:
     """What an array holds and where.
 

@@ -32,6 +32,7 @@ _DESCRIBED = "find solutions of the problem that the arrays have, ProblemDescrip
 
 _OVERLAPS = "out shares memory with an input, which would be overwritten while it is read"
 _OUTPUTS_OVERLAP = "{} shares memory with another array of the run: pass memory of its own"
+_SHARED = "{} shares memory with {}, which would be overwritten: pass memory of its own"
 
 CheckOfAll = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """Takes the arrays of all operands in order; gives what their checks give."""
@@ -156,6 +157,59 @@ def several_outputs(out: Any, names: Sequence[str]) -> tuple[Any, ...]:
     if isinstance(out, (tuple, list)) and len(out) == len(names):
         return tuple(out)
     raise InvalidArrayError(f"out={brief(out)} must be a tuple of {len(names)} arrays: ({', '.join(names)})")
+
+
+def refuse_shared_memory(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+    """Do nothing where arrays that are written share memory with none that are read, nor with each other.
+
+    For calls of several runs: each run checks its own operands alone. An array with gaps is taken for all that lies
+    between its first and its last element.
+
+    Args:
+        written, read: by what a user calls them; one that is read may be None, for none.
+
+    Raises:
+        InvalidArrayError: two share memory, or one is no array.
+    """
+    taken = {name: memory_of(array, name) for name, array in read.items() if array is not None}
+    for name, array in written.items():
+        mine = memory_of(array, name)
+        for other, memory in taken.items():
+            if memory.start < mine.stop and mine.start < memory.stop:
+                raise InvalidArrayError(_SHARED.format(name, other))
+        taken[name] = mine
+
+
+def memory_of(array: Any, name: str) -> range:
+    """Addresses from the first byte of an array's elements to the last; a tenth of the work of a view.
+
+    Raises:
+        InvalidArrayError: it is no array, or a tensor without memory.
+    """
+    framework = framework_of(array)
+    unit_bytes = 1
+    if framework is Framework.TORCH:
+        try:
+            start, item_bytes, strides = array.data_ptr(), array.element_size(), array.stride()
+        except RuntimeError:
+            view(array, name)  # says which tensor it is that has no memory
+            raise
+        unit_bytes = item_bytes
+    else:
+        if framework is Framework.OTHER:
+            array = as_cupy(array, name)
+        start = array.ctypes.data if framework is Framework.NUMPY else array.data.ptr
+        item_bytes, strides = array.itemsize, array.strides
+    if not start or 0 in array.shape:
+        return range(0)
+    first = last = start
+    for size, step in zip(array.shape, strides, strict=True):
+        reach = (size - 1) * step * unit_bytes
+        if reach < 0:
+            first += reach
+        else:
+            last += reach
+    return range(first, last + item_bytes)
 
 
 def _check_also_written(addresses: Sequence[int], memory: OperandMemory) -> None:

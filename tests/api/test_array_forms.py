@@ -172,6 +172,61 @@ def test_transposed_convolutions_say_what_is_wrong(arguments: dict[str, Any], to
         miofind.convolution_transpose(x, random_array(3, 2, 3, 3), **arguments)
 
 
+def test_transposed_outputs_share_no_memory(handle: miofind.Handle) -> None:
+    """The bias with the output, and a gradient with what a later one reads."""
+    x, w, dy = random_array(2, 3, 6, 6), random_array(3, 2, 2, 2), random_array(2, 2, 12, 12)
+    run: dict[str, Any] = {"stride": 2, "handle": handle, "options": FAST}
+    out = random_array(2, 2, 12, 12)
+    with pytest.raises(InvalidArrayError, match="out shares memory with bias, which would be overwritten"):
+        miofind.convolution_transpose(x, w, bias=out.reshape(-1)[-2:], out=out, **run)
+    memory = np.zeros(x.size, np.float32)
+    for outs, told in (
+        ((x, None, None), "dx of out shares memory with x"),
+        ((memory.reshape(x.shape), memory[: w.size].reshape(w.shape), None), "dw of out shares memory with dx of out"),
+        ((None, None, dy.reshape(-1)[:2]), "bias of out shares memory with dy"),
+    ):
+        with pytest.raises(InvalidArrayError, match=told):
+            miofind.convolution_transpose_gradients(dy, x, w, out=outs, **run)
+    for array, whole in ((x, (2, 3, 6, 6)), (dy, (2, 2, 12, 12)), (out, (2, 2, 12, 12))):
+        np.testing.assert_array_equal(array, random_array(*whole))
+    assert not memory.any()
+    wanted = miofind.convolution_transpose_gradients(dy, x, w, **run)
+    alone = miofind.convolution_transpose_gradients(dy, x, w, "x", out=(x, None, None), **run)
+    np.testing.assert_array_equal(alone.dx, wanted.dx)
+
+
+@pytest.mark.parametrize(
+    ("bias", "out", "told"),
+    [
+        (np.ones(2), None, "bias has dtype float64: use float32, as x has"),
+        (np.ones(2, np.float16), None, "bias has dtype float16: use float32, as x has"),
+        (torch.ones(2), None, "bias is an array of torch, x of numpy: pass both of one library"),
+        (np.ones(2, np.float32), torch.empty(2, 2, 10, 10), "bias is an array of numpy, out of torch"),
+    ],
+    ids=["float64", "float16", "torch", "out"],
+)
+def test_a_transposed_bias_is_of_the_outputs_kind(handle: miofind.Handle, bias: Any, out: Any, told: str) -> None:
+    x, w = random_array(2, 3, 5, 5), random_array(3, 2, 2, 2)
+    with pytest.raises(InvalidArrayError, match=told):
+        miofind.convolution_transpose(x, w, stride=2, bias=bias, out=out, handle=handle, options=FAST)
+
+
+def test_a_transposed_bias_gradient_alone_is_of_a_convolution(handle: miofind.Handle) -> None:
+    x, w, dy = random_array(2, 3, 5, 5), random_array(3, 2, 2, 2), random_array(2, 2, 10, 10)
+    run: dict[str, Any] = {"stride": 2, "wanted": "bias", "handle": handle}
+    for arguments, told in (
+        ({"dy": dy.astype(np.float64)}, "float64 does not mix with float32"),
+        ({"dy": dy[:, :1]}, "dy has shape"),
+        ({"out": (None, None, np.empty(2))}, "bias of out has dtype float64: use float32, as w has"),
+        ({"out": (None, None, torch.empty(2))}, "bias of out is an array of torch, dy of numpy"),
+    ):
+        with pytest.raises((InvalidArrayError, InvalidProblemError), match=told):
+            miofind.convolution_transpose_gradients(**{"dy": dy, "x": x, "w": w, **run, **arguments})
+    for at in (slice(None), slice(0), 0):
+        total = miofind.convolution_transpose_gradients(dy[at], x[at], w, **run).bias
+        np.testing.assert_allclose(total, dy[at].reshape(-1, 2, 100).sum((0, 2)), rtol=1e-5, atol=1e-5)
+
+
 def test_an_epilogue_of_any_form(handle: miofind.Handle) -> None:
     """A residual in another memory order than y, a bias with gaps, one image without a batch."""
     x, w, bias = random_array(4, 6, 5), random_array(6, 4, 3, 3, seed=1), random_array(12, seed=2)[::2]

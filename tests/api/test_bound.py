@@ -112,6 +112,41 @@ def test_gradients_are_bound_too(found: dict[str, Any]) -> None:
         gradients(DY[:1], wanted="bias")
 
 
+def test_bound_gradients_share_no_memory(found: dict[str, Any]) -> None:
+    """Not with w either that is kept."""
+    x, w, dy = np.concatenate([X, X[:, :2]], 1), np.concatenate([W, W[:, :2]], 1), DY.copy()
+    gradients = miofind.Convolution.of(x, w, padding=1, **found).gradients
+    memory = np.empty(x.size, np.float32)
+    for out, told in (
+        ((x, None, None), "dx of out shares memory with x"),
+        ((None, w, None), "dw of out shares memory with w"),
+        ((None, None, w.reshape(-1)[:6]), "bias of out shares memory with w"),
+        ((memory.reshape(x.shape), memory[: w.size].reshape(w.shape), None), "dw of out shares memory with dx of out"),
+    ):
+        with pytest.raises(InvalidArrayError, match=told):
+            gradients(dy, x, out=out)
+    with pytest.raises(InvalidArrayError, match="bias of out shares memory with dy"):
+        gradients(dy, wanted="bias", out=(None, None, dy.reshape(-1)[:6]))
+    np.testing.assert_array_equal(dy, DY)
+    wanted = gradients(dy, x, w)
+    np.testing.assert_array_equal(gradients(dy, x, wanted="w", out=(None, w, None)).dw, wanted.dw)
+
+
+def test_a_bound_bias_gradient_alone_is_as_strict(found: dict[str, Any]) -> None:
+    gradients = miofind.Convolution.of(X, W, padding=1, **found).gradients
+    read_only = np.empty(6, np.float32)
+    read_only.flags.writeable = False
+    for dy, bias, told in (
+        (DY.astype(np.float64), None, "dy has dtype float64, the problem wants float32"),
+        (DY[:, :4], None, "dy has shape"),
+        (np.asfortranarray(DY), None, "dy has strides"),
+        (DY, read_only, "bias of out is read-only"),
+        (DY, np.empty(6), "bias of out has dtype float64"),
+    ):
+        with pytest.raises(InvalidArrayError, match=told):
+            gradients(dy, wanted="bias", out=(None, None, bias))
+
+
 def test_gradients_begin_at_the_sums(found: dict[str, Any]) -> None:
     with pytest.raises(InvalidProblemError, match=r"epilogue=relu: gradients begin at the sums"):
         _ = miofind.Convolution.of(X, W, activation="relu", padding=1, **found).gradients

@@ -97,6 +97,125 @@ def test_deterministic_gradients_come_from_deterministic_solutions(
     assert {options.find_mode for options in asked if options} == {FAST.find_mode}
 
 
+SMALL = tuple(
+    GENERATOR.standard_normal(shape).astype(np.float32) for shape in ((2, 4, 6, 5), (2, 4, 6, 5), (4, 4, 3, 3))
+)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        ({"x": "x"}, "dx of out shares memory with x, which would be overwritten"),
+        ({"w": "w"}, "dw of out shares memory with w"),
+        ({"x": "memory", "w": "memory"}, "dw of out shares memory with dx of out"),
+        ({"x": "memory", "bias": "memory"}, "bias of out shares memory with dx of out"),
+        ({"bias": "w"}, "bias of out shares memory with w"),
+        ({"bias": "dy", "wanted": ("x", "bias")}, "bias of out shares memory with dy"),
+        ({"bias": "dy", "wanted": "bias"}, "bias of out shares memory with dy"),
+    ],
+)
+def test_outputs_share_no_memory_with_what_a_later_run_reads(
+    run: dict[str, Any], framework: str, places: dict[str, Any], told: str
+) -> None:
+    """And nothing is written: each run by itself would take its own operands."""
+    dy, x, w = (array.copy() for array in SMALL)
+    memory = {"dy": dy, "x": x, "w": w, "memory": np.zeros(x.size, np.float32)}
+    shapes = {"x": x.shape, "w": w.shape, "bias": (4,)}
+    outs = [
+        memory[places[n]].reshape(-1)[: np.prod(shapes[n])].reshape(shapes[n]) if n in places else None for n in shapes
+    ]
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        dy, x, w = (torch.from_numpy(array) for array in (dy, x, w))
+        outs = [None if array is None else torch.from_numpy(array) for array in outs]
+    arguments = {"wanted": places.get("wanted", ("x", "w", "bias")), "padding": 1, "handle": run["handle"]}
+    with pytest.raises(InvalidArrayError, match=told):
+        miofind.convolution_gradients(dy, x, w, out=outs, options=FAST, **arguments)
+    assert [np.array_equal(a, b) for a, b in zip((dy, x, w), SMALL, strict=True)] == [True] * 3
+    assert not memory["memory"].any()
+
+
+def test_what_nothing_reads_may_be_written_to(run: dict[str, Any]) -> None:
+    """And an array beside another in one memory."""
+    dy, x, w = (array.copy() for array in SMALL)
+    arguments = {"padding": 1, "handle": run["handle"], "options": FAST}
+    wanted = miofind.convolution_gradients(dy, x, w, **arguments)
+    memory = np.empty(x.size + w.size + 4, np.float32)
+    dx, dw, bias = np.split(memory, (x.size, x.size + w.size))
+    result = miofind.convolution_gradients(dy, x, w, out=(dx.reshape(x.shape), dw.reshape(w.shape), bias), **arguments)
+    for array, other in zip(result, wanted, strict=True):
+        np.testing.assert_array_equal(array, other)
+    both = miofind.convolution_gradients(dy, x, w, ("x", "bias"), out=(x, None, None), **arguments)
+    assert both.dx is x
+    np.testing.assert_array_equal(x, wanted.dx)
+    np.testing.assert_array_equal(both.bias, wanted.bias)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dy": DY[:, :3]},
+        {"dy": DY[:1]},
+        {"dy": DY[:, :, :2]},
+        {"dy": DY.astype(np.float64)},
+        {"x": X[:, :2]},
+        {"w": W[:4]},
+        {"stride": 3},
+    ],
+    ids=["channels", "batch", "size", "dtype", "x", "w", "stride"],
+)
+def test_a_bias_gradient_alone_is_of_a_convolution(run: dict[str, Any], given: dict[str, Any]) -> None:
+    """It says the same as with dw."""
+    told = []
+    for names in (("w", "bias"), ("bias",)):
+        with pytest.raises((InvalidArrayError, InvalidProblemError)) as raised:
+            miofind.convolution_gradients(**{"dy": DY, "x": X, "w": W, "wanted": names, **run, **given})
+        told.append(str(raised.value))
+    assert told[0] == told[1]
+
+
+def read_only() -> Any:
+    array = np.empty(6, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("bias", "told"),
+    [
+        (read_only(), "bias of out is read-only: pass an array that can be written"),
+        (np.empty(6), "bias of out has dtype float64: use float32, as w has"),
+        (np.empty(6, np.float16), "bias of out has dtype float16: use float32, as w has"),
+        (np.empty(12, np.float32)[::2], "bias of out has strides"),
+    ],
+    ids=["read-only", "float64", "float16", "gaps"],
+)
+@pytest.mark.parametrize("wanted", ["bias", ("x", "bias")], ids=str)
+def test_a_bias_gradient_alone_is_written_to_such_an_array(
+    run: dict[str, Any], wanted: Any, bias: Any, told: str
+) -> None:
+    with pytest.raises(InvalidArrayError, match=told):
+        miofind.convolution_gradients(DY, X, W, wanted, out=(None, None, bias), **run)
+
+
+def test_a_bias_gradient_alone_is_written_by_the_library_that_sums(run: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidArrayError, match="bias of out is an array of torch, dy of numpy: pass both of one"):
+        miofind.convolution_gradients(DY, X, W, "bias", out=(None, None, torch.empty(6)), **run)
+    dy, x, w = (torch.from_numpy(array) for array in (DY, X, W))
+    with pytest.raises(InvalidArrayError, match="bias of out is an array of numpy, dy of torch"):
+        miofind.convolution_gradients(dy, x, w, "bias", out=(None, None, np.empty(6, np.float32)), **run)
+
+
+def test_a_bias_gradient_alone_is_rounded_once(run: dict[str, Any]) -> None:
+    """To float32 where it is written so, not to float16 before."""
+    dy, x, w = (array.astype(np.float16) for array in (DY, X, W))
+    bias = np.empty(6, np.float32)
+    assert miofind.convolution_gradients(dy, x, w, "bias", out=(None, None, bias), **run).bias is bias
+    np.testing.assert_array_equal(bias, dy.astype(np.float64).sum((0, 2, 3)).astype(np.float32))
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,6 +159,40 @@ def test_device_addresses_overlap_by_their_bytes() -> None:
     for start in (1099, 991, 2049, 1991, 3029, 2991):
         with pytest.raises(InvalidArrayError, match="out shares memory with an input"):
             check((1000, 2000, start, 3000))
+
+
+class OnDevice:
+    """As an array of CuPy says where it lies."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.data, self.shape, self.strides, self.itemsize = SimpleNamespace(ptr=address), shape, strides, 4
+
+
+def test_memory_is_shared_by_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=OnDevice))
+    read = OnDevice(1000, (2, 5), (40, 4))  # 60 bytes with a gap
+    for start in (1060, 960):
+        operands.refuse_shared_memory({"out": OnDevice(start, (10,), (4,))}, {"x": read, "w": None})
+    operands.refuse_shared_memory({"out": OnDevice(1004, (0,), (4,))}, {"x": read})
+    for start, strides in ((1056, (4,)), (964, (4,)), (1012, (4,)), (1056 + 36, (-4,))):
+        with pytest.raises(InvalidArrayError, match="out shares memory with x, which would be overwritten"):
+            operands.refuse_shared_memory({"out": OnDevice(start, (10,), strides)}, {"x": read})
+    memory = np.zeros(20, np.float32)
+    operands.refuse_shared_memory({"out": memory[:10][::-1]}, {"x": memory[10:]})
+    with pytest.raises(InvalidArrayError, match="b shares memory with a"):
+        operands.refuse_shared_memory({"a": memory[::-1][:10], "b": memory[10:11]}, {})
+
+
+def test_memory_of_what_has_none() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidArrayError, match="out is a list"):
+        operands.refuse_shared_memory({"out": [1.0]}, {})
+    with pytest.raises(InvalidArrayError, match=r"out has torch layout torch\.sparse_coo"):
+        operands.refuse_shared_memory({"out": torch.ones(2, 2).to_sparse()}, {})
+    kept = torch.ones(8)
+    operands.refuse_shared_memory({"out": kept[:4]}, {"x": kept[4:], "w": torch.empty(4, device="meta")})
+    with pytest.raises(InvalidArrayError, match="out shares memory with x"):
+        operands.refuse_shared_memory({"out": kept[:5]}, {"x": kept.numpy()[4:]})
 
 
 def shaped(memory: np.ndarray, like: np.ndarray) -> np.ndarray:
