@@ -1,16 +1,21 @@
 """How good and how quick answers without measuring are: on stored rows, or against full finds on a GPU.
 
     python benchmarks/immediate.py RELEASE.db [EARLIER.db ...] --json benchmarks/results/immediate_h200.json
-    python benchmarks/immediate.py --gpu --problems 150 --json benchmarks/results/immediate_gpu_h200.json
+    python benchmarks/immediate.py --problems 640 --suite wild.csv
+    python benchmarks/immediate.py RELEASE.db [EARLIER.db ...] --judge WILD.db --json FILE
+    python benchmarks/immediate.py --gpu --problems 150 --json FILE
 
 On stored rows each network's problems are predicted by a model of all others' (`miofind train --holdout network`):
 regret is how far a pick is off the best that is known, cuDNN's included. Beside it: what fewer shapes to learn from
 cost (the learning curve), what predictions add where one solver's rows are void, and the CPU time of an answer for
 problems that no FindDB knows.
 
-With --gpu, random problems of the suite wild, in random types, layouts and directions, are answered by the model that
-ships and by plain estimates, with no FindDB; then a find measures all default configurations and the first eight of
-both, and the regrets are those of measured times.
+Random problems of the suite wild, in random types, layouts and directions, are written as a suite with --suite, whose
+default configurations `MIOFIND_SYSTEM_DB= miofind tune --csv wild.csv --db WILD.db` measures. With --judge they are
+judged: shapes in five parts, each predicted by a model of the sources and the other four.
+
+With --gpu such problems are answered by the model that ships and by plain estimates, with no FindDB; then a find
+measures all default configurations and the first eight of both, and the regrets are those of measured times.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +48,10 @@ from miofind.device.environment import versions
 from miofind.errors import MiofindError
 from miofind.find.immediate.devices import described
 from miofind.find.immediate.kinds import Kind
+from miofind.find.immediate.model import Model
 from miofind.find.immediate.ranker import Estimated, Ranker
 from miofind.find.immediate.shipped import model_paths
-from miofind.find.immediate.training.evaluation import TOPS, Regret, picked
+from miofind.find.immediate.training.evaluation import TOPS, Regret, picked, regrets
 from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout, geometry
 from miofind.find.immediate.training.samples import Lesson, lessons
@@ -54,9 +60,12 @@ from miofind.find.pipeline import measure
 from miofind.finddb import Store
 from miofind.solver.registry import Registry
 from miofind.suites import load_suite
+from miofind.suites.suite import Suite, save_csv
+from miofind.suites.table import SuiteRow
 
 FAST = FindOptions(find_mode="fast")
 _SHARES = (0.1, 0.2, 0.4, 0.8)
+_PARTS = 5
 _TYPES = (
     (DataType.FLOAT16, MathMode.IEEE),
     (DataType.BFLOAT16, MathMode.IEEE),
@@ -150,6 +159,36 @@ def times_of(ranker: Ranker, training: Training, lesson: Lesson) -> list[float]:
     return [each.time_ms for each in ranker.predictions(lesson.problem, training.device, candidates)]
 
 
+def judged(
+    training: Training, learnt: Sequence[Lesson], measured: Sequence[Lesson], seed: int
+) -> dict[str, dict[str, object]]:
+    """Regrets on lessons of which all candidates were measured, of each chooser; shapes are held out of training.
+
+    Args:
+        learnt: what FindDBs teach of these and other problems.
+        measured: which of them are judged.
+    """
+    shapes = sorted({geometry(each.problem) for each in measured})
+    random.Random(seed).shuffle(shapes)
+    rankers: dict[str, Callable[[Model], Ranker]] = {
+        "estimates": lambda model: Ranker(None),
+        "table": lambda model: Ranker(replace(model, trees=None)),
+        "trees": Ranker,
+    }
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in rankers}
+    for part in range(_PARTS):
+        held = set(shapes[part::_PARTS])
+        model = training.fit([each for each in learnt if geometry(each.problem) not in held], Holdout.GEOMETRY)
+        for name, ranker in rankers.items():
+            times[name] |= {
+                each.problem.network_config: times_of(ranker(model), training, each)
+                for each in measured
+                if geometry(each.problem) in held
+            }
+    best = {each.problem.network_config: [sample.time_ms for sample in each.predicted] for each in measured}
+    return {name: regrets(measured, found) for name, found in ({"known best": best} | times).items()}
+
+
 def environment(store: Store) -> dict[str, str]:
     """The versions that most rows of a FindDB were measured with."""
     counts: Counter[str] = Counter()
@@ -186,6 +225,39 @@ def stored(sources: Sequence[Path], arguments: argparse.Namespace) -> dict[str, 
         "learning_curve": learning_curve(training, learnt, arguments.seed),
         "cpu_ms": cpu_ms(problems, device.identity),
     }
+
+
+def against_measured(sources: Sequence[Path], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Regrets on problems of which a FindDB has all candidates."""
+    with contextlib.ExitStack() as stack:
+        stores = [stack.enter_context(Store(path, read_only=True)) for path in (arguments.judge, *sources)]
+        known = {key.network_config for key in stores[0].problems()}
+        device = described(next(iter(stores[0].problems())).device)
+        learnt = lessons(stores, device, Registry.default())
+        measured_with = environment(stores[0])
+    judgeable = [
+        each for each in learnt if each.problem.network_config in known and each.is_complete and each.predicted
+    ]
+    found = judged(Training(device, Registry.default()), learnt, judgeable, arguments.seed)
+    return {
+        "gpu": device.name,
+        "of": device_text(device.identity),
+        "versions": measured_with,
+        "sources": [path.name for path in sources],
+        "holdout": Holdout.GEOMETRY.value,
+        "problems": len(judgeable),
+        "candidates": sum(len(each.samples) for each in judgeable),
+        "regrets": found,
+    }
+
+
+def write_suite(path: Path, problems: Sequence[ProblemDescription]) -> None:
+    """Write problems as a suite that `miofind tune` takes."""
+    rows = (
+        SuiteRow(problem=problem, suite="wild", layer=f"problem {i}", count=1, directions=(problem.direction,))
+        for i, problem in enumerate(problems)
+    )
+    save_csv(Suite(name="wild", rows=tuple(rows)), path)
 
 
 def wild_problems(count: int, seed: int) -> list[ProblemDescription]:
@@ -290,17 +362,25 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="measure on the GPU here, instead of reading FindDBs")
     parser.add_argument("--problems", type=script.count, default=150, help="random problems with --gpu")
     parser.add_argument("--budget", type=script.seconds, default=60.0, help="seconds of measuring a problem with --gpu")
+    parser.add_argument("--suite", type=script.output, help="write the random problems to this file, and end")
+    parser.add_argument("--judge", type=Path, help="FindDB whose problems are judged, all candidates of which it has")
     parser.add_argument("--seed", type=script.at_least(0), default=1, help="of the random problems")
     parser.add_argument("--json", type=script.output, help="write the figures to this file")
     arguments = parser.parse_args()
+    if arguments.suite:
+        write_suite(arguments.suite, wild_problems(arguments.problems, arguments.seed))
+        return
     if arguments.gpu == bool(arguments.sources):
         parser.error("name FindDBs, or --gpu")
     report: dict[str, Any] = {"commit": commit(), "command": shlex.join(["python", *sys.argv])}
-    report |= against_finds(arguments) if arguments.gpu else stored(arguments.sources, arguments)
+    if arguments.gpu:
+        report |= against_finds(arguments)
+    else:
+        report |= (against_measured if arguments.judge else stored)(arguments.sources, arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
-    shown = report.get("summary") or {name: report[name] for name in ("cpu_ms", "learning_curve", "without_a_solver")}
-    print(json.dumps(shown, indent=1))
+    told = ("cpu_ms", "learning_curve", "without_a_solver")
+    print(json.dumps(report.get("summary") or {name: report[name] for name in told if name in report}, indent=1))
     for chooser, found in report.get("regrets", {}).items():
         names = [*(f"top {top}" for top in TOPS), "likely"]
         print(f"{chooser:12}", *(f"{name} {found[name]['mean']:.2%}" for name in names))

@@ -49,12 +49,14 @@ class ReleaseRules:
         widen: adds to scopes what needs no measurement to be known, such as solvers that refuse the problem, and joins
             those that say together what one could.
         kind: what tells a solver's rows apart that some requests take and others do not, beyond what rows say.
+        keeps_losers: whether the slower rows of a problem are kept, too, of which a model learns.
     """
 
     keep: Keep | None = None
     void: Keep | None = None
     widen: Widen | None = None
     kind: Kind = lambda key, row: None
+    keeps_losers: bool = False
 
 
 _NO_RULES = ReleaseRules()
@@ -66,7 +68,8 @@ def write_release(sources: Sequence[Store], path: str | Path, rules: ReleaseRule
     A release that is there is replaced, and what is no database, but no FindDB that is written to. A link is followed.
     A log beside the replaced file ends with it, so that nobody takes it for one of the new file.
 
-    It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict.
+    It holds the best rows (`ranking.release_rows`) or all that are usable, what their finds considered, and each
+    problem's newest verdict.
     Failures, replaced rows, rows measured under contention and all of a solver whose fastest was stay behind, and so
     does a problem whose fastest row is void. Rows and environments name no machine or person, since no store takes that
     in.
@@ -163,10 +166,14 @@ def _shipped(history: History, rules: ReleaseRules) -> History:
     void = rules.void
     if void is not None and _is_outrun(chosen, [row for row in history.rows if void(key, row)]):
         return replace(history, rows=(), scopes=(), verdicts=(), environments={})
-    kind = functools.partial(rules.kind, key)
-    rows = ranking.release_rows(_undisturbed(chosen, history.verdicts), history.verdicts, kind=kind)
-    while (fewer := ranking.release_rows(rows, _verdicts(history, rows), kind=kind)) != rows:
-        rows = fewer  # without what stays behind others lead: a release of the release keeps all of it
+    rows = _undisturbed(chosen, history.verdicts)
+    if rules.keeps_losers:
+        rows = ranking.rank(ranking.usable_rows(rows), history.verdicts)
+    else:
+        kind = functools.partial(rules.kind, key)
+        rows = ranking.release_rows(rows, history.verdicts, kind=kind)
+        while (fewer := ranking.release_rows(rows, _verdicts(history, rows), kind=kind)) != rows:
+            rows = fewer  # without what stays behind others lead: a release of the release keeps all of it
     scopes = _scopes(history, rows)
     if rules.widen is not None:
         scopes = rules.widen(key, scopes)

@@ -28,9 +28,10 @@ _MOST_FINDINGS = 10
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=FindDBFile(must_exist=True))
 @click.argument("out", metavar="OUT", type=FindDBFile(must_exist=False))
 @click.option("--device", "name", metavar="NAME", default="", help="Part of the name of the kind of device.")
+@click.option("--training", is_flag=True, help="Keep slower rows, too: a source for `miofind train`, not to ship.")
 @json_option
 @verbose_option
-def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> None:
+def release(sources: tuple[str, ...], out: str, name: str, training: bool, as_json: bool) -> None:
     """Make a FindDB to ship from others, for one kind of device.
 
     OUT holds the best solutions of each problem, measured with the solvers of this release and with the device to
@@ -49,6 +50,7 @@ def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> Non
             void=lambda key, row: key.device == device and keep.is_lost(key, row),
             widen=keep.with_refusals,
             kind=keep.kind_of,
+            keeps_losers=training,
         )
         made = write_release(stores, out, rules)
     path = Path(out).expanduser()
@@ -57,7 +59,7 @@ def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> Non
         return
     for finding in keep.findings[:_MOST_FINDINGS]:
         print_note(f"left out: {finding}")
-    _print(path, made, keep)
+    _print(path, made, keep, "failures" if training else "failures, and what better ones replace")
 
 
 def _doubted(sources: Sequence[str]) -> set[str]:
@@ -89,13 +91,13 @@ def one_device(stores: Sequence[Store], name: str) -> str:
     return next(iter(named), "")
 
 
-def _print(out: Path, made: Release, keep: Shipping) -> None:
+def _print(out: Path, made: Release, keep: Shipping, besides: str) -> None:
     print_text(f"{out}: {bytes_text(out.stat().st_size)}, content {made.content_hash[:16]}")
     print_text(f"  after {made.parent[:16]}" if made.parent else "  the first of its line")
     for device, count in made.problems.items():
         print_text(f"  {device_text(device)}: {count} problems, {made.rows[device]} rows")
     left_out = [f"{count} {why}" for why, count in _left_out(keep).items() if count]
-    print_text(f"  rows left out: {', '.join([*left_out, 'failures, and what better ones replace'])}")
+    print_text(f"  rows left out: {', '.join([*left_out, besides])}")
 
 
 def _left_out(keep: Shipping) -> dict[str, int]:

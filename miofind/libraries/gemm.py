@@ -21,6 +21,14 @@ MAX_BATCH = 65535
 # Start and drain of one launch on a GPU that is kept busy.
 STEP_MS = 2.5e-3
 
+# Of `product_ms`. The library's kernels for operands that no 16-byte load can fetch are slower by the alignment, and
+# take about twice as long where traffic is what counts.
+_TENSOR_SHARE, _PLAIN_SHARE, _TRAFFIC_SHARE = 0.57, 0.70, 0.87
+_SLOWDOWN = {8: 3.2, 4: 6.1}
+_UNALIGNED_TRAFFIC = 2.0
+_SPLIT_DEPTH = 320
+_START_MS = 3.4e-3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmOperand:
@@ -252,32 +260,33 @@ def transpose(operand: GemmOperand) -> GemmOperand:
 def product_ms(product: BatchedGemm, device: Device, *, splits: bool) -> float:
     """Analytic milliseconds of a product: the larger of arithmetic and traffic, and one start a step.
 
-    Arithmetic counts whole 64 x 64 tiles on the multiprocessors that 128 x 128 tiles fill. With workspace the library
-    splits the depth where tiles are few.
+    Arithmetic counts whole 64 x 64 tiles on the multiprocessors that 64 x 128 tiles fill. With workspace the library
+    splits the depth where tiles are few. Constants were fitted to 2,500 products of convolutions of one tap on an H200.
     """
     batch = product.images * product.groups
     dtype = product.left.dtype
     tensor_cores = dtype.itemsize == 2 or product.math is MathMode.TF32
-    tiles = batch * -(-product.rows // 128) * -(-product.columns // 128)
+    tiles = batch * -(-product.rows // 64) * -(-product.columns // 128)
     busy = min(1.0, tiles / device.sm_count)
     if splits:
-        busy = min(1.0, busy * max(1.0, product.depth / 512))
+        busy = min(1.0, busy * max(1.0, product.depth / _SPLIT_DEPTH))
     padded = 2.0 * batch * _up(product.rows, 64) * _up(product.columns, 64) * _up(product.depth, 16)
-    peak = device.peak_flops_per_s(dtype, product.math, tensor_cores=tensor_cores) * 0.7 * busy
-    if tensor_cores:
-        peak /= max(_slowdown(operand) for operand in (product.left, product.right, product.out))
+    peak = device.peak_flops_per_s(dtype, product.math, tensor_cores=tensor_cores) * busy
+    peak *= _TENSOR_SHARE if tensor_cores else _PLAIN_SHARE
     elements = product.rows * product.depth + product.depth * product.columns
-    size = dtype.itemsize * elements + 2 * product.out.dtype.itemsize * product.rows * product.columns
+    size: float = batch * (dtype.itemsize * elements + 2 * product.out.dtype.itemsize * product.rows * product.columns)
+    if tensor_cores and (alignment := min(map(_alignment, (product.left, product.right, product.out)))) < 16:
+        peak /= _SLOWDOWN.get(alignment, max(_SLOWDOWN.values()))
+        size *= _UNALIGNED_TRAFFIC
     steps = 1 if batch == 1 else min(product.images, product.groups)
-    return 1e3 * max(padded / peak, batch * size / (0.8 * device.bandwidth_bytes_per_s)) + STEP_MS * steps
+    return 1e3 * max(padded / peak, size / (_TRAFFIC_SHARE * device.bandwidth_bytes_per_s)) + _START_MS * steps
 
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _slowdown(operand: GemmOperand) -> float:
-    """How much slower the library's kernels for operands are that no 16-byte load can fetch; measured on an H200."""
+def _alignment(operand: GemmOperand) -> int:
+    """The bytes that all rows and matrices of an operand begin at a multiple of, 16 at most."""
     strides = (operand.ld, operand.image_stride, operand.group_stride)
-    alignment = math.gcd(TENSOR_ALIGNMENT, *(stride * operand.dtype.itemsize for stride in strides))
-    return {16: 1.0, 8: 8.0}.get(alignment, 16.0)
+    return math.gcd(TENSOR_ALIGNMENT, *(stride * operand.dtype.itemsize for stride in strides))

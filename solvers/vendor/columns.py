@@ -35,6 +35,7 @@ _CHANNELS_A_THREAD = 4
 # Padding of the depth pays up to this growth of the columns; products of unaligned rows run at a tenth of the speed.
 _MOST_PADDING = 1.25
 _BANDWIDTH_SHARE = 0.7  # of the device's, that columns reach
+_FOLD_CYCLES = 0.8  # of a multiprocessor, with each element that `fold` writes channels first, on an H200
 _SHAPE = StructType(
     "Shape",
     **dict.fromkeys(("channels", "group_channels", "padded_elements", "depth", "height", "width"), "int32"),
@@ -221,6 +222,9 @@ class ColumnPlan:
         if not self.in_place:
             moved = self.problem.n * self.column_bytes + self.problem.x.bytes
             total += chunks * STEP_MS
+            if self._folds and not self.problem.x.layout.channels_last:
+                processors = max(1, device.sm_count)
+                total += 1e3 * _FOLD_CYCLES * self.problem.x.size / (processors * device.clock_hz)
         if self._pads_filters:
             total += STEP_MS
         if self.problem.epilogue.has_residual:

@@ -250,6 +250,19 @@ def test_what_no_limit_asks_for_stays_behind(tmp_path, size):
         assert sum(write_release([store], tmp_path / "release.db").rows.values()) == 2
 
 
+def test_a_release_to_learn_from_keeps_slower_rows(tmp_path):
+    rows = [row(config=f'{{"tile":{i}}}', time_ms=1.0 + i) for i in range(9)]
+    others = [row("ConvB", time_ms=5.0, contended=True), row("ConvC", status="crashed", time_ms=None)]
+    with Store(MEMORY) as store:
+        store.record(DEVICE, PROBLEM, rows + others, scope=scope("ConvA"))
+        with released(store, tmp_path, keeps_losers=True) as shipped:
+            assert [found.time_ms for _, found in shipped.rows()] == [found.time_ms for found in rows]
+            assert shipped.check() == ()
+            again = write_release([shipped], tmp_path / "again.db", ReleaseRules(keeps_losers=True))
+            assert again.content_hash == shipped.release().content_hash
+            assert sum(write_release([shipped], tmp_path / "to_ship.db").rows.values()) == 2
+
+
 @pytest.mark.parametrize(("time_ms", "problems"), [(0.9, 1), (0.99, 2), (2.0, 2)])
 def test_a_problem_whose_fastest_row_is_void_is_left_to_be_measured(store, tmp_path, time_ms, problems):
     store.record(DEVICE, "other", [row("ConvA", time_ms=1.0), row("ConvB", time_ms=time_ms)])

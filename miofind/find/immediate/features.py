@@ -20,8 +20,34 @@ from miofind.solver.steps import Config, ConfigValue
 FEATURES_VERSION = 1
 """Raised by hand when a feature of the same name comes to mean something else: models of other versions are refused."""
 
-_CANDIDATE = ("estimate_over_floor", "estimate_over_best", "table_over_floor", "table_over_best", "table_place")
+_CANDIDATE = (
+    "estimate_over_floor",
+    "estimate_over_best",
+    "table_over_floor",
+    "table_over_best",
+    "table_place",
+    "estimate_over_own_best",
+    "own_candidates",
+    "own_place",
+)
+"""Of its times, and of those beside it: all candidates', then those of the same solver."""
+
+_TILING = (
+    "m_of_tiles",
+    "n_of_tiles",
+    "rows_of_tiles",
+    "columns_of_tiles",
+    "channels_of_tiles",
+    "images_of_tiles",
+    "blocks",
+    "waves",
+    "blocks_of_waves",
+    "steps",
+)
+"""Of its tiles: what share of them the problem fills, how many there are, and how many steps along K one takes."""
+
 _SOLVER, _PARAMETER = "solver ", "parameter "
+_MOST_WAVES = 64.0
 
 
 class Guess(NamedTuple):
@@ -47,16 +73,22 @@ def floor_ms(problem: ProblemDescription, device: Device) -> float:
     return 1e3 * max(arithmetic_s, problem.bytes / device.bandwidth_bytes_per_s)
 
 
+def _product(problem: ProblemDescription) -> tuple[int, int, int]:
+    """M, N and K of the product of one group."""
+    taps, images = math.prod(problem.filter), problem.n * math.prod(problem.out_spatial)
+    group_c, group_k = problem.c // problem.groups, problem.k // problem.groups
+    if problem.direction is Direction.FORWARD:
+        return images, group_k, group_c * taps
+    if problem.direction is Direction.BACKWARD_DATA:
+        return problem.n * math.prod(problem.spatial), group_c, group_k * taps
+    return group_k, group_c * taps, images
+
+
 def problem_features(problem: ProblemDescription, device: Device) -> dict[str, float]:
     """The features that all candidates of a problem share."""
     taps, outputs = math.prod(problem.filter), math.prod(problem.out_spatial)
     group_c, group_k = problem.c // problem.groups, problem.k // problem.groups
-    images = problem.n * outputs
-    m, n, k = {
-        Direction.FORWARD: (images, group_k, group_c * taps),
-        Direction.BACKWARD_DATA: (problem.n * math.prod(problem.spatial), group_c, group_k * taps),
-        Direction.BACKWARD_WEIGHTS: (group_k, group_c * taps, images),
-    }[problem.direction]
+    m, n, k = _product(problem)
     tiles = problem.groups * math.ceil(m / 128) * math.ceil(n / 128)
     waves = tiles / device.sm_count
     logs = {
@@ -129,12 +161,94 @@ def _number(value: ConfigValue) -> float | None:
     return None
 
 
+class _Tile(NamedTuple):
+    """The tile of a configuration, by the names that solvers give to its sides; 1 where it has no such side.
+
+    Attributes:
+        m, n: of a product's tile; 0 of what is tiled by places and channels.
+        k_bytes, k: of a step, in bytes or elements; 0 where it does not say so.
+        is_swapped: M and N are.
+        rows, columns, channels, images: of a tile of places.
+    """
+
+    m: float
+    n: float
+    k_bytes: float
+    k: float
+    splits: float
+    is_swapped: bool
+    rows: float
+    columns: float
+    channels: float
+    images: float
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _tile(config: Config) -> _Tile:
+    sides = {name.rpartition(".")[2]: number for name, number in parameters(config).items()}
+
+    def side(*names: str, otherwise: float = 1.0) -> float:
+        return next((sides[name] for name in names if sides.get(name)), otherwise)
+
+    n = side("tile_n", otherwise=0.0)
+    return _Tile(
+        m=side("tile_m", otherwise=64 * side("consumers") * side("rows")) if n else 0.0,
+        n=n,
+        k_bytes=side("depth_bytes", otherwise=0.0),
+        k=side("tile_k", otherwise=0.0),
+        splits=side("splits"),
+        is_swapped=bool(sides.get("swapped")),
+        rows=side("rows", "tile_h"),
+        columns=side("columns", "tile_w", "tile"),
+        channels=side("channels", "filters", "tile_k"),
+        images=side("images", "planes"),
+    )
+
+
+class _Tiled:
+    """What the tiles of candidates are laid over, of one problem."""
+
+    def __init__(self, problem: ProblemDescription, device: Device) -> None:
+        self._product = _product(problem)
+        is_data = problem.direction is Direction.BACKWARD_DATA
+        places = problem.spatial if is_data else problem.out_spatial
+        self._rows, self._columns = (1, *places)[-2:]
+        group_c, group_k = problem.c // problem.groups, problem.k // problem.groups
+        self._channels = problem.c if group_c == 1 else group_c if is_data else group_k
+        self._images, self._groups, self._itemsize = problem.n, problem.groups, problem.x.dtype.itemsize
+        self._processors = max(1, device.sm_count)
+
+    def features(self, config: Config) -> tuple[float, ...]:
+        """Those of `_TILING`."""
+        tile, filled, blocks, steps = _tile(config), [1.0] * 6, 1.0, 1.0
+        if tile.n:
+            m, n, k = self._product
+            sides = [(n, tile.m), (m, tile.n)] if tile.is_swapped else [(m, tile.m), (n, tile.n)]
+            blocks = self._groups * tile.splits
+            steps = k / tile.splits / (tile.k or (tile.k_bytes or 64) / self._itemsize)
+            first = 0
+        else:
+            sides = [
+                (self._rows, tile.rows),
+                (self._columns, tile.columns),
+                (self._channels, tile.channels),
+                (self._images, tile.images),
+            ]
+            first = 2
+        for place, (size, step) in enumerate(sides, first):
+            count = math.ceil(size / step)
+            filled[place] = size / (step * count)
+            blocks *= count
+        waves = blocks / self._processors
+        return (*filled, _log(blocks), min(waves, _MOST_WAVES), waves / math.ceil(waves), _log(steps))
+
+
 def feature_names(problem: Mapping[str, float], guesses: Sequence[Guess]) -> tuple[str, ...]:
     """The names of all features of these candidates of any problems, in order."""
     solvers = sorted({guess.solver_id for guess in guesses})
     named = sorted({name for guess in guesses for name in parameters(guess.config)})
     own = (*(_SOLVER + solver for solver in solvers), *(_PARAMETER + name for name in named))
-    return (*sorted(problem), *_CANDIDATE, *own)
+    return (*sorted(problem), *_CANDIDATE, *_TILING, *own)
 
 
 class Columns:
@@ -148,6 +262,7 @@ class Columns:
         self._width = len(names)
         self._places = {name: place for place, name in enumerate(names)}
         self._of_times = [self._places.get(name) for name in _CANDIDATE]
+        self._of_tiling = [self._places.get(name) for name in _TILING]
         # Of all problems together: near ones have near candidates.
         self._known = functools.lru_cache(maxsize=1 << 12)(self._known_of)
 
@@ -169,7 +284,12 @@ class Columns:
             places += [first + place for place in known]
             values += known.values()
         found.put(places, values)
-        for place, column in zip(self._of_times, _time_features(shared["floor"], guesses), strict=True):
+        of_times = zip(self._of_times, _time_features(shared["floor"], guesses), strict=True)
+        tiled = _Tiled(problem, device)
+        of_tiling = zip(
+            self._of_tiling, zip(*(tiled.features(each.config) for each in guesses), strict=True), strict=True
+        )
+        for place, column in (*of_times, *of_tiling):
             if place is not None:
                 found[:, place] = column
         return found
@@ -183,12 +303,21 @@ def _time_features(floor: float, guesses: Sequence[Guess]) -> tuple[list[float],
         _log(min(guess.table_ms for guess in guesses)),
     )
     by_table = sorted(guess.table_ms for guess in guesses)
+    own: dict[str, list[float]] = {}
+    for guess, estimate in zip(guesses, estimates, strict=True):
+        own.setdefault(guess.solver_id, []).append(estimate)
+    for of_solver in own.values():
+        of_solver.sort()
+    beside = [own[guess.solver_id] for guess in guesses]
     return (
         [each - floor for each in estimates],
         [each - least_estimate for each in estimates],
         [each - floor for each in tables],
         [each - least for each in tables],
         [float(by_table.index(guess.table_ms)) for guess in guesses],
+        [each - of_solver[0] for each, of_solver in zip(estimates, beside, strict=True)],
+        [float(len(of_solver)) for of_solver in beside],
+        [float(of_solver.index(each)) for each, of_solver in zip(estimates, beside, strict=True)],
     )
 
 
