@@ -135,6 +135,11 @@ def has_hooks(module: Any) -> bool:
     return any(getattr(module, name) for name in names)
 
 
+def is_changed(module: Any) -> bool:
+    """Whether a module may compute something else than its class tells: it has hooks, or a forward of its own."""
+    return has_hooks(module) or "forward" in vars(module)
+
+
 def is_rank(node: fx.Node) -> bool:
     """Whether a step gives a tensor's number of dimensions."""
     if node.target is getattr:
@@ -165,7 +170,7 @@ class Steps:
         """Whether a step gives what it is given: an identity, or dropout in inference."""
         module = self.module(node)
         if module is not None:
-            return type(module) in NOTHING and not has_hooks(module) and _reads_one(node)
+            return type(module) in NOTHING and not is_changed(module) and _reads_one(node)
         return node.target is functional.dropout and node.kwargs.get("training") is False
 
     def activation(self, node: fx.Node, given: fx.Node) -> Nonlinearity | None:
@@ -173,7 +178,7 @@ class Steps:
         module = self.module(node)
         if module is not None:
             read_module = _OF_MODULE.get(type(module))
-            is_plain = read_module is not None and not has_hooks(module) and _reads_one(node)
+            is_plain = read_module is not None and not is_changed(module) and _reads_one(node)
             of_module = read_module(module) if read_module is not None and is_plain else None
             return of_module if of_module is not None and of_module.is_valid else None
         read = _OF_CALL.get(node.target) if node.op in ("call_function", "call_method") else None
@@ -195,7 +200,7 @@ class Steps:
         if module is not None:
             if (
                 NORMS.get(type(module), 0) not in (None, rank)
-                or has_hooks(module)
+                or is_changed(module)
                 or module.running_mean is None
                 or not _reads_one(node)
             ):
@@ -231,7 +236,8 @@ class Steps:
         if not is_rank(asked) or not isinstance(asked.args[0], fx.Node):
             return False
         convolution = self.module(asked.args[0])
-        return isinstance(convolution, CONVOLUTIONS) and bool(convolution.weight.dim() == rank)
+        is_plain = isinstance(convolution, CONVOLUTIONS) and not is_changed(convolution)
+        return is_plain and bool(convolution.weight.dim() == rank)
 
     def writes(self, node: fx.Node) -> bool:
         """Whether a step may write to what it is given."""
@@ -239,7 +245,7 @@ class Steps:
             module = self.module(node)
             is_pytorchs = type(module).__module__.startswith("torch.nn.modules.")
             is_known = is_pytorchs or type(module) is FusedConvolution or is_convolution(module)
-            return bool(getattr(module, "inplace", False)) or not is_known or has_hooks(module)
+            return bool(getattr(module, "inplace", False)) or not is_known or is_changed(module)
         if node.op not in ("call_function", "call_method"):
             return False
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
