@@ -135,8 +135,9 @@ class FusedConvolution(torch.nn.Module):
         is_single = x.dim() == self.weight.dim() - 1
         if is_single and self.has_norm:  # BatchNorm1d takes its places for channels, the others refuse it
             raise ValueError(f"a batch norm was fused, and x, {tuple(x.shape)}, is unbatched: give x.unsqueeze(0)")
-        if is_single:
-            x, residual = x.unsqueeze(0), residual.unsqueeze(0) if isinstance(residual, torch.Tensor) else residual
+        if is_single and isinstance(residual, torch.Tensor) and residual.dim() >= x.dim():
+            residual = residual.unsqueeze(0)  # of fewer dimensions it spreads as it is; one of none decides no dtype
+        x = x.unsqueeze(0) if is_single else x
         y = self._computed(x, residual)
         return y.squeeze(0) if is_single else y
 
