@@ -96,7 +96,8 @@ def fuse(model: Any) -> Any:
 def _copied(model: Any) -> Any:
     try:
         return copy.deepcopy(model)
-    except RuntimeError as error:  # a tensor that was computed, as pruning and weight_norm of older kind leave it
+    except (RuntimeError, TypeError, ValueError) as error:
+        # A tensor that was computed, as pruning leaves it; what a lazy module has before its first call; a lock.
         raise InvalidOptionError(f"the model cannot be copied: {error}") from error
 
 
@@ -368,7 +369,7 @@ def _why_kept(module: Any, node: fx.Node) -> str:
 
 def _window(module: Any) -> Window:
     return Window.of(
-        module.kernel_size,
+        module.weight.shape[2:],
         stride=module.stride,
         padding=module.padding,
         dilation=module.dilation,

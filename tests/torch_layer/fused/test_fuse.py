@@ -357,6 +357,14 @@ def test_a_residual_that_may_be_a_number() -> None:
     check_same(compiled, model, x)
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (4, 6, 5), (2, 4, 6, 5), (1, 4, 6, 5)], ids=str)
+def test_a_residual_of_an_unbatched_input_promotes_as_pytorchs(shape: tuple[int, ...]) -> None:
+    """A tensor of no dimensions decides no dtype, and must not be given one."""
+    model = prepared(Summed())
+    fused, x, other = fuse(model), torch.randn(4, 6, 5), torch.ones(shape, dtype=torch.float64)
+    check_same(fused, model, x, other)
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_weights_that_are_trained_after_all_get_gradients(layout: Any, cpu_handle: Handle) -> None:
     model, x = prepared(Tail(lambda m, y, x: y.relu())), torch.randn(2, 4, 6, 5).to(memory_format=layout)
@@ -474,6 +482,24 @@ def test_a_convolution_whose_computation_was_replaced_stays() -> None:
     fused = fuse(model)
     assert parts(fused) == {}
     check_same(fused, model, torch.randn(2, 3, 6, 5))
+
+
+@pytest.mark.parametrize("index", [1, 2, 3], ids=["batch norm", "activation", "dropout"])
+def test_what_follows_a_convolution_stays_where_its_forward_was_replaced(index: int) -> None:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout()
+    model = prepared(nn.Sequential(*layers, nn.Conv2d(4, 4, 1), nn.ReLU()))
+    model[index].forward = lambda x: x * -3
+    fused = fuse(model)
+    assert parts(fused) == {"0": ["bias", "batch_norm", "batch_norm relu"][index - 1], "4": "bias relu"}
+    check_same(fused, model, torch.randn(2, 3, 6, 5))
+
+
+def test_a_replaced_forward_may_write_to_what_it_is_given() -> None:
+    model = prepared(Tail(lambda m, y, x: (y, m.other(x), y + x)[2], other=nn.Sigmoid()))
+    model.other.forward = lambda x: x.mul_(2)
+    fused = fuse(model)
+    assert parts(fused) == {"conv": "bias"}
+    check_same(fused, model, torch.randn(2, 4, 6, 5))
 
 
 class Shared(nn.Module):
@@ -811,6 +837,23 @@ def test_a_network_that_cannot_be_copied_is_told() -> None:
     prune.l1_unstructured(conv, "weight", amount=0.5)
     with pytest.raises(InvalidOptionError, match="the model cannot be copied"):
         fuse(nn.Sequential(conv, nn.ReLU()).eval())
+
+
+@pytest.mark.parametrize("kind", ["statistics that a first call makes", "what cannot be pickled"])
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_network_of_which_a_part_cannot_be_copied_is_told(kind: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LazyBatchNorm2d() if "first" in kind else nn.ReLU()).eval()
+    model.lock = None if "first" in kind else threading.Lock()
+    with pytest.raises(InvalidOptionError, match="the model cannot be copied"):
+        fuse(model)
+
+
+def test_padding_of_a_weight_of_another_size_than_its_module_was_made_with() -> None:
+    model = prepared(nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.ReLU()))
+    model[0].weight = nn.Parameter(torch.randn(4, 3, 5, 5))
+    fused = fuse(model)
+    assert parts(fused) == {"0": "bias relu"}
+    check_same(fused, model, torch.randn(2, 3, 8, 8))
 
 
 class ByValues(nn.Module):
