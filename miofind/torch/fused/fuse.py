@@ -87,7 +87,8 @@ def fuse(model: Any) -> Any:
     if training is not None:
         raise InvalidOptionError(f"{training or 'the model'} is in training mode: pass model.eval()")
     work = _Work()
-    with without_what_is_loaded(), torch.inference_mode(False):  # weights of that mode would have no gradients
+    # Weights of inference mode would have no gradients. That these are on shows where code switches them off.
+    with without_what_is_loaded(), torch.inference_mode(False), torch.enable_grad():
         made = _fused(_copied(model), "", work)
     made.fusion_report = FusionReport(tuple(work.fused), work.kept, work.untraced)
     return made

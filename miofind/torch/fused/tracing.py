@@ -1,182 +1,242 @@
 """The graph of a network for inference, by torch.fx; nothing where the graph would compute something else.
 
-torch.fx runs a network's code with stand-ins for tensors. What code does beside computing with them is in no graph:
-that of blocks that change autocast or the recording of gradients, of autograd.Functions with a backward of their own,
-of random numbers and of attributes that it sets. Such code cannot be traced.
+torch.fx runs a network's code with stand-ins for tensors. What code does beside computing with them is in no graph, and
+neither is what it would have done had an answer been another. Such code cannot be traced.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import sys
-import threading
-from collections.abc import Callable, Collection, Iterator
+import operator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.fx.proxy import TraceError
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from miofind.torch.fused.graph_steps import IN_PLACE_OPERATORS, has_hooks, is_convolution
+from miofind.torch.fused.graph_steps import has_hooks, is_convolution
+from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
 from miofind.torch.fused.module import FusedConvolution
+from miofind.torch.fused.stand_ins import Attribute, StandIn
+from miofind.torch.fused.watch import Surroundings, modes, watched
 
 
 class DependsOnNone(Exception):
-    """A module's graph is another one where an argument is left out."""
+    """A module's graph is another one where an argument, or what is in one, is None."""
 
 
 def traced(module: Any) -> fx.Graph:
     """The graph of a module, in which submodules that cannot be traced are single operations.
 
-    An argument in it stands for a tensor. Where code asks whether one `is None`, the graph would only be right for
-    calls that give it, or only for those that do not.
+    An argument in it stands for a tensor, or for a dictionary or an object of tensors. Where code asks whether one `is
+    None`, the graph would only be right for calls that give it, or only for those that do not.
 
     Raises:
         Exception: whatever the module's own code raises when it is given no tensors.
     """
     opaque: set[Any] = set()
-    graph = _traced_around(module, opaque)
-    for name, parameter in inspect.signature(module.forward).parameters.items():
-        if parameter.default is None:
-            try:
-                with _watched():
-                    without = Tracer(opaque).trace(module, {name: None})
-            except TraceError:
-                same = False
-            except Exception:  # it cannot do without
-                continue
-            else:
-                same = _steps_without(graph, name) == _steps_without(without, name)
-            if not same:
-                raise DependsOnNone(f"its code asks whether {name} is None")
-    return graph
+    tracer = _traced_around(module, opaque)
+    for name in tracer.given:
+        if _depends_on_none(module, tracer, name):
+            raise DependsOnNone(f"its code asks whether {name} is None")
+    return tracer.graph
 
 
-def _traced_around(module: Any, opaque: set[Any]) -> fx.Graph:
-    """The graph of a module; the submodules that cannot be traced are added to `opaque`."""
+def _traced_around(module: Any, opaque: set[Any]) -> Tracer:
+    """The tracer of a module's graph; the submodules that cannot be traced are added to `opaque`."""
     while True:
         tracer = Tracer(opaque)
         try:
-            with _watched():
-                return tracer.trace(module)
+            tracer.run(module)
         except Exception:
             if tracer.failed is None or tracer.failed in opaque:
                 raise
             opaque.add(tracer.failed)
+        else:
+            return tracer
 
 
-def _steps_without(graph: fx.Graph, name: str) -> list[str]:
-    """What a graph computes where an argument is None, as texts."""
+def _depends_on_none(module: Any, tracer: Tracer, name: str) -> bool:
+    """Whether the graph is another one where what has a name is None.
 
-    def seen(node: fx.Node) -> fx.Node | None:
-        return None if node.op == "placeholder" and node.target == name else node
+    The constants that torch.fx has set meanwhile are taken off the module: it would number others further.
+    """
+    without = Tracer(tracer.opaque, absent=name)
+    constants = {each: vars(module).pop(each) for each in tracer.constants}
+    try:
+        without.run(module)
+    except TraceError:
+        return True
+    except Exception as error:  # it cannot do without, or torch.fx cannot trace what it does then
+        return _is_raised_by_fx(error)
+    finally:
+        others = {each: vars(module).pop(each) for each in without.constants}
+        vars(module).update(constants)
+    return tracer.steps(name) != without.steps(name) or not all(
+        _is_same(constant, others[each]) for each, constant in constants.items()
+    )
 
-    return [
-        f"{node.name} {node.op} {node.target} {fx.map_arg((node.args, node.kwargs), seen)}"
-        for node in graph.nodes
-        if node.op != "placeholder" and getattr(node.target, "__name__", "") != "_assert_is_none"
-    ]
+
+def _is_raised_by_fx(error: Exception) -> bool:
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and at.tb_frame.f_globals.get("__name__", "").startswith("torch.fx.")
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two constants of graphs are the same; nothing is known of what is on no device."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(a.is_meta or torch.equal(a, b))
 
 
 class Tracer(fx.Tracer):
     """Takes modules with hooks for single operations: inlined they would lose them.
 
-    Attributes:
+    Args:
         opaque: further modules that are single operations, since they cannot be traced.
+        absent: the name of an argument, or of what code reads of one, that is None.
+
+    Attributes:
         failed: the innermost submodule whose code raised; None where that was the network's own.
+        given: names of arguments, and of what code reads of arguments that are no tensors.
+        kinds: what the steps give.
+        texts: what the code of a module made of stand-ins, whose names are in place of what they stand for.
+        constants: the attributes of the network that torch.fx has set.
     """
 
-    def __init__(self, opaque: Collection[Any] = ()) -> None:  # a GraphModule that is unpickled makes one without
-        super().__init__()
-        self.opaque = opaque
+    def __init__(self, opaque: Collection[Any] = (), absent: str = "") -> None:
+        super().__init__()  # a GraphModule that is unpickled makes one without arguments
+        self.opaque, self.absent = opaque, absent
         self.failed: Any = None
-        self._modes = _modes()
+        self.given: dict[str, None] = {}
+        self.kinds: dict[fx.Node, Kind] = {}
+        self.texts: set[str] = set()
+        self.constants: list[str] = []
+        self._modes = modes()
+        self._surroundings: Surroundings | None = None
 
-    def create_node(self, *arguments: Any, **named: Any) -> fx.Node:
+    def run(self, root: Any) -> None:
+        """Trace a network's code, whose graph is `graph` then, and leave no trace of that where it fails.
+
+        Raises:
+            TraceError: its code does what a graph does not tell.
+        """
+        self._surroundings = Surroundings(root)
+        before = set(vars(root))
+        try:
+            with watched():
+                self.trace(root)
+                self._check(root)
+        except Exception:
+            for name in vars(root).keys() - before:
+                del vars(root)[name]
+            raise
+        finally:
+            self._surroundings.put_back()
+        self.constants = [name for name in vars(root) if name not in before]
+
+    def steps(self, absent: str) -> list[str]:
+        """What the graph computes where what has a name is None, as texts."""
+        numbers: dict[fx.Node, str] = {}
+        texts = []
+        for node in self.graph.nodes:
+            if _name_of(node) != absent:
+                numbers[node] = f"%{len(numbers)}"
+                texts.append(f"{node.op} {node.target} {fx.map_arg((node.args, node.kwargs), numbers.get)}")
+        return texts
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> fx.Node:
         """A step; none where code has changed a mode for it, which a graph does not tell."""
-        if _modes() != self._modes:
+        if modes() != self._modes:
             raise TraceError("its code changes autocast or the recording of gradients, or has a backward of its own")
-        return super().create_node(*arguments, **named)
+        if target is torch._assert:
+            told = [str(each) for each in (*args[1:], *kwargs.values())]
+            self.texts = {text for text in self.texts if not any(text in each for each in told)}
+        node = super().create_node(kind, target, args, kwargs, *more, **named)
+        self.kinds[node] = kind_of(node, self.kinds, self.root)
+        name = _name_of(node)
+        if name and not name.startswith("*"):
+            self.given[name] = None
+        return node
 
-    def proxy(self, node: fx.Node) -> fx.Proxy:
+    def proxy(self, node: fx.Node) -> Any:
         """What stands for the result of a step."""
-        return _Proxy(node, self)
+        return None if self.absent and _name_of(node) == self.absent else StandIn(node, self)
+
+    def attribute(self, owner: StandIn, name: str) -> Any:
+        """What stands for an attribute that not every tensor has."""
+        if owner.is_given:
+            full = f"{owner.node.target}.{name}"
+            self.given[full] = None
+            if full == self.absent:
+                return None
+        return Attribute(owner, name)
 
     def is_leaf_module(self, m: Any, module_qualified_name: str) -> bool:
         is_single = isinstance(m, FusedConvolution) or is_convolution(m) or has_hooks(m) or m in self.opaque
         return is_single or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and args[0] is None and needs_tensor(m):
+            raise TypeError(f"a {type(m).__name__} is given None")
+
+        def checked(*arguments: Any, **named: Any) -> Any:
+            callers, self.texts = self.texts, set()
+            made = forward(*arguments, **named)
+            self._check(m)
+            self.texts = callers
+            return made
+
         try:
-            return super().call_module(m, forward, args, kwargs)
+            return super().call_module(m, checked, args, kwargs)
         except Exception:
             is_part = any(each is m for each in self.root.modules())  # else code made it just now, and will make others
             self.failed = m if self.failed is None and is_part else self.failed
             raise
 
+    def _check(self, module: Any) -> None:
+        """Refuse what the code of a module, which has run, did beside computing."""
+        if self._surroundings is not None:
+            changed = self._surroundings.changed(module, self._is_memory)
+            if changed:
+                raise TraceError(f"its code {changed}")
+        if self.texts:
+            raise TraceError("its code makes a text of what it computes")
 
-class _Proxy(fx.Proxy):
-    """A stand-in of which `a += b` is a step in place, as it is of tensors: torch.fx takes it for `a = a + b`.
+    def _is_memory(self, key: Any, value: Any) -> bool:
+        """Whether code keeps what it makes of parameters alone, by a text such as that of a device.
 
-    A network's code that asks whether an argument of its is a tensor is told so.
-    """
+        The graph makes it in each call, of the parameters as they are then.
+        """
+        if key not in self.texts or not isinstance(value, StandIn) or not self._is_of_parameters(value.node):
+            return False
+        self.texts.remove(key)
+        return True
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        is_argument = self.node.op == "placeholder" and not asks.startswith("torch.")
-        return torch.Tensor if is_argument else _Proxy
-
-
-def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def method(self: Any, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", function, (self, other), {})
-
-    return method
-
-
-for _operator in IN_PLACE_OPERATORS:
-    setattr(_Proxy, f"__{_operator.__name__}__", _in_place(_operator))
-
-
-def _modes() -> tuple[Any, ...]:
-    """What blocks of code may change for what is computed in them."""
-    kinds = ("cpu", "cuda")
-    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts)
+    def _is_of_parameters(self, node: fx.Node) -> bool:
+        seen, pending = set[fx.Node](), [node]
+        while pending:
+            each = pending.pop()
+            if each.op == "placeholder":
+                return False
+            pending += [given for given in each.all_input_nodes if given not in seen]
+            seen.add(each)
+        return True
 
 
-class _NoRandomNumbers(TorchDispatchMode):
-    """Refuses random numbers: they are drawn while code is traced, and would be constants of the graph."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise TraceError("its code draws random numbers")
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _watched() -> Iterator[None]:
-    """Refuse what this thread's code does beside computing, while it is traced."""
-    autocast, thread = torch.amp.autocast_mode.autocast, threading.get_ident()
-    enter, set_attribute = autocast.__enter__, nn.Module.__setattr__
-
-    def entered(self: Any) -> Any:
-        if threading.get_ident() == thread:  # also a block that switches off what is off now
-            raise TraceError("its code has a block of autocast")
-        return enter(self)
-
-    def set_to(self: Any, name: str, value: Any) -> None:
-        is_of_torch = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
-        if threading.get_ident() == thread and not is_of_torch:
-            raise TraceError(f"its code sets {name}")
-        set_attribute(self, name, value)
-
-    autocast.__enter__, nn.Module.__setattr__ = entered, set_to
-    try:
-        with _NoRandomNumbers():
-            yield
-    finally:
-        autocast.__enter__, nn.Module.__setattr__ = enter, set_attribute
+def _name_of(node: fx.Node) -> str:
+    """The name of an argument, or of an item or attribute of one that is no tensor's; "" for other steps."""
+    if node.op == "placeholder":
+        return str(node.target)
+    owner = node.args[0] if node.target in (operator.getitem, getattr) else None
+    if not isinstance(owner, fx.Node) or owner.op not in ("placeholder", "get_attr"):
+        return ""
+    name = node.args[1]
+    if node.target is getattr:
+        return "" if hasattr(torch.Tensor, str(name)) else f"{owner.target}.{name}"
+    is_of_arguments = isinstance(name, str) or str(owner.target).startswith("*")
+    return f"{str(owner.target).lstrip('*')}[{name!r}]" if is_of_arguments else ""

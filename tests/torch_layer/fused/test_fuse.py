@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import math
 import operator
 import pickle
+import random
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
@@ -676,10 +680,80 @@ class AsksForTensors(Convolved):
         return self.made(x) if isinstance(x, torch.Tensor) else self.conv(x).sigmoid()
 
 
-@pytest.mark.parametrize("kind", [InPlace, AsksForTensors])
+class AsksForResults(Convolved):
+    def forward(self, x: Any) -> Any:
+        y = self.conv(x)
+        y = y.relu() if isinstance(y, torch.Tensor) and torch.is_tensor(y[:, 1:] + 1) else y
+        first, _ = functional.avg_pool2d(y, 2).chunk(2, 1)
+        return first if isinstance(first, torch.Tensor) and not hasattr(first, "mask") else y
+
+
+class AsksForSizes(Convolved):
+    def forward(self, x: Any) -> Any:
+        is_known = isinstance(x.shape, tuple) and isinstance(x.size(0) + 1, int) and isinstance(x.shape[1:], tuple)
+        return self.made(x + 1 if is_known and isinstance(x.chunk(2), tuple) else x)
+
+
+class AsksForParameters(Convolved):
+    def forward(self, x: Any) -> Any:
+        is_known = isinstance(self.conv.bias, nn.Parameter) and not isinstance(x, nn.Parameter)
+        return self.made(x * 2 if is_known else x)
+
+
+class Dense(Convolved):
+    """Layers of tensors or of lists of them, as DenseNet's."""
+
+    def joined(self, given: Any) -> Any:
+        before = [given] if isinstance(given, torch.Tensor) else given
+        return torch.cat(before, 1)
+
+    def forward(self, x: Any) -> Any:
+        y = self.made(self.joined(x))
+        return self.joined([self.last(self.joined(y)), y])
+
+
+class Several(Convolved):
+    def forward(self, *inputs: Any) -> Any:
+        is_known = isinstance(inputs, tuple) and isinstance(inputs[0], torch.Tensor)
+        return self.made(inputs[0]) if is_known else self.conv(inputs[0]).sigmoid()
+
+
+class WithConstants(Convolved):
+    """Tensors that its code makes are constants of the graph, in each trace of it anew."""
+
+    def forward(self, x: Any) -> Any:
+        return functional.relu(self.conv(x) * torch.arange(5.0)) + torch.ones(1, 1, 5, 5)
+
+
+class Remembering(Convolved):
+    """What it makes of its parameters alone is kept for each device, as attention's biases are by timm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases, self.kept = nn.Parameter(torch.randn(3, 5)), {}
+        self.head = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
+
+    def bias_for(self, device: Any) -> Any:
+        key = str(device)
+        if key not in self.kept:
+            self.kept[key] = self.biases[:, [0, 2, 1, 1, 3]].sum(0)
+        return self.kept[key]
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.made(x) + self.bias_for(x.device))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(InPlace, AsksForTensors, AsksForResults, AsksForSizes, AsksForParameters, Dense, Several, WithConstants),
+        Remembering,
+    ],
+)
 def test_code_is_traced_as_it_runs(kind: type[Convolved]) -> None:
     model, x = prepared(kind()), torch.randn(2, 4, 5, 5)
     fused = fuse(model)
+    assert fused.fusion_report.untraced == {}
     assert "conv" in parts(fused)
     for made in (fused, pickle.loads(pickle.dumps(fused)), copy.deepcopy(fused)):
         check_same(made, model, x)
@@ -757,14 +831,320 @@ def test_code_that_a_graph_does_not_tell_is_not_traced(kind: type[Convolved]) ->
         torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
 
 
-def test_random_numbers_are_drawn_in_each_call() -> None:
-    class Noisy(Convolved):
-        def forward(self, x: Any) -> Any:
-            return self.conv(x) + torch.randn(1, 4, 1, 1)
+class OfLists(nn.Module):
+    """What torch.fx cannot trace, and what gives no tensor."""
 
-    fused, x = fuse(prepared(Noisy())), torch.ones(1, 4, 5, 5)
+    def forward(self, x: Any) -> Any:
+        return [x, x * 2] if x.sum() < 1e9 else [x]
+
+
+class AsksForLists(Convolved):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = OfLists()
+
+    def forward(self, x: Any) -> Any:
+        parts = self.part(x)
+        return self.made(parts[-1] if isinstance(parts, list) else parts[0])
+
+
+class AsksForNumbers(Convolved):
+    def forward(self, x: Any, factor: Any = 3.0) -> Any:
+        return self.made(x) * (factor if isinstance(factor, float) else factor + 1)
+
+
+class AsksForIterables(Convolved):
+    def forward(self, x: Any) -> Any:
+        return self.made(x) * (3 if isinstance(x.size(1), Iterable) else 2)
+
+
+class AsksForAttributes(Convolved):
+    def forward(self, x: Any) -> Any:
+        return self.made(x) * (0 if hasattr(x, "mask") else 1)
+
+
+class AsksForDefaults(Convolved):
+    def forward(self, x: Any) -> Any:
+        return self.made(x) * getattr(x, "factor", 3)
+
+
+class AsksForGradients(Convolved):
+    def forward(self, x: Any) -> Any:
+        return self.made(x) * (1 if x.grad is None else 2)
+
+
+class SetsAttributes(Convolved):
+    def forward(self, x: Any) -> Any:
+        x.seen = True
+        return self.made(x) * (2 if hasattr(x, "seen") else 1)
+
+
+class AsksByTexts(Convolved):
+    def forward(self, x: Any) -> Any:
+        return self.made(x * 2 if str(x.dtype) == "torch.float32" and f"{x.ndim} dimensions"[0] == "4" else x)
+
+
+class RemembersInputs(Remembering):
+    def forward(self, x: Any) -> Any:
+        return self.made(self.kept.setdefault(str(x.device), x))
+
+
+class AsksByTables(Convolved):
+    factors: ClassVar[dict[Any, int]] = {torch.float32: 2}
+
+    def forward(self, x: Any) -> Any:
+        return self.made(x * self.factors.get(x.dtype, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (AsksForLists, "asks for the class"),
+        (AsksForNumbers, "asks for the class"),
+        (AsksForIterables, "asks for the class"),
+        (AsksForAttributes, "whether something has mask"),
+        (AsksForDefaults, "whether something has factor"),
+        (AsksForGradients, "asks for grad"),
+        (SetsAttributes, "sets seen"),
+        (AsksByTexts, "makes a text"),
+        (RemembersInputs, "changes what is in kept"),
+        (AsksByTables, "looks up"),
+    ],
+)
+def test_code_that_asks_what_is_not_known_is_not_traced(kind: type[Convolved], reason: str) -> None:
+    """Stand-ins gave some answer, and the branch of that was fused."""
+    model = prepared(kind())
+    fused = fuse(model)
+    assert reason in fused.fusion_report.untraced[""]
+    check_same(fused, model, torch.randn(2, 4, 5, 5))
+
+
+class OfItems(Convolved):
+    def forward(self, batch: Any) -> Any:
+        y = self.made(batch["x"])
+        return y if batch["mask"] is None else y * batch["mask"]
+
+
+class OfSomeItems(Convolved):
+    def forward(self, batch: Any) -> Any:
+        y, mask = self.made(batch["x"]), batch.get("mask")
+        return y if mask is None else y * mask
+
+
+class OfAttributes(Convolved):
+    def forward(self, batch: Any) -> Any:
+        y = self.made(batch.x)
+        return y if batch.mask is None else y * batch.mask
+
+
+class OfSomeAttributes(Convolved):
+    def forward(self, batch: Any) -> Any:
+        y, mask = self.made(batch.x), getattr(batch, "mask", None)
+        return y if mask is None else y * mask
+
+
+class OfMethods(Convolved):
+    def forward(self, batch: Any) -> Any:
+        y, mask = self.made(batch.x), batch.found_mask()
+        return y if mask is None else y * mask
+
+
+class OfKeywords(Convolved):
+    def forward(self, x: Any, **named: Any) -> Any:
+        y, mask = self.made(x), named.get("mask")
+        return y if mask is None else y * mask
+
+
+class OfTwo(Convolved):
+    def forward(self, x: Any, mask: Any) -> Any:
+        y = self.made(x)
+        return y if mask is None else y * mask
+
+
+class OfTwoByTheirNumber(Convolved):
+    """What it does without a mask torch.fx cannot trace."""
+
+    def forward(self, x: Any, mask: Any) -> Any:
+        y = self.made(x)
+        return y if mask is None and len(y) == 2 else y * mask
+
+
+class OfSeveral(Convolved):
+    def forward(self, *inputs: Any) -> Any:
+        y = self.made(inputs[0])
+        return y if inputs[1] is None else y * inputs[1]
+
+
+class Batch:
+    def __init__(self, x: Any, mask: Any = None) -> None:
+        self.x, self.mask = x, mask
+
+    def found_mask(self) -> Any:
+        return self.mask
+
+
+def in_batch(kind: type[Convolved], x: Any, mask: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and keywords."""
+    if kind in (OfItems, OfSomeItems):
+        given = {"x": x} if kind is OfSomeItems and mask is None else {"x": x, "mask": mask}
+        return (given,), {}
+    if kind in (OfAttributes, OfSomeAttributes, OfMethods):
+        return (Batch(x, mask),), {}
+    if kind is OfKeywords:
+        return (x,), {} if mask is None else {"mask": mask}
+    return (x, mask), {}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(OfItems, OfSomeItems, OfAttributes, OfSomeAttributes, OfMethods),
+        *(OfKeywords, OfTwo, OfTwoByTheirNumber, OfSeveral),
+    ],
+)
+def test_what_may_be_none_or_left_out(kind: type[Convolved]) -> None:
+    model, x, mask = prepared(kind()), torch.randn(2, 4, 5, 5), torch.rand(2, 1, 5, 5)
+    fused = fuse(model)
+    assert "" in fused.fusion_report.untraced
+    for each in (mask, None):
+        arguments, named = in_batch(kind, x, each)
+        torch.testing.assert_close(fused(*arguments, **named), model(*arguments, **named))
+
+
+class OfNamedInputs(Convolved):
+    def forward(self, batch: Any, other: Any, *rest: Any) -> Any:
+        return self.made(batch["x"]) + other.x * rest[0]
+
+
+def test_inputs_in_dictionaries_and_objects() -> None:
+    model, x = prepared(OfNamedInputs()), torch.randn(2, 4, 5, 5)
+    fused = fuse(model)
+    assert fused.fusion_report.untraced == {}
+    given = ({"x": x}, Batch(x), x)
+    torch.testing.assert_close(fused(*given), model(*given))
+
+
+class Noisy(Convolved):
+    def forward(self, x: Any) -> Any:
+        return self.conv(x) + torch.randn(1, 4, 1, 1)
+
+
+class NoisyByPython(Convolved):
+    def forward(self, x: Any) -> Any:
+        return self.conv(x) * random.random()
+
+
+class NoisyByNumPy(Convolved):
+    def forward(self, x: Any) -> Any:
+        return self.conv(x) * float(np.random.rand())
+
+
+@pytest.mark.parametrize("kind", [Noisy, NoisyByPython, NoisyByNumPy])
+def test_random_numbers_are_drawn_in_each_call(kind: type[Convolved]) -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    fused, x = fuse(prepared(kind())), torch.ones(1, 4, 5, 5)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before, "and none are drawn by fuse"
     with torch.no_grad():
         assert not fused(x).equal(fused(x))
+
+
+class Recording(Convolved):
+    """Writes to what it has, to any depth."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.list, self.dict, self.set, self.nested = where, [0], {"y": 0}, {0}, {"each": ([0],)}
+        self.object = Batch(0)
+
+    def forward(self, x: Any) -> Any:
+        y = self.made(x)
+        if self.where == "list":
+            self.list[0] += 1
+        elif self.where == "dict":
+            self.dict["y"] = y
+        elif self.where == "set":
+            self.set.add(len(self.set))
+        elif self.where == "nested":
+            self.nested["each"][0].append(y)
+        elif self.where == "object":
+            self.object.x = y
+        else:
+            self.seen.append(y)
+        return y
+
+    def held(self) -> list[Any]:
+        return [self.list, self.dict, self.set, self.nested, self.object.x, self.seen]
+
+
+@pytest.mark.parametrize("where", ["list", "dict", "set", "nested", "object", "seen"])
+def test_what_code_writes_to_is_written_in_each_call(where: str) -> None:
+    """It was written once, with a stand-in, which no pickle takes."""
+    model, x = prepared(Recording(where)), torch.ones(1, 4, 5, 5)
+    before = repr(model.held())
+    fused = fuse(model)
+    assert f"changes what is in {where}" in fused.fusion_report.untraced[""]
+    assert repr(fused.held()) == repr(model.held()) == before, "and not by fuse"
+    pickle.loads(pickle.dumps(fused))
+    with torch.no_grad():
+        for _ in range(2):
+            fused(x), model(x)
+    assert repr(fused.held()) == repr(model.held()) != before
+    Recording.seen.clear()
+
+
+def test_a_part_that_records_is_one_step_of_the_others() -> None:
+    fused = fuse(prepared(nn.Sequential(Bottleneck(4, 2), Recording("dict"), Bottleneck(4, 2))))
+    assert [*fused.fusion_report.untraced] == ["1"]
+    assert {"0.conv3", "2.conv3"} <= parts(fused).keys()
+
+
+class AsksForModes(Convolved):
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: Any) -> Any:
+        y = self.made(x)
+        return y * 2 if self.ask() else y
+
+
+@pytest.mark.parametrize(
+    ("ask", "mode"),
+    [
+        (torch.is_grad_enabled, torch.no_grad),
+        (torch.is_inference_mode_enabled, torch.inference_mode),
+        (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.autocast("cpu", torch.bfloat16)),
+        (lambda: torch.get_autocast_dtype("cpu") == torch.float16, lambda: torch.autocast("cpu", torch.float16)),
+    ],
+    ids=["gradients", "inference", "autocast", "autocast's dtype"],
+)
+def test_code_that_asks_for_a_mode_is_told_that_of_each_call(ask: Any, mode: Any) -> None:
+    model, x = prepared(AsksForModes(ask)), torch.randn(1, 4, 5, 5)
+    fused = fuse(model)
+    assert "its code asks for torch." in fused.fusion_report.untraced[""]
+    torch.testing.assert_close(fused(x), model(x))
+    with mode():
+        torch.testing.assert_close(fused(x), model(x), rtol=0.02, atol=0.02)
+
+
+def test_a_profiler_goes_on_afterwards() -> None:
+    def profiler(*event: Any) -> None:
+        pass
+
+    sys.setprofile(profiler)
+    try:
+        fuse(prepared(InPlace()))
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    profile = cProfile.Profile()
+    profile.enable()
+    fuse(prepared(InPlace()))
+    prepared(InPlace())
+    profile.disable()
+    assert any("prepared" in str(entry.code) and entry.callcount == 2 for entry in profile.getstats())
 
 
 def test_other_threads_go_on_while_a_network_is_traced() -> None:

@@ -1,0 +1,128 @@
+"""What a network's code is given in place of tensors while torch.fx traces it.
+
+A stand-in says what it stands for where that is known. Questions to which it has no answer make the code untraceable:
+whatever it answered would decide which of the code's branches are in the graph.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import fx
+from torch.fx.proxy import TraceError
+
+from miofind.torch.fused.graph_steps import IN_PLACE_OPERATORS
+from miofind.torch.fused.kinds import Kind, is_tensor, kind_of_attribute
+
+_ASK_FOR_OTHERS = ("abc", "typing", "torch", "torch.nn.parameter")
+"""Python modules of `isinstance` of abstract classes and parameters, and of `torch.is_tensor`."""
+_MAY_BE_NONE = ("grad", "grad_fn", "_grad", "_grad_fn", "_base", "_backward_hooks")
+"""Attributes of tensors."""
+_GIVES_A_DEFAULT = ("get", "pop", "popitem", "setdefault")
+"""Methods of dictionaries, of which code may ask whether they gave None."""
+
+
+class StandIn(fx.Proxy):
+    """A stand-in of which `a += b` is a step in place, as it is of tensors: torch.fx takes it for `a = a + b`."""
+
+    @property
+    def stands_for(self) -> Kind:
+        """The class of what it stands for; None where that is not known."""
+        kind: Kind = self.tracer.kinds.get(self.node)
+        return kind
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it stands for an argument or a parameter, which may have attributes that other tensors lack."""
+        return bool(self.node.op in ("placeholder", "get_attr"))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        asker, kind = sys._getframe(1), self.stands_for
+        if _is_asked_by_torch(asker):
+            return type(self)
+        abstract: Any = asker.f_locals.get("cls") if asker.f_globals.get("__name__") == "abc" else None
+        is_misleading = isinstance(abstract, type) and issubclass(type(self), abstract)  # which counts for those, too
+        if kind is None or (is_misleading and not issubclass(kind, abstract)):
+            raise TraceError("its code asks for the class of something that is not known")
+        return kind
+
+    def __getattr__(self, name: str) -> Any:
+        asker = sys._getframe(1)
+        if name == "_is_param":  # by which PyTorch asks tensors of other classes whether they are parameters
+            raise AttributeError(name)
+        if _is_asked_by_torch(asker):
+            return Attribute(self, name)
+        kind = self.stands_for
+        if kind is not None and hasattr(kind, name):
+            if name in _MAY_BE_NONE:
+                raise TraceError(f"its code asks for {name} of a tensor")
+            return Attribute(self, name)
+        if kind is not None and not self.is_given:
+            raise AttributeError(f"a {kind.__name__} has no {name}")
+        if not _is_written(asker):
+            raise TraceError(f"its code asks whether something has {name}")
+        return self.tracer.attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not _is_asked_by_torch(sys._getframe(1)):
+            raise TraceError(f"its code sets {name}")
+        super().__setattr__(name, value)
+
+    def __hash__(self) -> int:
+        if not is_tensor(self.stands_for) and not _is_asked_by_torch(sys._getframe(1)):
+            raise TraceError("its code looks up what it computes")
+        return object.__hash__(self)
+
+    def __repr__(self) -> str:
+        text: str = super().__repr__()
+        if not _is_asked_by_torch(sys._getframe(1)):
+            self.tracer.texts.add(text)
+        return text
+
+
+class Attribute(StandIn, fx.proxy.Attribute):
+    """A stand-in for an attribute, which is no step of the graph where it is a method that is called."""
+
+    @property
+    def stands_for(self) -> Kind:
+        return kind_of_attribute(self.root.stands_for, self.attr)
+
+    @property
+    def is_given(self) -> bool:
+        return False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self.root.stands_for
+        is_known = owner is not None and hasattr(owner, self.attr)
+        if self.attr in _GIVES_A_DEFAULT or (self.root.is_given and not is_known):
+            raise TraceError(f"its code calls {self.attr} of something other than a tensor")
+        return super().__call__(*args, **kwargs)
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+for _operator in IN_PLACE_OPERATORS:
+    setattr(StandIn, f"__{_operator.__name__}__", _in_place(_operator))
+
+
+def _is_asked_by_torch(asker: FrameType | None) -> bool:
+    """Whether code of PyTorch's asks, which is to know stand-ins for what they are."""
+    while asker is not None and asker.f_globals.get("__name__") in _ASK_FOR_OTHERS:
+        asker = asker.f_back
+    name = "" if asker is None else asker.f_globals.get("__name__", "")
+    return name.startswith("torch.") or name == __name__
+
+
+def _is_written(asker: FrameType) -> bool:
+    """Whether code has the attribute that it asks for after a dot; `hasattr` and `getattr` may do without it."""
+    return dis.opname[asker.f_code.co_code[asker.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")

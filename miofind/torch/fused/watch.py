@@ -1,0 +1,197 @@
+"""What a network's code does beside computing with tensors, noticed while it is traced: no graph tells it.
+
+Blocks of autocast, random numbers, attributes and lists that it sets, and questions for the modes of PyTorch.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.fx.proxy import TraceError
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ASKED = (
+    "get_autocast_cpu_dtype",
+    "get_autocast_dtype",
+    "get_autocast_gpu_dtype",
+    "is_autocast_cpu_enabled",
+    "is_autocast_enabled",
+    "is_grad_enabled",
+    "is_inference_mode_enabled",
+)
+_QUESTIONS = {id(getattr(torch, name)): name for name in _ASKED if hasattr(torch, name)}
+"""By identity, since code may have functions of PyTorch's by other names."""
+_NOT_ENTERED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+"""What has attributes of its own, which are no contents of what refers to it."""
+
+
+def modes() -> tuple[Any, ...]:
+    """What blocks of code may change for what is computed in them."""
+    kinds = ("cpu", "cuda")
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts)
+
+
+class Surroundings:
+    """What code may change that stays when it has run: what the modules of a network hold, and random numbers.
+
+    Lists, dictionaries, sets and objects are compared by what they hold, to any depth, but not by what is in tensors.
+
+    Args:
+        root: the network, whose modules' classes are looked at, too.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._contents = {module: _contents(module) for module in root.modules()}
+        self._random, self._numpys = random.getstate(), np.random.get_state()
+
+    def changed(self, module: Any, is_memory: Callable[[Any, Any], bool]) -> str:
+        """What a module's code has changed; "" for nothing.
+
+        Args:
+            is_memory: whether a key and value of a dictionary are what the code may as well make again.
+        """
+        if random.getstate() != self._random or not _is_same_state(np.random.get_state(), self._numpys):
+            return "draws random numbers"
+        for name, held, before in self._contents[module]:
+            now = _listed(held)
+            if not _is_same(now, before):
+                now = [pair for pair in now if not is_memory(*pair)] if isinstance(held, dict) else now
+                if not _is_same(now, before):
+                    return f"changes what is in {name}"
+        return ""
+
+    def put_back(self) -> None:
+        """Undo what was changed."""
+        if random.getstate() != self._random:
+            random.setstate(self._random)
+        if not _is_same_state(np.random.get_state(), self._numpys):
+            np.random.set_state(self._numpys)
+        for contents in self._contents.values():
+            for _, held, before in contents:
+                if not _is_same(_listed(held), before):
+                    _fill(held, before)
+
+
+def _fill(held: Any, content: list[Any]) -> None:
+    held.clear()
+    if isinstance(held, dict):
+        for key, value in content:
+            held[key] = value
+    elif isinstance(held, set):
+        held.update(content)
+    else:
+        held.extend(content)
+
+
+def _contents(module: Any) -> list[tuple[str, Any, list[Any]]]:
+    """The containers that a module refers to, by the attribute that leads there, with what they hold."""
+    own = {name: value for cls in type(module).__mro__ if not _is_torchs(cls.__module__) for name, value in _held(cls)}
+    pending = [*own.items(), *vars(module).items()]
+    found, seen = [], set[int]()
+    while pending:
+        name, value = pending.pop()
+        if id(value) in seen or isinstance(value, _NOT_ENTERED):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (dict, list, set, collections.deque)):
+            found.append((name, value, _listed(value)))
+        if isinstance(value, dict):
+            pending += [(name, each) for each in value.values()]
+        elif isinstance(value, (list, tuple, set, collections.deque)):
+            pending += [(name, each) for each in value]
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            pending.append((name, vars(value)))
+    return found
+
+
+def _held(cls: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(cls).items() if isinstance(value, (dict, list, set))]
+
+
+def _listed(held: Any) -> list[Any]:
+    return list(held.items()) if isinstance(held, dict) else list(held)
+
+
+def _is_same(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists hold the same things; pairs of a dictionary are made anew each time."""
+    if len(now) != len(before):
+        return False
+    pairs = zip(now, before, strict=True)
+    return all(
+        a is b or (type(a) is type(b) is tuple and len(a) == 2 and a[0] is b[0] and a[1] is b[1]) for a, b in pairs
+    )
+
+
+def _is_same_state(now: Any, before: Any) -> bool:
+    """Whether NumPy's generator has not moved: a name, its words, and numbers."""
+    return bool(now[2:] == before[2:] and np.array_equal(now[1], before[1]))
+
+
+class _NoRandomNumbers(TorchDispatchMode):
+    """Refuses random numbers: they are drawn while code is traced, and would be constants of the graph."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TraceError("its code draws random numbers")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Refuse what this thread's code does beside computing, while it is traced."""
+    autocast, thread = torch.amp.autocast_mode.autocast, threading.get_ident()
+    enter, set_attribute = autocast.__enter__, nn.Module.__setattr__
+
+    def entered(self: Any) -> Any:
+        if threading.get_ident() == thread:  # also a block that switches off what is off now
+            raise TraceError("its code has a block of autocast")
+        return enter(self)
+
+    def set_to(self: Any, name: str, value: Any) -> None:
+        is_of_torch = _is_torchs(sys._getframe(1).f_globals.get("__name__", ""))
+        if threading.get_ident() == thread and not is_of_torch:
+            raise TraceError(f"its code sets {name}")
+        set_attribute(self, name, value)
+
+    autocast.__enter__, nn.Module.__setattr__ = entered, set_to
+    try:
+        with _NoRandomNumbers(), _profiled(_refuse_questions):
+            yield
+    finally:
+        autocast.__enter__, nn.Module.__setattr__ = enter, set_attribute
+
+
+def _is_torchs(name: str) -> bool:
+    return name.startswith("torch.")
+
+
+def _refuse_questions(frame: Any, event: str, called: Any) -> None:
+    """Refuse questions for modes: the answers of now would be constants of the graph."""
+    if event == "c_call" and id(called) in _QUESTIONS:
+        asker = frame.f_globals.get("__name__", "").partition(".")[0]
+        if asker not in ("torch", "miofind"):
+            raise TraceError(f"its code asks for torch.{_QUESTIONS[id(called)]}")
+
+
+@contextlib.contextmanager
+def _profiled(function: Callable[[Any, str, Any], None]) -> Iterator[None]:
+    """Have a function see this thread's calls, in place of a profiler, which goes on afterwards."""
+    before = sys.getprofile()
+    sys.setprofile(function)
+    try:
+        yield
+    finally:
+        sys.setprofile(before if callable(before) else None)
+        if before is not None and hasattr(before, "enable"):  # cProfile's, before Python 3.12
+            before.enable()
