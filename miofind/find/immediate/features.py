@@ -48,6 +48,7 @@ _TILING = (
 
 _SOLVER, _PARAMETER = "solver ", "parameter "
 _MOST_WAVES = 64.0
+_MOST_SIDE = 1e9  # of a tile: whatever else solvers call so is none
 
 
 class Guess(NamedTuple):
@@ -188,7 +189,7 @@ def _tile(config: Config) -> _Tile:
     sides = {name.rpartition(".")[2]: number for name, number in parameters(config).items()}
 
     def side(*names: str, otherwise: float = 1.0) -> float:
-        return next((sides[name] for name in names if sides.get(name)), otherwise)
+        return next((sides[name] for name in names if 1 <= sides.get(name, 0) < _MOST_SIDE), otherwise)
 
     n = side("tile_n", otherwise=0.0)
     return _Tile(
