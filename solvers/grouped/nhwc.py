@@ -133,6 +133,7 @@ _SERIAL_SHARE, _ALONE = (
 )  # share of the shorter of memory and multiprocessors that does not overlap; with one block
 _BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
 _LAUNCH_MS = 0.0034
+_WRITE_ALONE = 4.5  # cycles for 16 bytes of rows of an odd length, channels first: 26 configurations of 5 problems
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling, resident: int) -> float:
@@ -151,6 +152,8 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
     slots += warps * (1.3 * products + reads / 2 + 150)
     shared = (3 * read + 4 * written) / 8 + warps * reads
     busy = larger(larger(slots / 3, shared), warps * products * _PRODUCT)
+    if not problem.x.layout.channels_last and problem.output.shape[-1] % 2:
+        busy = busy + _WRITE_ALONE * written
     alone = _MOVE_LATENCY * moved / tiling.threads + _PRODUCT_LATENCY * products
     # With several stages, blocks share the tiles; with one, they come in waves.
     is_staged, tiles = tiling.stages > 1, _tiles_of_block(tiling, resident, device)

@@ -108,6 +108,9 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
 _MOVE, _TURN = 14, 46  # channels first reckoned
 _PRODUCT = 0.66
 _BLOCK_LATENCY, _TILE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 4000, 740, 21, 2.4
+# For each 16 bytes of a thread that is channels first: its elements come one after another, of strided rows of an odd
+# length still slower; 53 configurations of 14 problems.
+_TURN_LATENCY, _APART_LATENCY = 450, 1200
 _SHORT_SEGMENT = 30  # bytes that a segment of channels costs besides its own
 _AGAIN, _PARTIALS_SHARE = 0.51, 1.2  # shares of bytes read once more, and of partials, that device memory sees
 _ALONE = 0.45  # share of the shorter of memory and multiprocessors that does not overlap with one buffer at a time
@@ -130,7 +133,10 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     busy = larger(larger(slots / 3, 3 * read / 8 + reads), products * _PRODUCT)
     serial = tiling.rows * math.prod(tiling.taps) * 2 * ceil_div(tiling.segment_pairs, config["warps"])
     waits = _TILE_LATENCY * chosen(config["stages"] == 1, 2, 1)
-    alone = waits + _MOVE_LATENCY * read / tiling.threads + _PRODUCT_LATENCY * serial
+    latency = _MOVE_LATENCY
+    if not planar.x.layout.channels_last:
+        latency = _APART_LATENCY if stride > 1 and planar.x.shape[-1] % 2 else _TURN_LATENCY
+    alone = waits + latency * read / tiling.threads + _PRODUCT_LATENCY * serial
     resident = _resident(tiling, device)
     tiles = ceil_div(tiling.tile_count, config["splits"])
     blocks = tiling.channel_tiles * config["splits"] * tiling.tap_blocks
