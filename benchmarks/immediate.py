@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import script
 from commit import commit
@@ -43,15 +43,14 @@ from commit import commit
 import miofind
 from miofind import FindOptions, ProblemDescription
 from miofind.core.problem import DataType, Direction, Layout, MathMode
-from miofind.device.device import device_text
+from miofind.device.device import Device, device_text
 from miofind.device.environment import versions
 from miofind.errors import MiofindError
 from miofind.find.immediate.devices import described
 from miofind.find.immediate.kinds import Kind
-from miofind.find.immediate.model import Model
 from miofind.find.immediate.ranker import Estimated, Ranker
 from miofind.find.immediate.shipped import model_paths
-from miofind.find.immediate.training.evaluation import TOPS, Regret, picked, regrets
+from miofind.find.immediate.training.evaluation import TOPS, Regret, picked
 from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout, geometry
 from miofind.find.immediate.training.samples import Lesson, lessons
@@ -159,10 +158,8 @@ def times_of(ranker: Ranker, training: Training, lesson: Lesson) -> list[float]:
     return [each.time_ms for each in ranker.predictions(lesson.problem, training.device, candidates)]
 
 
-def judged(
-    training: Training, learnt: Sequence[Lesson], measured: Sequence[Lesson], seed: int
-) -> dict[str, dict[str, object]]:
-    """Regrets on lessons of which all candidates were measured, of each chooser; shapes are held out of training.
+def judged_in_parts(training: Training, learnt: Sequence[Lesson], measured: Sequence[Lesson], seed: int) -> Judged:
+    """What is predicted of lessons of which all candidates were measured; shapes are held out of training.
 
     Args:
         learnt: what FindDBs teach of these and other problems.
@@ -170,23 +167,64 @@ def judged(
     """
     shapes = sorted({geometry(each.problem) for each in measured})
     random.Random(seed).shuffle(shapes)
-    rankers: dict[str, Callable[[Model], Ranker]] = {
-        "estimates": lambda model: Ranker(None),
-        "table": lambda model: Ranker(replace(model, trees=None)),
-        "trees": Ranker,
-    }
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in rankers}
+    estimates: dict[str, list[float]] = {}
+    table: dict[str, list[float]] = {}
+    trees: dict[str, list[float]] = {}
     for part in range(_PARTS):
         held = set(shapes[part::_PARTS])
         model = training.fit([each for each in learnt if geometry(each.problem) not in held], Holdout.GEOMETRY)
-        for name, ranker in rankers.items():
-            times[name] |= {
-                each.problem.network_config: times_of(ranker(model), training, each)
-                for each in measured
-                if geometry(each.problem) in held
-            }
-    best = {each.problem.network_config: [sample.time_ms for sample in each.predicted] for each in measured}
-    return {name: regrets(measured, found) for name, found in ({"known best": best} | times).items()}
+        of_part = [each for each in measured if geometry(each.problem) in held]
+        rankers = ((Ranker(None), estimates), (Ranker(replace(model, trees=None)), table), (Ranker(model), trees))
+        for ranker, times in rankers:
+            times.update((each.problem.network_config, times_of(ranker, training, each)) for each in of_part)
+    return Judged(tuple(measured), estimates, table, trees)
+
+
+class Sources(NamedTuple):
+    """What FindDBs of one kind of device teach.
+
+    Attributes:
+        names: of their files.
+        versions: that most rows of the first were measured with.
+        first: the problems of the first.
+    """
+
+    names: list[str]
+    device: Device
+    learnt: list[Lesson]
+    versions: dict[str, str]
+    first: frozenset[str]
+
+
+def read(paths: Sequence[Path]) -> Sources:
+    """What FindDBs teach; the program ends where they know several kinds of devices."""
+    with contextlib.ExitStack() as stack:
+        stores = [stack.enter_context(Store(path, read_only=True)) for path in paths]
+        devices = sorted({key.device for store in stores for key in store.problems()})
+        if len(devices) != 1:
+            raise SystemExit(f"the sources know {len(devices)} kinds of devices: name those of one")
+        device = described(devices[0])
+        return Sources(
+            names=[path.name for path in paths],
+            device=device,
+            learnt=lessons(stores, device, Registry.default()),
+            versions=environment(stores[0]),
+            first=frozenset(key.network_config for key in stores[0].problems()),
+        )
+
+
+def told(sources: Sources, judged: Judged, holdout: Holdout) -> dict[str, Any]:
+    """The regrets of held-out problems, and of what they are."""
+    return {
+        "gpu": sources.device.name,
+        "of": device_text(sources.device.identity),
+        "versions": sources.versions,
+        "sources": sources.names,
+        "holdout": holdout.value,
+        "problems": len(judged.lessons),
+        "candidates": sum(len(each.samples) for each in judged.lessons),
+        "regrets": judged.report,
+    }
 
 
 def environment(store: Store) -> dict[str, str]:
@@ -199,56 +237,31 @@ def environment(store: Store) -> dict[str, str]:
     return named.get(counts.most_common(1)[0][0], {}) if counts else {}
 
 
-def stored(sources: Sequence[Path], arguments: argparse.Namespace) -> dict[str, Any]:
+def stored(paths: Sequence[Path], arguments: argparse.Namespace) -> dict[str, Any]:
     """Regrets of held-out networks on stored rows, the learning curve, and the CPU time of answers."""
-    with contextlib.ExitStack() as stack:
-        stores = [stack.enter_context(Store(path, read_only=True)) for path in sources]
-        devices = sorted({key.device for store in stores for key in store.problems()})
-        if len(devices) != 1:
-            raise SystemExit(f"the sources know {len(devices)} kinds of devices: name those of one")
-        device = described(devices[0])
-        learnt = lessons(stores, device, Registry.default())
-        measured_with = environment(stores[0])
-    training = Training(device, Registry.default())
-    judged = training.held_out(learnt, Holdout.NETWORK)
-    problems = random.Random(arguments.seed).sample([each.problem for each in learnt], min(len(learnt), 330))
-    return {
-        "gpu": device.name,
-        "of": device_text(device.identity),
-        "versions": measured_with,
-        "sources": [path.name for path in sources],
-        "holdout": Holdout.NETWORK.value,
-        "problems": len(judged.lessons),
-        "candidates": sum(len(each.samples) for each in judged.lessons),
-        "regrets": judged.report,
+    sources = read(paths)
+    training = Training(sources.device, Registry.default())
+    judged = training.held_out(sources.learnt, Holdout.NETWORK)
+    known = [each.problem for each in sources.learnt]
+    problems = random.Random(arguments.seed).sample(known, min(len(known), 330))
+    return told(sources, judged, Holdout.NETWORK) | {
         "without_a_solver": without_a_solver(judged),
-        "learning_curve": learning_curve(training, learnt, arguments.seed),
-        "cpu_ms": cpu_ms(problems, device.identity),
+        "learning_curve": learning_curve(training, sources.learnt, arguments.seed),
+        "cpu_ms": cpu_ms(problems, sources.device.identity),
     }
 
 
-def against_measured(sources: Sequence[Path], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Regrets on problems of which a FindDB has all candidates."""
-    with contextlib.ExitStack() as stack:
-        stores = [stack.enter_context(Store(path, read_only=True)) for path in (arguments.judge, *sources)]
-        known = {key.network_config for key in stores[0].problems()}
-        device = described(next(iter(stores[0].problems())).device)
-        learnt = lessons(stores, device, Registry.default())
-        measured_with = environment(stores[0])
-    judgeable = [
-        each for each in learnt if each.problem.network_config in known and each.is_complete and each.predicted
+def against_measured(paths: Sequence[Path], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Regrets on problems of which the FindDB that --judge names has all candidates."""
+    sources = read((arguments.judge, *paths))
+    measured = [
+        each
+        for each in sources.learnt
+        if each.problem.network_config in sources.first and each.is_complete and each.predicted
     ]
-    found = judged(Training(device, Registry.default()), learnt, judgeable, arguments.seed)
-    return {
-        "gpu": device.name,
-        "of": device_text(device.identity),
-        "versions": measured_with,
-        "sources": [path.name for path in sources],
-        "holdout": Holdout.GEOMETRY.value,
-        "problems": len(judgeable),
-        "candidates": sum(len(each.samples) for each in judgeable),
-        "regrets": found,
-    }
+    training = Training(sources.device, Registry.default())
+    judged = judged_in_parts(training, sources.learnt, measured, arguments.seed)
+    return told(sources, judged, Holdout.GEOMETRY)
 
 
 def write_suite(path: Path, problems: Sequence[ProblemDescription]) -> None:
@@ -360,7 +373,7 @@ def main() -> None:
     parser = script.parser(__doc__)
     parser.add_argument("sources", nargs="*", type=Path, help="FindDBs of one kind of device")
     parser.add_argument("--gpu", action="store_true", help="measure on the GPU here, instead of reading FindDBs")
-    parser.add_argument("--problems", type=script.count, default=150, help="random problems with --gpu")
+    parser.add_argument("--problems", type=script.count, default=150, help="random problems with --gpu or --suite")
     parser.add_argument("--budget", type=script.seconds, default=60.0, help="seconds of measuring a problem with --gpu")
     parser.add_argument("--suite", type=script.output, help="write the random problems to this file, and end")
     parser.add_argument("--judge", type=Path, help="FindDB whose problems are judged, all candidates of which it has")

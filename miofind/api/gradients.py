@@ -223,9 +223,8 @@ def refuse_other_dtype(given: DataType, name: str, wanted: DataType, like: str) 
     Raises:
         InvalidArrayError: it has another.
     """
-    accumulator = DataType.FLOAT64 if wanted is DataType.FLOAT64 else DataType.FLOAT32
-    if given not in (wanted, accumulator):
-        other = "" if wanted is accumulator else f", or {accumulator}"
+    if given not in (wanted, wanted.accumulator):
+        other = "" if wanted is wanted.accumulator else f", or {wanted.accumulator}"
         raise InvalidArrayError(f"{name} has dtype {given}: use {wanted}, as {like} has{other}")
 
 

@@ -232,7 +232,7 @@ class ProblemDescription:
     @property
     def accumulator(self) -> DataType:
         """Element type that products are summed in: float64 for float64, else float32."""
-        return DataType.FLOAT64 if self.x.dtype is DataType.FLOAT64 else DataType.FLOAT32
+        return self.x.dtype.accumulator
 
     @property
     def reduction_length(self) -> int:

@@ -33,6 +33,11 @@ class DataType(StrEnum):
         return _ITEMSIZE[self]
 
     @property
+    def accumulator(self) -> DataType:
+        """What products of its numbers are summed in: float64 for float64, else float32."""
+        return DataType.FLOAT64 if self is DataType.FLOAT64 else DataType.FLOAT32
+
+    @property
     def mantissa_bits(self) -> int:
         """Explicit mantissa bits; the unit roundoff is 2 ** -(mantissa_bits + 1)."""
         return _MANTISSA[self]

@@ -252,7 +252,7 @@ class _Operation:
         self.library = library
         self.handle = _handle(device_index)
         self.description = _describe(step)
-        scale = DataType.FLOAT64 if step.dtype_ab is DataType.FLOAT64 else DataType.FLOAT32
+        scale = step.dtype_ab.accumulator
         compute = _compute_type(step)
         ab, c, scalar = _CUDA_TYPE[step.dtype_ab], _CUDA_TYPE[step.dtype_c], _CUDA_TYPE[scale]
         self.types = (compute, scalar, ab, ab, c, c)

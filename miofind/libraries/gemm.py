@@ -275,7 +275,8 @@ def product_ms(product: BatchedGemm, device: Device, *, splits: bool) -> float:
     peak *= _TENSOR_SHARE if tensor_cores else _PLAIN_SHARE
     elements = product.rows * product.depth + product.depth * product.columns
     size: float = batch * (dtype.itemsize * elements + 2 * product.out.dtype.itemsize * product.rows * product.columns)
-    if tensor_cores and (alignment := min(map(_alignment, (product.left, product.right, product.out)))) < 16:
+    alignment = min(map(_alignment, (product.left, product.right, product.out)))
+    if tensor_cores and alignment < TENSOR_ALIGNMENT:
         peak /= _SLOWDOWN.get(alignment, max(_SLOWDOWN.values()))
         size *= _UNALIGNED_TRAFFIC
     steps = 1 if batch == 1 else min(product.images, product.groups)

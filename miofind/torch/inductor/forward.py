@@ -14,6 +14,7 @@ from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.inductor.batch_statistics import put_statistics
 from miofind.torch.inductor.decompositions import activation_of
+from miofind.torch.inductor.graphs import is_widened
 from miofind.torch.inductor.writing import Writing
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -151,21 +152,19 @@ def _takes_residual(chain: _Chain, user: fx.Node) -> bool:
         return False
     if not math.isfinite(alpha):
         return False
-    if other.target is _CONVERSION and other.args[0].meta["val"].dtype == value.dtype and _keeps_numbers(other):
-        other = other.args[0]
     given = other.meta.get("val")
-    if not isinstance(given, torch.Tensor) or given.shape != value.shape or given.dtype != value.dtype:
+    if not isinstance(given, torch.Tensor):
+        return False
+    if other.target is _CONVERSION:
+        before = other.args[0].meta["val"]
+        if before.dtype == value.dtype and is_widened(before, given):
+            other, given = other.args[0], before
+    if given.shape != value.shape or given.dtype != value.dtype:
         return False
     position = "before" if chain.numbers.activation == "none" else "after"
     chain.residual = other
     chain.numbers = replace(chain.numbers, residual_position=position, beta=float(alpha))
     return True
-
-
-def _keeps_numbers(conversion: fx.Node) -> bool:
-    """Whether a conversion is one to a type that holds all numbers of the one before."""
-    before, after = (node.meta["val"].dtype for node in (conversion.args[0], conversion))
-    return bool(torch.promote_types(before, after) == after)
 
 
 def _put_forward(writing: Writing, chain: _Chain, *, fuses: bool) -> fx.Node | None:

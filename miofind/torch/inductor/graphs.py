@@ -24,6 +24,12 @@ def has_numbers(node: fx.Node) -> bool:
     )
 
 
+def is_widened(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether a conversion from one tensor's type to another's is of floating point, and loses nothing."""
+    are_floating = before.is_floating_point() and after.is_floating_point()
+    return are_floating and bool(torch.promote_types(before.dtype, after.dtype) == after.dtype)
+
+
 def trains(graph: fx.Graph) -> bool:
     """Whether a graph is one of training: its weights change from call to call."""
     names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from miofind.torch.formats import is_last
-from miofind.torch.inductor.graphs import VIEWS, added_step
+from miofind.torch.inductor.graphs import VIEWS, added_step, is_widened
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
@@ -86,10 +86,8 @@ def _before_copies(node: Any) -> Any:
     """What conversions to a wider type of floating point, and copies to another memory order, are of."""
     while isinstance(node, fx.Node) and node.target in (_CONVERSION, aten.clone.default):
         before = node.args[0]
-        values = (_known_value(node), _known_value(before))
-        if any(value is None or not value.is_floating_point() for value in values):
-            break
-        if torch.promote_types(*(value.dtype for value in values)) != values[0].dtype:
+        values = (_known_value(before), _known_value(node))
+        if any(value is None for value in values) or not is_widened(*values):
             break
         node = before
     return node
