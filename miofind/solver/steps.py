@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -179,6 +179,10 @@ class Pointer:
         """The address with buffers of some names under others."""
         return replace(self, buffer=names.get(self.buffer, self.buffer))
 
+    def moved(self, offsets_bytes: Mapping[str, int]) -> Pointer:
+        """The address as far behind its place as its buffer's name has it."""
+        return replace(self, offset_bytes=self.offset_bytes + offsets_bytes.get(self.buffer, 0))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalar:
@@ -284,10 +288,14 @@ class EpilogueArgument:
         """Size of the structure."""
         return 8 * len(self.pointers) + 4 * (8 if self.number == "float64" else 4)
 
+    def changed(self, change: Callable[[Pointer], Pointer]) -> EpilogueArgument:
+        """The same with other addresses."""
+        scale, bias, channel_bias, residual, saved = (p if p is None else change(p) for p in self.pointers)
+        return replace(self, scale=scale, bias=bias, channel_bias=channel_bias, residual=residual, saved=saved)
+
     def on_buffers(self, names: Mapping[str, str]) -> EpilogueArgument:
         """The same with buffers of some names under others."""
-        scale, bias, channel_bias, residual, saved = (p if p is None else p.on_buffers(names) for p in self.pointers)
-        return replace(self, scale=scale, bias=bias, channel_bias=channel_bias, residual=residual, saved=saved)
+        return self.changed(lambda pointer: pointer.on_buffers(names))
 
 
 Argument = Pointer | Scalar | Struct | TensorMap | EpilogueArgument
@@ -366,12 +374,21 @@ class KernelStep:
 
     def on_buffers(self, names: Mapping[str, str]) -> KernelStep:
         """The step with buffers of some names under others."""
+        return self._changed(lambda pointer: pointer.on_buffers(names))
+
+    def moved(self, offsets_bytes: Mapping[str, int]) -> KernelStep:
+        """The step on what lies as far behind in its buffers as their names have it."""
+        return self._changed(lambda pointer: pointer.moved(offsets_bytes))
+
+    def _changed(self, change: Callable[[Pointer], Pointer]) -> KernelStep:
         args: list[Argument] = []
         for arg in self.args:
-            if isinstance(arg, TensorMap):
-                args.append(replace(arg, pointer=arg.pointer.on_buffers(names)))
+            if isinstance(arg, Pointer):
+                args.append(change(arg))
+            elif isinstance(arg, TensorMap):
+                args.append(replace(arg, pointer=change(arg.pointer)))
             else:
-                args.append(arg.on_buffers(names) if isinstance(arg, Pointer | EpilogueArgument) else arg)
+                args.append(arg.changed(change) if isinstance(arg, EpilogueArgument) else arg)
         return replace(self, args=tuple(args))
 
 

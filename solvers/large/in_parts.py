@@ -1,0 +1,275 @@
+"""ConvInParts: a problem with a tensor of 2^31 elements or more, as several that other solvers' kernels reach.
+
+By images or by rows (`parts.py`): each part is launched on a piece of the tensors, as PyTorch calls cuDNN
+(aten/src/ATen/native/cudnn/Conv_v7.cpp, split_batch_dim_to_32bit_out). Gradients of weights are summed over all parts
+before they are rounded (`partials.py`). Knows the other solvers by their ids alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.errors import InvalidConfigError
+from miofind.solver.registry import Registry
+from miofind.solver.solver import (
+    APPLICABLE,
+    Algorithm,
+    Applicability,
+    EstimatedConfig,
+    KernelKey,
+    Reach,
+    Solver,
+)
+from miofind.solver.steps import Config, ConvSolution, Region, WorkspacePlan
+from miofind.solvers.common.limits import MAX_ELEMENTS
+from miofind.solvers.large.partials import sum_of_parts
+from miofind.solvers.large.parts import Part, parts
+
+_INNER = (
+    "ConvImplicitGemmWgmma",
+    "ConvImplicitGemmHalo",
+    "ConvImplicitGemmMma",
+    "ConvChannelsLast",
+    "ConvChannelsLastMma",
+    "ConvDepthwiseChannelsLast",
+    "ConvDepthwiseChannelsFirst",
+    "ConvDepthwiseMma",
+    "ConvGrouped",
+    "ConvGroupedPlanes",
+    "ConvFirstLayerWgmma",
+    "ConvFirstLayer",
+    "ConvFirstLayerDataWgmma",
+    "ConvFirstLayerDataRows",
+    "ConvFirstLayerData",
+    "ConvDirectTiled",
+    "ConvImplicitGemmWgmmaTurned",
+    "ConvDepthwiseMmaWeights",
+    "ConvDepthwiseChannelsLastWeights",
+    "ConvGroupedWeights",
+    "ConvGroupedPlanesWeights",
+)
+_DEFAULTS = 6
+
+
+class ConvInParts(Solver):
+    """Other solvers' convolutions of pieces of the tensors, one after another in one workspace.
+
+    A configuration names the other solver and holds its configuration, which is the same for all parts.
+
+    Args:
+        most_elements: of a tensor that other solvers reach; what has none larger is refused.
+    """
+
+    id = "ConvInParts"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA, library=Library.PLAIN, dtypes=frozenset(DataType), layouts=frozenset(Layout), min_sm=75
+        ),
+    )
+    alignment_bytes = 16
+
+    def __init__(self, most_elements: int = MAX_ELEMENTS) -> None:
+        self._most_elements = most_elements
+
+    @functools.cached_property
+    def sources(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of all other solvers."""
+        return tuple(dict.fromkeys(source for name in _INNER for source in Registry.default()[name].sources))
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        conv, side = ProblemDescription.convolution, 1 << 14
+        return (
+            conv(x=(2, 8, side, side // 2), w=(8, 8, 3, 3), stride=8, padding=1, dtype="float16", layout="NHWC"),
+            conv(x=(1, 8, side, side), w=(8, 8, 3, 3), stride=8, dtype="bfloat16", layout="NHWC"),
+            conv(x=(2, 8, side, side // 2), w=(8, 8, 3, 3), stride=8, dtype="float32"),
+            conv(
+                x=(2, 8, side, side // 2),
+                w=(8, 8, 3, 3),
+                stride=2,
+                dtype="float16",
+                layout="NHWC",
+                direction=Direction.BACKWARD_DATA,
+            ),
+            conv(
+                x=(2, 64, side, side // 16),
+                w=(64, 64, 3, 3),
+                stride=8,
+                dtype="float16",
+                layout="NHWC",
+                direction=Direction.BACKWARD_WEIGHTS,
+            ),
+            conv(
+                x=(2, 8, side, side // 2),
+                w=(8, 8, 3, 3),
+                stride=8,
+                dtype="float16",
+                layout="NHWC",
+                epilogue="bias.residual.relu",
+            ),
+        )
+
+    def fuses(self, problem: ProblemDescription) -> Applicability:
+        if problem.epilogue.outputs:
+            return Applicability("each part would leave second outputs of its own")
+        return APPLICABLE
+
+    def fuses_training(self, problem: ProblemDescription) -> Applicability:
+        return self.fuses(problem)
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if max(problem.x.size, problem.y.size) <= self._most_elements:
+            return Applicability(f"serves tensors of more than {self._most_elements} elements")
+        cut = self._cut(problem, device)
+        if problem.w.size > self._most_elements or not cut.parts:
+            return Applicability("its tensors cannot be cut by images, or channels last by rows, into smaller ones")
+        return APPLICABLE if cut.defaults else Applicability("no solver serves its parts")
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        return self._cut(problem, device).defaults[:_DEFAULTS]
+
+    def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
+        cut = self._cut(problem, device)
+        for inner in cut.serving:
+            every = inner.configs(cut.first, device)
+            yield from (_outer(inner, config) for config in every if not cut.refuse(inner, config).refused)
+
+    def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
+        inner, inner_config = self._inner(config)
+        cut = self._cut(problem, device)
+        if inner not in cut.serving:
+            raise InvalidConfigError(f"{self.id}: config {config.json}: {inner.id} does not serve all parts")
+        if (answer := cut.refuse(inner, inner_config)).refused:
+            raise InvalidConfigError(f"{self.id}: config {config.json}: {answer.reason}")
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return self._cut(problem, device).estimate_ms(*self._inner(config))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        solutions = self._cut(problem, device).solutions(*self._inner(config))
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            summed = sum_of_parts(solutions, problem.w.size)
+            assert summed is not None, "what leaves nothing to be summed is refused"
+            return summed
+        regions: dict[str, int] = {}  # of one part after another
+        for region in itertools.chain.from_iterable(solution.workspace.regions for _, solution in solutions):
+            regions[region.name] = max(region.bytes, regions.get(region.name, 0))
+        return ConvSolution(
+            steps=tuple(step.moved(part.offsets_bytes) for part, solution in solutions for step in solution.kernels),
+            workspace=WorkspacePlan(tuple(Region(name=name, bytes=size) for name, size in regions.items())),
+            deterministic=all(solution.deterministic for _, solution in solutions),
+        )
+
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        inner, inner_config = self._inner(config)
+        return inner.error_growth(self._first(problem), inner_config)
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        inner, inner_config = self._inner(config)
+        return inner.error_reach(self._first(problem), inner_config)
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        inner, inner_config = self._inner(config)
+        return inner.spreads_nonfinite(self._first(problem), inner_config)
+
+    def is_exact(self, config: Config) -> bool:
+        inner, inner_config = self._inner(config)
+        return inner.is_exact(inner_config)
+
+    def _cut(self, problem: ProblemDescription, device: Device) -> _Cut:
+        return _cut(problem, self._most_elements, device)
+
+    def _first(self, problem: ProblemDescription) -> ProblemDescription:
+        return parts(problem, self._most_elements)[0].problem
+
+    def _inner(self, config: Config) -> tuple[Solver, Config]:
+        """The other solver of a configuration, and its own.
+
+        Raises:
+            InvalidConfigError: the configuration has none.
+        """
+        if set(config) != {"solver", "config"} or config["solver"] not in _INNER:
+            known = ", ".join(_INNER)
+            raise InvalidConfigError(f"{self.id}: config {config.json} must name a solver, of {known}, and its config")
+        if not isinstance(config["config"], dict):
+            raise InvalidConfigError(f"{self.id}: config {config.json} has no configuration of {config['solver']}")
+        return Registry.default()[config["solver"]], Config(config["config"])
+
+
+def _outer(inner: Solver, config: Config) -> Config:
+    return Config.of(solver=inner.id, config=dict(config))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A problem in parts on a device, and the other solvers that serve all of them."""
+
+    problem: ProblemDescription
+    parts: tuple[Part, ...]
+    device: Device
+
+    @property
+    def first(self) -> ProblemDescription:
+        """The problem of the first part."""
+        return self.parts[0].problem
+
+    @functools.cached_property
+    def counts(self) -> Counter[ProblemDescription]:
+        """The problems of the parts, each once, and of how many: the first, those within, the last."""
+        return Counter(part.problem for part in self.parts)
+
+    @functools.cached_property
+    def serving(self) -> tuple[Solver, ...]:
+        """The solvers that serve all parts."""
+        known = (Registry.default()[name] for name in _INNER)
+        return tuple(each for each in known if all(each.applicability(part, self.device) for part in self.counts))
+
+    @functools.cached_property
+    def defaults(self) -> tuple[EstimatedConfig, ...]:
+        """The solvers' default configurations for the first part that serve all parts, likely best first."""
+        found = [
+            EstimatedConfig(_outer(inner, config), self.estimate_ms(inner, config))
+            for inner in self.serving
+            for config in inner.default_configs(self.first, self.device)
+            if not self.refuse(inner, config).refused
+        ]
+        return tuple(sorted(found, key=lambda each: each.estimate_ms))
+
+    def refuse(self, inner: Solver, config: Config) -> Applicability:
+        """Why a configuration of a solver that serves all parts does not."""
+        try:
+            for part in self.counts:
+                inner.check_config(part, self.device, config)
+        except InvalidConfigError as error:
+            return Applicability(str(error))
+        if self.problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return APPLICABLE
+        summed = sum_of_parts(self.solutions(inner, config), self.problem.w.size)
+        return APPLICABLE if summed else Applicability(f"{inner.id} leaves no partials that could be summed")
+
+    def solutions(self, inner: Solver, config: Config) -> list[tuple[Part, ConvSolution]]:
+        """What computes each part, on tensors of its own."""
+        found = {part: inner.solution(part, self.device, config) for part in self.counts}
+        assert all(len(each.kernels) == len(each.steps) for each in found.values()), "miofind's own kernels alone"
+        return [(part, found[part.problem]) for part in self.parts]
+
+    def estimate_ms(self, inner: Solver, config: Config) -> float:
+        """The sum of the parts' times."""
+        return sum(count * inner.estimate_ms(part, self.device, config) for part, count in self.counts.items())
+
+
+@functools.lru_cache(maxsize=16)  # every configuration's estimate and solution asks
+def _cut(problem: ProblemDescription, most_elements: int, device: Device) -> _Cut:
+    return _Cut(problem, parts(problem, most_elements), device)
+
+
+SOLVERS = (ConvInParts(),)
