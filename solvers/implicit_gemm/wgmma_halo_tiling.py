@@ -24,6 +24,7 @@ _LIKELY_GROUPS = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2))  # warpgroups of a blo
 _ATOM = 64  # pixels that an instruction multiplies
 _SPANS = (16, 32, 64)  # channels of 16 bits that a swizzle of 32, 64 or 128 bytes spans
 _PATTERN = 1024  # bytes at which swizzles repeat
+_BARRIER_BYTES = 8
 _MAX_BOX = 256
 _MAX_N = 64
 _MAX_STAGES = 8  # of filters that do not stay
@@ -210,8 +211,13 @@ class HaloTiling:
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block."""
+        """Dynamic shared memory of a block: both rings."""
         return _PATTERN + self.slices * self.slice_bytes + self.filter_stages * self.product.filter_bytes
+
+    @property
+    def static_bytes(self) -> int:
+        """Shared memory that the kernel itself declares: two mbarriers for each stage of the rings."""
+        return 2 * _BARRIER_BYTES * (self.slices + self.filter_stages)
 
     @property
     def blocks(self) -> int:
@@ -221,7 +227,8 @@ class HaloTiling:
     def is_valid(self, device: Device) -> bool:
         """Whether a block can run, and what its atoms meet beyond the last slice is shared memory still."""
         registers = self.atoms * self.product.tile_n // 2 + 56
-        fitting = resident_blocks(registers, self.threads, self.shared_bytes, SmLimits.of(device))
+        shared_bytes = self.shared_bytes + self.static_bytes
+        fitting = resident_blocks(registers, self.threads, shared_bytes, SmLimits.of(device))
         last = self.consumers * self.atoms - 1
         of_row = larger(1, self.tile_w // _ATOM)
         by_rows = last // of_row * self.row_pixels + last % of_row * _ATOM

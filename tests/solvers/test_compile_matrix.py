@@ -1,4 +1,4 @@
-"""Every kernel of every solver compiles for every architecture it serves, and spills nothing."""
+"""Every kernel of every solver compiles for every architecture it serves, spills nothing, and fits a block."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep
 from miofind.solvers.direct.naive import ConvDirectNaive
+from miofind.solvers.implicit_gemm.wgmma_halo_tiling import HaloProduct, HaloTiling
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -200,6 +201,55 @@ def test_odd_sizes_do_not_spill(
     check(compiler, [step for config in configs for step in solver.solution(problem, device, config).kernels], "90a")
 
 
+VOLUMES = {"layout": "NDHWC", "dtype": "float16"}
+LARGEST_BLOCKS = [
+    (
+        "ConvImplicitGemmHalo",
+        {"x": (1, 8, 40, 40, 40), "w": (8, 8, 5, 5, 5), "padding": 2} | VOLUMES,
+        "ConvImplicitGemmHalo, 125 taps",
+    ),
+    (
+        "ConvImplicitGemmHalo",
+        {"x": (32, 40, 130), "w": (32, 40, 5), "padding": 2, "layout": "NWC", "dtype": "float16"},
+        "ConvImplicitGemmHalo, one dimension",
+    ),
+    ("ConvImplicitGemmWgmma", WEIGHTS, "ConvImplicitGemmWgmma"),
+    ("ConvImplicitGemmWgmmaTurned", WEIGHTS | {"layout": "NCHW"}, "ConvImplicitGemmWgmmaTurned"),
+]
+"""Solvers whose kernels have mbarriers beside all the dynamic shared memory that a block can have."""
+
+
+@pytest.mark.parametrize(
+    ("solver_id", "fields"), [case[:2] for case in LARGEST_BLOCKS], ids=[case[2] for case in LARGEST_BLOCKS]
+)
+def test_mbarriers_fit_beside_the_most_dynamic_shared_memory(
+    compiler: Compiler, solver_id: str, fields: dict[str, Any]
+) -> None:
+    """ConvImplicitGemmHalo once counted none, and offered what no GPU launches."""
+    problem, device = ProblemDescription.convolution(**fields), Device.virtual("90a")
+    solver = Registry.default()[solver_id]
+    configs = [*solver.default_configs(problem, device), *solver.drawn_configs(problem, device, MAX_DRAWN)]
+    steps = [step for config in configs for step in solver.solution(problem, device, config).kernels]
+    steps.sort(key=lambda step: step.shared_bytes)
+    assert device.shared_bytes - steps[-1].shared_bytes < 8 << 10
+    (result,) = (result for _, result in compiler.build_all(steps[-1:], "90a"))
+    assert isinstance(result, Binary)
+    static_bytes = result.resources[steps[-1].entry].shared_bytes
+    assert 0 < static_bytes <= device.shared_bytes - steps[-1].shared_bytes
+
+
+@pytest.mark.parametrize(
+    "fields", [case[1] for case in LARGEST_BLOCKS[:2]], ids=[case[2] for case in LARGEST_BLOCKS[:2]]
+)
+def test_halos_mbarriers_are_as_many_as_its_validity_counts(compiler: Compiler, fields: dict[str, Any]) -> None:
+    problem, device = ProblemDescription.convolution(**fields), Device.virtual("90a")
+    solver = Registry.default()["ConvImplicitGemmHalo"]
+    config = solver.default_configs(problem, device)[0]
+    (step,) = solver.solution(problem, device, config).kernels
+    tiling = HaloTiling.of(HaloProduct.of(problem), config, device)
+    assert compiler.build(step, "90a").resources[step.entry].shared_bytes == tiling.static_bytes
+
+
 def extremes(solver: Solver, problem: ProblemDescription, device: Device) -> Iterator[Config]:
     """The defaults, and each with one parameter at the first and the last of its values, where that can run."""
     for default in solver.default_configs(problem, device):
@@ -237,7 +287,8 @@ def near_and_far(solver: Solver, problem: ProblemDescription, device: Device) ->
 
 
 def steps_of(solver: Solver, device: Device, configs: Configs) -> list[KernelStep]:
-    """Launches that differ in what is compiled or in their block, over the solver's examples."""
+    """Launches that differ in what is compiled or in their block, over the solver's examples; of equal ones that with
+    the most shared memory."""
     found: dict[tuple[object, ...], KernelStep] = {}
     for problem in solver.examples():
         if not solver.applicability(problem, device):
@@ -245,7 +296,8 @@ def steps_of(solver: Solver, device: Device, configs: Configs) -> list[KernelSte
         for config in dict.fromkeys(configs(problem)):
             for step in solver.solution(problem, device, config).kernels:
                 identity = (step.package, step.source, step.entry, step.defines, step.options, step.block)
-                found.setdefault(identity, step)
+                if step.shared_bytes >= found.setdefault(identity, step).shared_bytes:
+                    found[identity] = step
     return list(found.values())
 
 
@@ -253,21 +305,24 @@ def check(compiler: Compiler, steps: list[KernelStep], arch: str) -> None:
     """Fail with all that is wrong with the steps' kernels."""
     if not steps:
         pytest.skip(f"launches no kernel of its own on sm_{arch}")
-    if Device.virtual(arch).sm not in toolchain().sms:
+    device = Device.virtual(arch)
+    if device.sm not in toolchain().sms:
         pytest.skip(f"NVRTC {toolchain().version} cannot compile for sm_{arch}")
-    faults = [fault(step, result) for step, result in compiler.build_all(steps, arch)]
+    faults = [fault(step, result, device) for step, result in compiler.build_all(steps, arch)]
     if any(faults):
         pytest.fail("\n\n".join(filter(None, faults)), pytrace=False)
 
 
-def fault(step: KernelStep, result: Binary | CompileError) -> str:
-    """What is wrong with a kernel, "" if nothing is."""
+def fault(step: KernelStep, result: Binary | CompileError, device: Device) -> str:
+    """What is wrong with a kernel on a device, "" if nothing is."""
     name = f"{step.source} {step.entry} {' '.join(f'-D{name}={value}' for name, value in step.defines)}"
     if isinstance(result, CompileError):
         return f"{name}: {result.args[0]}\n{result.log}"
-    spilled = result.resources[step.entry].spill_bytes
-    if spilled:
-        return f"{name}: spills {spilled} bytes a thread"
+    resources = result.resources[step.entry]
+    if resources.spill_bytes:
+        return f"{name}: spills {resources.spill_bytes} bytes a thread"
+    if resources.shared_bytes + step.shared_bytes > device.shared_bytes:
+        return f"{name}: a block takes {resources.shared_bytes} and {step.shared_bytes} bytes of shared memory"
     if SERIALIZED in result.log:
         return f"{name}:\n{result.log}"
     return ""

@@ -9,7 +9,9 @@ from helpers.problems.drawn_configs import spread
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import RESERVED_SHARED_BYTES, SmLimits
 from miofind.solver.registry import Registry
+from miofind.solver.steps import Config
 from miofind.solver.structs import Struct
 from miofind.solvers.implicit_gemm.wgmma_halo_tiling import HaloProduct, HaloTiling
 
@@ -66,7 +68,8 @@ def test_atoms_meet_shared_memory_of_their_block(shape: str, direction: Directio
         last = first_pixel(tiling, tiling.consumers * tiling.atoms - 1) + ATOM + height * tiling.row_pixels + width
         begins = (tiling.slices - 1) * tiling.slice_bytes  # of the last slice
         assert begins + 2 * product.channels * last <= tiling.shared_bytes - 1024, config
-        assert tiling.shared_bytes <= DEVICE.shared_bytes, config
+        of_block = tiling.shared_bytes + tiling.static_bytes + RESERVED_SHARED_BYTES
+        assert tiling.resident * of_block <= SmLimits.of(DEVICE).shared_bytes, config
 
 
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
@@ -78,3 +81,27 @@ def test_numbers_of_a_launch_fit(shape: str, direction: Direction) -> None:
         (step,) = SOLVER.solution(problem, DEVICE, config).steps
         (shape_numbers,) = (each for each in step.args if isinstance(each, Struct))
         shape_numbers.in_memory()  # raises what does not fit
+
+
+@pytest.mark.parametrize(
+    ("fields", "config"),
+    [
+        (
+            {"x": (32, 40, 130), "w": (32, 40, 5), "padding": 2, "layout": "NWC"},
+            {"tile_h": 12, "tile_w": 128, "consumers": 2, "slices_ahead": 1, "keeps_filters": 0, "blocks": 1},
+        ),
+        (
+            {"x": (1, 64, 5, 130, 112), "w": (120, 64, 2, 3, 4), "padding": (0, 2, 3), "layout": "NDHWC"},
+            {"tile_h": 4, "tile_w": 32, "consumers": 1, "slices_ahead": 0, "keeps_filters": 0, "blocks": 2},
+        ),
+    ],
+    ids=["one block", "two blocks"],
+)
+def test_mbarriers_count_in_what_a_multiprocessor_holds(fields: dict[str, Any], config: dict[str, int]) -> None:
+    """Slices and filters alone take all the shared memory there is: the launch failed, or one block ran for two."""
+    problem = ProblemDescription.convolution(**fields, dtype="float16")
+    tiling = HaloTiling.of(HaloProduct.of(problem), Config(config), DEVICE)
+    of_block = tiling.shared_bytes + RESERVED_SHARED_BYTES
+    assert tiling.resident * of_block == SmLimits.of(DEVICE).shared_bytes
+    assert not SOLVER.is_valid_config(problem, DEVICE, Config(config))
+    assert SOLVER.default_configs(problem, DEVICE)
