@@ -2,20 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from miofind.device.device import Device
 from miofind.errors import NoDeviceError
 from miofind.find.row_check import device_of
 
-_CEILINGS: dict[str, dict[str, float]] = {
-    # Driver's figures: boost clock, HBM3e of 6144 bits at 3.201 GHz, L2; 141 GB as the datasheet has it.
-    "NVIDIA H200": {"clock_hz": 1.98e9, "bandwidth_bytes_per_s": 2 * 3.201e9 * 6144 / 8, "l2_bytes": 60 << 20},
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ceilings:
+    """Nominal figures of a kind of GPU.
+
+    Attributes:
+        sm_count: multiprocessors.
+        clock_hz: boost clock.
+        memory_hz, bus_bits: clock of the memory, which moves two bits a cycle and line, and lines.
+        l2_mib: L2 cache.
+    """
+
+    sm_count: int
+    clock_hz: float
+    memory_hz: float
+    bus_bits: int
+    l2_mib: int
+
+    def of(self, device: Device) -> Device:
+        """A device with these; bandwidth and L2 of one that has more or fewer multiprocessors are as many times."""
+        share = device.sm_count / self.sm_count
+        return replace(
+            device,
+            clock_hz=self.clock_hz,
+            bandwidth_bytes_per_s=2 * self.memory_hz * self.bus_bits / 8 * share,
+            l2_bytes=int((self.l2_mib << 20) * share),
+        )
+
+
+# The driver's figures for the H200; for the others those of the vendor's datasheets and white papers: boost clock,
+# memory by its clock and width, L2. Of the B200 the driver tells memory and L2, and the datasheet 2.25 PFLOP/s in 16
+# bits, which make the clock.
+_CEILINGS = {
+    "NVIDIA H200": _Ceilings(sm_count=132, clock_hz=1.98e9, memory_hz=3.201e9, bus_bits=6144, l2_mib=60),
+    "NVIDIA H100 80GB HBM3": _Ceilings(sm_count=132, clock_hz=1.98e9, memory_hz=2.619e9, bus_bits=5120, l2_mib=50),
+    "NVIDIA H100 PCIe": _Ceilings(sm_count=114, clock_hz=1.755e9, memory_hz=1.593e9, bus_bits=5120, l2_mib=50),
+    "NVIDIA A100-SXM4-80GB": _Ceilings(sm_count=108, clock_hz=1.41e9, memory_hz=1.593e9, bus_bits=5120, l2_mib=40),
+    "NVIDIA A100 80GB PCIe": _Ceilings(sm_count=108, clock_hz=1.41e9, memory_hz=1.512e9, bus_bits=5120, l2_mib=40),
+    "NVIDIA A100-SXM4-40GB": _Ceilings(sm_count=108, clock_hz=1.41e9, memory_hz=1.215e9, bus_bits=5120, l2_mib=40),
+    "NVIDIA A100-PCIE-40GB": _Ceilings(sm_count=108, clock_hz=1.41e9, memory_hz=1.215e9, bus_bits=5120, l2_mib=40),
+    "NVIDIA B200": _Ceilings(sm_count=148, clock_hz=1.856e9, memory_hz=3.996e9, bus_bits=7680, l2_mib=126),
+    "NVIDIA L40S": _Ceilings(sm_count=142, clock_hz=2.52e9, memory_hz=9.001e9, bus_bits=384, l2_mib=96),
+    "NVIDIA L4": _Ceilings(sm_count=58, clock_hz=2.04e9, memory_hz=6.251e9, bus_bits=192, l2_mib=48),
+    "NVIDIA A10": _Ceilings(sm_count=72, clock_hz=1.695e9, memory_hz=6.251e9, bus_bits=384, l2_mib=6),
+    "Tesla T4": _Ceilings(sm_count=40, clock_hz=1.59e9, memory_hz=5.001e9, bus_bits=256, l2_mib=4),
+    "NVIDIA GeForce RTX 3090": _Ceilings(sm_count=82, clock_hz=1.695e9, memory_hz=9.751e9, bus_bits=384, l2_mib=6),
+    "NVIDIA GeForce RTX 4090": _Ceilings(sm_count=128, clock_hz=2.52e9, memory_hz=10.501e9, bus_bits=384, l2_mib=72),
+    "NVIDIA GeForce RTX 5090": _Ceilings(sm_count=170, clock_hz=2.407e9, memory_hz=14.001e9, bus_bits=512, l2_mib=96),
 }
+_LIKELY = {
+    75: "Tesla T4",
+    80: "NVIDIA A100-SXM4-80GB",
+    86: "NVIDIA A10",
+    89: "NVIDIA L40S",
+    90: "NVIDIA H100 80GB HBM3",
+    100: "NVIDIA B200",
+    103: "NVIDIA B200",
+    120: "NVIDIA GeForce RTX 5090",
+}
+"""Which kind another GPU of a compute capability is taken to be like, and so is a MIG instance."""
 
 
 def described(identity: str) -> Device:
-    """The device with an identity, as the FindDB writes it: the one here, else as it is described.
+    """The device with an identity, as the FindDB writes it: the one here, else as it is described, or as another of its
+    compute capability is.
 
     Raises:
         NoDeviceError: the text is no identity.
@@ -23,6 +80,5 @@ def described(identity: str) -> Device:
     device = device_of(identity)
     if device is None:
         raise NoDeviceError(f"device {identity!r:.80} is none that can be described: name,SMs,compute capability")
-    if device.index >= 0 or device.name not in _CEILINGS:
-        return device
-    return replace(device, **_CEILINGS[device.name])  # type: ignore[arg-type]
+    name = device.name if device.name in _CEILINGS else _LIKELY.get(device.sm)
+    return device if device.index >= 0 or name is None else _CEILINGS[name].of(device)
