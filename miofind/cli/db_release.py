@@ -72,8 +72,8 @@ def _doubted(sources: Sequence[str]) -> set[str]:
     return found
 
 
-def one_device(stores: Sequence[Store], name: str) -> str:
-    """The kind of device that what is made of FindDBs is for.
+def one_device(stores: Sequence[Store], name: str, option: str = "--device") -> str:
+    """The kind of device that an option names a part of the name of, or the only one.
 
     Raises:
         InvalidOptionError: the sources know several, or none, with that in its name.
@@ -83,11 +83,11 @@ def one_device(stores: Sequence[Store], name: str) -> str:
     if len(named) > 1:
         several = "; ".join(sorted(named.values()))
         raise InvalidOptionError(
-            f"a file to ship is of one kind of device, the sources know {several}: choose by --device"
+            f"a file to ship is of one kind of device, the sources know {several}: choose by {option}"
         )
     if name and not named:
         several = "; ".join(sorted(known.values())) or "no device"
-        raise InvalidOptionError(f"--device {name!r} is in no device's name: the sources know {several}")
+        raise InvalidOptionError(f"{option} {name!r} is in no device's name: the sources know {several}")
     return next(iter(named), "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from miofind.cli.db_release import one_device
 from miofind.cli.options import FindDBFile, OutputFile, choice, example, json_option
 from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
-from miofind.device.device import device_text
+from miofind.device.device import Device, device_text
 from miofind.errors import InvalidOptionError, ModelError
 from miofind.files import replacing
 from miofind.find.immediate.devices import described
@@ -35,6 +36,13 @@ _TOPS = ("top 1", "top 2", "top 4", "top 8")
 @click.argument("out", metavar="OUT", type=OutputFile())
 @click.option("--device", "name", metavar="NAME", default="", help="Part of the name of the kind of device.")
 @click.option(
+    "--beside",
+    "besides",
+    metavar="NAME",
+    multiple=True,
+    help="Part of the name of another kind of GPU of the same architecture, whose times teach, too.",
+)
+@click.option(
     "--holdout",
     type=choice(Holdout),
     callback=lambda _context, _parameter, value: Holdout(value),
@@ -51,6 +59,7 @@ def train(
     sources: tuple[str, ...],
     out: Path,
     name: str,
+    besides: tuple[str, ...],
     holdout: Holdout,
     report: Path | None,
     table_only: bool,
@@ -62,6 +71,9 @@ def train(
     is of one kind of device. It is written only where it is better on problems that it has not seen: than the table of
     medians that is part of it, or than the estimates with --table-only, and in no class of problems more than half
     worse than the estimates. Equal sources make equal files.
+
+    A kind of GPU of which little is measured learns from what others of its architecture measured (--beside): estimates
+    and features are those of the GPU that measured, and what is judged is of the model's own kind alone.
     """
     _check_out(out)
     if not table_only:
@@ -71,10 +83,11 @@ def train(
         for store in stores:
             stack.enter_context(store.one_instant())
         device = described(one_device(stores, name))
-        learnt = lessons(stores, device, Registry.default())
+        others = _others(stores, device, besides)
+        learnt = [each for one in (device, *others) for each in lessons(stores, one, Registry.default())]
     training = Training(device, Registry.default(), has_trees=not table_only)
     judged = training.held_out(learnt, holdout)
-    told = _report(judged, device.identity, holdout, sources)
+    told = _report(judged, (device, *others), holdout, sources)
     if report is not None:
         with replacing(report) as file:
             json.dump(told, file, indent=1, sort_keys=True)
@@ -91,6 +104,23 @@ def train(
         _show_model(out, model)
 
 
+def _others(stores: Sequence[Store], device: Device, names: Iterable[str]) -> tuple[Device, ...]:
+    """The other kinds of GPU with these in their names, each once.
+
+    Raises:
+        InvalidOptionError: the sources know several with one of the names, or none, or it is of another architecture.
+    """
+    found = {(other := described(one_device(stores, name, "--beside"))).identity: other for name in names}
+    for identity, other in found.items():
+        if identity == device.identity:
+            raise InvalidOptionError(f"--beside: {device_text(identity)} is what the model is of")
+        if (other.place, other.sm) != (device.place, device.sm):
+            raise InvalidOptionError(
+                f"--beside: {device_text(identity)} is of another architecture than {device_text(device.identity)}"
+            )
+    return tuple(found.values())
+
+
 def _check_out(out: Path) -> None:
     """Do nothing where the model's file is new or a model.
 
@@ -104,10 +134,17 @@ def _check_out(out: Path) -> None:
             raise InvalidOptionError(f"{out} is there and no model of this version: name another file, or remove it")
 
 
-def _report(judged: Judged, device: str, holdout: Holdout, sources: tuple[str, ...]) -> dict[str, Any]:
+def _report(judged: Judged, devices: tuple[Device, ...], holdout: Holdout, sources: tuple[str, ...]) -> dict[str, Any]:
+    """What held-out problems showed.
+
+    Args:
+        devices: what the model is of, then those beside it.
+    """
+    gpu, *beside = (device_text(device.identity) for device in devices)
     return {
         "miofind": __version__,
-        "gpu": device_text(device),
+        "gpu": gpu,
+        **({"beside": beside} if beside else {}),
         "holdout": holdout.value,
         "sources": [Path(told_address(source)).name for source in sources],
         "problems": len(judged.lessons),

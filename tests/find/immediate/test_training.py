@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,11 @@ from helpers.commands.cli_runner import run
 from helpers.runs.immediate_models import H200
 
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Library
+from miofind.device.device import Device, Library, device_text
 from miofind.errors import ModelError
 from miofind.find.immediate.devices import described
-from miofind.find.immediate.model import model_bytes, read_model
+from miofind.find.immediate.features import Columns, Guess
+from miofind.find.immediate.model import Model, model_bytes, read_model
 from miofind.find.immediate.ranker import Estimated, Ranker
 from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout, geometry, network
@@ -29,6 +31,7 @@ from miofind.solver.registry import Registry
 
 SOLVERS = ("ConvDirectTiled", "ConvImplicitGemmMma")
 DEVICE = described(H200.identity)
+BESIDE = described("NVIDIA H100 PCIe|114|9.0|")
 
 
 def problems() -> Iterator[ProblemDescription]:
@@ -47,22 +50,27 @@ def law(problem: ProblemDescription, solver_id: str, estimate_ms: float, place: 
     return estimate_ms * (4.0 if slow else 1.0) * (1 + 0.01 * place)
 
 
-def recorded(store: Store) -> None:
-    """What is measured of those solvers, and of some problems a slow candidate of each other one that serves."""
-    for problem in problems():
+def recorded(store: Store, device: Device = DEVICE, most: int | None = None) -> None:
+    """What is measured of those solvers, and of some problems a slow candidate of each other one that serves.
+
+    Args:
+        most: problems.
+    """
+    for problem in itertools.islice(problems(), most):
         rows = []
         for solver in Registry.default().values() if problem.n == 4 and "bfloat16" not in str(problem) else ():
-            if solver.id not in SOLVERS and solver.applicability(problem, DEVICE):
+            if solver.id not in SOLVERS and solver.applicability(problem, device):
                 is_own = solver.library is not Library.CUDNN
-                config = solver.default_configs(problem, DEVICE)[0].json if is_own else "{}"
+                config = solver.default_configs(problem, device)[0].json if is_own else "{}"
                 rows.append(row(solver.id, config, 1e3))
         for solver_id in SOLVERS:
             solver = Registry.default()[solver_id]
-            base_ms = min(solver.estimate_ms(problem, DEVICE, c) for c in solver.default_configs(problem, DEVICE))
-            for place, config in enumerate(solver.default_configs(problem, DEVICE)[:4]):
+            configs = solver.default_configs(problem, device)
+            base_ms = min(solver.estimate_ms(problem, device, config) for config in configs)
+            for place, config in enumerate(configs[:4]):
                 time_ms = law(problem, solver_id, base_ms, place)
                 rows.append(row(solver_id, config.json, time_ms))
-        store.record(DEVICE.identity, problem.network_config, rows, environment={"driver": "1"})
+        store.record(device.identity, problem.network_config, rows, environment={"driver": "1"})
 
 
 def row(solver_id: str, config: str, time_ms: float, **fields: Any) -> Row:
@@ -144,7 +152,7 @@ def of_class(times: Sequence[float]) -> Lesson:
         Sample(solver_id=SOLVERS[0], config=config, time_ms=time_ms, is_bound=False, estimate_ms=1.0)
         for time_ms in times
     )
-    return Lesson(next(problems()), samples, True)
+    return Lesson(next(problems()), samples, True, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -218,3 +226,100 @@ def test_the_command_replaces_no_other_file(source: Path, tmp_path: Path) -> Non
     out.write_bytes(source.read_bytes())
     assert "no model" in run("train", str(source), str(out), "--table-only", code=2).stderr
     assert out.read_bytes() == source.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Knows all problems of one GPU, and two shapes of the GPU that a model is for."""
+    path = tmp_path_factory.mktemp("two") / "two.db"
+    with Store(path) as store:
+        recorded(store, BESIDE)
+        recorded(store, DEVICE, most=8)
+    return path
+
+
+@pytest.fixture(scope="module")
+def beside(of_two: Path) -> Sequence[Lesson]:
+    with Store(of_two, read_only=True) as store:
+        return [each for one in (DEVICE, BESIDE) for each in lessons([store], one, Registry.default())]
+
+
+def test_lessons_have_estimates_for_the_gpu_that_measured(beside: Sequence[Lesson]) -> None:
+    assert [each.device for each in beside] == [DEVICE] * 8 + [BESIDE] * len(list(problems()))
+    for lesson in beside:
+        for sample in lesson.predicted:
+            solver = Registry.default()[sample.solver_id]
+            assert sample.estimate_ms == solver.estimate_ms(lesson.problem, lesson.device, sample.config)
+
+
+def test_features_are_for_the_gpu_that_measured(beside: Sequence[Lesson], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightgbm")
+    seen: list[tuple[str, Device]] = []
+    matrix = Columns.matrix
+
+    def spy(columns: Columns, problem: ProblemDescription, device: Device, guesses: Sequence[Guess]) -> Any:
+        seen.append((problem.network_config, device))
+        return matrix(columns, problem, device, guesses)
+
+    monkeypatch.setattr(Columns, "matrix", spy)
+    Training(DEVICE, Registry.default()).fit(beside, Holdout.GEOMETRY)
+    of_devices = ((each.problem.network_config, each.device) for each in beside if each.predicted)
+    assert seen == sorted(of_devices, key=lambda each: (each[0], each[1].identity))
+
+
+def test_what_another_gpu_measured_teaches(learnt: Sequence[Lesson], beside: Sequence[Lesson]) -> None:
+    """The few problems of the GPU itself have few channels: what is slow with many, others know alone."""
+    training = Training(DEVICE, Registry.default(), has_trees=False)
+    alone = training.fit([each for each in beside if each.device == DEVICE], Holdout.GEOMETRY)
+    model = training.fit(beside, Holdout.GEOMETRY)
+    assert model.device == DEVICE.identity
+    assert regret(model, learnt) < regret(alone, learnt)
+    judged = training.held_out(beside, Holdout.GEOMETRY)
+    made = training.model(beside, judged, Holdout.GEOMETRY)
+    assert model_bytes(made) == model_bytes(training.model(beside[::-1], judged, Holdout.GEOMETRY))
+
+
+def test_another_gpus_problems_are_held_out_and_not_judged(
+    beside: Sequence[Lesson], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that has seen a problem on another GPU has seen it."""
+    seen: list[set[str]] = []
+    fit = Training._fit
+
+    def spy(training: Training, taught: Sequence[Lesson], reach: float) -> Model:
+        seen.append({geometry(each.problem) for each in taught})
+        return fit(training, taught, reach)
+
+    monkeypatch.setattr(Training, "_fit", spy)
+    judged = Training(DEVICE, Registry.default(), has_trees=False).held_out(beside, Holdout.GEOMETRY)
+    assert {each.device for each in judged.lessons} == {DEVICE}
+    every = {geometry(each.problem) for each in beside}
+    held = sorted({geometry(each.problem) for each in beside if each.device == DEVICE})
+    assert seen == [every - {shape} for shape in held]
+
+
+def test_the_command_learns_beside_another_gpu(of_two: Path, tmp_path: Path) -> None:
+    out, report = tmp_path / "h200.model", tmp_path / "report.json"
+    arguments = ("train", str(of_two), str(out), "--device", "H200", "--holdout", "geometry", "--table-only")
+    run(*arguments, "--beside", "H100", "--report", str(report))
+    told = json.loads(report.read_text())
+    assert (told["gpu"], told["beside"]) == (device_text(DEVICE.identity), [device_text(BESIDE.identity)])
+    assert read_model(out).device == DEVICE.identity
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ("H200", "is what the model is of"),
+        ("A100", "is of another architecture than"),
+        ("B300", "--beside 'B300' is in no device's name"),
+    ],
+)
+def test_no_other_gpu_is_learnt_beside(of_two: Path, tmp_path: Path, other: str, told: str) -> None:
+    source = tmp_path / "three.db"
+    source.write_bytes(of_two.read_bytes())
+    with Store(source) as store:
+        rows = [row(SOLVERS[0], "{}", 1.0)]
+        store.record("NVIDIA A100-SXM4-80GB|108|8.0|", next(problems()).network_config, rows)
+    arguments = ("train", str(source), str(tmp_path / "out.model"), "--device", "H200", "--table-only")
+    assert told in run(*arguments, "--beside", other, code=2).stderr

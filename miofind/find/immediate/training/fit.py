@@ -1,7 +1,7 @@
 """Fits a model to lessons, and judges it on what it has not seen.
 
 Each group of problems is predicted by a model of all other groups: what is written is a model of all lessons, with what
-these showed of such models.
+these showed of such models. Lessons of other kinds of GPU may teach, too: judged are those of the model's own alone.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Training:
     """How a model is trained.
 
     Attributes:
-        device: what the lessons are of.
+        device: what the model is of; lessons of others have features and estimates for their own.
         registry: the solvers.
         has_trees: whether it learns more than a table.
     """
@@ -113,26 +113,28 @@ class Training:
     has_trees: bool = True
 
     def held_out(self, lessons: Sequence[Lesson], holdout: Holdout) -> Judged:
-        """What models of all other groups predict of each group's problems.
+        """What models of all other groups predict of each group's problems, of those that the device measured.
 
         Raises:
             ModelError: there are fewer than two groups, or nothing to judge by.
         """
-        groups = _grouped(lessons, holdout)
-        if len(groups) < 2:
-            raise ModelError(f"{len(lessons)} problems are of {len(groups)} {holdout}s: two are needed to hold one out")
+        own = self._own(lessons)
+        groups, judged_groups = _grouped(lessons, holdout), _grouped(own, holdout)
+        if len(judged_groups) < 2:
+            count = len(judged_groups)
+            raise ModelError(f"{len(own)} problems are of {count} {holdout}s: two are needed to hold one out")
         reach = self._reach(list(groups.values()))
         table: dict[str, list[float]] = {}
         learnt: dict[str, list[float]] = {}
-        for name, held in sorted(groups.items()):
+        for name, held in sorted(judged_groups.items()):
             logger.info("holding out %s: %d problems", name, len(held))
             others = [lesson for other in sorted(groups.keys() - {name}) for lesson in groups[other]]
             model = self._fit(others, reach)
             table |= self._times(Ranker(replace(model, trees=None)), held)
             learnt |= self._times(Ranker(model), held) if self.has_trees else {}
-        judged = tuple(lesson for lesson in lessons if lesson.is_complete and lesson.predicted)
+        judged = tuple(lesson for lesson in own if lesson.is_complete and lesson.predicted)
         if not judged:
-            raise ModelError(f"of none of {len(lessons)} problems all solvers are known: tune more of them first")
+            raise ModelError(f"of none of {len(own)} problems all solvers are known: tune more of them first")
         estimates = self._times(Ranker(None), judged)
         return Judged(judged, estimates, table, learnt if self.has_trees else None)
 
@@ -156,6 +158,10 @@ class Training:
             | {"problems": float(len(lessons)), "candidates": float(sum(len(each.samples) for each in lessons))},
         )
 
+    def _own(self, lessons: Iterable[Lesson]) -> list[Lesson]:
+        """What the device itself measured."""
+        return [each for each in lessons if each.device.identity == self.device.identity]
+
     def fit(self, lessons: Sequence[Lesson], holdout: Holdout) -> Model:
         """A model of all lessons, of which nobody knows how sure it is."""
         return self._fit(lessons, self._reach(list(_grouped(lessons, holdout).values())))
@@ -172,13 +178,13 @@ class Training:
         return replace(model, trees=self._trees(lessons, model.table, reach)) if self.has_trees else model
 
     def _trees(self, lessons: Sequence[Lesson], table: Table, reach: float) -> Trees:
-        learnt = sorted((each for each in lessons if each.predicted), key=lambda each: each.problem.network_config)
+        learnt = sorted((each for each in lessons if each.predicted), key=_name)
         guesses = [_guesses(each, table) for each in learnt]
         shared = problem_features(learnt[0].problem, self.device)
         names = feature_names(shared, [guess for each in guesses for guess in each])
         columns = Columns(names)
         rows = np.vstack(
-            [columns.matrix(each.problem, self.device, g) for each, g in zip(learnt, guesses, strict=True)]
+            [columns.matrix(each.problem, each.device, g) for each, g in zip(learnt, guesses, strict=True)]
         )
         logs = [
             math.log2(sample.time_ms / guess.table_ms)
@@ -217,6 +223,11 @@ class Training:
             predicted = ranker.predictions(lesson.problem, self.device, candidates)
             found[lesson.problem.network_config] = [each.time_ms for each in predicted]
         return found
+
+
+def _name(lesson: Lesson) -> tuple[str, str]:
+    """What tells a lesson from all others."""
+    return lesson.problem.network_config, lesson.device.identity
 
 
 def _grouped(lessons: Iterable[Lesson], holdout: Holdout) -> dict[str, list[Lesson]]:
@@ -274,8 +285,8 @@ def _calibration(lessons: Sequence[Lesson], times: Times) -> Calibration:
 
 def _hash(lessons: Iterable[Lesson]) -> str:
     digest = hashlib.sha256()
-    for lesson in sorted(lessons, key=lambda each: each.problem.network_config):
+    for lesson in sorted(lessons, key=_name):
         for sample in lesson.samples:
-            fields = (lesson.problem.network_config, sample.solver_id, sample.config.json, sample.time_ms)
+            fields = (*_name(lesson), sample.solver_id, sample.config.json, sample.time_ms)
             digest.update(f"{fields!r}\n".encode())
     return digest.hexdigest()

@@ -56,11 +56,13 @@ class Lesson:
 
     Attributes:
         is_complete: whether each solver that serves the problem has a candidate here.
+        device: what measured them, and what their estimates are for.
     """
 
     problem: ProblemDescription
     samples: tuple[Sample, ...] = field(repr=False)
     is_complete: bool
+    device: Device = field(repr=False)
 
     @cached_property
     def kind(self) -> Kind:
@@ -155,7 +157,8 @@ def _lesson(
     if len(samples) < 2:
         return None
     missing = serving - {solver_id for solver_id, _ in known}
-    return Lesson(problem, samples, not any(_is_asked(registry[name], problem, device) for name in missing))
+    is_complete = not any(_is_asked(registry[name], problem, device) for name in missing)
+    return Lesson(problem, samples, is_complete, device)
 
 
 def _serves(solver: Solver, problem: ProblemDescription, device: Device) -> bool:
