@@ -37,9 +37,9 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     from torch._inductor import config
 
     from miofind.torch.inductor.graph_pass import ConvolutionPass
-    from miofind.torch.inductor.masks import MaskPass
+    from miofind.torch.inductor.joint_pass import JointPass
 
-    own = {"joint_custom_post_pass": MaskPass, "post_grad_custom_pre_pass": ConvolutionPass}
+    own = {"joint_custom_post_pass": JointPass, "post_grad_custom_pre_pass": ConvolutionPass}
     before = {name: options.pop(name, getattr(config, name)) for name in own}
     return {name: made(before[name]) for name, made in own.items()} | options
 

@@ -17,19 +17,11 @@ from torch import fx
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.inductor.decompositions import Applied, activation_ending, derivative_ending
 from miofind.torch.inductor.graphs import has_numbers
-from miofind.torch.inductor.own_pass import OwnPass
 
 aten = torch.ops.aten
 
 _BACKWARD = aten.convolution_backward.default
 _NAMES = ("leaky_relu", "clamp")
-
-
-class MaskPass(OwnPass):
-    """The pass, over Inductor's joint graphs of a forward and a backward pass."""
-
-    def rewrite(self, graph: fx.Graph) -> None:
-        take_at_results(graph)
 
 
 def take_at_results(graph: fx.Graph) -> None:
