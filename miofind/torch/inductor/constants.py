@@ -12,6 +12,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 _PURE = (prims.iota.default, aten.full.default, aten.cat.default, aten.stack.default)
 """Beside views and what PyTorch says is point-wise."""
+_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
+"""Of which the host computes everything."""
 _MOST = 1 << 20
 """Numbers that a step gives: of more it is not computed here."""
 
@@ -58,8 +60,8 @@ def _is_pure(node: fx.Node) -> bool:
     is_known = node.target in _PURE or node.target.is_view or torch.Tag.pointwise in node.target.tags
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
-    return is_known and all(isinstance(each, torch.Tensor) and _is_small(each) for each in values)
+    return is_known and all(isinstance(each, torch.Tensor) and _is_plain(each) for each in values)
 
 
-def _is_small(value: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for size in value.shape) and value.numel() <= _MOST
+def _is_plain(value: torch.Tensor) -> bool:
+    return value.dtype in _DTYPES and all(isinstance(size, int) for size in value.shape) and value.numel() <= _MOST

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import inductor_prims
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from miofind.torch.formats import is_last, packed_strides
@@ -169,7 +170,8 @@ class _Gathering:
     def _indexed_sum(self, value: fx.Node, window: Window) -> fx.Node:
         """The sum over windows of one dimension that begin anywhere.
 
-        Inductor does not see through places in which order a result is best stored: it is told.
+        Inductor does not see through indices in which order a result is best stored, and stores it channels first where
+        it is not told otherwise.
         """
         line, dimension = window.line, window.dimension
         places = line.starts[:, None] + torch.arange(line.size)
@@ -177,9 +179,10 @@ class _Gathering:
         taken = self._step(aten._unsafe_index.Tensor, value, index)
         weighed = self._weighed(taken, window.weights.T, dimension, skips=bool((window.weights == 0).any()))
         summed = self._step(aten.sum.dim_IntList, weighed, [dimension + 1])
-        shape = summed.meta["val"].shape
-        strides = packed_strides(tuple(shape), is_last(value.meta["val"]))
-        return self._step(prims.inductor_force_stride_order.default, summed, [*strides])
+        if not is_last(value.meta["val"]):
+            return summed
+        strides = packed_strides(tuple(summed.meta["val"].shape), True)
+        return self._step(inductor_prims.force_stride_order, summed, [*strides])
 
     def _weighed(self, value: fx.Node, weights: torch.Tensor, dimension: int, *, skips: bool = False) -> fx.Node:
         """The product with weights along a dimension, and others that follow it.
@@ -202,10 +205,11 @@ class _Gathering:
         """A step that gives a tensor, on the device of another."""
         module, value = self._graph.owning_module, like.meta["val"]
         assert module is not None, "a compiled graph has one"
-        told = f"{value.device} {tensor.dtype} {tensor.tolist()}"
-        name = f"_miofind_{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+        tensor = tensor.contiguous()
+        told = f"{value.device} {tensor.dtype} {[*tensor.shape]}".encode() + tensor.numpy().tobytes()
+        name = f"_miofind_{hashlib.sha256(told).hexdigest()[:32]}"
         if name not in self._constants:
-            module.register_buffer(name, tensor.contiguous().to(value.device))
+            module.register_buffer(name, tensor.to(value.device))
             given = self._graph.get_attr(name)
             given.meta["val"] = value.fake_mode.from_tensor(getattr(module, name), static_shapes=True)
             # Inductor's fake tensors alone are what other steps take.

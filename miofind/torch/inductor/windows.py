@@ -102,7 +102,9 @@ def window_of(dimension: int, rows: int, entries: Sequence[Entries]) -> Window |
 
 
 def _line(columns: int, first: torch.Tensor, last: torch.Tensor) -> Line:
-    """The line of the smallest windows; of equal distances if they are hardly larger so.
+    """The line of the smallest windows; of equal distances where a tensor grew by a whole factor.
+
+    Between aligned corners windows are a little farther apart than that, and those of equal distances are larger.
 
     Args:
         first, last: the columns between which each row has entries.
@@ -110,8 +112,7 @@ def _line(columns: int, first: torch.Tensor, last: torch.Tensor) -> Line:
     rows = len(first)
     slopes = ((columns, rows), (columns - 1, max(rows - 1, 1)))  # edges of images are aligned, or centres of corners
     best = min((_along(columns, first, last, *slope) for slope in slopes), key=lambda line: line.size)
-    strided = _along(columns, first, last, round(columns / rows), 1)
-    return strided if strided.size < best.size + strided.step else best
+    return best if columns % rows else _along(columns, first, last, columns // rows, 1)
 
 
 def _along(columns: int, first: torch.Tensor, last: torch.Tensor, step: int, divisor: int) -> Line:

@@ -53,11 +53,11 @@ class Compiled:
         from torch._functorch import partitioners
         from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 
-        from miofind.torch.inductor.masks import take_at_results
+        from miofind.torch.inductor.joint_pass import JointPass
 
         if self._has_pass:
             constant_fold_uniform_value(joint)  # as Inductor does before custom passes
-            take_at_results(joint.graph)
+            JointPass()(joint.graph)
             joint.graph.lint()
             joint.recompile()
         part = partitioners.min_cut_rematerialization_partition if recomputes else partitioners.default_partition
