@@ -138,7 +138,7 @@ def _added(maps: Sequence[Map], place: int) -> Map:
     for each in maps:
         for entry in (entry.scaled(each.scale) for entry in each.along[place]):
             rows = entry.rows.numpy().tobytes()
-            entries[rows] = entry.scaled(1.0) if rows not in entries else _sum(entries[rows], entry)
+            entries[rows] = _sum(entries[rows], entry) if rows in entries else entry
     along = [*maps[0].along]
     along[place] = tuple(entries.values())
     return Map(along=tuple(along))
@@ -158,8 +158,8 @@ def _scatter(node: fx.Node, constants: Constants) -> Scatter | None:
     if not is_known or base.target is not aten.full.default or base.args[1] != 0:
         return None
     places = [i for i, index in enumerate(given) if index is not None]
-    first = places[0]
-    if places != [*range(first, first + len(places))] or len(shape) != value.dim():
+    first = min(places, default=0)
+    if not places or places != [*range(first, first + len(places))] or len(shape) != value.dim():
         return None
     rows = [_rows(constants.value(given[i]), len(places), i - first) for i in places]
     known = tuple(each for each in rows if each is not None)
@@ -275,10 +275,10 @@ class _Linear:
             return _Factor(number=value.item())
         rank = len(scatter.values.meta["val"].shape)
         shape = [1] * (rank - value.dim()) + [*value.shape]
-        (place,) = found if len(found := [i for i, size in enumerate(shape) if size > 1]) == 1 else (-1,)
-        if not scatter.dimension <= place < scatter.dimension + len(scatter.rows):
+        places = [i - scatter.dimension for i, size in enumerate(shape) if size > 1]
+        if len(places) > 1 or places[0] not in range(len(scatter.rows)):
             return None
-        return _Factor(place=place - scatter.dimension, weights=value.flatten().double())
+        return _Factor(place=places[0], weights=value.flatten().double())
 
 
 @dataclass(frozen=True, slots=True)
