@@ -25,7 +25,7 @@ def inductor_options(**options: Any) -> dict[str, Any]:
     where `enable()` is in force.
 
     A second pass, over the joint graph of forward and backward, has derivatives taken where nothing need be kept for
-    them.
+    them, and gradients of upsamplings gathered.
 
     Args:
         options: further ones of Inductor, as of `torch.compile(options=...)`. Passes of your own in the places of these
