@@ -7,6 +7,7 @@ spatial dimension. They are cut channels last, where rows of an image lie one af
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -57,13 +58,12 @@ def parts(problem: ProblemDescription, most_elements: int) -> tuple[Part, ...]:
     Args:
         most_elements: of a tensor.
     """
-    images = _images(problem, most_elements)
-    if images:
+    cut = _of_rows(problem, most_elements)
+    if images := _images(problem, most_elements):
         firsts = range(0, problem.n, images)
-        found = [_of_images(problem, first, min(images, problem.n - first)) for first in firsts]
-    else:
-        found = list(_of_rows(problem, most_elements))
-    return tuple(found) if len(found) <= MAX_PARTS and all(map(_is_aligned, found)) else ()
+        cut = (_of_images(problem, first, min(images, problem.n - first)) for first in firsts)
+    found = tuple(itertools.islice(cut, MAX_PARTS + 1))  # of tensors of 2^47 bytes there would be millions
+    return found if len(found) <= MAX_PARTS and all(map(_is_aligned, found)) else ()
 
 
 def _is_aligned(part: Part) -> bool:
@@ -152,7 +152,7 @@ def _cuts(problem: ProblemDescription, most_elements: int) -> tuple[_Rows, ...]:
     else:
         step, most = 1, min(y_rows, (x_rows - reach) // stride)
     most = most // step * step
-    if most < 1:
+    if most < 1 or ceil_div(height, most) > MAX_PARTS:
         return ()
     each = round_up(ceil_div(height, ceil_div(height, most)), step)
     starts = [0, *range(each - conv.pad_before[0] % step, height, each)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -128,3 +129,27 @@ def test_there_are_not_too_many() -> None:
     image = ProblemDescription.convolution(x=(2 * MAX_PARTS, 8, 4, 4), w=(8, 8, 1, 1))
     assert len(parts(image, 2 * 8 * 16)) == MAX_PARTS
     assert parts(image, 8 * 16) == ()
+
+
+@pytest.mark.parametrize(
+    ("x", "dilation"),
+    [((1 << 14, 64, 1 << 16, 1 << 10), 1), ((1, 4, (1 << 31) - 1, 4), (1 << 27) - 1)],
+    ids=["images", "rows"],
+)
+@pytest.mark.parametrize("direction", list(Direction))
+def test_far_too_many_are_not_made(
+    x: tuple[int, ...], dilation: int, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took 12 s, or as good as for ever, to refuse a tensor of 2^47 bytes: all parts were made to be counted."""
+    problem = ProblemDescription.convolution(
+        x=x, w=(1, x[1], 2, 1), dilation=(dilation, 1), dtype="float16", layout="NHWC", direction=direction
+    )
+    made, replaced = Counter[str](), replace
+
+    def counted(value: TensorDescriptor, **changes: object) -> TensorDescriptor:
+        made["tensors"] += 1
+        assert made["tensors"] < 16 * MAX_PARTS
+        return replaced(value, **changes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("miofind.solvers.large.parts.replace", counted)
+    assert parts(problem, MAX_ELEMENTS) == ()
