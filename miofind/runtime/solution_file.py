@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miofind.compiler import Compiler, kernel_hash
+from miofind.compiler import Compiler, identity, kernel_hash
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place, device_text
 from miofind.errors import (
@@ -72,14 +72,14 @@ def save_solution(solution: Solution, path: Path) -> None:
         check_kernels(steps, solution.kernel_hash, solution.id)
     except (LaunchError, InvalidConfigError) as error:
         raise SolutionFileError(f"{str(path)!r} is not written: {error}") from error
-    compiler = solution.solution_list.handle.compiler
+    compiler, arch = solution.solution_list.handle.compiler, solution.device.arch
     payload = {
         "network_config": solution.problem.network_config,
         "solver_id": solution.solver_id,
         "solver_version": solver.version,
         "config": dict(solution.config),
         "device": solution.device.identity,
-        "arch": solution.device.arch,
+        "arch": arch,
         "time_ms": float(solution.time_ms),
         "source": solution.source.value,
         "workspace_bytes": solution.workspace_bytes,
@@ -89,7 +89,7 @@ def save_solution(solution: Solution, path: Path) -> None:
         "samples": solution.samples,
         "cut_off": solution.cut_off,
         "contended": solution.contended,
-        "binaries": [_packed(compiler.build(step, solution.device.arch).cubin) for step in _distinct(steps.kernels)],
+        "binaries": [_packed(compiler.build(step, arch).cubin) for step in _one_a_kernel(steps.kernels)],
     }
     document = {"format": FORMAT, "version": VERSION, "sha256": _digest(payload), "solution": payload}
     _write(path, json.dumps(document, indent=1))
@@ -115,7 +115,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         raise SolutionFileError(f"{path} was saved with other sources of {solver.id} than this release has: find again")
     if device.place is Place.CUDA:
         handle = _own_handle(handle)
-        _adopt(path, handle, _distinct(steps.kernels), payload["binaries"])
+        _adopt(path, handle, steps.kernels, payload["binaries"])
     solution = Solution(
         problem=problem,
         device=device,
@@ -176,15 +176,22 @@ def _own_handle(handle: Handle) -> Handle:
     return Handle(handle.device, compiler=Compiler(handle.compiler.cache), registry=handle.registry)
 
 
-def _adopt(path: Path, handle: Handle, steps: list[KernelStep], packed: list[Any]) -> None:
+def _adopt(path: Path, handle: Handle, kernels: tuple[KernelStep, ...], packed: list[Any]) -> None:
+    steps = _one_a_kernel(kernels)
+    if len(packed) != len(steps):
+        steps = list(dict.fromkeys(kernels))  # the first files have a binary for every launch
     if len(packed) != len(steps):
         raise SolutionFileError(f"{path} holds {len(packed)} binaries, its solution has {len(steps)} kernels")
     for step, item in zip(steps, packed, strict=True):
         handle.compiler.adopt(step, handle.device.arch, _unpacked(path, item))
 
 
-def _distinct(steps: tuple[KernelStep, ...]) -> list[KernelStep]:
-    return list(dict.fromkeys(steps))
+def _one_a_kernel(kernels: tuple[KernelStep, ...]) -> list[KernelStep]:
+    """The first launch of each kernel: others differ in grid and arguments alone, and may be a thousand."""
+    firsts: dict[object, KernelStep] = {}
+    for step in kernels:
+        firsts.setdefault((identity(step), step.entry), step)
+    return list(firsts.values())
 
 
 def _packed(cubin: bytes) -> dict[str, str]:

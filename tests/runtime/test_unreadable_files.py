@@ -28,6 +28,7 @@ from miofind.files import replacing
 from miofind.finddb import Store, shipped_paths, write_release
 from miofind.runtime.solution import SolutionList, Source, alone
 from miofind.solver.registry import Registry
+from miofind.solvers.large.in_parts import ConvInParts
 from miofind.suites import load_csv, load_lines
 from miofind.suites.find_db_text import load_find_db
 
@@ -251,9 +252,11 @@ def test_a_cache_of_an_unknown_user_keeps_nothing(monkeypatch: pytest.MonkeyPatc
 GPU = miofind.Device.virtual("90a")
 
 
-def solution_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> miofind.Solution:
-    """A solution by the naive solver as a find would give it, on a GPU that need not be here."""
-    solver = Registry.default()["ConvDirectNaive"]
+def solution_of(
+    problem: miofind.ProblemDescription, handle: miofind.Handle, solver_id: str = "ConvDirectNaive"
+) -> miofind.Solution:
+    """A solution by a solver, the naive one if left out, as a find would give it, on a GPU that need not be here."""
+    solver = handle.registry[solver_id]
     config = solver.default_configs(problem, handle.device)[0]
     steps = solver.solution(problem, handle.device, config)
     solution = miofind.Solution(
@@ -264,7 +267,7 @@ def solution_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> 
         library=solver.library,
         config=config,
         time_ms=1.0,
-        workspace_bytes=0,
+        workspace_bytes=steps.workspace.bytes,
         deterministic=True,
         max_error=None,
         source=Source.MEASURED,
@@ -323,6 +326,30 @@ def test_a_loaded_solutions_binary_answers_for_no_other(is_built: bool, tmp_path
     assert foreign in binaries_in(file)
     assert binary_of(PROBLEM, miofind.Handle(GPU, compiler=Compiler(BinaryCache(tmp_path / "cache")))) == own
     assert not any(foreign == kept.read_bytes() for kept in (tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("is_first_file", [False, True], ids=["now", "first files"])
+def test_launches_of_one_kernel_share_a_binary_in_a_file(
+    is_first_file: bool, tmp_path: Path, gpu: miofind.Handle
+) -> None:
+    """Each part's launches had binaries of their own: the files of some hundred parts were too large to be loaded."""
+    file = tmp_path / "solution.json"
+    registry = Registry.default().with_solvers(ConvInParts(1 << 13))
+    handle = miofind.Handle(GPU, database=":memory:", compiler=gpu.compiler, registry=registry)
+    problem = miofind.ProblemDescription.convolution(
+        x=(9, 8, 32, 32), w=(8, 8, 3, 3), padding=1, dtype="float16", layout="NHWC"
+    )
+    solution = solution_of(problem, handle, "ConvInParts")
+    kernels = registry["ConvInParts"].solution(problem, GPU, solution.config).kernels
+    solution.save(file)
+    (binary,) = json.loads(file.read_text())["solution"]["binaries"]
+    assert len(set(kernels)) == 9
+    if is_first_file:
+        rewrite(file, binaries=[binary] * len(kernels))
+    loaded = miofind.Solution.load(file, handle)
+    assert loaded.config == solution.config
+    built = {loaded.solution_list.handle.compiler.build(step, GPU.arch).cubin for step in kernels}
+    assert built == {base64.b64decode(binary["cubin"])}
 
 
 def test_a_loaded_solution_that_was_pickled_leaves_its_binaries(tmp_path: Path, gpu: miofind.Handle) -> None:
