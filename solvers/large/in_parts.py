@@ -28,7 +28,8 @@ from miofind.solver.solver import (
 )
 from miofind.solver.steps import Config, ConvSolution, Region, WorkspacePlan
 from miofind.solvers.common.limits import MAX_ELEMENTS
-from miofind.solvers.large.partials import sum_of_parts
+from miofind.solvers.common.split_k import SplitK
+from miofind.solvers.large.partials import partials_of_all, sum_of_parts
 from miofind.solvers.large.parts import Part, parts
 
 _INNER = (
@@ -155,11 +156,12 @@ class ConvInParts(Solver):
         return self._cut(problem, device).estimate_ms(*self._inner(config))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        solutions = self._cut(problem, device).solutions(*self._inner(config))
+        cut = self._cut(problem, device)
+        solutions = cut.solutions(*self._inner(config))
         if problem.direction is Direction.BACKWARD_WEIGHTS:
-            summed = sum_of_parts(solutions, problem.w.size)
-            assert summed is not None, "what leaves nothing to be summed is refused"
-            return summed
+            whole = cut.partials(*self._inner(config))
+            assert whole is not None, "what leaves nothing to be summed is refused"
+            return sum_of_parts(solutions, whole)
         regions: dict[str, int] = {}  # of one part after another
         for region in itertools.chain.from_iterable(solution.workspace.regions for _, solution in solutions):
             regions[region.name] = max(region.bytes, regions.get(region.name, 0))
@@ -251,10 +253,14 @@ class _Cut:
                 inner.check_config(part, self.device, config)
         except InvalidConfigError as error:
             return Applicability(str(error))
-        if self.problem.direction is not Direction.BACKWARD_WEIGHTS:
+        if self.problem.direction is not Direction.BACKWARD_WEIGHTS or self.partials(inner, config):
             return APPLICABLE
-        summed = sum_of_parts(self.solutions(inner, config), self.problem.w.size)
-        return APPLICABLE if summed else Applicability(f"{inner.id} leaves no partials that could be summed")
+        return Applicability(f"{inner.id} leaves no partials that could be summed")
+
+    def partials(self, inner: Solver, config: Config) -> SplitK | None:
+        """Those of all parts' gradients of weights; None where there are none that could be summed."""
+        solutions = ((count, inner.solution(part, self.device, config)) for part, count in self.counts.items())
+        return partials_of_all(solutions, self.problem.w.size)
 
     def solutions(self, inner: Solver, config: Config) -> list[tuple[Part, ConvSolution]]:
         """What computes each part, on tensors of its own."""

@@ -7,7 +7,7 @@ the numbers that it takes the second says how many splits there are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from miofind.solver.steps import ConvSolution, Scalar, WorkspacePlan, int32s
@@ -18,19 +18,28 @@ _MOST_BYTES = 4 << 30  # of all partials
 _VECTOR = 4  # of partials, which begin at a multiple of 16 bytes
 
 
-def sum_of_parts(solutions: Sequence[tuple[Part, ConvSolution]], results: int) -> ConvSolution | None:
-    """The parts' first steps and one reduction; None where a part leaves no partials, or all are too large.
+def partials_of_all(solutions: Iterable[tuple[int, ConvSolution]], results: int) -> SplitK | None:
+    """The partials of all parts in one region; None where a part leaves none, or all are too large.
 
     Args:
+        solutions: each with how many parts it is of.
         results: elements of the output.
     """
-    splits = [_splits(solution, results) for _, solution in solutions]
-    whole = SplitK(results=results, splits=sum(splits))
-    if not all(splits) or whole.bytes > _MOST_BYTES:
-        return None
+    splits = [(count, _splits(solution, results)) for count, solution in solutions]
+    whole = SplitK(results=results, splits=sum(count * each for count, each in splits))
+    return whole if all(each for _, each in splits) and whole.bytes <= _MOST_BYTES else None
+
+
+def sum_of_parts(solutions: Sequence[tuple[Part, ConvSolution]], whole: SplitK) -> ConvSolution:
+    """The parts' first steps and one reduction.
+
+    Args:
+        whole: the partials of all.
+    """
     steps = []
+    splits = (_splits(solution, whole.results) for _, solution in solutions)
     for (part, solution), before in zip(solutions, itertools.accumulate(splits, initial=0), strict=False):
-        first = SplitK(results=results, splits=before).bytes
+        first = SplitK(results=whole.results, splits=before).bytes
         steps.append(solution.kernels[0].moved({**part.offsets_bytes, whole.region: first}))
     reduction = solutions[0][1].kernels[1]
     partials, output, size, _, *others = reduction.args
