@@ -22,6 +22,7 @@ from miofind.core.network_config import parse_network_config, write_network_conf
 from miofind.core.operand import Operand, Role
 from miofind.core.tensor import (
     MAX_DIMENSION,
+    MAX_INT32_ELEMENTS,
     MAX_TENSOR_BYTES,
     ConvolutionDescriptor,
     DataType,
@@ -38,6 +39,7 @@ from miofind.errors import InvalidProblemError, brief, with_known_keywords
 
 __all__ = [
     "MAX_DIMENSION",
+    "MAX_INT32_ELEMENTS",
     "MAX_TENSOR_BYTES",
     "ConvolutionDescriptor",
     "DataType",
@@ -218,6 +220,11 @@ class ProblemDescription:
     def is_1x1(self) -> bool:
         """Whether the filter has one tap and nothing is padded."""
         return _math.prod(self.filter) == 1 and not any(self.conv.pad_before) and not any(self.conv.pad_after)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether x or y has more elements than kernels count that count in 32 bits."""
+        return max(self.x.size, self.y.size) > MAX_INT32_ELEMENTS
 
     @property
     def flops(self) -> int:

@@ -17,6 +17,8 @@ from miofind.errors import InvalidProblemError, brief, suggestion
 
 MAX_DIMENSION = 2**31 - 1
 MAX_TENSOR_BYTES = 2**47
+MAX_INT32_ELEMENTS = 2**31 - 2**22
+"""Elements of a tensor that kernels count in 32 bits, tails of their tiles included."""
 
 
 class DataType(StrEnum):

@@ -1,4 +1,4 @@
-"""Which solvers need not be asked of a problem, told from what many have in common: direction, types and layouts.
+"""Which solvers need not be asked of a problem, told from what many have in common: direction, types, layouts, size.
 
 Of some forty solvers, most serve none of a problem's combination of these, whatever its sizes. None of them is imported
 for that.
@@ -49,7 +49,7 @@ class Gate(dict[str, Gated]):
         facts, device = self._registry.facts[solver_id], self._device
         answer = APPLICABLE
         if facts.is_own:
-            answer = refuse_combination(facts.keys, facts.directions, self._problem, device)
+            answer = refuse_combination(facts, self._problem, device)
         self[solver_id] = Gated(is_possible(facts, device), answer)
         return self[solver_id]
 

@@ -76,7 +76,7 @@ def likely_plan(
     times = [(each.planned.solver.id, each.prediction.time_ms) for each in own]
     places = list(range(min(FEW, len(own)))) if few else likely_places(times)
     first = [own[place].planned for place in places] + cudnn[: _CUDNN_PLANS if own else None]
-    asked = requested_scope(options, handle.device, handle.registry, dynamic_only, bool(problem.epilogue)).solvers
+    asked = requested_scope(problem, options, handle.device, handle.registry, dynamic_only=dynamic_only).solvers
     unasked = {
         name: version
         for name, version in asked.items()

@@ -194,8 +194,7 @@ def measure(
 
 def _was_found_in_full(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether a FindDB has a find of all that a request's likeliest are of."""
-    whole, fused = replace(options, likely=False), bool(problem.epilogue)
-    wanted = requested_scope(whole, handle.device, handle.registry, False, fused)
+    wanted = requested_scope(problem, replace(options, likely=False), handle.device, handle.registry)
     return any(
         answer.covers(wanted) for answer in handle.database.answers(handle.device.identity, problem.network_config)
     )

@@ -40,7 +40,7 @@ class SolverFacts:
         library: who supplies the code.
         names: what `only` and `exclude` know it by.
         composed_names: what they know its composed form by.
-        keys, directions: what it serves.
+        keys, directions, is_for_large: what it serves.
     """
 
     id: str
@@ -52,6 +52,7 @@ class SolverFacts:
     composed_names: frozenset[str]
     keys: tuple[KernelKey, ...]
     directions: frozenset[Direction]
+    is_for_large: bool
 
     @staticmethod
     def of(solver: Solver, composed: Solver) -> SolverFacts:
@@ -66,6 +67,7 @@ class SolverFacts:
             composed_names=composed.names,
             keys=solver.keys,
             directions=solver.directions,
+            is_for_large=solver.is_for_large,
         )
 
     @property
@@ -159,6 +161,7 @@ def _facts_from(kept: Mapping[str, object]) -> SolverFacts:
         composed_names=frozenset(composed_names),
         keys=tuple(map(_key_from, keys)),
         directions=frozenset(map(Direction, directions)),
+        is_for_large=bool(kept["is_for_large"]),
     )
 
 

@@ -13,11 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.core.problem import MAX_INT32_ELEMENTS, DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import INSTALL_CUDA, Device, Library, Place
 from miofind.errors import InvalidConfigError
 from miofind.solver.columns import ConfigTable
@@ -138,10 +138,10 @@ class KernelKey:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """What of a problem decides which keys match, and whether its direction is served.
+    """What of a problem decides which keys match, and whether its direction and its size are served at all.
 
     Attributes:
-        text: the direction, and element types and memory orders of x, w and y.
+        text: the direction, element types and memory orders of x, w and y, and whether it is large.
         problem: any of the combination.
     """
 
@@ -152,16 +152,29 @@ class Combination:
     @functools.lru_cache(maxsize=64)  # all solvers ask
     def of(problem: ProblemDescription) -> Combination:
         tensors = (f"{tensor.dtype} {tensor.layout}" for tensor in (problem.x, problem.w, problem.y))
-        return Combination(" ".join((problem.direction, *tensors)), problem)
+        size = "large" if problem.is_large else ""
+        return Combination(" ".join((problem.direction, *tensors, size)), problem)
 
 
-def refuse_combination(
-    keys: Sequence[KernelKey], directions: frozenset[Direction], problem: ProblemDescription, device: Device
-) -> Applicability:
-    """Why what has such keys and directions serves no problem of a `Combination` here.
+class Served(Protocol):
+    """What says of a solver which combinations it serves: itself, or its facts."""
 
-    By the first of the keys where none matches, else for the library of the one that does, or the direction.
+    @property
+    def keys(self) -> Sequence[KernelKey]: ...
+
+    @property
+    def directions(self) -> frozenset[Direction]: ...
+
+    @property
+    def is_for_large(self) -> bool: ...
+
+
+def refuse_combination(of: Served, problem: ProblemDescription, device: Device) -> Applicability:
+    """Why a solver serves no problem of a `Combination` here.
+
+    By the first of the keys where none matches, else for the library of the one that does, the direction or the size.
     """
+    keys, directions = of.keys, of.directions
     answers = [key.applicability(problem, device) for key in keys]
     if APPLICABLE not in answers:
         return answers[0]
@@ -170,12 +183,14 @@ def refuse_combination(
         return Applicability(f"{library} is not installed: {INSTALL_CUDA}")
     if problem.direction not in directions:
         return Applicability(f"computes {' and '.join(sorted(directions, reverse=True))}, not {problem.direction}")
+    if of.is_for_large and not problem.is_large:
+        return Applicability(f"serves tensors of more than {MAX_INT32_ELEMENTS} elements")
     return APPLICABLE
 
 
 @functools.lru_cache(maxsize=1 << 12)  # a find asks all solvers, and most refuse by their keys
 def _refuse_combination(solver: Solver, combination: Combination, device: Device) -> Applicability:
-    return refuse_combination(solver.keys, solver.directions, combination.problem, device)
+    return refuse_combination(solver, combination.problem, device)
 
 
 class EstimatedConfig(NamedTuple):
@@ -198,6 +213,7 @@ class Solver(ABC):
         is_dynamic: sizes are arguments of its kernels, so that a new shape compiles nothing.
         is_last_resort: timed only where nothing else applies.
         least_reach: how far errors reach of each configuration at least: who allows less need not ask for any.
+        is_for_large: serves problems that are large (`ProblemDescription.is_large`) alone: no find asks it of others.
         applies_epilogues: its kernels apply any epilogue to what they write, forward and of backward data; further
             outputs are for `fuses_training` to claim.
         parameters: allowed values of each configuration parameter; the space is their product, thinned by
@@ -215,6 +231,7 @@ class Solver(ABC):
     is_dynamic: ClassVar[bool] = False
     is_last_resort: ClassVar[bool] = False
     least_reach: ClassVar[Reach] = Reach.PRODUCTS
+    is_for_large: ClassVar[bool] = False
     applies_epilogues: ClassVar[bool] = False
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {}
     sources: ClassVar[tuple[str, ...]] = ()
@@ -278,7 +295,7 @@ class Solver(ABC):
         return self.is_applicable(problem, device)
 
     def refuse_combination(self, problem: ProblemDescription, device: Device) -> Applicability:
-        """Why it serves no problem of such a `Combination` here: its keys, its library's presence, its directions."""
+        """Why it serves no problem of such a `Combination` here: keys, library's presence, directions, size."""
         return _refuse_combination(self, Combination.of(problem), device)
 
     def fuses(self, problem: ProblemDescription) -> Applicability:

@@ -5,10 +5,10 @@ Pure arithmetic on shapes.
 
 from __future__ import annotations
 
-from miofind.core.problem import ProblemDescription
+from miofind.core.problem import MAX_INT32_ELEMENTS, ProblemDescription
 from miofind.solver.solver import APPLICABLE, Applicability, first_refusal
 
-MAX_ELEMENTS = 2**31 - 2**22
+MAX_ELEMENTS = MAX_INT32_ELEMENTS
 """Elements of a tensor, and blocks of a grid, that are counted in 32 bits."""
 
 MAX_PADDING = 2**20

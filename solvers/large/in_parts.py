@@ -75,9 +75,12 @@ class ConvInParts(Solver):
         ),
     )
     alignment_bytes = 16
+    is_for_large = True
 
     def __init__(self, most_elements: int = MAX_ELEMENTS) -> None:
         self._most_elements = most_elements
+        if most_elements != MAX_ELEMENTS:
+            vars(self)["is_for_large"] = False  # of the class, but for what tests count as large
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:  # type: ignore[override]

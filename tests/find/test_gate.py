@@ -8,6 +8,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find import plan as plans
 from miofind.find.gate import Gate, is_possible
+from miofind.find.lookup.scopes import accepted_scope, requested_scope
 from miofind.find.plan import make_plan
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
@@ -28,6 +29,20 @@ def test_the_gate_says_what_solvers_say_of_a_combination() -> None:
         assert gated.answer == solver.refuse_combination(HALF, DEVICE)
         assert not gated.answer.refused or solver.applicability(HALF, DEVICE) == gated.answer
     assert Gate.of(registry, HALF.in_direction(HALF.direction), DEVICE) is gate
+
+
+LARGE = ProblemDescription.convolution(x=(4, 16, 1 << 13, 1 << 12), w=(16, 16, 3, 3), padding=1, dtype="float16")
+
+
+def test_what_is_for_large_tensors_is_asked_of_these_alone() -> None:
+    """Answers that were found before it came are whole: shipped ones of small tensors would all lack it."""
+    registry, options = Registry.default(), FindOptions()
+    assert LARGE.is_large
+    assert not HALF.is_large
+    for problem, is_asked in ((HALF, False), (LARGE, True)):
+        assert Gate.of(registry, problem, DEVICE)["ConvInParts"].answer.refused is not is_asked
+        assert ("ConvInParts" in requested_scope(problem, options, DEVICE, registry).solvers) is is_asked
+        assert ("ConvInParts" in accepted_scope(problem, options, DEVICE, registry).solvers) is is_asked
 
 
 def test_of_another_package_s_solver_nothing_is_known_before_it_is_asked() -> None:

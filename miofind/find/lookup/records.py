@@ -75,7 +75,7 @@ def look_up(
     partial = coverage is not Coverage.ALL
     dynamic_only = coverage is Coverage.DYNAMIC
     scope = accepted_scope if partial and not in_full else requested_scope
-    request = scope(options, handle.device, handle.registry, dynamic_only, bool(problem.epilogue))
+    request = scope(problem, options, handle.device, handle.registry, dynamic_only=dynamic_only)
     if not partial and _wants_all(problem, options, handle):
         request = replace(request, complete=True)
     asked = _Request(problem, options, handle, request, frozenset(measured), partial)
@@ -102,13 +102,13 @@ def look_up(
 
 def all_rows(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
     """Solutions that FindDBs have within a request's limits, fastest first, whatever their finds considered."""
-    request = accepted_scope(options, handle.device, handle.registry, False, bool(problem.epilogue))
+    request = accepted_scope(problem, options, handle.device, handle.registry)
     return _Request(problem, options, handle, request, frozenset(), True).of_all_histories().solutions
 
 
 def is_answered(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether `look_up` has solutions; asks of one row where the first will do, and notes nothing for a re-check."""
-    request = accepted_scope(options, handle.device, handle.registry, False, bool(problem.epilogue))
+    request = accepted_scope(problem, options, handle.device, handle.registry)
     asked = _Request(problem, options, handle, request, frozenset(), True)
     return any(map(asked.holds_any, handle.database.answers(handle.device.identity, problem.network_config)))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
+from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import ANY_EFFORT, LIKELY, Scope, failed_code
@@ -33,27 +34,40 @@ WIDE_BOUNDS = "any error bound"
 """A pseudo solver id in a scope: `max_error` was set, and so algorithms with wider error bounds took part."""
 
 
-@functools.lru_cache(maxsize=256)
-def requested_scope(options: FindOptions, device: Device, registry: Registry, dynamic_only: bool, fused: bool) -> Scope:
-    """The scope that must be covered for a request: the registry's solvers that the request would measure.
+def requested_scope(
+    problem: ProblemDescription, options: FindOptions, device: Device, registry: Registry, *, dynamic_only: bool = False
+) -> Scope:
+    """The scope that must be covered for a request: the registry's solvers that the request would measure."""
+    return _requested(options, device, registry, dynamic_only, bool(problem.epilogue), problem.is_large)
 
-    Args:
-        fused: it is of a problem with an epilogue.
-    """
+
+@functools.lru_cache(maxsize=256)
+def _requested(
+    options: FindOptions, device: Device, registry: Registry, dynamic_only: bool, fused: bool, is_large: bool
+) -> Scope:
     considered = {
         facts.id: facts.version
         for facts in counted_solvers(options, registry, fused=fused)
         if (facts.is_dynamic or not dynamic_only)
+        and (is_large or not facts.is_for_large)
         and any(key.place is device.place for key in facts.keys)
         and any(device.library_version(key.library) is not None for key in facts.keys)
     }
     return scope_of(options, considered, complete=False, filtered=dynamic_only)
 
 
-@functools.lru_cache(maxsize=256)
-def accepted_scope(options: FindOptions, device: Device, registry: Registry, dynamic_only: bool, fused: bool) -> Scope:
+def accepted_scope(
+    problem: ProblemDescription, options: FindOptions, device: Device, registry: Registry, *, dynamic_only: bool = False
+) -> Scope:
     """The scope whose coverage makes an answer usable: where defaults are asked for, the likeliest of them will do."""
-    request = requested_scope(options, device, registry, dynamic_only, fused)
+    return _accepted(options, device, registry, dynamic_only, bool(problem.epilogue), problem.is_large)
+
+
+@functools.lru_cache(maxsize=256)
+def _accepted(
+    options: FindOptions, device: Device, registry: Registry, dynamic_only: bool, fused: bool, is_large: bool
+) -> Scope:
+    request = _requested(options, device, registry, dynamic_only, fused, is_large)
     return replace(request, effort=ANY_EFFORT) if request.effort == "defaults" else request
 
 
