@@ -71,7 +71,11 @@ class ConvInParts(Solver):
     algorithm = Algorithm.IMPLICIT_GEMM
     keys = (
         KernelKey(
-            place=Place.CUDA, library=Library.PLAIN, dtypes=frozenset(DataType), layouts=frozenset(Layout), min_sm=75
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset(Layout),
+            min_sm=75,
         ),
     )
     alignment_bytes = 16
@@ -80,7 +84,7 @@ class ConvInParts(Solver):
     def __init__(self, most_elements: int = MAX_ELEMENTS) -> None:
         self._most_elements = most_elements
         if most_elements != MAX_ELEMENTS:
-            vars(self)["is_for_large"] = False  # of the class, but for what tests count as large
+            vars(self)["is_for_large"] = False  # of the class otherwise: what is small to others is cut, too
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -88,35 +92,16 @@ class ConvInParts(Solver):
         return tuple(dict.fromkeys(source for name in _INNER for source in Registry.default()[name].sources))
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        conv, side = ProblemDescription.convolution, 1 << 14
+        conv, side = functools.partial(ProblemDescription.convolution, stride=8), 1 << 14
+        last = functools.partial(conv, dtype="float16", layout="NHWC")
+        x, w, many = (2, 8, side, side // 2), (8, 8, 3, 3), (2, 64, side, side // 16)
         return (
-            conv(x=(2, 8, side, side // 2), w=(8, 8, 3, 3), stride=8, padding=1, dtype="float16", layout="NHWC"),
-            conv(x=(1, 8, side, side), w=(8, 8, 3, 3), stride=8, dtype="bfloat16", layout="NHWC"),
-            conv(x=(2, 8, side, side // 2), w=(8, 8, 3, 3), stride=8, dtype="float32"),
-            conv(
-                x=(2, 8, side, side // 2),
-                w=(8, 8, 3, 3),
-                stride=2,
-                dtype="float16",
-                layout="NHWC",
-                direction=Direction.BACKWARD_DATA,
-            ),
-            conv(
-                x=(2, 64, side, side // 16),
-                w=(64, 64, 3, 3),
-                stride=8,
-                dtype="float16",
-                layout="NHWC",
-                direction=Direction.BACKWARD_WEIGHTS,
-            ),
-            conv(
-                x=(2, 8, side, side // 2),
-                w=(8, 8, 3, 3),
-                stride=8,
-                dtype="float16",
-                layout="NHWC",
-                epilogue="bias.residual.relu",
-            ),
+            last(x=x, w=w, padding=1),
+            last(x=(1, 8, side, side), w=w, dtype="bfloat16"),
+            conv(x=x, w=w, dtype="float32"),
+            last(x=x, w=w, stride=2, direction=Direction.BACKWARD_DATA),
+            last(x=many, w=(64, 64, 3, 3), direction=Direction.BACKWARD_WEIGHTS),
+            last(x=x, w=w, epilogue="bias.residual.relu"),
         )
 
     def fuses(self, problem: ProblemDescription) -> Applicability:
@@ -276,7 +261,7 @@ class _Cut:
         return sum(count * inner.estimate_ms(part, self.device, config) for part, count in self.counts.items())
 
 
-@functools.lru_cache(maxsize=16)  # every configuration's estimate and solution asks
+@functools.lru_cache(maxsize=16)  # asked for every configuration
 def _cut(problem: ProblemDescription, most_elements: int, device: Device) -> _Cut:
     return _Cut(problem, parts(problem, most_elements), device)
 

@@ -49,14 +49,14 @@ class _Rows(NamedTuple):
     pad_after: int
 
 
-@functools.lru_cache(maxsize=64)  # every configuration's estimate and solution asks
+@functools.lru_cache(maxsize=64)  # asked for every configuration
 def parts(problem: ProblemDescription, most_elements: int) -> tuple[Part, ...]:
-    """The parts of a problem, none of which has a larger tensor of images; () for no such.
+    """The parts of a problem, at most MAX_PARTS; () where it cannot be cut so.
 
     Parts of backward data have results of their own, as forward ones do. Those of backward weights are to be summed.
 
     Args:
-        most_elements: of a tensor.
+        most_elements: of x and y of each part.
     """
     cut = _of_rows(problem, most_elements)
     if images := _images(problem, most_elements):
@@ -71,14 +71,14 @@ def _is_aligned(part: Part) -> bool:
 
 
 def _images(problem: ProblemDescription, most_elements: int) -> int:
-    """Images of a part: as many as may be, spread evenly; 0 where one is too large, or so few begin unaligned."""
+    """Images of a part: as many as fit, spread evenly; 0 where one is too large, or all that fit end unaligned."""
     step = math.lcm(*(_aligned_after(_of_image(problem, name)) for name in _of_each_image(problem)))
     most = most_elements // max(problem.x.size // problem.n, problem.y.size // problem.n) // step * step
     return min(most, ceil_div(ceil_div(problem.n, ceil_div(problem.n, most)), step) * step) if most else 0
 
 
 def _aligned_after(size_bytes: int) -> int:
-    """How many pieces of a size end where the next may begin."""
+    """After how many pieces of a size the next is aligned."""
     return _ALIGNMENT_BYTES // math.gcd(_ALIGNMENT_BYTES, size_bytes)
 
 

@@ -59,7 +59,9 @@ def test_each_part_is_launched_on_its_piece(direction: str) -> None:
 
 def test_epilogues_read_from_where_their_part_begins() -> None:
     problem = convolution(epilogue="bias.channel_bias.residual.relu")
-    for config in SOLVER.default_configs(problem, DEVICE):
+    configs = SOLVER.default_configs(problem, DEVICE)
+    assert configs
+    for config in configs:
         for step, part in zip(SOLVER.solution(problem, DEVICE, config).kernels, parts(problem, SMALL), strict=True):
             found = pointers(step)
             assert found["residual"] == part.offsets_bytes["y"]
@@ -105,7 +107,9 @@ def test_a_search_makes_no_steps_of_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(KernelStep, "moved", made)
     problem = convolution(direction="backward_weights")
-    for config in itertools.islice(SOLVER.configs(problem, DEVICE), 8):
+    configs = [*itertools.islice(SOLVER.configs(problem, DEVICE), 8)]
+    assert len(configs) == 8
+    for config in configs:
         SOLVER.check_config(problem, DEVICE, config)
 
 
@@ -117,8 +121,9 @@ def test_a_search_makes_no_steps_of_parts(monkeypatch: pytest.MonkeyPatch) -> No
         ({"x": (2, 16, 8, 4096), "padding": 0}, "cannot be cut"),
         ({"epilogue": "statistics"}, "second outputs"),
         ({"w": (4096, 16, 3, 3)}, "cannot be cut"),
+        ({"dtype": "float64"}, "float64"),
     ],
-    ids=["small", "one image channels first", "rows as large as parts", "statistics", "filters"],
+    ids=["small", "one image channels first", "rows as large as parts", "statistics", "filters", "float64"],
 )
 def test_what_is_refused_says_why(values: dict[str, Any], told: str) -> None:
     assert told in SOLVER.applicability(convolution(**values), DEVICE).reason
