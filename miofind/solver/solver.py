@@ -157,7 +157,7 @@ class Combination:
 
 
 class Served(Protocol):
-    """What says of a solver which combinations it serves: itself, or its facts."""
+    """What says which combinations a solver serves: the solver, or its facts."""
 
     @property
     def keys(self) -> Sequence[KernelKey]: ...
@@ -169,21 +169,21 @@ class Served(Protocol):
     def is_for_large(self) -> bool: ...
 
 
-def refuse_combination(of: Served, problem: ProblemDescription, device: Device) -> Applicability:
+def refuse_combination(solver: Served, problem: ProblemDescription, device: Device) -> Applicability:
     """Why a solver serves no problem of a `Combination` here.
 
     By the first of the keys where none matches, else for the library of the one that does, the direction or the size.
     """
-    keys, directions = of.keys, of.directions
-    answers = [key.applicability(problem, device) for key in keys]
+    answers = [key.applicability(problem, device) for key in solver.keys]
     if APPLICABLE not in answers:
         return answers[0]
-    library = keys[answers.index(APPLICABLE)].library
+    library = solver.keys[answers.index(APPLICABLE)].library
     if device.library_version(library) is None:
         return Applicability(f"{library} is not installed: {INSTALL_CUDA}")
-    if problem.direction not in directions:
-        return Applicability(f"computes {' and '.join(sorted(directions, reverse=True))}, not {problem.direction}")
-    if of.is_for_large and not problem.is_large:
+    if problem.direction not in solver.directions:
+        served = " and ".join(sorted(solver.directions, reverse=True))
+        return Applicability(f"computes {served}, not {problem.direction}")
+    if solver.is_for_large and not problem.is_large:
         return Applicability(f"serves tensors of more than {MAX_INT32_ELEMENTS} elements")
     return APPLICABLE
 
@@ -257,7 +257,7 @@ class Solver(ABC):
 
     @abstractmethod
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        """Whether it serves a problem that matches its keys and directions; asks no library and compiles nothing."""
+        """Whether it serves a problem that matches keys, directions and size; asks no library and compiles nothing."""
 
     @abstractmethod
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
@@ -38,37 +39,47 @@ def requested_scope(
     problem: ProblemDescription, options: FindOptions, device: Device, registry: Registry, *, dynamic_only: bool = False
 ) -> Scope:
     """The scope that must be covered for a request: the registry's solvers that the request would measure."""
-    return _requested(options, device, registry, dynamic_only, bool(problem.epilogue), problem.is_large)
-
-
-@functools.lru_cache(maxsize=256)
-def _requested(
-    options: FindOptions, device: Device, registry: Registry, dynamic_only: bool, fused: bool, is_large: bool
-) -> Scope:
-    considered = {
-        facts.id: facts.version
-        for facts in counted_solvers(options, registry, fused=fused)
-        if (facts.is_dynamic or not dynamic_only)
-        and (is_large or not facts.is_for_large)
-        and any(key.place is device.place for key in facts.keys)
-        and any(device.library_version(key.library) is not None for key in facts.keys)
-    }
-    return scope_of(options, considered, complete=False, filtered=dynamic_only)
+    return _scopes(_Kind.of(problem), options, device, registry, dynamic_only).requested
 
 
 def accepted_scope(
     problem: ProblemDescription, options: FindOptions, device: Device, registry: Registry, *, dynamic_only: bool = False
 ) -> Scope:
     """The scope whose coverage makes an answer usable: where defaults are asked for, the likeliest of them will do."""
-    return _accepted(options, device, registry, dynamic_only, bool(problem.epilogue), problem.is_large)
+    return _scopes(_Kind.of(problem), options, device, registry, dynamic_only).accepted
+
+
+class _Kind(NamedTuple):
+    """What of a problem decides which solvers count."""
+
+    is_fused: bool
+    is_large: bool
+
+    @staticmethod
+    def of(problem: ProblemDescription) -> _Kind:
+        return _Kind(bool(problem.epilogue), problem.is_large)
+
+
+class _Scopes(NamedTuple):
+    """What must be covered for a request, and what is enough for its answer to be usable."""
+
+    requested: Scope
+    accepted: Scope
 
 
 @functools.lru_cache(maxsize=256)
-def _accepted(
-    options: FindOptions, device: Device, registry: Registry, dynamic_only: bool, fused: bool, is_large: bool
-) -> Scope:
-    request = _requested(options, device, registry, dynamic_only, fused, is_large)
-    return replace(request, effort=ANY_EFFORT) if request.effort == "defaults" else request
+def _scopes(kind: _Kind, options: FindOptions, device: Device, registry: Registry, dynamic_only: bool) -> _Scopes:
+    considered = {
+        facts.id: facts.version
+        for facts in counted_solvers(options, registry, fused=kind.is_fused)
+        if (facts.is_dynamic or not dynamic_only)
+        and (kind.is_large or not facts.is_for_large)
+        and any(key.place is device.place for key in facts.keys)
+        and any(device.library_version(key.library) is not None for key in facts.keys)
+    }
+    requested = scope_of(options, considered, complete=False, filtered=dynamic_only)
+    accepted = replace(requested, effort=ANY_EFFORT) if requested.effort == "defaults" else requested
+    return _Scopes(requested, accepted)
 
 
 def counted_solvers(options: FindOptions, registry: Registry, *, fused: bool) -> Iterator[SolverFacts]:
