@@ -73,7 +73,11 @@ def _doubted(sources: Sequence[str]) -> set[str]:
 
 
 def one_device(stores: Sequence[Store], name: str, option: str = "--device") -> str:
-    """The kind of device that an option names a part of the name of, or the only one.
+    """The kind of device with `name` in its name, in any case of letters; "" where the sources know none.
+
+    Args:
+        name: "" for the only kind that the sources know.
+        option: what the user gives the name by.
 
     Raises:
         InvalidOptionError: the sources know several, or none, with that in its name.
@@ -82,6 +86,8 @@ def one_device(stores: Sequence[Store], name: str, option: str = "--device") -> 
     named = {device: text for device, text in known.items() if name.casefold() in text.casefold()}
     if len(named) > 1:
         several = "; ".join(sorted(named.values()))
+        if name:
+            raise InvalidOptionError(f"{option} {name!r} is in several devices' names, give more of one: {several}")
         raise InvalidOptionError(
             f"a file to ship is of one kind of device, the sources know {several}: choose by {option}"
         )

@@ -110,15 +110,15 @@ def _others(stores: Sequence[Store], device: Device, names: Iterable[str]) -> tu
     Raises:
         InvalidOptionError: the sources know several with one of the names, or none, or it is of another architecture.
     """
-    found = {(other := described(one_device(stores, name, "--beside"))).identity: other for name in names}
-    for identity, other in found.items():
-        if identity == device.identity:
-            raise InvalidOptionError(f"--beside: {device_text(identity)} is what the model is of")
+    own = device_text(device.identity)
+    others = tuple(dict.fromkeys(described(one_device(stores, name, "--beside")) for name in names))
+    for other in others:
+        told = device_text(other.identity)
+        if other == device:
+            raise InvalidOptionError(f"--beside: {told} is what the model is of")
         if (other.place, other.sm) != (device.place, device.sm):
-            raise InvalidOptionError(
-                f"--beside: {device_text(identity)} is of another architecture than {device_text(device.identity)}"
-            )
-    return tuple(found.values())
+            raise InvalidOptionError(f"--beside: {told} is of another architecture than {own}")
+    return others
 
 
 def _check_out(out: Path) -> None:

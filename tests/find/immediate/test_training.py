@@ -313,6 +313,7 @@ def test_the_command_learns_beside_another_gpu(of_two: Path, tmp_path: Path) -> 
         ("H200", "is what the model is of"),
         ("A100", "is of another architecture than"),
         ("B300", "--beside 'B300' is in no device's name"),
+        ("NVIDIA", "--beside 'NVIDIA' is in several devices' names"),
     ],
 )
 def test_no_other_gpu_is_learnt_beside(of_two: Path, tmp_path: Path, other: str, told: str) -> None:

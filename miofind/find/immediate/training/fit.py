@@ -178,7 +178,7 @@ class Training:
         return replace(model, trees=self._trees(lessons, model.table, reach)) if self.has_trees else model
 
     def _trees(self, lessons: Sequence[Lesson], table: Table, reach: float) -> Trees:
-        learnt = sorted((each for each in lessons if each.predicted), key=_name)
+        learnt = sorted((each for each in lessons if each.predicted), key=_key)
         guesses = [_guesses(each, table) for each in learnt]
         shared = problem_features(learnt[0].problem, self.device)
         names = feature_names(shared, [guess for each in guesses for guess in each])
@@ -225,7 +225,7 @@ class Training:
         return found
 
 
-def _name(lesson: Lesson) -> tuple[str, str]:
+def _key(lesson: Lesson) -> tuple[str, str]:
     """What tells a lesson from all others."""
     return lesson.problem.network_config, lesson.device.identity
 
@@ -285,8 +285,8 @@ def _calibration(lessons: Sequence[Lesson], times: Times) -> Calibration:
 
 def _hash(lessons: Iterable[Lesson]) -> str:
     digest = hashlib.sha256()
-    for lesson in sorted(lessons, key=_name):
+    for lesson in sorted(lessons, key=_key):
         for sample in lesson.samples:
-            fields = (*_name(lesson), sample.solver_id, sample.config.json, sample.time_ms)
+            fields = (*_key(lesson), sample.solver_id, sample.config.json, sample.time_ms)
             digest.update(f"{fields!r}\n".encode())
     return digest.hexdigest()
