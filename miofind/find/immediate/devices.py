@@ -16,7 +16,8 @@ class _Ceilings:
     Attributes:
         sm_count: multiprocessors.
         clock_hz: boost clock.
-        memory_hz, bus_bits: clock of the memory, which moves two bits a cycle and line, and lines.
+        memory_hz: clock of the memory, which moves two bits a cycle on each line of its bus.
+        bus_bits: lines of that bus.
         l2_mib: L2 cache.
     """
 
@@ -26,8 +27,8 @@ class _Ceilings:
     bus_bits: int
     l2_mib: int
 
-    def of(self, device: Device) -> Device:
-        """A device with these; bandwidth and L2 of one that has more or fewer multiprocessors are as many times."""
+    def given_to(self, device: Device) -> Device:
+        """A device with these: bandwidth and L2 in proportion to its multiprocessors."""
         share = device.sm_count / self.sm_count
         return replace(
             device,
@@ -57,7 +58,7 @@ _CEILINGS = {
     "NVIDIA GeForce RTX 4090": _Ceilings(sm_count=128, clock_hz=2.52e9, memory_hz=10.501e9, bus_bits=384, l2_mib=72),
     "NVIDIA GeForce RTX 5090": _Ceilings(sm_count=170, clock_hz=2.407e9, memory_hz=14.001e9, bus_bits=512, l2_mib=96),
 }
-_LIKELY = {
+_TYPICAL = {
     75: "Tesla T4",
     80: "NVIDIA A100-SXM4-80GB",
     86: "NVIDIA A10",
@@ -67,12 +68,13 @@ _LIKELY = {
     103: "NVIDIA B200",
     120: "NVIDIA GeForce RTX 5090",
 }
-"""Which kind another GPU of a compute capability is taken to be like, and so is a MIG instance."""
+"""By compute capability, the kind that unknown GPUs and MIG instances are taken to be like."""
 
 
 def described(identity: str) -> Device:
-    """The device with an identity, as the FindDB writes it: the one here, else as it is described, or as another of its
-    compute capability is.
+    """The device with an identity, as the FindDB writes it: the one here, else with the figures of its kind.
+
+    A kind that is not known has those of another of its compute capability, by multiprocessor.
 
     Raises:
         NoDeviceError: the text is no identity.
@@ -80,5 +82,5 @@ def described(identity: str) -> Device:
     device = device_of(identity)
     if device is None:
         raise NoDeviceError(f"device {identity!r:.80} is none that can be described: name,SMs,compute capability")
-    name = device.name if device.name in _CEILINGS else _LIKELY.get(device.sm)
-    return device if device.index >= 0 or name is None else _CEILINGS[name].of(device)
+    name = device.name if device.name in _CEILINGS else _TYPICAL.get(device.sm)
+    return device if device.index >= 0 or name is None else _CEILINGS[name].given_to(device)

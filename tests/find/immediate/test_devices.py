@@ -18,6 +18,7 @@ from miofind.find.immediate.devices import described
         ("NVIDIA A100-SXM4-80GB|108|8.0|", 1.41e9, 2.04, 40),
         ("NVIDIA A100 80GB PCIe|108|8.0|", 1.41e9, 1.94, 40),
         ("NVIDIA A100-SXM4-40GB|108|8.0|", 1.41e9, 1.56, 40),
+        ("NVIDIA A100-PCIE-40GB|108|8.0|", 1.41e9, 1.56, 40),
         ("NVIDIA B200|148|10.0|", 1.856e9, 7.67, 126),
         ("NVIDIA L40S|142|8.9|", 2.52e9, 0.86, 96),
         ("NVIDIA L4|58|8.9|", 2.04e9, 0.30, 48),
