@@ -80,7 +80,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if unchecked:
         named = ", ".join(sorted(map(str, unchecked))) if len(unchecked) <= 3 else f"{len(unchecked)} solvers"
         terminalreporter.write_line(
-            f"Contract: the values that {named} compute on a GPU were not checked; `make gpu-test` checks them on one."
+            f"Contract: the values of {named} on a GPU were not checked; `make gpu-test` checks them on one."
         )
 
 
