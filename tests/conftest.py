@@ -18,6 +18,9 @@ __all__ = ["_finddb_of_worker", "finddb_url", "forked_children", "nursery", "pos
 # tenth slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor's code for CPUs without vectors: g++ is not asked first what it can, which took each worker ten seconds, and
+# compiles less. Vectors are PyTorch's affair; graphs and their results are what tests look at.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # Hypothesis fails an example that takes 0.2 s, and then takes a minute to find the smallest that does.
 settings.register_profile("any machine", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
