@@ -278,7 +278,10 @@ def histories(
         packed: as for `history`.
     """
     if packed is not None:
-        return [history(connection, number, key, packed) for number, key in problems.items()]
+        stored = payloads(connection, problems)
+        with legible():
+            found = [packed.history(key, stored.get(number)) for number, key in problems.items()]
+        return _with_environments(connection, found)
     rows = _of_problems(connection, _ROW_COLUMNS, _ROW_ORDER, problems)
     scopes = _of_problems(connection, _SCOPE_COLUMNS, _SCOPE_ORDER, problems)
     verdicts = _of_problems(connection, _VERDICT_COLUMNS, _VERDICT_ORDER, problems)
