@@ -64,6 +64,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("activation", "text"), ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
 def test_derivatives_are_taken_with_the_gradient(

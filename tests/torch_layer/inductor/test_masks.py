@@ -179,7 +179,11 @@ def test_the_activation_is_written_with_the_convolution_before_it(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("activation", "name"),
-    [(leaky(0.1), "leaky_relu"), (functional.relu6, "clamp"), (functional.hardswish, "hardswish")],
+    [
+        (leaky(0.1), "leaky_relu"),
+        pytest.param(functional.relu6, "clamp", marks=pytest.mark.full_matrix),
+        pytest.param(functional.hardswish, "hardswish", marks=pytest.mark.full_matrix),
+    ],
 )
 def test_inductor_takes_the_pass(activation: Activation, name: str) -> None:
     network = Stack(activation)

@@ -219,7 +219,7 @@ def test_gradients_have_eager_s_strides_where_sizes_are_1_too() -> None:
         torch.testing.assert_close(given, expected, rtol=5e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv3d])
+@pytest.mark.parametrize("convolution", [nn.Conv1d, pytest.param(nn.Conv3d, marks=pytest.mark.full_matrix)])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -309,7 +309,7 @@ def test_recording_leaves_graphs_as_they_are(cpu_handle: Handle, caplog: pytest.
     assert not [record for record in caplog.records if record.name.startswith("miofind")]
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.full_matrix)])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -339,7 +339,7 @@ def test_gradients_of_one_dimension_are_put_in_with_nothing_besides(
         torch.testing.assert_close(each, expected, rtol=0.05, atol=0.01)
 
 
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("rank", [1, pytest.param(3, marks=pytest.mark.full_matrix)])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
