@@ -21,7 +21,7 @@ CPU_DEMO = --batch 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compile gpu-test lint format clean
+.PHONY: help demo test test-compile gpu-test lint bytecode format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -30,7 +30,8 @@ demo: $(VENV)/.run ## tune the layers of ResNet-50 on this machine and print wha
 	@[ -s $(VENV)/.extra ] && size="$(GPU_DEMO)" || size="$(CPU_DEMO)"; set -x; \
 		$(BIN)/miofind tune --suite resnet50 --direction forward $$size
 
-test: lint ## lint, types and the fast tests; needs no GPU
+test: $(VENV)/.dev ## lint, types and the fast tests; needs no GPU
+	@$(MAKE) --no-print-directory -j 2 lint bytecode
 	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-compile: $(VENV)/.dev ## every kernel for every architecture, and all that `make test` samples; needs no GPU
@@ -45,6 +46,11 @@ lint: $(VENV)/.dev ## ruff, clang-format and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(KERNELS)
 	$(BIN)/mypy
+
+# In a new clone every worker of pytest would compile all tests and what they import, 15 s of a processor's, at the same
+# time as the others: once is enough, beside mypy, which keeps one processor busy. The tests tell what cannot be imported.
+bytecode: $(VENV)/.dev
+	@$(BIN)/pytest -qq --collect-only > /dev/null 2>&1 || true
 
 format: $(VENV)/.dev ## write the code as lint wants it
 	$(BIN)/ruff check --fix .
