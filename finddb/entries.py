@@ -280,7 +280,7 @@ def histories(
     if packed is not None:
         stored = payloads(connection, problems)
         with legible():
-            found = [packed.history(key, stored.get(number)) for number, key in problems.items()]
+            found = [packed.history(key, stored.get(number, b"")) for number, key in problems.items()]
         return _with_environments(connection, found)
     rows = _of_problems(connection, _ROW_COLUMNS, _ROW_ORDER, problems)
     scopes = _of_problems(connection, _SCOPE_COLUMNS, _SCOPE_ORDER, problems)
