@@ -82,7 +82,9 @@ def is_spread(tensor: Any, layout: Layout) -> bool:
 
 
 def is_last(tensor: Any) -> bool:
-    """Whether a tensor is packed channels last, and not channels first as well."""
+    """Whether a tensor is packed channels last, and not channels first as well; those of 3 to 5 dimensions may be."""
+    if tensor.dim() not in (3, 4, 5):
+        return False
     return is_dense(tensor, layout_like(tensor, channels_last=True)) and not tensor.is_contiguous()
 
 

@@ -319,6 +319,15 @@ def test_sizes_that_are_no_numbers_are_left() -> None:
     assert compiled.count(aten.index_put.default) == 4
 
 
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (4, 3, 5), (1, 2, 1, 2, 3, 5)], ids=str)
+def test_tensors_of_any_rank(shape: tuple[int, ...]) -> None:
+    """Rows of a table that are repeated, say; of these alone that images have it can be told where channels lie."""
+    x, dy = random(*shape), random(*shape[:-1], 13)
+    graph = rewritten(joint_graph(lambda x: x[..., torch.arange(13) * 5 // 13], x, dy))
+    torch.testing.assert_close(graph(x, dy), joint_graph(lambda x: x[..., torch.arange(13) * 5 // 13], x, dy)(x, dy))
+    assert scatters(graph) == 0
+
+
 class Decoder(nn.Module):
     """Upsamplings between convolutions and activations.
 
