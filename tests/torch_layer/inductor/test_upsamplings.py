@@ -202,6 +202,18 @@ def test_what_has_no_weight_spreads_nothing(size: tuple[int, int]) -> None:
             assert torch.equal(graph(x, spoilt).isfinite(), wanted(function, x, ones).abs() < 1e-6)
 
 
+@pytest.mark.parametrize("factor", [3, 5])
+def test_no_weight_within_windows_spreads_nothing(factor: int) -> None:
+    """Of cubic windows at odd factors, which are centred upon pixels."""
+    function, x = resized(scale_factor=factor, mode="bicubic"), random(1, 1, 5, 5)
+    dy = random(1, 1, 5 * factor, 5 * factor)
+    graph = check(function, x, dy)
+    for y in range(5 * factor):
+        ones, spoilt = torch.zeros_like(dy), dy.clone()
+        ones[0, 0, y, 4], spoilt[0, 0, y, 4] = 1, torch.inf
+        assert torch.equal(graph(x, spoilt).isfinite(), wanted(function, x, ones).abs() < 1e-6)
+
+
 def progressive(x: Any) -> Any:
     return functional.interpolate(functional.interpolate(x, scale_factor=2, mode="bilinear"), scale_factor=3)
 
