@@ -46,7 +46,10 @@ class Constants:
         arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: read[each])
         if "device" in named:
             named = {**named, "device": torch.device("cpu")}
-        return node.target(*arguments, **named)
+        try:
+            return node.target(*arguments, **named)
+        except RuntimeError:  # whole numbers divided by 0, of which a GPU makes something that is not read, it may be
+            return None
 
 
 def _is_pure(node: fx.Node) -> bool:

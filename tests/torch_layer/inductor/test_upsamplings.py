@@ -298,6 +298,16 @@ def test_others_are_left(function: Function) -> None:
     assert str(rewritten(graph).graph) == before
 
 
+def test_places_of_a_division_by_0_are_left() -> None:
+    """The host raises where a GPU has a quotient that is not read."""
+
+    def repeated(x: Any) -> Any:
+        i = torch.arange(10)
+        return x[:, :, torch.where(i < 5, i // 2, i // 2 // (i // 5))]
+
+    assert scatters(rewritten(joint_graph(repeated, random(2, 3, 5, 6), random(2, 3, 10, 6)))) == 1
+
+
 @pytest.mark.parametrize("divisor", [2, 3, 5])
 def test_a_scatter_that_looks_alike_is_right(divisor: int) -> None:
     function = scattered(lambda _: torch.arange(5 * divisor) // divisor)
