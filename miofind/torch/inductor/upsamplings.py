@@ -36,10 +36,23 @@ _MOST_TAPS = 25
 
 def gather_gradients(graph: fx.Graph) -> None:
     """Have gradients of upsamplings be sums over windows in place of scatters."""
-    if not graph.find_nodes(op="call_function", target=SCATTER):
+    if not graph.find_nodes(op="call_function", target=SCATTER) or not _is_outermost(graph):
         return
     with unset_fake_temporarily(), torch.no_grad():  # places and weights are numbers
         _gather(graph)
+
+
+def _is_outermost(graph: fx.Graph) -> bool:
+    """Whether a graph is the joint one of all that is compiled: Inductor takes no constants in graphs within graphs.
+
+    Nested regions count the gradients that they are given from 0 on; branches do not name them.
+    """
+    return any(node.target == "tangents_1" for node in _tangents(graph)[:1])
+
+
+def _tangents(graph: fx.Graph) -> list[fx.Node]:
+    """The gradients that a graph is given."""
+    return [node for node in graph.find_nodes(op="placeholder") if node.target.startswith("tangents")]
 
 
 def _gather(graph: fx.Graph) -> None:
@@ -147,6 +160,8 @@ class _Gathering:
             (window, *others), dimension = left, left[0].dimension
             terms = list[fx.Node]()
             for place, weights in enumerate(window.weights):
+                if not weights.any():
+                    continue  # as of cubic ones by odd factors, which an infinity times 0 would spoil
                 term = summed(self._taken(part, window, place), others)
                 terms.append(self._weighed(term, weights, dimension, skips=window.skips(place)))
             return functools.reduce(lambda one, other: self._step(aten.add.Tensor, one, other), terms)
@@ -173,8 +188,6 @@ class _Gathering:
         Inductor does not see through indices in which order a result is best stored, and stores it channels first where
         it is not told otherwise.
         """
-                if not weights.any():
-                    continue  # as of cubic ones by odd factors, which an infinity times 0 would spoil
         line, dimension = window.line, window.dimension
         places = line.starts[:, None] + torch.arange(line.size)
         index = [*[None] * dimension, self._constant(places, value)]

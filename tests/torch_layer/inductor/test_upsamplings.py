@@ -33,11 +33,11 @@ def joint_graph(function: Function, x: Any, dy: Any, *, mode: Any = None) -> fx.
     from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def gradient(x: Any, dy: Any) -> Any:
-        x = x.detach().requires_grad_()
+    def gradient(primals: Any, tangents: Any) -> Any:
+        x = primals.detach().requires_grad_()
         with torch.enable_grad():
             y = function(x)
-        return torch.autograd.grad(y, x, dy)[0]
+        return torch.autograd.grad(y, x, tangents)[0]
 
     with mode or FakeTensorMode(), enable_python_dispatcher():
         like = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in (x, dy)]
@@ -319,6 +319,15 @@ def test_a_scatter_that_looks_alike_is_right(divisor: int) -> None:
     assert scatters(graph) == 0
 
 
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (4, 3, 5), (1, 2, 1, 2, 3, 5)], ids=str)
+def test_tensors_of_any_rank(shape: tuple[int, ...]) -> None:
+    """Rows of a table that are repeated, say; of these alone that images have it can be told where channels lie."""
+    x, dy = random(*shape), random(*shape[:-1], 13)
+    graph = rewritten(joint_graph(lambda x: x[..., torch.arange(13) * 5 // 13], x, dy))
+    torch.testing.assert_close(graph(x, dy), joint_graph(lambda x: x[..., torch.arange(13) * 5 // 13], x, dy)(x, dy))
+    assert scatters(graph) == 0
+
+
 def test_strides_that_are_read_are_those_traced() -> None:
     def function(x: Any) -> Any:
         return functional.interpolate(x.as_strided((2, 3, 5, 6), (90, 30, 6, 1)) * 2, scale_factor=2, mode="bilinear")
@@ -339,15 +348,6 @@ def test_sizes_that_are_no_numbers_are_left() -> None:
         given, expected = (torch.autograd.grad(run(x), x, dy)[0] for run in (compiled, grown))
         torch.testing.assert_close(given, expected)
     assert compiled.count(aten.index_put.default) == 4
-
-
-@pytest.mark.parametrize("shape", [(5,), (4, 5), (4, 3, 5), (1, 2, 1, 2, 3, 5)], ids=str)
-def test_tensors_of_any_rank(shape: tuple[int, ...]) -> None:
-    """Rows of a table that are repeated, say; of these alone that images have it can be told where channels lie."""
-    x, dy = random(*shape), random(*shape[:-1], 13)
-    graph = rewritten(joint_graph(lambda x: x[..., torch.arange(13) * 5 // 13], x, dy))
-    torch.testing.assert_close(graph(x, dy), joint_graph(lambda x: x[..., torch.arange(13) * 5 // 13], x, dy)(x, dy))
-    assert scatters(graph) == 0
 
 
 class Decoder(nn.Module):
@@ -403,10 +403,41 @@ def test_convolutions_before_upsamplings_have_gradients_channels_last() -> None:
     assert all(value.is_contiguous(memory_format=torch.channels_last) for value in values)
 
 
+def user_sum(x: Any) -> Any:
+    """A user's own scatter forward, to where a gradient would go."""
+    return torch.zeros(x.shape).index_add(2, torch.arange(x.shape[2]), x)
+
+
+def test_graphs_without_gradients_are_left() -> None:
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(user_sum, decomposition_table=select_decomp_table(), tracing_mode="fake")
+    assert scatters(rewritten(traced(random(2, 3, 5, 6)))) == 1
+
+
 def test_without_gradients_nothing_is_done() -> None:
     compiled = Compiled(resized(scale_factor=2, mode="bilinear"))
     x = random(2, 3, 5, 6)
     torch.testing.assert_close(compiled(x), resized(scale_factor=2, mode="bilinear")(x))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_graphs_within_graphs_take_no_constants() -> None:
+    """Of nested regions and of branches, whose constants PyTorch's generated code does not define."""
+    region = torch.compiler.nested_compile_region(resized(size=(13, 9), mode="bilinear"))
+
+    def grown(x: Any) -> Any:
+        branch = torch.cond(x.sum() > 0, resized(size=(13, 9), mode="bilinear"), resized(size=(13, 9)), (x,))
+        return region(x) + region(x.cos()) * branch
+
+    x, dy = random(2, 3, 5, 6).requires_grad_(), random(2, 3, 13, 9)
+    options = miofind.torch.inductor_options(fx_graph_cache=False, **{"cpp.simdlen": 1})
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        given = torch.autograd.grad(torch.compile(grown, options=options)(x), x, dy)
+    torch.testing.assert_close(given, torch.autograd.grad(grown(x), x, dy), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
