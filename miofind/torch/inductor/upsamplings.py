@@ -55,9 +55,22 @@ def _tangents(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.find_nodes(op="placeholder") if node.target.startswith("tangents")]
 
 
+def _backward(graph: fx.Graph) -> set[fx.Node]:
+    """The steps that are computed from gradients.
+
+    What others scatter may be a result of the forward pass, which lies as its user expects and in memory of its own.
+    """
+    found = {*_tangents(graph)}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def _gather(graph: fx.Graph) -> None:
-    constants = Constants()
-    windows = {each.first: (each, _windows(each, constants)) for each in scatter_sums(graph, constants)}
+    constants, backward = Constants(), _backward(graph)
+    sums = [each for each in scatter_sums(graph, constants) if each.source in backward]
+    windows = {each.first: (each, _windows(each, constants)) for each in sums}
     gathering, relaid = _Gathering(graph, keeps_strides=reads_strides(graph)), set[fx.Node]()
     for node in graph.nodes:  # in order, as one gradient's may follow from another's
         if node.op == "call_function":

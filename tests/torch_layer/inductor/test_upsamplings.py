@@ -408,6 +408,13 @@ def user_sum(x: Any) -> Any:
     return torch.zeros(x.shape).index_add(2, torch.arange(x.shape[2]), x)
 
 
+def test_results_of_forward_passes_lie_as_traced_and_alone() -> None:
+    x = random(2, 3, 5, 6, last=True).requires_grad_()
+    assert Compiled(user_sum)(x).stride() == user_sum(x).stride()
+    x = x.detach().contiguous().requires_grad_()
+    assert Compiled(user_sum)(x).data_ptr() != x.data_ptr()
+
+
 def test_graphs_without_gradients_are_left() -> None:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
