@@ -57,7 +57,7 @@ def packed_strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ..
         return tuple(made.stride())
     if len(shape) == 3:
         return tuple(made.unsqueeze(2).to(memory_format=torch.channels_last).squeeze(2).stride())
-    return tuple(made.to(memory_format=_channels_last_format(len(shape))).stride())
+    return tuple(made.to(memory_format=channels_last_format(len(shape))).stride())
 
 
 def is_dense(tensor: Any, layout: Layout) -> bool:
@@ -66,7 +66,7 @@ def is_dense(tensor: Any, layout: Layout) -> bool:
         return bool(tensor.is_contiguous())
     if tensor.dim() == 3:
         return bool(tensor.unsqueeze(2).is_contiguous(memory_format=torch.channels_last))
-    return bool(tensor.is_contiguous(memory_format=_channels_last_format(tensor.dim())))
+    return bool(tensor.is_contiguous(memory_format=channels_last_format(tensor.dim())))
 
 
 def is_spread(tensor: Any, layout: Layout) -> bool:
@@ -94,10 +94,11 @@ def dense(tensor: Any, layout: Layout) -> Any:
         return tensor.contiguous()
     if tensor.dim() == 3:
         return tensor.unsqueeze(2).contiguous(memory_format=torch.channels_last).squeeze(2)
-    return tensor.contiguous(memory_format=_channels_last_format(tensor.dim()))
+    return tensor.contiguous(memory_format=channels_last_format(tensor.dim()))
 
 
-def _channels_last_format(rank: int) -> Any:
+def channels_last_format(rank: int) -> Any:
+    """PyTorch's name for channels last of tensors of 4 or 5 dimensions."""
     return torch.channels_last if rank == 4 else torch.channels_last_3d
 
 
@@ -139,7 +140,7 @@ def _as_for_cudnn(x: Any, w: Any) -> Any:
     if x.dim() == 3:
         x, w = torch.empty(x.shape, device="meta").unsqueeze(2), w.unsqueeze(2)
     suggested = (_suggested(x), _suggested(w))
-    wanted = _channels_last_format(w.dim())
+    wanted = channels_last_format(w.dim())
     return wanted if wanted in suggested else torch.contiguous_format
 
 

@@ -60,7 +60,10 @@ def _is_pure(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return False
-    is_known = node.target in _PURE or node.target.is_view or torch.Tag.pointwise in node.target.tags
+    tags = node.target.tags
+    if torch.Tag.nondeterministic_seeded in tags:  # of those that are point-wise aten.rrelu
+        return False
+    is_known = node.target in _PURE or node.target.is_view or torch.Tag.pointwise in tags
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return is_known and all(isinstance(each, torch.Tensor) and _is_plain(each) for each in values)

@@ -19,7 +19,7 @@ from torch import fx
 from torch._inductor import inductor_prims
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from miofind.torch.formats import is_last, packed_strides
+from miofind.torch.formats import channels_last_format, is_last, packed_strides
 from miofind.torch.inductor.constants import Constants
 from miofind.torch.inductor.graphs import HALVES, added_step, erase_unused
 from miofind.torch.inductor.scatters import SCATTER, ScatterSum, plain_summands, scatter_sums
@@ -27,8 +27,6 @@ from miofind.torch.inductor.strides import reads_strides, retrace_step
 from miofind.torch.inductor.windows import Window, window_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 _MOST_TAPS = 25
 """Elements of a window that are read at once; larger ones are summed along one dimension after another."""
@@ -143,7 +141,7 @@ class _Gathering:
         if is_last(like) and not self._keeps_strides:
             if is_last(given) or given.dim() not in (4, 5):
                 return value
-            return self._step(aten.clone.default, value, memory_format=_LAST[given.dim()])
+            return self._step(aten.clone.default, value, memory_format=channels_last_format(given.dim()))
         if given.is_contiguous():
             return value
         return self._step(aten.clone.default, value, memory_format=torch.contiguous_format)

@@ -277,6 +277,7 @@ def scattered(rows: Any, *, base: Any = None, accumulate: bool = True) -> Functi
 LEFT: dict[str, Function] = {
     "smaller": resized(scale_factor=0.5, mode="bilinear"),
     "much smaller": resized(size=(2, 1)),
+    "antialiased": resized(scale_factor=2, mode="bilinear", antialias=True),
     "replicated borders": lambda x: functional.pad(x, (2, 2, 1, 1), mode="replicate"),
     "reflected borders": lambda x: functional.pad(x, (2, 2, 1, 1), mode="reflect"),
     "computed places": scattered(lambda x: (x[0, 0, :, 0] > 0).long()),
@@ -467,3 +468,17 @@ def test_inductor_takes_the_pass() -> None:
     expected = wanted(grown, x.detach(), dy)
     torch.testing.assert_close(given.double(), expected, rtol=2**-7, atol=2**-7)
     assert not any(word in codes[-1] for word in ("index_put", "atomic_add"))
+
+
+def test_random_numbers_are_no_constants() -> None:
+    from miofind.torch.inductor.constants import Constants
+
+    def given(step: Any, **named: Any) -> Any:
+        graph = fx.Graph()
+        node = graph.call_function(step, (graph.call_function(aten.full.default, ([4], -1.0)),), named)
+        for each in graph.nodes:
+            each.meta["val"] = torch.empty(4)
+        return Constants().value(node)
+
+    assert torch.equal(given(aten.relu.default), torch.zeros(4))
+    assert given(aten.rrelu.default, training=True) is None
