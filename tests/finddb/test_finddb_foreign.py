@@ -227,6 +227,12 @@ def test_a_damaged_packed_answer_is_refused(packed, change):
         store.answer(DEVICE, PROBLEM)
 
 
+def test_a_packed_problem_whose_answer_is_gone_is_damage(packed):
+    spoil(packed, "DELETE FROM answer")
+    with Store(packed, read_only=True) as store, pytest.raises(DatabaseError, match="holds an entry that cannot be"):
+        list(store.histories())
+
+
 def test_no_flipped_bit_of_a_packed_answer_goes_unnoticed(packed):
     with closing(sqlite3.connect(packed)) as connection:
         (payload,) = connection.execute("SELECT payload FROM answer").fetchone()
