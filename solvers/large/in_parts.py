@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
@@ -145,9 +145,10 @@ class ConvInParts(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         cut = self._cut(problem, device)
-        solutions = cut.solutions(*self._inner(config))
+        found = cut.solutions(*self._inner(config))
+        solutions = [(part, found[part.problem]) for part in cut.parts]
         if problem.direction is Direction.BACKWARD_WEIGHTS:
-            whole = cut.partials(*self._inner(config))
+            whole = cut.partials(found)
             assert whole is not None, "what leaves nothing to be summed is refused"
             return sum_of_parts(solutions, whole)
         regions: dict[str, int] = {}  # of one part after another
@@ -241,20 +242,20 @@ class _Cut:
                 inner.check_config(part, self.device, config)
         except InvalidConfigError as error:
             return Applicability(str(error))
-        if self.problem.direction is not Direction.BACKWARD_WEIGHTS or self.partials(inner, config):
+        if self.problem.direction is not Direction.BACKWARD_WEIGHTS or self.partials(self.solutions(inner, config)):
             return APPLICABLE
         return Applicability(f"{inner.id} leaves no partials that could be summed")
 
-    def partials(self, inner: Solver, config: Config) -> SplitK | None:
-        """Those of all parts' gradients of weights; None where there are none that could be summed."""
-        solutions = ((count, inner.solution(part, self.device, config)) for part, count in self.counts.items())
-        return partials_of_all(solutions, self.problem.w.size)
-
-    def solutions(self, inner: Solver, config: Config) -> list[tuple[Part, ConvSolution]]:
-        """What computes each part, on tensors of its own."""
+    def solutions(self, inner: Solver, config: Config) -> dict[ProblemDescription, ConvSolution]:
+        """What computes the problem of each part, on tensors of its own."""
         found = {part: inner.solution(part, self.device, config) for part in self.counts}
         assert all(len(each.kernels) == len(each.steps) for each in found.values()), "miofind's own kernels alone"
-        return [(part, found[part.problem]) for part in self.parts]
+        return found
+
+    def partials(self, solutions: Mapping[ProblemDescription, ConvSolution]) -> SplitK | None:
+        """Those of all parts' gradients of weights; None where there are none that could be summed."""
+        counted = ((self.counts[part], solution) for part, solution in solutions.items())
+        return partials_of_all(counted, self.problem.w.size)
 
     def estimate_ms(self, inner: Solver, config: Config) -> float:
         """The sum of the parts' times."""
