@@ -1,7 +1,7 @@
 """Whole networks in PyTorch: the best form of PyTorch's own against the best of miofind's, side by side.
 
     python benchmarks/end_to_end.py --gpus 4 --tune --stop-after 540
-    python benchmarks/end_to_end.py --networks resnet50 --kinds inference --batches 64 --forms eager,graph
+    python benchmarks/end_to_end.py --networks resnet50,timm/densenet121 --kinds inference --batches 64
 
 Inference in float16, and training steps under autocast to bfloat16; `torch.backends.cudnn.benchmark = True` and
 `benchmark_limit = 0`. Forms are the network as it is, in a CUDA graph and under torch.compile, in inference with its
@@ -74,9 +74,9 @@ class Case:
 
     def size(self) -> int:
         """The number of images."""
-        from torch_networks import NETWORKS
+        from torch_networks import network_named
 
-        of_network = NETWORKS[self.network]
+        of_network = network_named(self.network)
         large = of_network.batch if self.kind == "inference" else of_network.training_batch
         return large if self.batch == LARGE else int(self.batch)
 
@@ -103,12 +103,12 @@ def time_case(case: Case, arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, arguments.cores or os.sched_getaffinity(0))
     import torch
     from torch_forms import Setting, timed_network
-    from torch_networks import NETWORKS
+    from torch_networks import network_named
 
     arguments.turns.join()
     torch.backends.cudnn.allow_tf32 = False  # float32 is what results are held to
     device = Device.cuda() if arguments.device == "cuda" else Device.cpu()
-    network = NETWORKS[case.network]
+    network = network_named(case.network)
     with miofind.Handle(device, database=arguments.db or MEMORY) as handle:
         setting = Setting(
             kind=case.kind,
@@ -308,12 +308,26 @@ def table(arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+def networks(text: str) -> list[str]:
+    """A type: names of networks, each once."""
+    from torch_networks import network_named
+
+    names = text.split(",")
+    for name in names:
+        try:
+            network_named(name)
+        except miofind.MiofindError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return [*dict.fromkeys(names)]
+
+
 def main() -> None:
     from torch_networks import NETWORKS
 
     parser = script.parser(__doc__)
     names = tuple(name for name in NETWORKS if name != "tiny")
-    parser.add_argument("--networks", type=script.several(NETWORKS), default=names, help=",".join(NETWORKS))
+    others = "timm/NAME,torchvision/NAME"
+    parser.add_argument("--networks", type=networks, default=names, help=f"{','.join(NETWORKS)},{others}")
     parser.add_argument("--kinds", type=script.several(KINDS), default=KINDS, help=",".join(KINDS))
     parser.add_argument("--layouts", type=script.several(LAYOUTS), default=LAYOUTS, help=",".join(LAYOUTS))
     parser.add_argument("--batches", type=lambda text: text.split(","), default=[LARGE, "1"], help="numbers, or large")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from miofind.errors import MissingLibraryError
+from miofind.errors import InvalidOptionError, MissingLibraryError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,20 @@ def of_torchvision(path: str, **keywords: Any) -> Callable[[], nn.Module]:
         for part in path.split("."):
             place = getattr(place, part)
         network: nn.Module = place(weights=None, **keywords)
+        return network
+
+    return build
+
+
+def of_timm(name: str) -> Callable[[], nn.Module]:
+    """A builder of a network of timm."""
+
+    def build() -> nn.Module:
+        try:
+            timm = importlib.import_module("timm")
+        except ImportError:
+            raise MissingLibraryError("timm is not installed: pip install timm") from None
+        network: nn.Module = timm.create_model(name, pretrained=False)
         return network
 
     return build
@@ -426,3 +440,18 @@ NETWORKS = {
     "hifi_gan": Network(build=HifiGan, shape=(80, 256), batch=16, training_batch=16),
     "tiny": Network(build=tiny, shape=(3, 12, 12), batch=4, training_batch=4),
 }
+
+
+def network_named(name: str) -> Network:
+    """One of NETWORKS, or a classifier of another library by its name there, as timm/densenet121.
+
+    Raises:
+        InvalidOptionError: there is no such network, or no such library is known.
+    """
+    if name in NETWORKS:
+        return NETWORKS[name]
+    library, _, model = name.partition("/")
+    builders = {"timm": of_timm, "torchvision": of_torchvision}
+    if library not in builders or not model:
+        raise InvalidOptionError(f"{name!r} is unknown: choose from {','.join(NETWORKS)},timm/NAME,torchvision/NAME")
+    return Network(build=builders[library](model), shape=IMAGE)

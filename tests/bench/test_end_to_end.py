@@ -162,3 +162,28 @@ def test_the_best_form_of_each_side_counts(end_to_end: ModuleType, tmp_path: Pat
     assert "inference, channels_last, batch 2: 2.00x" in text
     assert "inference, channels_last, batch 4: 0.50x" in text
     assert "inference, channels_last, batch 4: 4.00x" in text
+
+
+def test_networks_of_other_libraries_are_named_by_their_own_names(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, bool]] = []
+
+    def create_model(name: str, *, pretrained: bool) -> torch.nn.Module:
+        made.append((name, pretrained))
+        return torch.nn.Identity()
+
+    timm = ModuleType("timm")
+    monkeypatch.setattr(timm, "create_model", create_model, raising=False)
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    network = scripts["torch_networks"].network_named("timm/densenet121")
+    assert isinstance(network.build(), torch.nn.Identity)
+    assert made == [("densenet121", False)]
+    assert network.shape == (3, 224, 224)
+    assert scripts["end_to_end"].networks("tiny,timm/densenet121") == ["tiny", "timm/densenet121"]
+
+
+@pytest.mark.parametrize("name", ["tinny", "timm/", "keras/resnet", ""])
+def test_an_unknown_network_is_refused_before_anything_is_timed(name: str, end_to_end: ModuleType) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"unknown: choose from resnet50,.*timm/NAME"):
+        end_to_end.networks(f"tiny,{name}")
