@@ -17,7 +17,7 @@ from torch import fx
 
 from miofind.torch.formats import dense, is_dense, layout_like
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY
-from miofind.torch.inductor.graphs import CONVOLUTIONS, HALVES, added_step, user_visible
+from miofind.torch.inductor.graphs import CONVOLUTIONS, HALVES, added_step, is_pointwise, user_visible
 from miofind.torch.inductor.memory_formats import runs_last
 from miofind.torch.inductor.writing import SpatialRanks
 
@@ -68,16 +68,9 @@ def _given(graph: fx.Graph) -> dict[fx.Node, None]:
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         read = node.all_input_nodes
-        if node.op == "placeholder" or (read and _is_pointwise(node.target) and all(each in found for each in read)):
+        if node.op == "placeholder" or (read and is_pointwise(node) and all(each in found for each in read)):
             found[node] = None
     return found
-
-
-def _is_pointwise(target: Any) -> bool:
-    """Whether a step computes each element of the same elements."""
-    if target is prims.convert_element_type.default:
-        return True
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def _has_few_channels(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 VIEWS = (aten.reshape.default, aten.view.default)
@@ -22,6 +22,16 @@ def has_numbers(node: fx.Node) -> bool:
         isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
         for value in values
     )
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each number of a step's result is computed of those in its place, and nothing is written to.
+
+    PyTorch does not say so of conversions.
+    """
+    is_so = node.target is prims.convert_element_type.default
+    is_so = is_so or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_so and isinstance(node.meta.get("val"), torch.Tensor) and not node.target._schema.is_mutable
 
 
 def is_widened(before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -15,13 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.inductor.graphs import VIEWS, added_step, has_numbers
+from miofind.torch.inductor.graphs import VIEWS, added_step, has_numbers, is_pointwise
 from miofind.torch.inductor.strides import reads_strides, retrace_step
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-_POINTWISE = (prims.convert_element_type.default,)
-"""Beside what PyTorch says is point-wise."""
+aten = torch.ops.aten
 
 
 def unfold_images(graph: fx.Graph) -> None:
@@ -79,7 +76,7 @@ class _Unfolding:
             elif node.target in VIEWS and node.meta["val"].shape == self.apart[read[0]].meta["val"].shape:
                 if self._is_alone(read[0]):
                     self._replace(node, self.apart[read[0]])
-            elif _is_pointwise(node) and (arguments := self._arguments(node, read[0])) is not None:
+            elif is_pointwise(node) and (arguments := self._arguments(node, read[0])) is not None:
                 self.apart[node] = self._step(node.target, *arguments, **node.kwargs)
 
     def finish(self) -> None:
@@ -177,8 +174,3 @@ def _sums_all(node: fx.Node) -> bool:
     """Whether a step is over all dimensions but that of channels."""
     value = node.args[0].meta["val"]
     return len(node.args) > 1 and node.args[1] is not None and [*node.args[1]] == [0, *range(2, value.dim())]
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    is_so = node.target in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return is_so and _is_tensor(node) and not node.target._schema.is_mutable

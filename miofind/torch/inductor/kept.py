@@ -12,13 +12,18 @@ from torch._prims_common import suggest_memory_format
 from miofind.core.problem import ProblemDescription
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
-from miofind.torch.formats import dense, is_dense, layout_like
-from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers
+from miofind.torch.formats import channels_last_format, dense, is_dense, layout_like, output_layout
+from miofind.torch.fused.calls import BackwardData, BackwardWeights
+from miofind.torch.fused.ops import OPERATORS
+from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers, is_pointwise
+from miofind.torch.inductor.strides import reads_order
 from miofind.torch.inductor.writing import Writing
 from miofind.torch.override import current
 from miofind.torch.recorder import recorded_call
 
 aten = torch.ops.aten
+
+_BACKWARD = (OPERATORS[BackwardData], OPERATORS[BackwardWeights])
 
 
 def kept_problems(writing: Writing) -> Iterator[tuple[ProblemDescription, Any]]:
@@ -61,34 +66,64 @@ def asked_problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescripti
 
 
 def pack_images(graph: fx.Graph) -> None:
-    """Have convolutions that stay be given copies of what is a part of a tensor, such as of one that is split.
+    """Have convolutions that stay be given packed images, and gradients that run channels last images in that order.
 
-    They would make them themselves, by a kernel that takes three times as long as Inductor's.
+    They would copy parts of a tensor, such as of one that is split, themselves, by a kernel that takes three times as
+    long as Inductor's. So they would what lies channels first, as Inductor gives PyTorch's own gradients what they read
+    as it was traced: of a group norm, or behind a `contiguous()`. What is computed element by element it writes in the
+    order that is asked for. An operator reads the same copy.
     """
-    packed: dict[fx.Node, fx.Node] = {}
+    packed: dict[tuple[fx.Node, bool], fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target in CONVOLUTIONS and has_numbers(node):
-            for i in _read_images(node):
-                image = node.args[i]
-                if image not in packed and not _is_packed(image.meta["val"]):
-                    with graph.inserting_before(node):
-                        packed[image] = _packed(graph, image)
-                node.update_arg(i, packed.get(image, image))
+        places, last = _read_images(node)
+        for i in places:
+            image = node.args[i]
+            if (image, last) not in packed and not _is_packed(image.meta["val"], last):
+                packed[image, last] = _packed(graph, image, last, node)
+            node.update_arg(i, packed.get((image, last), image))
 
 
-def _read_images(convolution: fx.Node) -> tuple[int, ...]:
-    """The places of the images that a convolution reads: backward, x for the gradient of the weights alone."""
-    is_read = convolution.target is aten.convolution_backward.default and convolution.args[10][1]
-    return (0, 1) if is_read else (0,)
+def _read_images(node: fx.Node) -> tuple[tuple[int, ...], bool]:
+    """The places of the images that a convolution reads, and whether it reads them channels last alone.
+
+    Backward it reads x for the gradient of the weights alone. For a forward one of PyTorch's own Inductor finds the
+    order.
+    """
+    if node.target in _BACKWARD and node.kwargs.get("channels_last") and node.args[0].meta["val"].dim() > 3:
+        return (0,) if node.target is OPERATORS[BackwardData] else (0, 1), True
+    if node.target not in CONVOLUTIONS or not has_numbers(node):
+        return (), False
+    if node.target is aten.convolution.default:
+        return (0,), False
+    x, w, bias, *geometry, mask = node.args[1:]
+    value = x.meta["val"]
+    with value.fake_mode:
+        layout = output_layout(value, w.meta["val"], bias, geometry)
+    return (0, 1) if mask[1] else (0,), layout.channels_last and value.dim() > 3
 
 
-def _is_packed(value: Any) -> bool:
+def _is_packed(value: Any, last: bool) -> bool:
     """Whether a convolution reads a tensor as it lies: of one dimension channels first alone."""
-    orders = (False,) if value.dim() == 3 else (False, True)
-    return any(is_dense(value, layout_like(value, channels_last=last)) for last in orders)
+    orders = (True,) if last else (False,) if value.dim() == 3 else (False, True)
+    return any(is_dense(value, layout_like(value, channels_last=each)) for each in orders)
 
 
-def _packed(graph: fx.Graph, image: fx.Node) -> fx.Node:
-    """The step that copies a tensor in the order that its strides are in."""
-    suggested = suggest_memory_format(image.meta["val"])
-    return added_step(graph, aten.clone.default, image, memory_format=suggested)
+def _is_free(image: fx.Node) -> bool:
+    """Whether Inductor may write an image in any order: it is computed element by element, and nobody else minds."""
+    steps = {user.target for user in image.users if user.op == "call_function"}
+    is_inside = all(user.op == "call_function" for user in image.users)
+    return is_pointwise(image) and is_inside and not any(map(reads_order, steps))
+
+
+def _packed(graph: fx.Graph, image: fx.Node, last: bool, reader: fx.Node) -> fx.Node:
+    """The step that gives an image channels last, or packed in the order that its strides are in.
+
+    All read it that read what Inductor then writes in that order alone.
+    """
+    value, is_free = image.meta["val"], last and _is_free(image)
+    order = channels_last_format(value.dim()) if last else suggest_memory_format(value)
+    with graph.inserting_after(image) if is_free else graph.inserting_before(reader):
+        step = added_step(graph, aten.clone.default, image, memory_format=order)
+    if is_free:
+        image.replace_all_uses_with(step, delete_user_cb=lambda user: user is not step)
+    return step

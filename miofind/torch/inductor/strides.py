@@ -34,10 +34,16 @@ def reads_strides(graph: fx.Graph) -> bool:
 
     So do random numbers that are to be eager's, which are drawn in the order of memory.
     """
-    steps = {node.target for node in graph.nodes if node.op == "call_function"} - {operator.getitem}
-    if any(not _is_known(step) or step in _BY_STRIDES for step in steps):
+    return any(map(reads_order, {node.target for node in graph.nodes if node.op == "call_function"}))
+
+
+def reads_order(step: Any) -> bool:
+    """Whether an operator may, and its results are not those of the same numbers in another order."""
+    if step is operator.getitem:
+        return False
+    if not _is_known(step) or step in _BY_STRIDES:
         return True
-    return config.fallback_random and any(torch.Tag.nondeterministic_seeded in step.tags for step in steps)
+    return bool(config.fallback_random) and torch.Tag.nondeterministic_seeded in step.tags
 
 
 def _is_known(step: Any) -> bool:

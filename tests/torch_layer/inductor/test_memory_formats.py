@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from typing import Any
 
 import pytest
 import torch
 from helpers.runs.fused_answers import answers_of
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_layer.inductor.compiled_graphs import Compiled
 
 import miofind.torch
@@ -103,3 +105,93 @@ def test_operators_copy_no_parts(network: Any, order: Any, cpu_handle: Handle, m
         torch.testing.assert_close(compiled(x), network(x), rtol=1e-4, atol=1e-4)
     assert copied == []
     assert len(ran) == 3
+
+
+class FirstNorm(nn.Module):
+    """A norm of groups of channels that computes channels first, whatever it reads, as PyTorch's once did."""
+
+    def forward(self, x: Any) -> Any:
+        n, c, h, w = x.shape
+        groups = x.contiguous().reshape(n, 4, -1)
+        groups = groups - groups.mean(2, keepdim=True)
+        groups = groups * torch.rsqrt(groups.square().mean(2, keepdim=True) + 1e-5)
+        return torch.sigmoid(groups.view(n, c, h, w))
+
+
+class Branches(nn.Module):
+    """What a convolution reads, and its gradient, is added to something else, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.norm = FirstNorm()
+
+    def forward(self, x: Any) -> Any:
+        y = self.norm(self.first(x))
+        return self.last(y + self.norm(self.second(y)))
+
+
+def backward_reads(graph: Any) -> list[Any]:
+    """The images that gradients of convolutions read."""
+    found = []
+    for node in graph.graph.nodes:
+        if node.target is aten.convolution_backward.default:
+            found += node.args[: 2 if node.args[10][1] else 1]
+        elif "convolution_backward" in str(node.target):
+            found += node.args[: 2 if "weights" in str(node.target) else 1]
+    return found
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_gradients_read_channels_last_what_was_traced_channels_first(is_answered: bool, cpu_handle: Handle) -> None:
+    """What else reads it reads the same step, so that Inductor writes it once."""
+    torch.manual_seed(0)
+    network = Branches().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last)
+    expected = gradients(network, network, x)
+    with answers_of(cpu_handle) if is_answered else contextlib.nullcontext():
+        compiled = Compiled(network)
+        for given, wanted in zip(gradients(network, compiled, x), expected, strict=True):
+            torch.testing.assert_close(given, wanted, rtol=1e-3, atol=1e-3)
+    read = backward_reads(compiled.graphs[1])
+    assert len(read) >= 6
+    assert all(formats.is_last(image.meta["val"]) for image in read)
+    turned = {image for image in read if image.target is aten.clone.default}
+    assert turned
+    sources = [image.args[0] for image in turned]
+    assert len({*sources}) == len(sources)
+    computed = [source for source in sources if source.op == "call_function" and "getitem" not in source.name]
+    assert computed
+    assert all(len(source.users) == 1 for source in computed)
+
+
+def test_gradients_channels_first_read_channels_first() -> None:
+    torch.manual_seed(0)
+    network, x = Branches(), torch.randn(2, 8, 6, 5)
+    compiled = Compiled(network)
+    gradients(network, compiled, x)
+    assert all(image.meta["val"].is_contiguous() for image in backward_reads(compiled.graphs[1]))
+
+
+def test_an_image_whose_order_someone_reads_is_copied_for_convolutions_alone() -> None:
+    """Of a step that reads memory as it lies, beside a gradient that runs channels last."""
+    from miofind.torch.inductor.graphs import added_step
+    from miofind.torch.inductor.kept import pack_images
+
+    graph = fx.Graph()
+    with FakeTensorMode() as mode:
+        values = [torch.empty(2, 8, 6, 5), torch.empty(2, 8, 6, 5), torch.empty(8, 8, 3, 3)]
+        dy, x, w = (mode.from_tensor(value) for value in map(torch.empty_like, values))
+        x, w = (each.to(memory_format=torch.channels_last) for each in (x, w))
+        nodes = [graph.placeholder(name) for name in ("dy", "x", "w")]
+        for node, value in zip(nodes, (dy, x, w), strict=True):
+            node.meta["val"] = value
+        image = added_step(graph, aten.sigmoid.default, nodes[0])
+        seen = added_step(graph, aten.as_strided.default, image, [480], [1])
+        geometry = ([8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
+        made = added_step(graph, aten.convolution_backward.default, image, *nodes[1:], *geometry)
+    graph.output((seen, made))
+    pack_images(graph)
+    assert seen.args[0] is image
+    assert made.args[0].target is aten.clone.default
+    assert made.args[0].args[0] is image
