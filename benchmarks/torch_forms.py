@@ -10,10 +10,14 @@ import contextlib
 import copy
 import math
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -244,9 +248,7 @@ def _inference(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> 
     flat = _or_same(folded, model)
     fused = miofind.torch.fuse(model)
     if setting.is_tuned:
-        with setting.turns.alone(), _stated(outcome, "tune"):
-            for each in (model, fused):
-                miofind.torch.tune(each, x, handle=setting.handle, on_event=lambda event: None)
+        _tune((model, fused), x, setting, outcome)
 
     def forward(network: Any) -> Callable[[], Any]:
         return torch.inference_mode()(lambda: network(x))
@@ -269,9 +271,7 @@ def _training(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> t
     model.train()
     wanted = _flat_gradients(model, lambda: _loss(model, x, None))
     if setting.is_tuned:
-        with setting.turns.alone(), _stated(outcome, "tune"):
-            amp, quiet = torch.bfloat16, lambda event: None
-            miofind.torch.tune(model, x, training=True, amp=amp, handle=setting.handle, on_event=quiet)
+        _tune((model,), x, setting, outcome, training=True, amp=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # so that all forms' gradients agree
 
     def step(network: Any) -> Callable[[], Any]:
@@ -293,6 +293,19 @@ def _training(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> t
         return _flat_gradients(model, lambda: None)
 
     return forms, _Check(wanted=wanted, bound=SLACK[setting.kind], outcome=outcome, result=gradients)
+
+
+def _tune(models: Sequence[nn.Module], x: Any, setting: Setting, outcome: Outcome, **asked: Any) -> None:
+    """Tune networks, alone on the GPU once what the likeliest candidates run is compiled."""
+    with _stated(outcome, "compile"), tempfile.TemporaryDirectory() as folder:
+        for number, model in enumerate(models if setting.device == "cuda" else ()):
+            suite = Path(folder) / f"{number}.csv"
+            miofind.torch.problems(model, x, **asked).save(suite)
+            words = [sys.executable, "-m", "miofind", "compile", "--suite", str(suite), "--likely"]
+            subprocess.run(words, check=False, stdout=subprocess.DEVNULL)  # a kernel may be none for this GPU
+    with setting.turns.alone(), _stated(outcome, "tune"):
+        for model in models:
+            miofind.torch.tune(model, x, handle=setting.handle, on_event=lambda event: None, **asked)
 
 
 def _warm_up(form: Form, check: _Check, setting: Setting) -> None:
