@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.tensor import Layout
 from miofind.errors import LaunchError
 from miofind.libraries.cudnn_backend import Attribute, CudnnHandle, Descriptor, Kind, Type
 from miofind.libraries.cudnn_epilogue import fused_operations
@@ -108,7 +109,7 @@ class ConvGraph:
     ) -> None:
         self.problem = problem
         self.ids = operand_ids(problem)
-        made = _operations(problem.lifted(max(2, problem.spatial_dims)), parameters)
+        made = _operations(described(problem.lifted(max(2, problem.spatial_dims))), parameters)
         self.factors = made.factors
         self._graph = Descriptor(Kind.OPERATION_GRAPH)
         self._graph.link(Attribute.GRAPH_OPERATIONS, *made.operations)
@@ -154,6 +155,19 @@ class ConvGraph:
         """
         plan = Descriptor(Kind.EXECUTION_PLAN).link(Attribute.PLAN_ENGINE_CONFIG, config)
         return plan.keep(self._graph).finalize()
+
+
+def described(problem: ProblemDescription) -> ProblemDescription:
+    """The problem as cuDNN is told it: tensors of one pixel are channels last.
+
+    They are in both orders. By the strides of channels first, all 1 but the image's, cuDNN 9.19 has engines that fuse a
+    bias store images an element apart.
+    """
+    x, w, y = problem.x, problem.w, problem.y
+    if any(size != 1 for tensor in (x, w, y) for size in tensor.shape[2:]):
+        return problem
+    last = Layout.of(problem.spatial_dims, channels_last=True)
+    return replace(problem, x=replace(x, layout=last), w=replace(w, layout=last), y=replace(y, layout=last))
 
 
 def operand_ids(problem: ProblemDescription) -> dict[str, int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.values.both_gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
@@ -97,3 +98,16 @@ def test_nan_passes_through_activations(solver_id: str, text: str) -> None:
     result = computed(solver_id, problem, arrays, DEFAULT_PARAMETERS)
     assert np.isnan(result[:, 5]).all()
     assert not np.isnan(np.delete(result, 5, axis=1)).any()
+
+
+@pytest.mark.parametrize("text", ["bias", "bias.relu"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("c", "k"), [(32, 8), (8, 32), (240, 10)])
+def test_images_of_one_pixel_keep_apart_channels_first(c: int, k: int, dtype: str, text: str) -> None:
+    """As of squeeze-and-excitation. cuDNN's engines stored them an element apart."""
+    problem = ProblemDescription.convolution(x=(32, c, 1, 1), w=(k, c, 1, 1), dtype=dtype, epilogue=text)
+    device, solver, compiler = Device.cuda(), Registry.default()["ConvCudnn"], Compiler()
+    if not solver.applicability(problem, device):
+        pytest.skip("cuDNN is not installed, or fuses nothing here")
+    for config in solver.default_configs(problem, device):
+        check_both_gates(problem, solver, config, device, compiler)
