@@ -58,6 +58,9 @@ _CEILINGS = {
     "NVIDIA GeForce RTX 4090": _Ceilings(sm_count=128, clock_hz=2.52e9, memory_hz=10.501e9, bus_bits=384, l2_mib=72),
     "NVIDIA GeForce RTX 5090": _Ceilings(sm_count=170, clock_hz=2.407e9, memory_hz=14.001e9, bus_bits=512, l2_mib=96),
 }
+_EXAMPLE = "NVIDIA H200|132|9.0|"
+"""The identity of a device: name, multiprocessors, compute capability and MIG profile."""
+
 _TYPICAL = {
     75: "Tesla T4",
     80: "NVIDIA A100-SXM4-80GB",
@@ -81,6 +84,6 @@ def described(identity: str) -> Device:
     """
     device = device_of(identity)
     if device is None:
-        raise NoDeviceError(f"device {identity!r:.80} is none that can be described: name,SMs,compute capability")
+        raise NoDeviceError(f"device {identity!r:.80} is none that can be described: one is {_EXAMPLE!r}")
     name = device.name if device.name in _CEILINGS else _TYPICAL.get(device.sm)
     return device if device.index >= 0 or name is None else _CEILINGS[name].given_to(device)

@@ -63,5 +63,6 @@ def test_processors_stay_as_they_are() -> None:
 
 
 def test_what_is_no_identity_is_refused() -> None:
-    with pytest.raises(NoDeviceError, match="none that can be described"):
-        described("nonsense")
+    with pytest.raises(NoDeviceError, match=r"none that can be described: one is 'NVIDIA H200\|132\|9.0\|'"):
+        described("NVIDIA H200,132,9.0")
+    assert described("NVIDIA H200|132|9.0|").sm_count == 132
