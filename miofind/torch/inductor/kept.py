@@ -24,8 +24,6 @@ from miofind.torch.recorder import recorded_call
 aten = torch.ops.aten
 
 _BACKWARD = (OPERATORS[BackwardData], OPERATORS[BackwardWeights])
-_VIEWS_OF_MEMORY = (aten.view.default, aten._unsafe_view.default)
-"""Steps that refuse some orders of what they read; Inductor has most be reshapes before passes run."""
 
 
 def kept_problems(writing: Writing) -> Iterator[tuple[ProblemDescription, Any]]:
@@ -114,9 +112,7 @@ def _is_free(image: fx.Node) -> bool:
     """Whether Inductor may write an image in any order: it is computed element by element, and nobody else minds."""
     steps = {user.target for user in image.users if user.op == "call_function"}
     is_inside = all(user.op == "call_function" for user in image.users)
-    return (
-        is_pointwise(image) and is_inside and not any(reads_order(each) or each in _VIEWS_OF_MEMORY for each in steps)
-    )
+    return is_pointwise(image) and is_inside and not any(map(reads_order, steps))
 
 
 def _packed(graph: fx.Graph, image: fx.Node, last: bool, reader: fx.Node) -> fx.Node:
