@@ -16,7 +16,7 @@ from miofind.torch.formats import channels_last_format, dense, is_dense, layout_
 from miofind.torch.fused.calls import BackwardData, BackwardWeights
 from miofind.torch.fused.ops import OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers, is_pointwise
-from miofind.torch.inductor.strides import reads_order
+from miofind.torch.inductor.strides import read_by_strides
 from miofind.torch.inductor.writing import Writing
 from miofind.torch.override import current
 from miofind.torch.recorder import recorded_call
@@ -74,12 +74,14 @@ def pack_images(graph: fx.Graph) -> None:
     order that is asked for. An operator reads the same copy.
     """
     packed: dict[tuple[fx.Node, bool], fx.Node] = {}
+    fixed = read_by_strides(graph)
     for node in list(graph.nodes):
         places, last = _read_images(node)
         for i in places:
             image = node.args[i]
             if (image, last) not in packed and not _is_packed(image.meta["val"], last):
-                packed[image, last] = _packed(graph, image, last, node)
+                is_free = last and image not in fixed and _is_free(image)
+                packed[image, last] = _packed(image, last, None if is_free else node)
             node.update_arg(i, packed.get((image, last), image))
 
 
@@ -109,21 +111,20 @@ def _is_packed(value: Any, last: bool) -> bool:
 
 
 def _is_free(image: fx.Node) -> bool:
-    """Whether Inductor may write an image in any order: it is computed element by element, and nobody else minds."""
-    steps = {user.target for user in image.users if user.op == "call_function"}
-    is_inside = all(user.op == "call_function" for user in image.users)
-    return is_pointwise(image) and is_inside and not any(map(reads_order, steps))
+    """Whether Inductor may write an image in any order: it is computed element by element, and is no result."""
+    return is_pointwise(image) and all(user.op == "call_function" for user in image.users)
 
 
-def _packed(graph: fx.Graph, image: fx.Node, last: bool, reader: fx.Node) -> fx.Node:
+def _packed(image: fx.Node, last: bool, reader: fx.Node | None) -> fx.Node:
     """The step that gives an image channels last, or packed in the order that its strides are in.
 
-    All read it that read what Inductor then writes in that order alone.
+    Args:
+        reader: who reads it alone; None for all that read the image: Inductor then writes it in that order alone.
     """
-    value, is_free = image.meta["val"], last and _is_free(image)
+    value, graph = image.meta["val"], image.graph
     order = channels_last_format(value.dim()) if last else suggest_memory_format(value)
-    with graph.inserting_after(image) if is_free else graph.inserting_before(reader):
+    with graph.inserting_after(image) if reader is None else graph.inserting_before(reader):
         step = added_step(graph, aten.clone.default, image, memory_format=order)
-    if is_free:
+    if reader is None:
         image.replace_all_uses_with(step, delete_user_cb=lambda user: user is not step)
     return step

@@ -34,10 +34,23 @@ def reads_strides(graph: fx.Graph) -> bool:
 
     So do random numbers that are to be eager's, which are drawn in the order of memory.
     """
-    return any(map(reads_order, {node.target for node in graph.nodes if node.op == "call_function"}))
+    return any(map(_reads_order, {node.target for node in graph.nodes if node.op == "call_function"}))
 
 
-def reads_order(step: Any) -> bool:
+def read_by_strides(graph: fx.Graph) -> set[fx.Node]:
+    """The steps that may give other numbers so, and all steps before them that they are computed of.
+
+    Whoever reads what was computed of a tensor in another order is given that in another order, too.
+    """
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_one = node.op == "call_function" and _reads_order(node.target)
+        if is_one or any(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _reads_order(step: Any) -> bool:
     """Whether an operator may, and its results are not those of the same numbers in another order."""
     if step is operator.getitem:
         return False

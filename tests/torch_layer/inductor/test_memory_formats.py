@@ -11,6 +11,7 @@ import torch
 from helpers.runs.fused_answers import answers_of
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from torch_layer.inductor.compiled_graphs import Compiled
 
 import miofind.torch
@@ -173,8 +174,9 @@ def test_gradients_channels_first_read_channels_first() -> None:
     assert all(image.meta["val"].is_contiguous() for image in backward_reads(compiled.graphs[1]))
 
 
-def test_an_image_whose_order_someone_reads_is_copied_for_convolutions_alone() -> None:
-    """Of a step that reads memory as it lies, beside a gradient that runs channels last."""
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_an_image_whose_order_someone_reads_is_copied_for_convolutions_alone(is_behind: bool) -> None:
+    """Of a step that reads memory as it lies, itself or what is computed of it, beside a gradient that runs so."""
     from miofind.torch.inductor.graphs import added_step
     from miofind.torch.inductor.kept import pack_images
 
@@ -187,11 +189,40 @@ def test_an_image_whose_order_someone_reads_is_copied_for_convolutions_alone() -
         for node, value in zip(nodes, (dy, x, w), strict=True):
             node.meta["val"] = value
         image = added_step(graph, aten.sigmoid.default, nodes[0])
-        seen = added_step(graph, aten.as_strided.default, image, [480], [1])
+        read = added_step(graph, aten.sin.default, image) if is_behind else image
+        seen = added_step(graph, aten.as_strided.default, read, [480], [1])
         geometry = ([8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
         made = added_step(graph, aten.convolution_backward.default, image, *nodes[1:], *geometry)
     graph.output((seen, made))
     pack_images(graph)
-    assert seen.args[0] is image
+    assert seen.args[0] is read
+    assert read is image or read.args[0] is image
     assert made.args[0].target is aten.clone.default
     assert made.args[0].args[0] is image
+
+
+class Strided(nn.Module):
+    """What a convolution reads is computed once more backward, and its order in memory read behind another step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def _block(self, x: Any) -> Any:
+        y = torch.sigmoid(x.contiguous())
+        seen = torch.as_strided((y + 1).sin(), (y.numel(),), (1,))
+        return self.second(y).flatten() + seen.sin()
+
+    def forward(self, x: Any) -> Any:
+        ramp = torch.arange(x.numel()) / x.numel()
+        return ramp * checkpoint(self._block, self.first(x), use_reentrant=False)
+
+
+def test_gradients_of_what_is_read_as_it_lies() -> None:
+    torch.manual_seed(0)
+    network = Strided().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last)
+    compiled = Compiled(network, recomputes=True)
+    for given, expected in zip(gradients(network, compiled, x), gradients(network, network, x), strict=True):
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+    assert len([*compiled.graphs[1].graph.find_nodes(op="call_function", target=aten.as_strided.default)]) > 0
