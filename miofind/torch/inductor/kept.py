@@ -89,7 +89,7 @@ def _read_images(node: fx.Node) -> tuple[tuple[int, ...], bool]:
     """The places of the images that a convolution reads, and whether it reads them channels last alone.
 
     Backward it reads x for the gradient of the weights alone. For a forward one of PyTorch's own Inductor finds the
-    order.
+    order, as for a backward one whose x has one channel: it lies in both orders, and Inductor asks for neither.
     """
     if node.target in _BACKWARD and node.kwargs.get("channels_last") and node.args[0].meta["val"].dim() > 3:
         return (0,) if node.target is OPERATORS[BackwardData] else (0, 1), True
@@ -101,7 +101,7 @@ def _read_images(node: fx.Node) -> tuple[tuple[int, ...], bool]:
     value = x.meta["val"]
     with value.fake_mode:
         layout = output_layout(value, w.meta["val"], bias, geometry)
-    return (0, 1) if mask[1] else (0,), layout.channels_last and value.dim() > 3
+    return (0, 1) if mask[1] else (0,), layout.channels_last and value.dim() > 3 and value.shape[1] > 1
 
 
 def _is_packed(value: Any, last: bool) -> bool:

@@ -226,3 +226,12 @@ def test_gradients_of_what_is_read_as_it_lies() -> None:
     for given, expected in zip(gradients(network, compiled, x), gradients(network, network, x), strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
     assert len([*compiled.graphs[1].graph.find_nodes(op="call_function", target=aten.as_strided.default)]) > 0
+
+
+def test_gradients_that_read_one_channel_are_given_what_they_would_be() -> None:
+    """It lies in both orders: Inductor copies the gradient of the output to one of its own, whatever it is given in."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), FirstNorm()).to(memory_format=torch.channels_last)
+    compiled = Compiled(network)
+    gradients(network, compiled, torch.randn(2, 1, 6, 5))
+    assert [image.meta["val"].is_contiguous() for image in backward_reads(compiled.graphs[1])] == [True, True]
