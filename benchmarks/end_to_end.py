@@ -309,7 +309,7 @@ def table(arguments: argparse.Namespace) -> str:
 
 
 def networks(text: str) -> list[str]:
-    """A type: names of networks, each once."""
+    """Names of networks from an option's text, each once."""
     from torch_networks import network_named
 
     names = text.split(",")
@@ -326,7 +326,7 @@ def main() -> None:
 
     parser = script.parser(__doc__)
     names = tuple(name for name in NETWORKS if name != "tiny")
-    others = "timm/NAME,torchvision/NAME"
+    others = "timm/NAME,torchvision/NAME (of 224 pixels)"
     parser.add_argument("--networks", type=networks, default=names, help=f"{','.join(NETWORKS)},{others}")
     parser.add_argument("--kinds", type=script.several(KINDS), default=KINDS, help=",".join(KINDS))
     parser.add_argument("--layouts", type=script.several(LAYOUTS), default=LAYOUTS, help=",".join(LAYOUTS))

@@ -295,16 +295,21 @@ def _training(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> t
     return forms, _Check(wanted=wanted, bound=SLACK[setting.kind], outcome=outcome, result=gradients)
 
 
-def _tune(models: Sequence[nn.Module], x: Any, setting: Setting, outcome: Outcome, **asked: Any) -> None:
+def _tune(
+    models: Sequence[nn.Module], x: Any, setting: Setting, outcome: Outcome, *, training: bool = False, amp: Any = None
+) -> None:
     """Tune networks, alone on the GPU once what the likeliest candidates run is compiled."""
     with _stated(outcome, "compile"), tempfile.TemporaryDirectory() as folder:
         for number, model in enumerate(models if setting.device == "cuda" else ()):
             suite = Path(folder) / f"{number}.csv"
-            miofind.torch.problems(model, x, **asked).save(suite)
+            miofind.torch.problems(model, x, training=training, amp=amp).save(suite)
             words = [sys.executable, "-m", "miofind", "compile", "--suite", str(suite), "--likely"]
-            subprocess.run(words, check=False, stdout=subprocess.DEVNULL)  # a kernel may be none for this GPU
+            ended = subprocess.run(words, check=False, stdout=subprocess.DEVNULL).returncode
+            if ended:  # kernels that fail to compile are left out of the tuning
+                print(f"{' '.join(words)} ended with {ended}", file=sys.stderr)
     with setting.turns.alone(), _stated(outcome, "tune"):
         for model in models:
+            asked = {"training": training, "amp": amp}
             miofind.torch.tune(model, x, handle=setting.handle, on_event=lambda event: None, **asked)
 
 

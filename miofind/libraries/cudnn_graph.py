@@ -109,7 +109,7 @@ class ConvGraph:
     ) -> None:
         self.problem = problem
         self.ids = operand_ids(problem)
-        made = _operations(described(problem.lifted(max(2, problem.spatial_dims))), parameters)
+        made = _operations(told_channels_last(problem.lifted(max(2, problem.spatial_dims))), parameters)
         self.factors = made.factors
         self._graph = Descriptor(Kind.OPERATION_GRAPH)
         self._graph.link(Attribute.GRAPH_OPERATIONS, *made.operations)
@@ -157,14 +157,14 @@ class ConvGraph:
         return plan.keep(self._graph).finalize()
 
 
-def described(problem: ProblemDescription) -> ProblemDescription:
-    """The problem as cuDNN is told it: tensors of one pixel are channels last.
+def told_channels_last(problem: ProblemDescription) -> ProblemDescription:
+    """A problem with an epilogue whose tensors have one pixel each with all of them channels last; others unchanged.
 
-    They are in both orders. By the strides of channels first, all 1 but the image's, cuDNN 9.19 has engines that fuse a
-    bias store images an element apart.
+    Such tensors lie alike in both orders. By the strides of channels first, (c, 1, 1, 1), engines of cuDNN 9.19 that
+    fuse a bias store images one element apart.
     """
     x, w, y = problem.x, problem.w, problem.y
-    if any(size != 1 for tensor in (x, w, y) for size in tensor.shape[2:]):
+    if not problem.epilogue or any(size != 1 for tensor in (x, w, y) for size in tensor.shape[2:]):
         return problem
     last = Layout.of(problem.spatial_dims, channels_last=True)
     return replace(problem, x=replace(x, layout=last), w=replace(w, layout=last), y=replace(y, layout=last))

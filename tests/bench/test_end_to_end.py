@@ -184,6 +184,6 @@ def test_networks_of_other_libraries_are_named_by_their_own_names(
 
 
 @pytest.mark.parametrize("name", ["tinny", "timm/", "keras/resnet", ""])
-def test_an_unknown_network_is_refused_before_anything_is_timed(name: str, end_to_end: ModuleType) -> None:
+def test_a_name_of_no_network_or_library_is_refused(name: str, end_to_end: ModuleType) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"unknown: choose from resnet50,.*timm/NAME"):
         end_to_end.networks(f"tiny,{name}")

@@ -25,13 +25,13 @@ def has_numbers(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each number of a step's result is computed of those in its place, and nothing is written to.
+    """Whether each element of a result depends on the elements at its place alone, and nothing is written to.
 
-    PyTorch does not say so of conversions.
+    PyTorch does not tag conversions so.
     """
-    is_so = node.target is prims.convert_element_type.default
-    is_so = is_so or torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return is_so and isinstance(node.meta.get("val"), torch.Tensor) and not node.target._schema.is_mutable
+    is_tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    is_one = is_tagged or node.target is prims.convert_element_type.default
+    return is_one and isinstance(node.meta.get("val"), torch.Tensor) and not node.target._schema.is_mutable
 
 
 def is_widened(before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -66,12 +66,11 @@ def asked_problems(writing: Writing, node: fx.Node) -> Iterator[ProblemDescripti
 
 
 def pack_images(graph: fx.Graph) -> None:
-    """Have convolutions that stay be given packed images, and gradients that run channels last images in that order.
+    """Give convolutions that stay packed images, and gradients that run channels last images in that order.
 
-    They would copy parts of a tensor, such as of one that is split, themselves, by a kernel that takes three times as
-    long as Inductor's. So they would what lies channels first, as Inductor gives PyTorch's own gradients what they read
-    as it was traced: of a group norm, or behind a `contiguous()`. What is computed element by element it writes in the
-    order that is asked for. An operator reads the same copy.
+    Else each copies what it reads: a part of a tensor, such as of one that is split, by a kernel that takes three times
+    as long as Inductor's; an image that was traced channels first, as behind a group norm or a `contiguous()`, once for
+    each gradient. Inductor writes a point-wise image in the new order alone, which all that read it share.
     """
     packed: dict[tuple[fx.Node, bool], fx.Node] = {}
     fixed = read_by_strides(graph)
@@ -119,7 +118,7 @@ def _packed(image: fx.Node, last: bool, reader: fx.Node | None) -> fx.Node:
     """The step that gives an image channels last, or packed in the order that its strides are in.
 
     Args:
-        reader: who reads it alone; None for all that read the image: Inductor then writes it in that order alone.
+        reader: the step that a copy is made for, right before it; None to have all that read the image read this.
     """
     value, graph = image.meta["val"], image.graph
     order = channels_last_format(value.dim()) if last else suggest_memory_format(value)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.formats import dense, is_last, layout_like, packed_strides
+from miofind.torch.formats import dense, layout_like, packed_strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, trains
@@ -102,7 +102,7 @@ def turn_saved(graph: fx.Graph) -> None:
         value = node.meta.get("val")
         if node.target is not prims.convert_element_type.default or value.dim() < 3 or not value.is_contiguous():
             continue
-        if any(map(_writes_last, node.users)) and all(user.target in readers for user in node.users):
+        if any(map(runs_last, node.users)) and all(user.target in readers for user in node.users):
             with value.fake_mode:
                 node.meta["val"] = dense(value, layout_like(value, channels_last=True))
 
@@ -116,11 +116,6 @@ def _is_first(node: fx.Node) -> bool:
     """Whether an operator's tensors are 2-D, of sizes that are numbers, and channels first as it was traced."""
     value = node.meta["val"]
     return value.dim() == 4 and has_numbers(node) and bool(value.is_contiguous())
-
-
-def _writes_last(node: fx.Node) -> bool:
-    """Whether a convolution runs channels last: an operator, or PyTorch's own, which writes so what it reads so."""
-    return runs_last(node) or (node.target is aten.convolution.default and is_last(node.meta["val"]))
 
 
 def runs_last(node: fx.Node) -> bool:

@@ -38,9 +38,9 @@ def reads_strides(graph: fx.Graph) -> bool:
 
 
 def read_by_strides(graph: fx.Graph) -> set[fx.Node]:
-    """The steps that may give other numbers so, and all steps before them that they are computed of.
+    """The steps that read the order of memory, and all that these are computed from.
 
-    Whoever reads what was computed of a tensor in another order is given that in another order, too.
+    A tensor among them keeps its order: what is computed from it would take another one, too.
     """
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -51,7 +51,7 @@ def read_by_strides(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _reads_order(step: Any) -> bool:
-    """Whether an operator may, and its results are not those of the same numbers in another order."""
+    """Whether an operator's results may depend on the order in which what it reads lies in memory."""
     if step is operator.getitem:
         return False
     if not _is_known(step) or step in _BY_STRIDES:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -174,31 +176,93 @@ def test_gradients_channels_first_read_channels_first() -> None:
     assert all(image.meta["val"].is_contiguous() for image in backward_reads(compiled.graphs[1]))
 
 
-@pytest.mark.parametrize("is_behind", [False, True])
-def test_an_image_whose_order_someone_reads_is_copied_for_convolutions_alone(is_behind: bool) -> None:
-    """Of a step that reads memory as it lies, itself or what is computed of it, beside a gradient that runs so."""
-    from miofind.torch.inductor.graphs import added_step
-    from miofind.torch.inductor.kept import pack_images
+class Gradient:
+    """A graph of one convolution's gradients, channels last, of what is computed of a tensor that is channels first.
 
-    graph = fx.Graph()
-    with FakeTensorMode() as mode:
-        values = [torch.empty(2, 8, 6, 5), torch.empty(2, 8, 6, 5), torch.empty(8, 8, 3, 3)]
-        dy, x, w = (mode.from_tensor(value) for value in map(torch.empty_like, values))
-        x, w = (each.to(memory_format=torch.channels_last) for each in (x, w))
-        nodes = [graph.placeholder(name) for name in ("dy", "x", "w")]
-        for node, value in zip(nodes, (dy, x, w), strict=True):
-            node.meta["val"] = value
-        image = added_step(graph, aten.sigmoid.default, nodes[0])
-        read = added_step(graph, aten.sin.default, image) if is_behind else image
-        seen = added_step(graph, aten.as_strided.default, read, [480], [1])
-        geometry = ([8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
-        made = added_step(graph, aten.convolution_backward.default, image, *nodes[1:], *geometry)
-    graph.output((seen, made))
-    pack_images(graph)
-    assert seen.args[0] is read
-    assert read is image or read.args[0] is image
-    assert made.args[0].target is aten.clone.default
-    assert made.args[0].args[0] is image
+    Attributes:
+        dy: what the graph is given.
+        image: the step, of dy alone, whose result the gradients read.
+        made: the gradients.
+    """
+
+    def __init__(self, computed: Callable[[fx.Graph, fx.Node], fx.Node]) -> None:
+        from miofind.torch.inductor.graphs import added_step
+
+        self.graph = fx.Graph()
+        self._step = functools.partial(added_step, self.graph)
+        with FakeTensorMode() as mode:
+            dy, x, w = (mode.from_tensor(torch.empty(shape)) for shape in ((2, 8, 6, 5), (2, 8, 6, 5), (8, 8, 3, 3)))
+            x, w = (each.to(memory_format=torch.channels_last) for each in (x, w))
+            nodes = [self.graph.placeholder(name) for name in ("dy", "x", "w")]
+            for node, value in zip(nodes, (dy, x, w), strict=True):
+                node.meta["val"] = value
+            self.dy = nodes[0]
+            self.image = computed(self._step, self.dy)
+            geometry = ([8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
+            self.made = self._step(aten.convolution_backward.default, self.image, *nodes[1:], *geometry)
+
+    def packed(self, *results: tuple[Any, ...]) -> list[fx.Node]:
+        """Further steps, each of an operator and what it reads, after the graph that returns them was packed."""
+        from miofind.torch.inductor.kept import pack_images
+
+        steps = [each if isinstance(each, fx.Node) else self._step(*each) for each in results]
+        self.graph.output((*steps, self.made))
+        pack_images(self.graph)
+        self.graph.lint()
+        return steps
+
+
+def sigmoid(step: Any, dy: fx.Node) -> fx.Node:
+    return step(aten.sigmoid.default, dy)
+
+
+def test_all_that_read_an_image_read_it_as_gradients_do() -> None:
+    gradient = Gradient(sigmoid)
+    (summed,) = gradient.packed((aten.sum.dim_IntList, gradient.image, [0, 2, 3]))
+    turned = gradient.made.args[0]
+    assert turned.target is aten.clone.default
+    assert formats.is_last(turned.meta["val"])
+    assert summed.args[0] is turned
+    assert [*gradient.image.users] == [turned]
+
+
+def test_a_result_of_a_graph_stays_as_it_was() -> None:
+    gradient = Gradient(sigmoid)
+    gradient.packed(gradient.image)
+    (output,) = gradient.graph.find_nodes(op="output")
+    assert output.args[0][0] is gradient.image
+    assert gradient.made.args[0].target is aten.clone.default
+
+
+def test_what_is_not_computed_element_by_element_is_copied_for_gradients_alone() -> None:
+    gradient = Gradient(lambda step, dy: step(aten.cumsum.default, dy, 2))
+    (summed,) = gradient.packed((aten.sum.dim_IntList, gradient.image, [0, 2, 3]))
+    assert summed.args[0] is gradient.image
+    assert formats.is_last(gradient.made.args[0].meta["val"])
+
+
+BEHIND = {
+    "itself": (),
+    "a step": ((aten.sin.default,),),
+    "a view": ((aten.select.int, 0, 0), (aten.unsqueeze.default, 0)),
+    "a permutation": ((aten.permute.default, [1, 0, 2, 3]), (aten.sin.default,)),
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_an_image_whose_order_someone_reads_is_copied_for_gradients_alone(behind: str) -> None:
+    """Of a step that reads memory as it lies, itself or what is computed of it."""
+    gradient = Gradient(sigmoid)
+    read = gradient.image
+    for target, *arguments in BEHIND[behind]:
+        read = gradient._step(target, read, *arguments)
+    first = read if read is gradient.image else next(iter(set(gradient.image.users) - {gradient.made}))
+    gradient.packed((aten.as_strided.default, read, [8], [1]))
+    assert read is gradient.image or first.args[0] is gradient.image
+    copied = gradient.made.args[0]
+    assert copied.target is aten.clone.default
+    assert copied.args[0] is gradient.image
+    assert [*copied.users] == [gradient.made]
 
 
 class Strided(nn.Module):
