@@ -87,6 +87,19 @@ def test_a_network_s_forms_on_the_cpu(scripts: dict[str, ModuleType], kind: str)
     assert outcome.calls > 0
 
 
+@pytest.mark.parametrize("kind", ["inference", "training"])
+def test_a_network_is_compiled_and_tuned_before_it_is_timed(scripts: dict[str, ModuleType], kind: str) -> None:
+    forms, network = scripts["torch_forms"], scripts["torch_networks"].NETWORKS["tiny"]
+    forms.BLOCK_S, forms.ROUNDS, forms.WARM_UP_CALLS = 1e-3, 1, 1
+    with miofind.Handle("cpu", database=":memory:") as handle:
+        chosen = {"kind": kind, "channels_last": True, "device": "cpu", "forms": ["eager"], "is_tuned": True}
+        setting = forms.Setting(handle=handle, **chosen)
+        *_, outcome = forms.timed_network(network.build, (2, *network.shape), setting)
+    assert list(outcome.seconds)[:2] == ["compile", "tune"]
+    assert outcome.own_calls > 0
+    assert not outcome.failures
+
+
 @pytest.mark.parametrize(("factor", "told"), [(1.1, "relative error 0.1"), (float("nan"), "not finite")])
 def test_a_wrong_form_is_a_failure_and_has_no_time(
     scripts: dict[str, ModuleType], monkeypatch: Any, factor: float, told: str
