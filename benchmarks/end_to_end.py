@@ -318,7 +318,7 @@ def networks(text: str) -> list[str]:
             network_named(name)
         except miofind.MiofindError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-    return [*dict.fromkeys(names)]
+    return script.several(names)(text)
 
 
 def main() -> None:

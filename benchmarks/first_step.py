@@ -98,11 +98,7 @@ def _compile_likely(network: str, kind: str, device: str, batch: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, __file__, "--device", device, "--batch", str(batch)]
         subprocess.run([*words, "--record", network, kind, f"{folder}/network.csv"], check=True)
-        subprocess.run(
-            [sys.executable, "-m", "miofind", "compile", "--suite", f"{folder}/network.csv", "--likely"],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        script.compile_likely(Path(folder) / "network.csv").check_returncode()
 
 
 def record(network: str, kind: str, path: str, device: str, batch: int) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,6 +37,12 @@ def run(main: Callable[[], None]) -> None:
     except MiofindError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def compile_likely(suite: Path) -> subprocess.CompletedProcess[bytes]:
+    """Compile what the likeliest candidates of a suite's problems run, in a process of its own."""
+    words = [sys.executable, "-m", "miofind", "compile", "--suite", str(suite), "--likely"]
+    return subprocess.run(words, check=False, stdout=subprocess.DEVNULL)
 
 
 def at_least(least: Number) -> Callable[[str], Number]:

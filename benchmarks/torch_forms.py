@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import script
 import torch
 from torch import nn
 from torch.fx.experimental.optimization import fuse as folded
@@ -303,14 +304,12 @@ def _tune(
         for number, model in enumerate(models if setting.device == "cuda" else ()):
             suite = Path(folder) / f"{number}.csv"
             miofind.torch.problems(model, x, training=training, amp=amp).save(suite)
-            words = [sys.executable, "-m", "miofind", "compile", "--suite", str(suite), "--likely"]
-            ended = subprocess.run(words, check=False, stdout=subprocess.DEVNULL).returncode
-            if ended:  # kernels that fail to compile are left out of the tuning
-                print(f"{' '.join(words)} ended with {ended}", file=sys.stderr)
+            ended = script.compile_likely(suite)
+            if ended.returncode:  # kernels that fail to compile are left out of the tuning
+                print(f"{shlex.join(ended.args)} ended with {ended.returncode}", file=sys.stderr)
     with setting.turns.alone(), _stated(outcome, "tune"):
         for model in models:
-            asked = {"training": training, "amp": amp}
-            miofind.torch.tune(model, x, handle=setting.handle, on_event=lambda event: None, **asked)
+            miofind.torch.tune(model, x, training=training, amp=amp, handle=setting.handle, on_event=lambda event: None)
 
 
 def _warm_up(form: Form, check: _Check, setting: Setting) -> None:

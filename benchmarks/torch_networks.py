@@ -34,15 +34,20 @@ class Network:
     training_batch: int = 128
 
 
+def _imported(module: str) -> Any:
+    """A module of a library that need not be installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        library = module.partition(".")[0]
+        raise MissingLibraryError(f"{library} is not installed: pip install {library}") from None
+
+
 def of_torchvision(path: str, **keywords: Any) -> Callable[[], nn.Module]:
     """A builder of a network of torchvision, by its path in `torchvision.models`."""
 
     def build() -> nn.Module:
-        try:
-            models = importlib.import_module("torchvision.models")
-        except ImportError:
-            raise MissingLibraryError("torchvision is not installed: pip install torchvision") from None
-        place = models
+        place = _imported("torchvision.models")
         for part in path.split("."):
             place = getattr(place, part)
         network: nn.Module = place(weights=None, **keywords)
@@ -55,11 +60,7 @@ def of_timm(name: str) -> Callable[[], nn.Module]:
     """A builder of a network of timm."""
 
     def build() -> nn.Module:
-        try:
-            timm = importlib.import_module("timm")
-        except ImportError:
-            raise MissingLibraryError("timm is not installed: pip install timm") from None
-        network: nn.Module = timm.create_model(name, pretrained=False)
+        network: nn.Module = _imported("timm").create_model(name, pretrained=False)
         return network
 
     return build

@@ -196,6 +196,11 @@ def test_networks_of_other_libraries_are_named_by_their_own_names(
     assert scripts["end_to_end"].networks("tiny,timm/densenet121") == ["tiny", "timm/densenet121"]
 
 
+def test_a_network_that_is_named_twice_is_refused(end_to_end: ModuleType) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="'timm/vgg11' is named twice"):
+        end_to_end.networks("timm/vgg11,tiny,timm/vgg11")
+
+
 @pytest.mark.parametrize("name", ["tinny", "timm/", "keras/resnet", ""])
 def test_a_name_of_no_network_or_library_is_refused(name: str, end_to_end: ModuleType) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"unknown: choose from resnet50,.*timm/NAME"):

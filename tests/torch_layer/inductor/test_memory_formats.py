@@ -180,32 +180,31 @@ class Gradient:
     """A graph of one convolution's gradients, channels last, of what is computed of a tensor that is channels first.
 
     Attributes:
-        dy: what the graph is given.
+        step: adds one to the graph.
         image: the step, of dy alone, whose result the gradients read.
         made: the gradients.
     """
 
-    def __init__(self, computed: Callable[[fx.Graph, fx.Node], fx.Node]) -> None:
+    def __init__(self, computed: Callable[[Any, fx.Node], fx.Node]) -> None:
         from miofind.torch.inductor.graphs import added_step
 
         self.graph = fx.Graph()
-        self._step = functools.partial(added_step, self.graph)
+        self.step = functools.partial(added_step, self.graph)
         with FakeTensorMode() as mode:
             dy, x, w = (mode.from_tensor(torch.empty(shape)) for shape in ((2, 8, 6, 5), (2, 8, 6, 5), (8, 8, 3, 3)))
             x, w = (each.to(memory_format=torch.channels_last) for each in (x, w))
             nodes = [self.graph.placeholder(name) for name in ("dy", "x", "w")]
             for node, value in zip(nodes, (dy, x, w), strict=True):
                 node.meta["val"] = value
-            self.dy = nodes[0]
-            self.image = computed(self._step, self.dy)
+            self.image = computed(self.step, nodes[0])
             geometry = ([8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
-            self.made = self._step(aten.convolution_backward.default, self.image, *nodes[1:], *geometry)
+            self.made = self.step(aten.convolution_backward.default, self.image, *nodes[1:], *geometry)
 
     def packed(self, *results: tuple[Any, ...]) -> list[fx.Node]:
         """Further steps, each of an operator and what it reads, after the graph that returns them was packed."""
         from miofind.torch.inductor.kept import pack_images
 
-        steps = [each if isinstance(each, fx.Node) else self._step(*each) for each in results]
+        steps = [each if isinstance(each, fx.Node) else self.step(*each) for each in results]
         self.graph.output((*steps, self.made))
         pack_images(self.graph)
         self.graph.lint()
@@ -255,7 +254,7 @@ def test_an_image_whose_order_someone_reads_is_copied_for_gradients_alone(behind
     gradient = Gradient(sigmoid)
     read = gradient.image
     for target, *arguments in BEHIND[behind]:
-        read = gradient._step(target, read, *arguments)
+        read = gradient.step(target, read, *arguments)
     first = read if read is gradient.image else next(iter(set(gradient.image.users) - {gradient.made}))
     gradient.packed((aten.as_strided.default, read, [8], [1]))
     assert read is gradient.image or first.args[0] is gradient.image
