@@ -48,6 +48,7 @@ from miofind.torch.inductor.memory_formats import (
     turn_last,
     turn_saved,
 )
+from miofind.torch.inductor.norms import combine_vectors
 from miofind.torch.inductor.own_pass import OwnPass
 from miofind.torch.inductor.poolings import split_poolings
 from miofind.torch.inductor.strides import restore_strides
@@ -88,13 +89,16 @@ class ConvolutionPass(OwnPass):
         _replace(writing)
         self.replaced += writing.put_in
         lay_out(graph, writing.turned)
-        unfold_images(graph)
+        by_inductor = writing.last_ranks - writing.turned
+        unfold_images(graph, by_inductor)
         pack_images(graph)
         for node in list(graph.nodes):
             if node.target in ARGUMENTS:
                 state_memory_format(node)
         split_poolings(graph)
         interleave(graph, writing.last_ranks)
+        split_group_statistics(graph, by_inductor)
+        combine_vectors(graph)
         if trains(graph):
             turn_saved(graph)
             gather_vectors(graph)
@@ -102,7 +106,6 @@ class ConvolutionPass(OwnPass):
             gather_counts(graph)
         else:
             keep_weights(graph, memory_formats(graph))
-        split_group_statistics(graph)
         restore_strides(graph)
         graph.lint()
         _tell(dynamic, len({*self.missing[missed:]}))

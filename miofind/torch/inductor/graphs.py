@@ -17,11 +17,15 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def has_numbers(node: fx.Node) -> bool:
     """Whether all sizes of what a step reads are numbers: none depends on a call's inputs."""
-    values = [each.meta.get("val") for each in node.all_input_nodes]
-    return all(
-        isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-        for value in values
-    )
+    return all(known_value(each) is not None for each in node.all_input_nodes)
+
+
+def known_value(node: Any) -> Any:
+    """The fake tensor that a step gives, of sizes that are numbers; None for whatever else."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value if all(isinstance(size, int) for size in (*value.shape, *value.stride())) else None
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -38,6 +42,17 @@ def is_widened(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Whether a conversion from one tensor's type to another's is of floating point, and loses nothing."""
     are_floating = before.is_floating_point() and after.is_floating_point()
     return are_floating and bool(torch.promote_types(before.dtype, after.dtype) == after.dtype)
+
+
+def before_copies(node: Any) -> Any:
+    """What conversions to a wider type of floating point, and copies to another memory order, are of."""
+    while isinstance(node, fx.Node) and node.target in (prims.convert_element_type.default, aten.clone.default):
+        before = node.args[0]
+        values = (known_value(before), known_value(node))
+        if any(value is None for value in values) or not is_widened(*values):
+            break
+        node = before
+    return node
 
 
 def trains(graph: fx.Graph) -> bool:

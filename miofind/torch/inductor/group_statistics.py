@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Set
 from typing import Any
 
 import torch
 from torch import fx
 
-from miofind.torch.formats import is_last
-from miofind.torch.inductor.graphs import VIEWS, added_step, is_widened
+from miofind.torch.inductor.graphs import VIEWS, added_step, before_copies, known_value
+from miofind.torch.inductor.memory_formats import lying_last
+from miofind.torch.inductor.writing import SpatialRanks
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
@@ -30,24 +32,29 @@ _LEAST_SUMMED = 8
 """Numbers that are combined: of fewer Inductor does it again for every element that is normed."""
 
 
-def split_group_statistics(graph: fx.Graph) -> int:
-    """Have each channel's statistics computed first, then those of groups, where that is faster; returns how often."""
-    found = [
-        node for node in list(graph.nodes) if node.target is aten.var_mean.correction and _is_replaced(graph, node)
-    ]
+def split_group_statistics(graph: fx.Graph, turned: SpatialRanks = frozenset()) -> int:
+    """Have each channel's statistics computed first, then those of groups, where that is faster; returns how often.
+
+    Args:
+        turned: the spatial ranks of convolutions that were traced channels first and will be channels last.
+    """
+    last = lying_last(graph, turned)
+    found = [node for node in list(graph.nodes) if _is_replaced(graph, node, last)]
     return len(found)
 
 
-def _is_replaced(graph: fx.Graph, node: fx.Node) -> bool:
-    """Whether a step that computes statistics of groups was replaced."""
+def _is_replaced(graph: fx.Graph, node: fx.Node, last: Set[fx.Node]) -> bool:
+    """Whether a step was one that computes statistics of groups, and was replaced."""
+    if node.target is not aten.var_mean.correction:
+        return False
     grouped = node.args[0]
     is_biased = node.kwargs.get("correction") == 0 and node.kwargs.get("keepdim") is True
     if not is_biased or [*node.args[1:]] != [[2, 3]] or grouped.target not in VIEWS:
         return False
-    source = _before_copies(grouped.args[0])
+    source = before_copies(grouped.args[0])
     if any(user.target is not operator.getitem for user in node.users):
         return False
-    if not _has_groups(_known_value(source), _known_value(grouped)):
+    if source not in last or not _has_groups(known_value(source), known_value(grouped)):
         return False
     with graph.inserting_before(node):
         made = _combined(graph, source, grouped)
@@ -59,7 +66,7 @@ def _is_replaced(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _has_groups(value: Any, grouped: Any) -> bool:
-    """Whether a tensor is one in groups of channels, and channels last, and statistics are faster in two steps.
+    """Whether a tensor that lies channels last is one in groups of channels, and statistics are faster in two steps.
 
     Args:
         value, grouped: fake tensors; None for unknown ones.
@@ -71,26 +78,7 @@ def _has_groups(value: Any, grouped: Any) -> bool:
     n, groups, channels, _ = grouped.shape
     if tuple(value.shape[:2]) != (n, groups * channels) or channels == 1 or value.numel() < _LEAST_SIZE:
         return False
-    return is_last(value) and channels * value.element_size() < _WIDE_BYTES
-
-
-def _known_value(node: Any) -> Any:
-    """The fake tensor that a step gives, of sizes that are numbers; None for whatever else."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return None
-    return value if all(isinstance(size, int) for size in (*value.shape, *value.stride())) else None
-
-
-def _before_copies(node: Any) -> Any:
-    """What conversions to a wider type of floating point, and copies to another memory order, are of."""
-    while isinstance(node, fx.Node) and node.target in (_CONVERSION, aten.clone.default):
-        before = node.args[0]
-        values = (_known_value(before), _known_value(node))
-        if any(value is None for value in values) or not is_widened(*values):
-            break
-        node = before
-    return node
+    return bool(channels * value.element_size() < _WIDE_BYTES)
 
 
 def _parts(channels: int, places: int) -> int:

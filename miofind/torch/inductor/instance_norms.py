@@ -10,22 +10,29 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Set
 from typing import Any
 
 import torch
 from torch import fx
 
 from miofind.torch.inductor.graphs import VIEWS, added_step, has_numbers, is_pointwise
+from miofind.torch.inductor.memory_formats import lying_last
 from miofind.torch.inductor.strides import reads_strides, retrace_step
+from miofind.torch.inductor.writing import SpatialRanks
 
 aten = torch.ops.aten
 
 
-def unfold_images(graph: fx.Graph) -> None:
-    """Compute with images and channels apart what is computed of a view of channels-last tensors that joins them."""
+def unfold_images(graph: fx.Graph, turned: SpatialRanks = frozenset()) -> None:
+    """Compute with images and channels apart what is computed of a view of channels-last tensors that joins them.
+
+    Args:
+        turned: the spatial ranks of convolutions that were traced channels first and will be channels last.
+    """
     if reads_strides(graph):
         return
-    unfolding = _Unfolding(graph)
+    unfolding = _Unfolding(graph, lying_last(graph, turned))
     for node in list(graph.nodes):
         if node.op == "call_function":
             retrace_step(node, unfolding.relaid)
@@ -41,10 +48,11 @@ class _Unfolding:
         relaid: steps that give what was given in another order before, which may show further views.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, last: Set[fx.Node]) -> None:
         self.apart: dict[fx.Node, fx.Node] = {}
         self.relaid = set[fx.Node]()
         self._graph = graph
+        self._last = last
         self._joins = set[fx.Node]()
         self._passed_over = set[fx.Node]()
 
@@ -107,7 +115,7 @@ class _Unfolding:
         is_joined = (
             value.dim() > 3 and value.shape[0] > 1 and shape == (1, math.prod(value.shape[:2]), *value.shape[2:])
         )
-        if is_joined and not value.is_contiguous():
+        if is_joined and (images in self._last or not value.is_contiguous()):
             self.apart[node] = images
             self._joins.add(node)
             if is_copied:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import operator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
 
-from miofind.torch.formats import dense, layout_like, packed_strides
+from miofind.torch.formats import dense, is_last, layout_like, packed_strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
-from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, trains
-from miofind.torch.inductor.writing import Writing, spelt, values_of
+from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_pointwise, known_value, trains
+from miofind.torch.inductor.writing import SpatialRanks, Writing, spelt, values_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -121,6 +122,44 @@ def _is_first(node: fx.Node) -> bool:
 def runs_last(node: fx.Node) -> bool:
     """Whether a step is an operator that is known to run channels last."""
     return node.target in ARGUMENTS and bool(node.meta.get(_TURNED) or node.kwargs.get("channels_last"))
+
+
+def lying_last(graph: fx.Graph, ranks: SpatialRanks = frozenset()) -> set[fx.Node]:
+    """The steps whose results will lie channels last, as far as is known, whatever they were traced with.
+
+    Convolutions and operators that run so, and what is computed of them element by element, or joined by channels. It
+    says what is fast, and may be wrong: Inductor lays out what is point-wise as it likes.
+
+    Args:
+        ranks: the spatial ranks of PyTorch's own convolutions that Inductor will turn.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = known_value(node)
+        if value is None or value.dim() < 4:
+            continue
+        if _is_written_last(node, ranks):
+            found.add(node)
+        elif is_pointwise(node) or (node.target is aten.cat.default and node.args[1:] == (1,)):
+            read = (each for each in node.all_input_nodes if _is_as_large(each, value))
+            is_joined = [each in found for each in read]
+            if is_joined and all(is_joined):
+                found.add(node)
+    return found
+
+
+def _is_written_last(node: fx.Node, ranks: SpatialRanks) -> bool:
+    """Whether a step was traced channels last, or is a convolution that runs so."""
+    value = node.meta["val"]
+    source = node.args[0] if node.target is operator.getitem else node
+    is_turned = node.target is aten.convolution.default and value.dim() - 2 in ranks
+    return is_turned or runs_last(source) or is_last(value)
+
+
+def _is_as_large(node: fx.Node, value: Any) -> bool:
+    """Whether a step gives images of as many places as others."""
+    read = known_value(node)
+    return read is not None and read.dim() == value.dim() and read.shape[2:] == value.shape[2:]
 
 
 def memory_formats(graph: fx.Graph) -> dict[fx.Node, bool]:

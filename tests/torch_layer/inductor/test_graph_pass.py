@@ -23,7 +23,7 @@ import miofind.torch
 from miofind import Device, Handle
 from miofind.core.problem import ProblemDescription
 from miofind.torch import answers, comparisons, plans
-from miofind.torch.inductor import backend
+from miofind.torch.inductor import backend, group_statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -326,6 +326,55 @@ def test_nothing_is_turned_unless_all_is_answered_so(monkeypatch: pytest.MonkeyP
     with torch.no_grad(), torch._inductor.config.patch(force_layout_optimization=True):
         compiled(torch.randn(2, 4, 6, 5))
     assert compiled.convolution_pass.replaced == []
+
+
+class Grouped(nn.Module):
+    """A group norm of what convolutions give, or is computed of it."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 16 if between == "joined" else 8)
+        self.between = between
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x)
+        if self.between == "offset":
+            y = torch.tanh(y) + y.mean((2, 3), keepdim=True)
+        elif self.between == "joined":
+            y = torch.cat([y, self.second(y)], 1)
+        elif self.between == "apart":
+            y = y.reshape(2, 8, 5, 6).transpose(2, 3)
+        return functional.silu(self.norm(y))
+
+
+@pytest.mark.parametrize("is_turned", [True, False])
+@pytest.mark.parametrize(("between", "is_last"), [("", True), ("offset", True), ("joined", True), ("apart", False)])
+@pytest.mark.usefixtures("served")
+def test_norms_of_what_is_turned_to_channels_last_know_it(
+    between: str, is_last: bool, is_turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though all was traced channels first."""
+    monkeypatch.setattr(group_statistics, "_LEAST_SIZE", 1)
+    network, x = miofind.torch.fuse(prepared(Grouped(between))), torch.randn(2, 4, 6, 5)
+    compiled = Compiled(network)
+    configured = torch._inductor.config.patch(layout_optimization=is_turned, force_layout_optimization=is_turned)
+    with torch.no_grad(), configured:
+        torch.testing.assert_close(compiled(x), network(x))
+    (norm,) = (node for node in compiled.graphs[0].graph.nodes if node.target is torch.ops.aten.var_mean.correction)
+    assert norm.args[1] == ([3] if is_last and is_turned else [2, 3])
+
+
+@pytest.mark.parametrize("is_turned", [True, False])
+@pytest.mark.usefixtures("served")
+def test_norms_of_instances_know_it_too(is_turned: bool) -> None:
+    network = miofind.torch.fuse(prepared(nn.Sequential(nn.Conv2d(4, 8, 3), nn.InstanceNorm2d(8, affine=True))))
+    compiled, x = Compiled(network), torch.randn(2, 4, 6, 5)
+    configured = torch._inductor.config.patch(layout_optimization=is_turned, force_layout_optimization=is_turned)
+    with torch.no_grad(), configured:
+        torch.testing.assert_close(compiled(x), network(x))
+    (norm,) = (node for node in compiled.graphs[0].graph.nodes if node.target is torch.ops.aten.var_mean.correction)
+    assert [*norm.args[1]] == ([2, 3] if is_turned else [0, 2, 3])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")

@@ -1,0 +1,231 @@
+"""What norms do to each element: one factor and one sum for each channel, the same numbers, and others as they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from miofind.torch.inductor import norms
+
+aten, prims = torch.ops.aten, torch.ops.prims
+SHAPE = (2, 16, 8, 12)
+
+
+@pytest.fixture(autouse=True)
+def small_ones_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "_LEAST_SIZE", 2 * 16 * 8 * 8)
+
+
+def traced(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> fx.GraphModule:
+    """A function as Inductor's graphs have it."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    made: fx.GraphModule = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*arguments)
+    return made
+
+
+def combined(function: Callable[..., Any], *arguments: Any, mode: str = "fake") -> tuple[int, fx.GraphModule]:
+    """How many norms were replaced, and the graph."""
+    made = traced(function, *arguments, mode=mode)
+    count = norms.combine_vectors(made.graph)
+    made.graph.lint()
+    made.recompile()
+    return count, made
+
+
+def images(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+    """Random numbers far from 0, channels last where there is such an order."""
+    torch.manual_seed(sum(shape))
+    made = (torch.randn(shape) * 3 + 5).to(dtype)
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return made.to(memory_format=orders[len(shape)]) if len(shape) in orders else made
+
+
+def vector(size: int = 16, seed: int = 0) -> Any:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) + 2
+
+
+def over_places(numbers: Any, x: Any) -> Any:
+    return numbers.reshape(1, -1, *(1,) * (x.dim() - 2))
+
+
+def group_norm(x: Any, w: Any, b: Any) -> Any:
+    """A group norm as it is traced for GPUs."""
+    wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
+    grouped = wide.reshape(x.shape[0], 4, x.shape[1] // 4, -1)
+    variance, mean = torch.var_mean(grouped, (2, 3), correction=0, keepdim=True)
+    normed = ((grouped - mean) * torch.rsqrt(variance + 1e-5)).reshape(x.shape)
+    return (normed * over_places(w, x) + over_places(b, x)).to(x.dtype)
+
+
+def batch_norm(x: Any, w: Any, b: Any) -> Any:
+    return aten._native_batch_norm_legit_functional(x, w, b, b, w, True, 0.1, 1e-5)[0]
+
+
+def batch_norm_gradients(dy: Any, x: Any, w: Any, b: Any) -> Any:
+    return aten.native_batch_norm_backward(dy, x, w, b, w, b, w.abs(), True, 1e-5, [True, True, True])
+
+
+def group_norm_gradients(dy: Any, x: Any, w: Any, b: Any) -> Any:
+    n, c, groups = *x.shape[:2], 4
+    mean, inverse = b[: n * groups].reshape(n, groups), w[: n * groups].reshape(n, groups).abs()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    arguments = (n, c, math.prod(x.shape[2:]), groups, [True, True, True])
+    return aten.native_group_norm_backward(dy.to(wide), x.to(wide), mean, inverse, w, *arguments)
+
+
+def of_double(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*(each.double() for each in arguments))
+
+
+def is_of_images(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.numel() >= math.prod(SHAPE) and value.dim() > 2
+
+
+def large_steps(made: fx.GraphModule) -> int:
+    """The additions and multiplications of tensors as large as images."""
+    targets = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
+    return sum(node.target in targets and is_of_images(node) for node in made.graph.nodes)
+
+
+CASES = {
+    "group": (group_norm, 1, 2),
+    "batch": (batch_norm, 1, 2),
+    "instance": (lambda x, w, b: functional.instance_norm(x, None, None, w, b), 1, 2),
+    "residual": (lambda x, w, b: batch_norm(x, w, b).float() + x.float(), 1, 3),
+    "two": (
+        lambda x, w, b: (group_norm(x, w, b).float() * over_places(w, x)).relu() + group_norm(x * 2, b, w),
+        2,
+        None,
+    ),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [SHAPE, (3, 16, 4, 4, 8), (1, 16, 256), (4, 16, 9, 11)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_numbers_are_the_same(name: str, shape: tuple[int, ...], dtype: Any) -> None:
+    function, count, steps = CASES[name]
+    arguments = images(*shape, dtype=dtype), vector(), vector(seed=1)
+    replaced, made = combined(function, *arguments)
+    assert replaced == count
+    if steps is not None:
+        assert large_steps(made) == steps
+    wanted = of_double(function, arguments)
+    bound = 2 * torch.finfo(dtype).eps * wanted.abs().max()
+    assert (made(*arguments).double() - wanted).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", [batch_norm_gradients, group_norm_gradients])
+def test_gradients_are_the_same(function: Callable[..., Any], dtype: Any) -> None:
+    x = images(*SHAPE, dtype=dtype)
+    arguments = (x - 5) * 0.1, x, vector(), vector(seed=1)
+    replaced, made = combined(function, *arguments)
+    assert replaced == 1
+    before = traced(function, *arguments)
+    for was, found, wanted in zip(before(*arguments), made(*arguments), of_double(function, arguments), strict=True):
+        error, error_before = ((each.double() - wanted).abs().max() for each in (found, was))
+        assert error <= 2 * error_before + 2e-6 * wanted.abs().max()
+
+
+def test_what_is_copied_is_read_as_it_lies() -> None:
+    """A GPU's group norm is traced on a copy channels first, of numbers that were widened."""
+    x = images(*SHAPE)
+    _, made = combined(group_norm, x, vector(), vector(seed=1))
+    (large,) = (node for node in made.graph.nodes if node.target is aten.mul.Tensor and is_of_images(node))
+    assert large.args[0].op == "placeholder"
+
+
+def test_vectors_are_written_before_they_are_read() -> None:
+    _, made = combined(group_norm, images(*SHAPE), vector(), vector(seed=1))
+    stored = [node for node in made.graph.nodes if "force_stride_order" in str(node.target)]
+    assert [tuple(node.meta["val"].shape) for node in stored] == [(2, 16, 1, 1)] * 2
+    assert all(user.target in (aten.mul.Tensor, aten.add.Tensor) for node in stored for user in node.users)
+
+
+def offset(x: Any, w: Any, b: Any) -> Any:
+    """Of each place, not of each channel."""
+    places = torch.arange(x[0, 0].numel(), dtype=torch.float32).reshape(1, 1, *x.shape[2:])
+    return ((x.float() - places) * over_places(w, x) + over_places(b, x)) * over_places(b, x)
+
+
+def written(x: Any, w: Any, b: Any) -> Any:
+    """Numbers that are written later on in the graph."""
+    y = ((x.float() - over_places(b, x)) * over_places(w.exp(), x) + over_places(w, x)) * over_places(b, x)
+    w.copy_(w * 2)
+    return y
+
+
+def taken_off_itself(x: Any, w: Any, b: Any) -> Any:
+    wide = x.float()
+    return ((wide + over_places(b, x)) - wide) * over_places(w, x) * over_places(w.exp(), x) * over_places(b, x)
+
+
+def scaled(x: Any, w: Any, b: Any) -> Any:
+    y = torch.add(x.float(), over_places(b, x), alpha=2)
+    return y * over_places(w, x)
+
+
+OTHERS = {
+    "float32": (group_norm, images(*SHAPE, dtype=torch.float32)),
+    "small": (group_norm, images(2, 16, 4, 8)),
+    "few places": (batch_norm, images(64, 16, 4, 4)),
+    "no weights": (lambda x, w, b: functional.instance_norm(x), images(*SHAPE)),
+    "no statistics": (lambda x, w, b: x.float() * over_places(w, x) + over_places(b, x), images(*SHAPE)),
+    "places": (lambda x, w, b: offset(x, w, b), images(*SHAPE)),
+    "products": (lambda x, w, b: (x.float() * x.float() - over_places(b, x)) * x.float(), images(*SHAPE)),
+    "written": (written, images(*SHAPE)),
+    "itself": (taken_off_itself, images(*SHAPE)),
+    "factors of sums": (scaled, images(*SHAPE)),
+    "layer norm": (
+        lambda x, w, b: functional.layer_norm(x.permute(0, 2, 3, 1), (16,), w.bfloat16(), b.bfloat16()),
+        images(*SHAPE),
+    ),
+    "two dimensions": (lambda x, w, b: batch_norm(x, w, b), images(*SHAPE).reshape(-1, 16)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_stay(name: str) -> None:
+    function, x = OTHERS[name]
+    w, b = vector(), vector(seed=1)
+    made = traced(function, x, w.clone(), b)
+    before = str(made.graph)
+    assert norms.combine_vectors(made.graph) == 0
+    assert str(made.graph) == before
+
+
+def test_sizes_that_are_not_numbers_stay() -> None:
+    count, _ = combined(group_norm, images(*SHAPE), vector(), vector(seed=1), mode="symbolic")
+    assert count == 0
+
+
+def test_what_else_reads_a_step_still_does() -> None:
+    def function(x: Any, w: Any, b: Any) -> Any:
+        normed = (x.float() - over_places(b, x)) * over_places(w.exp(), x)
+        return normed * over_places(w, x) + over_places(b.exp(), x), normed.exp()
+
+    x, w, b = images(*SHAPE) * 0.1, vector() * 0.1, vector(seed=1) * 0.1
+    made = traced(function, x, w, b)
+    norms.combine_vectors(made.graph)
+    made.recompile()
+    for found, wanted in zip(made(x, w, b), function(x, w, b), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_infinities_and_nan_stay_what_they_are() -> None:
+    x = images(*SHAPE)
+    x[0, 0, 0, 0], x[1, 3, 2, 2] = math.inf, math.nan
+    arguments = x, vector(), vector(seed=1)
+    _, made = combined(batch_norm, *arguments)
+    torch.testing.assert_close(made(*arguments), traced(batch_norm, *arguments)(*arguments), equal_nan=True)
