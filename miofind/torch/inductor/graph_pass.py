@@ -51,8 +51,8 @@ from miofind.torch.inductor.memory_formats import (
 from miofind.torch.inductor.norms import combine_vectors
 from miofind.torch.inductor.own_pass import OwnPass
 from miofind.torch.inductor.poolings import split_poolings
-from miofind.torch.inductor.strides import restore_strides
-from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, turn, turnable
+from miofind.torch.inductor.strides import reads_convolved_by_strides, restore_strides
+from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, retrace, turn, turnable
 from miofind.torch.inductor.weights_in_graphs import keep_weights
 from miofind.torch.inductor.writing import Serves, SpatialRanks, Writing
 from miofind.torch.override import current
@@ -89,6 +89,7 @@ class ConvolutionPass(OwnPass):
         _replace(writing)
         self.replaced += writing.put_in
         lay_out(graph, writing.turned)
+        laid_out = {*graph.nodes}
         by_inductor = writing.last_ranks - writing.turned
         unfold_images(graph, by_inductor)
         pack_images(graph)
@@ -106,6 +107,7 @@ class ConvolutionPass(OwnPass):
             gather_counts(graph)
         else:
             keep_weights(graph, memory_formats(graph))
+        retrace(graph, {*graph.nodes} - laid_out)
         restore_strides(graph)
         graph.lint()
         _tell(dynamic, len({*self.missing[missed:]}))
@@ -191,7 +193,8 @@ def _prepare(graph: fx.Graph) -> tuple[SpatialRanks, SpatialRanks]:
     read = (node.args[0].meta.get("val") for node in asked)
     devices = {value.device for value in read if isinstance(value, torch.Tensor)}
     measured = frozenset(filter(_measures, devices))
-    by_inductor = frozenset((2,) if prefers_channels_last(graph) else ())
+    is_turned = prefers_channels_last(graph) and not reads_convolved_by_strides(graph)
+    by_inductor = frozenset((2,) if is_turned else ())
     ranks = by_inductor, frozenset[int]()
     for turned in dict.fromkeys((turnable(graph) - by_inductor, frozenset[int]())):
         ranks = by_inductor | turned, turned

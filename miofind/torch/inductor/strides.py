@@ -11,7 +11,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._inductor import config
 
-from miofind.torch.inductor.graphs import added_step, traced_strides, user_visible
+from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, known_value, traced_strides, user_visible
 from miofind.torch.inductor.writing import is_put_in
 
 aten = torch.ops.aten
@@ -35,6 +35,24 @@ def reads_strides(graph: fx.Graph) -> bool:
     So do random numbers that are to be eager's, which are drawn in the order of memory.
     """
     return any(map(_reads_order, {node.target for node in graph.nodes if node.op == "call_function"}))
+
+
+def reads_convolved_by_strides(graph: fx.Graph) -> bool:
+    """Whether a step may read what is computed from a convolution of the graph by how it lies in memory.
+
+    Numbers of each image and channel lie in one order. A step that notes what it was given as it was traced is given
+    that by Inductor.
+    """
+    convolved: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_step = node.op == "call_function" and "eager_input_vals" not in node.meta
+        if is_step and _reads_order(node.target) and not convolved.isdisjoint(node.all_input_nodes):
+            return True
+        value = known_value(node)
+        is_of_channels = value is not None and value.dim() > 2 and all(size == 1 for size in value.shape[2:])
+        if node.target in CONVOLUTIONS or not (is_of_channels or convolved.isdisjoint(node.all_input_nodes)):
+            convolved.add(node)
+    return False
 
 
 def read_by_strides(graph: fx.Graph) -> set[fx.Node]:

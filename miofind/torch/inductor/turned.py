@@ -119,10 +119,13 @@ def is_answered(writing: Writing, graph: fx.Graph) -> bool:
 
 
 def lay_out(graph: fx.Graph, turned: SpatialRanks) -> None:
-    """Have the convolutions that stay in a graph read channels last, and all steps say how what they give lies."""
-    if turned:
-        put_in = {node for node in graph.nodes if is_put_in(node)}
-        retrace(graph, put_in.union(*(node.users for node in put_in)), turned)
+    """Have the convolutions that stay in a graph read channels last, and all steps say how what they give lies.
+
+    Args:
+        turned: the spatial ranks of convolutions that are turned here.
+    """
+    put_in = {node for node in graph.nodes if is_put_in(node)}
+    retrace(graph, put_in.union(*(node.users for node in put_in)), turned)
 
 
 def retrace(graph: fx.Graph, relaid: set[fx.Node], turned: SpatialRanks = frozenset()) -> None:

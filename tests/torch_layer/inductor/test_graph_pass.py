@@ -317,6 +317,43 @@ def test_operators_of_a_contiguous_network_are_turned_to_channels_last(last_step
     assert [str(each.y.layout) for each in options["post_grad_custom_pre_pass"].replaced] == ["NHWC", "NHWC"]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.parametrize("last_step", LAST_STEPS)
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_convolutions_that_inductor_turns_are_read_as_they_were_traced(last_step: str) -> None:
+    """PyTorch's own convolutions, which operators take the place of."""
+    network = Two()
+
+    def run(x: Any) -> Any:
+        return LAST_STEPS[last_step](network(x))
+
+    options, x = miofind.torch.inductor_options(), torch.randn(2, 4, 6, 5)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, options={**options, "fx_graph_cache": False})
+    with torch.no_grad(), torch._inductor.config.patch(force_layout_optimization=True):
+        given, expected = compiled(x), run(x)
+    torch.testing.assert_close(given, expected)
+    order = "NCHW" if last_step in ("as_strided", "fixed strides") else "NHWC"
+    assert [str(each.y.layout) for each in options["post_grad_custom_pre_pass"].replaced] == [order, order]
+
+
+@pytest.mark.usefixtures("served")
+def test_steps_after_operators_say_how_what_they_give_lies() -> None:
+    """Inductor writes what is kept for backward as its step says."""
+    network, x = (
+        nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)),
+        torch.randn(2, 4, 8, 8),
+    )
+    compiled = Compiled(network)
+    configured = torch._inductor.config.patch(force_layout_optimization=True)
+    with configured, torch.autocast("cpu", torch.bfloat16):
+        compiled(x)
+    (relu,) = (node for node in compiled.graphs[0].graph.nodes if node.target is torch.ops.aten.relu.default)
+    assert relu.meta["val"].is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.usefixtures("served")
 def test_nothing_is_turned_unless_all_is_answered_so(monkeypatch: pytest.MonkeyPatch) -> None:
     convolutions = type(convolution_pass())
