@@ -213,23 +213,25 @@ class _Norms:
         if isinstance(numbers, int):
             return numbers
         made = self._made(numbers, shape)
-        if made.meta["val"].dtype != torch.float32:
-            made = self._step(_CONVERSION, made, torch.float32)
         return self._step(inductor_prims.force_stride_order, made, packed_strides(tuple(made.meta["val"].shape), False))
 
     def _made(self, numbers: _Numbers, shape: torch.Size) -> Any:
-        """The step that gives numbers of each channel, to be applied to tensors of a shape."""
+        """The step that gives numbers of each channel, to be applied to tensors of a shape.
+
+        Each is widened first: what is made of numbers of 16 bits is not rounded to as many.
+        """
         if isinstance(numbers, int):
             return numbers
         if isinstance(numbers, _Made):
             return self._step(numbers.step, self._made(numbers.left, shape), self._made(numbers.right, shape))
-        places = [1] * (len(shape) - 2)
-        own = _padded(numbers)
+        wide = numbers.node
+        if wide.meta["val"].dtype != torch.float32:
+            wide = self._step(_CONVERSION, wide, torch.float32)
+        places, own, end = [1] * (len(shape) - 2), _padded(numbers), _end(numbers)
         if numbers.shape == tuple(shape):
-            return self._step(aten.reshape.default, numbers.node, [*own[:2], *places])
-        end = _end(numbers)
+            return self._step(aten.reshape.default, wide, [*own[:2], *places])
         blocks, channels = math.prod(numbers.shape[:end]), shape[0] * shape[1]
-        made = self._step(aten.reshape.default, numbers.node, own[:end])
+        made = self._step(aten.reshape.default, wide, own[:end])
         made = self._step(aten.expand.default, made, [*numbers.shape[:end]])
         made = self._step(aten.reshape.default, made, [blocks, 1])
         made = self._step(aten.expand.default, made, [blocks, channels // blocks])

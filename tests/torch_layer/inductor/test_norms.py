@@ -138,6 +138,17 @@ def test_gradients_are_the_same(function: Callable[..., Any], dtype: Any) -> Non
         assert error <= 2 * error_before + 2e-6 * wanted.abs().max()
 
 
+def test_vectors_of_16_bits_are_widened_before_anything_is_made_of_them() -> None:
+    def function(x: Any, w: Any, b: Any) -> Any:
+        return ((x.float() + over_places(b, x)) * over_places(w, x) + over_places(w.neg(), x)) * over_places(b.sin(), x)
+
+    arguments = images(*SHAPE, dtype=torch.float16), vector().half() * 300, vector(seed=1).half() * 300
+    _, made = combined(function, *arguments)
+    wide = arguments[0], *(each.float() for each in arguments[1:])
+    torch.testing.assert_close(made(*arguments), traced(function, *arguments)(*arguments), rtol=1e-5, atol=1e-5)
+    assert function(*wide).abs().max() > torch.finfo(torch.float16).max
+
+
 def test_what_is_copied_is_read_as_it_lies() -> None:
     """A GPU's group norm is traced on a copy channels first, of numbers that were widened."""
     x = images(*SHAPE)
