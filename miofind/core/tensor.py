@@ -137,6 +137,8 @@ def enum_value(kind: type[_E], value: object, field_name: str) -> _E:
     if isinstance(value, kind):
         return value
     name = str(value).lower()
+    with contextlib.suppress(ValueError):
+        return kind(name)  # Dynamo traces this, and in older releases no loop over an enum
     for member in kind:
         if name == member.value.lower():
             return member
