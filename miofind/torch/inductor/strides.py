@@ -95,12 +95,22 @@ def _traced(node: fx.Node) -> Any:
     """What a step gives, of what its inputs are by now; as it was where it cannot be told."""
     if node.target is not operator.getitem and (not _is_known(node.target) or node.target._schema.is_mutable):
         return node.meta.get("val")
+    if not _has_known_sizes(node.meta.get("val")):
+        return node.meta.get("val")  # another call would give numbers of elements of other names
     arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     try:
         with detect_fake_mode((arguments, named)), torch.no_grad():
             return node.target(*arguments, **named)
     except (RuntimeError, ValueError):  # of a view, it may be, which Inductor makes a copy for
         return node.meta.get("val")
+
+
+def _has_known_sizes(value: Any) -> bool:
+    """Whether a step gives a tensor of sizes that are numbers, or several."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    tensors = [each for each in values if isinstance(each, torch.Tensor)]
+    are_known = all(isinstance(size, int) for each in tensors for size in (*each.shape, *each.stride()))
+    return bool(tensors) and are_known
 
 
 def _strides(value: Any) -> list[Any]:

@@ -354,6 +354,24 @@ def test_steps_after_operators_say_how_what_they_give_lies() -> None:
     assert relu.meta["val"].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_steps_of_unknown_sizes_after_operators_stay() -> None:
+    """Traced again they would give numbers of elements that have no name in the graph."""
+    network, x = nn.Conv2d(4, 8, 3), torch.randn(2, 4, 8, 8)
+
+    def positive(x: Any) -> Any:
+        y = network(x).relu()
+        return y[y > 0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(positive, options={**miofind.torch.inductor_options(), "fx_graph_cache": False})
+    configured = torch._inductor.config.patch(force_layout_optimization=True)
+    with configured, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        torch.testing.assert_close(compiled(x), positive(x))
+
+
 @pytest.mark.usefixtures("served")
 def test_nothing_is_turned_unless_all_is_answered_so(monkeypatch: pytest.MonkeyPatch) -> None:
     convolutions = type(convolution_pass())
