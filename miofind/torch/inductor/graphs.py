@@ -13,6 +13,8 @@ CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 VIEWS = (aten.reshape.default, aten.view.default)
 HALVES = (torch.float16, torch.bfloat16)
 """The dtypes of 16 bits, which tensor cores read channels last."""
+_PROMOTED = (*HALVES, torch.float32, torch.float64)
+"""The dtypes of floating point that PyTorch combines with others: not those of 8 bits."""
 
 
 def has_numbers(node: fx.Node) -> bool:
@@ -40,8 +42,8 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_widened(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Whether a conversion from one tensor's type to another's is of floating point, and loses nothing."""
-    are_floating = before.is_floating_point() and after.is_floating_point()
-    return are_floating and bool(torch.promote_types(before.dtype, after.dtype) == after.dtype)
+    are_promoted = before.dtype in _PROMOTED and after.dtype in _PROMOTED
+    return are_promoted and bool(torch.promote_types(before.dtype, after.dtype) == after.dtype)
 
 
 def before_copies(node: Any) -> Any:

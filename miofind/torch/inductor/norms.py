@@ -47,6 +47,8 @@ _LEAST_SIZE = 1 << 22
 """Elements of a tensor: of less, writing the vectors costs as much as it saves."""
 _LEAST_PLACES = 64
 """Elements of a channel."""
+_MOST_STEPS = 64
+"""Those that are followed for a norm, which has a dozen: calls are nested, and what is centred is followed anew."""
 
 
 def combine_vectors(graph: fx.Graph) -> int:
@@ -128,6 +130,7 @@ class _Norms:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
+        self._steps_left = 0
         self._written = {read for node in graph.nodes if _is_mutable(node.target) for read in node.all_input_nodes}
 
     def is_replaced(self, root: fx.Node) -> bool:
@@ -137,6 +140,7 @@ class _Norms:
             return False
         if math.prod(value.shape[2:]) < _LEAST_PLACES:
             return False
+        self._steps_left = _MOST_STEPS
         found = self._combination(root, root)
         if found is None or not found.is_worthwhile():
             return False
@@ -183,14 +187,18 @@ class _Norms:
             return None
         is_centred = node.target is aten.sub.Tensor and self._vector(node.args[1], node, root) is not None
         is_alone = len(node.users) == 1 or is_centred or node.target in VIEWS
-        found = self._combination(node, root) if is_alone else None
-        return _Combination({before_copies(node): 1}) if found is None else found
+        self._steps_left -= 1
+        found = self._combination(node, root) if is_alone and self._steps_left > 0 else None
+        if found is not None:
+            return found
+        source = before_copies(node)
+        return _Combination({node if source in self._written else source: 1})
 
     def _vector(self, node: Any, applied: fx.Node, root: fx.Node) -> _Vector | None:
         """A step that another reads, if it gives a number for each channel of a root."""
         value = known_value(node)
-        if value is None or not value.is_floating_point():
-            return None
+        if value is None or not value.is_floating_point() or value.device != root.meta["val"].device:
+            return None  # a number alone may be a CPU's
         shape, of_root = tuple(applied.meta["val"].shape), root.meta["val"].shape
         found = _Vector(node, shape)
         blocks = math.prod(shape[: _end(found)])
@@ -202,6 +210,8 @@ class _Norms:
         step, total = self._step, self._stored(combination.constant, shape)
         for node, factor in combination.factors.items():
             given = node if node.meta["val"].shape == shape else step(aten.reshape.default, node, [*shape])
+            if isinstance(factor, int):
+                given = self._wide(given)
             if factor != 1:
                 given = step(aten.mul.Tensor, given, self._stored(factor, shape))
             total = given if isinstance(total, int) else step(aten.add.Tensor, total, given)
@@ -216,7 +226,7 @@ class _Norms:
         return self._step(inductor_prims.force_stride_order, made, packed_strides(tuple(made.meta["val"].shape), False))
 
     def _made(self, numbers: _Numbers, shape: torch.Size) -> Any:
-        """The step that gives numbers of each channel, to be applied to tensors of a shape.
+        """The step that gives numbers of each channel in float32, to be applied to tensors of a shape.
 
         Each is widened first: what is made of numbers of 16 bits is not rounded to as many.
         """
@@ -224,10 +234,7 @@ class _Norms:
             return numbers
         if isinstance(numbers, _Made):
             return self._step(numbers.step, self._made(numbers.left, shape), self._made(numbers.right, shape))
-        wide = numbers.node
-        if wide.meta["val"].dtype != torch.float32:
-            wide = self._step(_CONVERSION, wide, torch.float32)
-        places, own, end = [1] * (len(shape) - 2), _padded(numbers), _end(numbers)
+        wide, places, own, end = self._wide(numbers.node), [1] * (len(shape) - 2), _padded(numbers), _end(numbers)
         if numbers.shape == tuple(shape):
             return self._step(aten.reshape.default, wide, [*own[:2], *places])
         blocks, channels = math.prod(numbers.shape[:end]), shape[0] * shape[1]
@@ -236,6 +243,11 @@ class _Norms:
         made = self._step(aten.reshape.default, made, [blocks, 1])
         made = self._step(aten.expand.default, made, [blocks, channels // blocks])
         return self._step(aten.reshape.default, made, [*shape[:2], *places])
+
+    def _wide(self, node: fx.Node) -> fx.Node:
+        """A step that gives the same numbers in float32, as steps of the graph were computed."""
+        is_wide = node.meta["val"].dtype == torch.float32
+        return node if is_wide else self._step(_CONVERSION, node, torch.float32)
 
     def _step(self, target: Any, *arguments: Any) -> fx.Node:
         return added_step(self._graph, target, *arguments)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from miofind.torch.inductor import norms
@@ -240,3 +241,45 @@ def test_infinities_and_nan_stay_what_they_are() -> None:
     arguments = x, vector(), vector(seed=1)
     _, made = combined(batch_norm, *arguments)
     torch.testing.assert_close(made(*arguments), traced(batch_norm, *arguments)(*arguments), equal_nan=True)
+
+
+def of_halves(x: Any, w: Any, b: Any) -> Any:
+    """Vectors of 16 bits, whose products do not fit."""
+    return (x.float() - x.float().mean((2, 3), keepdim=True)) * over_places(w, x) * over_places(b, x)
+
+
+def twice(x: Any, w: Any, b: Any) -> Any:
+    """A sum that does not fit into 16 bits."""
+    return x.float() + x.float() - x.float() * over_places(w, x) * over_places(b, x)
+
+
+def of_bytes(x: Any, w: Any, b: Any) -> Any:
+    """Of 8 bits, which PyTorch combines with no other type."""
+    return (x.to(torch.float8_e4m3fn).float() - over_places(b, x)) * over_places(w, x) + x.float() * over_places(b, x)
+
+
+def long(x: Any, w: Any, b: Any) -> Any:
+    y = x.float()
+    for _ in range(400):
+        y = y + over_places(w, x)
+    return y * over_places(b, x)
+
+
+@pytest.mark.parametrize("function", [of_halves, twice, of_bytes, long])
+def test_steps_are_computed_in_float32(function: Callable[..., Any]) -> None:
+    x, w, b = images(*SHAPE, dtype=torch.float16) * 4, vector().half() * 300, vector(seed=1).half() * 300
+    arguments = (x * 1000, w * 0.003, b * 0.003) if function is twice else (x, w, b)
+    _, made = combined(function, *arguments)
+    torch.testing.assert_close(made(*arguments), function(*arguments), rtol=1e-5, atol=1)
+
+
+def test_numbers_of_another_device_stay() -> None:
+    """Steps may read one number that is a CPU's."""
+
+    def function(x: Any, w: Any, b: Any, factor: Any) -> Any:
+        return (x.float() - over_places(b, x)) * factor * over_places(w, x)
+
+    with FakeTensorMode():
+        x, w, b = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in (SHAPE, 16, 16))
+        made = traced(function, x, w, b, torch.empty(()))
+    assert norms.combine_vectors(made.graph) == 0
