@@ -28,6 +28,7 @@ from miofind.torch.inductor.graphs import (
     is_pointwise,
     known_value,
 )
+from miofind.torch.inductor.strides import seen_in_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
@@ -130,6 +131,7 @@ class _Norms:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
+        self._in_order = seen_in_order(graph)
         self._steps_left = 0
         self._written = {read for node in graph.nodes if _is_mutable(node.target) for read in node.all_input_nodes}
 
@@ -146,6 +148,8 @@ class _Norms:
             return False
         with self._graph.inserting_before(root):
             made = self._written_out(found, value.shape)
+            if root in self._in_order and made.meta["val"].stride() != value.stride():
+                made = self._in_order_of(made, value)
         root.replace_all_uses_with(made)
         erase_unused(root)
         return True
@@ -244,13 +248,19 @@ class _Norms:
         made = self._step(aten.expand.default, made, [blocks, channels // blocks])
         return self._step(aten.reshape.default, made, [*shape[:2], *places])
 
+    def _in_order_of(self, node: fx.Node, value: Any) -> fx.Node:
+        """A step that gives the same numbers in the order of a tensor: a copy where Inductor need not write it."""
+        if value.is_contiguous():
+            return self._step(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self._step(inductor_prims.force_stride_order, node, [*value.stride()])
+
     def _wide(self, node: fx.Node) -> fx.Node:
         """A step that gives the same numbers in float32, as steps of the graph were computed."""
         is_wide = node.meta["val"].dtype == torch.float32
         return node if is_wide else self._step(_CONVERSION, node, torch.float32)
 
-    def _step(self, target: Any, *arguments: Any) -> fx.Node:
-        return added_step(self._graph, target, *arguments)
+    def _step(self, target: Any, *arguments: Any, **named: Any) -> fx.Node:
+        return added_step(self._graph, target, *arguments, **named)
 
 
 def _is_mutable(target: Any) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,17 +56,39 @@ def reads_convolved_by_strides(graph: fx.Graph) -> bool:
     return False
 
 
-def read_by_strides(graph: fx.Graph) -> set[fx.Node]:
-    """The steps that read the order of memory, and all that these are computed from.
+def read_by_strides(graph: fx.Graph, others: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """The steps that read the order of memory, and others, and all that these are computed from.
 
     A tensor among them keeps its order: what is computed from it would take another one, too.
     """
-    found: set[fx.Node] = set()
+    found = {*others}
     for node in reversed(graph.nodes):
         is_one = node.op == "call_function" and _reads_order(node.target)
         if is_one or any(user in found for user in node.users):
             found.add(node)
     return found
+
+
+def seen_in_order(graph: fx.Graph) -> set[fx.Node]:
+    """The steps whose order of memory others read, or a user may see, and all that these are computed from.
+
+    Inductor gives dense results the strides that were traced; parts of tensors lie as these do.
+    """
+    (output,) = graph.find_nodes(op="output")
+    results, wanted = output.args[0], traced_strides(graph)
+    if wanted is None or isinstance(results, fx.Node):
+        return {*graph.nodes}
+    seen = [i for i in user_visible(graph) if wanted[i] is not None]
+    parts = [results[i] for i in seen if not _is_dense(results[i].meta["val"].shape, wanted[i])]
+    return read_by_strides(graph, parts)
+
+
+def _is_dense(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+    """Whether a tensor takes as much memory as it has elements; False where sizes are no numbers."""
+    if not all(isinstance(number, int) for number in (*shape, *strides)):
+        return False
+    taken = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return bool(taken == math.prod(shape))
 
 
 def _reads_order(step: Any) -> bool:

@@ -23,7 +23,7 @@ import miofind.torch
 from miofind import Device, Handle
 from miofind.core.problem import ProblemDescription
 from miofind.torch import answers, comparisons, plans
-from miofind.torch.inductor import backend, group_statistics
+from miofind.torch.inductor import backend, group_statistics, norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -370,6 +370,28 @@ def test_steps_of_unknown_sizes_after_operators_stay() -> None:
     configured = torch._inductor.config.patch(force_layout_optimization=True)
     with configured, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         torch.testing.assert_close(compiled(x), positive(x))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_of_norms_keep_their_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a group norm as it is traced for GPUs, channels first."""
+    monkeypatch.setattr(norms, "_LEAST_SIZE", 1)
+    w, b = torch.rand(16) + 1, torch.rand(16)
+
+    def parts(x: Any) -> Any:
+        grouped = x.contiguous().float().reshape(2, 4, 4, -1)
+        variance, mean = torch.var_mean(grouped, (2, 3), correction=0, keepdim=True)
+        normed = ((grouped - mean) * torch.rsqrt(variance + 1e-5)).reshape(x.shape)
+        return (normed * w.reshape(1, -1, 1, 1) + b.reshape(1, -1, 1, 1)).relu().split(8, 1)
+
+    x = torch.randn(2, 16, 8, 9).bfloat16().to(memory_format=torch.channels_last)
+    torch._dynamo.reset()
+    compiled = torch.compile(parts, options={**miofind.torch.inductor_options(), "fx_graph_cache": False})
+    for found, wanted in zip(compiled(x), parts(x), strict=True):
+        torch.testing.assert_close(found, wanted)
+        assert found.stride() == wanted.stride()
 
 
 @pytest.mark.usefixtures("served")
