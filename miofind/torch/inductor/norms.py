@@ -201,8 +201,8 @@ class _Norms:
     def _vector(self, node: Any, applied: fx.Node, root: fx.Node) -> _Vector | None:
         """A step that another reads, if it gives a number for each channel of a root."""
         value = known_value(node)
-        if value is None or not value.is_floating_point() or value.device != root.meta["val"].device:
-            return None  # a number alone may be a CPU's
+        if value is None or value.device != root.meta["val"].device:
+            return None
         shape, of_root = tuple(applied.meta["val"].shape), root.meta["val"].shape
         found = _Vector(node, shape)
         blocks = math.prod(shape[: _end(found)])
