@@ -9,6 +9,7 @@ is for tensors of 16 bits, whose rounding costs more than another order of sums 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,9 +54,14 @@ _MOST_STEPS = 64
 
 
 def combine_vectors(graph: fx.Graph) -> int:
-    """Have what norms do to each element be a factor and a sum of its channel; returns how often."""
+    """Have what norms do to each element be a factor and a shift of its channel; returns how often.
+
+    What they read is read later than before: at the last of their steps. So norms behind a step that writes to what it
+    is given stay; of what AOTAutograd gives Inductor, all that writes to a graph's inputs is at the end.
+    """
     norms = _Norms(graph)
-    return sum(norms.is_replaced(node) for node in reversed([*graph.nodes]) if node.users)
+    roots = [*itertools.takewhile(lambda node: not _is_mutable(node.target), graph.nodes)]
+    return sum(norms.is_replaced(node) for node in reversed(roots) if node.users)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +130,12 @@ class _Combination:
 
 
 class _Norms:
-    """The norms of a graph, whose vectors are read as late as what they are applied to.
-
-    So what a step of the graph writes to is none of these vectors.
-    """
+    """The norms of a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._in_order = seen_in_order(graph)
         self._steps_left = 0
-        self._written = {read for node in graph.nodes if _is_mutable(node.target) for read in node.all_input_nodes}
 
     def is_replaced(self, root: fx.Node) -> bool:
         """Whether a step is the last of those of a norm, and was replaced."""
@@ -193,10 +195,7 @@ class _Norms:
         is_alone = len(node.users) == 1 or is_centred or node.target in VIEWS
         self._steps_left -= 1
         found = self._combination(node, root) if is_alone and self._steps_left > 0 else None
-        if found is not None:
-            return found
-        source = before_copies(node)
-        return _Combination({node if source in self._written else source: 1})
+        return _Combination({before_copies(node): 1}) if found is None else found
 
     def _vector(self, node: Any, applied: fx.Node, root: fx.Node) -> _Vector | None:
         """A step that another reads, if it gives a number for each channel of a root."""
@@ -207,7 +206,7 @@ class _Norms:
         found = _Vector(node, shape)
         blocks = math.prod(shape[: _end(found)])
         is_for_channels = _end(found) <= 2 if shape == tuple(of_root) else of_root[0] * of_root[1] % blocks == 0
-        return found if is_for_channels and _read(found).isdisjoint(self._written) else None
+        return found if is_for_channels else None
 
     def _written_out(self, combination: _Combination, shape: torch.Size) -> fx.Node:
         """The steps of a combination, the last of which gives it."""
