@@ -1,10 +1,10 @@
-"""What norms do to each element: one factor and one sum for each channel.
+"""What norms do to each element: one factor and one shift for each channel.
 
 A norm subtracts a mean, divides by a deviation, multiplies by a weight and adds a bias; its gradient does as much to
 two tensors. Inductor's kernels read each of these vectors for every element, and compute a deviation from a variance
 for it: a group norm's, channels last, takes nearly twice as long as reading and writing the tensor. Here vectors are
-combined first, and written; for each element x * factor + sum is left, as in PyTorch's own kernels of group norms. That
-is for tensors of 16 bits, whose rounding costs more than another order of sums in float32 does.
+combined first, and written; for each element x * factor + shift is left, as in PyTorch's own kernels of group norms.
+That is for tensors of 16 bits, whose rounding costs more than another order of operations in float32 does.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _sum(left: _Numbers, right: _Numbers) -> _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class _Combination:
-    """A sum of tensors, each with a factor of each channel, and of a number of each channel."""
+    """A sum of tensors, each multiplied by a factor of its channel, and of a constant of each channel."""
 
     factors: Mapping[fx.Node, _Numbers]
     constant: _Numbers = 0
@@ -140,7 +140,7 @@ class _Norms:
     def is_replaced(self, root: fx.Node) -> bool:
         """Whether a step is the last of those of a norm, and was replaced."""
         value = known_value(root)
-        if value is None or value.dim() not in (3, 4, 5) or value.numel() < _LEAST_SIZE:
+        if value is None or value.numel() < _LEAST_SIZE:
             return False
         if math.prod(value.shape[2:]) < _LEAST_PLACES:
             return False
@@ -167,10 +167,10 @@ class _Norms:
             return None
         if node.target in VIEWS:
             return self._part(node.args[0], root)
-        if node.target not in _STEPS or node.kwargs or not all(isinstance(each, fx.Node) for each in node.args):
+        if node.target not in _STEPS or node.kwargs:
             return None
         left, right = (self._operand(each, node, root) for each in node.args)
-        if left is None or right is None or not (left.factors or right.factors):
+        if left is None or right is None:
             return None
         if node.target is not aten.mul.Tensor:
             return left.plus(right if node.target is aten.add.Tensor else right.times(-1))
@@ -186,10 +186,10 @@ class _Norms:
     def _part(self, node: fx.Node, root: fx.Node) -> _Combination | None:
         """A combination that is part of another: a step itself where it is none, or is computed for others, too.
 
-        What is centred alone is computed for each that reads it.
+        What is centred alone, or behind a view, is computed for each that reads it.
         """
         value = known_value(node)
-        if value is None or not value.is_floating_point() or value.numel() != root.meta["val"].numel():
+        if value is None or value.numel() != root.meta["val"].numel():
             return None
         is_centred = node.target is aten.sub.Tensor and self._vector(node.args[1], node, root) is not None
         is_alone = len(node.users) == 1 or is_centred or node.target in VIEWS

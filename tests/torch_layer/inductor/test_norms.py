@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from miofind.torch.inductor import norms
 
 aten, prims = torch.ops.aten, torch.ops.prims
+STEPS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
 SHAPE = (2, 16, 8, 12)
 
 
@@ -38,6 +39,7 @@ def combined(function: Callable[..., Any], *arguments: Any, mode: str = "fake") 
     count = norms.combine_vectors(made.graph)
     made.graph.lint()
     made.recompile()
+    assert not any(node.target in STEPS and {*node.args} & {0, 1} for node in made.graph.nodes)
     return count, made
 
 
@@ -93,8 +95,7 @@ def is_of_images(node: fx.Node) -> bool:
 
 def large_steps(made: fx.GraphModule) -> int:
     """The additions and multiplications of tensors as large as images."""
-    targets = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
-    return sum(node.target in targets and is_of_images(node) for node in made.graph.nodes)
+    return sum(node.target in STEPS and is_of_images(node) for node in made.graph.nodes)
 
 
 CASES = {
@@ -165,40 +166,119 @@ def test_vectors_are_written_before_they_are_read() -> None:
     assert all(user.target in (aten.mul.Tensor, aten.add.Tensor) for node in stored for user in node.users)
 
 
-def offset(x: Any, w: Any, b: Any) -> Any:
-    """Of each place, not of each channel."""
-    places = torch.arange(x[0, 0].numel(), dtype=torch.float32).reshape(1, 1, *x.shape[2:])
-    return ((x.float() - places) * over_places(w, x) + over_places(b, x)) * over_places(b, x)
+def of_channels(x: Any) -> Any:
+    """A vector that is written before it is read, so that it counts."""
+    return x.float().mean((2, 3), keepdim=True)
+
+
+def shifted(x: Any, w: Any, b: Any) -> Any:
+    """What a norm does to each element, by three vectors."""
+    return (x.float() - of_channels(x)) * over_places(w, x) + over_places(b, x)
+
+
+def groups_of_all_images(x: Any, w: Any, b: Any) -> Any:
+    grouped = x.float().reshape(2, 4, 4, -1)
+    centred = (grouped - grouped.mean((0, 2, 3), keepdim=True)).reshape(x.shape)
+    return centred * over_places(w, x) + over_places(b, x)
+
+
+def centred_for_others(x: Any, w: Any, b: Any) -> Any:
+    centred = x.float() - of_channels(x)
+    return centred * over_places(w, x) + over_places(b, x), centred.exp()
+
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "nothing": shifted,
+    "vectors on the left": lambda x, w, b: over_places(b, x) + over_places(w, x) * (x.float() - of_channels(x)),
+    "vectors of 16 bits": lambda x, w, b: shifted(x, w.to(x.dtype), b.to(x.dtype)) * over_places(w.to(x.dtype), x),
+    "whole numbers": lambda x, w, b: shifted(x, w, (b * 9).int()) * over_places((w * 9).int(), x),
+    "whole numbers of each element": lambda x, w, b: shifted(x, w, b) + x.int(),
+    "numbers for all": lambda x, w, b: shifted(x, w.mean(), b) * b.mean(),
+    "numbers of images": lambda x, w, b: shifted(x, w, b) * x.float().mean((1, 2, 3), keepdim=True),
+    "six dimensions": lambda x, w, b: shifted(x.float().reshape(2, 16, 8, 12, 1, 1), w, b),
+    "groups of all images": groups_of_all_images,
+    "centred for others, too": centred_for_others,
+    "another tensor in float32": lambda x, w, b: shifted(x, w, b) * over_places(w, x) + x.float().exp(),
+    "a product": lambda x, w, b: shifted(x, w, b) * (x.float() + over_places(b, x)),
+    "numbers of each place": lambda x, w, b: shifted(x, w, b) + x.float()[:1, :1],
+    "a norm before a step that writes": lambda x, w, b: (shifted(x, w, b), w.copy_(w * 2))[0],
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_around_a_norm(name: str) -> None:
+    function, arguments = AROUND[name], (images(*SHAPE), vector(), vector(seed=1))
+    expected = function(*(each.clone() for each in arguments))
+    count, made = combined(function, *arguments)
+    assert count == 1
+    torch.testing.assert_close(made(*arguments), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_vectors_are_no_larger_than_they_need_be() -> None:
+    """The weights of all images are combined once."""
+    _, made = combined(batch_norm, images(*SHAPE), vector(), vector(seed=1))
+    stored = [node for node in made.graph.nodes if "force_stride_order" in str(node.target)]
+    assert [tuple(node.meta["val"].shape) for node in stored] == [(1, 16, 1, 1)] * 2
+
+
+def rows(x: Any, w: Any, b: Any) -> Any:
+    return (x.float() - x.float().mean(3, keepdim=True)) * over_places(w, x) + over_places(b, x)
+
+
+def across_channels(x: Any, w: Any, b: Any) -> Any:
+    """Of parts that channels are not whole in."""
+    wide = x.float().reshape(24, -1)
+    return (wide - wide.mean(1, keepdim=True)).reshape(x.shape) * over_places(w, x) + over_places(b, x)
 
 
 def written(x: Any, w: Any, b: Any) -> Any:
-    """Numbers that are written later on in the graph."""
-    y = ((x.float() - over_places(b, x)) * over_places(w.exp(), x) + over_places(w, x)) * over_places(b, x)
-    w.copy_(w * 2)
-    return y
+    """Of numbers that are written to before the last step."""
+    y = x.float() - of_channels(x)
+    x.mul_(2)
+    return y * over_places(w, x) + over_places(b, x)
 
 
 def taken_off_itself(x: Any, w: Any, b: Any) -> Any:
     wide = x.float()
-    return ((wide + over_places(b, x)) - wide) * over_places(w, x) * over_places(w.exp(), x) * over_places(b, x)
+    return ((wide + over_places(b, x)) - wide) * over_places(w, x) * of_channels(x)
 
 
 def scaled(x: Any, w: Any, b: Any) -> Any:
-    y = torch.add(x.float(), over_places(b, x), alpha=2)
-    return y * over_places(w, x)
+    y = torch.add(x.float() * over_places(w, x), over_places(b, x), alpha=2)
+    return torch.sub(y * of_channels(x), over_places(w + 1, x), alpha=2)
+
+
+def computed_for_others(x: Any, w: Any, b: Any) -> Any:
+    y = (x.float() - of_channels(x)) * over_places(w, x)
+    return y + over_places(b, x), y.exp()
+
+
+def difference_for_others(x: Any, w: Any, b: Any) -> Any:
+    """A difference is centred only where a vector is taken off."""
+    y = x.float() - x.float().exp().to(x.dtype)
+    return (y - of_channels(x)) * over_places(w, x) * of_channels(x * 2) + over_places(b, x), y.exp()
+
+
+def rounded(x: Any, w: Any, b: Any) -> Any:
+    """Each step to 16 bits."""
+    mean, w, b = (each.to(x.dtype) for each in (of_channels(x), over_places(w, x), over_places(b, x)))
+    return (x - mean) * w + b
 
 
 OTHERS = {
     "float32": (group_norm, images(*SHAPE, dtype=torch.float32)),
-    "small": (group_norm, images(2, 16, 4, 8)),
+    "small": (shifted, images(1, 16, 8, 8)),
     "few places": (batch_norm, images(64, 16, 4, 4)),
     "no weights": (lambda x, w, b: functional.instance_norm(x), images(*SHAPE)),
     "no statistics": (lambda x, w, b: x.float() * over_places(w, x) + over_places(b, x), images(*SHAPE)),
-    "places": (lambda x, w, b: offset(x, w, b), images(*SHAPE)),
-    "products": (lambda x, w, b: (x.float() * x.float() - over_places(b, x)) * x.float(), images(*SHAPE)),
+    "rows": (rows, images(*SHAPE)),
+    "across channels": (across_channels, images(*SHAPE)),
     "written": (written, images(*SHAPE)),
     "itself": (taken_off_itself, images(*SHAPE)),
     "factors of sums": (scaled, images(*SHAPE)),
+    "computed for others, too": (computed_for_others, images(*SHAPE)),
+    "a difference for others, too": (difference_for_others, images(*SHAPE)),
+    "rounded": (rounded, images(*SHAPE)),
     "layer norm": (
         lambda x, w, b: functional.layer_norm(x.permute(0, 2, 3, 1), (16,), w.bfloat16(), b.bfloat16()),
         images(*SHAPE),
@@ -207,14 +287,45 @@ OTHERS = {
 }
 
 
+SEEN: dict[str, Callable[[Any], Any]] = {
+    "unsqueeze": lambda v: v.unsqueeze(0),
+    "squeeze": lambda v: v.reshape(1, 16).squeeze(0),
+    "squeeze of dimensions": lambda v: v.reshape(1, 16, 1).squeeze((0, 2)),
+    "expand": lambda v: v.expand(1, 16),
+    "permute": lambda v: v.reshape(16, 1).permute(1, 0),
+    "slice": lambda v: v.expand(2, 16)[1:],
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_vector_that_is_seen_otherwise_is_read_once(name: str) -> None:
+    """Two would be written for one."""
+    seen = SEEN[name]
+
+    def function(x: Any, w: Any) -> Any:
+        return (x.float() * over_places(w, x) + over_places(seen(w), x)) * over_places(seen(w.exp()), x)
+
+    count, _ = combined(function, images(*SHAPE), vector())
+    assert count == 0
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_stay(name: str) -> None:
     function, x = OTHERS[name]
     w, b = vector(), vector(seed=1)
-    made = traced(function, x, w.clone(), b)
+    made = traced(function, x.clone(), w, b)
     before = str(made.graph)
     assert norms.combine_vectors(made.graph) == 0
     assert str(made.graph) == before
+
+
+def test_a_number_on_another_device_stays_where_it_is() -> None:
+    """Of no dimensions, which PyTorch applies to tensors of a GPU."""
+    with FakeTensorMode():
+        x = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
+        w, b = (torch.empty(16, device="meta") for _ in range(2))
+        count, _ = combined(lambda x, w, b, one: shifted(x, w, b) * one, x, w, b, torch.empty(()), mode="real")
+    assert count == 1
 
 
 def test_sizes_that_are_not_numbers_stay() -> None:
