@@ -443,6 +443,24 @@ def test_norms_of_what_is_turned_to_channels_last_know_it(
 
 
 @pytest.mark.parametrize("is_turned", [True, False])
+@pytest.mark.parametrize("norm", [nn.GroupNorm(4, 8), nn.InstanceNorm2d(8, affine=True)], ids=["group", "instance"])
+def test_norms_know_it_of_convolutions_that_stay_too(
+    norm: Any, is_turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no FindDB: Inductor turns them."""
+    monkeypatch.setattr(group_statistics, "_LEAST_SIZE", 1)
+    network, x = prepared(nn.Sequential(nn.Conv2d(4, 8, 3), norm)), torch.randn(2, 4, 6, 5)
+    compiled = Compiled(network)
+    configured = torch._inductor.config.patch(layout_optimization=is_turned, force_layout_optimization=is_turned)
+    with torch.no_grad(), configured:
+        torch.testing.assert_close(compiled(x), network(x))
+    assert compiled.count(torch.ops.aten.convolution.default) == 1
+    (statistics,) = (each for each in compiled.graphs[0].graph.nodes if "var_mean" in str(each.target))
+    by_turn = {nn.GroupNorm: ([2, 3], [3]), nn.InstanceNorm2d: ([0, 2, 3], [2, 3])}
+    assert [*statistics.args[1]] == by_turn[type(norm)][is_turned]
+
+
+@pytest.mark.parametrize("is_turned", [True, False])
 @pytest.mark.usefixtures("served")
 def test_norms_of_instances_know_it_too(is_turned: bool) -> None:
     network = miofind.torch.fuse(prepared(nn.Sequential(nn.Conv2d(4, 8, 3), nn.InstanceNorm2d(8, affine=True))))
