@@ -127,8 +127,8 @@ def runs_last(node: fx.Node) -> bool:
 def lying_last(graph: fx.Graph, ranks: SpatialRanks = frozenset()) -> set[fx.Node]:
     """The steps whose results will lie channels last, as far as is known, whatever they were traced with.
 
-    Convolutions and operators that run so, and what is computed of them element by element, or joined by channels. It
-    says what is fast, and may be wrong: Inductor lays out what is point-wise as it likes.
+    What was traced so, convolutions and operators that run so, and what is computed of these element by element, or
+    joined by channels. It says what is fast, and may be wrong: Inductor lays out what is point-wise as it likes.
 
     Args:
         ranks: the spatial ranks of PyTorch's own convolutions that Inductor will turn.

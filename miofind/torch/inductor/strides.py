@@ -41,8 +41,8 @@ def reads_strides(graph: fx.Graph) -> bool:
 def reads_convolved_by_strides(graph: fx.Graph) -> bool:
     """Whether a step may read what is computed from a convolution of the graph by how it lies in memory.
 
-    Numbers of each image and channel lie in one order. A step that notes what it was given as it was traced is given
-    that by Inductor.
+    A tensor of one place an image lies the same in both orders. A step that notes what it was given as it was traced
+    (`eager_input_vals`, as PyTorch has it for operators of exact strides) is given that by Inductor.
     """
     convolved: set[fx.Node] = set()
     for node in graph.nodes:
