@@ -460,6 +460,16 @@ def test_norms_know_it_of_convolutions_that_stay_too(
     assert [*statistics.args[1]] == by_turn[type(norm)][is_turned]
 
 
+def test_norms_are_a_factor_and_a_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "_LEAST_SIZE", 1)
+    monkeypatch.setattr(norms, "_LEAST_PLACES", 1)
+    network, x = nn.BatchNorm2d(8), torch.randn(2, 8, 6, 5).bfloat16()
+    compiled = Compiled(network)
+    torch.testing.assert_close(compiled(x), network(x))
+    written = [node for node in compiled.graphs[0].graph.nodes if "force_stride_order" in str(node.target)]
+    assert [tuple(node.meta["val"].shape) for node in written] == [(1, 8, 1, 1)] * 2
+
+
 @pytest.mark.parametrize("is_turned", [True, False])
 @pytest.mark.usefixtures("served")
 def test_norms_of_instances_know_it_too(is_turned: bool) -> None:
