@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.values.both_gates import check_both_gates
 
 from miofind.compiler import Compiler
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
@@ -17,6 +16,8 @@ from miofind.launch.invoker import bases_of, make_invoker
 from miofind.reference.convolution import numpy_dtype, reference_on_host
 from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.registry import Registry
+from miofind.verify.claims import claims_of
+from miofind.verify.verifier import Verifier
 
 pytestmark = pytest.mark.gpu
 NUMBERS = EpilogueParameters(alpha=0.5, beta=2.0, low=-0.75, high=1.5, slope=0.125)
@@ -104,10 +105,18 @@ def test_nan_passes_through_activations(solver_id: str, text: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("c", "k"), [(32, 8), (8, 32), (240, 10)])
 def test_images_of_one_pixel_keep_apart_channels_first(c: int, k: int, dtype: str, text: str) -> None:
-    """As of squeeze-and-excitation. cuDNN's engines stored them an element apart."""
+    """As of squeeze-and-excitation. cuDNN's engines stored them an element apart.
+
+    Some of them lose infinities and NaN of a few seeds, and are left out of a find then.
+    """
     problem = ProblemDescription.convolution(x=(32, c, 1, 1), w=(k, c, 1, 1), dtype=dtype, epilogue=text)
     device, solver, compiler = Device.cuda(), Registry.default()["ConvCudnn"], Compiler()
     if not solver.applicability(problem, device):
         pytest.skip("cuDNN is not installed, or fuses nothing here")
-    for config in solver.default_configs(problem, device):
-        check_both_gates(problem, solver, config, device, compiler)
+    verdicts = []
+    with Verifier(problem, device, compiler) as verifier:
+        for config in solver.default_configs(problem, device):
+            invoker = make_invoker(problem, device, solver, config, compiler)
+            verdicts.append(verifier.verify(invoker, claims_of(solver, problem, device, config, compiler)))
+    assert any(verdict.ok for verdict in verdicts)
+    assert all(verdict.ok or verdict.message.startswith("nonfinite gate") for verdict in verdicts)

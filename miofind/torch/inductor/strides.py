@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -78,17 +77,17 @@ def seen_in_order(graph: fx.Graph) -> set[fx.Node]:
     results, wanted = output.args[0], traced_strides(graph)
     if wanted is None or isinstance(results, fx.Node):
         return {*graph.nodes}
-    seen = [i for i in user_visible(graph) if wanted[i] is not None]
-    parts = [results[i] for i in seen if not _is_dense(results[i].meta["val"].shape, wanted[i])]
-    return read_by_strides(graph, parts)
+    seen = [(results[i], wanted[i]) for i in user_visible(graph) if wanted[i] is not None]
+    return read_by_strides(graph, [node for node, strides in seen if not _is_dense(node, strides)])
 
 
-def _is_dense(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
-    """Whether a tensor takes as much memory as it has elements; False where sizes are no numbers."""
-    if not all(isinstance(number, int) for number in (*shape, *strides)):
+def _is_dense(node: fx.Node, strides: Sequence[Any]) -> bool:
+    """Whether what a step gives takes, at strides, as much memory as it has elements; False where that is not known."""
+    value = known_value(node)
+    if value is None or not all(isinstance(stride, int) for stride in strides):
         return False
-    taken = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return bool(taken == math.prod(shape))
+    taken = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, strides, strict=True))
+    return bool(taken == value.numel())
 
 
 def _reads_order(step: Any) -> bool:
