@@ -52,7 +52,7 @@ from miofind.torch.inductor.norms import combine_vectors
 from miofind.torch.inductor.own_pass import OwnPass
 from miofind.torch.inductor.poolings import split_poolings
 from miofind.torch.inductor.strides import reads_convolved_by_strides, restore_strides
-from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, retrace, turn, turnable
+from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, turn, turnable
 from miofind.torch.inductor.weights_in_graphs import keep_weights
 from miofind.torch.inductor.writing import Serves, SpatialRanks, Writing
 from miofind.torch.override import current
@@ -89,7 +89,6 @@ class ConvolutionPass(OwnPass):
         _replace(writing)
         self.replaced += writing.put_in
         lay_out(graph, writing.turned)
-        laid_out = {*graph.nodes}
         by_inductor = writing.last_ranks - writing.turned
         unfold_images(graph, by_inductor)
         pack_images(graph)
@@ -107,7 +106,6 @@ class ConvolutionPass(OwnPass):
             gather_counts(graph)
         else:
             keep_weights(graph, memory_formats(graph))
-        retrace(graph, {*graph.nodes} - laid_out)
         restore_strides(graph)
         graph.lint()
         _tell(dynamic, len({*self.missing[missed:]}))

@@ -339,19 +339,18 @@ def test_convolutions_that_inductor_turns_are_read_as_they_were_traced(last_step
     assert [str(each.y.layout) for each in options["post_grad_custom_pre_pass"].replaced] == [order, order]
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
 @pytest.mark.usefixtures("served")
-def test_steps_after_operators_say_how_what_they_give_lies() -> None:
+def test_steps_after_operators_say_how_what_they_give_lies(norm: Any) -> None:
     """Inductor writes what is kept for backward as its step says."""
-    network, x = (
-        nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)),
-        torch.randn(2, 4, 8, 8),
-    )
-    compiled = Compiled(network)
+    first = nn.Conv2d(4, 8, 3), *([] if norm is nn.BatchNorm2d else [nn.ReLU()])
+    network = nn.Sequential(*first, norm(8), nn.Tanh(), nn.Conv2d(8, 4, 3))
+    compiled, x = Compiled(network), torch.randn(2, 4, 8, 8)
     configured = torch._inductor.config.patch(force_layout_optimization=True)
     with configured, torch.autocast("cpu", torch.bfloat16):
         compiled(x)
-    (relu,) = (node for node in compiled.graphs[0].graph.nodes if node.target is torch.ops.aten.relu.default)
-    assert relu.meta["val"].is_contiguous(memory_format=torch.channels_last)
+    (tanh,) = (node for node in compiled.graphs[0].graph.nodes if node.target is torch.ops.aten.tanh.default)
+    assert tanh.meta["val"].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
