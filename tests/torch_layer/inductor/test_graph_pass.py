@@ -294,14 +294,17 @@ LAST_STEPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.parametrize("last_step", LAST_STEPS)
+@pytest.mark.parametrize("is_fused", [True, False], ids=["operators", "convolutions"])
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_operators_of_a_contiguous_network_are_turned_to_channels_last(last_step: str) -> None:
-    """As Inductor turns convolutions: who reads strides has those that were traced, and outputs keep theirs."""
-    network = miofind.torch.fuse(prepared(Two()))
+def test_a_contiguous_network_is_turned_to_channels_last(is_fused: bool, last_step: str) -> None:
+    """As Inductor turns convolutions: who reads strides has those that were traced, and outputs keep theirs.
+
+    An operator in a convolution's place gives channels last, so that such a graph is not turned.
+    """
+    network = miofind.torch.fuse(prepared(Two())) if is_fused else Two()
 
     def run(x: Any) -> Any:
         return LAST_STEPS[last_step](network(x))
@@ -314,28 +317,7 @@ def test_operators_of_a_contiguous_network_are_turned_to_channels_last(last_step
     torch.testing.assert_close(given, expected)
     if not isinstance(given, tuple):  # of outputs with gaps Inductor keeps the order of strides alone
         assert given.stride() == expected.stride()
-    assert [str(each.y.layout) for each in options["post_grad_custom_pre_pass"].replaced] == ["NHWC", "NHWC"]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
-@pytest.mark.parametrize("last_step", LAST_STEPS)
-@pytest.mark.usefixtures("served")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_convolutions_that_inductor_turns_are_read_as_they_were_traced(last_step: str) -> None:
-    """PyTorch's own convolutions, which operators take the place of."""
-    network = Two()
-
-    def run(x: Any) -> Any:
-        return LAST_STEPS[last_step](network(x))
-
-    options, x = miofind.torch.inductor_options(), torch.randn(2, 4, 6, 5)
-    torch._dynamo.reset()
-    compiled = torch.compile(run, options={**options, "fx_graph_cache": False})
-    with torch.no_grad(), torch._inductor.config.patch(force_layout_optimization=True):
-        given, expected = compiled(x), run(x)
-    torch.testing.assert_close(given, expected)
-    order = "NCHW" if last_step in ("as_strided", "fixed strides") else "NHWC"
+    order = "NHWC" if is_fused or last_step not in ("as_strided", "fixed strides") else "NCHW"
     assert [str(each.y.layout) for each in options["post_grad_custom_pre_pass"].replaced] == [order, order]
 
 
