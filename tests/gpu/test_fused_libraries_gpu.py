@@ -117,6 +117,9 @@ def test_images_of_one_pixel_keep_apart_channels_first(c: int, k: int, dtype: st
     with Verifier(problem, device, compiler) as verifier:
         for config in solver.default_configs(problem, device):
             invoker = make_invoker(problem, device, solver, config, compiler)
-            verdicts.append(verifier.verify(invoker, claims_of(solver, problem, device, config, compiler)))
+            claims = claims_of(solver, problem, device, config, compiler)
+            verdicts.append(verifier.verify(invoker, claims))
+            if verdicts[-1].ok:
+                assert verifier.repeat(invoker, claims, verdicts[-1].fingerprint) == ""
     assert any(verdict.ok for verdict in verdicts)
     assert all(verdict.ok or verdict.message.startswith("nonfinite gate") for verdict in verdicts)

@@ -25,9 +25,12 @@ def has_numbers(node: fx.Node) -> bool:
 def known_value(node: Any) -> Any:
     """The fake tensor that a step gives, of sizes that are numbers; None for whatever else."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return None
-    return value if all(isinstance(size, int) for size in (*value.shape, *value.stride())) else None
+    return value if isinstance(value, torch.Tensor) and has_known_sizes(value) else None
+
+
+def has_known_sizes(tensor: torch.Tensor) -> bool:
+    """Whether the sizes and strides of a tensor are numbers: none depends on a call's inputs."""
+    return all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride()))
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -11,7 +11,14 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._inductor import config
 
-from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, known_value, traced_strides, user_visible
+from miofind.torch.inductor.graphs import (
+    CONVOLUTIONS,
+    added_step,
+    has_known_sizes,
+    known_value,
+    traced_strides,
+    user_visible,
+)
 from miofind.torch.inductor.writing import is_put_in
 
 aten = torch.ops.aten
@@ -117,7 +124,8 @@ def _traced(node: fx.Node) -> Any:
     """What a step gives, of what its inputs are by now; as it was where it cannot be told."""
     if node.target is not operator.getitem and (not _is_known(node.target) or node.target._schema.is_mutable):
         return node.meta.get("val")
-    if not _has_known_sizes(node.meta.get("val")):
+    before = _tensors(node.meta.get("val"))
+    if not before or not all(map(has_known_sizes, before)):
         return node.meta.get("val")  # another call would give numbers of elements of other names
     arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     try:
@@ -127,18 +135,15 @@ def _traced(node: fx.Node) -> Any:
         return node.meta.get("val")
 
 
-def _has_known_sizes(value: Any) -> bool:
-    """Whether a step gives a tensor of sizes that are numbers, or several."""
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    tensors = [each for each in values if isinstance(each, torch.Tensor)]
-    are_known = all(isinstance(size, int) for each in tensors for size in (*each.shape, *each.stride()))
-    return bool(tensors) and are_known
-
-
 def _strides(value: Any) -> list[Any]:
     """Those of a tensor, or of each of several."""
+    return [each.stride() for each in _tensors(value)]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that a step gives, one or several."""
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return [each.stride() for each in values if isinstance(each, torch.Tensor)]
+    return [each for each in values if isinstance(each, torch.Tensor)]
 
 
 def restore_strides(graph: fx.Graph) -> None:
