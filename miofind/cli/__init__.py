@@ -107,7 +107,9 @@ class _Commands(CommandGroup):
 
 
 def _printable(error: click.ClickException) -> click.ClickException:
-    """The error with its message made printable: it quotes what was typed."""
+    """The error with its message made printable: it quotes what was typed, but for the help of a bare group."""
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click has it from 8.2 on
+        return error
     message = printable(error.format_message())
     error.format_message = lambda: message  # type: ignore[method-assign]
     return error

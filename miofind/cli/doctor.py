@@ -60,7 +60,16 @@ _CUPY_BUILDS = {"cupy-cuda12x": "12", "cupy-cuda13x": "13"}
 _SAMPLE = 64
 """Finds tried of each device's problems: a FindDB of some thousand has them tried for seconds."""
 
-_VARIABLES = ("MIOFIND_DB", "MIOFIND_SYSTEM_DB", "MIOFIND_CACHE_DIR", "MIOFIND_FIND_MODE", "MIOFIND_LOG")
+_VARIABLES = (
+    "MIOFIND_DB",
+    "MIOFIND_SYSTEM_DB",
+    "MIOFIND_CACHE_DIR",
+    "MIOFIND_FIND_MODE",
+    "MIOFIND_TORCH",
+    "MIOFIND_TORCH_DIRECT",
+    "MIOFIND_TORCH_RECORD",
+    "MIOFIND_LOG",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +117,8 @@ class _Examination:
         try:
             return examine()
         except MiofindError as error:
-            self.missing.append(str(error))
+            if str(error) not in self.missing:  # several ask for the FindDBs' addresses
+                self.missing.append(str(error))
         except Exception as error:  # whatever is broken here is what the user wants to read about
             self.missing.append(f"{what}: {type(error).__name__}: {error}")
         return None

@@ -163,7 +163,7 @@ _REQUESTS = (
     click.option(
         "--fdb", "fdbs", multiple=True, metavar="FILE", help="Find-db text file of MIOpen's, .fdb.txt; repeatable."
     ),
-    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Batch, a factor of the suite's n."),
+    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Batch: the suite's n times N."),
     click.option("--dtype", type=choice(DataType), help="Element type of every tensor."),
     click.option("--math", type=choice(MathMode), help="Arithmetic of float32 problems."),
     click.option("--layout", type=choice(Layout), help="Memory order of every tensor."),

@@ -63,6 +63,12 @@ def test_help_ends_with_an_example(name: str) -> None:
     assert all(line.startswith(f"miofind {name}") for line in lines)
 
 
+@pytest.mark.parametrize("name", ["", "db", "fleet"])
+def test_a_group_alone_shows_its_help_in_lines(name: str) -> None:
+    alone = run(*name.split(), code=None)
+    assert (alone.stdout + alone.stderr).splitlines() == run(*name.split(), "--help").stdout.splitlines()
+
+
 @pytest.mark.parametrize("name", ["", "db"])
 def test_a_list_of_commands_is_whole_in_eighty_columns(name: str) -> None:
     listed = run(*name.split(), "--help", terminal_width=80).stdout.partition("Commands:")[2].partition("Ex")[0]
