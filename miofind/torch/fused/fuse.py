@@ -24,6 +24,11 @@ from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.tracing import DependsOnNone, traced
 from miofind.torch.fused.window import Window
 
+_MAKES_PARAMETERS = (
+    "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove"
+)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
@@ -90,6 +95,8 @@ def fuse(model: Any) -> Any:
     # Weights of inference mode would have no gradients. That these are on shows where code switches them off.
     with without_what_is_loaded(), torch.inference_mode(False), torch.enable_grad():
         made = _fused(_copied(model), "", work)
+    transposed = (name for name, module in made.named_modules() if isinstance(module, _TRANSPOSED))
+    work.kept.update(dict.fromkeys(transposed, "it is transposed"))
     made.fusion_report = FusionReport(tuple(work.fused), work.kept, work.untraced)
     return made
 
@@ -99,7 +106,14 @@ def _copied(model: Any) -> Any:
         return copy.deepcopy(model)
     except (RuntimeError, TypeError, ValueError) as error:
         # A tensor that was computed, as pruning leaves it; what a lazy module has before its first call; a lock.
-        raise InvalidOptionError(f"the model cannot be copied: {error}") from error
+        way = f"; of weights that are computed make parameters: {_MAKES_PARAMETERS}" if _computes_weights(model) else ""
+        raise InvalidOptionError(f"the model cannot be copied: {error}{way}") from error
+
+
+def _computes_weights(model: Any) -> bool:
+    """Whether a module has a tensor as an attribute that has gradients of others: it is computed before each call."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return any(isinstance(value, torch.Tensor) and not value.is_leaf for value in values)
 
 
 @dataclass(slots=True)
@@ -351,6 +365,8 @@ def _times_read(user: fx.Node, node: fx.Node) -> int:
 
 def _why_kept(module: Any, node: fx.Node) -> str:
     """Why a convolution stays as it is; "" where it may be fused."""
+    if "weight" not in module._parameters:
+        return f"its weight is no parameter: make it one ({_MAKES_PARAMETERS})"
     if not is_convolution(module):
         return f"its class is {type(module).__name__}"
     if module.weight.is_complex():

@@ -1215,7 +1215,7 @@ def test_a_fused_module_can_be_pruned() -> None:
 def test_a_network_that_cannot_be_copied_is_told() -> None:
     conv = nn.Conv2d(4, 4, 3)
     prune.l1_unstructured(conv, "weight", amount=0.5)
-    with pytest.raises(InvalidOptionError, match="the model cannot be copied"):
+    with pytest.raises(InvalidOptionError, match=r"the model cannot be copied.*prune\.remove"):
         fuse(nn.Sequential(conv, nn.ReLU()).eval())
 
 
@@ -1253,10 +1253,19 @@ def hooked() -> Any:
     return conv
 
 
+def pruned() -> Any:
+    """A convolution whose weight a hook computes, as it is after a call without gradients: it can be copied."""
+    conv = prune.l1_unstructured(nn.Conv2d(3, 4, 3), "weight", amount=0.5)
+    with torch.no_grad():
+        conv(torch.ones(1, 3, 6, 6))
+    return conv
+
+
 KEPT = {
     "hooks": (hooked, "hooks"),
     "circular padding": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), "circular"),
-    "a parametrization": (lambda: torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), "Parametrized"),
+    "a parametrization": (lambda: torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), "remove_param"),
+    "pruned weights": (pruned, "prune.remove"),
     "uneven padding": (lambda: nn.Conv2d(3, 4, 2, padding="same"), "same"),
     "nothing to fuse": (lambda: nn.Conv2d(3, 4, 3, bias=False), "nothing follows"),
 }
@@ -1285,6 +1294,18 @@ def test_a_convolution_of_which_nobody_knows_what_follows_is_told(path: str) -> 
     model = nn.Conv2d(3, 4, 3) if not path else ByValues(nn.Sequential(nn.Conv2d(3, 4, 3)))
     fused = fuse(prepared(model))
     assert fused.fusion_report.kept == {path: "what follows it is not known, since what holds it was not traced"}
+    check_same(fused, model, torch.randn(2, 3, 6, 6))
+
+
+@pytest.mark.parametrize("beside", ["a convolution", "nothing", "what was not traced"])
+def test_transposed_convolutions_are_told_of(beside: str) -> None:
+    """They stayed without a word."""
+    up = nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    conv = nn.Conv2d(3, 3, 3) if beside == "a convolution" else nn.Identity()
+    inner = nn.Sequential(conv, up)
+    model = prepared(ByValues(inner) if "traced" in beside else nn.Sequential(inner))
+    fused = fuse(model)
+    assert fused.fusion_report.kept["0.1.0"] == "it is transposed"
     check_same(fused, model, torch.randn(2, 3, 6, 6))
 
 
