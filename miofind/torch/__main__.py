@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from miofind.errors import MiofindError
+from miofind.errors import InvalidOptionError, MiofindError
 from miofind.text.printable import printable
 
 VARIABLE = "MIOFIND_TORCH"
@@ -81,6 +81,7 @@ def _record() -> None:
 
     path = _record_path()
     check_ending(path)
+    _make_folder(path.parent)
     atexit.register(_write, enable("record", devices=("cuda", "cpu")), path, os.getpid())
 
 
@@ -90,6 +91,22 @@ _WAYS: dict[str, Callable[[], None]] = {
     "record": _record,
     "tune": _measure_what_is_missing,
 }
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder that the problems go to, before a run of hours whose recording would be lost without.
+
+    Raises:
+        InvalidOptionError: it cannot be made, or nothing can be written to it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidOptionError(
+            f"folder {folder} cannot be made: {error.strerror or error}: set {RECORD_VARIABLE} to another file"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidOptionError(f"folder {folder} cannot be written to: set {RECORD_VARIABLE} to another file")
 
 
 def _record_path() -> Path:

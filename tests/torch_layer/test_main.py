@@ -75,6 +75,13 @@ def test_a_run_that_ctrl_c_ends_is_recorded(tmp_path: Path) -> None:
     assert path.read_text() == kept
 
 
+def test_the_folder_of_a_recording_is_made(tmp_path: Path) -> None:
+    """A run of hours was recorded, and its problems could not be written."""
+    (tmp_path / "train.py").write_text("import torch\ntorch.nn.Conv2d(3, 4, 3)(torch.ones(1, 3, 5, 5))")
+    ended = run(tmp_path, "train.py", MIOFIND_TORCH="record", MIOFIND_TORCH_RECORD="a/b/net.csv")
+    assert (ended.returncode, len(load(str(tmp_path / "a" / "b" / "net.csv")).problems())) == (0, 1), ended.stderr
+
+
 def test_the_traceback_is_the_script_s(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
     ended = run(tmp_path, "fails.py", "none", MIOFIND_TORCH="0")
@@ -122,4 +129,7 @@ def test_what_cannot_be_run_is_said(end_of: Any, tmp_path: Path) -> None:
     assert end_of("x.py", MIOFIND_TORCH="yes") == (2, told)
     code, text = end_of("x.py", MIOFIND_TORCH="record", MIOFIND_TORCH_RECORD=str(tmp_path / "x.json"))
     assert (code, ".csv" in text) == (2, True)
+    (tmp_path / "file").touch()
+    code, text = end_of("x.py", MIOFIND_TORCH="record", MIOFIND_TORCH_RECORD=str(tmp_path / "file" / "x.csv"))
+    assert (code, "set MIOFIND_TORCH_RECORD to another file" in text) == (2, True)
     assert current() is None
