@@ -78,7 +78,7 @@ def fuse(model: Any) -> Any:
     classes and attributes, too. It runs eagerly, under autocast, torch.compile and in CUDA graphs; it can be pickled,
     copied and moved to a device, dtype or memory format. Its gradients with respect to its input are right; its weights
     are constants. Convolutions with hooks, parametrizations, padding other than zeros or a computation of their own
-    stay.
+    stay. What the network's code checks of its input (`if size % 4: raise ...`) the copy checks, too.
 
     Args:
         model: a torch.nn.Module in eval mode.
@@ -132,7 +132,9 @@ def _has_convolution(module: Any) -> bool:
 def _fused(module: Any, path: str, work: _Work) -> Any:
     """A module with what is in it fused: its graph where it can be traced, else itself with its submodules' graphs."""
     if isinstance(module, CONVOLUTIONS):
-        work.kept[path] = "what follows it is not known, since what holds it was not traced"
+        work.kept[path] = (
+            "what follows it is not known, since what holds it was not traced: make both a module with a forward"
+        )
         return module
     if not _has_convolution(module):
         return module

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as functional
 from torch import fx, nn
 
+from miofind.torch.fused.checks import must_be
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
 
@@ -226,11 +227,12 @@ class Steps:
         return operator.attrgetter(str(value.target))(self._root)
 
     def asserts_rank(self, node: fx.Node) -> bool:
-        """Whether a step asserts that a convolution's result has the dimensions that it has, as norms of timm do."""
-        if node.target is not torch._assert or not node.args or not isinstance(node.args[0], fx.Node):
+        """Whether a step checks that a convolution's result has the dimensions that it has, as norms of timm do."""
+        if node.target not in (torch._assert, must_be) or not node.args or not isinstance(node.args[0], fx.Node):
             return False
         condition = node.args[0]
-        if condition.target is not operator.eq or not isinstance(condition.args[0], fx.Node):
+        is_met_by = operator.eq if node.target is torch._assert or node.args[1] else operator.ne
+        if condition.target is not is_met_by or not isinstance(condition.args[0], fx.Node):
             return False
         asked, rank = condition.args
         if not is_rank(asked) or not isinstance(asked.args[0], fx.Node):
@@ -246,7 +248,7 @@ class Steps:
             is_pytorchs = type(module).__module__.startswith("torch.nn.modules.")
             is_known = is_pytorchs or type(module) is FusedConvolution or is_convolution(module)
             return bool(getattr(module, "inplace", False)) or not is_known or is_changed(module)
-        if node.op not in ("call_function", "call_method"):
+        if node.op not in ("call_function", "call_method") or node.target is must_be:
             return False
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
         in_place = node.kwargs.get("inplace", False) is not False or any(value is True for value in node.args)

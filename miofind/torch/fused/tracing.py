@@ -7,22 +7,34 @@ neither is what it would have done had an answer been another. Such code cannot 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.proxy import TraceError
 
+from miofind.torch.fused.checks import Check, check_of, must_be
 from miofind.torch.fused.graph_steps import has_hooks, is_convolution
 from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.stand_ins import Attribute, StandIn
 from miofind.torch.fused.watch import Surroundings, modes, watched
 
+_MOST_CHECKS = 64  # each takes two more runs of what is before it
+
 
 class DependsOnNone(Exception):
     """A module's graph is another one where an argument, or what is in one, is None."""
+
+
+class Undecided(TraceError):
+    """A module's code asks once more whether what it computes holds than there are answers."""
+
+    def __init__(self, asker: FrameType) -> None:
+        super().__init__(f"{asker.f_code.co_qualname} decides by what it computes, in line {asker.f_lineno}")
 
 
 def traced(module: Any) -> fx.Graph:
@@ -47,13 +59,51 @@ def _traced_around(module: Any, opaque: set[Any]) -> Tracer:
     while True:
         tracer = Tracer(opaque)
         try:
-            tracer.run(module)
+            return _traced_with_checks(module, tracer)
         except Exception:
             if tracer.failed is None or tracer.failed in opaque:
                 raise
             opaque.add(tracer.failed)
+
+
+def _traced_with_checks(module: Any, tracer: Tracer) -> Tracer:
+    """The tracer of a module's graph, in which the questions of its code are checks.
+
+    Args:
+        tracer: without checks; `failed` is set where the module cannot be traced.
+
+    Raises:
+        Exception: as by `Tracer.run`.
+    """
+    checks: list[Check] = []
+    while True:
+        trial = tracer.with_checks(checks)
+        try:
+            trial.run(module)
+        except Exception as error:
+            tracer.failed = trial.failed
+            is_asked = isinstance(error, Undecided) and len(checks) < _MOST_CHECKS
+            check = _check_behind(module, tracer, checks) if is_asked else None
+            if check is None:
+                raise
+            checks.append(check)
         else:
-            return tracer
+            return trial
+
+
+def _check_behind(module: Any, tracer: Tracer, checks: Sequence[Check]) -> Check | None:
+    """The check that a module's code makes behind those known; None where it goes on with either answer."""
+    for answer in (False, True):
+        trial = tracer.with_checks((*checks, Check(answer, "", "")))
+        try:
+            trial.run(module)
+        except Exception as error:
+            check = check_of(error, trial.asker, answer, trial.texts)
+            if check is not None:
+                return check
+        finally:
+            trial.forget(module)
+    return None
 
 
 def _depends_on_none(module: Any, tracer: Tracer, name: str) -> bool:
@@ -64,7 +114,7 @@ def _depends_on_none(module: Any, tracer: Tracer, name: str) -> bool:
     without = Tracer(tracer.opaque, absent=name)
     constants = {each: vars(module).pop(each) for each in tracer.constants}
     try:
-        without.run(module)
+        without = _traced_with_checks(module, without)
     except TraceError:
         return True
     except Exception as error:  # it cannot do without, or torch.fx cannot trace what it does then
@@ -99,19 +149,24 @@ class Tracer(fx.Tracer):
     Args:
         opaque: further modules that are single operations, since they cannot be traced.
         absent: the name of an argument, or of what code reads of one, that is None.
+        checks: what the questions of the code are, in order, whether what it computes holds.
 
     Attributes:
         failed: the innermost submodule whose code raised; None where that was the network's own.
+        asked: how many questions the code has asked.
+        asker: the code that asked last.
         given: names of arguments, and of what code reads of arguments that are no tensors.
         kinds: what the steps give.
         texts: what the code of a module made of stand-ins, whose names are in place of what they stand for.
         constants: the attributes of the network that torch.fx has set.
     """
 
-    def __init__(self, opaque: Collection[Any] = (), absent: str = "") -> None:
+    def __init__(self, opaque: Collection[Any] = (), absent: str = "", checks: Sequence[Check] = ()) -> None:
         super().__init__()  # a GraphModule that is unpickled makes one without arguments
-        self.opaque, self.absent = opaque, absent
+        self.opaque, self.absent, self.checks = opaque, absent, checks
         self.failed: Any = None
+        self.asked = 0
+        self.asker: FrameType | None = None
         self.given: dict[str, None] = {}
         self.kinds: dict[fx.Node, Kind] = {}
         self.texts: set[str] = set()
@@ -131,6 +186,8 @@ class Tracer(fx.Tracer):
             with watched():
                 self.trace(root)
                 self._check(root)
+                if self.asker is not None and self.asked > len(self.checks):  # its code goes on where that is refused
+                    raise Undecided(self.asker)
         except Exception:
             for name in vars(root).keys() - before:
                 del vars(root)[name]
@@ -138,6 +195,32 @@ class Tracer(fx.Tracer):
         finally:
             self._surroundings.put_back()
         self.constants = [name for name in vars(root) if name not in before]
+
+    def with_checks(self, checks: Sequence[Check]) -> Tracer:
+        """One like it, with other checks."""
+        return Tracer(self.opaque, self.absent, checks)
+
+    def forget(self, root: Any) -> None:
+        """Take off a network what tracing it has set there."""
+        for name in self.constants:
+            del vars(root)[name]
+        self.asker = None  # which refers to the network
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Whether what code computes holds, as the check needs that it makes there.
+
+        Raises:
+            TraceError: it is none that is known.
+        """
+        asker = sys._getframe(1)
+        while asker.f_back is not None and asker.f_globals.get("__name__") == "torch.fx.proxy":
+            asker = asker.f_back
+        self.asked, self.asker = self.asked + 1, asker
+        if self.asked > len(self.checks):
+            raise Undecided(asker)
+        check = self.checks[self.asked - 1]
+        self.create_proxy("call_function", must_be, (obj, check.answer, check.kind, check.message), {})
+        return check.answer
 
     def steps(self, absent: str) -> list[str]:
         """What the graph computes where what has a name is None, as texts."""

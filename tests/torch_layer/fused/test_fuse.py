@@ -1293,7 +1293,8 @@ def test_pickles_name_the_public_class() -> None:
 def test_a_convolution_of_which_nobody_knows_what_follows_is_told(path: str) -> None:
     model = nn.Conv2d(3, 4, 3) if not path else ByValues(nn.Sequential(nn.Conv2d(3, 4, 3)))
     fused = fuse(prepared(model))
-    assert fused.fusion_report.kept == {path: "what follows it is not known, since what holds it was not traced"}
+    assert [*fused.fusion_report.kept] == [path]
+    assert "what holds it was not traced" in fused.fusion_report.kept[path]
     check_same(fused, model, torch.randn(2, 3, 6, 6))
 
 
