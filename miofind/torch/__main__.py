@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from miofind.errors import InvalidOptionError, MiofindError
+from miofind.errors import MiofindError
 from miofind.text.printable import printable
 
 VARIABLE = "MIOFIND_TORCH"
@@ -77,11 +77,10 @@ def _measure_what_is_missing() -> None:
 def _record() -> None:
     """Note all problems, and write them at exit, whatever ends the script."""
     from miofind.torch import enable
-    from miofind.torch.recording import check_ending
+    from miofind.torch.recording import prepare_folder
 
     path = _record_path()
-    check_ending(path)
-    _make_folder(path.parent)
+    prepare_folder(path)  # before a run of hours, whose recording would be lost without
     atexit.register(_write, enable("record", devices=("cuda", "cpu")), path, os.getpid())
 
 
@@ -91,22 +90,6 @@ _WAYS: dict[str, Callable[[], None]] = {
     "record": _record,
     "tune": _measure_what_is_missing,
 }
-
-
-def _make_folder(folder: Path) -> None:
-    """Make the folder that the problems go to, before a run of hours whose recording would be lost without.
-
-    Raises:
-        InvalidOptionError: it cannot be made, or nothing can be written to it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidOptionError(
-            f"folder {folder} cannot be made: {error.strerror or error}: set {RECORD_VARIABLE} to another file"
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidOptionError(f"folder {folder} cannot be written to: set {RECORD_VARIABLE} to another file")
 
 
 def _record_path() -> Path:

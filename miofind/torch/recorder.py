@@ -27,7 +27,7 @@ from miofind.torch.fused.calls import (
 )
 from miofind.torch.fused.ops import ARGUMENTS
 from miofind.torch.layers import LayerNames
-from miofind.torch.recording import RecordedCall, Recording, check_ending
+from miofind.torch.recording import RecordedCall, Recording, prepare_folder
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
@@ -48,7 +48,7 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
     """
     recording = Recording()
     if path is not None:
-        check_ending(path)
+        prepare_folder(path)
         recording.name = Path(path).stem
     try:
         with LayerNames() as layers, Recorder(recording, layers):

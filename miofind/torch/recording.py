@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -110,6 +111,22 @@ def check_ending(path: str | Path) -> None:
         raise InvalidOptionError(
             f"{path}: the problems of a recording are saved as .csv, a table, or as .txt, MIOpenDriver lines"
         )
+
+
+def prepare_folder(path: str | Path) -> None:
+    """Make the folder where a recording is to be saved, before what is recorded runs.
+
+    Raises:
+        InvalidOptionError: the path has another ending, or its folder cannot be made or written to.
+    """
+    check_ending(path)
+    folder = Path(path).absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidOptionError(f"{path} cannot be written, as its folder cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidOptionError(f"{path} cannot be written: nothing can be in its folder")
 
 
 def recorded(problems: Iterable[RecordedCall], name: str) -> Recording:

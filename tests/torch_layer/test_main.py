@@ -131,5 +131,5 @@ def test_what_cannot_be_run_is_said(end_of: Any, tmp_path: Path) -> None:
     assert (code, ".csv" in text) == (2, True)
     (tmp_path / "file").touch()
     code, text = end_of("x.py", MIOFIND_TORCH="record", MIOFIND_TORCH_RECORD=str(tmp_path / "file" / "x.csv"))
-    assert (code, "set MIOFIND_TORCH_RECORD to another file" in text) == (2, True)
+    assert (code, "x.csv cannot be written, as its folder cannot be made" in text) == (2, True)
     assert current() is None

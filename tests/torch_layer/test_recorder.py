@@ -174,6 +174,23 @@ def test_a_step_that_fails_is_saved_up_to_there(tmp_path: Path) -> None:
     assert len(load(str(path)).problems()) == 5
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ran: list[Any] = []
+    with (
+        pytest.raises(InvalidOptionError, match="folder cannot be made"),
+        miofind.torch.record(tmp_path / "file/a.csv"),
+    ):
+        ran.append(1)
+    assert ran == []
+
+
+def test_the_folder_of_a_recording_is_made(tmp_path: Path) -> None:
+    with miofind.torch.record(tmp_path / "new" / "step.csv"):
+        nn.Conv2d(3, 4, 3)(torch.ones(1, 3, 5, 5))
+    assert len(load(str(tmp_path / "new" / "step.csv")).problems()) == 1
+
+
 def test_another_ending_is_refused_before_anything_runs(tmp_path: Path) -> None:
     ran: list[Any] = []
     with pytest.raises(InvalidOptionError, match=r"step\.json.*\.csv"), miofind.torch.record(tmp_path / "step.json"):
