@@ -47,7 +47,9 @@ def must_be(condition: Any, answer: bool, kind: str, message: str) -> None:
     """
     if isinstance(condition, fx.Proxy):  # a graph is traced again where it is unpickled, and where other tools read it
         condition.tracer.create_proxy("call_function", must_be, (condition, answer, kind, message), {})
-    elif bool(condition) is not answer:
+        return
+    is_met = answer if condition else not answer  # of a size that is a symbol torch.compile takes no `bool`
+    if not is_met:
         raise getattr(builtins, kind)(message)
 
 

@@ -134,3 +134,12 @@ def test_a_check_stays_where_steps_that_nothing_reads_are_dropped() -> None:
 def test_a_check_writes_to_nothing() -> None:
     (layer,) = fuse(prepared(Residual())).fusion_report.fused
     assert layer.parts == ("convolution", "bias", "residual", "relu")
+
+
+def test_a_size_that_is_a_symbol_is_checked() -> None:
+    """torch.compile's `bool` of one was neither True nor False."""
+    network = prepared(Residual())
+    compiled = torch.compile(fuse(network), backend="eager", fullgraph=True, dynamic=True)
+    for size in (5, 6, 7):
+        x = torch.randn(2, 4, size, size)
+        torch.testing.assert_close(compiled(x), network(x), rtol=1e-4, atol=1e-5)
