@@ -5,7 +5,8 @@ reduces, or leaves to PyTorch, and reads each element as often as the window is 
 the time of YOLOv8s, whose backbone ends with them. Row by row it is read 5 + 5 times, by kernels that are unrolled.
 
 Where gradients need the places of maxima, too, these are made of the rows' places and the rows: the first of equal
-ones, and of numbers that are none, as Inductor has it. That is done where Inductor would reduce, in two dimensions.
+ones, and of numbers that are none, as Inductor has it. That is done where Inductor would reduce, in two dimensions and
+of floating point, which has a number below all others for what lies outside.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def split_poolings(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             if not any(user.args[1] for user in node.users):
                 made = (_values(graph, node.args[0], window),)
-            elif node.target is _POOLING and len(window.sizes) == 2 and has_numbers(node):
+            elif _has_places_split(node, window):
                 made = _values_and_places(graph, node.args[0], window, node.meta["val"][0].shape[-2])
             else:
                 continue
@@ -53,6 +54,13 @@ def split_poolings(graph: fx.Graph) -> None:
             user.replace_all_uses_with(made[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+def _has_places_split(node: fx.Node, window: _Window) -> bool:
+    """Whether the places of maxima can be made of the rows' places."""
+    if node.target is not _POOLING or len(window.sizes) != 2 or not has_numbers(node):
+        return False
+    return bool(node.meta["val"][0].is_floating_point())
 
 
 class _Window:

@@ -151,6 +151,19 @@ def test_places_are_inductor_s(shape: tuple[int, ...]) -> None:
     assert torch.equal(given.long(), first)
 
 
+def test_places_of_whole_numbers_stay() -> None:
+    """Minus infinity, which lies outside, is none of them: such a graph could not be compiled."""
+
+    def pool(x: Any) -> Any:
+        return functional.max_pool2d(x, 5, 1, 2, return_indices=True)
+
+    torch.manual_seed(0)
+    x = torch.randint(-9, 9, (2, 3, 11, 12))
+    compiled = Compiled(pool)
+    torch.testing.assert_close(compiled(x), pool(x), rtol=0, atol=0)
+    assert windows(compiled) == [[5, 5]]
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's code for the CPU is compiled by g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor_computes_the_same() -> None:
