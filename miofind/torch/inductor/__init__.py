@@ -49,10 +49,10 @@ def backend(graph: Any, inputs: Any, *, mode: str | None = None, options: dict[s
 
     Args:
         graph: a torch.fx.GraphModule, and `inputs`, its example inputs, as backends are given them.
-        mode, options: of Inductor, as of torch.compile.
+        mode, options: of Inductor, as of torch.compile; of what both name the options count.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     of_mode = list_mode_options(mode) if mode else {}
-    return compile_fx(graph, inputs, config_patches=inductor_options(**of_mode, **(options or {})))
+    return compile_fx(graph, inputs, config_patches=inductor_options(**{**of_mode, **(options or {})}))

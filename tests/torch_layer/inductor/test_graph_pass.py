@@ -215,6 +215,18 @@ def test_pytorch_finds_the_backend_by_name() -> None:
     assert EntryPoint("miofind", project["entry-points"]["torch_dynamo_backends"]["miofind"], "").load() is backend
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_backend_takes_options_beside_a_mode_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda *_, config_patches: given.update(config_patches)
+    )
+    backend(None, None, mode="reduce-overhead", options={"triton.cudagraphs": False, "max_autotune": True})
+    assert given["triton.cudagraphs"] is False
+    assert given["max_autotune"] is True
+    assert "post_grad_custom_pre_pass" in given
+
+
 def test_an_answer_that_fails_is_pytorchs(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> Any:
         raise ValueError("a solver's own error")
