@@ -14,7 +14,7 @@ from torch import fx
 
 from miofind.torch.fused.calls import Statistics
 from miofind.torch.fused.ops import OPERATORS
-from miofind.torch.inductor.graphs import HALVES
+from miofind.torch.inductor.graphs import HALVES, is_mutable
 from miofind.torch.inductor.writing import Writing
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -103,7 +103,7 @@ class _Vectors:
             written = node.args[0]
             others = [user for user in written.users if user is not node]
             return written.op == "placeholder" and all(each.target is aten.mul.Tensor for each in others)
-        return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+        return not is_mutable(node.target) and torch.Tag.nondeterministic_seeded not in node.target.tags
 
     def _is_there(self, node: fx.Node) -> bool:
         """Whether a step stands before the place of the next, where it stays: what else reads it may do so before."""

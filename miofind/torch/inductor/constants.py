@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from miofind.torch.inductor.graphs import is_mutable
+
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _PURE = (prims.iota.default, aten.full.default, aten.cat.default, aten.stack.default)
@@ -58,7 +60,7 @@ def _is_pure(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+    if not isinstance(node.target, torch._ops.OpOverload) or is_mutable(node.target):
         return False
     tags = node.target.tags
     if torch.Tag.nondeterministic_seeded in tags:  # of those that are point-wise aten.rrelu

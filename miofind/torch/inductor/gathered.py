@@ -21,7 +21,7 @@ from torch import fx
 from miofind.torch.formats import is_dense, layout_like
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Forward, Statistics
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY, OPERATORS
-from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers
+from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers, is_mutable
 from miofind.torch.inductor.memory_formats import runs_last
 from miofind.torch.inductor.writing import SpatialRanks
 
@@ -145,7 +145,7 @@ def _is_written(placeholder: fx.Node) -> bool:
     """Whether a step may write to what a graph is given before its end, where `copy_` does what the trace did."""
     known = (operator.getitem, aten.copy_.default)
     users = [user for user in placeholder.users if user.op == "call_function" and user.target not in known]
-    return any(not isinstance(user.target, torch._ops.OpOverload) or user.target._schema.is_mutable for user in users)
+    return any(not isinstance(user.target, torch._ops.OpOverload) or is_mutable(user.target) for user in users)
 
 
 def _some_at_once(casts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:

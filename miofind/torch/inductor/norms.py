@@ -26,6 +26,7 @@ from miofind.torch.inductor.graphs import (
     added_step,
     before_copies,
     erase_unused,
+    is_mutable,
     is_pointwise,
     known_value,
 )
@@ -34,16 +35,6 @@ from miofind.torch.inductor.strides import seen_in_order
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default
 _STEPS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
-_SEEN_OTHERWISE = (
-    *VIEWS,
-    aten.unsqueeze.default,
-    aten.squeeze.dims,
-    aten.squeeze.dim,
-    aten.expand.default,
-    aten.permute.default,
-    aten.slice.Tensor,
-)
-"""Steps that give the numbers that they read."""
 
 _LEAST_SIZE = 1 << 22
 """Elements of a tensor: of less, writing the vectors costs as much as it saves."""
@@ -60,7 +51,7 @@ def combine_vectors(graph: fx.Graph) -> int:
     is given stay; of what AOTAutograd gives Inductor, all that writes to a graph's inputs is at the end.
     """
     norms = _Norms(graph)
-    roots = [*itertools.takewhile(lambda node: not _is_mutable(node.target), graph.nodes)]
+    roots = [*itertools.takewhile(lambda node: not is_mutable(node.target), graph.nodes)]
     return sum(norms.is_replaced(node) for node in reversed(roots) if node.users)
 
 
@@ -262,10 +253,6 @@ class _Norms:
         return added_step(self._graph, target, *arguments, **named)
 
 
-def _is_mutable(target: Any) -> bool:
-    return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
-
-
 def _padded(vector: _Vector) -> list[int]:
     """The sizes of a vector, with ones before them, in the dimensions of what it is applied to."""
     sizes = vector.node.meta["val"].shape
@@ -286,8 +273,7 @@ def _read(numbers: _Numbers) -> set[fx.Node]:
     found, pending = set[fx.Node](), [numbers.node]
     while pending:
         node = pending.pop()
-        is_inlined = node.op == "call_function" and (is_pointwise(node) or node.target in _SEEN_OTHERWISE)
-        if is_inlined:
+        if is_pointwise(node) or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view):
             pending += node.all_input_nodes
         else:
             found.add(node)

@@ -15,6 +15,7 @@ from miofind.torch.inductor.graphs import (
     CONVOLUTIONS,
     added_step,
     has_known_sizes,
+    is_mutable,
     known_value,
     traced_strides,
     user_visible,
@@ -122,7 +123,7 @@ def retrace_step(node: fx.Node, relaid: set[fx.Node]) -> None:
 
 def _traced(node: fx.Node) -> Any:
     """What a step gives, of what its inputs are by now; as it was where it cannot be told."""
-    if node.target is not operator.getitem and (not _is_known(node.target) or node.target._schema.is_mutable):
+    if node.target is not operator.getitem and (not _is_known(node.target) or is_mutable(node.target)):
         return node.meta.get("val")
     before = _tensors(node.meta.get("val"))
     if not before or not all(map(has_known_sizes, before)):

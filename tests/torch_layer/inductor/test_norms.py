@@ -294,6 +294,7 @@ SEEN: dict[str, Callable[[Any], Any]] = {
     "expand": lambda v: v.expand(1, 16),
     "permute": lambda v: v.reshape(16, 1).permute(1, 0),
     "slice": lambda v: v.expand(2, 16)[1:],
+    "select": lambda v: v.reshape(1, 16)[0],
 }
 
 
