@@ -18,7 +18,7 @@ from torch import fx
 
 from miofind.torch.inductor.graphs import VIEWS, added_step, has_numbers, is_pointwise
 from miofind.torch.inductor.memory_formats import lying_last
-from miofind.torch.inductor.strides import reads_strides, retrace_step
+from miofind.torch.inductor.strides import read_by_strides, retrace_step
 from miofind.torch.inductor.writing import SpatialRanks
 
 aten = torch.ops.aten
@@ -30,9 +30,7 @@ def unfold_images(graph: fx.Graph, turned: SpatialRanks = frozenset()) -> None:
     Args:
         turned: the spatial ranks of convolutions that were traced channels first and will be channels last.
     """
-    if reads_strides(graph):
-        return
-    unfolding = _Unfolding(graph, lying_last(graph, turned))
+    unfolding = _Unfolding(graph, lying_last(graph, turned), read_by_strides(graph))
     for node in list(graph.nodes):
         if node.op == "call_function":
             retrace_step(node, unfolding.relaid)
@@ -43,16 +41,20 @@ def unfold_images(graph: fx.Graph, turned: SpatialRanks = frozenset()) -> None:
 class _Unfolding:
     """Goes over a graph's steps in order.
 
+    Args:
+        last: the steps whose results will lie channels last.
+        fixed: those whose order of memory others read, or what is computed from them: these stay.
+
     Attributes:
         apart: by steps of (1, n * c, ...) or of a number for each of these channels, the steps of (n, c, ...).
         relaid: steps that give what was given in another order before, which may show further views.
     """
 
-    def __init__(self, graph: fx.Graph, last: Set[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, last: Set[fx.Node], fixed: Set[fx.Node]) -> None:
         self.apart: dict[fx.Node, fx.Node] = {}
         self.relaid = set[fx.Node]()
         self._graph = graph
-        self._last = last
+        self._last, self._fixed = last, fixed
         self._joins = set[fx.Node]()
         self._passed_over = set[fx.Node]()
 
@@ -106,7 +108,7 @@ class _Unfolding:
 
         A copy to channels first before it, which PyTorch needs for the view, is passed over.
         """
-        if node.target not in VIEWS or not has_numbers(node):
+        if node.target not in VIEWS or node in self._fixed or not has_numbers(node):
             return
         read, shape = node.args[0], tuple(node.meta["val"].shape)
         is_copied = read.target is aten.clone.default and has_numbers(read)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from miofind.torch.formats import channels_last_format, is_last, packed_strides
 from miofind.torch.inductor.constants import Constants
 from miofind.torch.inductor.graphs import HALVES, added_step, erase_unused
 from miofind.torch.inductor.scatters import SCATTER, ScatterSum, plain_summands, scatter_sums
-from miofind.torch.inductor.strides import reads_strides, retrace_step
+from miofind.torch.inductor.strides import read_by_strides, retrace_step
 from miofind.torch.inductor.windows import Window, window_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -69,7 +69,7 @@ def _gather(graph: fx.Graph) -> None:
     constants, backward = Constants(), _backward(graph)
     sums = [each for each in scatter_sums(graph, constants) if each.source in backward]
     windows = {each.first: (each, _windows(each, constants)) for each in sums}
-    gathering, relaid = _Gathering(graph, keeps_strides=reads_strides(graph)), set[fx.Node]()
+    gathering, relaid = _Gathering(graph, read_by_strides(graph)), set[fx.Node]()
     for node in graph.nodes:  # in order, as one gradient's may follow from another's
         if node.op == "call_function":
             retrace_step(node, relaid)
@@ -96,11 +96,11 @@ class _Gathering:
     """Writes sums over windows into a graph.
 
     Args:
-        keeps_strides: whether results lie as they were traced, whatever the order of gradients.
+        fixed: the steps whose results lie as they were traced, whatever the order of gradients.
     """
 
-    def __init__(self, graph: fx.Graph, *, keeps_strides: bool) -> None:
-        self._graph, self._keeps_strides = graph, keeps_strides
+    def __init__(self, graph: fx.Graph, fixed: Set[fx.Node]) -> None:
+        self._graph, self._fixed = graph, fixed
         self._step = functools.partial(added_step, graph)
         self._constants: dict[str, fx.Node] = {}
         self._instead: dict[fx.Node, fx.Node] = {}
@@ -116,7 +116,7 @@ class _Gathering:
             value = self._converted(source, torch.float32 if dtype in HALVES else dtype)
             for some in _at_once(windows):
                 value = self._sum(value, some)
-            result = self._laid_out(self._converted(value, dtype), source)
+            result = self._laid_out(self._converted(value, dtype), source, is_fixed=first in self._fixed)
         self._replace(first, result)
         for other in (scatter.node for scatter in scatters.scatters[1:]):
             (added,) = other.users
@@ -135,10 +135,13 @@ class _Gathering:
             return value
         return self._step(prims.convert_element_type.default, value, dtype)
 
-    def _laid_out(self, value: fx.Node, source: fx.Node) -> fx.Node:
-        """A result channels last where the gradient is, else as it was traced."""
+    def _laid_out(self, value: fx.Node, source: fx.Node, *, is_fixed: bool) -> fx.Node:
+        """A result channels last where the gradient is and no step reads the order of what is computed from it.
+
+        Else as it was traced.
+        """
         like, given = source.meta["val"], value.meta["val"]
-        if is_last(like) and not self._keeps_strides:
+        if is_last(like) and not is_fixed:
             if is_last(given) or given.dim() not in (4, 5):
                 return value
             return self._step(aten.clone.default, value, memory_format=channels_last_format(given.dim()))

@@ -188,6 +188,38 @@ def test_graphs_that_read_strides_stay(step: str) -> None:
     assert str(graph.graph) == before
 
 
+def test_strides_that_are_read_of_others_change_nothing() -> None:
+    def run(x: Any, w: Any, b: Any) -> Any:
+        return normed(x, w, b), aten.as_strided(w, [2], [3])
+
+    inputs = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last), torch.randn(4), torch.randn(4)
+    graph = traced(run, *inputs)
+    expected = graph(*inputs)
+    unfold_images(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    assert graph.graph.find_nodes(op="call_function", target=aten.as_strided.default)
+    assert not joined(graph.graph)
+    for one, other in zip(graph(*inputs), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_norms_of_which_strides_are_read_stay_beside_others() -> None:
+    def run(x: Any, w: Any, b: Any, other: Any) -> Any:
+        return normed(x, w, b), aten.as_strided(normed(other, w, b), [2, 7], [120, 2])
+
+    images = [torch.randn(3, 4, 5, size).to(memory_format=torch.channels_last) for size in (6, 7)]
+    inputs = images[0], torch.randn(4), torch.randn(4), images[1]
+    graph = traced(run, *inputs)
+    expected = graph(*inputs)
+    unfold_images(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    assert {node.meta["val"].shape[-1] for node in joined(graph.graph)} == {7}
+    for one, other in zip(graph(*inputs), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_steps_of_other_passes_may_say_nothing_of_themselves() -> None:
     x, vectors = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last), (torch.randn(4), torch.randn(4))
     graph = traced(normed, x, *vectors)

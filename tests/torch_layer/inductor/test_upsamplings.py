@@ -339,6 +339,16 @@ def test_strides_that_are_read_are_those_traced() -> None:
     assert scatters(graph) == 0
 
 
+def test_strides_that_are_read_of_others_change_nothing() -> None:
+    def function(x: Any) -> Any:
+        return functional.interpolate(x, scale_factor=2, mode="bilinear") * x.detach().as_strided((), ())
+
+    x, dy = random(2, 3, 5, 6), random(2, 3, 10, 12, last=True)
+    graph = check(function, x, dy)
+    assert graph.graph.find_nodes(op="call_function", target=aten.as_strided.default)
+    assert graph(x, dy).is_contiguous(memory_format=torch.channels_last)
+
+
 def test_sizes_that_are_no_numbers_are_left() -> None:
     def grown(x: Any) -> Any:
         return functional.interpolate(x, scale_factor=2, mode="bilinear")
