@@ -1,7 +1,7 @@
 """Activations and their derivatives as Inductor's decompositions write them, and where a graph has them.
 
-Each is traced with the installed PyTorch's own decompositions, and graphs are compared with what comes out: what
-another release writes differently is matched there, or not at all.
+Each, as `unfused` computes it, is traced with the installed PyTorch's own decompositions, and graphs are compared with
+what comes out: what another release writes differently is matched there, or not at all.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import fx
 
+from miofind.core.epilogue import Activation
 from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.unfused import activated, derivative
 from miofind.torch.inductor.graphs import VIEWS
 
 aten = torch.ops.aten
@@ -23,29 +24,8 @@ aten = torch.ops.aten
 _NUMBERS = {"low": -0.123456789, "high": 0.987654321, "slope": 0.135792468}
 """Stand for any number of that name."""
 
-_TRACED: Mapping[str, Callable[[Any], Any]] = {
-    "relu": functional.relu,
-    "clamp": lambda v: functional.hardtanh(v, _NUMBERS["low"], _NUMBERS["high"]),
-    "leaky_relu": lambda v: functional.leaky_relu(v, _NUMBERS["slope"]),
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda v: functional.gelu(v, approximate="tanh"),
-    "hardswish": functional.hardswish,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "elu": lambda v: functional.elu(v, _NUMBERS["slope"]),
-    "mish": functional.mish,
-}
-
-_DERIVATIVES: Mapping[str, Callable[[Any, Any], Any]] = {
-    "clamp": lambda dy, saved: aten.hardtanh_backward(dy, saved, _NUMBERS["low"], _NUMBERS["high"]),
-    "leaky_relu": lambda dy, saved: aten.leaky_relu_backward(dy, saved, _NUMBERS["slope"], False),
-    "silu": lambda dy, saved: aten.silu_backward(dy, saved),
-    "gelu": lambda dy, saved: aten.gelu_backward(dy, saved),
-    "gelu_tanh": lambda dy, saved: aten.gelu_backward(dy, saved, approximate="tanh"),
-    "hardswish": lambda dy, saved: aten.hardswish_backward(dy, saved),
-}
-"""A gradient times the derivative of an activation at what was saved; relu's mask is written in several ways."""
+_DERIVATIVES = ("clamp", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish")
+"""Activations whose derivatives are traced; relu's mask is written in several ways."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,23 +112,26 @@ def _ending(name: str, template: fx.Graph, node: fx.Node) -> Applied | None:
 @functools.cache
 def _templates(dtype: Any) -> dict[str, fx.Graph]:
     """The graphs of all activations of tensors of a dtype."""
-    return {name: _traced(function, dtype, 1) for name, function in _TRACED.items()}
+    names = (each.value for each in Activation if each is not Activation.NONE)
+    return {name: _traced(activated, name, dtype, 1) for name in names}
 
 
 @functools.cache
 def _derivative_templates(dtype: Any) -> dict[str, fx.Graph]:
     """The graphs of derivatives: of a gradient and of what was saved, of a dtype."""
-    return {name: _traced(function, dtype, 2) for name, function in _DERIVATIVES.items()}
+    return {name: _traced(derivative, name, dtype, 2) for name in _DERIVATIVES}
 
 
-def _traced(function: Callable[..., Any], dtype: Any, count: int) -> fx.Graph:
-    """The graph of a function of so many tensors, decomposed."""
+def _traced(function: Callable[..., Any], name: str, dtype: Any, count: int) -> fx.Graph:
+    """The graph of a function of so many tensors of a dtype, and of the activation of that name, decomposed."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    low, high, slope = (_NUMBERS[each] for each in ("low", "high", "slope"))
+    of = Nonlinearity(activation=name, low=low, high=high, slope=slope)
     examples, table = [torch.ones(2, 2, 2, 2, dtype=dtype) for _ in range(count)], select_decomp_table()
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        made: fx.Graph = make_fx(lambda *values: function(*values), decomposition_table=table)(*examples).graph
+        made: fx.Graph = make_fx(lambda *values: function(*values, of), decomposition_table=table)(*examples).graph
     return made
 
 
