@@ -9,7 +9,6 @@ forward mode, are those of PyTorch's own operations.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,8 +26,6 @@ from miofind.torch.fused.window import Window
 
 _WITH_AUTOCAST = ("cpu", "cuda")
 """Kinds of devices; "meta", for one, cannot be asked."""
-_DIGITS = {torch.float16: 11, torch.bfloat16: 8}
-"""Of a significand, in bits."""
 
 
 def convolution(
@@ -169,30 +166,12 @@ def _recorded(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
     is_after = residual is not None and numbers.residual_position == "after"
     if is_after:
         residual, after = None, residual
-    if not _is_told_by_result(numbers, x.dtype):
+    if not numbers.is_told_by_result(x.dtype):
         inner = replace(numbers, activation="none")
     y = _Convolution.apply(x, w, bias, residual, window, replace(inner, residual_position="before"))
     if inner.activation != numbers.activation:
         y = unfused.activated(y, numbers)
     return y if after is None else torch.add(y, after.to(y.dtype), alpha=numbers.beta)
-
-
-def _is_told_by_result(numbers: Nonlinearity, dtype: Any) -> bool:
-    """Whether an activation's rounded result tells its derivative."""
-    if numbers.activation == "leaky_relu":
-        return numbers.leak >= 0
-    if numbers.activation == "clamp":
-        return _has(dtype, numbers.low) and _has(dtype, numbers.high)
-    return numbers.activation in ("none", "relu")
-
-
-def _has(dtype: Any, number: float) -> bool:
-    """Whether a dtype has a number; one that it rounds is no bound to compare rounded results with."""
-    digits = _DIGITS.get(dtype)
-    if digits is None or math.isinf(number):
-        return True
-    mantissa, exponent = math.frexp(number)
-    return mantissa * 2**digits % 1 == 0 and -13 <= exponent <= 16  # the normal numbers of float16
 
 
 class _Convolution(torch.autograd.Function):

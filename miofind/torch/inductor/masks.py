@@ -9,12 +9,10 @@ the argument is computed from: there it stays.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
 
-from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.inductor.decompositions import Applied, activation_ending, derivative_ending
 from miofind.torch.inductor.graphs import has_numbers
 
@@ -43,14 +41,7 @@ def _found(ending: Callable[[str, fx.Node], Applied | None], node: fx.Node) -> l
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
         return []
     found = (ending(name, node) for name in _NAMES)
-    return [each for each in found if each is not None and _tells(each.numbers, value.dtype)]
-
-
-def _tells(of: Nonlinearity, dtype: Any) -> bool:
-    """Whether results of a dtype are where the derivative changes where what was given is."""
-    if of.activation == "leaky_relu":
-        return of.leak >= 0
-    return all(torch.tensor(bound, dtype=dtype).item() == bound for bound in (of.low, of.high))
+    return [each for each in found if each is not None and each.numbers.is_told_by_result(value.dtype)]
 
 
 def _is_stored(value: fx.Node) -> bool:

@@ -80,6 +80,7 @@ TAKEN: dict[str, tuple[Activation, Any]] = {
     "relu6": (functional.relu6, torch.bfloat16),
     "hardtanh": (clamped(-0.3, 0.4), torch.float64),
     "of sums": (lambda v: leaky(0.1)(v + v + v), torch.float32),
+    "hardtanh-float32": (clamped(-0.3, 0.4), torch.float32),
     "hardtanh-bfloat16": (clamped(-0.25, 0.5), torch.bfloat16),
 }
 
