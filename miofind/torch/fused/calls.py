@@ -287,6 +287,9 @@ def _check_convolution(call: Call) -> None:
         if isinstance(value, torch.Tensor):
             _check_device(value, name, x.device)
     _check(w.dim() == x.dim(), lambda: f"x {_told(x)} and w {_told(w)} differ in dimensions")
+    window = {name: list(getattr(call, name)) for name in ("stride", "padding", "dilation")}
+    are_numbers_of_each = all(len(numbers) == x.dim() - 2 for numbers in window.values())
+    _check(are_numbers_of_each, lambda: f"x {_told(x)} needs a number for each spatial dimension: {window}")
     _check(x.dtype == w.dtype, lambda: f"x has {x.dtype} and w {w.dtype}: convert one")
     _check(
         all(n > 0 for n in (*call.stride, *call.dilation)), lambda: f"stride={call.stride}, dilation={call.dilation}"

@@ -189,7 +189,7 @@ def _key(call: Call) -> tuple[Any, ...]:
     """What of a call decides its plan. Written out: loops over the arguments take three times as long."""
     x, w = call.x, call.w
     ours = (x.shape, x.stride(), x.dtype, x.get_device(), w.shape, w.stride(), w.dtype, w.get_device())
-    window = (*call.stride, *call.padding, *call.dilation, call.groups)
+    window = (*call.stride, None, *call.padding, None, *call.dilation, call.groups)  # of any lengths, as given
     if isinstance(call, Forward):
         vectors = _form(call.bias), _form(call.scale), _form(call.residual), _form(call.channel_bias)
         return (*ours, *window, *vectors, call.activation, *call[10:-1])

@@ -418,6 +418,19 @@ def test_what_is_refused(named: dict[str, Any], error: type[Exception], told: st
         miofind.torch.convolution(x, w, **{"groups": 2, **named})
 
 
+def test_numbers_of_other_counts_are_refused_after_a_call_of_the_same_numbers(ran: list[str]) -> None:
+    """In one row they look like that call's, whose plan they were given."""
+    x, w = drawn((1, 2, 5, 5), (2, 2, 3, 3))
+
+    def run(*window: list[int]) -> Any:
+        return torch.ops.miofind.convolution(x, w, None, None, None, "none", *window, 1)
+
+    run([1, 1], [1, 1], [1, 1])
+    assert ran
+    with pytest.raises(RuntimeError, match=r"a number for each spatial dimension.*'padding': \[1\]"):
+        run([1, 1, 1], [1], [1, 1])
+
+
 @pytest.mark.parametrize("name", ["w", "bias", "residual"])
 def test_tensors_of_several_devices_are_refused(name: str, cpu_handle: Handle) -> None:
     x, w, bias, residual = drawn(X, W, VECTOR, Y, dtype=torch.float32)
