@@ -157,6 +157,24 @@ def test_what_is_written_before_it_is_cast_stays() -> None:
     assert [node.target for node in graph.nodes].count(torch.ops.miofind.cast.default) == 0
 
 
+def test_counts_that_are_written_before_they_are_counted_up_stay() -> None:
+    from miofind.torch.inductor import gathered
+
+    graph = torch.fx.Graph()
+    given = [graph.placeholder(name) for name in ("primals_1", "primals_2", "primals_3")]
+    for each in given:
+        each.meta["val"] = torch.empty((), dtype=torch.int64)
+    first, second, other = given
+    for count in (first, second):
+        graph.call_function(torch.ops.fsdp.copy_.default, (count, other))
+        added = graph.call_function(aten.add.Tensor, (count, 1))
+        added.meta["val"] = count.meta["val"]
+        graph.call_function(aten.copy_.default, (count, added))
+    graph.output(())
+    gathered.gather_counts(graph)
+    assert [node.target for node in graph.nodes].count(aten._foreach_add.Scalar) == 0
+
+
 def test_a_count_that_something_else_reads_stays() -> None:
     """Of a batch norm without a momentum, which divides by it."""
     model = Blocks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import shutil
 import tomllib
@@ -106,6 +107,8 @@ TAILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a smaller residual": (lambda y, x: torch.relu(y + x.mean(1, keepdim=True)), "scale.bias"),
     "two users": (lambda y, x: (torch.relu(y), torch.sigmoid(y)), "scale.bias"),
     "itself": (lambda y, x: torch.relu(y + y), "scale.bias"),
+    "taken off a vector": (lambda y, x: torch.relu(torch.arange(4.0).view(4, 1, 1) - y), "scale.bias"),
+    "an infinite factor": (lambda y, x: torch.add(y, x, alpha=math.inf), "scale.bias"),
     "another function": (lambda y, x: torch.exp(y), "scale.bias"),
 }
 
@@ -190,6 +193,56 @@ class Two(nn.Module):
     def forward(self, x: Any) -> Any:
         x = torch.relu(x * 2)
         return torch.relu(self.second(torch.relu(self.first(x))) + x)
+
+
+class Scaled(torch.autograd.Function):
+    """A function whose gradient is said to be another: its argument is added twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        return torch.add(dy, ctx.saved_tensors[0], alpha=2)
+
+
+class Shifted(torch.autograd.Function):
+    """A sum with each channel's exponential."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Any, bias: Any) -> Any:
+        ctx.save_for_backward(bias)
+        return y + bias.exp().view(-1, 1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        return dy, dy.sum((0, 2, 3)) * ctx.saved_tensors[0].exp()
+
+
+BEFORE: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
+    "twice": (lambda conv, x: conv(x + x), ["bias_gradient"]),
+    "with a factor": (lambda conv, x: conv(Scaled.apply(x)), ["bias_gradient"]),
+    "bias after": (lambda conv, x: Shifted.apply(functional.conv2d(x.sin(), conv.weight), conv.bias), ["bias"]),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE)
+@pytest.mark.usefixtures("served")
+def test_gradients_of_other_sums(case: str) -> None:
+    """Of one summand twice, of one times a number, and over channels, read before what the operator would follow."""
+    function, expected = BEFORE[case]
+    torch.manual_seed(0)
+    conv, x = nn.Conv2d(4, 4, 3), torch.randn(2, 4, 6, 5)
+    compiled = Compiled(lambda x: function(conv, x))
+    gradients = []
+    for run in (compiled, lambda x: function(conv, x)):
+        given = x.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(run(given).square().sum(), (given, conv.weight, conv.bias)))
+    for mine, pytorchs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, pytorchs)
+    assert compiled.texts == expected
 
 
 @pytest.mark.usefixtures("served")

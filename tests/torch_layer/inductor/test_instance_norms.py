@@ -139,6 +139,31 @@ def test_a_copy_that_is_seen_both_ways_stays_a_copy() -> None:
     assert given[0].data_ptr() != given[1].data_ptr()
 
 
+def test_copies_to_another_type_are_made() -> None:
+    def run(x: Any) -> Any:
+        together = aten.reshape(x, [1, 12, 5, 6]).sin()
+        copied = aten.copy(torch.empty(1, 12, 5, 6, dtype=torch.bfloat16), together)
+        return aten.reshape(copied, [3, 4, 5, 6])
+
+    x = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last)
+    graph = traced(run, x)
+    expected = graph(x)
+    unfold_images(graph.graph)
+    graph.recompile()
+    torch.testing.assert_close(graph(x), expected, rtol=0, atol=0)
+
+
+def test_what_a_graph_is_given_is_no_result() -> None:
+    def run(x: Any) -> Any:
+        together = aten.reshape(x, [1, 12, 5, 6])
+        return aten.reshape(together, [3, 4, 5, 6]), aten.reshape(together.sin(), [3, 4, 5, 6])
+
+    graph = traced(run, torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last))
+    unfold_images(graph.graph)
+    graph.graph.lint()
+    assert all(node.op == "call_function" for node in graph.graph.output_node().all_input_nodes)
+
+
 def test_what_lies_channels_first_stays() -> None:
     inputs = torch.randn(3, 4, 5, 6), torch.randn(4), torch.randn(4)
     graph = traced(normed, *inputs)

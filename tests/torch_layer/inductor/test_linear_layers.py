@@ -156,6 +156,24 @@ def test_sizes_that_change_stay_sizes_that_change() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize(
+    ("function", "bias"),
+    [
+        (lambda y: functional.gelu(y.view(4, 2, 4)), 8),
+        (functional.gelu, 1),
+        (functional.gelu, (4, 8)),
+    ],
+    ids=["heads", "a number", "a matrix"],
+)
+@pytest.mark.usefixtures("ran")
+def test_other_shapes_of_results_and_biases(function: Callable[[Any], Any], bias: Any) -> None:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(4, 12).half(), torch.randn(8, 12).half(), torch.randn(bias).half()
+    compiled = Compiled(lambda x, w, b: function(torch.addmm(b, x, w.t())))
+    torch.testing.assert_close(compiled(x, w, b), function(torch.addmm(b, x, w.t())), rtol=0.01, atol=0.01)
+    assert not compiled.texts
+
+
 def tied(y: Any) -> Any:
     return functional.gelu(y) + y
 
