@@ -97,16 +97,16 @@ def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
     call = BackwardWeights(*arguments, **named)
     plan = planned(call)
     made = None if plan is None else plan.run(call)
-    layout = call.layout()
     if made is not None:
-        return made[0], made[1] if call.bias_dtype is not None else call.output(layout)[1]
+        return made[0], made[1] if call.bias_dtype is not None else call.dy.new_empty(0)
+    layout = call.layout()
     if not call.x.numel() or not call.dy.numel():
         dw, of_bias = call.output(layout)
         return dw.zero_(), of_bias.zero_()
     with fallback(plan):
         dw = unfused.gradients(call.dy, call.x, call.w, call.window, (False, True, False))[1]
     if call.bias_dtype is None:
-        return dense(dw, layout), call.output(layout)[1]
+        return dense(dw, layout), call.dy.new_empty(0)
     return dense(dw, layout), unfused.channel_sums(call.dy).to(call.bias_dtype)
 
 
