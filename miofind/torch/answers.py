@@ -18,7 +18,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.errors import LaunchError, NoSolutionError, described
 from miofind.launch.invoker import Invoker
 from miofind.runtime.solution import Solution
-from miofind.torch.calls import COMPUTED_OF, DIRECTION_OF, Unserved
+from miofind.torch.calls import COMPUTED_OF, DIRECTION_OF, Unserved, is_depthwise
 from miofind.torch.flags import Flags
 from miofind.torch.launches import ReadySolutions, first_line
 from miofind.torch.memory import host_array, is_capturing, make_room, stream_reader
@@ -239,7 +239,7 @@ def _refuse(part: Part, settings: Settings, flags: Flags) -> None:
         flags,
         dtype=problem.x.dtype,
         direction=DIRECTION_OF[part.computed],
-        is_depthwise=problem.groups > 1 and problem.w.shape[1] == 1,
+        is_depthwise=is_depthwise(problem),
     )
 
 

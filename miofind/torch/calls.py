@@ -131,11 +131,6 @@ class ConvolutionCall:
         )
 
     @property
-    def is_depthwise(self) -> bool:
-        """Whether each channel has a filter of its own."""
-        return self.groups > 1 and self.w.shape[1] == 1
-
-    @property
     def output_shape(self) -> tuple[int, ...]:
         """(n, k, *out_spatial).
 
@@ -197,6 +192,11 @@ class ConvolutionCall:
     def takes_bias(self, computed: str) -> bool:
         """Whether miofind has kernels that add the bias to a result, or give the bias's gradient with it."""
         return not self.transposed and computed in _BIAS_EPILOGUES
+
+
+def is_depthwise(asked: ConvolutionCall | ProblemDescription) -> bool:
+    """Whether each channel has a filter of its own."""
+    return asked.groups > 1 and asked.w.shape[1] == 1
 
 
 def _numbers(values: Sequence[Any], count: int) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
 from miofind.solver.steps import KernelStep
 from miofind.torch import comparisons, formats
-from miofind.torch.calls import COMPUTED, DIRECTION_OF, ConvolutionCall, Unserved
+from miofind.torch.calls import COMPUTED, DIRECTION_OF, ConvolutionCall, Unserved, is_depthwise
 from miofind.torch.direct import DirectCalls, DirectLaunch, loaded
 from miofind.torch.flags import Flags
 from miofind.torch.launches import Arguments, Launch, Launches, ReadySolutions, first_line
@@ -281,7 +281,7 @@ class Planner:
     ) -> Part:
         try:
             self.settings.refuse(
-                flags, dtype=call.x.dtype, direction=DIRECTION_OF[computed], is_depthwise=call.is_depthwise
+                flags, dtype=call.x.dtype, direction=DIRECTION_OF[computed], is_depthwise=is_depthwise(call)
             )
         except Unserved as reason:
             return Part(computed, reason=str(reason))
@@ -442,7 +442,7 @@ class Planner:
         resort is compiled once for all shapes.
         """
         options = self.settings.options(deterministic=flags.deterministic)
-        if not (problem.groups > 1 and problem.w.shape[1] == 1) or options.only or options.exclude:
+        if not is_depthwise(problem) or options.only or options.exclude:
             return []
         generic = tuple(name for name, solver in handle.registry.items() if solver.is_last_resort)
         try:
