@@ -76,6 +76,11 @@ def problems(
 
 
 def refuse_inputs(inputs: Sequence[Any], keywords: Mapping[str, Any] | None, **asked: Any) -> None:
+    """Do nothing where nothing is given that a network would be followed with.
+
+    Raises:
+        InvalidOptionError: it names what is.
+    """
     given = [
         *map(brief, inputs),
         *(keywords or {}),

@@ -119,12 +119,11 @@ class Recorder(TorchDispatchMode):
     def _fused(self, kind: type[Call], func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         """Note a call of one of miofind's own operators."""
         call = kind(*args, **kwargs)
-        layer = self._layers.current
-        if COMPUTED_BY[kind] == "y":
+        layer, computed = self._layers.current, COMPUTED_BY[kind]
+        if computed == "y":
             self._layer_of_weights[_storage(call.w)] = layer
         else:
             layer = self._layer_of_weights.get(_storage(call.w)) or layer
-        computed = COMPUTED_BY[kind]
         try:
             layout = self._layout(call)
             problem = problem_of(of_one_dtype(call), layout, self._math(call.x))

@@ -2,8 +2,9 @@
 
 Forward: convolution, batch norm in inference (as steps of channels), an addition, an activation; or the variance and
 mean of each channel, as a batch norm in training takes them. Backward: the gradient of the input with what is added to
-it and relu's mask, and the bias gradient beside that of the weights. Whatever is not known exactly, has sizes that are
-not numbers, or no answer stays as it is, and is Inductor's.
+it and an activation's derivative, and the bias gradient beside that of the weights. Linear layers in 16 bits alike.
+Whatever is not known exactly, has sizes that are not numbers, or no answer stays as it is, and is Inductor's. The other
+modules here then have what stays, and what is around the operators, computed faster; `rewrite` has their order.
 """
 
 from __future__ import annotations

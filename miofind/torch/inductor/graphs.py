@@ -115,6 +115,7 @@ def traced_strides(graph: fx.Graph) -> list[Any] | None:
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
+    """A graph of the same steps, each with what is noted with it."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     return copied
