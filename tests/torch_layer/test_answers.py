@@ -46,6 +46,7 @@ def test_threads_that_need_the_next_solution_share_it(more: tuple[FakeInvoker, .
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(fitting, [4, 4, 4, 4]))
     assert found == [more[0] if more else None] * 4
+    assert len(made._invokers) == 1 + len(more[:1]), "what nobody needs yet is not made ready"
     assert made._fitting(16, torch.device("cpu")).alignment_bytes == 16
     last = made._fitting(2, torch.device("cpu"))
     assert last == (more[1] if len(more) > 1 else None)

@@ -183,6 +183,17 @@ def test_a_capture_is_warned_of_once(
     assert caplog.text.count("a CUDA graph is captured") == 1
 
 
+def test_a_stand_in_that_takes_long_is_pytorch_s(
+    handle: Handle, kernels: Withheld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ConvCpuDirect, "is_last_resort", True)
+    monkeypatch.setattr(plans, "_LONGEST_STAND_IN_MS", 0.0)
+    with miofind.torch.use("estimate", handle=handle, devices="cpu") as made:
+        conv2d(X, torch.randn(8, 1, 3, 3), groups=4)
+        assert made.report().own_calls == 0
+        assert kernels.asked == 1
+
+
 @pytest.mark.parametrize("call", [conv2d, miofind.torch.convolution], ids=["operator", "fused"])
 def test_a_capture_of_a_stand_in_is_warned_of(
     handle: Handle,

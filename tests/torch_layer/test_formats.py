@@ -72,6 +72,27 @@ def test_dense_tensors_are_packed_in_the_memory_order_asked_for(call: DrawnCall,
         assert all(size == 1 or given == wanted for size, given, wanted in steps)
 
 
+SPREAD: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool, bool]] = {
+    "packed": ((2, 3, 4, 5), (60, 20, 5, 1), True, False),
+    "packed channels last": ((2, 3, 4, 5), (60, 1, 15, 3), False, True),
+    "some channels": ((2, 3, 4, 5), (140, 20, 5, 1), True, False),
+    "some channels, last": ((2, 3, 4, 5), (140, 1, 35, 7), False, True),
+    "one place": ((2, 3, 1, 1), (3, 1, 1, 1), True, True),
+    "expanded": ((2, 3, 4, 5), (0, 20, 5, 1), False, False),
+    "overlapping": ((2, 3, 4, 5), (60, 20, 4, 1), False, False),
+    "transposed": ((2, 3, 4, 5), (60, 20, 1, 4), False, False),
+}
+
+
+@pytest.mark.parametrize(("shape", "strides", "first", "last"), SPREAD.values(), ids=SPREAD)
+def test_tensors_with_gaps_lie_in_an_order(
+    shape: tuple[int, ...], strides: tuple[int, ...], first: bool, last: bool
+) -> None:
+    tensor = torch.empty_strided(shape, strides, device="meta")
+    orders = (Layout.of(2, channels_last=is_last) for is_last in (False, True))
+    assert [formats.is_spread(tensor, layout) for layout in orders] == [first, last]
+
+
 def test_a_pytorch_without_the_private_functions_runs_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_select_conv_backend")
     x = torch.empty(1, 1, 3, 3)

@@ -43,6 +43,16 @@ def test_the_short_cut_is_taken_on_the_current_device_alone(monkeypatch: pytest.
     assert made == ["on the tensor's device", "quick"]
 
 
+def test_a_workspace_is_asked_for_once_in_1024_calls_at_least() -> None:
+    backoff = memory.Backoff()
+    for _ in range(20):
+        backoff.failed()
+    skipped = 0
+    while backoff.skips():
+        skipped += 1
+    assert skipped == 1023
+
+
 @pytest.mark.parametrize(("free_bytes", "gives_back"), [(1 << 40, 0), (1 << 29, 1)])
 def test_pytorch_gives_memory_back_where_a_find_might_lack_it(
     free_bytes: int, gives_back: int, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,30 @@ def test_a_copy_is_written_anew_in_place(dtype: Any) -> None:
         assert made.equal(weight.to(dtype))
 
 
+def test_what_a_run_under_autocast_needed_serves_none_without_it(fused: Any) -> None:
+    x = torch.randn(2, 3, 6, 5).bfloat16()
+    with torch.inference_mode():
+        with torch.autocast("cpu", torch.bfloat16):
+            fused(x)
+        with pytest.raises(RuntimeError, match=r"x has torch\.bfloat16 and the weights have torch\.float32"):
+            fused(x)
+
+
+def test_a_module_remembers_some_forms_of_inputs(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miofind.torch.fused.module._MAX_INPUTS", 2)
+    with torch.inference_mode():
+        for size in (5, 6, 7, 8):
+            fused(torch.randn(1, 3, size, size))
+    assert 0 < len(getattr(fused, "0")._packed.of_inputs) <= 2
+
+
+def test_a_weight_that_is_trained_again_is_copied_in_each_call() -> None:
+    weight = weight_of()
+    made = kept(weight, torch.bfloat16, channels_last=True)
+    weight.requires_grad_()
+    assert kept(weight, torch.bfloat16, channels_last=True).data_ptr() != made.data_ptr()
+
+
 def test_other_memory_has_other_copies() -> None:
     weight = weight_of()
     made = kept(weight, torch.float32, channels_last=True)
