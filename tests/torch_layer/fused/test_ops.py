@@ -237,6 +237,9 @@ def test_gradients_and_their_gradients(activation: str, position: str, ran: list
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
     assert sum("backward" in config for config in ran) >= 2
     assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
+    with torch.no_grad():
+        expected = run(*inputs)
+    torch.testing.assert_close(run(*inputs), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
