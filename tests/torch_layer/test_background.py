@@ -269,6 +269,7 @@ def test_a_stand_in_runs_depthwise_convolutions(
         (plan,) = (plan for plan in fused_plans.plans() if plan.answer)
         assert plan.answer is not None
         assert plan.answer.is_served is runs
+        assert {each.generation for each in (plan, *made.plans)} == {None}, "the direct path keeps what it is given"
         kernels.finish()
         torch.testing.assert_close(conv2d(X, w, B, groups=groups), expected, rtol=1e-4, atol=1e-4)
         assert made.report().own_calls == 1 + 2 * runs
