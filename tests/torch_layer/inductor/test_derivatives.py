@@ -132,3 +132,19 @@ def test_a_gradient_that_others_use_stays() -> None:
         return y
 
     assert derivatives(Net(noted), torch.randn(2, 3, 9, 8), 1e-5) == []
+
+
+@pytest.mark.parametrize("activation", [functional.silu, functional.relu])
+def test_a_gradient_that_is_a_result_as_well_stays(activation: Callable[[Any], Any]) -> None:
+    """Of what is added to an activation's result."""
+    torch.manual_seed(0)
+    conv, given = nn.Conv2d(4, 4, 3), [torch.randn(2, 4, 6, 5).requires_grad_() for _ in range(2)]
+
+    def run(x: Any, other: Any) -> Any:
+        return conv(activation(x) + other)
+
+    compiled = Compiled(run, recomputes=True)
+    found, expected = (torch.autograd.grad(each(*given).square().sum(), given) for each in (compiled, run))
+    for mine, pytorchs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, pytorchs, rtol=1e-4, atol=1e-4)
+    assert not any(text.startswith("d") for text in compiled.texts)
