@@ -52,6 +52,10 @@ class _Packed:
         """Whether they were made of a weight, and it was not written to since."""
         return self.version == weight._version and self.memory is not None and self.memory.is_of(weight)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """None of them in copies and pickles, whoever makes these: parametrizations copy a module by its attributes."""
+        return _Packed, ()
+
 
 class FusedConvolution(torch.nn.Module):
     """activation(x * weight + bias + beta * residual) for inference, by `miofind.torch.convolution`.

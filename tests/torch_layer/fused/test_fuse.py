@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as functional
 from helpers.runs.fused_answers import answers_of
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 
 from miofind import Handle
 from miofind.errors import InvalidOptionError
@@ -1210,6 +1210,17 @@ def test_a_fused_module_can_be_pruned() -> None:
     fused(x)
     prune.l1_unstructured(getattr(fused, "0"), "weight", amount=0.9)
     assert fused(x).isfinite().all()
+
+
+def test_copies_of_a_parametrized_module_name_no_memory_of_it() -> None:
+    """PyTorch copies one by its attributes: of two that named the same memory the second to go ended the process."""
+    fused, x = fuse(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()).eval()), torch.ones(1, 4, 5, 5)
+    before = fused(x)
+    parametrizations.weight_norm(getattr(fused, "0"))
+    copied = copy.deepcopy(fused)
+    assert getattr(fused, "0")._packed.memory is not None
+    assert getattr(copied, "0")._packed.memory is None
+    torch.testing.assert_close(copied(x), before)
 
 
 def test_a_network_that_cannot_be_copied_is_told() -> None:
