@@ -19,6 +19,7 @@ from miofind.errors import InvalidOptionError, brief, described
 from miofind.torch.layers import LayerNames
 from miofind.torch.recorder import Recorder, StandInRecorder
 from miofind.torch.recording import Recording
+from miofind.torch.unchanged import unchanged
 
 _RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
 _MEMORY_FORMATS = (torch.contiguous_format, *_RANK, None)
@@ -58,7 +59,8 @@ def problems(
     place = torch.device("cpu" if is_stand_in else device)
     kind = StandInRecorder if is_stand_in else Recorder
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.inference_mode(False), fakes, _in_mode(model, training):
+    with torch.inference_mode(False), fakes, unchanged(model):
+        model.train(training)
         fake = _Fakes(place, memory_format, _dtype_of(model))
         weights = {name: fake.tensor(tensor) for name, tensor in _tensors_of(model)}
         given, named = fake.of(inputs), fake.of(dict(keywords or {}))
@@ -127,18 +129,6 @@ def _tensors_of(model: Any) -> Iterator[tuple[str, Any]]:
 def _dtype_of(model: Any) -> Any:
     """The element type of a model's weights, by the first that is of floating point."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-@contextlib.contextmanager
-def _in_mode(model: Any, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode, each module as it was afterwards."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        model.train(training)
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
 
 
 class _Fakes:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.problems.small_networks import Mixed, OneAndThree, mixed_input
@@ -76,6 +79,52 @@ def test_nothing_of_the_model_changes() -> None:
     assert (model.training, model.stem[1].training, model.stem.training) == (True, False, True)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Remembering(nn.Module):
+    """What it computes it keeps: a table of places, what it saw, averages, how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.utils.spectral_norm(nn.Conv2d(3, 4, 3))
+        self.register_buffer("average", torch.zeros(4))
+        self.places: Any = None
+        self.seen: dict[Any, Any] = {}
+        self.steps, self.calls = torch.tensor(0), 0
+        self.error: BaseException | None = None
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        self.steps += 1
+        self.drawn = random.random() + np.random.rand()
+        if self.places is None:
+            self.places = torch.arange(x.shape[-1] - 2.0)
+        y = self.convolution(x) + self.places
+        self.seen[tuple(x.shape)] = y
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean((0, 2, 3))
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+def test_what_code_keeps_is_as_it_was(error: BaseException | None) -> None:
+    """Fake tensors that were left in the network met real ones in its next call."""
+    model = Remembering()
+    model.error = error
+    attributes, draws = dict(vars(model)), (random.getstate(), np.random.get_state()[2])
+    of_norm = dict(vars(model.convolution))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    caught = (InvalidOptionError, KeyboardInterrupt)
+    with contextlib.nullcontext() if error is None else pytest.raises(caught):
+        miofind.torch.problems(model, (2, 3, 8, 8), training=True, device="cpu")
+    assert vars(model) == attributes
+    assert all(value is of_norm[name] for name, value in vars(model.convolution).items())
+    assert (model.steps.item(), model.seen) == (0, {})
+    assert draws == (random.getstate(), np.random.get_state()[2])
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model.error = None
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
 
 
 def test_a_fused_network_is_followed() -> None:
