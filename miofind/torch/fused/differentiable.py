@@ -26,6 +26,8 @@ from miofind.torch.fused.window import Window
 
 _WITH_AUTOCAST = ("cpu", "cuda")
 """Kinds of devices; "meta", for one, cannot be asked."""
+_OF_ARGUMENTS = ("clamp", "leaky_relu")
+"""Activations whose derivative is told by the result, and of which PyTorch keeps the argument."""
 
 
 def convolution(
@@ -127,18 +129,22 @@ def has_tangents() -> bool:
     return bool(forward_ad._current_level >= 0)
 
 
-def run(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
-    """`convolution` of batched tensors, with all arguments checked."""
+def run(given: Tensors, window: Window, numbers: Nonlinearity, *, may_be_written: bool = False) -> Any:
+    """`convolution` of batched tensors, with all arguments checked.
+
+    Args:
+        may_be_written: the result may be written to before its gradient is computed, where PyTorch allows that.
+    """
     dtype = autocast_dtype(given.x)
     if dtype is not None:
         given = Tensors(*(ops.in_autocast(tensor, dtype) for tensor in given))
         with _without_autocast(given.x):
-            return run(given, window, numbers)
+            return run(given, window, numbers, may_be_written=may_be_written)
     if has_tangents() or (torch.compiler.is_compiling() and _in_transform()):
         return unfused.convolution(given.x, given.w, (given.bias, given.scale, given.residual, None), window, numbers)
     if not given.need_derivatives:
         return torch.ops.miofind.convolution(*given, *arguments_of(window, numbers))
-    return _recorded(given, window, numbers)
+    return _recorded(given, window, numbers, may_be_written)
 
 
 def arguments_of(window: Window, numbers: Nonlinearity) -> tuple[Any, ...]:
@@ -157,7 +163,7 @@ def arguments_of(window: Window, numbers: Nonlinearity) -> tuple[Any, ...]:
     )
 
 
-def _recorded(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
+def _recorded(given: Tensors, window: Window, numbers: Nonlinearity, may_be_written: bool) -> Any:
     """The same with gradients: what the operator's formulas cannot differentiate stands outside of it."""
     x, w, bias, scale, residual = given
     if scale is not None:
@@ -166,7 +172,8 @@ def _recorded(given: Tensors, window: Window, numbers: Nonlinearity) -> Any:
     is_after = residual is not None and numbers.residual_position == "after"
     if is_after:
         residual, after = None, residual
-    if not numbers.is_told_by_result(x.dtype):
+    is_read_later = may_be_written and numbers.activation in _OF_ARGUMENTS
+    if is_read_later or not numbers.is_told_by_result(x.dtype):
         inner = replace(numbers, activation="none")
     y = _Convolution.apply(x, w, bias, residual, window, replace(inner, residual_position="before"))
     if inner.activation != numbers.activation:

@@ -156,7 +156,7 @@ class FusedConvolution(torch.nn.Module):
             return self._with_other(residual, Tensors(x, weight, self.bias, None, None), dtype)
         given = Tensors(x, weight, self.bias, None, residual)
         if has_autocast or given.need_derivatives:
-            return run(given, self.window, numbers)
+            return run(given, self.window, numbers, may_be_written=True)
         return torch.ops.miofind.convolution(*given, *self._arguments)
 
     def _with_other(self, residual: Any, given: Tensors, dtype: Any) -> Any:

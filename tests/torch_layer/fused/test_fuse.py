@@ -133,6 +133,30 @@ def test_the_gradient_of_the_input() -> None:
     torch.testing.assert_close(*gradients)
 
 
+class Writing(nn.Module):
+    """Writes to what its activation gives, of which PyTorch keeps the argument for the gradient."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.convolution, self.activation = nn.Conv2d(3, 4, 3), activation
+
+    def forward(self, x: Any) -> Any:
+        y = self.activation(self.convolution(x))
+        y += 1
+        return y
+
+
+@pytest.mark.parametrize("activation", [nn.LeakyReLU(0.1), nn.ReLU6(), nn.Hardtanh(), nn.SiLU()], ids=str)
+def test_gradients_where_a_result_is_written_to(activation: nn.Module) -> None:
+    model = Writing(activation).eval()
+    fused, x = fuse(model), torch.randn(2, 3, 8, 7)
+    given, same = x.clone().requires_grad_(), x.clone().requires_grad_()
+    fused(given).mul_(2).square().sum().backward()
+    model(same).mul_(2).square().sum().backward()
+    torch.testing.assert_close(given.grad, same.grad)
+    assert len(fused.fusion_report.fused[0].parts) == 3
+
+
 def test_traced_by_torch_compile_and_export() -> None:
     model, x = prepared(Net()), torch.randn(2, 3, 16, 16)
     fused = fuse(model)
