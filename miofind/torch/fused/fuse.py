@@ -21,6 +21,7 @@ from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.reading import Reading
 from miofind.torch.fused.tracing import DependsOnNone, traced
 from miofind.torch.fused.window import Window
 
@@ -118,11 +119,12 @@ def _computes_weights(model: Any) -> bool:
 
 @dataclass(slots=True)
 class _Work:
-    """What a report is made of."""
+    """What a report is made of, and what code that stays reads of the modules below it."""
 
     fused: list[FusedLayer] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     untraced: dict[str, str] = field(default_factory=dict)
+    readings: list[Reading] = field(default_factory=list)
 
 
 def _has_convolution(module: Any) -> bool:
@@ -144,6 +146,8 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         reason = "its forward was replaced"  # as accelerate does; torch.fx would read its class's
     elif path and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         reason = ""  # what holds it was not traced, and may take it apart or look at what is between its modules
+    elif path and any(reading.of_part(path, module) for reading in work.readings):
+        reason = "code of what holds it has parts of it"
     else:
         try:
             graph = traced(module)
@@ -155,6 +159,7 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
             return _rewritten(module, graph, path, work)
     if reason:
         work.untraced[path] = reason
+        work.readings.append(Reading.of(module, path))
     for name, child in module.named_children():
         module._modules[name] = _fused(child, f"{path}.{name}".removeprefix("."), work)
     return module
@@ -165,11 +170,21 @@ def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
     for node in graph.nodes:
         node.type = None  # annotations, which are texts with `from __future__ import annotations`, break its pickles
     made = fx.GraphModule(module, graph, type(module).__name__)
+    unused = {
+        part: {name: vars(module)[part][name] for name in vars(module)[part].keys() - vars(made)[part]}
+        for part in _PARTS
+    }
     _Rewriting(made, path, work).run()
+    for each in made.modules():
+        each.training = False  # torch.fx makes modules of its own, in place of lists of modules
+    if path:
+        for part, held in unused.items():
+            vars(made)[part].update(held)
+        return _disguised(module, made)
     for name, value in vars(module).items():
         if name not in vars(made):
             setattr(made, name, value)
-    return _disguised(module, made) if path else made
+    return made
 
 
 def _disguised(module: Any, graph: fx.GraphModule) -> Any:
@@ -189,14 +204,20 @@ _PARTS = ("_modules", "_parameters", "_buffers")
 
 
 def _reduced(module: Any) -> tuple[Any, ...]:
-    """How a submodule is pickled and copied: by its first class, its graph and its attributes."""
-    attributes = {name: value for name, value in vars(module).items() if name not in (*_PARTS, "_graph_run")}
-    return _restored, (type(module).__base__, vars(module)["_graph_run"], attributes)
+    """How a submodule is pickled and copied: by its first class, its graph and its state."""
+    state = module.__getstate__()  # its class may leave out what cannot be pickled, PyTorch's what it compiled
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if name != "_graph_run"}
+    return _restored, (type(module).__base__, vars(module)["_graph_run"], state)
 
 
-def _restored(cls: Any, graph: fx.GraphModule, attributes: dict[str, Any]) -> Any:
+def _restored(cls: Any, graph: fx.GraphModule, state: Any) -> Any:
     module = cls.__new__(cls)
-    vars(module).update(attributes)
+    module.__setstate__(state)
+    vars(module).pop("_graph_run", None)
+    for part in _PARTS:  # those that no step reads
+        for name, value in vars(module).get(part, {}).items():  # which pickles of other releases lack
+            vars(graph)[part].setdefault(name, value)
     return _disguised(module, graph)
 
 
@@ -236,6 +257,8 @@ class _Rewriting:
     def run(self) -> None:
         """Rewrite the graph."""
         self._drop_assertions()
+        targets = (node.target for node in self.made.graph.nodes if node.op in ("call_module", "get_attr"))
+        self.work.readings.append(Reading(self.path, {tuple(str(target).split(".")) for target in targets}))
         for node in list(self.made.graph.nodes):
             module = self.steps.module(node)
             name = f"{self.path}.{node.target}".removeprefix(".")
@@ -285,9 +308,11 @@ class _Rewriting:
         """The name of the chain's module: the convolution's own, unless others run that convolution differently."""
         key = (node.target, chain.numbers, chain.adds_in_place, chain.residual_first, *map(id, chain.norm.values()))
         if key not in self.names:
-            calls = sum(each.op == "call_module" and each.target == node.target for each in self.made.graph.nodes)
-            is_own = calls == 1 and node.target not in self.names.values()
-            self.names[key] = str(node.target) if is_own else f"{node.target}_fused{len(self.names)}"
+            called = [str(each.target) for each in self.made.graph.nodes if each.op == "call_module"]
+            is_others = any(str(node.target).startswith(f"{name}.") for name in called)  # part of a single operation
+            is_own = called.count(str(node.target)) == 1 and not is_others and node.target not in self.names.values()
+            place = str(node.target).replace(".", "_") if is_others else node.target  # that may run all it has
+            self.names[key] = str(node.target) if is_own else f"{place}_fused{len(self.names)}"
             fused = _module(module, chain)
             self.made.add_submodule(self.names[key], fused)
             self.steps.add(self.names[key], fused)

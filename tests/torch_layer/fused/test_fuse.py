@@ -619,6 +619,117 @@ def test_submodules_keep_their_classes_where_the_network_is_not_traced() -> None
     check_same(fused.double(), model.double(), x.double())
 
 
+class Encoder(nn.Module):
+    """A part whose own code has an activation behind its convolution, and what that code does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)
+        self.layers = nn.ModuleList([nn.Conv2d(3, 3, 1), nn.ReLU()])
+        self.factor = nn.Parameter(torch.full((1,), 2.0))
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("lock", "_compiled_call_impl")}
+
+    def forward(self, x: Any) -> Any:
+        x = functional.relu(self.last(self.norm(self.first(x)))) + x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Holding(nn.Module):
+    """What torch.fx cannot trace, and what it does with its encoder."""
+
+    def __init__(self, use: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+        self.use = use
+
+    def forward(self, x: Any) -> Any:
+        return x if x.sum() > 1e9 else self.use(self, x)
+
+
+def _by_its_parts(model: Any, x: Any) -> Any:
+    encoder = model.encoder
+    return encoder.last(encoder.norm(encoder.first(x)))
+
+
+HELD: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "called": (lambda model, x: model.encoder(x), True),
+    "a convolution": (lambda model, x: model.encoder.last(model.encoder.norm(model.encoder.first(x))), False),
+    "by a name": (_by_its_parts, False),
+    "by a text": (lambda model, x: getattr(model.encoder, "last")(model.encoder.first(x)), False),  # noqa: B009
+    "a parameter": (lambda model, x: model.encoder(x) * model.encoder.factor, False),
+    "a list": (lambda model, x: model.encoder(x) * len(list(model.encoder.layers)), False),
+    "all": (lambda model, x: nn.Sequential(*list(model.encoder.children())[:3])(x), False),
+}
+
+
+@pytest.mark.parametrize("use", HELD)
+def test_parts_of_a_part_are_what_they_were_to_code_that_is_not_traced(use: str) -> None:
+    """They had an activation and a batch norm in them then, or were gone."""
+    function, is_whole = HELD[use]
+    model, x = Holding(function), torch.randn(2, 3, 6, 5)
+    model = prepared(model)
+    fused = fuse(model)
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-5)
+    assert ("encoder" not in fused.fusion_report.untraced) is is_whole
+    assert fuse(fused)(x).shape == x.shape, "what was fused is in evaluation mode"
+
+
+def test_a_part_is_copied_as_its_class_tells() -> None:
+    """By what that leaves out, and without what torch.compile made of it, which has the weights of the first."""
+    model, x = prepared(Holding(HELD["called"][0])), torch.randn(2, 3, 6, 5)
+    fused = fuse(model)
+    fused.use = None  # which no pickle takes
+    before = fused.encoder(x)
+    fused.encoder.compile(backend="eager")
+    fused.encoder(x)
+    copies = [copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))]
+    with torch.no_grad():
+        fused.encoder.factor.zero_()
+        for parameter in fused.parameters():
+            parameter.zero_()
+    for each in copies:
+        torch.testing.assert_close(each.encoder(x), before)
+        assert each.encoder.factor.item() == 2
+
+
+class Whole(nn.Module):
+    """What torch.fx cannot trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        return x if x.sum() > 1e9 else self.convolution(x)
+
+
+class UsesPartAndWhole(nn.Module):
+    """Calls a part of a module that is a single operation of the graph, and the module."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x: Any) -> Any:
+        return functional.relu(next(self.whole.children())(x)) + self.whole(x)
+
+
+@pytest.mark.parametrize("is_hooked", [False, True], ids=["untraceable", "hooked"])
+def test_a_convolution_of_a_single_operation_is_fused_beside_it(is_hooked: bool) -> None:
+    whole = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()) if is_hooked else Whole()
+    if is_hooked:
+        whole.register_forward_hook(lambda module, given, made: 2 * made)
+    model, x = UsesPartAndWhole(whole).eval(), torch.randn(2, 3, 6, 5)
+    fused = fuse(model)
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-5)
+    assert len(fused.fusion_report.fused) == 1
+
+
 class MayAdd(Scaled):
     """Adds what it is given, if it is given anything."""
 
