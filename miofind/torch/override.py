@@ -44,6 +44,10 @@ _KEYS = {"cuda": "CUDA", "cpu": "CPU"}
 _FORWARD, _BACKWARD = "aten::convolution", "aten::convolution_backward"
 
 
+_registered: collections.deque[Any] = collections.deque(maxlen=MAX_PLANS)
+"""Kernels that were registered, the last ones: PyTorch frees one that is not any more though a thread is about to run it,
+waiting for Python."""
+
 _generations = itertools.count(1)
 
 
@@ -169,7 +173,9 @@ class _Router:
             for name, kernel in kernels.items():
                 library = torch.library.Library(namespace, "IMPL")
                 self._libraries.append(library)
-                _implement(library, name.removeprefix("aten::"), kernel, key)
+                own = name.removeprefix("aten::")
+                _implement(library, own, kernel, key)
+                _registered.append(torch.library.get_kernel(f"{namespace}::{own}", key))
             if path is not None:
                 self._direct = path
                 path.enable(key)

@@ -495,6 +495,47 @@ print(report.calls, report.own_calls)
 """
 
 
+_SWITCHED = """
+import threading
+
+import torch
+
+import miofind.torch
+
+x, w = torch.randn(2, 4, 9, 8), torch.randn(6, 4, 3, 3)
+ended, failed = threading.Event(), []
+
+def convolve():
+    while not ended.is_set():
+        torch.nn.functional.conv2d(x, w.clone().requires_grad_()).sum().backward()
+
+def switch():
+    for _ in range(4000):
+        with miofind.torch.use("record", devices="cpu"):
+            pass
+
+threading.excepthook = failed.append
+workers = [threading.Thread(target=convolve) for _ in range(2)]
+switching = [threading.Thread(target=switch) for _ in range(2)]
+for thread in workers + switching:
+    thread.start()
+for thread in switching:
+    thread.join()
+ended.set()
+for thread in workers:
+    thread.join()
+print(failed, miofind.torch.override.current("cpu"))
+"""
+
+
+def test_threads_convolve_while_others_enable_and_disable() -> None:
+    """PyTorch freed a kernel that a thread was about to run."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _SWITCHED], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "[] None\n"), ended.stderr
+
+
 def test_a_process_that_leaves_it_enabled_ends_cleanly() -> None:
     command = [sys.executable, "-W", "error", "-c", _LEFT_ON]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
