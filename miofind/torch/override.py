@@ -45,8 +45,8 @@ _FORWARD, _BACKWARD = "aten::convolution", "aten::convolution_backward"
 
 
 _registered: collections.deque[Any] = collections.deque(maxlen=MAX_PLANS)
-"""Kernels that were registered, the last ones: PyTorch frees one that is not any more though a thread is about to run it,
-waiting for Python."""
+"""The last kernels that were registered: PyTorch frees one that is not any more, though a thread may be about to run
+it, waiting for Python."""
 
 _generations = itertools.count(1)
 
@@ -184,7 +184,7 @@ class _Router:
             raise
 
     def _forward_kernel(self, key: str) -> Any:
-        native = _native_forward(key)
+        native, is_tracing = _native_forward(key), torch._C._is_tracing  # by TorchScript, which tells no sizes
         router = self
 
         def convolution(
@@ -200,7 +200,7 @@ class _Router:
             groups: Any,
         ) -> Any:
             override = router.current
-            if override is None:
+            if override is None or is_tracing():
                 return native(keyset, x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
             switches = state()
             key = (
@@ -246,7 +246,7 @@ class _Router:
         return convolution
 
     def _backward_kernel(self, key: str) -> Any:
-        native = torch.library.get_kernel(_BACKWARD, key).call_boxed
+        native, is_tracing = torch.library.get_kernel(_BACKWARD, key).call_boxed, torch._C._is_tracing
         router = self
 
         def convolution_backward(
@@ -265,7 +265,7 @@ class _Router:
         ) -> Any:
             geometry = (stride, padding, dilation, transposed, output_padding, groups)
             override = router.current
-            if override is None:
+            if override is None or is_tracing():
                 return native(keyset, grad, x, w, bias_sizes, *geometry, mask)
             switches = state()
             key = (

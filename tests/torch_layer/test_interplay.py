@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from miofind import Handle
 from miofind.runtime import handle
-from miofind.torch import Override, override, use
+from miofind.torch import Override, fuse, override, use
 
 
 class _Net(torch.nn.Module):
@@ -98,6 +98,21 @@ def test_an_exported_program_runs(override_on_cpu: Override) -> None:
     ours = module(larger)
     assert _is_ours(override_on_cpu)
     _agree(ours, _native(lambda: model(larger)))
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["", "fused"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_torchscript_traces(override_on_cpu: Override, is_fused: bool) -> None:
+    """It has tensors in place of sizes meanwhile, and wants the same graph of a second trace."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.SiLU(), torch.nn.Conv2d(4, 4, 1)).eval()
+    model.requires_grad_(False)
+    given, x = fuse(model) if is_fused else model, torch.randn(2, 3, 6, 5)
+    traced = torch.jit.trace(given, x)
+    torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)
+    if not is_fused:
+        x.requires_grad_()
+        torch.jit.trace(model, x)(x).sum().backward()
+        assert x.grad is not None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -113,7 +113,7 @@ class FusedConvolution(torch.nn.Module):
         Raises:
             ValueError: a batch norm was fused, and x is unbatched, (c, *spatial).
         """
-        if not torch.compiler.is_compiling():
+        if not _is_traced():
             ready = self._packed.of_inputs.get(_form(x, x.dtype))
             if ready is not None and self._is_plain(ready, x, residual):
                 given = Tensors(x, ready.weight, self._parameters["bias"], None, residual)
@@ -182,7 +182,7 @@ class FusedConvolution(torch.nn.Module):
         """Whether a sum lies in the order of the convolution's result."""
         if not self.residual_first:
             return True
-        if torch.compiler.is_compiling():  # which traces this, and has no order of its own of one dimension
+        if _is_traced():  # and torch.compile has no order of its own of one dimension
             last = x.dim() > 3 and (is_last(x) or is_last(self.weight))
             return is_spread(residual, layout_like(x, channels_last=last))
         ready = self._packed.of_inputs.get(_form(x, dtype))
@@ -205,7 +205,7 @@ class FusedConvolution(torch.nn.Module):
     def _weight_for(self, x: Any, dtype: Any) -> Any:
         """The weight in the dtype and the memory format that a run with x needs, from those kept."""
         weight = self.weight
-        if torch.compiler.is_compiling() or type(weight) is not _Parameter or _is_read_itself(weight):
+        if _is_traced() or type(weight) is not _Parameter or _is_read_itself(weight):
             return weight
         if not self._packed.are_of(weight):
             self._packed = _Packed(Memory(weight), weight._version)
@@ -249,6 +249,11 @@ class FusedConvolution(torch.nn.Module):
         parts += ["bias"] if self.bias is not None else []
         parts += [self.numbers.activation] if self.numbers.activation != "none" else []
         return ", ".join(parts)
+
+
+def _is_traced() -> bool:
+    """Whether torch.compile or TorchScript writes down what is done, which is to be the same in each call."""
+    return bool(torch.compiler.is_compiling() or torch._C._is_tracing())
 
 
 def _is_read_itself(weight: Any) -> bool:

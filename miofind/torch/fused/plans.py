@@ -162,12 +162,12 @@ _lock = ForkedLock()
 
 
 def planned(call: Call) -> Plan | None:
-    """The plan of a call; None for an empty one.
+    """The plan of a call; None for an empty one, and while TorchScript traces, for which sizes are no numbers.
 
     Raises:
         RuntimeError: its tensors do not go together.
     """
-    if not (call.x.numel() and call.w.numel()):
+    if torch._C._is_tracing() or not (call.x.numel() and call.w.numel()):
         return None
     override, switches = override_of(call.x), state()
     key = (*_key(call), switches, 0 if override is None else override.generation)
