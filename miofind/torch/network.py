@@ -141,6 +141,8 @@ class _Fakes:
 
     def tensor(self, like: Any) -> Any:
         """A tensor that looks like another, which may be real."""
+        if torch.nn.parameter.is_lazy(like):
+            raise InvalidOptionError("the model has lazy modules, whose first call makes their weights: run it once")
         strides = like.stride() if like.layout is torch.strided else None
         if strides is None:
             raise InvalidOptionError(f"{brief(like)} is not dense (strided)")

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from miofind.core.tensor import Layout, MathMode
+from miofind.errors import InvalidOptionError
 from miofind.torch import formats
 from miofind.torch.calls import ConvolutionCall, Unserved
 from miofind.torch.flags import Flags, state
@@ -44,7 +45,8 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
         path: where the problems are saved when the block ends, also where it raises; see `Recording.save`.
 
     Raises:
-        InvalidOptionError: the path has another ending than .csv or .txt, or cannot be written.
+        InvalidOptionError: the path has another ending than .csv or .txt, or cannot be written. What the block raises
+            it raises in any case.
     """
     recording = Recording()
     if path is not None:
@@ -53,9 +55,15 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
     try:
         with LayerNames() as layers, Recorder(recording, layers):
             yield recording
-    finally:
+    except BaseException as error:
         if path is not None:
-            recording.save(path)
+            try:
+                recording.save(path)
+            except InvalidOptionError as unsaved:  # what ended the block is what its caller is to see
+                error.add_note(f"what was recorded is lost: {unsaved}")
+        raise
+    if path is not None:
+        recording.save(path)
 
 
 class Recorder(TorchDispatchMode):

@@ -191,6 +191,15 @@ def test_the_folder_of_a_recording_is_made(tmp_path: Path) -> None:
     assert len(load(str(tmp_path / "new" / "step.csv")).problems()) == 1
 
 
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
+def test_what_ends_a_block_is_raised_though_nothing_can_be_saved(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised, miofind.torch.record(tmp_path / "removed" / "step.csv"):
+        (tmp_path / "removed").rmdir()
+        raise error
+    assert raised.value is error
+    assert "cannot be written" in raised.value.__notes__[0]
+
+
 def test_another_ending_is_refused_before_anything_runs(tmp_path: Path) -> None:
     ran: list[Any] = []
     with pytest.raises(InvalidOptionError, match=r"step\.json.*\.csv"), miofind.torch.record(tmp_path / "step.json"):
