@@ -82,6 +82,14 @@ def _inductor_guards() -> Any:
         return None
 
 
+def storage_of(tensor: Any) -> int:
+    """What names the memory of a tensor as long as that is in use; 0 for tensors that have none to name."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse ones, those of lazy modules
+        return 0
+
+
 def host_array(tensor: Any) -> Any:
     """The memory of a tensor of the CPU, which is to outlive it, as a NumPy array of the same shape and strides.
 

@@ -28,6 +28,7 @@ from miofind.torch.fused.calls import (
 )
 from miofind.torch.fused.ops import ARGUMENTS
 from miofind.torch.layers import LayerNames
+from miofind.torch.memory import storage_of
 from miofind.torch.recording import RecordedCall, Recording, prepare_folder
 
 _CONVOLUTION = torch.ops.aten.convolution.default
@@ -97,14 +98,14 @@ class Recorder(TorchDispatchMode):
     def _forward(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         x, w, bias, *geometry = _all_arguments(func, args, kwargs)
         layer = self._layers.current
-        self._layer_of_weights[_storage(w)] = layer
+        self._layer_of_weights[storage_of(w)] = layer
         call = self._note(layer, (x, w, bias, *geometry), ("y",), has_bias=bias is not None)
         return self._computed(call, func, args, kwargs, ("y",))[0]
 
     def _backward(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         _, x, w, bias_sizes, *geometry, mask = _all_arguments(func, args, kwargs)
         wanted = tuple(name for name, is_wanted in zip(("dx", "dw"), mask, strict=False) if is_wanted)
-        layer = self._layer_of_weights.get(_storage(w)) or self._layers.current
+        layer = self._layer_of_weights.get(storage_of(w)) or self._layers.current
         call = self._note(layer, (x, w, bias_sizes, *geometry), wanted, has_bias=mask[2])
         return self._computed(call, func, args, kwargs, wanted)
 
@@ -129,9 +130,9 @@ class Recorder(TorchDispatchMode):
         call = kind(*args, **kwargs)
         layer, computed = self._layers.current, COMPUTED_BY[kind]
         if computed == "y":
-            self._layer_of_weights[_storage(call.w)] = layer
+            self._layer_of_weights[storage_of(call.w)] = layer
         else:
-            layer = self._layer_of_weights.get(_storage(call.w)) or layer
+            layer = self._layer_of_weights.get(storage_of(call.w)) or layer
         try:
             layout = self._layout(call)
             problem = problem_of(of_one_dtype(call), layout, self._math(call.x))
@@ -234,11 +235,3 @@ def _all_arguments(func: Any, args: Sequence[Any], kwargs: Any) -> list[Any]:
     """The arguments of an operator in the order of its schema, whichever were given by name."""
     names = [argument.name for argument in func._schema.arguments]
     return [*args, *(kwargs[name] for name in names[len(args) :])]
-
-
-def _storage(tensor: Any) -> int:
-    """What names the memory of a tensor as long as that is in use; 0 for tensors that have none to name."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return 0

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from miofind.torch.fused.watch import Surroundings
+from miofind.torch.fused.watch import Surroundings, written
 
 
 @contextlib.contextmanager
@@ -49,10 +48,9 @@ class RealTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-            for tensor in pytree.tree_leaves(_written(func._schema, args, kwargs)):
-                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
-                    self._note(tensor)
+        for tensor in written(func, args, kwargs):
+            if not isinstance(tensor, FakeTensor):
+                self._note(tensor)
         return func(*args, **kwargs)
 
     def _note(self, tensor: Any) -> None:
@@ -65,12 +63,3 @@ class RealTensors(TorchDispatchMode):
         with _disable_current_modes(), torch.inference_mode():  # which takes tensors of both modes
             for tensor, before in self._before.values():
                 tensor.detach().copy_(before)
-
-
-def _written(schema: Any, args: Sequence[Any], kwargs: Any) -> list[Any]:
-    """The arguments of an operator that it writes to."""
-    given = [
-        (argument, args[i] if i < len(args) else kwargs.get(argument.name))
-        for i, argument in enumerate(schema.arguments)
-    ]
-    return [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]

@@ -183,7 +183,7 @@ class Tracer(fx.Tracer):
         self._surroundings = Surroundings(root)
         before = set(vars(root))
         try:
-            with watched():
+            with watched(self._surroundings.memory):
                 self.trace(root)
                 self._check(root)
                 if self.asker is not None and self.asked > len(self.checks):  # its code goes on where that is refused

@@ -10,7 +10,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,7 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.fx.proxy import TraceError
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from miofind.torch.memory import storage_of
 
 _ASKED = (
     "get_autocast_cpu_dtype",
@@ -49,10 +52,22 @@ class Surroundings:
 
     Args:
         root: the network, whose modules' classes are looked at, too.
+
+    Attributes:
+        memory: names that of tensors which the network has.
     """
 
     def __init__(self, root: Any) -> None:
         self._contents = {module: _contents(module) for module in root.modules()}
+        held = [
+            *root.parameters(),
+            *root.buffers(),
+            *(value for module in root.modules() for value in vars(module).values()),
+        ]
+        held += [
+            value for contents in self._contents.values() for _, _, before in contents for value in _values(before)
+        ]
+        self.memory = frozenset(storage_of(each) for each in held if isinstance(each, torch.Tensor)) - {0}
         self._random, self._numpys = random.getstate(), np.random.get_state()
 
     def changed(self, module: Any, is_memory: Callable[[Any, Any], bool]) -> str:
@@ -123,6 +138,11 @@ def _listed(held: Any) -> list[Any]:
     return list(held.items()) if isinstance(held, dict) else list(held)
 
 
+def _values(listed: list[Any]) -> list[Any]:
+    """What is in a list, and in pairs of a dictionary."""
+    return [value for each in listed for value in (each if isinstance(each, tuple) else (each,))]
+
+
 def _is_same(now: list[Any], before: list[Any]) -> bool:
     """Whether two lists hold the same things; pairs of a dictionary are made anew each time."""
     if len(now) != len(before):
@@ -138,18 +158,43 @@ def _is_same_state(now: Any, before: Any) -> bool:
     return bool(now[2:] == before[2:] and np.array_equal(now[1], before[1]))
 
 
-class _NoRandomNumbers(TorchDispatchMode):
-    """Refuses random numbers: they are drawn while code is traced, and would be constants of the graph."""
+class _NothingUntold(TorchDispatchMode):
+    """Refuses what is computed while code is traced and is to be computed in each call.
+
+    That is random numbers, which would be constants of the graph, and writing to tensors that the network has.
+    """
+
+    def __init__(self, memory: frozenset[int]) -> None:
+        super().__init__()
+        self._memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise TraceError("its code draws random numbers")
+        if not self._memory.isdisjoint(map(storage_of, written(func, args, kwargs or {}))):
+            raise TraceError("its code writes to a tensor that it has")
         return func(*args, **(kwargs or {}))
 
 
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors that an operator writes to."""
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+        return []
+    given = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [tensor for tensor in pytree.tree_leaves(given) if isinstance(tensor, torch.Tensor)]
+
+
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Refuse what this thread's code does beside computing, while it is traced."""
+def watched(memory: frozenset[int]) -> Iterator[None]:
+    """Refuse what this thread's code does beside computing, while it is traced.
+
+    Args:
+        memory: of tensors that the code is not to write to; see `Surroundings`.
+    """
     autocast, thread = torch.amp.autocast_mode.autocast, threading.get_ident()
     enter, set_attribute = autocast.__enter__, nn.Module.__setattr__
 
@@ -166,7 +211,7 @@ def watched() -> Iterator[None]:
 
     autocast.__enter__, nn.Module.__setattr__ = entered, set_to
     try:
-        with _NoRandomNumbers(), _profiled(_refuse_questions):
+        with _NothingUntold(memory), _profiled(_refuse_questions):
             yield
     finally:
         autocast.__enter__, nn.Module.__setattr__ = enter, set_attribute

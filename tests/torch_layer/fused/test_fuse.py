@@ -1183,6 +1183,35 @@ def test_random_numbers_are_drawn_in_each_call(kind: type[Convolved]) -> None:
         assert not fused(x).equal(fused(x))
 
 
+class CountingInPlace(Convolved):
+    """Writes to a buffer, by a view of it or in a list."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.tensors = where, [torch.zeros(1)]
+        self.register_buffer("counts", torch.zeros(2))
+
+    def forward(self, x: Any) -> Any:
+        if self.where == "a method":
+            self.counts.add_(1)
+        elif self.where == "an item":
+            self.counts[0] += 1
+        else:
+            self.tensors[0].add_(1)
+        return self.made(x) * self.counts[0] + self.tensors[0]
+
+
+@pytest.mark.parametrize("where", ["a method", "an item", "a list"])
+def test_what_code_counts_in_tensors_is_counted_in_each_call(where: str) -> None:
+    """It was counted while the code was traced, and never again."""
+    model, x = prepared(CountingInPlace(where)), torch.ones(1, 4, 5, 5)
+    fused = fuse(model)
+    assert "writes to a tensor that it has" in fused.fusion_report.untraced[""]
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(fused(x), model(x))
+
+
 class Recording(Convolved):
     """Writes to what it has, to any depth."""
 
