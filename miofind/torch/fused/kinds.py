@@ -71,7 +71,7 @@ def kind_of(node: fx.Node, kinds: Mapping[fx.Node, Kind], root: Any) -> Kind:
     if node.op == "placeholder":
         return _of_argument(node)
     if node.op == "get_attr":
-        return PARAMETER  # code is given stand-ins of these alone, and what is constant itself
+        return _of_what_it_has(root, str(node.target))
     given: list[Kind] = [kinds.get(each) if isinstance(each, fx.Node) else type(each) for each in node.args]
     if node.op == "call_module":
         return _of_module(root.get_submodule(str(node.target)), given)
@@ -105,6 +105,13 @@ def _of_argument(node: fx.Node) -> Kind:
         return dict if name.startswith("**") else Tensors
     has_default = node.args and node.args[0] is not None
     return None if has_default else TENSOR  # else it may be what is no tensor where it is left out
+
+
+def _of_what_it_has(root: Any, name: str) -> Kind:
+    """Of parameters and buffers: code is given stand-ins of these alone, and what is constant itself."""
+    path, _, last = name.rpartition(".")
+    owner = root.get_submodule(path)
+    return PARAMETER if last in owner._parameters else TENSOR
 
 
 def _of_module(module: Any, given: list[Kind]) -> Kind:

@@ -161,6 +161,9 @@ class Tracer(fx.Tracer):
         constants: the attributes of the network that torch.fx has set.
     """
 
+    proxy_buffer_attributes = True
+    """Buffers are read in each call, as parameters: they may be loaded, moved and written to."""
+
     def __init__(self, opaque: Collection[Any] = (), absent: str = "", checks: Sequence[Check] = ()) -> None:
         super().__init__()  # a GraphModule that is unpickled makes one without arguments
         self.opaque, self.absent, self.checks = opaque, absent, checks
