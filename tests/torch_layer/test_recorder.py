@@ -193,9 +193,14 @@ def test_the_folder_of_a_recording_is_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
 def test_what_ends_a_block_is_raised_though_nothing_can_be_saved(tmp_path: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)) as raised, miofind.torch.record(tmp_path / "removed" / "step.csv"):
-        (tmp_path / "removed").rmdir()
+    folder = tmp_path / "removed"
+
+    def fails() -> None:
+        folder.rmdir()
         raise error
+
+    with pytest.raises(type(error)) as raised, miofind.torch.record(folder / "step.csv"):
+        fails()
     assert raised.value is error
     assert "cannot be written" in raised.value.__notes__[0]
 
