@@ -117,5 +117,20 @@ def traced_strides(graph: fx.Graph) -> list[Any] | None:
 def copy_of(graph: fx.Graph) -> fx.Graph:
     """A graph of the same steps, each with what is noted with it."""
     copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
+    _append(copied, graph)
     return copied
+
+
+def put_back(graph: fx.Graph, copied: fx.Graph) -> None:
+    """Give a graph the steps of a copy that was made of it, whatever has become of it since."""
+    for node in graph.nodes:
+        node.args, node.kwargs = (), {}
+    for node in list(graph.nodes):
+        graph.erase_node(node)
+    _append(graph, copied)
+
+
+def _append(graph: fx.Graph, copied: fx.Graph) -> None:
+    given = graph.graph_copy(copied, {})
+    last = next(node for node in reversed(copied.nodes) if node.op == "output")
+    graph.output(given).meta.update(last.meta)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import warnings
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,10 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import miofind
+from miofind.errors import MiofindError, described
+from miofind.torch.inductor.graphs import copy_of, put_back
+
+logger = logging.getLogger(__name__)
 
 
 class OwnPass(CustomGraphPass):
@@ -26,13 +32,27 @@ class OwnPass(CustomGraphPass):
         self._before = [each for each in given if not isinstance(each, OwnPass)]
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Run the passes before it and this one; a graph in which it fails stays as those left it, with a warning.
+
+        Raises:
+            MiofindError: what the user asked to be told of, such as answers that a FindDB lacks.
+        """
         for each in self._before:
             each(graph)
-        self.rewrite(graph)
+        before = copy_of(graph)
+        try:
+            self.rewrite(graph)
+        except MiofindError:
+            raise
+        except Exception as error:
+            put_back(graph, before)
+            told = f"{type(self).__name__} failed, and a graph stays as torch.compile has it: {described(error)}"
+            warnings.warn(f"{told}. Please report this", RuntimeWarning, stacklevel=2)
+            logger.debug("%s failed", type(self).__name__, exc_info=error)
 
     @abstractmethod
     def rewrite(self, graph: fx.Graph) -> None:
-        """Change a graph."""
+        """Change a graph. What it raises costs the graph what it changes, not the user the compilation."""
 
     def state(self) -> str:
         """What a rewritten graph depends on beside the graph and this package."""
