@@ -294,7 +294,7 @@ def _network(path: str, sizes: Mapping[str, int]) -> Suite:
 
 def _exported(path: str, sizes: Mapping[str, int]) -> Suite:
     try:
-        from miofind.torch.export import exported_problems
+        from miofind.torch.recording.export import exported_problems
     except ImportError as error:
         raise MissingLibraryError(f"PyTorch reads {path}, and is not installed: pip install 'torch>=2.9'") from error
     found = exported_problems(path, sizes=sizes)

@@ -19,18 +19,18 @@ except ModuleNotFoundError as error:
 with _without_what_is_loaded():
     from miofind.runtime.background import wait_until_compiled
     from miofind.torch.direct import build
-    from miofind.torch.explanation import Explanation, LayerRun, explain
-    from miofind.torch.export import exported_problems
     from miofind.torch.fused.differentiable import convolution
     from miofind.torch.fused.fuse import FusedLayer, FusionReport, fuse
     from miofind.torch.fused.module import FusedConvolution
     from miofind.torch.inductor import inductor_options
-    from miofind.torch.network import problems
-    from miofind.torch.override import Override, disable, enable, report, use
-    from miofind.torch.recorder import record
-    from miofind.torch.recording import RecordedCall, Recording
-    from miofind.torch.tuning import tune
-    from miofind.torch.tuning_report import TunedProblem, TuningReport
+    from miofind.torch.override.dispatcher import Override, disable, enable, report, use
+    from miofind.torch.recording.export import exported_problems
+    from miofind.torch.recording.network import problems
+    from miofind.torch.recording.recorder import record
+    from miofind.torch.recording.recording import RecordedCall, Recording
+    from miofind.torch.tuning.explanation import Explanation, LayerRun, explain
+    from miofind.torch.tuning.report import TunedProblem, TuningReport
+    from miofind.torch.tuning.tuning import tune
 
 __all__ = [
     "Explanation",

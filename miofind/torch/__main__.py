@@ -77,7 +77,7 @@ def _measure_what_is_missing() -> None:
 def _record() -> None:
     """Note all problems, and write them at exit, whatever ends the script."""
     from miofind.torch import enable
-    from miofind.torch.recording import prepare_folder
+    from miofind.torch.recording.recording import prepare_folder
 
     path = _record_path()
     prepare_folder(path)  # before a run of hours, whose recording would be lost without
@@ -102,8 +102,8 @@ def _record_path() -> Path:
 def _write(override: Any, path: Path, process: int) -> None:
     """Write the problems that an override noted; nothing in a forked child, and over no file where there are none."""
     from miofind.core.tensor import Direction
-    from miofind.torch.calls import COMPUTED_OF
-    from miofind.torch.recording import RecordedCall, recorded
+    from miofind.torch.override.calls import COMPUTED_OF
+    from miofind.torch.recording.recording import RecordedCall, recorded
 
     if os.getpid() != process:
         return

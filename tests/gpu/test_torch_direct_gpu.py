@@ -19,7 +19,7 @@ from miofind.torch.fused import plans as fused_plans
 from miofind.torch.fused import unfused
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.window import Window
-from miofind.torch.override import Override
+from miofind.torch.override.dispatcher import Override
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from miofind import FindOptions, Handle
 from miofind.find.immediate.shipped import ranker_of
 from miofind.find.likely import MOST
 from miofind.torch import Recording, TuningReport
-from miofind.torch.override import current
+from miofind.torch.override.dispatcher import current
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from miofind.torch.calls import Unserved
+from miofind.torch.override.calls import Unserved
 
 
 @dataclass

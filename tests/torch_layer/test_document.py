@@ -12,7 +12,7 @@ import pytest
 import miofind.torch
 from miofind import Handle
 from miofind.suites import load
-from miofind.torch import tuning
+from miofind.torch.tuning import tuning
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "pytorch.md"
 

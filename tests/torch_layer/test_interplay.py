@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from miofind import Handle
 from miofind.runtime import handle
-from miofind.torch import Override, fuse, override, use
+from miofind.torch import Override, fuse, use
+from miofind.torch.override import dispatcher
 
 
 class _Net(torch.nn.Module):
@@ -298,7 +299,7 @@ class _Filtered(Dataset[Any]):
         x = torch.full((1, 1, 5, 5), float(index), requires_grad=True)
         y = conv2d(x, torch.ones(1, 1, 3, 3))
         y.sum().backward()
-        own = override.current("cpu")
+        own = dispatcher.current("cpu")
         return y.detach(), x.grad, 0 if own is None else own.report().own_calls
 
 
@@ -312,7 +313,7 @@ def test_workers_that_load_images_are_forked(override_on_cpu: Override) -> None:
 
 @pytest.mark.parametrize("lengths", [100, pytest.param(1000, marks=pytest.mark.full_matrix)])
 def test_memory_of_many_shapes_is_bounded(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch, lengths: int) -> None:
-    monkeypatch.setattr(override, "MAX_PLANS", 16)
+    monkeypatch.setattr(dispatcher, "MAX_PLANS", 16)
     monkeypatch.setattr(handle, "MAX_ANSWERS", 16)
     cpu_handle.forget()
     w = torch.ones(1, 1, 1)

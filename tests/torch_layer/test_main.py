@@ -15,7 +15,7 @@ from helpers.processes.waiting import LIMIT_S
 from miofind.suites import load
 from miofind.torch import __main__ as program
 from miofind.torch import disable
-from miofind.torch.override import current
+from miofind.torch.override.dispatcher import current
 
 INTERRUPTED = """
 import os, signal, sys, torch
@@ -111,7 +111,7 @@ def test_a_module_runs_with_the_override_and_ends_with_its_own_code(
     end_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ends.py").write_text(
-        "import sys, miofind.torch.override as o\nassert __name__ == '__main__'\n"
+        "import sys, miofind.torch.override.dispatcher as o\nassert __name__ == '__main__'\n"
         "sys.exit(int(sys.argv[1]) if o.current() else 'not enabled')"
     )
     monkeypatch.syspath_prepend(tmp_path)

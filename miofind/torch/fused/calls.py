@@ -12,10 +12,10 @@ from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Layout, MathMode
 from miofind.errors import InvalidProblemError
-from miofind.torch.calls import ConvolutionCall, TensorForm, Unserved
-from miofind.torch.formats import layout_like, output_layout
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.window import Window
+from miofind.torch.override.calls import ConvolutionCall, TensorForm, Unserved
+from miofind.torch.override.formats import layout_like, output_layout
 
 
 class Forward(NamedTuple):

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from miofind.process.forks import ForkedLock
-from miofind.torch.formats import dense, is_dense, layout_like
-from miofind.torch.memory import is_capturing
+from miofind.torch.override.formats import dense, is_dense, layout_like
+from miofind.torch.override.memory import is_capturing
 
 
 class Memory:

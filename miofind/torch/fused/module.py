@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from miofind.torch.formats import is_last, is_spread, layout_like, output_layout, strides
 from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, run
 from miofind.torch.fused.kept_weights import Memory, is_of_processes, kept, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.unfused import activated
 from miofind.torch.fused.window import Window
-from miofind.torch.memory import is_capturing
+from miofind.torch.override.formats import is_last, is_spread, layout_like, output_layout, strides
+from miofind.torch.override.memory import is_capturing
 
 _Parameter = torch.nn.Parameter
 _convolution = torch.ops.miofind.convolution.default

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from miofind.torch.direct import direct_path
-from miofind.torch.formats import dense, layout_like
 from miofind.torch.fused import unfused
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
 from miofind.torch.fused.kept_weights import kept_weights
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.plans import fallback, planned
-from miofind.torch.untraced import untraced
+from miofind.torch.override.formats import dense, layout_like
+from miofind.torch.override.untraced import untraced
 
 LIBRARY = torch.library.Library("miofind", "FRAGMENT")
 

@@ -15,11 +15,9 @@ import torch
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.process.forks import ForkedLock
-from miofind.torch import direct, formats
-from miofind.torch.answers import Answer, answer, override_of, planner_of
-from miofind.torch.calls import Unserved
+from miofind.torch import direct
 from miofind.torch.direct import DirectCalls, DirectLaunch, DirectResult
-from miofind.torch.flags import Flags, state
+from miofind.torch.fused.answers import Answer, answer, override_of, planner_of
 from miofind.torch.fused.calls import (
     COMPUTED_BY,
     BackwardData,
@@ -30,8 +28,11 @@ from miofind.torch.fused.calls import (
     of_one_dtype,
     problem_of,
 )
-from miofind.torch.override import Override
-from miofind.torch.plans import Part, parts_of_a_fused_call
+from miofind.torch.override import formats
+from miofind.torch.override.calls import Unserved
+from miofind.torch.override.dispatcher import Override
+from miofind.torch.override.flags import Flags, state
+from miofind.torch.override.plans import Part, parts_of_a_fused_call
 
 MAX_PLANS = 4096
 

@@ -21,7 +21,7 @@ from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from miofind.torch.memory import storage_of
+from miofind.torch.override.memory import storage_of
 
 _ASKED = (
     "get_autocast_cpu_dtype",

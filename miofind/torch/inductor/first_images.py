@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.formats import dense, is_dense, layout_like
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY
 from miofind.torch.inductor.graphs import CONVOLUTIONS, HALVES, added_step, is_pointwise, user_visible
 from miofind.torch.inductor.memory_formats import runs_last
 from miofind.torch.inductor.writing import SpatialRanks
+from miofind.torch.override.formats import dense, is_dense, layout_like
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.formats import is_dense, layout_like
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Forward, Statistics
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers, is_mutable
 from miofind.torch.inductor.memory_formats import runs_last
 from miofind.torch.inductor.writing import SpatialRanks
+from miofind.torch.override.formats import is_dense, layout_like
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -20,10 +20,7 @@ from torch import fx
 from miofind.core.problem import ProblemDescription
 from miofind.runtime.solution import Solution
 from miofind.solver.registry import Registry
-from miofind.torch import comparisons
-from miofind.torch.answers import answer, compile_ahead, fastest, find_missing, planner_of
-from miofind.torch.calls import Unserved
-from miofind.torch.flags import Flags, state
+from miofind.torch.fused.answers import answer, compile_ahead, fastest, find_missing, planner_of
 from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.backward import replace_backward
@@ -56,9 +53,12 @@ from miofind.torch.inductor.strides import reads_convolved_by_strides, restore_s
 from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, turn, turnable
 from miofind.torch.inductor.weights_in_graphs import keep_weights
 from miofind.torch.inductor.writing import Serves, SpatialRanks, Writing
-from miofind.torch.override import current
-from miofind.torch.plans import Planner
-from miofind.torch.settings import MissPolicy
+from miofind.torch.override import comparisons
+from miofind.torch.override.calls import Unserved
+from miofind.torch.override.dispatcher import current
+from miofind.torch.override.flags import Flags, state
+from miofind.torch.override.plans import Planner
+from miofind.torch.override.settings import MissPolicy
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten

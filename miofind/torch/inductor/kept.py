@@ -10,16 +10,16 @@ from torch import fx
 from torch._prims_common import suggest_memory_format
 
 from miofind.core.problem import ProblemDescription
-from miofind.torch.calls import ConvolutionCall, Unserved
-from miofind.torch.flags import Flags, state
-from miofind.torch.formats import channels_last_format, dense, is_dense, layout_like, output_layout
 from miofind.torch.fused.calls import BackwardData, BackwardWeights
 from miofind.torch.fused.ops import OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers, is_pointwise
 from miofind.torch.inductor.strides import read_by_strides
 from miofind.torch.inductor.writing import Writing
-from miofind.torch.override import current
-from miofind.torch.recorder import recorded_call
+from miofind.torch.override.calls import ConvolutionCall, Unserved
+from miofind.torch.override.dispatcher import current
+from miofind.torch.override.flags import Flags, state
+from miofind.torch.override.formats import channels_last_format, dense, is_dense, layout_like, output_layout
+from miofind.torch.recording.recorder import recorded_call
 
 aten = torch.ops.aten
 

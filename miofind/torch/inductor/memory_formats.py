@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.formats import dense, is_last, layout_like, packed_strides
 from miofind.torch.fused.calls import Call, Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_pointwise, known_value, trains
 from miofind.torch.inductor.writing import SpatialRanks, Writing, spelt, values_of
+from miofind.torch.override.formats import dense, is_last, layout_like, packed_strides
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -19,7 +19,6 @@ import torch
 from torch import fx
 from torch._inductor import inductor_prims
 
-from miofind.torch.formats import packed_strides
 from miofind.torch.inductor.graphs import (
     HALVES,
     VIEWS,
@@ -31,6 +30,7 @@ from miofind.torch.inductor.graphs import (
     known_value,
 )
 from miofind.torch.inductor.strides import seen_in_order
+from miofind.torch.override.formats import packed_strides
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default

@@ -21,14 +21,14 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor import inductor_prims
 
-from miofind.torch.formats import packed_strides
 from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.ops import OPERATORS
 from miofind.torch.inductor.graphs import HALVES, added_step, has_numbers, traced_strides
 from miofind.torch.inductor.kept import asked_problems
 from miofind.torch.inductor.strides import reads_strides, retrace_step
 from miofind.torch.inductor.writing import SpatialRanks, Writing, is_put_in, spelt
-from miofind.torch.override import current
+from miofind.torch.override.dispatcher import current
+from miofind.torch.override.formats import packed_strides
 
 aten = torch.ops.aten
 

@@ -19,12 +19,12 @@ from torch import fx
 from torch._inductor import inductor_prims
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from miofind.torch.formats import channels_last_format, is_last, packed_strides
 from miofind.torch.inductor.constants import Constants
 from miofind.torch.inductor.graphs import HALVES, added_step, erase_unused
 from miofind.torch.inductor.scatters import SCATTER, ScatterSum, plain_summands, scatter_sums
 from miofind.torch.inductor.strides import read_by_strides, retrace_step
 from miofind.torch.inductor.windows import Window, window_of
+from miofind.torch.override.formats import channels_last_format, is_last, packed_strides
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

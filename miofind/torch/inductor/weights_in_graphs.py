@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from miofind.torch.formats import is_dense, layout_like
 from miofind.torch.fused.kept_weights import is_constant
 from miofind.torch.inductor.graphs import added_step
+from miofind.torch.override.formats import is_dense, layout_like
 
 _KEPT = torch.ops.miofind.kept_weights.default
 _CONVERSION = torch.ops.prims.convert_element_type.default

@@ -10,12 +10,12 @@ from torch import fx
 
 from miofind.core.problem import ProblemDescription
 from miofind.solver.registry import is_composed
-from miofind.torch.calls import Unserved
-from miofind.torch.flags import Flags, state
-from miofind.torch.formats import is_last
 from miofind.torch.fused.calls import Call, Forward, of_one_dtype, problem_of
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
 from miofind.torch.inductor.graphs import HALVES, added_step
+from miofind.torch.override.calls import Unserved
+from miofind.torch.override.flags import Flags, state
+from miofind.torch.override.formats import is_last
 
 Serves = Callable[[ProblemDescription, Any], str | None]
 """The id of the solver that an operator for a problem runs on a device of PyTorch's; None where none may be put in."""

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 
 from miofind.runtime.handle import Handle
-from miofind.torch import answers
+from miofind.torch.fused import answers
 from miofind.torch.fused import plans as fused_plans
-from miofind.torch.plans import Planner
-from miofind.torch.settings import Settings
+from miofind.torch.override.plans import Planner
+from miofind.torch.override.settings import Settings
 
 
 @contextmanager

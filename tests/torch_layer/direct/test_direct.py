@@ -20,10 +20,11 @@ from torch_layer.direct.driver import Driver
 from miofind import Handle
 from miofind.core.problem import Direction
 from miofind.errors import CompileError
-from miofind.torch import direct, override, use
+from miofind.torch import direct, use
 from miofind.torch.direct import DirectPath
-from miofind.torch.launches import Launches
-from miofind.torch.override import Override
+from miofind.torch.override import dispatcher
+from miofind.torch.override.dispatcher import Override
+from miofind.torch.override.launches import Launches
 
 HALF = {"dtype": torch.float16}
 
@@ -401,7 +402,7 @@ def test_nothing_is_launched_that_was_planned_for_another_override(
     conv2d(x, w)
     assert driver.launches == before + 1
     enabled.disable()
-    assert override.current("cpu") is None
+    assert dispatcher.current("cpu") is None
     conv2d(x, w)
     assert driver.launches == before + 1
 

@@ -13,7 +13,7 @@ from torch_layer.direct.driver import Driver
 import miofind.torch
 from miofind import Handle
 from miofind.torch.fused import plans as fused_plans
-from miofind.torch.override import native_kernels
+from miofind.torch.override.dispatcher import native_kernels
 
 pytestmark = pytest.mark.sampled(2)
 

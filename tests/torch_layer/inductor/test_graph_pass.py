@@ -23,8 +23,9 @@ from torch_layer.inductor.compiled_graphs import Compiled, convolution_pass
 import miofind.torch
 from miofind import Device, Handle
 from miofind.core.problem import ProblemDescription
-from miofind.torch import answers, comparisons, plans
+from miofind.torch.fused import answers
 from miofind.torch.inductor import backend, group_statistics, norms
+from miofind.torch.override import comparisons, plans
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -287,7 +288,7 @@ def test_an_answer_that_fails_is_pytorchs(cpu_handle: Handle, monkeypatch: pytes
     model, x = prepared(Block(lambda y, x: torch.relu(y), norm=False, bias=True)), torch.randn(2, 4, 6, 5)
     compiled = Compiled(model)
     with answers_of(cpu_handle), torch.no_grad():
-        monkeypatch.setattr("miofind.torch.answers.ReadySolutions.next", broken)
+        monkeypatch.setattr("miofind.torch.fused.answers.ReadySolutions.next", broken)
         torch.testing.assert_close(compiled(x), model(x))
     assert compiled.texts == []
 

@@ -18,7 +18,7 @@ from torch_layer.inductor.compiled_graphs import Compiled
 
 import miofind.torch
 from miofind import Handle
-from miofind.torch import formats
+from miofind.torch.override import formats
 
 aten = torch.ops.aten
 

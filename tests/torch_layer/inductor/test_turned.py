@@ -18,11 +18,11 @@ from torch_layer.inductor.compiled_graphs import Compiled
 import miofind.torch
 from miofind import Handle
 from miofind.core.problem import Direction, ProblemDescription
-from miofind.torch import formats
 from miofind.torch.inductor import strides
 from miofind.torch.inductor.graphs import CONVOLUTIONS
 from miofind.torch.inductor.kept import asked_problems
 from miofind.torch.inductor.writing import Writing
+from miofind.torch.override import formats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 

@@ -1,0 +1,52 @@
+"""Answers to fused problems: which solution takes a call's addresses, with several threads about."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from helpers.processes.waiting import LIMIT_S
+from torch_layer.ready_solutions import FakeInvoker, FakeSolutions
+
+from miofind.core.problem import ProblemDescription
+from miofind.torch.fused.answers import Answer
+from miofind.torch.override.plans import Part
+
+PROBLEM = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 1, 1), epilogue="relu")
+
+
+class _Waiting(FakeSolutions):
+    """Makes the next one ready once it is told to go on."""
+
+    def __init__(self, *invokers: FakeInvoker) -> None:
+        super().__init__(*invokers)
+        self.goes_on = threading.Event()
+
+    def next(self, below_bytes: int | None = None) -> tuple[str, FakeInvoker]:
+        assert self.goes_on.wait(LIMIT_S)
+        return super().next(below_bytes)
+
+
+@pytest.mark.parametrize("more", [(), (FakeInvoker(4),), (FakeInvoker(4), FakeInvoker(2))], ids=len)
+def test_threads_that_need_the_next_solution_share_it(more: tuple[FakeInvoker, ...]) -> None:
+    """The one that came second took the one after it, or failed where there was none."""
+    ready = _Waiting(*more)
+    made: Any = Answer(Part("y", problem=PROBLEM), ready, FakeInvoker(16))  # type: ignore[arg-type]
+    arrived = []
+
+    def fitting(address: int) -> Any:
+        arrived.append(address)
+        if len(arrived) == 4:
+            ready.goes_on.set()
+        return made._fitting(address, torch.device("cpu"))
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(fitting, [4, 4, 4, 4]))
+    assert found == [more[0] if more else None] * 4
+    assert len(made._invokers) == 1 + len(more[:1]), "what nobody needs yet is not made ready"
+    assert made._fitting(16, torch.device("cpu")).alignment_bytes == 16
+    last = made._fitting(2, torch.device("cpu"))
+    assert last == (more[1] if len(more) > 1 else None)
