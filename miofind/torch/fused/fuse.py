@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,8 +22,9 @@ from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
-from miofind.torch.fused.reading import Reading
+from miofind.torch.fused.reading import Reading, only_called
 from miofind.torch.fused.tracing import DependsOnNone, traced
+from miofind.torch.fused.watch import times_held
 from miofind.torch.fused.window import Window
 
 _MAKES_PARAMETERS = (
@@ -95,7 +97,9 @@ def fuse(model: Any) -> Any:
     work = _Work()
     # Weights of inference mode would have no gradients. That these are on shows where code switches them off.
     with without_what_is_loaded(), torch.inference_mode(False), torch.enable_grad():
-        made = _fused(_copied(model), "", work)
+        copied = _copied(model)
+        work.held = times_held(copied)
+        made = _fused(copied, "", work)
     transposed = (name for name, module in made.named_modules() if isinstance(module, _TRANSPOSED))
     work.kept.update(dict.fromkeys(transposed, "it is transposed"))
     made.fusion_report = FusionReport(tuple(work.fused), work.kept, work.untraced)
@@ -125,6 +129,11 @@ class _Work:
     kept: dict[str, str] = field(default_factory=dict)
     untraced: dict[str, str] = field(default_factory=dict)
     readings: list[Reading] = field(default_factory=list)
+    held: Counter[int] = field(default_factory=Counter[int])
+
+    def is_whole(self, path: str, module: Any) -> bool:
+        """Whether all code that has a module calls it as a whole."""
+        return self.held[id(module)] == 1 and only_called(path, self.readings)
 
 
 def _has_convolution(module: Any) -> bool:
@@ -144,7 +153,7 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         reason = "it has hooks"
     elif "forward" in vars(module):
         reason = "its forward was replaced"  # as accelerate does; torch.fx would read its class's
-    elif path and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+    elif path and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not work.is_whole(path, module):
         reason = ""  # what holds it was not traced, and may take it apart or look at what is between its modules
     elif path and any(reading.of_part(path, module) for reading in work.readings):
         reason = "code of what holds it has parts of it"
@@ -159,7 +168,9 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
             return _rewritten(module, graph, path, work)
     if reason:
         work.untraced[path] = reason
-        work.readings.append(Reading.of(module, path))
+        reading = Reading.of(module, path)
+        reading.hides |= has_hooks(module)  # which are given the module
+        work.readings.append(reading)
     for name, child in module.named_children():
         module._modules[name] = _fused(child, f"{path}.{name}".removeprefix("."), work)
     return module
