@@ -130,13 +130,13 @@ def _tell(dynamic: int, missing: int) -> None:
     """Tell of a graph's convolutions that stay Inductor's although miofind could run them."""
     if dynamic:
         logger.warning(
-            "%d convolutions of a graph have dynamic shapes and stay as torch.compile has them: compile with "
+            "convolutions of a graph that have dynamic shapes stay as torch.compile has them, %d here: compile with "
             "dynamic=False, which makes a graph for each shape, to have miofind fuse them",
             dynamic,
         )
     if missing:
         logger.warning(
-            "no FindDB answers %d problems of a graph, which stays as torch.compile has it there: set "
+            "what no FindDB answers of a graph stays as torch.compile has it, problems: %d. Set "
             'torch.backends.cudnn.benchmark = True, or miofind.torch.enable("find"), to find them while it is compiled',
             missing,
         )
