@@ -23,12 +23,12 @@ with _without_what_is_loaded():
     from miofind.torch.fused.fuse import FusedLayer, FusionReport, fuse
     from miofind.torch.fused.module import FusedConvolution
     from miofind.torch.inductor import inductor_options
-    from miofind.torch.override.dispatcher import Override, disable, enable, report, use
+    from miofind.torch.override.dispatcher import Override, disable, enable, use
     from miofind.torch.recording.export import exported_problems
     from miofind.torch.recording.network import problems
     from miofind.torch.recording.recorder import record
     from miofind.torch.recording.recording import RecordedCall, Recording
-    from miofind.torch.tuning.explanation import Explanation, LayerRun, explain
+    from miofind.torch.tuning.explanation import Explanation, LayerRun, explain, report
     from miofind.torch.tuning.report import TunedProblem, TuningReport
     from miofind.torch.tuning.tuning import tune
 

@@ -475,18 +475,10 @@ def _scoped(begin: Callable[P, Override]) -> Callable[P, AbstractContextManager[
 use = _scoped(enable)
 
 
-def report() -> CallReport:
-    """What ran PyTorch's convolutions while miofind was enabled, and why, over all that is enabled now.
-
-    With the calls of `miofind::convolution` that fused modules and graphs make, whether or not it is enabled. Where
-    PyTorch computes one of them, it calls its own convolution, which counts as well.
-    """
-    from miofind.torch.fused import plans as fused_plans  # which knows the settings of overrides
-
+def enabled() -> tuple[Override, ...]:
+    """What is enabled now, a device's newest last."""
     with _switching:
-        own = [plan for override in _enabled for plan in override.plans]
-        devices = dict.fromkeys(device for override in _enabled for device in override.devices)
-    return CallReport.of((*own, *fused_plans.plans()), devices)
+        return tuple(_enabled)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which layer of a network is run by what, and why PyTorch's own kernel runs where it does."""
+"""Which layer of a network is run by what, and why PyTorch's own kernel runs where it does; and what has run so far."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from miofind.core.problem import ProblemDescription
 from miofind.text.printable import printable_name
 from miofind.text.sheet import Sheet
+from miofind.torch.fused import plans as fused_plans
 from miofind.torch.fused.answers import answer
-from miofind.torch.override.counts import CPU_IS_PYTORCHS
-from miofind.torch.override.dispatcher import current
+from miofind.torch.override.counts import CPU_IS_PYTORCHS, CallReport
+from miofind.torch.override.dispatcher import current, enabled
 from miofind.torch.override.flags import Flags, state
 from miofind.torch.override.plans import Part, Planner
 from miofind.torch.override.settings import MissPolicy, Settings
@@ -205,3 +206,14 @@ def _row_json(row: LayerRun) -> dict[str, object]:
         "time_ms": row.time_ms,
         "reason": row.reason,
     }
+
+
+def report() -> CallReport:
+    """What ran PyTorch's convolutions while miofind was enabled, and why, over all that is enabled now.
+
+    With the calls of `miofind::convolution` that fused modules and graphs make, whether or not it is enabled. Where
+    PyTorch computes one of them, it calls its own convolution, which counts as well.
+    """
+    overrides = enabled()
+    devices = dict.fromkeys(device for override in overrides for device in override.devices)
+    return CallReport.of((*(plan for override in overrides for plan in override.plans), *fused_plans.plans()), devices)
