@@ -38,12 +38,18 @@ LAYERS = (
     ("finddb", "kernels_src", "process", "text", "errors", "files"),
 )
 
+# The folders of miofind.torch, from the top down; what lies beside them is above.
+TORCH_LAYERS = ("tuning", "inductor", "recording", "fused", "override", "direct")
+
 # Methods that lead into a package above or beside: imported inside a function, nowhere else.
 FRONT_DOORS = {
     ("core", "arrays"),
 }
 
 GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends", "cudnn", "nvmath", "cuda", "torch", "pynvml"}
+
+_OF_MODULES = ("miofind", "miofind.torch")
+"""Packages of which modules are imported by their names."""
 
 # What is imported by those alone who ask for it, and may import its library at once.
 WITH_LIBRARY = {"torch": {"torch"}}
@@ -84,7 +90,7 @@ def _imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         assert node.level == 0, "relative imports are not used"
         module = node.module or ""
-        return [f"{module}.{alias.name}" for alias in node.names] if module == "miofind" else [module]
+        return [f"{module}.{alias.name}" for alias in node.names] if module in _OF_MODULES else [module]
     return []
 
 
@@ -138,6 +144,22 @@ def test_imports_go_down(name: str) -> None:
         and not (found.in_function and (name, target) in FRONT_DOORS)
     ]
     assert upward == []
+
+
+@pytest.mark.parametrize("name", TORCH_LAYERS)
+def test_imports_go_down_in_torch(name: str) -> None:
+    """By no function either: what another folder needs of one above stands too low."""
+    above = (*TORCH_LAYERS[: TORCH_LAYERS.index(name)], "__main__")
+    files = sorted((PACKAGE / "torch" / name).rglob("*.py"))
+    found = [each for path in files for each in imports_of(path) if each.module.startswith("miofind.torch")]
+    assert found != [] or name == "direct"
+    upward = [str(each) for each in found if each.module == "miofind.torch" or each.module.split(".")[2] in above]
+    assert upward == []
+
+
+def test_every_folder_of_torch_has_a_layer() -> None:
+    folders = {path.parent.name for path in (PACKAGE / "torch").glob("*/__init__.py")}
+    assert folders == {*TORCH_LAYERS}
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
