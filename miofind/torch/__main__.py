@@ -7,6 +7,7 @@ PyTorch and writes the problems at exit, 0 runs the script alone. Exit code and 
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import runpy
 import sys
@@ -41,6 +42,7 @@ def main() -> None:
     sys.excepthook = _without_our_frames(sys.excepthook)
     if is_module:
         sys.argv = arguments[1:]
+        _refuse_missing(sys.argv[0])
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
@@ -123,6 +125,18 @@ def _write(override: Any, path: Path, process: int) -> None:
         _tell(str(error))
         return
     _tell(f"the run's {len(recording.problems)} convolution problems are in {path}: miofind tune --suite {path}")
+
+
+def _refuse_missing(module: str) -> None:
+    """End where there is no such module; what its packages raise as they are imported is theirs to tell."""
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        is_there = not (error.name and f"{module}.".startswith(f"{error.name}."))
+    except Exception:  # runpy comes to the same
+        return
+    if not is_there:
+        _end(f"there is no module {module}", _USAGE_ERROR)
 
 
 def _run_script(name: str) -> None:

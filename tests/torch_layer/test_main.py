@@ -122,6 +122,26 @@ def test_a_module_runs_with_the_override_and_ends_with_its_own_code(
         disable()
 
 
+@pytest.mark.parametrize("name", ["nope", "nope.mod", "package.nope", "package.nope.mod"])
+def test_a_module_that_there_is_not_is_said(
+    end_of: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback through runpy told of it."""
+    (tmp_path / "package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert end_of("-m", name, MIOFIND_TORCH="0") == (2, f"miofind: there is no module {name}\n")
+
+
+def test_what_a_package_lacks_is_its_own_to_tell(end_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "__init__.py").write_text("import a_library_that_there_is_not")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_there_is_not"):
+        end_of("-m", "lacking.train", MIOFIND_TORCH="0")
+
+
 def test_what_cannot_be_run_is_said(end_of: Any, tmp_path: Path) -> None:
     assert end_of() == (2, f"miofind: {program._USAGE}\n")
     assert "--fast is no option" in end_of("--fast")[1]
