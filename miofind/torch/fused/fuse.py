@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +22,8 @@ from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.reading import Reading, only_called
+from miofind.torch.fused.references import References
 from miofind.torch.fused.tracing import DependsOnNone, traced
-from miofind.torch.fused.watch import times_held
 from miofind.torch.fused.window import Window
 
 _MAKES_PARAMETERS = (
@@ -94,11 +93,10 @@ def fuse(model: Any) -> Any:
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         raise InvalidOptionError(f"{training or 'the model'} is in training mode: pass model.eval()")
-    work = _Work()
     # Weights of inference mode would have no gradients. That these are on shows where code switches them off.
     with without_what_is_loaded(), torch.inference_mode(False), torch.enable_grad():
         copied = _copied(model)
-        work.held = times_held(copied)
+        work = _Work(copied, References(copied))
         made = _fused(copied, "", work)
     transposed = (name for name, module in made.named_modules() if isinstance(module, _TRANSPOSED))
     work.kept.update(dict.fromkeys(transposed, "it is transposed"))
@@ -125,15 +123,32 @@ def _computes_weights(model: Any) -> bool:
 class _Work:
     """What a report is made of, and what code that stays reads of the modules below it."""
 
+    network: Any
+    references: References
     fused: list[FusedLayer] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     untraced: dict[str, str] = field(default_factory=dict)
     readings: list[Reading] = field(default_factory=list)
-    held: Counter[int] = field(default_factory=Counter[int])
+    of_all: list[Reading] = field(default_factory=list)
+
+    def reading(self, module: Any, path: str) -> Reading:
+        """What the code of a module asks for."""
+        return Reading.of(module, path, self.references.methods.get(id(module), ()))
 
     def is_whole(self, path: str, module: Any) -> bool:
         """Whether all code that has a module calls it as a whole."""
-        return self.held[id(module)] == 1 and only_called(path, self.readings)
+        return id(module) not in self.references.shared and only_called(path, self.readings)
+
+    def has_parts(self, path: str, module: Any) -> bool:
+        """Whether code that stays asks for parts of a module."""
+        is_shared = id(module) in self.references.shared
+        if is_shared and not self.of_all:
+            self.of_all += [self.reading(each, name) for name, each in self.network.named_modules()]
+            self.of_all += map(Reading.of_class, self.references.classes)
+        others = self.of_all if is_shared else ()
+        return any(each.of_part(path, module) for each in self.readings) or any(
+            each.of_others_part(module) for each in others
+        )
 
 
 def _has_convolution(module: Any) -> bool:
@@ -155,7 +170,7 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         reason = "its forward was replaced"  # as accelerate does; torch.fx would read its class's
     elif path and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not work.is_whole(path, module):
         reason = ""  # what holds it was not traced, and may take it apart or look at what is between its modules
-    elif path and any(reading.of_part(path, module) for reading in work.readings):
+    elif path and work.has_parts(path, module):
         reason = "code of what holds it has parts of it"
     else:
         try:
@@ -168,7 +183,7 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
             return _rewritten(module, graph, path, work)
     if reason:
         work.untraced[path] = reason
-        reading = Reading.of(module, path)
+        reading = work.reading(module, path)
         reading.hides |= has_hooks(module)  # which are given the module
         work.readings.append(reading)
     for name, child in module.named_children():

@@ -11,15 +11,28 @@ import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from torch import nn
+
 _ASKS = ("LOAD_ATTR", "LOAD_METHOD")
-_BY_NAME = ("getattr", "attrgetter")
-_ALL = frozenset(("__dict__", "_modules", "children", "get_submodule", "modules", "named_children", "named_modules"))
+_BY_NAME = ("getattr", "attrgetter", "__getattr__", "__getattribute__")
+_ALL = frozenset(
+    (
+        *("__dict__", "_modules", "children", "get_submodule", "modules", "named_children", "named_modules"),
+        *("get_buffer", "get_parameter", "named_buffers", "named_parameters", "state_dict"),
+    )
+)
 """Attributes of modules by which code has any of their parts."""
 _HIDES = frozenset((*_BY_NAME, "eval", "exec", "vars"))
 """Functions by which code has what is not read here."""
+_WITHOUT_BEING_NAMED = ("forward", "__call__", "__getattr__", "__getattribute__", "__getitem__", "__iter__")
+"""Methods that run where code calls a module, asks it for something, or takes it apart."""
+_WHOLE = frozenset((*(name for name in dir(nn.Module) if name not in _ALL), "forward", "training"))
+"""Attributes of a sequence that are none of its parts."""
+_OWN = (FunctionType, property, classmethod, staticmethod, functools.cached_property, functools.partial)
+"""What classes have of which the functions are read, beside constants."""
 
 
 @dataclass(slots=True)
@@ -32,6 +45,7 @@ class Reading:
         names: attributes of all else, which may be modules.
         called, had: those chains that are called, and those that are had otherwise than to be called or compared with
             None.
+        others: names that functions of other Python modules ask for: of what they are given.
         hides: whether the code may have more: it gives its module away, or asks by names that it computes.
     """
 
@@ -40,21 +54,59 @@ class Reading:
     names: set[str] = field(default_factory=set)
     called: set[tuple[str, ...]] = field(default_factory=set)
     had: set[tuple[str, ...]] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
     hides: bool = False
 
     @staticmethod
-    def of(module: Any, path: str) -> Reading:
-        """What the code of a module's forward asks for."""
-        made, seen = Reading(path), set[Any]()
-        pending = [(function, True) for function in _functions(module, "forward")]
+    def of(module: Any, path: str, methods: Iterable[FunctionType] = ()) -> Reading:
+        """What the code of a module's forward asks for.
+
+        Args:
+            methods: of the module that something else calls, as hooks do.
+        """
+        made = Reading(path)
+        begun = [each for name in _WITHOUT_BEING_NAMED for each in _functions(module, name)]
+        made._read(module, [*begun, *((each, True) for each in methods)])
+        return made
+
+    def _read(self, module: Any, pending: list[tuple[FunctionType, bool]]) -> None:
+        """Add what functions, and what they call, ask for.
+
+        Args:
+            module: whose functions they are.
+            pending: the functions, and whether they are given the module first.
+        """
+        seen, files = set[Any](), {cls.__module__ for cls in type(module).__mro__}
         while pending:
             function, is_method = pending.pop()
-            if function not in seen and not function.__module__.startswith("torch."):
-                seen.add(function)
-                own = made._take(function.__code__, function.__code__.co_varnames[:1] if is_method else ())
-                pending += [(each, True) for name in own for each in _functions(module, name)]
-                pending += [(each, is_method) for each in _enclosed(function)]
+            if (function, is_method) not in seen and not _is_torchs(function):
+                seen.add((function, is_method))
+                if not is_method and function.__module__ not in files:
+                    pending += self._read_others(function)
+                    continue
+                asked = self._take(function.__code__, function.__code__.co_varnames[:1] if is_method else ())
+                self.hides |= any(_is_unknown(module, name) for name in asked)
+                pending += [each for name in asked for each in _functions(module, name)]
+                pending += [(each, is_method and _takes_self(each)) for each in _enclosed(function)]
                 pending += [(each, False) for each in _named(function)]
+
+    def _read_others(self, function: FunctionType) -> Iterator[tuple[FunctionType, bool]]:
+        """Add what a function of another Python module asks for, and give the functions that it names."""
+        of_function = Reading("")
+        of_function._take(function.__code__, ())
+        self.others |= of_function.names
+        if of_function.hides:
+            self.others |= _ALL
+        return ((each, False) for found in (_enclosed, _named) for each in found(function))
+
+    @staticmethod
+    def of_class(cls: type) -> Reading:
+        """What the methods of a class that is no module's ask for."""
+        made = Reading("")
+        is_written = not issubclass(cls, nn.Module) and not str(cls.__module__).startswith("torch")
+        for each in vars(cls).values() if is_written else ():
+            if isinstance(each, FunctionType):
+                made._take(each.__code__, each.__code__.co_varnames[:1])
         return made
 
     def of_part(self, path: str, module: Any) -> bool:
@@ -63,24 +115,37 @@ class Reading:
         if not path.startswith(prefix):
             return False
         steps = tuple(path.removeprefix(prefix).split("."))
-        asked = self.names | {
-            chain[len(steps)] for chain in self.chains if len(chain) > len(steps) and chain[: len(steps)] == steps
-        }
-        parts = (*module._modules, *module._parameters, *module._buffers)
-        return not asked.isdisjoint(_ALL) or not asked.isdisjoint(parts)
+        return _has_parts(module, self._names(steps).union(chain[-1] for chain in self._behind(steps)))
+
+    def of_others_part(self, module: Any) -> bool:
+        """Whether it asks for a part of a module that it has by a way of its own."""
+        return _has_parts(module, self.names.union(self.others, *(chain[1:] for chain in self.chains)))
 
     def has(self, path: str) -> bool:
         """Whether it may have a module otherwise than to call it."""
         name, prefix = path.rpartition(".")[2], self.path and f"{self.path}."
-        asked = self.names.union(*self.chains)
-        is_had = any(f"{prefix}{'.'.join(chain)}" == path for chain in self.had)
-        return self.hides or is_had or name in self.names or not asked.isdisjoint(_ALL)
+        steps = tuple(path.removeprefix(prefix).split("."))
+        names = self._names(steps)
+        is_had = any(chain[-1] == name for chain in self.had)
+        is_taken_apart = any(chain[-1] not in _WHOLE for chain in self._behind(steps))
+        return self.hides or is_had or is_taken_apart or name in names or not names.union(*self.chains).isdisjoint(_ALL)
+
+    def _names(self, steps: tuple[str, ...]) -> set[str]:
+        """The names that it asks what some attributes lead to for, where it has that by a variable."""
+        is_given = self.hides or any(chain == steps[: len(chain)] for chain in self.had)
+        return self.names | self.others if is_given else self.names
+
+    def _behind(self, steps: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        """The chains that ask what some attributes lead to for one of its own."""
+        return (chain for chain in self.chains if len(chain) == len(steps) + 1 and chain[: len(steps)] == steps)
 
     def _take(self, code: CodeType, owner: tuple[str, ...]) -> set[str]:
-        """Add what code asks for; what it asks its owner for is returned."""
+        """Add what code asks for; all names that it asks anything for are returned."""
         own, chain = set[str](), tuple[str, ...]()
         before: Any = None
         steps = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
+        if any(each.opname.startswith(_STORES) and not set(_names(each)).isdisjoint(owner) for each in steps):
+            owner = ()  # it is another one later
         for number, each in enumerate(steps):
             after = steps[number + 1 : number + 3]
             if each.opname not in _ASKS:
@@ -89,13 +154,14 @@ class Reading:
             elif chain or _gives(before, owner):
                 chain = (*chain, str(each.argval))
                 self.chains.add(chain)
-                own.add(chain[0])
+                own.add(chain[-1])
                 if _is_for_a_call(each):
                     self.called.add(chain)
                 elif not (after and after[0].opname in _ASKS) and not _is_compared_with_none(after):
                     self.had.add(chain)
             else:
                 self.names.add(str(each.argval))
+                own.add(str(each.argval))  # of `super()`, which may be its own
             before = each
         self.hides |= not _HIDES.isdisjoint(code.co_names)
         for constant in code.co_consts:
@@ -113,11 +179,25 @@ def only_called(path: str, readings: Sequence[Reading]) -> bool:
     return is_called and not any(reading.has(path) for reading in readings)
 
 
+_LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "STORE_FAST_LOAD_FAST")
+_STORES = ("STORE_FAST", "STORE_DEREF")
+
+
+def _has_parts(module: Any, asked: Iterable[str]) -> bool:
+    """Whether names are of any parts of a module, or of methods of its that have such."""
+    names = {*asked} - {"forward"}
+    made = Reading("")
+    made._read(module, [each for name in (*names, "__getitem__", "__iter__") for each in _functions(module, name)])
+    parts = _ALL.union(module._modules, module._parameters, module._buffers)
+    return made.hides or not parts.isdisjoint(names.union(made.names, *made.chains))
+
+
 def _given(instruction: Any) -> tuple[Any, ...]:
     """The names of the variables that an instruction gives."""
-    loads = ("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")
-    if instruction is None or not instruction.opname.startswith(loads):
-        return ()
+    return () if instruction is None or not instruction.opname.startswith(_LOADS) else _names(instruction)
+
+
+def _names(instruction: Any) -> tuple[Any, ...]:
     return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
 
 
@@ -144,13 +224,28 @@ def _is_compared_with_none(after: Sequence[Any]) -> bool:
     return (is_none and names[1:] == ["IS_OP"]) or any(name.endswith(("IF_NONE", "IF_NOT_NONE")) for name in names[:1])
 
 
-def _functions(module: Any, name: str) -> Iterator[FunctionType]:
-    """The functions that a module, or a class of it, has by a name; those of properties, too."""
+def _functions(module: Any, name: str) -> Iterator[tuple[FunctionType, bool]]:
+    """The functions that a module, or a class of it, has by a name, and whether they are given the module first."""
     for held in (vars(module), *map(vars, type(module).__mro__)):
         value = held.get(name)
+        is_given = held is not vars(module) and not isinstance(value, (staticmethod, classmethod))
         for each in (value, *(getattr(value, wrapped, None) for wrapped in ("__func__", "fget", "func"))):
             if isinstance(each, FunctionType):
-                yield each
+                yield each, is_given
+
+
+def _is_unknown(module: Any, name: str) -> bool:
+    """Whether a class of a module has something by a name that may run code which is not read."""
+    held = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls) and cls not in nn.Module.__mro__]
+    return any(hasattr(type(each), "__get__") and not isinstance(each, _OWN) for each in held)
+
+
+def _is_torchs(function: FunctionType) -> bool:
+    return str(function.__module__).startswith("torch.")
+
+
+def _takes_self(function: FunctionType) -> bool:
+    return function.__code__.co_varnames[:1] == ("self",)
 
 
 def _enclosed(function: FunctionType) -> Iterator[FunctionType]:
@@ -168,8 +263,14 @@ def _enclosed(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _named(function: FunctionType) -> Iterator[FunctionType]:
-    """The functions of a function's own module that its code names."""
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
-            yield value
+    """The functions that a function's code names: of its own module, and of others."""
+    at: Any = None
+    for each in dis.get_instructions(function.__code__):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            at = function.__globals__.get(each.argval)
+        elif each.opname in _ASKS and isinstance(at, (ModuleType, type)):
+            at = vars(at).get(each.argval)
+        elif each.opname not in ("EXTENDED_ARG", "CACHE"):
+            at = None
+        if isinstance(at, FunctionType):
+            yield at

@@ -98,13 +98,6 @@ class Surroundings:
                     _fill(held, before)
 
 
-def times_held(root: Any) -> collections.Counter[int]:
-    """How often the modules of a network are in what these refer to, by identity: once where code has one way to it."""
-    containers = [_listed(held) for module in root.modules() for _, held, _ in _contents(module)]
-    each = [part for held in containers for pair in held for part in (pair if type(pair) is tuple else (pair,))]
-    return collections.Counter(id(part) for part in each if isinstance(part, nn.Module))
-
-
 def _fill(held: Any, content: list[Any]) -> None:
     held.clear()
     if isinstance(held, dict):
