@@ -6,12 +6,12 @@ the other one, and asks again when it runs.
 
 from __future__ import annotations
 
-import builtins
 import dis
 import linecache
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from torch import fx
@@ -23,7 +23,7 @@ class Check:
 
     Attributes:
         answer: that it needs.
-        kind: the name of an exception of Python's.
+        kind: of the exception, the names of its class and of those above it, such as "nets.SizeError ValueError".
         message: of the exception.
     """
 
@@ -39,44 +39,88 @@ def must_be(condition: Any, answer: bool, kind: str, message: str) -> None:
     Args:
         condition: what the code asks of a tensor or a size, truthy or falsy.
         answer: that it needs.
-        kind: the name of the exception of Python's that it raises otherwise.
+        kind: of the exception that it raises otherwise; see `Check`.
         message: of that exception.
 
     Raises:
-        Exception: of that kind.
+        Exception: of the first of those classes that is to be had.
     """
     if isinstance(condition, fx.Proxy):  # a graph is traced again where it is unpickled, and where other tools read it
         condition.tracer.create_proxy("call_function", must_be, (condition, answer, kind, message), {})
         return
     is_met = answer if condition else not answer  # of a size that is a symbol torch.compile takes no `bool`
     if not is_met:
-        raise getattr(builtins, kind)(message)
+        raise next(found for found in map(_found, kind.split()) if found is not None)(message)
 
 
-def check_of(error: Exception, asker: FrameType | None, given: bool, stand_ins: Collection[str]) -> Check | None:
+def check_of(
+    error: Exception, asker: FrameType | None, place: int, given: bool, stand_ins: Collection[str]
+) -> Check | None:
     """The check that a network's code made with its last question; None where it raised for another reason.
 
     Args:
         error: what the code raised.
         asker: that which asked last.
+        place: of its question, in its instructions.
         given: the answer that it was given.
         stand_ins: names of stand-ins in texts that the code made: a message of such says nothing of a call.
     """
     raised = _last(error.__traceback__)
     if raised is None or raised.tb_frame is not asker or _instruction(raised) != "RAISE_VARARGS":
         return None
-    kinds = (kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
-    message = str(error)
+    if not _leads_to(asker.f_code, place, raised.tb_lasti):  # something else decided, such as the class of a stand-in
+        return None
+    message = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
     if not message or any(name in message for name in stand_ins):
         code = raised.tb_frame.f_code
         line = linecache.getline(code.co_filename, raised.tb_lineno).strip()
         message = f"{code.co_qualname}: {line}" if line else f"{code.co_qualname} raised {type(error).__name__}"
-    return Check(not given, _with_a_message(next(kinds, "RuntimeError")), message)
+    kinds = [_name(kind) for kind in type(error).__mro__ if issubclass(kind, Exception) and _is_made_of(kind, message)]
+    return Check(not given, " ".join(kinds), message)
 
 
-def _with_a_message(kind: str) -> str:
-    """The name of an exception that is made of a message alone."""
-    return "ValueError" if kind.startswith("Unicode") else kind
+def _leads_to(code: CodeType, question: int, end: int) -> bool:
+    """Whether an answer to a question alone leads to an instruction: nothing else decides on the way."""
+    steps = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+    numbers = {each.offset: number for number, each in enumerate(steps)}
+    at = next((number for number in reversed(range(len(steps))) if steps[number].offset <= question), len(steps))
+    while at < len(steps) and not _is_branch(steps[at]):
+        at += 1
+    if at == len(steps):
+        return False
+    for begin in (at + 1, numbers[steps[at].argval]):
+        number, seen = begin, set[int]()
+        while number < len(steps) and number not in seen and not _is_branch(steps[number]):
+            seen.add(number)
+            if steps[number].offset == end:
+                return True
+            name = steps[number].opname
+            if name.startswith(("RETURN", "RAISE", "RERAISE")):
+                break
+            number = numbers[steps[number].argval] if name.startswith("JUMP_") else number + 1
+    return False
+
+
+def _is_branch(step: dis.Instruction) -> bool:
+    return ("JUMP" in step.opname and "IF" in step.opname) or step.opname in ("FOR_ITER", "SEND")
+
+
+def _name(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _found(name: str) -> Any:
+    """A class by its name; None where this program has none."""
+    module, _, last = name.rpartition(".")
+    return getattr(sys.modules.get(module or "builtins"), last, None)
+
+
+def _is_made_of(kind: type, message: str) -> bool:
+    """Whether an exception can be had by its name, and made of a message alone."""
+    try:
+        return _found(_name(kind)) is kind and kind(message).args == (message,)
+    except Exception:  # whatever a class of a network's raises
+        return False
 
 
 def _last(at: TracebackType | None) -> TracebackType | None:

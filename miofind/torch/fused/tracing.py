@@ -98,7 +98,7 @@ def _check_behind(module: Any, tracer: Tracer, checks: Sequence[Check]) -> Check
         try:
             trial.run(module)
         except Exception as error:
-            check = check_of(error, trial.asker, answer, trial.texts)
+            check = check_of(error, trial.asker, trial.place, answer, trial.texts)
             if check is not None:
                 return check
         finally:
@@ -155,6 +155,7 @@ class Tracer(fx.Tracer):
         failed: the innermost submodule whose code raised; None where that was the network's own.
         asked: how many questions the code has asked.
         asker: the code that asked last.
+        place: of that question, in its instructions.
         given: names of arguments, and of what code reads of arguments that are no tensors.
         kinds: what the steps give.
         texts: what the code of a module made of stand-ins, whose names are in place of what they stand for.
@@ -170,6 +171,7 @@ class Tracer(fx.Tracer):
         self.failed: Any = None
         self.asked = 0
         self.asker: FrameType | None = None
+        self.place = 0
         self.given: dict[str, None] = {}
         self.kinds: dict[fx.Node, Kind] = {}
         self.texts: set[str] = set()
@@ -218,7 +220,7 @@ class Tracer(fx.Tracer):
         asker = sys._getframe(1)
         while asker.f_back is not None and asker.f_globals.get("__name__") == "torch.fx.proxy":
             asker = asker.f_back
-        self.asked, self.asker = self.asked + 1, asker
+        self.asked, self.asker, self.place = self.asked + 1, asker, asker.f_lasti
         if self.asked > len(self.checks):
             raise Undecided(asker)
         check = self.checks[self.asked - 1]

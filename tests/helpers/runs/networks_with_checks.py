@@ -173,3 +173,56 @@ class Many(nn.Module):
         for i in range(self.count):
             assert x.shape[-1] > i
         return self.block(x)
+
+
+class AsksForADtype(nn.Module):
+    """Decides, and then raises by what no stand-in is."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Any) -> Any:
+        if x.shape[0] > 1:
+            return 1 - self.block(x)
+        if x.dtype is not torch.float32:
+            raise TypeError("of float32 alone")
+        return self.block(x)
+
+
+class AsksForACount(AsksForADtype):
+    """Decides, and then raises for what is no number while it is traced."""
+
+    def forward(self, x: Any) -> Any:
+        if x.shape[0] > 1:
+            return 1 - self.block(x)
+        try:
+            count = len(range(x.shape[0]))
+        except TypeError:
+            raise ValueError("of known sizes alone") from None
+        return count * self.block(x)
+
+
+class Even(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Any) -> Any:
+        if x.shape[0] % 2:
+            raise WidthError("a size must be even")
+        return self.block(x)
+
+
+class CatchesItsOwn(nn.Module):
+    """Cannot be traced; goes on where a part that is raises an exception of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Even()
+
+    def forward(self, x: Any) -> Any:
+        try:
+            return self.part(2 * x if x.shape[0] > 1 else x)
+        except WidthError as error:
+            return x + len(str(error))

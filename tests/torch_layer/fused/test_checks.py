@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs import networks_with_checks
 from helpers.runs.networks_with_checks import (
+    AsksForACount,
+    AsksForADtype,
     Block,
     Branches,
     Catches,
     CatchesAll,
+    CatchesItsOwn,
     Checked,
     HasConstants,
     Indexes,
@@ -20,6 +24,7 @@ from helpers.runs.networks_with_checks import (
     RaisesElsewhere,
     Residual,
     Rewords,
+    WidthError,
 )
 from torch import nn
 
@@ -54,7 +59,7 @@ def test_a_network_that_checks_its_input_is_traced() -> None:
         ((2, 3, 8, 8), AssertionError, 'Checked.forward: assert height % 4 == 0 and channels == 4, f"{height} and '),
         ((10, 4, 8, 8), NotImplementedError, "Checked.forward: raise NotImplementedError"),
         ((7, 4, 8, 8), NotImplementedError, "Checked.forward: raise NotImplementedError"),
-        ((5, 4, 8, 8), ValueError, "a size must be even"),  # WidthError is one
+        ((5, 4, 8, 8), WidthError, "a size must be even"),
     ],
 )
 def test_a_fused_network_checks_its_input_too(shape: tuple[int, ...], kind: type[Exception], message: str) -> None:
@@ -69,6 +74,24 @@ def test_a_fused_network_checks_its_input_too(shape: tuple[int, ...], kind: type
         network(x)
 
 
+def test_what_a_part_raises_is_what_code_catches() -> None:
+    network = prepared(CatchesItsOwn())
+    fused = fuse(network)
+    assert list(fused.fusion_report.untraced) == [""]
+    for each in (fused, pickle.loads(pickle.dumps(fused))):
+        for batch in (1, 2, 3):
+            x = torch.randn(batch, 4, 8, 8)
+            torch.testing.assert_close(each(x), network(x), rtol=1e-4, atol=1e-5)
+
+
+def test_an_exception_that_a_program_has_not_is_the_one_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = fuse(prepared(CatchesItsOwn()).part)
+    monkeypatch.delattr(networks_with_checks, "WidthError")
+    with pytest.raises(ValueError, match=r"^a size must be even$") as raised:
+        fused(torch.ones(3, 4, 8, 8))
+    assert type(raised.value) is ValueError
+
+
 def test_values_are_checked() -> None:
     fused = fuse(prepared(Checked()))
     with pytest.raises(RuntimeError, match="no number"):
@@ -76,7 +99,11 @@ def test_values_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Branches, Catches, CatchesAll, MakesTensors, RaisesElsewhere, Indexes, Rewords, HasConstants]
+    "kind",
+    [
+        *(Branches, Catches, CatchesAll, MakesTensors, RaisesElsewhere, Indexes, Rewords, HasConstants),
+        *(AsksForADtype, AsksForACount),
+    ],
 )
 def test_branches_are_no_checks(kind: Any) -> None:
     network = prepared(kind(Block()))
