@@ -265,7 +265,7 @@ def _enclosed(function: FunctionType) -> Iterator[FunctionType]:
 def _named(function: FunctionType) -> Iterator[FunctionType]:
     """The functions that a function's code names: of its own module, and of others."""
     at: Any = None
-    for each in dis.get_instructions(function.__code__):
+    for each in (step for code in _codes(function.__code__) for step in dis.get_instructions(code)):
         if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             at = function.__globals__.get(each.argval)
         elif each.opname in _ASKS and isinstance(at, (ModuleType, type)):
@@ -274,3 +274,11 @@ def _named(function: FunctionType) -> Iterator[FunctionType]:
             at = None
         if isinstance(at, FunctionType):
             yield at
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of functions and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

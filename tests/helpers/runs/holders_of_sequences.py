@@ -422,6 +422,13 @@ class NamesAFunctionOfTraced(NamesAFunction):
     traced = True
 
 
+class NamesAFunctionInAComprehension(OfAnother):
+    traced = True
+
+    def run(self, x: Any) -> Any:
+        return [first_step(part, x) for part in (self.part, self.part)][0]  # noqa: RUF015
+
+
 class NamesAnImportedFunction(OfAnother):
     def run(self, x: Any) -> Any:
         return first_step(self.part, x)
@@ -538,6 +545,7 @@ TAKEN_APART = (
     KeepsAFunction,
     NamesAFunction,
     NamesAFunctionOfTraced,
+    NamesAFunctionInAComprehension,
     NamesAnImportedFunction,
     SharesInAList,
     SharesTracedInAList,
