@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dis
+import functools
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -222,11 +224,50 @@ def _is_torchs(name: str) -> bool:
 
 
 def _refuse_questions(frame: Any, event: str, called: Any) -> None:
-    """Refuse questions for modes: the answers of now would be constants of the graph."""
-    if event == "c_call" and id(called) in _QUESTIONS:
-        asker = frame.f_globals.get("__name__", "").partition(".")[0]
-        if asker not in ("torch", "miofind"):
-            raise TraceError(f"its code asks for torch.{_QUESTIONS[id(called)]}")
+    """Refuse questions for modes: the answers of now would be constants of the graph; and `is`, which asks nobody."""
+    is_asked = event == "c_call" and id(called) in _QUESTIONS
+    if not (is_asked or (event == "call" and asks_what_is(frame.f_code))):
+        return
+    if frame.f_globals.get("__name__", "").partition(".")[0] in _NO_NETWORKS:
+        return
+    if is_asked:
+        raise TraceError(f"its code asks for torch.{_QUESTIONS[id(called)]}")
+    raise TraceError(f"{frame.f_code.co_qualname} asks what something is by `is` or `type`, not by == or isinstance")
+
+
+_NO_NETWORKS = sys.stdlib_module_names | {"miofind", "numpy", "torch"}
+"""Packages whose code is no network's."""
+_KINDS = (torch.dtype, torch.layout, torch.memory_format, torch.device)
+_OF_KINDS = ("device", "dtype", "layout")
+"""Attributes of tensors that give such."""
+_CLASSES = ("Parameter", "Tensor")
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_what_is(code: CodeType) -> bool:
+    """Whether code compares a dtype, a class or an argument by its identity: stand-ins are other things.
+
+    Such as `x.dtype is torch.half`, `type(x) == torch.Tensor` and `flag is True`; `x is None` is asked for elsewhere.
+    """
+    steps = [each for each in dis.get_instructions(code) if each.opname not in ("EXTENDED_ARG", "PRECALL")]
+    for place, each in enumerate(steps):
+        if each.opname in ("IS_OP", "COMPARE_OP"):
+            start = place - 1  # of what is on the right: a name, and attributes of it
+            while start > 0 and steps[start].opname == "LOAD_ATTR":
+                start -= 1
+            left, right = steps[start - 1], steps[place - 1]
+            is_class = right.opname != "LOAD_CONST" and right.argval in _CLASSES
+            if is_class or (each.opname == "IS_OP" and _asks_what_is(left, right)):
+                return True
+    return False
+
+
+def _asks_what_is(left: Any, right: Any) -> bool:
+    """The same of the last instructions of both sides of `is`."""
+    if right.opname == "LOAD_CONST":
+        return right.argval is not None and left.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST"))
+    is_kind = isinstance(right.argval, str) and isinstance(getattr(torch, right.argval, None), _KINDS)
+    return is_kind or any(each.opname == "LOAD_ATTR" and each.argval in _OF_KINDS for each in (left, right))
 
 
 @contextlib.contextmanager

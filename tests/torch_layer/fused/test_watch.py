@@ -1,0 +1,73 @@
+"""Code that asks what something is by its identity, which no stand-in has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from miofind.torch import fuse
+from miofind.torch.fused.watch import asks_what_is
+
+ASK: dict[str, Callable[..., Any]] = {
+    "a dtype": lambda x: x.dtype is torch.float16,
+    "a dtype by another name": lambda x: x.dtype is not torch.half,
+    "a dtype on the right": lambda x: torch.float16 is x.dtype,
+    "a dtype that is kept": lambda x, dtype: dtype is torch.float16,
+    "two dtypes": lambda x, other: x.dtype is other.dtype,
+    "a device": lambda self, x: x.device is self.device,
+    "a layout": lambda x: x.layout is torch.strided,
+    "a class": lambda x: type(x) is torch.Tensor,
+    "equal classes": lambda x: type(x) == torch.Tensor,  # noqa: E721
+    "a parameter": lambda x: type(x) is nn.Parameter,
+    "a flag": lambda x, flag: 2 * x if flag is True else x,
+    "no flag": lambda x, flag: x if flag is not False else -x,
+}
+DO_NOT: dict[str, Callable[..., Any]] = {
+    "None": lambda x, mask: x if mask is None else mask,
+    "not None": lambda self, x: x is not None and self.part is None,
+    "a class of a norm": lambda self: self.norm is nn.BatchNorm2d,
+    "the last block": lambda self, block: block is self.blocks[-1],
+    "a flag of a module": lambda self: self.flag is True,
+    "equal dtypes": lambda x: x.dtype == torch.float16,
+    "sizes": lambda self, x: x.shape[0] == self.size and x.dim() == 4,
+    "a text": lambda self: self.kind == "Tensor",
+    "isinstance": lambda x: isinstance(x, torch.Tensor),
+}
+
+
+@pytest.mark.parametrize("name", ASK)
+def test_code_that_asks_what_something_is_is_told(name: str) -> None:
+    assert asks_what_is(ASK[name].__code__)
+
+
+@pytest.mark.parametrize("name", DO_NOT)
+def test_other_code_is_not(name: str) -> None:
+    assert not asks_what_is(DO_NOT[name].__code__)
+
+
+class Asks(nn.Module):
+    """Computes something else of what is in float64, or has a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Any, flag: bool = False) -> Any:
+        y = self.conv(x.float())
+        y = 3 * y if flag is True else y
+        return 2 * y if x.dtype is torch.float64 else y
+
+
+def test_both_answers_are_computed() -> None:
+    """The one that stand-ins gave was in the graph."""
+    network = Asks().eval()
+    fused = fuse(network)
+    assert "by `is` or `type`" in fused.fusion_report.untraced[""]
+    for dtype in (torch.float32, torch.float64):
+        for flag in (False, True):
+            x = torch.randn(2, 3, 5, 5, dtype=dtype)
+            torch.testing.assert_close(fused(x, flag), network(x, flag))
