@@ -6,9 +6,10 @@ neither is what it would have done had an answer been another. Such code cannot 
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -143,6 +144,10 @@ def _is_same(a: Any, b: Any) -> bool:
     return bool(a.is_meta or torch.equal(a, b))
 
 
+class _Unheeded(BaseException):
+    """A module's code goes on asking where it was refused, it may be for ever: it catches exceptions."""
+
+
 class Tracer(fx.Tracer):
     """Takes modules with hooks for single operations: inlined they would lose them.
 
@@ -188,11 +193,9 @@ class Tracer(fx.Tracer):
         self._surroundings = Surroundings(root)
         before = set(vars(root))
         try:
-            with watched(self._surroundings.memory):
+            with watched(self._surroundings.memory), self._heeded():
                 self.trace(root)
                 self._check(root)
-                if self.asker is not None and self.asked > len(self.checks):  # its code goes on where that is refused
-                    raise Undecided(self.asker)
         except Exception:
             for name in vars(root).keys() - before:
                 del vars(root)[name]
@@ -200,6 +203,17 @@ class Tracer(fx.Tracer):
         finally:
             self._surroundings.put_back()
         self.constants = [name for name in vars(root) if name not in before]
+
+    @contextlib.contextmanager
+    def _heeded(self) -> Iterator[None]:
+        """Refuse what code does that goes on where it is not answered."""
+        try:
+            yield
+        except _Unheeded as error:
+            assert self.asker is not None
+            raise Undecided(self.asker) from error
+        if self.asker is not None and self.asked > len(self.checks):
+            raise Undecided(self.asker)
 
     def with_checks(self, checks: Sequence[Check]) -> Tracer:
         """One like it, with other checks."""
@@ -221,6 +235,8 @@ class Tracer(fx.Tracer):
         while asker.f_back is not None and asker.f_globals.get("__name__") == "torch.fx.proxy":
             asker = asker.f_back
         self.asked, self.asker, self.place = self.asked + 1, asker, asker.f_lasti
+        if self.asked > len(self.checks) + 1:
+            raise _Unheeded
         if self.asked > len(self.checks):
             raise Undecided(asker)
         check = self.checks[self.asked - 1]
@@ -281,7 +297,7 @@ class Tracer(fx.Tracer):
 
         try:
             return super().call_module(m, checked, args, kwargs)
-        except Exception:
+        except (Exception, _Unheeded):
             is_part = any(each is m for each in self.root.modules())  # else code made it just now, and will make others
             self.failed = m if self.failed is None and is_part else self.failed
             raise

@@ -11,6 +11,7 @@ from helpers.runs import networks_with_checks
 from helpers.runs.networks_with_checks import (
     AsksForACount,
     AsksForADtype,
+    AsksForEver,
     Block,
     Branches,
     Catches,
@@ -101,7 +102,7 @@ def test_values_are_checked() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(Branches, Catches, CatchesAll, MakesTensors, RaisesElsewhere, Indexes, Rewords, HasConstants),
+        *(Branches, Catches, CatchesAll, MakesTensors, RaisesElsewhere, Indexes, Rewords, HasConstants, AsksForEver),
         *(AsksForADtype, AsksForACount),
     ],
 )
