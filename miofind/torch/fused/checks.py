@@ -11,10 +11,12 @@ import linecache
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import fx
+
+from miofind.torch.fused.bytecode import opname_at, raised_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ def check_of(
         given: the answer that it was given.
         stand_ins: names of stand-ins in texts that the code made: a message of such says nothing of a call.
     """
-    raised = _last(error.__traceback__)
-    if raised is None or raised.tb_frame is not asker or _instruction(raised) != "RAISE_VARARGS":
+    raised = raised_at(error)
+    if raised is None or raised.tb_frame is not asker or opname_at(asker.f_code, raised.tb_lasti) != "RAISE_VARARGS":
         return None
     if not _leads_to(asker.f_code, place, raised.tb_lasti):  # something else decided, such as the class of a stand-in
         return None
@@ -81,7 +83,7 @@ def check_of(
 
 def _leads_to(code: CodeType, question: int, end: int) -> bool:
     """Whether an answer to a question alone leads to an instruction: nothing else decides on the way."""
-    steps = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+    steps = [*dis.get_instructions(code)]  # all, since others lead to each
     numbers = {each.offset: number for number, each in enumerate(steps)}
     at = next((number for number in reversed(range(len(steps))) if steps[number].offset <= question), len(steps))
     while at < len(steps) and not _is_branch(steps[at]):
@@ -121,13 +123,3 @@ def _is_made_of(kind: type, message: str) -> bool:
         return _found(_name(kind)) is kind and kind(message).args == (message,)
     except Exception:  # whatever a class of a network's raises
         return False
-
-
-def _last(at: TracebackType | None) -> TracebackType | None:
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    return at
-
-
-def _instruction(at: TracebackType) -> str:
-    return dis.opname[at.tb_frame.f_code.co_code[at.tb_lasti]]

@@ -6,7 +6,6 @@ behind it. Told by what Python has compiled: the attributes that `forward`, and 
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,8 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
+
+from miofind.torch.fused.bytecode import instructions
 
 _ASKS = ("LOAD_ATTR", "LOAD_METHOD")
 _BY_NAME = ("getattr", "attrgetter", "__getattr__", "__getattribute__")
@@ -143,7 +144,7 @@ class Reading:
         """Add what code asks for; all names that it asks anything for are returned."""
         own, chain = set[str](), tuple[str, ...]()
         before: Any = None
-        steps = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
+        steps = instructions(code)
         if any(each.opname.startswith(_STORES) and not set(_names(each)).isdisjoint(owner) for each in steps):
             owner = ()  # it is another one later
         for number, each in enumerate(steps):
@@ -265,12 +266,12 @@ def _enclosed(function: FunctionType) -> Iterator[FunctionType]:
 def _named(function: FunctionType) -> Iterator[FunctionType]:
     """The functions that a function's code names: of its own module, and of others."""
     at: Any = None
-    for each in (step for code in _codes(function.__code__) for step in dis.get_instructions(code)):
+    for each in (step for code in _codes(function.__code__) for step in instructions(code)):
         if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             at = function.__globals__.get(each.argval)
         elif each.opname in _ASKS and isinstance(at, (ModuleType, type)):
             at = vars(at).get(each.argval)
-        elif each.opname not in ("EXTENDED_ARG", "CACHE"):
+        else:
             at = None
         if isinstance(at, FunctionType):
             yield at

@@ -6,7 +6,6 @@ whatever it answered would decide which of the code's branches are in the graph.
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -15,6 +14,7 @@ from typing import Any
 from torch import fx
 from torch.fx.proxy import TraceError
 
+from miofind.torch.fused.bytecode import opname_at
 from miofind.torch.fused.graph_steps import IN_PLACE_OPERATORS
 from miofind.torch.fused.kinds import Kind, is_tensor, kind_of_attribute
 
@@ -125,4 +125,4 @@ def _is_asked_by_torch(asker: FrameType | None) -> bool:
 
 def _is_written(asker: FrameType) -> bool:
     """Whether code has the attribute that it asks for after a dot; `hasattr` and `getattr` may do without it."""
-    return dis.opname[asker.f_code.co_code[asker.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")
+    return opname_at(asker.f_code, asker.f_lasti) in ("LOAD_ATTR", "LOAD_METHOD")

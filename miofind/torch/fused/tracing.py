@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import TraceError
 
+from miofind.torch.fused.bytecode import raised_at
 from miofind.torch.fused.checks import Check, check_of, must_be
 from miofind.torch.fused.graph_steps import has_hooks, is_convolution
 from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
@@ -129,9 +130,7 @@ def _depends_on_none(module: Any, tracer: Tracer, name: str) -> bool:
 
 
 def _is_raised_by_fx(error: Exception) -> bool:
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
+    at = raised_at(error)
     return at is not None and at.tb_frame.f_globals.get("__name__", "").startswith("torch.fx.")
 
 

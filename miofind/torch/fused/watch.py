@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dis
 import functools
 import random
 import sys
@@ -23,6 +22,7 @@ from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from miofind.torch.fused.bytecode import instructions
 from miofind.torch.override.memory import storage_of
 
 _ASKED = (
@@ -226,13 +226,15 @@ def _is_torchs(name: str) -> bool:
 def _refuse_questions(frame: Any, event: str, called: Any) -> None:
     """Refuse questions for modes: the answers of now would be constants of the graph; and `is`, which asks nobody."""
     is_asked = event == "c_call" and id(called) in _QUESTIONS
-    if not (is_asked or (event == "call" and asks_what_is(frame.f_code))):
+    if not (is_asked or event == "call"):
         return
     if frame.f_globals.get("__name__", "").partition(".")[0] in _NO_NETWORKS:
         return
     if is_asked:
         raise TraceError(f"its code asks for torch.{_QUESTIONS[id(called)]}")
-    raise TraceError(f"{frame.f_code.co_qualname} asks what something is by `is` or `type`, not by == or isinstance")
+    if asks_what_is(frame.f_code):
+        name = frame.f_code.co_qualname
+        raise TraceError(f"{name} asks what something is by `is` or `type`, not by == or isinstance")
 
 
 _NO_NETWORKS = sys.stdlib_module_names | {"miofind", "numpy", "torch"}
@@ -249,7 +251,7 @@ def asks_what_is(code: CodeType) -> bool:
 
     Such as `x.dtype is torch.half`, `type(x) == torch.Tensor` and `flag is True`; `x is None` is asked for elsewhere.
     """
-    steps = [each for each in dis.get_instructions(code) if each.opname not in ("EXTENDED_ARG", "PRECALL")]
+    steps = instructions(code)
     for place, each in enumerate(steps):
         if each.opname in ("IS_OP", "COMPARE_OP"):
             start = place - 1  # of what is on the right: a name, and attributes of it
