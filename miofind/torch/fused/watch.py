@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from miofind.torch.fused.bytecode import instructions
-from miofind.torch.override.memory import storage_of
+from miofind.torch.override.memory import is_mutable, storage_of
 
 _ASKED = (
     "get_autocast_cpu_dtype",
@@ -180,7 +180,7 @@ class _NothingUntold(TorchDispatchMode):
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The tensors that an operator writes to."""
-    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+    if not is_mutable(func):
         return []
     given = [
         args[i] if i < len(args) else kwargs.get(argument.name)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from miofind.torch.override.memory import is_mutable
+
 aten, prims = torch.ops.aten, torch.ops.prims
 
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
@@ -41,11 +43,6 @@ def is_pointwise(node: fx.Node) -> bool:
     is_tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
     is_one = is_tagged or node.target is prims.convert_element_type.default
     return is_one and isinstance(node.meta.get("val"), torch.Tensor) and not is_mutable(node.target)
-
-
-def is_mutable(step: Any) -> bool:
-    """Whether an operator writes to what it is given; what is none writes nothing in graphs of AOTAutograd."""
-    return isinstance(step, torch._ops.OpOverload) and bool(step._schema.is_mutable)
 
 
 def is_widened(before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -25,12 +25,12 @@ from miofind.torch.inductor.graphs import (
     added_step,
     before_copies,
     erase_unused,
-    is_mutable,
     is_pointwise,
     known_value,
 )
 from miofind.torch.inductor.strides import seen_in_order
 from miofind.torch.override.formats import packed_strides
+from miofind.torch.override.memory import is_mutable
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default

@@ -15,12 +15,12 @@ from miofind.torch.inductor.graphs import (
     CONVOLUTIONS,
     added_step,
     has_known_sizes,
-    is_mutable,
     known_value,
     traced_strides,
     user_visible,
 )
 from miofind.torch.inductor.writing import is_put_in
+from miofind.torch.override.memory import is_mutable
 
 aten = torch.ops.aten
 

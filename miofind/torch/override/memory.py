@@ -82,6 +82,11 @@ def _inductor_guards() -> Any:
         return None
 
 
+def is_mutable(step: Any) -> bool:
+    """Whether an operator writes to what it is given; what is none writes nothing in graphs of AOTAutograd."""
+    return isinstance(step, torch._ops.OpOverload) and bool(step._schema.is_mutable)
+
+
 def storage_of(tensor: Any) -> int:
     """What names the memory of a tensor as long as that is in use; 0 for tensors that have none to name."""
     try:
