@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from miofind.torch.fused.bytecode import instructions
+from miofind.torch.fused.watch import is_torchs
 
 _ASKS = ("LOAD_ATTR", "LOAD_METHOD")
 _BY_NAME = ("getattr", "attrgetter", "__getattr__", "__getattribute__")
@@ -80,7 +81,7 @@ class Reading:
         seen, files = set[Any](), {cls.__module__ for cls in type(module).__mro__}
         while pending:
             function, is_method = pending.pop()
-            if (function, is_method) not in seen and not _is_torchs(function):
+            if (function, is_method) not in seen and not is_torchs(function.__module__):
                 seen.add((function, is_method))
                 if not is_method and function.__module__ not in files:
                     pending += self._read_others(function)
@@ -239,10 +240,6 @@ def _is_unknown(module: Any, name: str) -> bool:
     """Whether a class of a module has something by a name that may run code which is not read."""
     held = [vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls) and cls not in nn.Module.__mro__]
     return any(hasattr(type(each), "__get__") and not isinstance(each, _OWN) for each in held)
-
-
-def _is_torchs(function: FunctionType) -> bool:
-    return str(function.__module__).startswith("torch.")
 
 
 def _takes_self(function: FunctionType) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from miofind.torch.fused.watch import is_torchs
+
 _NOT_ENTERED = (type, ModuleType, FunctionType)
 """What no copy of a network has copies of."""
 _OF_STATES = ("_load_state_dict_post_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
@@ -64,5 +66,5 @@ class References:
     def _is_read(method: MethodType) -> bool:
         """Whether a method is a module's, and its code is known."""
         function: Any = method.__func__
-        is_own = isinstance(function, FunctionType) and not str(function.__module__).startswith("torch.")
+        is_own = isinstance(function, FunctionType) and not is_torchs(function.__module__)
         return issubclass(type(method.__self__), nn.Module) and is_own

@@ -113,7 +113,7 @@ def _fill(held: Any, content: list[Any]) -> None:
 
 def _contents(module: Any) -> list[tuple[str, Any, list[Any]]]:
     """The containers that a module refers to, by the attribute that leads there, with what they hold."""
-    own = {name: value for cls in type(module).__mro__ if not _is_torchs(cls.__module__) for name, value in _held(cls)}
+    own = {name: value for cls in type(module).__mro__ if not is_torchs(cls.__module__) for name, value in _held(cls)}
     pending = [*own.items(), *vars(module).items()]
     found, seen = [], set[int]()
     while pending:
@@ -206,7 +206,7 @@ def watched(memory: frozenset[int]) -> Iterator[None]:
         return enter(self)
 
     def set_to(self: Any, name: str, value: Any) -> None:
-        is_of_torch = _is_torchs(sys._getframe(1).f_globals.get("__name__", ""))
+        is_of_torch = is_torchs(sys._getframe(1).f_globals.get("__name__", ""))
         if threading.get_ident() == thread and not is_of_torch:
             raise TraceError(f"its code sets {name}")
         set_attribute(self, name, value)
@@ -219,8 +219,9 @@ def watched(memory: frozenset[int]) -> Iterator[None]:
         autocast.__enter__, nn.Module.__setattr__ = enter, set_attribute
 
 
-def _is_torchs(name: str) -> bool:
-    return name.startswith("torch.")
+def is_torchs(module: object) -> bool:
+    """Whether the Python module that code or a class names as its own is PyTorch's."""
+    return str(module).startswith("torch.")
 
 
 def _refuse_questions(frame: Any, event: str, called: Any) -> None:
