@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +43,8 @@ OPERATORS = ("convolution", "convolution_statistics", "convolution_backward_data
 """Of the namespace miofind."""
 
 
-class DirectResult(NamedTuple):
-    """What a launch makes: shape, strides, and a dtype of PyTorch."""
+class TensorForm(NamedTuple):
+    """A tensor that a launch makes: shape, strides, and a dtype of PyTorch."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -98,14 +98,16 @@ class DirectLaunch(NamedTuple):
         workspace_bytes: of the workspace.
         alignment_bytes: that the operands' addresses need.
         steps: what is launched, one after another.
+        packed: by their places, the tensors of a call that are read as packed copies, and how these lie.
     """
 
     operands: tuple[int, ...]
-    results: tuple[DirectResult, ...]
+    results: tuple[TensorForm, ...]
     sources: tuple[int, ...]
     workspace_bytes: int
     alignment_bytes: int
     steps: tuple[FlatStep, ...]
+    packed: Mapping[int, TensorForm]
 
 
 class DirectPlan:
@@ -116,16 +118,16 @@ class DirectPlan:
         self._pointer = ctypes.c_void_p(library.miofind_plan())
         for which, launch in launches:
             self._add(which, launch)
+        packed = {place: form for _, launch in launches for place, form in launch.packed.items()}
+        for place, form in packed.items():  # once, whichever launches read it
+            library.miofind_packed(self._pointer, place, *_form(form))
 
     def _add(self, which: int, launch: DirectLaunch) -> None:
         places = (ctypes.c_int32 * len(launch.operands))(*launch.operands)
         sizes = ctypes.c_int64(launch.workspace_bytes), ctypes.c_uint64(launch.alignment_bytes)
         self._library.miofind_launch(self._pointer, which, len(places), places, *sizes)
         for result in launch.results:
-            numbers = ctypes.c_int64 * len(result.shape)
-            shape, strides = numbers(*result.shape), numbers(*result.strides)
-            form = result.dtype.itemsize, int(result.dtype is torch.bfloat16)
-            self._library.miofind_result(self._pointer, which, len(result.shape), shape, strides, *form)
+            self._library.miofind_result(self._pointer, which, *_form(result))
         for step in launch.steps:
             if isinstance(step, FlatKernel):
                 self._add_kernel(which, step, launch.sources)
@@ -165,6 +167,13 @@ class DirectPlan:
 
     def __del__(self) -> None:
         self._library.miofind_free(self._pointer)
+
+
+def _form(tensor: TensorForm) -> tuple[Any, ...]:
+    """As router.cpp's `form_of` takes it."""
+    numbers = ctypes.c_int64 * len(tensor.shape)
+    is_bfloat16 = int(tensor.dtype is torch.bfloat16)
+    return len(tensor.shape), numbers(*tensor.shape), numbers(*tensor.strides), tensor.dtype.itemsize, is_bfloat16
 
 
 def _product(step: FlatProduct, sources: Sequence[int]) -> _Product:

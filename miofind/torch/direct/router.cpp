@@ -6,6 +6,7 @@
 // It needs PyTorch's headers and no CUDA toolkit: functions of the driver, cuBLASLt and cuDNN come as addresses.
 
 #include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -274,9 +275,34 @@ struct Convolution : Step {
 // A call's tensors by the places of their arguments; nullptr where there is none.
 using Tensors = const at::Tensor* const*;
 
-struct Result {
+struct Form {
   std::vector<int64_t> shape, strides;
   at::ScalarType type;
+};
+
+constexpr size_t MOST_ARGUMENTS = 24;
+
+// The tensors of calls that are read as packed copies, by the places of their arguments.
+struct Packed {
+  std::vector<std::pair<int, Form>> forms;
+  std::array<bool, MOST_ARGUMENTS> has{};
+};
+
+// Packed copies of a call's tensors, which stand in their places.
+struct Copies {
+  Copies(const Packed& packed, const at::Tensor** tensors) {
+    if (packed.forms.empty()) return;
+    const at::AutoDispatchBelowADInplaceOrView below;  // whoever records gradients has done so
+    made.reserve(packed.forms.size());
+    for (const auto& [place, form] : packed.forms) {
+      const at::Tensor& given = *tensors[place];
+      made.push_back(at::empty_strided(form.shape, form.strides, given.options().dtype(form.type)));
+      made.back().copy_(given);
+      tensors[place] = &made.back();
+    }
+  }
+
+  std::vector<at::Tensor> made;
 };
 
 constexpr size_t MOST_RESULTS = 3;
@@ -289,15 +315,18 @@ struct Made {
 
 struct Launch {
   std::vector<int> operands;  // which of a call's tensors
-  std::vector<Result> results;
+  std::vector<Form> results;
   int64_t workspace_bytes = 0;
   uint64_t misaligned = 0;
   std::vector<std::unique_ptr<Step>> steps;
   mutable Backoff backoff;
 
-  bool takes(Tensors tensors, void* stream) const {
+  // Of a call's tensors as they are given; the addresses of copies are aligned.
+  bool takes(Tensors tensors, const Packed& packed, void* stream) const {
     uint64_t bits = 0;
-    for (const int place : operands) bits |= reinterpret_cast<uint64_t>(tensors[place]->const_data_ptr());
+    for (const int place : operands) {
+      if (!packed.has[place]) bits |= reinterpret_cast<uint64_t>(tensors[place]->const_data_ptr());
+    }
     if (bits & misaligned) return false;
     return std::all_of(steps.begin(), steps.end(), [&](const auto& step) { return step->is_ready(stream); });
   }
@@ -313,7 +342,7 @@ struct Launch {
     for (const int place : operands) addresses[count++] = reinterpret_cast<uint64_t>(tensors[place]->const_data_ptr());
     const at::TensorOptions options = tensors[operands[0]]->options();
     for (size_t i = 0; i < results.size(); ++i) {
-      const Result& result = results[i];
+      const Form& result = results[i];
       made.results[i] = at::empty_strided(result.shape, result.strides, options.dtype(result.type));
       addresses[count++] = reinterpret_cast<uint64_t>(made.results[i].mutable_data_ptr());
     }
@@ -338,6 +367,7 @@ struct Launch {
 
 struct Plan {
   std::array<std::optional<Launch>, 2> launches;  // y, or dx and dw; PyTorch's own kernel computes what has none
+  Packed packed;
   std::atomic<uint64_t> calls{0};
   std::array<std::atomic<uint64_t>, 2> without_memory{};  // those in which PyTorch computed what a launch does
 };
@@ -554,8 +584,9 @@ at::Tensor convolution(c10::DispatchKeySet keys, const at::Tensor& x, const at::
     }
     const c10::OptionalDeviceGuard guard(x.device());
     const Launch& launch = *plan->launches[0];
-    const std::array<const at::Tensor*, 3> tensors{&x, &w, has_bias ? &*bias : nullptr};
-    if (launch.takes(tensors.data(), DEFAULT_STREAM)) {
+    std::array<const at::Tensor*, 3> tensors{&x, &w, has_bias ? &*bias : nullptr};
+    if (launch.takes(tensors.data(), plan->packed, DEFAULT_STREAM)) {
+      const Copies copies(plan->packed, tensors.data());
       Made made = launch.run(tensors.data(), DEFAULT_STREAM);
       if (!made.status) {
         plan->calls.fetch_add(1, std::memory_order_relaxed);
@@ -607,14 +638,18 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
       return run_native(mask);
     }
     const c10::OptionalDeviceGuard guard(x.device());
-    const std::array<const at::Tensor*, 3> tensors{&grad, &x, &w};
+    std::array<const at::Tensor*, 3> tensors{&grad, &x, &w};
     std::array<at::Tensor, 3> results;
     std::array<bool, 3> left{};  // to PyTorch's own kernel
     bool is_done = true;
     for (int i = 0; i < 2; ++i) {
       left[i] = mask[i] && !plan->launches[i];
-      if (mask[i] && !left[i]) is_done = is_done && plan->launches[i]->takes(tensors.data(), DEFAULT_STREAM);
+      if (mask[i] && !left[i]) {
+        is_done = is_done && plan->launches[i]->takes(tensors.data(), plan->packed, DEFAULT_STREAM);
+      }
     }
+    static const Packed none;
+    const Copies copies(is_done ? plan->packed : none, tensors.data());
     for (int i = 0; i < 2 && is_done; ++i) {
       if (!mask[i] || left[i]) continue;
       const Launch& launch = *plan->launches[i];
@@ -701,8 +736,6 @@ bool add(Key& key, const c10::IValue& argument, const at::Tensor& first) {
   return true;
 }
 
-constexpr size_t MOST_ARGUMENTS = 24;
-
 // What keys begin with: 0 and 1 for PyTorch's convolutions, a number from here on for each of miofind's operators.
 constexpr int64_t FIRST_OWN = 2;
 
@@ -727,7 +760,8 @@ struct OwnOperator : c10::OperatorKernel {
     if (const auto& plan = found.plan) {
       const c10::OptionalDeviceGuard guard(first.device());
       const Launch& launch = *plan->launches[0];
-      if (launch.takes(tensors.data(), DEFAULT_STREAM)) {
+      if (launch.takes(tensors.data(), plan->packed, DEFAULT_STREAM)) {
+        const Copies copies(plan->packed, tensors.data());
         Made made = launch.run(tensors.data(), DEFAULT_STREAM);
         if (!made.status) {
           plan->calls.fetch_add(1, std::memory_order_relaxed);
@@ -781,6 +815,13 @@ const char* refusal(const Action& action) {
     return told.c_str();
   }
   return nullptr;
+}
+
+// Of a tensor of 2, 4 or 8 bytes an element; those of 2 are bfloat16 or not.
+Form form_of(int rank, const int64_t* shape, const int64_t* strides, int bytes, int is_bfloat16) {
+  const at::ScalarType half = is_bfloat16 ? at::kBFloat16 : at::kHalf;
+  const at::ScalarType type = bytes == 8 ? at::kDouble : bytes == 4 ? at::kFloat : half;
+  return {{shape, shape + rank}, {strides, strides + rank}, type};
 }
 
 std::vector<std::unique_ptr<Step>>& steps_of(void* plan, int which) {
@@ -871,14 +912,20 @@ void miofind_launch(void* plan, int which, int operands, const int32_t* places, 
   launch.misaligned = alignment - 1;
 }
 
-// A result of 2, 4 or 8 bytes an element; those of 2 are bfloat16 or not.
+// A result, by `form_of`.
 void miofind_result(void* plan, int which, int rank, const int64_t* shape, const int64_t* strides, int bytes,
                     int is_bfloat16) {
-  const at::ScalarType half = is_bfloat16 ? at::kBFloat16 : at::kHalf;
-  const at::ScalarType type = bytes == 8 ? at::kDouble : bytes == 4 ? at::kFloat : half;
   (*static_cast<std::shared_ptr<Plan>*>(plan))
       ->launches[which]
-      ->results.push_back({{shape, shape + rank}, {strides, strides + rank}, type});
+      ->results.push_back(form_of(rank, shape, strides, bytes, is_bfloat16));
+}
+
+// How the tensor at a place is packed first, by `form_of`.
+void miofind_packed(void* plan, int place, int rank, const int64_t* shape, const int64_t* strides, int bytes,
+                    int is_bfloat16) {
+  Packed& packed = (*static_cast<std::shared_ptr<Plan>*>(plan))->packed;
+  packed.forms.emplace_back(place, form_of(rank, shape, strides, bytes, is_bfloat16));
+  packed.has[place] = true;
 }
 
 void miofind_kernel(void* plan, int which, void* function, const uint32_t* grid, const uint32_t* block,

@@ -16,7 +16,7 @@ import torch
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
 from miofind.process.forks import ForkedLock
 from miofind.torch import direct
-from miofind.torch.direct import DirectCalls, DirectLaunch, DirectResult
+from miofind.torch.direct import DirectCalls, DirectLaunch, TensorForm
 from miofind.torch.fused.answers import Answer, answer, override_of, planner_of
 from miofind.torch.fused.calls import (
     COMPUTED_BY,
@@ -57,7 +57,18 @@ class Plan(DirectCalls):
         part: what becomes of the call.
     """
 
-    __slots__ = ("_inputs", "_like", "_operands", "_outputs", "_parameters", "_unmade", "answer", "layout", "part")
+    __slots__ = (
+        "_inputs",
+        "_like",
+        "_operands",
+        "_outputs",
+        "_packed",
+        "_parameters",
+        "_unmade",
+        "answer",
+        "layout",
+        "part",
+    )
 
     def __init__(self, call: Call, override: Override | None, switches: tuple[Any, ...]) -> None:
         call.check()
@@ -83,14 +94,19 @@ class Plan(DirectCalls):
             for operand in problem.outputs
         )
         self._operands = tuple(call._fields.index(field) for field, *_ in self._inputs)
-        self._unmade: tuple[DirectResult, ...] = ()
+        self._packed = {
+            call._fields.index(field): TensorForm(shape, self._packed_strides(shape), dtype)
+            for field, _, dtype, copies in self._inputs
+            if copies or getattr(call, field).dtype is not dtype
+            for shape in (tuple(getattr(call, field).shape),)
+        }
+        self._unmade: tuple[TensorForm, ...] = ()
         if isinstance(call, BackwardWeights) and call.bias_dtype is None:
-            self._unmade = (DirectResult((0,), (1,), call.dy.dtype),)
+            self._unmade = (TensorForm((0,), (1,), call.dy.dtype),)
         self._parameters = _parameters(call, problem.epilogue.numbers)
         self.answer = answer(problem, call.x.device, flags, planner_of(override))
         self.part = self.answer.part
-        needs_copy = any(copies or getattr(call, field).dtype is not dtype for field, _, dtype, copies in self._inputs)
-        if self.answer.is_served and self.answer.part.is_final and not needs_copy:
+        if self.answer.is_served and self.answer.part.is_final:
             self.generation = -1
 
     def direct_launches(self) -> Sequence[tuple[int, DirectLaunch]] | None:
@@ -100,7 +116,7 @@ class Plan(DirectCalls):
         steps = None if invoker is None else invoker.flat(self._parameters)
         if invoker is None or steps is None:
             return None
-        results = [*(DirectResult(*form) for _, *form in self._outputs), *self._unmade]
+        results = [*(TensorForm(*form) for _, *form in self._outputs), *self._unmade]
         order = [name for _, name, _, _ in self._inputs] + [name for name, *_ in self._outputs]
         problem = invoker.problem
         bases = [order.index(operand.name) for operand in problem.operands] + ([-1] if problem.epilogue else [])
@@ -111,6 +127,7 @@ class Plan(DirectCalls):
             workspace_bytes=invoker.workspace_bytes,
             alignment_bytes=invoker.alignment_bytes,
             steps=steps,
+            packed=self._packed,
         )
         return [(0, launch)]
 
@@ -141,6 +158,9 @@ class Plan(DirectCalls):
 
     def _is_packed(self, tensor: Any) -> bool:
         return formats.is_dense(tensor, self.layout) if tensor.dim() > 2 else bool(tensor.is_contiguous())
+
+    def _packed_strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return formats.packed_strides(shape, len(shape) > 2 and self.layout.channels_last)
 
     def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return formats.strides(shape, self.layout) if len(shape) > 1 else (1,)

@@ -21,7 +21,7 @@ from miofind.errors import CompileError, InvalidConfigError, LaunchError, Missin
 from miofind.launch.invoker import Invoker
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
-from miofind.torch.direct import DirectLaunch, DirectResult
+from miofind.torch.direct import DirectLaunch, TensorForm
 from miofind.torch.override import formats
 from miofind.torch.override.calls import ConvolutionCall, Unserved
 from miofind.torch.override.memory import host_array, is_capturing, results, stream_reader
@@ -158,6 +158,12 @@ class Launches:
             bias=_BIAS[computed] if with_bias else "",
         )
         self._device, self._dtype = arguments.x.device, arguments.x.dtype
+        given = {name: getattr(arguments, name) for name in names}
+        self._packed = {
+            name: TensorForm(tuple(tensor.shape), formats.strides(tuple(tensor.shape), layout), tensor.dtype)
+            for name, tensor in given.items()
+            if not formats.is_dense(tensor, layout)
+        }
         self._solutions = solutions
         self._lock = threading.Lock()
 
@@ -171,16 +177,16 @@ class Launches:
         return Made(self._launch(invoker), solution, functools.partial(self._direct, invoker))
 
     def _direct(self, invoker: Invoker) -> DirectLaunch | None:
-        """What an invoker does, for calls whose tensors need not be packed; None where Python is needed."""
+        """What an invoker does; None where Python is needed."""
         form = self._form
-        steps = None if any(form.copies) else invoker.flat()
+        steps = invoker.flat()
         if steps is None:
             return None
         tensors = ("x", "w", "bias") if self._computed == "y" else ("grad", "x", "w")
         read = INPUTS[self._computed] + (("bias",) if form.bias == "given" else ())
-        results = [DirectResult(self._shape, self._strides, self._dtype)]
+        results = [TensorForm(self._shape, self._strides, self._dtype)]
         if form.bias == "made":
-            results.append(DirectResult((invoker.problem.k,), (1,), self._dtype))
+            results.append(TensorForm((invoker.problem.k,), (1,), self._dtype))
         # Of the bases: the two tensors and the result, the bias or its gradient and the numbers, the workspace.
         made, vector = len(read), 2 if form.bias == "given" else 3
         places = (0, 1, made)
@@ -192,6 +198,7 @@ class Launches:
             workspace_bytes=invoker.workspace_bytes,
             alignment_bytes=invoker.alignment_bytes,
             steps=steps,
+            packed={tensors.index(name): each for name, each in self._packed.items()},
         )
 
     @property

@@ -464,3 +464,67 @@ def test_it_can_be_switched_off(path: DirectPath, monkeypatch: pytest.MonkeyPatc
     assert direct.direct_path() is path
     monkeypatch.setenv("MIOFIND_TORCH_DIRECT", "0")
     assert direct.direct_path() is None
+
+
+ORDERS = (torch.contiguous_format, torch.channels_last)
+
+
+@pytest.mark.parametrize("orders", [*itertools.product(ORDERS, repeat=3)][1:-1], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_tensors_in_several_memory_orders_are_packed_without_python(
+    enabled: Override, driver: Driver, orders: tuple[Any, ...], with_bias: bool
+) -> None:
+    """x, w and the gradient of y, as behind a group norm in a channels-last network: all such calls were Python's."""
+    results = []
+    for i in range(4):
+        torch.manual_seed(7)
+        x, w, dy = (torch.randn(shape, **HALF) for shape in ((2, 4, 7, 6), (6, 4, 3, 3), (2, 6, 7, 6)))
+        x, w, dy = (each.to(memory_format=order) for each, order in zip((x, w, dy), orders, strict=True))
+        given = [x.requires_grad_(), w.requires_grad_()]
+        given += [torch.randn(6, **HALF).requires_grad_()] if with_bias else []
+        keep = [torch.empty(64 * i)]  # so that addresses differ
+        y = conv2d(*given, padding=1)
+        results.append((y.detach(), *torch.autograd.grad(y, given, dy)))
+        del keep
+    assert driver.launches == 2 * 3, "y, dx and dw of two calls"
+    for later in results[1:]:
+        for first, other in zip(results[0], later, strict=True):
+            assert other.stride() == first.stride()
+            torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_wanted", [(True, False), (False, True)])
+def test_only_what_a_result_reads_is_packed(enabled: Override, driver: Driver, is_wanted: tuple[bool, bool]) -> None:
+    """Without the gradient of x or of w the other one's input is nobody's."""
+    results = []
+    for _ in range(4):
+        torch.manual_seed(7)
+        x = torch.randn(2, 4, 7, 6, **HALF).to(memory_format=torch.channels_last).requires_grad_(is_wanted[0])
+        w = torch.randn(6, 4, 3, 3, **HALF).requires_grad_(is_wanted[1])
+        y = conv2d(x, w, padding=1)
+        results.append(torch.autograd.grad(y, x if is_wanted[0] else w, torch.ones_like(y))[0])
+    assert driver.launches == 2 * 2
+    assert all(torch.equal(results[0], each) for each in results)
+
+
+def test_a_misaligned_tensor_that_is_packed_does_without_python(enabled: Override, driver: Driver) -> None:
+    """Its copy is aligned."""
+    memory, w = torch.randn(2 * 4 * 7 * 6 + 1, **HALF), torch.randn(6, 4, 3, 3, **HALF)
+    w = w.to(memory_format=torch.channels_last)
+    results = [conv2d(memory[1:].view(2, 4, 7, 6), w, padding=1) for _ in range(4)]
+    assert driver.launches == 2
+    assert all(torch.equal(results[0], each) for each in results)
+
+
+def test_an_expanded_tensor_is_packed_without_python(enabled: Override, driver: Driver) -> None:
+    x, w = torch.randn(2, 1, 7, 6, **HALF).expand(2, 4, 7, 6), torch.randn(6, 4, 3, 3, **HALF)
+    results = [conv2d(x, w, padding=1) for _ in range(4)]
+    assert driver.launches == 2
+    assert all(torch.equal(results[0], each) for each in results)
+
+
+def test_a_signal_is_packed_without_python(enabled: Override, driver: Driver) -> None:
+    x, w = torch.randn(2, 9, 4, **HALF).transpose(1, 2), torch.randn(6, 4, 3, **HALF)
+    results = [torch.nn.functional.conv1d(x, w, padding=1) for _ in range(4)]
+    assert driver.launches == 2
+    assert all(torch.equal(results[0], each) for each in results)
