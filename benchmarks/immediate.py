@@ -10,9 +10,10 @@ regret is how far a pick is off the best that is known, cuDNN's included. Beside
 cost (the learning curve), what predictions add where one solver's rows are void, and the CPU time of an answer for
 problems that no FindDB knows.
 
-Random problems of the suite wild, in random types, layouts and directions, are written as a suite with --suite, whose
-default configurations `MIOFIND_SYSTEM_DB= miofind tune --csv wild.csv --db WILD.db` measures. With --judge they are
-judged: shapes in five parts, each predicted by a model of the sources and the other four.
+Random problems of the suite wild, in random types, layouts and directions, and with --epilogues with a random epilogue
+each, are written as a suite with --suite, whose default configurations
+`MIOFIND_SYSTEM_DB= miofind tune --csv wild.csv --db WILD.db` measures. With --judge they are judged: shapes in five
+parts, each predicted by a model of the sources and the other four.
 
 With --gpu such problems are answered by the model that ships and by plain estimates, with no FindDB; then a find
 measures all default configurations and the first eight of both, and the regrets are those of measured times.
@@ -39,6 +40,7 @@ from typing import Any, NamedTuple
 
 import script
 from commit import commit
+from wild import with_epilogue
 
 import miofind
 from miofind import FindOptions, ProblemDescription
@@ -273,6 +275,12 @@ def write_suite(path: Path, problems: Sequence[ProblemDescription]) -> None:
     save_csv(Suite(name="wild", rows=tuple(rows)), path)
 
 
+def random_problems(arguments: argparse.Namespace) -> list[ProblemDescription]:
+    """The random problems that were asked for."""
+    found = wild_problems(arguments.problems, arguments.seed)
+    return [with_epilogue(each, arguments.seed) for each in found] if arguments.epilogues else found
+
+
 def wild_problems(count: int, seed: int) -> list[ProblemDescription]:
     """Random problems of the suite wild."""
     draw = random.Random(seed)
@@ -302,7 +310,7 @@ def against_finds(arguments: argparse.Namespace) -> dict[str, Any]:
     """Predicted answers against finds that measure everything, on the GPU here."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for problem in wild_problems(arguments.problems, arguments.seed):
+        for problem in random_problems(arguments):
             try:
                 rows.append(one_against_a_find(problem, Path(folder, f"{len(rows)}.db"), arguments.budget))
             except MiofindError as error:
@@ -374,6 +382,7 @@ def main() -> None:
     parser.add_argument("sources", nargs="*", type=Path, help="FindDBs of one kind of device")
     parser.add_argument("--gpu", action="store_true", help="measure on the GPU here, instead of reading FindDBs")
     parser.add_argument("--problems", type=script.count, default=150, help="random problems with --gpu or --suite")
+    parser.add_argument("--epilogues", action="store_true", help="give each random problem an epilogue")
     parser.add_argument("--budget", type=script.seconds, default=60.0, help="seconds of measuring a problem with --gpu")
     parser.add_argument("--suite", type=script.output, help="write the random problems to this file, and end")
     parser.add_argument("--judge", type=Path, help="FindDB whose problems are judged, all candidates of which it has")
@@ -381,7 +390,7 @@ def main() -> None:
     parser.add_argument("--json", type=script.output, help="write the figures to this file")
     arguments = parser.parse_args()
     if arguments.suite:
-        write_suite(arguments.suite, wild_problems(arguments.problems, arguments.seed))
+        write_suite(arguments.suite, random_problems(arguments))
         return
     if arguments.gpu == bool(arguments.sources):
         parser.error("name FindDBs, or --gpu")

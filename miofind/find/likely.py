@@ -21,7 +21,7 @@ from miofind.find.lookup.scopes import requested_scope
 from miofind.find.plan import Plan, make_plan
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
-from miofind.solver.registry import COMPOSED_SUFFIX
+from miofind.solver.registry import inner_id
 
 FIRST, MOST = 3, 5
 """How many of the first are measured, whatever they are, and how many at most."""
@@ -104,7 +104,7 @@ def likely_places(candidates: Sequence[tuple[str, float]]) -> list[int]:
     Args:
         candidates: solver and predicted time of each, the least first.
     """
-    solvers = [name.removesuffix(COMPOSED_SUFFIX) for name, _ in candidates]
+    solvers = [inner_id(name) for name, _ in candidates]
     times = [time_ms for _, time_ms in candidates]
     taken = list(range(min(FIRST, len(candidates))))
     for place in range(FIRST, len(candidates)):

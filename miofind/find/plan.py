@@ -161,6 +161,7 @@ def make_plan(
     asks: Callable[[SolverFacts], bool] = lambda facts: True,
     trusts_own: bool = False,
     in_haste: bool = False,
+    best_ms: float = math.inf,
 ) -> Plan:
     """The candidates of a request: configurations of the handle's solvers.
 
@@ -170,9 +171,10 @@ def make_plan(
         asks: which of the solvers that the options allow are asked; the others count as left out.
         trusts_own: take it for granted that a FindDB can keep our own solvers' candidates: their steps are asked for
             only where a limit is on those.
-        in_haste: have no candidates of solvers whose estimates are all known to be far behind the best one, do not ask
-            those whether they serve the problem that the options leave no configuration of if they do, and do not count
-            which forms of solvers serve a fused problem.
+        in_haste: have no candidates of solvers whose estimates are all known to be far behind the best one, and no
+            composed forms of solvers that fuse; do not ask those whether they serve the problem that the options leave
+            no configuration of if they do, and do not count which forms of solvers serve a fused problem.
+        best_ms: the best estimate of candidates beside the plan's.
 
     Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
     fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
@@ -184,7 +186,7 @@ def make_plan(
     """
     options.check_names(handle.registry)
     device = handle.device
-    draft = _Draft()
+    draft = _Draft(best_ms=best_ms)
 
     def taken(facts: SolverFacts) -> bool:
         return (facts.is_dynamic or not dynamic_only) and asks(facts)
@@ -211,7 +213,8 @@ def make_plan(
         else:
             draft.ask(request, (winners or {}).get(solver.id, ()), in_haste=in_haste)
     if problem.epilogue:
-        choices = fastest_bare(bare, options) if bare else _estimated_bare(problem, options, handle, taken)
+        fusing = draft.fitting if in_haste and not options.only else ()
+        choices = fastest_bare(bare, options) if bare else _estimated_bare(problem, options, handle, taken, fusing)
         for solver_id, configs in choices.items():
             solver = composed(handle.registry[solver_id])
             request = _Request(problem, device, solver, options, configs, trusts_own=trusts_own)
@@ -260,11 +263,28 @@ def _bare(
 
 
 def _estimated_bare(
-    problem: ProblemDescription, options: FindOptions, handle: Handle, asks: Callable[[SolverFacts], bool]
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    asks: Callable[[SolverFacts], bool],
+    fusing: Sequence[Planned],
 ) -> Choices:
-    """What is composed for a fused problem of whose bare one nothing is known: what estimates have first there."""
+    """What is composed for a fused problem of whose bare one nothing is known: what estimates have first there.
+
+    Args:
+        fusing: candidates whose solvers are not composed.
+    """
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
-    plan = make_plan(problem.bare, request, handle, asks=asks, trusts_own=True, in_haste=True)
+    fuse = {each.solver.id for each in fusing}
+    plan = make_plan(
+        problem.bare,
+        request,
+        handle,
+        asks=lambda facts: facts.id not in fuse and asks(facts),
+        trusts_own=True,
+        in_haste=True,
+        best_ms=min((each.estimate_ms for each in fusing), default=math.inf),
+    )
     planned = plan.candidates or plan.last_resort
     return first_of_each(((each.solver.id, each.candidate.config) for each in planned), options)
 
@@ -442,6 +462,7 @@ class _Request:
 class _Draft:
     """A plan that is being made; see `Plan`."""
 
+    best_ms: float = math.inf
     planned: list[Planned] = field(default_factory=list)
     spaces: list[Space] = field(default_factory=list)
     considered: dict[str, int] = field(default_factory=dict)
@@ -464,9 +485,14 @@ class _Draft:
             elif applies:
                 self.planned += request.within_limits(request.defaults(), self.refusals)
 
+    @property
+    def fitting(self) -> list[Planned]:
+        """The candidates that are not of the last resort."""
+        return [each for each in self.planned if not each.solver.is_last_resort]
+
     def _is_behind(self, request: _Request) -> bool:
         """Whether all of a solver's estimates are far behind the best that is planned."""
-        best_ms = min((each.estimate_ms for each in self.planned if not each.solver.is_last_resort), default=math.inf)
+        best_ms = min([self.best_ms, *(each.estimate_ms for each in self.fitting)])
         return request.solver.least_ms(request.problem, request.device) > _FAR * best_ms
 
     def pass_over(self, request: _Request, reason: str) -> None:

@@ -18,7 +18,7 @@ from miofind.core.network_config import ConvolutionArguments, parse_network_conf
 from miofind.core.problem import ProblemDescription
 from miofind.errors import DatabaseError, InvalidConfigError, InvalidProblemError
 from miofind.finddb import LayeredStore, Store
-from miofind.solver.registry import COMPOSED_SUFFIX
+from miofind.solver.registry import inner_id
 from miofind.solver.steps import Config
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class WarmStart:
         answer = database.answer(self._device, network_config)
         seen: set[str] = set()
         for row in answer.rows if answer else ():
-            solver_id = row.solver_id.removesuffix(COMPOSED_SUFFIX)
+            solver_id = inner_id(row.solver_id)
             if solver_id not in seen:
                 seen.add(solver_id)
                 try:

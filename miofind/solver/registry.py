@@ -54,6 +54,11 @@ def composed_facts(facts: SolverFacts) -> SolverFacts:
     return replace(facts, id=composed_id(facts.id), names=facts.composed_names)
 
 
+def inner_id(solver_id: str) -> str:
+    """The id of the solver that a form of this id is made of: the id itself, but for composed forms."""
+    return solver_id.removesuffix(COMPOSED_SUFFIX)
+
+
 def is_composed(solver_id: str) -> bool:
     """Whether an id names a composed form."""
     return solver_id.endswith(COMPOSED_SUFFIX)
@@ -110,15 +115,15 @@ class Registry(Mapping[str, Solver]):
             solver = self._import(self._indexed[solver_id])
         if solver is not None:
             return solver
-        inner_id = str(solver_id).removesuffix(COMPOSED_SUFFIX)
-        if inner_id == solver_id or is_composed(inner_id):
+        inner = inner_id(str(solver_id))
+        if inner == solver_id or is_composed(inner):
             raise KeyError(solver_id)
-        return composed(self[inner_id])
+        return composed(self[inner])
 
     def __contains__(self, solver_id: object) -> bool:
         if not isinstance(solver_id, str):
             return False
-        names = (solver_id, solver_id.removesuffix(COMPOSED_SUFFIX))
+        names = (solver_id, inner_id(solver_id))
         return any(name in self._indexed or name in self._solvers for name in names)
 
     def __iter__(self) -> Iterator[str]:

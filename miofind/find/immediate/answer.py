@@ -6,11 +6,12 @@ are no better than a guess, while our own best is within 0.3 % of theirs (geomet
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Device, Library
+from miofind.device.device import Library
 from miofind.find.immediate.ranker import Estimated, Prediction
 from miofind.find.immediate.shipped import ranker_of
 from miofind.find.lookup import failures, records
@@ -20,8 +21,7 @@ from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, SolutionList, Source, copied, without_steps
 from miofind.solver.facts import SolverFacts
-from miofind.solver.registry import COMPOSED_SUFFIX
-from miofind.solvers.pointwise.composed import Composed
+from miofind.solver.registry import inner_id
 
 
 def predicted(
@@ -76,7 +76,7 @@ def with_predictions(
     lacking = {*gaps.solvers, *gaps.limited}
     if not lacking:
         return hit
-    lacking |= {name.removesuffix(COMPOSED_SUFFIX) for name in lacking}
+    lacking |= {inner_id(name) for name in lacking}
     problem = hit[0].problem
     tried = _tried(problem, handle)
     plan = _plan(
@@ -178,25 +178,11 @@ class Ranked(NamedTuple):
 
 
 def ranked(planned: Sequence[Planned], problem: ProblemDescription, handle: Handle) -> list[Ranked]:
-    """Candidates with the least predicted time first.
-
-    Of a fused problem the prediction is that of the bare one, by the estimate of the solver's fused form; where a pass
-    follows, its estimated time is added.
-    """
-    estimated = [_estimated(each, problem, handle.device) for each in planned]
-    predictions = ranker_of(handle.device).predictions(problem.bare, handle.device, estimated)
-    found = [
-        Ranked(each, prediction._replace(time_ms=prediction.time_ms + (each.estimate_ms - bare.estimate_ms)))
-        for each, bare, prediction in zip(planned, estimated, predictions, strict=True)
-    ]
+    """Candidates with the least predicted time first."""
+    estimated = [Estimated(each.solver, each.candidate.config, each.estimate_ms) for each in planned]
+    predictions = ranker_of(handle.device).predictions(problem, handle.device, estimated)
+    found = itertools.starmap(Ranked, zip(planned, predictions, strict=True))
     return sorted(found, key=lambda each: each.prediction.time_ms)
-
-
-def _estimated(planned: Planned, problem: ProblemDescription, device: Device) -> Estimated:
-    solver, config = planned.solver, planned.candidate.config
-    if isinstance(solver, Composed):
-        return Estimated(solver.inner, config, solver.inner.estimate_ms(problem.bare, device, config))
-    return Estimated(solver, config, planned.estimate_ms)
 
 
 def _as_solution(which: Ranked, found: SolutionList, more: int = 0) -> Solution:

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import DataType, Direction, MathMode, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.registry import inner_id, is_composed
 from miofind.solver.steps import Config, ConfigValue
 
 FEATURES_VERSION = 1
@@ -46,7 +48,7 @@ _TILING = (
 )
 """Of its tiles: what share of them the problem fills, how many there are, and how many steps along K one takes."""
 
-_SOLVER, _PARAMETER = "solver ", "parameter "
+_SOLVER, _PARAMETER, _COMPOSED = "solver ", "parameter ", "composed"
 _MOST_WAVES = 64.0
 _MOST_SIDE = 1e9  # of a tile: whatever else solvers call so is none
 
@@ -55,7 +57,7 @@ class Guess(NamedTuple):
     """A candidate as a ranker sees it.
 
     Attributes:
-        solver_id: whose it is; of a composed form that of the solver it is made of.
+        solver_id: whose it is.
         config: its configuration.
         estimate_ms: the solver's estimate.
         table_ms: the estimate as the table of medians corrects it.
@@ -134,6 +136,9 @@ def problem_features(problem: ProblemDescription, device: Device) -> dict[str, f
         "padded": float(any(problem.conv.pad_before)),
         "largest_filter": float(max(problem.filter)),
         "depthwise": float(problem.groups > 1 and group_c == 1),
+        "epilogue": float(len(problem.epilogue.operands)),
+        "epilogue_tensors": float(sum(name in EPILOGUE_TENSORS for name in problem.epilogue.operands)),
+        "inexact_activation": float(not problem.epilogue.activation.is_exact),
     }
     return found
 
@@ -246,10 +251,10 @@ class _Tiled:
 
 def feature_names(problem: Mapping[str, float], guesses: Sequence[Guess]) -> tuple[str, ...]:
     """The names of all features of these candidates of any problems, in order."""
-    solvers = sorted({guess.solver_id for guess in guesses})
+    solvers = sorted({inner_id(guess.solver_id) for guess in guesses})
     named = sorted({name for guess in guesses for name in parameters(guess.config)})
     own = (*(_SOLVER + solver for solver in solvers), *(_PARAMETER + name for name in named))
-    return (*sorted(problem), *_CANDIDATE, *_TILING, *own)
+    return (*sorted(problem), *_CANDIDATE, *_TILING, _COMPOSED, *own)
 
 
 class Columns:
@@ -269,7 +274,8 @@ class Columns:
 
     def _known_of(self, solver_id: str, config: Config) -> dict[int, float]:
         """The features that a candidate has in all problems, by their places."""
-        own = {_SOLVER + solver_id: 1.0} | {_PARAMETER + name: value for name, value in parameters(config).items()}
+        own = {_SOLVER + inner_id(solver_id): 1.0, _COMPOSED: float(is_composed(solver_id))}
+        own |= {_PARAMETER + name: value for name, value in parameters(config).items()}
         return {place: value for name, value in own.items() if (place := self._places.get(name)) is not None}
 
     def matrix(self, problem: ProblemDescription, device: Device, guesses: Sequence[Guess]) -> NDArray[np.float32]:

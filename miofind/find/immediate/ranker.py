@@ -17,6 +17,7 @@ from miofind.device.device import Device
 from miofind.find.immediate.features import Columns, Guess
 from miofind.find.immediate.kinds import Kind, position
 from miofind.find.immediate.model import Calibration, Model, Trees
+from miofind.solver.registry import inner_id
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
@@ -28,7 +29,7 @@ _MOST_LOG2 = 60.0  # of a time in milliseconds, whatever a model says
 
 
 class Estimated(NamedTuple):
-    """A candidate of a bare problem and its solver's estimate."""
+    """A candidate and its solver's estimate."""
 
     solver: Solver
     config: Config
@@ -62,12 +63,12 @@ class Ranker:
 
     def is_stale(self, solver: Solver) -> bool:
         """Whether the model knows a solver in another version than it has."""
-        known = self.model.solvers.get(solver.id) if self.model is not None else None
+        known = self.model.solvers.get(inner_id(solver.id)) if self.model is not None else None
         return known is not None and known != solver.version
 
     def knows(self, solver: Solver) -> bool:
         """Whether the model was trained with a solver as it is."""
-        return self.model is not None and self.model.solvers.get(solver.id) == solver.version
+        return self.model is not None and self.model.solvers.get(inner_id(solver.id)) == solver.version
 
     def reaches(self, problem: ProblemDescription) -> bool:
         """Whether a model of the device's kind was trained with problems like one, given without its epilogue."""
@@ -77,11 +78,7 @@ class Ranker:
     def predictions(
         self, problem: ProblemDescription, device: Device, candidates: Sequence[Estimated]
     ) -> list[Prediction]:
-        """What is predicted of candidates, in their order.
-
-        Args:
-            problem: without its epilogue.
-        """
+        """What is predicted of candidates, in their order."""
         model = self.model
         if model is None or not candidates:
             return [Prediction(candidate.estimate_ms, None) for candidate in candidates]
@@ -91,7 +88,7 @@ class Ranker:
         for place, (solver, config, estimate_ms) in enumerate(candidates):
             factor = 1.0
             if self.knows(solver):
-                factor = factors.get(solver.id, factor)
+                factor = factors.get(inner_id(solver.id), factor)
                 known.append(place)
             guesses.append(Guess(solver.id, config, estimate_ms, factor * estimate_ms))
         if trees is None or not known or not trees.reaches(kind, position(problem)):

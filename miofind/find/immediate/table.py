@@ -61,10 +61,6 @@ class Table:
         """Whether a correction is of problems of that kind, not of a wider one."""
         return (solver_id, *kind.levels[0]) in self.corrections
 
-    def corrected_ms(self, solver_id: str, kind: Kind, estimate_ms: float) -> float:
-        """A solver's estimate, corrected."""
-        return estimate_ms * self.factors(kind).get(solver_id, 1.0)
-
     def _factors_of(self, kind: Kind) -> dict[str, float]:
         """By solver, what estimates for a kind of problem are multiplied by; kept in `factors`: all problems ask."""
         return {

@@ -29,7 +29,7 @@ from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import Selection
 from miofind.runtime.solution import Gaps, Solution
-from miofind.solver.registry import COMPOSED_SUFFIX
+from miofind.solver.registry import inner_id
 
 
 class _Hit(NamedTuple):
@@ -198,7 +198,7 @@ class _Request(NamedTuple):
 
     def _counted(self, name: str) -> str:
         """The name under which a solver is asked for: a composed form's own, or that of the solver it is made of."""
-        return name if name in self.request.solvers else name.removesuffix(COMPOSED_SUFFIX)
+        return name if name in self.request.solvers else inner_id(name)
 
     def _settled(self) -> set[str]:
         """Solvers that were measured as they are now: something of them is usable, or all that was measured failed."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 import miofind
 from miofind import FindOptions
+from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription
 from miofind.find.immediate.devices import described
 from miofind.find.plan import own_defaults
-from miofind.solver.registry import Registry
+from miofind.solver.registry import Registry, composed_id
 from miofind.solver.steps import Config
 
 H200 = described("NVIDIA H200|132|9.0|")
@@ -45,6 +47,18 @@ PROBLEMS = {
         x=(32, 96, 56, 56), w=(96, 1, 3, 3), padding=1, groups=96, dtype="float16", direction="backward_weights"
     ),
 }
+
+
+@pytest.mark.parametrize("only", [(), ("ConvImplicitGemmMma", "ConvImplicitGemmMma+Pointwise")], ids=["all", "named"])
+def test_what_fuses_is_not_composed_unless_it_is_named(only: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    problem = replace(PROBLEMS["3x3"], epilogue=Epilogue.of("bias.relu"))
+    with miofind.Handle(H200, database=":memory:") as handle:
+        found = miofind.find_solutions(problem, options=replace(FAST, only=only), handle=handle)
+    ids = {solution.solver_id for solution in found}
+    assert "ConvImplicitGemmMma" in ids
+    assert ("ConvImplicitGemmMma+Pointwise" in ids) == bool(only)
+    assert not any(composed_id(name) in ids for name in ids) or only
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 from helpers.runs.immediate_models import H200, NEAR, small_model
 
+from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription
-from miofind.find.immediate.features import Guess, feature_names, parameters, problem_features
+from miofind.find.immediate.features import Columns, Guess, feature_names, parameters, problem_features
 from miofind.find.immediate.kinds import Kind
 from miofind.find.immediate.model import Model
 from miofind.find.immediate.ranker import Estimated, Prediction, Ranker
 from miofind.find.immediate.table import LEAST_PROBLEMS, Ratio, Table
-from miofind.solver.registry import Registry
+from miofind.solver.registry import Registry, composed
 from miofind.solver.steps import Config
 
 TILED, MMA = (Registry.default()[name] for name in ("ConvDirectTiled", "ConvImplicitGemmMma"))
@@ -55,6 +56,28 @@ def test_estimates_of_a_solver_that_changed_are_not_corrected() -> None:
     unknown = replace(model, solvers={MMA.id: MMA.version})
     assert not Ranker(unknown).is_stale(TILED)
     assert [each.time_ms for each in predicted(unknown)] == pytest.approx([2.0, 4.0])
+
+
+def test_a_composed_form_is_known_by_the_solver_it_is_made_of() -> None:
+    """The table corrects it alike, and beside that solver's columns it has one of its own."""
+    model = replace(small_model(), trees=None)
+    fused = replace(NEAR, epilogue=Epilogue.of("bias.residual.silu"))
+    form = composed(TILED)
+    found = Ranker(model).predictions(fused, H200, [CANDIDATES[1], Estimated(form, CANDIDATES[1].config, 4.0)])
+    assert found[0].time_ms == found[1].time_ms == pytest.approx(4 * 2**0.5)
+    assert Ranker(model).knows(form)
+    guesses = [Guess(each.id, CANDIDATES[1].config, 4.0, 4.0) for each in (TILED, form)]
+    names = feature_names(problem_features(fused, H200), guesses)
+    own, of_form = Columns(names).matrix(fused, H200, guesses)
+    assert [name for name, a, b in zip(names, own, of_form, strict=True) if a != b] == ["composed"]
+
+
+def test_an_epilogue_is_told_by_its_operands_and_activation() -> None:
+    plain, fused = (problem_features(replace(NEAR, epilogue=Epilogue.of(e)), H200) for e in ("", "bias.residual.silu"))
+    names = ("epilogue", "epilogue_tensors", "inexact_activation")
+    assert [plain[name] for name in names] == [0, 0, 0]
+    assert [fused[name] for name in names] == [2, 1, 1]
+    assert fused["bytes"] > plain["bytes"], "a residual is read"
 
 
 def test_more_candidates_than_trees_are_asked_of_keep_an_order() -> None:

@@ -15,6 +15,7 @@ import pytest
 from helpers.commands.cli_runner import run
 from helpers.runs.immediate_models import H200
 
+from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Library, device_text
 from miofind.errors import ModelError
@@ -26,8 +27,8 @@ from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout, geometry, network
 from miofind.find.immediate.training.samples import Lesson, Sample, lessons
 from miofind.find.lookup.validity import solver_hash
-from miofind.finddb import Row, Store
-from miofind.solver.registry import Registry
+from miofind.finddb import Row, Scope, Store
+from miofind.solver.registry import Registry, composed_id
 
 SOLVERS = ("ConvDirectTiled", "ConvImplicitGemmMma")
 DEVICE = described(H200.identity)
@@ -129,6 +130,42 @@ def test_lessons_are_what_counts_of_all_sources(source: Path, learnt: Sequence[L
     assert [lesson.problem for lesson in found] == [lesson.problem for lesson in learnt]
     assert found[0].samples[0].time_ms == 123.0
     assert found[0].samples[1:] == learnt[0].samples[1:]
+
+
+FUSED = replace(next(problems()), epilogue=Epilogue.of("bias.relu"))
+
+
+def fused_lesson(path: Path, scope: Scope, *more: Row) -> Lesson:
+    """A fused problem of which a solver's own form and a composed one were measured."""
+    config = Registry.default()[SOLVERS[1]].default_configs(FUSED, DEVICE)[0].json
+    rows = [row(name, config, time_ms) for name, time_ms in ((SOLVERS[1], 1.0), (composed_id(SOLVERS[1]), 2.0))]
+    with Store(path) as store:
+        store.record(DEVICE.identity, FUSED.network_config, [*rows, *more], scope=scope)
+        return lessons([store], DEVICE, Registry.default())[0]
+
+
+def test_fused_problems_teach_with_all_forms(tmp_path: Path) -> None:
+    """Each by its own estimate, that of a composed form with its pass."""
+    own, form = fused_lesson(tmp_path / "fused.db", Scope(solvers={})).samples
+    assert (own.solver_id, form.solver_id) == (SOLVERS[1], composed_id(SOLVERS[1]))
+    assert (own.time_ms, form.time_ms) == (1.0, 2.0)
+    assert form.estimate_ms > Registry.default()[SOLVERS[1]].estimate_ms(FUSED.bare, DEVICE, form.config)
+
+
+def test_a_fused_problem_is_complete_where_a_find_of_all_passed_over_what_is_missing(tmp_path: Path) -> None:
+    all_solvers = Scope(solvers={solver.id: solver.version for solver in Registry.default().values()})
+    assert fused_lesson(tmp_path / "all.db", all_solvers).is_complete
+    for name, fields in {
+        "none": {"solvers": {}},
+        "likely": {"effort": "likely"},
+        "ended": {"complete": False},
+        "filtered": {"filters": {"strict_nonfinite": True}},
+    }.items():
+        scope: Scope = replace(all_solvers, **fields)
+        assert not fused_lesson(tmp_path / f"{name}.db", scope).is_complete, name
+    config = Registry.default()["ConvDirectTiled"].default_configs(FUSED, DEVICE)[0].json
+    older = row("ConvDirectTiled", config, 1.5, source_hash="ab" * 32)
+    assert not fused_lesson(tmp_path / "older.db", all_solvers, older).is_complete
 
 
 def test_a_known_law_is_learnt(learnt: Sequence[Lesson], monkeypatch: pytest.MonkeyPatch) -> None:

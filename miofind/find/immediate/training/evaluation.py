@@ -71,6 +71,7 @@ GROUPINGS: dict[str, Callable[[Lesson], str]] = {
     "direction": lambda lesson: lesson.kind.direction,
     "layout": lambda lesson: lesson.kind.layout,
     "network": lambda lesson: network(lesson.problem),
+    "epilogue": lambda lesson: "fused" if lesson.problem.epilogue else "bare",
 }
 
 
@@ -85,7 +86,7 @@ def _in_order(times: Sequence[float]) -> list[int]:
 
 
 def regrets(lessons: Sequence[Lesson], times: Times) -> dict[str, object]:
-    """Regrets over all lessons, measuring more of the first, and by class, type, direction, layout and network."""
+    """Regrets over all lessons, measuring more of the first, and by what `GROUPINGS` tells of them."""
     judged = [lesson for lesson in lessons if lesson.problem.network_config in times]
     by_group: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for lesson in judged:

@@ -29,7 +29,7 @@ from miofind.find.immediate.training.boosting import rank_forest, time_forest
 from miofind.find.immediate.training.evaluation import WITHIN, Regret, Times, class_regrets, picked, regrets
 from miofind.find.immediate.training.groups import Holdout, group
 from miofind.find.immediate.training.samples import Lesson
-from miofind.solver.registry import Registry
+from miofind.solver.registry import Registry, inner_id
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,8 @@ class Training:
         return self._fit(lessons, self._reach(list(_grouped(lessons, holdout).values())))
 
     def _fit(self, lessons: Sequence[Lesson], reach: float) -> Model:
-        solvers = {s.solver_id: self.registry[s.solver_id].version for each in lessons for s in each.predicted}
+        taught = {inner_id(sample.solver_id) for each in lessons for sample in each.predicted}
+        solvers = {name: self.registry[name].version for name in sorted(taught)}
         model = Model(
             device=self.device.identity,
             solvers=solvers,
@@ -241,12 +242,13 @@ def _ratios(lessons: Iterable[Lesson]) -> Iterable[Ratio]:
     for lesson in lessons:
         for sample in lesson.predicted:
             log2 = math.log2(sample.time_ms / sample.estimate_ms)
-            yield Ratio(sample.solver_id, lesson.kind, lesson.problem.network_config, log2)
+            yield Ratio(inner_id(sample.solver_id), lesson.kind, lesson.problem.network_config, log2)
 
 
 def _guesses(lesson: Lesson, table: Table) -> list[Guess]:
+    factors = table.factors(lesson.kind)
     return [
-        Guess(s.solver_id, s.config, s.estimate_ms, table.corrected_ms(s.solver_id, lesson.kind, s.estimate_ms))
+        Guess(s.solver_id, s.config, s.estimate_ms, s.estimate_ms * factors.get(inner_id(s.solver_id), 1.0))
         for s in lesson.predicted
     ]
 

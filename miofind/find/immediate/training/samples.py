@@ -19,9 +19,9 @@ from miofind.device.device import Device, Library
 from miofind.errors import DatabaseError, InvalidConfigError, InvalidProblemError, described, raise_if_interrupted
 from miofind.find.immediate.kinds import Kind
 from miofind.find.lookup.validity import is_current
-from miofind.finddb import History, Row, Store, Verdict
+from miofind.finddb import LIKELY, History, Row, Store, Verdict
 from miofind.runtime.refusals import stored_config
-from miofind.solver.registry import Registry
+from miofind.solver.registry import Registry, inner_id, is_composed
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
@@ -55,7 +55,8 @@ class Lesson:
     """A problem and the candidates that are known of it, in the order of solver and configuration.
 
     Attributes:
-        is_complete: whether each solver that serves the problem has a candidate here.
+        is_complete: whether each solver that serves the problem has a candidate here, or a find of all passed it over:
+            of a fused problem those that are far slower without its epilogue.
         device: what measured them, and what their estimates are for.
     """
 
@@ -89,13 +90,28 @@ class _Known:
     is_bound: bool
 
 
+@dataclass(slots=True)
+class _Found:
+    """What sources tell of a problem.
+
+    Attributes:
+        known: by solver and configuration.
+        asked: solvers that finds of all considered.
+        tried: solvers that were measured, whatever code they had.
+    """
+
+    known: dict[tuple[str, str], _Known] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+    tried: set[str] = field(default_factory=set)
+
+
 def lessons(sources: Sequence[Store], device: Device, registry: Registry) -> list[Lesson]:
     """The problems that sources know of a device, in the order of their keys; those with two candidates or more.
 
     Raises:
         DatabaseError: a source cannot be read.
     """
-    found: defaultdict[str, dict[tuple[str, str], _Known]] = defaultdict(dict)
+    found: defaultdict[str, _Found] = defaultdict(_Found)
     for source in sources:
         try:
             for history in source.histories(device.identity):
@@ -106,8 +122,13 @@ def lessons(sources: Sequence[Store], device: Device, registry: Registry) -> lis
     return [lesson for lesson in made if lesson is not None]
 
 
-def _take_in(history: History, device: Device, registry: Registry, known: dict[tuple[str, str], _Known]) -> None:
+def _take_in(history: History, device: Device, registry: Registry, found: _Found) -> None:
     """Add what a history tells of candidates with the solvers of this release."""
+    known = found.known
+    found.tried.update(inner_id(row.solver_id) for row in history.rows)
+    for scope in history.scopes:
+        if scope.complete and scope.effort != LIKELY and not scope.filters:
+            found.asked |= scope.solvers.keys()
     rows = [row for row in history.rows if row.usable and _is_taken(row, device, registry)]
     for row in rows:
         assert row.time_ms is not None
@@ -142,21 +163,25 @@ def _finalists(verdict: Verdict, measured: Mapping[str, Row]) -> Iterator[tuple[
             yield comparison.candidate, winner.time_ms * math.sqrt(comparison.low * comparison.high)
 
 
-def _lesson(
-    network_config: str, known: Mapping[tuple[str, str], _Known], device: Device, registry: Registry
-) -> Lesson | None:
+def _lesson(network_config: str, found: _Found, device: Device, registry: Registry) -> Lesson | None:
+    known = found.known
     try:
         problem = ProblemDescription.from_network_config(network_config)
     except InvalidProblemError as error:
         logger.debug("%s is left out: %s", network_config, error)
         return None
-    if problem.epilogue or len(known) < 2:
+    if len(known) < 2:
         return None
     serving = {solver.id for solver in registry.values() if _serves(solver, problem, device)}
+    if problem.epilogue:
+        forms = {solver_id for solver_id, _ in known if is_composed(solver_id)}
+        serving |= {name for name in forms if _serves(registry[name], problem, device)}
     samples = tuple(_samples(problem, known, serving, device, registry))
     if len(samples) < 2:
         return None
     missing = serving - {solver_id for solver_id, _ in known}
+    if problem.epilogue:
+        missing -= found.asked - found.tried
     is_complete = not any(_is_asked(registry[name], problem, device) for name in missing)
     return Lesson(problem, samples, is_complete, device)
 
