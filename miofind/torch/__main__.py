@@ -105,7 +105,7 @@ def _write(override: Any, path: Path, process: int) -> None:
     """Write the problems that an override noted; nothing in a forked child, and over no file where there are none."""
     from miofind.core.tensor import Direction
     from miofind.torch.override.calls import COMPUTED_OF
-    from miofind.torch.recording.recording import RecordedCall, recorded
+    from miofind.torch.recording.recording import RecordedCall, recorded, saved_at_last
 
     if os.getpid() != process:
         return
@@ -119,12 +119,7 @@ def _write(override: Any, path: Path, process: int) -> None:
     if not recording.problems:
         _tell(f"the run had no convolution problem: nothing was written to {path}")
         return
-    try:
-        recording.save(path)
-    except MiofindError as error:
-        _tell(str(error))
-        return
-    _tell(f"the run's {len(recording.problems)} convolution problems are in {path}: miofind tune --suite {path}")
+    _tell(saved_at_last(recording, path))
 
 
 def _refuse_missing(module: str) -> None:

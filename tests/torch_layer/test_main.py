@@ -37,6 +37,19 @@ except ValueError:
     step()
 """
 
+RECORDS_ONTO_A_FULL_DISK = """
+import os, torch, miofind.torch
+model = torch.nn.Conv2d(3, 4, 3)
+model(torch.ones(1, 3, 5, 5))
+os.symlink("/dev/full", "step.csv")
+try:
+    with miofind.torch.record("step.csv"):
+        model(torch.ones(2, 3, 5, 5))
+except miofind.errors.InvalidOptionError as error:
+    assert "step.csv cannot be written: No space left" in str(error) and "another path" in str(error)
+os.unlink("step.csv")                   # there is space again
+"""
+
 
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MIOFIND_TORCH")}
@@ -80,6 +93,22 @@ def test_the_folder_of_a_recording_is_made(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\ntorch.nn.Conv2d(3, 4, 3)(torch.ones(1, 3, 5, 5))")
     ended = run(tmp_path, "train.py", MIOFIND_TORCH="record", MIOFIND_TORCH_RECORD="a/b/net.csv")
     assert (ended.returncode, len(load(str(tmp_path / "a" / "b" / "net.csv")).problems())) == (0, 1), ended.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is full")
+def test_what_a_full_disk_has_no_space_for_is_not_lost(tmp_path: Path) -> None:
+    """The problems of a run of hours were dropped, with a line that said why."""
+    (tmp_path / "train.py").write_text(RECORDS_ONTO_A_FULL_DISK)
+    (tmp_path / "full.csv").symlink_to("/dev/full")
+    ended = run(tmp_path, "train.py", MIOFIND_TORCH="record", MIOFIND_TORCH_RECORD="full.csv", TMPDIR=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert len(load(str(tmp_path / "step.csv")).problems()) == 1
+    (elsewhere,) = tmp_path.glob("miofind_*/full.csv")
+    assert len(load(str(elsewhere)).problems()) == 2
+    (told,) = (line for line in ended.stderr.splitlines() if "full.csv" in line)
+    assert "No space left" in told
+    assert "choose another path" in told
+    assert f"miofind tune --suite {elsewhere}" in told
 
 
 def test_the_traceback_is_the_script_s(tmp_path: Path) -> None:

@@ -47,24 +47,26 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
 
     Raises:
         InvalidOptionError: the path has another ending than .csv or .txt, or cannot be written. What the block raises
-            it raises in any case.
+            it raises in any case. Nothing is lost: the problems are saved when the process ends, and by
+            `Recording.save` of another path before.
     """
     recording = Recording()
     if path is not None:
         prepare_folder(path)
-        recording.name = Path(path).stem
+        path = Path(path).absolute()  # the block may change the directory
+        recording.name = path.stem
     try:
         with LayerNames() as layers, Recorder(recording, layers):
             yield recording
     except BaseException as error:
         if path is not None:
             try:
-                recording.save(path)
+                recording.save_or_keep(path)
             except InvalidOptionError as unsaved:  # what ended the block is what its caller is to see
-                error.add_note(f"what was recorded is lost: {unsaved}")
+                error.add_note(str(unsaved))
         raise
     if path is not None:
-        recording.save(path)
+        recording.save_or_keep(path)
 
 
 class Recorder(TorchDispatchMode):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import tempfile
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,6 +15,8 @@ from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidOptionError
 from miofind.suites import Suite, SuiteProblem, SuiteRow, save_csv, save_lines
 from miofind.torch.override.calls import ConvolutionCall
+
+logger = logging.getLogger(__name__)
 
 _WRITERS = {".csv": save_csv, ".txt": save_lines}
 
@@ -99,6 +104,62 @@ class Recording:
         suite = replace(self.suite, name=Path(path).stem)
         rows = tuple(replace(row, suite=suite.name) for row in suite.rows)
         _WRITERS[Path(path).suffix.lower()](replace(suite, rows=rows), path)
+        _forget_unsaved(self, Path(path))
+
+    def save_or_keep(self, path: Path) -> None:
+        """The same; what cannot be written is kept, and saved when the process ends.
+
+        Raises:
+            InvalidOptionError: the file cannot be written.
+        """
+        try:
+            self.save(path)
+        except InvalidOptionError as error:
+            _unsaved[path] = self
+            raise InvalidOptionError(
+                f"{error}. The problems are kept: `save` of the recording, as in `with record(path) as recording`, "
+                "takes another path; else they are saved when the process ends"
+            ) from error
+
+
+_unsaved: dict[Path, Recording] = {}
+"""Recordings that are to be saved when the process ends; of those for one path the last, as if all had been saved."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unsaved.clear)  # the parent saves them
+
+
+def _forget_unsaved(saved: Recording, path: Path) -> None:
+    """Do not save a recording again, nor an earlier one over it."""
+    for kept, recording in [*_unsaved.items()]:
+        if recording is saved or kept == path.absolute():
+            del _unsaved[kept]
+
+
+@atexit.register
+def _save_unsaved() -> None:
+    for path, recording in [*_unsaved.items()]:
+        logger.warning("%s", saved_at_last(recording, path))
+
+
+def saved_at_last(recording: Recording, path: Path) -> str:
+    """Save a recording, among temporary files where its path fails, since nobody can choose another any more.
+
+    Returns:
+        where its problems are.
+    """
+    reason = ""
+    try:
+        try:
+            recording.save(path)
+        except InvalidOptionError as error:
+            reason = f"{error}: free space, or choose another path. "
+            path = Path(tempfile.mkdtemp(prefix="miofind_")) / path.name
+            recording.save(path)
+    except (InvalidOptionError, OSError) as error:
+        return f"{reason}The problems are lost, since no temporary file can be written: {error}"
+    count = f"{len(recording.problems)} convolution problems"
+    return f"{reason}The {count} are in {path}: miofind tune --suite {path}"
 
 
 def check_ending(path: str | Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import miofind.torch
 from miofind.errors import InvalidOptionError
 from miofind.suites import load
+from miofind.torch.recording import recording as recordings
 from miofind.torch.recording.recording import Recording
 
 STEM = "conv2d-{}-n2-c3-i8x10-k8-f3x3-p1x1-float32-NCHW"
@@ -192,7 +193,10 @@ def test_the_folder_of_a_recording_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
-def test_what_ends_a_block_is_raised_though_nothing_can_be_saved(tmp_path: Path, error: BaseException) -> None:
+def test_what_ends_a_block_is_raised_though_nothing_can_be_saved(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "_unsaved", {})
     folder = tmp_path / "removed"
 
     def fails() -> None:
@@ -203,6 +207,23 @@ def test_what_ends_a_block_is_raised_though_nothing_can_be_saved(tmp_path: Path,
         fails()
     assert raised.value is error
     assert "cannot be written" in raised.value.__notes__[0]
+    assert list(recordings._unsaved) == [folder / "step.csv"]
+
+
+def test_a_recording_that_was_saved_meanwhile_is_not_saved_over_another_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "_unsaved", {})
+    path = tmp_path / "step.csv"
+    path.mkdir()
+    first, second = Recording("first"), Recording("second")
+    for saved, at in ((first, tmp_path / "other.csv"), (second, path)):
+        with pytest.raises(InvalidOptionError, match="cannot be written"):
+            first.save_or_keep(path)
+        if at == path:
+            path.rmdir()
+        saved.save(at)
+        assert not recordings._unsaved
 
 
 def test_another_ending_is_refused_before_anything_runs(tmp_path: Path) -> None:
