@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from miofind.core.epilogue import Activation, EpilogueParameters, ResidualPosition
 from miofind.core.tensor import enum_value
-from miofind.errors import InvalidOptionError
+from miofind.errors import InvalidArrayError, InvalidOptionError, brief
 from miofind.torch.fused import ops, unfused
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.window import Window
@@ -73,9 +73,11 @@ def convolution(
         (n, k, *out_spatial), of x's dtype and in the memory format that PyTorch's convolution gives it.
 
     Raises:
+        InvalidArrayError: a list or a tuple where a tensor is expected.
         RuntimeError: shapes or dtypes that do not go together.
         InvalidProblemError, InvalidOptionError: an unknown activation, position or padding, or a number that is none.
     """
+    _refuse_lists(x=x, w=w, bias=bias, scale=scale, residual=residual)
     rank = w.dim() - 2
     numbers = _numbers(activation, residual_position, beta, low, high, slope)
     window = Window.of(w.shape[2:], stride=stride, padding=padding, dilation=dilation, groups=groups)
@@ -84,6 +86,15 @@ def convolution(
         x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
     y = run(Tensors(x, w, bias, scale, residual), window, numbers)
     return y.squeeze(0) if is_single else y
+
+
+def _refuse_lists(**given: Any) -> None:
+    for name, value in given.items():
+        if isinstance(value, (list, tuple)):
+            raise InvalidArrayError(
+                f"{name}={brief(value)} must be a tensor, such as torch.tensor(values) or, of a shape, "
+                'torch.empty(shape, device="cuda")'
+            )
 
 
 class Tensors(NamedTuple):

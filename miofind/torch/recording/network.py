@@ -73,7 +73,7 @@ def problems(
             except InvalidOptionError:
                 raise
             except Exception as error:  # of the model's code, of PyTorch's operators: there is no common base
-                raise _unfollowed(model, error) from error
+                raise _unfollowed(model, error, (inputs, dict(keywords or {}))) from error
     return recording
 
 
@@ -114,7 +114,13 @@ def _unwrapped(model: Any) -> Any:
             return model
 
 
-def _unfollowed(model: Any, error: Exception) -> InvalidOptionError:
+def _unfollowed(model: Any, error: Exception, given: Any) -> InvalidOptionError:
+    numbers = next(filter(_is_numbers, pytree.tree_leaves(given, is_leaf=_is_numbers)), None)
+    if numbers is not None and isinstance(error, (TypeError, AttributeError)):
+        return InvalidOptionError(
+            f"{type(model).__name__} cannot be followed with {brief(numbers)}: where that stands for a tensor, give "
+            'one, such as torch.empty(shape, device="cuda"), or its shape as a tuple of two sizes or more'
+        )
     return InvalidOptionError(
         f"{type(model).__name__} cannot be followed without values and memory: {described(error)}. Record a real step "
         "instead: `with miofind.torch.record('problems.csv'): step()`"
@@ -171,6 +177,12 @@ class _Fakes:
 def _is_shape(value: Any) -> bool:
     """Whether a value is a tuple of sizes, at least two: a tuple of one integer may be anything."""
     return isinstance(value, tuple) and len(value) > 1 and all(type(size) is int and size >= 0 for size in value)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value is a list or a tuple of integers that is not taken for a shape, though it may be meant as one."""
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0 and not _is_shape(value)
+    return is_list and all(type(number) is int for number in value)
 
 
 def _autocast(device: Any, dtype: Any) -> Any:

@@ -12,7 +12,7 @@ from helpers.runs.fused_answers import answers_of
 
 import miofind.torch
 from miofind import Handle
-from miofind.errors import InvalidOptionError, InvalidProblemError
+from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError
 from miofind.torch.fused import calls, plans, unfused
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.window import Window
@@ -410,6 +410,7 @@ def test_traced_with_its_backward() -> None:
         ({"beta": float("nan")}, InvalidOptionError, "beta"),
         ({"padding": "same", "stride": 2}, InvalidOptionError, "same"),
         ({"residual": torch.ones(1)}, RuntimeError, "residual"),
+        ({"residual": [2, 6, 5, 5]}, InvalidArrayError, r"residual=\[2, 6, 5, 5\] must be a tensor"),
         ({"groups": 1}, RuntimeError, "groups=1"),
         ({"stride": 0}, RuntimeError, "stride"),
         ({"bias": torch.ones(6, dtype=torch.int64)}, RuntimeError, "bias and scale"),

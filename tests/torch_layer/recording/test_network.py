@@ -182,3 +182,14 @@ def test_what_cannot_be_followed_is_one_error(model: Any, arguments: dict[str, A
     with pytest.raises(InvalidOptionError) as caught:
         miofind.torch.problems(model, (2, 3, 8, 8), **arguments)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("numbers", [[2, 3, 8, 8], (8,)], ids=repr)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_numbers_in_the_place_of_a_tensor_are_told_in_a_line(numbers: Any, is_named: bool) -> None:
+    """The message was that of PyTorch's operator, with all its signatures."""
+    given = ((), {"input": numbers}) if is_named else ((numbers,), {})
+    with pytest.raises(InvalidOptionError) as caught:
+        miofind.torch.problems(nn.Conv2d(3, 1, 1), *given[0], keywords=given[1])
+    told = f"Conv2d cannot be followed with {numbers}: where that stands for a tensor, give one, such as torch.empty"
+    assert str(caught.value).startswith(told)
