@@ -143,15 +143,11 @@ def doctor(asks_all: bool, as_json: bool) -> None:
     _find_missing_libraries(found)
     found.attempt("CUDA versions", lambda: _find_two_cudas(found))
     found.suites = found.attempt("suites", suite_layers) or []
-    paths = [
-        (user_path(), "user"),
-        *((str(each), "shipped") for each in found.attempt("FindDBs", system_addresses) or ()),
-    ]
-    found.databases = [_database(path, kind, found.known) for path, kind in paths]
+    found.databases = [_database(user_path(), "user", found.known), *_shipped_databases(found)]
     sample = None if asks_all else _SAMPLE
     covered = found.attempt("coverage", lambda: coverage(found.known, found.suites, answered_finds, sample))
     found.coverage = covered or []
-    found.missing += [f"{db.kind} FindDB {db.path}: {db.note}" for db in found.databases if not db.usable]
+    found.missing += [f"{db.kind} FindDB {db.path}: {db.note}" for db in found.databases if db.note and not db.usable]
     for path in found.attempt("models", model_paths) or ():
         if (model := found.attempt(f"model {path}", lambda path=path: _model(path))) is not None:  # type: ignore[misc]
             found.models.append(model)
@@ -159,7 +155,8 @@ def doctor(asks_all: bool, as_json: bool) -> None:
     found.cache = found.attempt("binary cache", lambda: BinaryCache().stats())
     if found.cache is not None and found.cache.directory is None:
         found.missing.append("binary cache: the disk cannot be used, kernels are compiled in every process")
-    _find_unknown_devices(found)
+    if covered is not None:
+        _find_unknown_devices(found)
     if as_json:
         print_json(_json(found))
     else:
@@ -225,6 +222,17 @@ def _find_unknown_devices(found: _Examination) -> None:
         found.missing.append(
             f"no FindDB knows {device.name}, so first calls measure: tune it with `miofind tune --suite resnet50`"
         )
+
+
+def _shipped_databases(found: _Examination) -> list[_Database]:
+    """The FindDBs below the user's; one that cannot be used where MIOFIND_SYSTEM_DB names none."""
+    named = os.environ.get("MIOFIND_SYSTEM_DB", "")
+    addresses = found.attempt("FindDBs", system_addresses)
+    if addresses == () and named:
+        found.missing.append(f"MIOFIND_SYSTEM_DB={named!r} is a folder without FindDBs (*.db): correct it or unset it")
+    if not addresses and named:
+        return [_Database(path=told_address(named), kind="shipped", usable=False)]
+    return [_database(str(each), "shipped", found.known) for each in addresses or ()]
 
 
 def _database(path: str, kind: str, known: set[ProblemKey]) -> _Database:
@@ -351,7 +359,8 @@ def _model_line(model: _Model) -> str:
 
 def _show_coverage(found: _Examination) -> None:
     """Print the coverage of all FindDBs together: in full for the GPUs here, or for every device where no GPU is."""
-    _section("Coverage", [] if found.coverage else ["nothing yet"])
+    nothing = "nothing yet" if all(database.usable for database in found.databases) else "CANNOT BE TOLD, see above"
+    _section("Coverage", [] if found.coverage else [nothing])
     here = {device.identity for device in found.devices if device.index >= 0}
     for held in found.coverage:
         show_device(held)

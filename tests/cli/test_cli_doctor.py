@@ -191,6 +191,27 @@ def test_what_cannot_be_used_is_told(
     assert "Missing\n" in run("doctor").stdout
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [("missing.db", "neither a file nor a folder"), ("damaged", "not an SQLite"), ("empty", "(*.db)")],
+)
+def test_a_system_database_that_is_none_is_no_empty_coverage(
+    named: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The FindDBs that are asked left it out, and the coverage was "nothing yet", as before a first find."""
+    (tmp_path / "damaged").write_bytes(b"no database" * 1000)
+    (tmp_path / "empty").mkdir()
+    path = str(tmp_path / named)
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", path)
+    text = run("doctor").stdout
+    missing, _, rest = text.partition("\nDevices\n")
+    (line,) = (line for line in missing.splitlines() if path in line)
+    assert told in line
+    assert f"shipped {path}: CANNOT BE USED, see above" in rest
+    assert "Coverage\n  CANNOT BE TOLD, see above\n" in rest
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
