@@ -68,12 +68,21 @@ def _run_what_is_known() -> None:
     from miofind.torch import enable
 
     enable()
+    _tell_where_there_is_no_gpu()
 
 
 def _measure_what_is_missing() -> None:
     from miofind.torch import enable
 
     enable("find")
+    _tell_where_there_is_no_gpu()
+
+
+def _tell_where_there_is_no_gpu() -> None:
+    import torch
+
+    if torch.cuda.device_count() == 0:  # `is_available` may load the driver, after which a process cannot fork
+        _tell("PyTorch sees no CUDA device, so its own kernels run all convolutions")
 
 
 def _record() -> None:

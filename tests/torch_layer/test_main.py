@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.processes.waiting import LIMIT_S
 
 from miofind.suites import load
@@ -136,9 +137,13 @@ def end_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     return end
 
 
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize("way", ["1", "tune"])
 def test_a_module_runs_with_the_override_and_ends_with_its_own_code(
-    end_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end_of: Any, gpus: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a GPU nothing is miofind's to run, and nothing said so."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     (tmp_path / "ends.py").write_text(
         "import sys, miofind.torch.override.dispatcher as o\nassert __name__ == '__main__'\n"
         "sys.exit(int(sys.argv[1]) if o.current() else 'not enabled')"
@@ -146,7 +151,8 @@ def test_a_module_runs_with_the_override_and_ends_with_its_own_code(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     try:
-        assert end_of("-m", "ends", "7", MIOFIND_TORCH="1") == (7, "")
+        told = "" if gpus else "miofind: PyTorch sees no CUDA device, so its own kernels run all convolutions\n"
+        assert end_of("-m", "ends", "7", MIOFIND_TORCH=way) == (7, told)
     finally:
         disable()
 
