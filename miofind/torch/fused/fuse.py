@@ -18,6 +18,7 @@ from torch import fx, nn
 from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, brief
 from miofind.process.garbage import without_what_is_loaded
+from miofind.torch.fused.compiled import is_compiled, path_without
 from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
@@ -80,7 +81,8 @@ def fuse(model: Any) -> Any:
     classes and attributes, too. It runs eagerly, under autocast, torch.compile and in CUDA graphs; it can be pickled,
     copied and moved to a device, dtype or memory format. Its gradients with respect to its input are right; its weights
     are constants. Convolutions with hooks, parametrizations, padding other than zeros or a computation of their own
-    stay. What the network's code checks of its input (`if size % 4: raise ...`) the copy checks, too.
+    stay. What the network's code checks of its input (`if size % 4: raise ...`) the copy checks, too. Of what
+    torch.compile gave the network in it is fused, and compiled as it was.
 
     Args:
         model: a torch.nn.Module in eval mode.
@@ -93,6 +95,8 @@ def fuse(model: Any) -> Any:
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         raise InvalidOptionError(f"{training or 'the model'} is in training mode: pass model.eval()")
+    if is_compiled(model):
+        return type(model)(fuse(model._orig_mod), model.dynamo_ctx)
     # Weights of inference mode would have no gradients. That these are on shows where code switches them off.
     with without_what_is_loaded(), torch.inference_mode(False), torch.enable_grad():
         copied = _copied(model)
@@ -100,7 +104,7 @@ def fuse(model: Any) -> Any:
         made = _fused(copied, "", work)
     transposed = (name for name, module in made.named_modules() if isinstance(module, _TRANSPOSED))
     work.kept.update(dict.fromkeys(transposed, "it is transposed"))
-    made.fusion_report = FusionReport(tuple(work.fused), work.kept, work.untraced)
+    made.fusion_report = work.report()
     return made
 
 
@@ -130,6 +134,14 @@ class _Work:
     untraced: dict[str, str] = field(default_factory=dict)
     readings: list[Reading] = field(default_factory=list)
     of_all: list[Reading] = field(default_factory=list)
+
+    def report(self) -> FusionReport:
+        """What was done, by the names of the network that torch.compile may have been given."""
+        fused = tuple(replace(layer, name=path_without(layer.name)) for layer in self.fused)
+        kept, untraced = (
+            {path_without(path): reason for path, reason in each.items()} for each in (self.kept, self.untraced)
+        )
+        return FusionReport(fused, kept, untraced)
 
     def reading(self, module: Any, path: str) -> Reading:
         """What the code of a module asks for."""
@@ -166,6 +178,8 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         return module
     if has_hooks(module):
         reason = "it has hooks"
+    elif is_compiled(module):
+        reason = "it was compiled before: give torch.compile what is fused"
     elif "forward" in vars(module):
         reason = "its forward was replaced"  # as accelerate does; torch.fx would read its class's
     elif path and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not work.is_whole(path, module):

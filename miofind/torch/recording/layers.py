@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from miofind.torch.fused.compiled import path_without
+
 
 class LayerNames:
     """Follows all modules' forwards while it is entered.
@@ -51,15 +53,12 @@ class LayerNames:
     def _began(self, module: Any, arguments: Any) -> None:
         modules = self._modules
         if not modules and module not in self._names:
-            self._names.update({each: _path(name) or type(each).__name__ for name, each in module.named_modules()})
+            self._names.update(
+                {each: path_without(name) or type(each).__name__ for name, each in module.named_modules()}
+            )
         modules.append(module)
 
     def _ended(self, module: Any, arguments: Any, result: Any) -> None:
         modules = self._modules
         if modules and modules[-1] is module:
             modules.pop()
-
-
-def _path(name: str) -> str:
-    """A path without what torch.compile puts around a module."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")

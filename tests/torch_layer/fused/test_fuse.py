@@ -168,6 +168,18 @@ def test_traced_by_torch_compile_and_export() -> None:
     assert "miofind.convolution" in exported.graph_module.code
 
 
+def test_a_compiled_network_is_fused_as_it_was_before() -> None:
+    """Names began with `_orig_mod`, and of a sequence nothing was fused, since what held it was not traced."""
+    model = prepared(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.ConvTranspose2d(4, 4, 3)))
+    graphs: list[Any] = []
+    fused = fuse(torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward))
+    assert fused.fusion_report == fuse(model).fusion_report
+    check_same(fused, model, torch.randn(2, 3, 6, 6))
+    assert len(graphs) == 1
+    (name,) = fuse(nn.Sequential(torch.compile(Sum(True).eval(), backend="eager")).eval()).fusion_report.untraced
+    assert name == "0"
+
+
 def test_what_a_batch_norm_takes_for_channels_is_never_the_convolutions() -> None:
     """Of an unbatched input BatchNorm1d takes the places for channels: here there are as many."""
     model = prepared(nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)))

@@ -1,0 +1,17 @@
+"""What torch.compile puts around a module, and paths of modules without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_INNER = "_orig_mod"
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether a module is what torch.compile put around one."""
+    return _INNER in module._modules
+
+
+def path_without(path: str) -> str:
+    """The path of a module in the network as it was before torch.compile."""
+    return ".".join(part for part in path.split(".") if part != _INNER)
