@@ -41,7 +41,7 @@ def drawn(*shapes: tuple[int, ...], dtype: Any, channels_last: bool = True) -> l
 
 def ran() -> list[str]:
     """The epilogues of the problems that solutions ran, each once."""
-    parts = [part for plan in fused_plans.plans() for part in plan.parts if part.solution is not None]
+    parts = [part for plan in fused_plans.plans() for part in plan.parts if part.launch is not None]
     return list(dict.fromkeys(str(part.problem.epilogue) for part in parts if part.problem is not None))
 
 

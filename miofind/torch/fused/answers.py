@@ -70,6 +70,9 @@ class Answer:
         Args:
             tensors: of the problem's operands by name, packed as it has them, on one device.
             parameters: the epilogue's numbers.
+
+        Raises:
+            LaunchError: it failed.
         """
         if self.part.pending is not None:
             note_capture(next(iter(tensors.values())).device)
@@ -87,13 +90,15 @@ class Answer:
             if has_run:
                 self.part.backoff = None
             return has_run
-        except LaunchError as error:
-            self.part.fail(error)
-            with self._lock:
-                self._invokers, self._solutions = (), None
         except torch.OutOfMemoryError:  # of a workspace that PyTorch's own operations do without
             self.part.lacks_memory()
         return False
+
+    def fail(self, error: LaunchError, calls: int) -> None:
+        """Leave the problem to PyTorch from now on, after so many calls."""
+        self.part.fail(error, calls)
+        with self._lock:
+            self._invokers, self._solutions = (), None
 
     def _run_on_device(self, tensors: list[Any], parameters: EpilogueParameters) -> bool:
         addresses = [tensor.data_ptr() for tensor in tensors]

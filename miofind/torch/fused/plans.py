@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
+from miofind.errors import LaunchError
 from miofind.process.forks import ForkedLock
 from miofind.torch import direct
 from miofind.torch.direct import DirectCalls, DirectLaunch, TensorForm
@@ -149,7 +150,11 @@ class Plan(DirectCalls):
         for name, shape, strides, dtype in self._outputs:
             tensors[name] = made = like.new_empty_strided(shape, strides, dtype=dtype)
             outputs.append(made)
-        return tuple(outputs) if self.answer.run(tensors, self._parameters) else None
+        try:
+            return tuple(outputs) if self.answer.run(tensors, self._parameters) else None
+        except LaunchError as error:
+            self.answer.fail(error, self.calls - 1)
+            return None
 
     @property
     def parts(self) -> tuple[Part, ...]:

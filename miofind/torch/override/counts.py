@@ -105,12 +105,17 @@ class CallReport:
 def _counts(plan: CountedPlan) -> Iterable[CallCount]:
     for part in plan.parts:
         own = lacking = 0
-        if part.launch is not None:
+        if to_solution := plan.calls if part.launch is not None else part.calls_before_failure:
             lacking = part.without_memory + plan.direct_without_memory(part.computed)
-            own = plan.calls - part.declined - lacking
+            own = to_solution - part.declined - lacking
         solver_id = "" if part.solution is None else part.solution.solver_id
-        others = plan.calls - own - lacking
-        told = [(own, solver_id, ""), (lacking, "", _WITHOUT_MEMORY), (others, "", part.reason or _MISALIGNED)]
+        others = plan.calls - own - lacking - part.declined
+        told = [
+            (own, solver_id, ""),
+            (lacking, "", _WITHOUT_MEMORY),
+            (part.declined, "", _MISALIGNED),
+            (others, "", part.reason),
+        ]
         for calls, runs, reason in told:
             if calls:
                 yield CallCount(

@@ -58,7 +58,7 @@ class Part:
     Attributes:
         computed: "y", "dx" or "dw".
         problem: what it asks, None where miofind has no such problem.
-        solution: what runs it.
+        solution: what runs it, or did until it failed.
         launch: runs it; None where PyTorch does.
         reason: why PyTorch does, "" where it does not.
         is_missing: whether no FindDB had an answer to the problem.
@@ -71,6 +71,7 @@ class Part:
             addresses.
         without_memory: the same where there was no memory for a workspace, or none was asked for after that.
         backoff: in which calls a workspace is asked for; None while there is memory.
+        calls_before_failure: those of the plan before its solution failed, 0 where it did not.
     """
 
     computed: str
@@ -87,11 +88,15 @@ class Part:
     declined: int = 0
     without_memory: int = 0
     backoff: Backoff | None = None
+    calls_before_failure: int = 0
 
-    def fail(self, error: Exception) -> None:
-        """Leave it to PyTorch from now on."""
+    def fail(self, error: Exception, calls: int) -> None:
+        """Leave it to PyTorch from now on, after so many calls."""
+        if self.launch is None:  # that of another thread failed meanwhile
+            return
         logger.warning("%s failed in PyTorch, whose own kernel runs from now on: %s", self.problem, error)
-        self.launch, self.direct, self.solution, self.reason = None, None, None, f"it failed: {error}"
+        self.launch, self.direct, self.reason = None, None, f"it failed: {error}"
+        self.calls_before_failure = calls
 
     def skips(self) -> bool:
         """Whether no workspace is asked for in this call, as there was no memory for it before."""
@@ -176,7 +181,7 @@ class Plan(DirectCalls):
 
     def _fail(self, computed: str, error: LaunchError) -> None:
         """Leave a result to PyTorch from now on."""
-        self._part(computed).fail(error)
+        self._part(computed).fail(error, self.calls - 1)
         self._take_launches()
 
     def run(self, computed: str, launch: Launch, *tensors: Any) -> Any:

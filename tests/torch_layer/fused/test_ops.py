@@ -12,7 +12,7 @@ from helpers.runs.fused_answers import answers_of
 
 import miofind.torch
 from miofind import Handle
-from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError
+from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError, LaunchError
 from miofind.torch.fused import calls, plans, unfused
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.window import Window
@@ -140,6 +140,24 @@ def test_the_report_counts_fused_calls(cpu_handle: Handle) -> None:
             report = miofind.torch.report()
         assert (report.calls, report.own_calls) == (2, own)
         assert [problem.epilogue.text for problem in report.missing] == ([] if own else ["bias.mish"])
+
+
+def test_the_report_counts_calls_before_a_failure_as_they_ran(
+    cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All became PyTorch's with the first that failed."""
+
+    def fail(*arguments: Any) -> None:
+        raise LaunchError("no such device any more")
+
+    x, w = drawn(X, W)
+    with answers_of(cpu_handle):
+        made = [called(x, w, activation="relu") for _ in range(3)]
+        monkeypatch.setattr("miofind.launch.invoker._HostInvoker.run", fail)
+        made += [called(x, w, activation="relu") for _ in range(2)]
+        report = miofind.torch.report()
+    assert (report.own_calls, report.reasons) == (3, {"it failed: no such device any more": 2})
+    torch.testing.assert_close(made[4], made[0])
 
 
 def test_the_report_counts_what_miofind_has_no_problem_for(cpu_handle: Handle) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from miofind.errors import LaunchError
 from miofind.torch.override.counts import CallReport
 from miofind.torch.override.plans import Part
 
@@ -28,6 +29,11 @@ def part(computed: str, **named: Any) -> Part:
     return Part(computed, solution=solution, launch=lambda *_: None, **named)
 
 
+def failed(part: Part, calls: int) -> Part:
+    part.fail(LaunchError("gone"), calls)
+    return part
+
+
 @pytest.mark.parametrize(
     ("counted", "own", "reasons"),
     [
@@ -35,9 +41,19 @@ def part(computed: str, **named: Any) -> Part:
         (part("y", declined=3), 7, {"its tensors begin at other addresses": 3}),
         (part("dx", without_memory=2), 8, {"there was no memory for its workspace": 2}),
         (part("dw", without_memory=2), 7, {"there was no memory for its workspace": 3}),
+        (failed(part("y", declined=1), 4), 3, {"it failed: gone": 6, "its tensors begin at other addresses": 1}),
+        (failed(part("y"), 0), 0, {"it failed: gone": 10}),
         (Part("dw", reason="no FindDB has an answer to it"), 0, {"no FindDB has an answer to it": 10}),
     ],
-    ids=["own", "declined", "without memory", "without memory, directly", "PyTorch's"],
+    ids=[
+        "own",
+        "declined",
+        "without memory",
+        "without memory, directly",
+        "failed later",
+        "failed at once",
+        "PyTorch's",
+    ],
 )
 def test_calls_count_once(counted: Part, own: int, reasons: dict[str, int]) -> None:
     report = CallReport.of([Counted((counted,))])

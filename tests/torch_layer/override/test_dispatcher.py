@@ -195,16 +195,21 @@ def test_switches_of_pytorch_are_obeyed_at_once(override_on_cpu: Override) -> No
 def test_a_failing_solution_leaves_its_calls_to_pytorch(
     override_on_cpu: Override, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*arguments: Any) -> None:
-        raise LaunchError("no such device any more")
+    run, is_gone = _HostInvoker.run, False
 
+    def may_fail(*arguments: Any) -> None:
+        if is_gone:
+            raise LaunchError("no such device any more")
+        run(*arguments)
+
+    monkeypatch.setattr(_HostInvoker, "run", may_fail)
     native = conv2d(X, W)
-    override_on_cpu.forget_plans()
-    monkeypatch.setattr("miofind.launch.invoker._HostInvoker.run", fail)
+    is_gone = True
     for _ in range(2):
         assert torch.allclose(conv2d(X, W), native, atol=1e-4)
     assert "no such device any more" in _reason(override_on_cpu)
     assert caplog.text.count("own kernel runs from now on") == 1
+    assert (_own(override_on_cpu), override_on_cpu.report().calls) == (1, 3), "the call before counts as it ran"
 
 
 def test_a_planner_that_raises_leaves_calls_to_pytorch(
