@@ -19,6 +19,7 @@ from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, brief
 from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.compiled import is_compiled, path_without
+from miofind.torch.fused.constants import keep_constants
 from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
@@ -215,6 +216,7 @@ def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
         for part in _PARTS
     }
     _Rewriting(made, path, work).run()
+    keep_constants(made, module)
     for each in made.modules():
         each.training = False  # torch.fx makes modules of its own, in place of lists of modules
     if path:

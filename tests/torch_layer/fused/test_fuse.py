@@ -576,6 +576,65 @@ class Untraceable(nn.Module):
         return self.layers[1](first) + first if float(x.sum()) > -1e9 else x
 
 
+class HoldsTensors(nn.Module):
+    """Has tensors that no conversion of it reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.factor, self.listed = nn.Conv2d(4, 4, 3), torch.rand(4, 1, 1), [torch.rand(4, 1, 1)]
+
+    def forward(self, x: Any) -> Any:
+        return self.conv(x).relu() * self.factor + self.listed[0]
+
+
+class CallsUntraced(nn.Module):
+    """Calls a part, and looks at values."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Any) -> Any:
+        y = self.part(x)
+        return y if float(x.sum()) > -1e9 else x
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_tensors_that_are_no_buffers_keep_their_dtype(is_part: bool) -> None:
+    """They were buffers of the fused network, and its result had the dtype that it was converted to."""
+    model, x = HoldsTensors(), torch.randn(2, 4, 6, 6)
+    model = prepared(CallsUntraced(model) if is_part else model)
+    fused, converted, half = fuse(model), copy.deepcopy(model).bfloat16(), x.bfloat16()
+    assert len(fused.fusion_report.fused) == 1
+    for made in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), fuse(fused), fused):
+        check_same(made, model, x)
+        with torch.no_grad():
+            y = made.bfloat16()(half)
+            torch.testing.assert_close(y, converted(half), rtol=0.05, atol=0.05)
+            assert y.dtype == torch.float32
+    part = fused.part if is_part else fused
+    assert part.to("meta")(x.to("meta", torch.bfloat16)).is_meta, "they move along"
+
+
+class HoldsModules(nn.Module):
+    """Has modules that no conversion of it reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.listed = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()), [nn.Conv2d(4, 4, 1), nn.ReLU()]
+
+    def forward(self, x: Any) -> Any:
+        return self.listed[1](self.listed[0](self.stem(x).float()))
+
+
+def test_modules_that_are_only_in_a_list_stay() -> None:
+    model, x = prepared(HoldsModules()), torch.randn(2, 4, 6, 6)
+    fused = fuse(model)
+    assert parts(fused) == {"stem.0": "bias relu"}
+    check_same(fused, model, x)
+    check_same(fused.double(), copy.deepcopy(model).double(), x.double())
+
+
 def test_what_cannot_be_traced_as_a_whole() -> None:
     model = prepared(Untraceable())
     fused = fuse(model)

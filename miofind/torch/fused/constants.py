@@ -1,0 +1,53 @@
+"""Tensors that a network has beside its parameters and buffers, as attributes, in lists or made by its code.
+
+torch.fx makes buffers of them, which take the dtype that the network is given later; in the network itself they do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Constant(torch.nn.Module):
+    """Gives a tensor that moves with the network to another device, and keeps its dtype."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self) -> Any:
+        """The tensor."""
+        return self.value
+
+    def _apply(self, move: Any, *arguments: Any, **named: Any) -> Any:
+        made = super()._apply(move, *arguments, **named)
+        self.value = self.value.to(move(self.value.new_empty(0)).device)
+        return made
+
+
+def keep_constants(made: fx.GraphModule, module: Any) -> None:
+    """Have a graph read what is no buffer of the module that it is of from a `Constant`."""
+    constants: dict[str, str] = {}
+    for node in list(made.graph.find_nodes(op="get_attr")):
+        path, _, name = node.target.rpartition(".")
+        buffers = made.get_submodule(path)._buffers
+        if node.target not in constants:
+            if name not in buffers or name in module.get_submodule(path)._buffers:
+                continue
+            constants[node.target] = place = _free(made, f"{node.target.replace('.', '_')}_constant")
+            made.add_submodule(place, Constant(buffers.pop(name)))
+        with made.graph.inserting_before(node):
+            node.replace_all_uses_with(made.graph.call_module(constants[node.target]))
+        made.graph.erase_node(node)
+    if constants:
+        made.recompile()
+
+
+def _free(made: fx.GraphModule, name: str) -> str:
+    """A name that a module has nothing by."""
+    while hasattr(made, name):
+        name = f"{name}_"
+    return name
