@@ -272,37 +272,42 @@ struct Convolution : Step {
   const uint64_t thread;
 };
 
-// A call's tensors by the places of their arguments; nullptr where there is none.
-using Tensors = const at::Tensor* const*;
-
 struct Form {
   std::vector<int64_t> shape, strides;
   at::ScalarType type;
 };
 
-constexpr size_t MOST_ARGUMENTS = 24;
-
 // The tensors of calls that are read as packed copies, by the places of their arguments.
 struct Packed {
-  std::vector<std::pair<int, Form>> forms;
-  std::array<bool, MOST_ARGUMENTS> has{};
+  std::vector<int> places;
+  std::vector<Form> forms;
+
+  size_t find(int place) const { return std::find(places.begin(), places.end(), place) - places.begin(); }
+  bool has(int place) const { return find(place) < places.size(); }
 };
 
-// Packed copies of a call's tensors, which stand in their places.
-struct Copies {
-  Copies(const Packed& packed, const at::Tensor** tensors) {
-    if (packed.forms.empty()) return;
-    const at::AutoDispatchBelowADInplaceOrView below;  // whoever records gradients has done so
-    made.reserve(packed.forms.size());
-    for (const auto& [place, form] : packed.forms) {
-      const at::Tensor& given = *tensors[place];
-      made.push_back(at::empty_strided(form.shape, form.strides, given.options().dtype(form.type)));
-      made.back().copy_(given);
-      tensors[place] = &made.back();
+// A call's tensors by the places of their arguments, nullptr where there is none, and as launches read them.
+struct Operands {
+  Operands(const at::Tensor* const* given, const Packed& packed)
+      : given(given), packed(packed), copies(packed.places.size()) {}
+
+  // A packed copy is made once, for whoever reads it first.
+  const at::Tensor& operator[](int place) {
+    const size_t found = packed.find(place);
+    if (found == packed.places.size()) return *given[place];
+    at::Tensor& copy = copies[found];
+    if (!copy.defined()) {
+      const at::AutoDispatchBelowADInplaceOrView below;  // whoever records gradients has done so
+      const Form& form = packed.forms[found];
+      copy = at::empty_strided(form.shape, form.strides, given[place]->options().dtype(form.type));
+      copy.copy_(*given[place]);
     }
+    return copy;
   }
 
-  std::vector<at::Tensor> made;
+  const at::Tensor* const* given;
+  const Packed& packed;
+  std::vector<at::Tensor> copies;
 };
 
 constexpr size_t MOST_RESULTS = 3;
@@ -321,17 +326,17 @@ struct Launch {
   std::vector<std::unique_ptr<Step>> steps;
   mutable Backoff backoff;
 
-  // Of a call's tensors as they are given; the addresses of copies are aligned.
-  bool takes(Tensors tensors, const Packed& packed, void* stream) const {
+  // The addresses of copies are aligned.
+  bool takes(const Operands& tensors, void* stream) const {
     uint64_t bits = 0;
     for (const int place : operands) {
-      if (!packed.has[place]) bits |= reinterpret_cast<uint64_t>(tensors[place]->const_data_ptr());
+      if (!tensors.packed.has(place)) bits |= reinterpret_cast<uint64_t>(tensors.given[place]->const_data_ptr());
     }
     if (bits & misaligned) return false;
     return std::all_of(steps.begin(), steps.end(), [&](const auto& step) { return step->is_ready(stream); });
   }
 
-  Made run(Tensors tensors, void* stream) const {
+  Made run(Operands& tensors, void* stream) const {
     Made made;
     if (workspace_bytes && backoff.skips()) {
       made.status = NO_WORKSPACE;
@@ -339,8 +344,8 @@ struct Launch {
     }
     Addresses addresses{};
     size_t count = 0;
-    for (const int place : operands) addresses[count++] = reinterpret_cast<uint64_t>(tensors[place]->const_data_ptr());
-    const at::TensorOptions options = tensors[operands[0]]->options();
+    for (const int place : operands) addresses[count++] = reinterpret_cast<uint64_t>(tensors[place].const_data_ptr());
+    const at::TensorOptions options = tensors.given[operands[0]]->options();
     for (size_t i = 0; i < results.size(); ++i) {
       const Form& result = results[i];
       made.results[i] = at::empty_strided(result.shape, result.strides, options.dtype(result.type));
@@ -352,8 +357,7 @@ struct Launch {
         scratch = at::empty({workspace_bytes}, options.dtype(at::kByte));
       } catch (const c10::Error&) {
         backoff.failed();
-        made.status = NO_WORKSPACE;
-        return made;
+        return {NO_WORKSPACE, {}};  // without the results, whose memory PyTorch's own kernel may need
       }
       backoff.succeeded();
       addresses[count] = reinterpret_cast<uint64_t>(scratch.mutable_data_ptr());
@@ -584,10 +588,11 @@ at::Tensor convolution(c10::DispatchKeySet keys, const at::Tensor& x, const at::
     }
     const c10::OptionalDeviceGuard guard(x.device());
     const Launch& launch = *plan->launches[0];
-    std::array<const at::Tensor*, 3> tensors{&x, &w, has_bias ? &*bias : nullptr};
-    if (launch.takes(tensors.data(), plan->packed, DEFAULT_STREAM)) {
-      const Copies copies(plan->packed, tensors.data());
-      Made made = launch.run(tensors.data(), DEFAULT_STREAM);
+    const std::array<const at::Tensor*, 3> given{&x, &w, has_bias ? &*bias : nullptr};
+    Operands tensors(given.data(), plan->packed);
+    if (launch.takes(tensors, DEFAULT_STREAM)) {
+      Made made = launch.run(tensors, DEFAULT_STREAM);
+      tensors.copies.clear();  // PyTorch's own kernel may need the memory
       if (!made.status) {
         plan->calls.fetch_add(1, std::memory_order_relaxed);
         if (!has_bias || launch.operands.size() == 3) return std::move(made.results[0]);
@@ -638,22 +643,19 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
       return run_native(mask);
     }
     const c10::OptionalDeviceGuard guard(x.device());
-    std::array<const at::Tensor*, 3> tensors{&grad, &x, &w};
+    const std::array<const at::Tensor*, 3> given{&grad, &x, &w};
+    Operands tensors(given.data(), plan->packed);
     std::array<at::Tensor, 3> results;
     std::array<bool, 3> left{};  // to PyTorch's own kernel
     bool is_done = true;
     for (int i = 0; i < 2; ++i) {
       left[i] = mask[i] && !plan->launches[i];
-      if (mask[i] && !left[i]) {
-        is_done = is_done && plan->launches[i]->takes(tensors.data(), plan->packed, DEFAULT_STREAM);
-      }
+      if (mask[i] && !left[i]) is_done = is_done && plan->launches[i]->takes(tensors, DEFAULT_STREAM);
     }
-    static const Packed none;
-    const Copies copies(is_done ? plan->packed : none, tensors.data());
     for (int i = 0; i < 2 && is_done; ++i) {
       if (!mask[i] || left[i]) continue;
       const Launch& launch = *plan->launches[i];
-      Made made = launch.run(tensors.data(), DEFAULT_STREAM);
+      Made made = launch.run(tensors, DEFAULT_STREAM);
       if (made.status == NO_WORKSPACE) {
         plan->without_memory[i].fetch_add(1, std::memory_order_relaxed);
         left[i] = true;
@@ -667,6 +669,7 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
       results[i] = std::move(made.results[0]);
       if (launch.results.size() == 2) results[2] = std::move(made.results[1]);
     }
+    tensors.copies.clear();  // as above
     if (is_done) {
       plan->calls.fetch_add(1, std::memory_order_relaxed);
       if (left[0] || left[1]) {
@@ -736,6 +739,8 @@ bool add(Key& key, const c10::IValue& argument, const at::Tensor& first) {
   return true;
 }
 
+constexpr size_t MOST_ARGUMENTS = 24;
+
 // What keys begin with: 0 and 1 for PyTorch's convolutions, a number from here on for each of miofind's operators.
 constexpr int64_t FIRST_OWN = 2;
 
@@ -747,22 +752,22 @@ struct OwnOperator : c10::OperatorKernel {
     const size_t count = called.schema().arguments().size();
     const c10::IValue* const arguments = stack->data() + (stack->size() - count);
     const at::Tensor& first = arguments[0].toTensor();
-    std::array<const at::Tensor*, MOST_ARGUMENTS> tensors{};
+    std::array<const at::Tensor*, MOST_ARGUMENTS> given{};
     Key key;
     key.reserve(128);
     bool is_known = count <= MOST_ARGUMENTS && on_default_stream(first);
     key = {number, first.device().index(), switches()};
     for (size_t i = 0; is_known && i < count; ++i) {
       is_known = add(key, arguments[i], first);
-      if (is_known && arguments[i].isTensor()) tensors[i] = &arguments[i].toTensor();
+      if (is_known && arguments[i].isTensor()) given[i] = &arguments[i].toTensor();
     }
     const Found found = is_known ? plan_of(key) : Found();
     if (const auto& plan = found.plan) {
       const c10::OptionalDeviceGuard guard(first.device());
       const Launch& launch = *plan->launches[0];
-      if (launch.takes(tensors.data(), plan->packed, DEFAULT_STREAM)) {
-        const Copies copies(plan->packed, tensors.data());
-        Made made = launch.run(tensors.data(), DEFAULT_STREAM);
+      Operands tensors(given.data(), plan->packed);
+      if (launch.takes(tensors, DEFAULT_STREAM)) {
+        Made made = launch.run(tensors, DEFAULT_STREAM);
         if (!made.status) {
           plan->calls.fetch_add(1, std::memory_order_relaxed);
           torch::jit::drop(*stack, count);
@@ -924,8 +929,8 @@ void miofind_result(void* plan, int which, int rank, const int64_t* shape, const
 void miofind_packed(void* plan, int place, int rank, const int64_t* shape, const int64_t* strides, int bytes,
                     int is_bfloat16) {
   Packed& packed = (*static_cast<std::shared_ptr<Plan>*>(plan))->packed;
-  packed.forms.emplace_back(place, form_of(rank, shape, strides, bytes, is_bfloat16));
-  packed.has[place] = true;
+  packed.places.push_back(place);
+  packed.forms.push_back(form_of(rank, shape, strides, bytes, is_bfloat16));
 }
 
 void miofind_kernel(void* plan, int which, void* function, const uint32_t* grid, const uint32_t* block,

@@ -7,7 +7,7 @@ import itertools
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import conv2d, conv_transpose2d
 from torch_layer.direct.driver import FORMS as STEPS
 from torch_layer.direct.driver import Driver
+from torch_layer.direct.profiles import profiled
 
 from miofind import Handle
 from miofind.core.problem import Direction
@@ -254,11 +255,14 @@ def test_a_switch_of_pytorch_leads_through_python(
     assert driver.launches == 2
 
 
-def test_a_misaligned_tensor_goes_through_python(
-    enabled: Override, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def aligned(enabled: Override, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches take addresses of 32 bytes alone."""
     made = Launches._direct
     monkeypatch.setattr(Launches, "_direct", lambda self, invoker: made(self, invoker)._replace(alignment_bytes=32))
+
+
+def test_a_misaligned_tensor_goes_through_python(aligned: None, driver: Driver) -> None:
     memory, w = torch.randn(2 * 4 * 7 * 7 + 64, **HALF), torch.randn(4, 4, 3, 3, **HALF)
     assert w.data_ptr() % 32 == 0, "as PyTorch's allocator aligns"
     start = -memory.data_ptr() % 64 // 2
@@ -507,7 +511,7 @@ def test_only_what_a_result_reads_is_packed(enabled: Override, driver: Driver, i
     assert all(torch.equal(results[0], each) for each in results)
 
 
-def test_a_misaligned_tensor_that_is_packed_does_without_python(enabled: Override, driver: Driver) -> None:
+def test_a_misaligned_tensor_that_is_packed_does_without_python(aligned: None, driver: Driver) -> None:
     """Its copy is aligned."""
     memory, w = torch.randn(2 * 4 * 7 * 6 + 1, **HALF), torch.randn(6, 4, 3, 3, **HALF)
     w = w.to(memory_format=torch.channels_last)
@@ -528,3 +532,76 @@ def test_a_signal_is_packed_without_python(enabled: Override, driver: Driver) ->
     results = [torch.nn.functional.conv1d(x, w, padding=1) for _ in range(4)]
     assert driver.launches == 2
     assert all(torch.equal(results[0], each) for each in results)
+
+
+@pytest.mark.parametrize("orders", [*itertools.product(ORDERS, repeat=3)], ids=str)
+def test_a_copy_is_made_of_what_lies_in_another_order_and_once(
+    enabled: Override, driver: Driver, orders: tuple[Any, ...]
+) -> None:
+    """Both gradients read that of y."""
+    shapes = ((2, 4, 7, 6), (6, 4, 3, 3), (2, 6, 7, 6))
+    x, w, dy = (torch.randn(s, **HALF).to(memory_format=order) for s, order in zip(shapes, orders, strict=True))
+    given = x.requires_grad_(), w.requires_grad_()
+    for _ in range(3):
+        y = conv2d(*given, padding=1)
+        torch.autograd.grad(y, given, dy)
+    before = driver.launches
+    ours = torch.channels_last if torch.channels_last in orders[:2] else torch.contiguous_format
+    differing = [order is not ours for order in orders]
+    assert _copies(lambda: conv2d(*given, padding=1)) == sum(differing[:2])
+    y = conv2d(*given, padding=1)
+    assert _copies(lambda: torch.autograd.grad(y, given, dy)) == sum(differing)
+    assert driver.launches == before + 4
+
+
+def _copies(call: Callable[[], Any]) -> int:
+    return [name for name, _ in profiled(call)].count("aten::copy_")
+
+
+def test_a_misaligned_tensor_beside_one_that_is_packed_goes_through_python(aligned: None, driver: Driver) -> None:
+    memory, w = torch.randn(2 * 4 * 7 * 6 + 1, **HALF), torch.randn(6, 4, 3, 3, **HALF)
+    x = memory[1:].view(2, 7, 6, 4).permute(0, 3, 1, 2)
+    results = [conv2d(x, w, padding=1) for _ in range(4)]
+    assert driver.launches == 0
+    assert all(torch.equal(results[0], each) for each in results)
+
+
+@pytest.fixture
+def without_memory(enabled: Override, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none for any workspace."""
+    plan = direct.DirectPath.plan
+
+    def with_much(self: Any, launches: Any) -> Any:
+        return plan(self, [(place, launch._replace(workspace_bytes=1 << 60)) for place, launch in launches])
+
+    monkeypatch.setattr(direct.DirectPath, "plan", with_much)
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_copies_and_results_are_gone_once_pytorchs_own_kernel_begins(without_memory: None, is_backward: bool) -> None:
+    """It may need their memory, where there was none for a workspace."""
+    x = torch.randn(2, 4, 7, 6, **HALF).requires_grad_()
+    w = torch.randn(6, 4, 3, 3, **HALF).to(memory_format=torch.channels_last).requires_grad_()
+    y = conv2d(x, w, padding=1)
+    dy = torch.randn_like(y, memory_format=torch.contiguous_format)
+
+    def call() -> Any:
+        return torch.autograd.grad(y, (x, w), dy, retain_graph=True) if is_backward else conv2d(x, w, padding=1)
+
+    for _ in range(2):
+        call()
+    events = profiled(call)
+    last = max(place for place, (name, _) in enumerate(events) if name == "[OutOfMemory]")
+    begins = next(place for place, (name, _) in enumerate(events) if place > last and name.startswith("aten::"))
+    assert any(size > 0 for _, size in events[:last]), "copies were made"
+    assert sum(size for _, size in events[:begins]) == 0
+
+
+def test_nothing_is_packed_in_calls_that_ask_for_no_workspace(without_memory: None) -> None:
+    x = torch.randn(2, 4, 7, 6, **HALF)
+    w = torch.randn(6, 4, 3, 3, **HALF).to(memory_format=torch.channels_last)
+    for _ in range(4):  # of which the last two lack memory
+        conv2d(x, w, padding=1)
+    names = [name for name, _ in profiled(lambda: conv2d(x, w, padding=1))]
+    assert "[OutOfMemory]" not in names
+    assert "aten::empty_strided" not in names
