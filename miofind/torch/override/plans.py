@@ -150,9 +150,7 @@ class Plan(DirectCalls):
         self.parts = parts
         self._has_lacked_memory = False  # calls need not look their parts up before
         self._take_launches()
-        is_left = [part.launch is None for part in parts]  # to PyTorch
-        does_without = all(left or part.direct is not None for left, part in zip(is_left, parts, strict=True))
-        super().__init__(needs_python=not (does_without and self.is_final))
+        super().__init__(needs_python=not self.is_final)
         self.bias_shape = (1, -1) + (1,) * (rank - 2)
         self.bias_dimensions = (0, *range(2, rank))
         self.grad_layout = grad_layout

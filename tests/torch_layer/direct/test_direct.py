@@ -21,6 +21,7 @@ from torch_layer.direct.profiles import profiled
 from miofind import Handle
 from miofind.core.problem import Direction
 from miofind.errors import CompileError
+from miofind.launch.invoker import _HostInvoker
 from miofind.torch import direct, use
 from miofind.torch.direct import DirectPath
 from miofind.torch.override import dispatcher
@@ -163,13 +164,14 @@ def test_a_plan_of_cudnn_whose_lease_has_ended_is_run_by_nobody(enabled: Overrid
     assert driver.launches == 1
 
 
+@pytest.mark.parametrize("direction", [Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS], ids=str)
 def test_nothing_of_a_backward_call_is_launched_that_python_is_to_run(
-    enabled: Override, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    enabled: Override, driver: Driver, monkeypatch: pytest.MonkeyPatch, direction: Direction
 ) -> None:
     plain = driver.flat
 
     def flat(invoker: Any, *parameters: Any) -> Any:
-        driver.form = "convolution" if invoker.problem.direction is Direction.BACKWARD_WEIGHTS else "kernel"
+        driver.form = "convolution" if invoker.problem.direction is direction else "kernel"
         return plain(invoker, *parameters)
 
     monkeypatch.setattr(driver, "flat", flat)
@@ -185,7 +187,7 @@ def test_nothing_of_a_backward_call_is_launched_that_python_is_to_run(
     assert before == 2
     driver.stream = 5
     step()
-    assert driver.launches == before, "no dx without its dw"
+    assert driver.launches == before, "neither dx nor dw without the other"
 
 
 @pytest.mark.parametrize("kept", ["dx", "dw"])
@@ -212,6 +214,17 @@ def test_a_result_of_pytorchs_own_beside_one_of_ours_goes_there_without_python(
         for got, right in zip(result, want, strict=True):
             torch.testing.assert_close(got, right, rtol=2e-2, atol=2e-2)
         assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
+
+
+def test_a_step_that_has_no_plain_form_goes_through_python(
+    enabled: Override, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_HostInvoker, "flat", lambda self, *parameters: None)
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    results = [conv2d(x, w) for _ in range(4)]
+    assert all(torch.equal(results[0], each) for each in results)
+    (plan,) = enabled.plans
+    assert (plan.python_calls, plan.generation, driver.launches) == (4, None, 0)
 
 
 def test_calls_that_differ_go_on_to_python(enabled: Override, driver: Driver) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as functional
 from helpers.runs.fused_answers import answers_of
 from torch_layer.direct.driver import Driver
+from torch_layer.direct.profiles import profiled
 
 import miofind.torch
 from miofind import Handle
@@ -256,21 +257,35 @@ def test_the_operators_are_pythons_again_once_it_is_disabled(served: Driver, pat
 
 
 def test_operands_in_other_memory_orders_and_dtypes_are_packed_without_python(served: Driver) -> None:
-    """A bias in float32 beside a scale in 16 bits, a residual in the other order, values of channels with gaps."""
+    """A scale in 16 bits beside a float32 bias, x and a residual in the other order, values of channels with gaps."""
     torch.manual_seed(5)
     x, w, bias, residual, of_channels = drawn(X, W, VECTOR, Y, (2, 12))
-    w = w.to(memory_format=torch.channels_last)
-    residual = residual.to(memory_format=torch.channels_last)
+    w, wide, residual = w.to(memory_format=torch.channels_last), bias.float(), residual.float()
 
     def called() -> Any:
-        return OPERATORS.convolution(x, w, bias.float(), bias, residual, "relu", *WINDOW, "before",
+        return OPERATORS.convolution(x, w, wide, bias, residual, "relu", *WINDOW, "before",
                                      channel_bias=of_channels[:, ::2])  # fmt: skip
 
     results = [called() for _ in range(4)]
     assert served.launches == 2
+    assert [name for name, _ in profiled(called)].count("aten::copy_") == 4, "all but w and the bias"
     for each in results:
         assert each.stride() == results[0].stride()
         torch.testing.assert_close(each, results[0], rtol=0, atol=0)
-    y = functional.conv2d(x.float(), w.float(), padding=1) * bias.float()[:, None, None] + bias.float()[:, None, None]
-    y = torch.relu(y + of_channels[:, ::2, None, None].float() + residual.float())
+    y = functional.conv2d(x.float(), w.float(), padding=1) * wide[:, None, None] + wide[:, None, None]
+    y = torch.relu(y + of_channels[:, ::2, None, None].float() + residual)
     torch.testing.assert_close(results[0].float(), y, rtol=0.01, atol=0.01)
+
+
+def test_signals_are_packed_without_python(served: Driver) -> None:
+    x, w, dy = drawn((2, 4, 9), (6, 4, 3), (2, 6, 9))
+
+    def called() -> Any:
+        return OPERATORS.convolution_backward_weights(dy, x, w, [1], [1], [1], 1, None, channels_last=True)[0]
+
+    results = [called() for _ in range(4)]
+    assert served.launches == 2
+    for each in results:
+        _same(each, results[0])
+    want = torch.nn.grad.conv1d_weight(x.float(), w.shape, dy.float(), padding=1)
+    torch.testing.assert_close(results[0].float(), want, rtol=0.01, atol=0.01)
