@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.processes.waiting import LIMIT_S
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from miofind.process.forks import ForkedLock
 from miofind.torch import fuse
@@ -105,6 +106,15 @@ def test_copies_go_with_their_weights() -> None:
     gc.collect()
     assert key not in kept_weights._copies
     assert made() is None
+
+
+def test_a_fake_copy_is_not_kept() -> None:
+    """It stands for one while a model is traced."""
+    weight = weight_of()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(kept(weight, torch.bfloat16, channels_last=True), FakeTensor)
+    assert id(weight) not in kept_weights._copies
+    assert kept(weight, torch.bfloat16, channels_last=True).equal(weight.bfloat16())
 
 
 @pytest.mark.parametrize("kind", ["a tensor", "of inference mode", "trained"])

@@ -12,11 +12,13 @@ import pytest
 import torch
 from helpers.runs.fused_answers import answers_of
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch_layer.inductor.compiled_graphs import Compiled
 
 import miofind.torch
 from miofind import Handle
 from miofind.torch.fused import plans as fused_plans
+from miofind.torch.inductor.batch_statistics import gather_vectors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -277,3 +279,68 @@ READERS: dict[str, Callable[[Any], Any]] = {
 def test_vectors_that_others_read_are_those_that_they_were(case: str) -> None:
     model, x = Between(case), torch.randn(3, 4, 9, 8)
     assert_no_worse(Compiled(model), model, x, steps=2)
+
+
+def summed(x: Any, w: Any) -> tuple[Any, Any]:
+    y, total, _ = torch.ops.miofind.convolution_statistics(x, w, None, [1, 1], [1, 1], [1, 1], 1)
+    return y, total
+
+
+def of_a_tensor(x: Any, w: Any, v: Any) -> Any:
+    y, total = summed(x, w)
+    return y + 1, total * aten.amax.default(torch.relu(y), (0, 2, 3))
+
+
+def of_random_numbers(x: Any, w: Any, v: Any) -> Any:
+    y, total = summed(x, w)
+    return y + torch.rand(()), total * torch.rand(4)
+
+
+def added_in_place(x: Any, w: Any, v: Any) -> Any:
+    total = summed(x, w)[1]
+    return v * 2.0, v.add_(total)
+
+
+def copied_to_a_clone(x: Any, w: Any, v: Any) -> Any:
+    y, total = summed(x, w)
+    clone = v.clone()
+    return y + 1, clone.copy_(total) * 2.0
+
+
+def copied_to_what_a_view_reads(x: Any, w: Any, v: Any) -> Any:
+    y, total = summed(x, w)
+    more, old = y + 1, v.view(1, 4)
+    v.copy_(total)
+    return more, old
+
+
+def copied_to_what_a_product_reads(x: Any, w: Any, v: Any) -> Any:
+    y, total = summed(x, w)
+    more, old = y + 1, v * 3.0
+    v.copy_(total)
+    return more, old
+
+
+def _gathered(function: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
+    """The targets of a graph's steps before and after."""
+    graph = make_fx(function, tracing_mode="fake")(*(torch.randn(s) for s in ((2, 4, 5, 5), (4, 4, 3, 3), (4,)))).graph
+    before = [node.target for node in graph.nodes]
+    gather_vectors(graph)
+    graph.lint()
+    return before, [node.target for node in graph.nodes]
+
+
+STAYING = [of_a_tensor, of_random_numbers, added_in_place, copied_to_a_clone, copied_to_what_a_view_reads]
+
+
+@pytest.mark.parametrize("function", STAYING)
+def test_vectors_that_need_what_cannot_be_moved_stay(function: Callable[..., Any]) -> None:
+    before, after = _gathered(function)
+    assert after == before
+
+
+def test_what_a_graph_is_given_is_written_to_behind_the_products_that_read_it() -> None:
+    before, after = _gathered(copied_to_what_a_product_reads)
+    steps = [aten.add.Tensor, aten.mul.Tensor, aten.copy_.default]
+    assert [step for step in before if step in steps] == steps
+    assert [step for step in after if step in steps] == [*steps[1:], steps[0]]

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch_layer.inductor.compiled_graphs import Compiled
 
 import miofind.torch
+from miofind.torch.inductor import gathered
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 LAST = {"memory_format": torch.channels_last}
 FORMATS = pytest.mark.parametrize(
     "last", [True, pytest.param(False, marks=pytest.mark.full_matrix)], ids=["channels last", "contiguous"]
@@ -91,7 +93,7 @@ def test_what_turns_a_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_large_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    from miofind.torch.inductor import gathered, graph_pass
+    from miofind.torch.inductor import graph_pass
 
     monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
     monkeypatch.setattr(gathered, "_LARGEST", 8 * 9)
@@ -101,7 +103,7 @@ def test_what_is_large_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_are_cast_some_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from miofind.torch.inductor import gathered, graph_pass
+    from miofind.torch.inductor import graph_pass
 
     monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
     monkeypatch.setattr(gathered, "_MOST", 8 * 9)
@@ -137,8 +139,6 @@ def test_copies_stay_copies() -> None:
 
 
 def test_what_is_written_before_it_is_cast_stays() -> None:
-    from miofind.torch.inductor import gathered
-
     graph = torch.fx.Graph()
     shape, window = (4, 4, 1, 1), ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     image, first, second = (graph.placeholder(name) for name in ("image", "primals_1", "primals_2"))
@@ -158,8 +158,6 @@ def test_what_is_written_before_it_is_cast_stays() -> None:
 
 
 def test_counts_that_are_written_before_they_are_counted_up_stay() -> None:
-    from miofind.torch.inductor import gathered
-
     graph = torch.fx.Graph()
     given = [graph.placeholder(name) for name in ("primals_1", "primals_2", "primals_3")]
     for each in given:
@@ -190,8 +188,6 @@ def test_a_count_that_something_else_reads_stays() -> None:
 
 
 def test_casts_stay_where_inductor_cannot_be_told_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    from miofind.torch.inductor import gathered
-
     monkeypatch.setattr(gathered, "_is_lowered", lambda: False)
     compiled = Compiled(Blocks())
     step(compiled, torch.randn(2, 4, 9, 8))
@@ -223,3 +219,86 @@ def test_inductors_code_computes_the_same(last: bool) -> None:
 def _strides(tensor: Any) -> list[int]:
     """Of dimensions whose strides mean something."""
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+IMAGES = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+SIGNALS = [1], [0], [1], False, [0], 1
+FILTERS, FILTERS_LAST = torch.empty(4, 3, 3, 3), torch.empty(4, 3, 3, 3).to(**LAST)
+TAPS, TAPS_LAST = torch.empty(4, 3, 3), torch.empty(4, 3, 3).mT.contiguous().mT
+ORDERS = {
+    "as it is": (FILTERS, FILTERS, (), True),
+    "turned later": (FILTERS, FILTERS, (2,), False),
+    "turned later, of another rank": (FILTERS, FILTERS, (3,), True),
+    "channels last": (FILTERS_LAST, FILTERS_LAST, (2,), True),
+    "turned": (FILTERS, FILTERS_LAST, (), False),
+    "turned back": (FILTERS_LAST, FILTERS, (), False),
+    "signals": (TAPS, TAPS, (1,), True),
+    "signals, turned": (TAPS, TAPS_LAST, (), False),
+    "signals, turned back": (TAPS_LAST, TAPS, (), False),
+}
+
+
+def cast(tensor: Any) -> Any:
+    return prims.convert_element_type.default(tensor, torch.bfloat16)
+
+
+def traced(function: Any, *arguments: Any) -> fx.Graph:
+    graph: fx.Graph = make_fx(function, tracing_mode="fake")(*arguments).graph
+    return graph
+
+
+def gathered_at(graph: fx.Graph, last_ranks: tuple[int, ...] = ()) -> list[int]:
+    """The places of steps that cast several tensors, after these were gathered."""
+    gathered.gather_casts(graph, frozenset(last_ranks))
+    graph.lint()
+    return [place for place, node in enumerate(graph.nodes) if node.target is torch.ops.miofind.cast.default]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_casts_that_keep_the_order_of_memory_are_gathered(name: str) -> None:
+    source, value, last_ranks, is_gathered = ORDERS[name]
+    geometry = IMAGES if source.dim() == 4 else SIGNALS
+    x = torch.empty(2, 3, *[8] * (source.dim() - 2), dtype=torch.bfloat16)
+
+    def function(x: Any, *weights: Any) -> list[Any]:
+        return [aten.convolution(x, cast(w), None, *geometry) for w in weights]
+
+    graph = traced(function, x, source, source)
+    for node in graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
+        node.meta["val"] = value.to("meta", torch.bfloat16)  # as the memory format is noted that a step will have
+    assert len(gathered_at(graph, last_ranks)) == is_gathered
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_cast_for_an_operator_that_runs_channels_last_stays(last: bool) -> None:
+    operator = torch.ops.miofind.convolution.default
+
+    def function(x: Any, *weights: Any) -> list[Any]:
+        return [operator(x, cast(w), None, None, None, "none", [1, 1], [0, 0], [1, 1], 1) for w in weights]
+
+    graph = traced(function, torch.empty(2, 3, 8, 8, dtype=torch.bfloat16), FILTERS, FILTERS)
+    for node in graph.find_nodes(op="call_function", target=operator):
+        node.kwargs = {"channels_last": last}
+    assert len(gathered_at(graph)) == (not last)
+
+
+def gradients(x: Any, dy: Any, w: Any) -> list[Any]:
+    """Four gradients, the last of which are cast first."""
+    made = [aten.convolution_backward(dy, x, w, None, *IMAGES, [False, True, False])[1] for _ in range(4)]
+    return [prims.convert_element_type.default(dw, torch.float32) for dw in reversed(made)]
+
+
+@pytest.mark.parametrize(("most", "last_ranks", "behind"), [(None, (), [4]), (2, (), [2, 4]), (None, (2,), [])])
+def test_gradients_are_cast_once_some_are_there(
+    most: int | None, last_ranks: tuple[int, ...], behind: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which they are computed; those that will be turned stay."""
+    if most is not None:
+        monkeypatch.setattr(gathered, "_MOST", most * FILTERS.numel())
+    graph = traced(
+        gradients, *(torch.empty(s, dtype=torch.bfloat16) for s in ((2, 3, 8, 8), (2, 4, 6, 6), FILTERS.shape))
+    )
+    places = gathered_at(graph, last_ranks)
+    before = ([*graph.nodes][:place] for place in places)
+    backward = aten.convolution_backward.default
+    assert [sum(node.target is backward for node in nodes) for nodes in before] == behind

@@ -397,11 +397,32 @@ def test_numbers_of_another_device_stay() -> None:
     assert norms.combine_vectors(made.graph) == 0
 
 
-def test_what_is_read_in_its_order_keeps_it() -> None:
-    def function(x: Any, w: Any, b: Any) -> Any:
-        return torch.as_strided(group_norm(x, w, b).float(), (2, 8), (1536, 1))
+def turned_batch_norm(x: Any, w: Any, b: Any) -> Any:
+    return batch_norm(x.contiguous(memory_format=torch.channels_last), w, b)
 
-    arguments = images(*SHAPE), vector(), vector(seed=1)
+
+IN_ORDER = {
+    "channels first": (group_norm, images(*SHAPE)),
+    "channels last": (turned_batch_norm, images(*SHAPE).contiguous()),
+}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_what_is_read_in_its_order_keeps_it(name: str) -> None:
+    norm, x = IN_ORDER[name]
+
+    def function(x: Any, w: Any, b: Any) -> Any:
+        return torch.as_strided(norm(x, w, b).float(), (2, 8), (1536, 1))
+
+    arguments = x, vector(), vector(seed=1)
     replaced, made = combined(function, *arguments)
     assert replaced == 1
     torch.testing.assert_close(made(*arguments), function(*arguments), rtol=0.02, atol=0.02)
+
+
+def test_an_order_that_nobody_reads_is_left() -> None:
+    made = traced(lambda *given: [group_norm(*given)], images(*SHAPE), vector(), vector(seed=1))
+    (output,) = made.graph.find_nodes(op="output")
+    output.meta["original_output_strides"] = [node.meta["val"].stride() for node in output.all_input_nodes]
+    assert norms.combine_vectors(made.graph) == 1
+    assert len(made.graph.find_nodes(op="call_function", target=aten.clone.default)) == 1, "the norm's own"
