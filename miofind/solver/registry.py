@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from miofind.device.device import Library
 from miofind.errors import InvalidOptionError, UnknownSolverError, described, raise_if_interrupted, suggestion
 from miofind.process.forks import loading
+from miofind.process.garbage import without_garbage_collection
 from miofind.solver.facts import SolverFacts, fingerprint, read_index, write_index
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
@@ -98,7 +99,7 @@ class Registry(Mapping[str, Solver]):
     def default() -> Registry:
         """All solvers of miofind and of the other packages that are installed; discovered once a process."""
         if Registry._default is None:
-            with loading():
+            with loading(), without_garbage_collection():
                 if Registry._default is None:
                     Registry._default = _default_registry()
         return Registry._default
@@ -134,7 +135,7 @@ class Registry(Mapping[str, Solver]):
 
     def _import(self, facts: SolverFacts) -> Solver:
         """A solver of the index, from its module."""
-        with loading():
+        with loading(), without_garbage_collection():
             for solver in _named(importlib.import_module(facts.module)):
                 self._solvers.setdefault(solver.id, solver)
         return self._solvers[facts.id]

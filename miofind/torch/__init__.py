@@ -4,7 +4,7 @@
 """
 
 from miofind.errors import MissingLibraryError
-from miofind.process.garbage import without_what_is_loaded as _without_what_is_loaded
+from miofind.process.garbage import without_garbage_collection as _without_garbage_collection
 
 try:
     import torch as _torch  # noqa: F401, what all below imports
@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
         "`pip install -e '.[cuda12,torch]'` in its clone, `pip install 'FILE.whl[cuda12,torch]'` for its wheel"
     ) from error
 
-with _without_what_is_loaded():
+with _without_garbage_collection():
     from miofind.runtime.background import wait_until_compiled
     from miofind.torch.direct import build
     from miofind.torch.fused.differentiable import convolution

@@ -1,14 +1,18 @@
-"""What was there before is left out where Python looks for garbage."""
+"""Where Python looks for no garbage, or leaves out what was there before."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import weakref
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
-from miofind.process.garbage import without_what_is_loaded
+from miofind.process.garbage import without_garbage_collection, without_what_is_loaded
+from miofind.solver.registry import Registry
 
 
 class _Cycle:
@@ -22,6 +26,36 @@ def nothing_frozen() -> Iterator[None]:
     gc.unfreeze()
     yield
     gc.unfreeze()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_garbage_is_looked_for_afterwards_as_it_was_before(is_enabled: bool) -> None:
+    if not is_enabled:
+        gc.disable()
+    try:
+        with contextlib.suppress(ZeroDivisionError), without_garbage_collection(), without_garbage_collection():
+            assert not gc.isenabled()
+            _ = 1 / 0
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+
+
+def test_solvers_are_imported_without_a_search_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One among all objects of PyTorch and of a network takes 0.1 s."""
+    registry = Registry()
+    registry._indexed = Registry.default().facts
+    enabled: list[bool] = []
+    real = importlib.import_module
+
+    def noted(name: str) -> ModuleType:
+        enabled.append(gc.isenabled())
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", noted)
+    assert registry["ConvWinograd"].id == "ConvWinograd"
+    assert enabled == [False]
+    assert gc.isenabled()
 
 
 def test_what_was_there_is_looked_at_again_afterwards() -> None:
