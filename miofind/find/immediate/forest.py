@@ -115,12 +115,14 @@ class Forest:
 
 def _depth(roots: NDArray[np.intp], left: NDArray[np.intp], right: NDArray[np.intp], is_leaf: NDArray[np.bool_]) -> int:
     """Steps from the roots until only leaves are left."""
-    level = np.unique(roots)
+    below = roots
     for depth in range(MAX_DEPTH + 1):
-        level = level[~is_leaf[level]]
+        reached = np.zeros(len(is_leaf), np.bool_)  # each node once, however many lead to it
+        reached[below] = True
+        level = np.flatnonzero(reached & ~is_leaf)
         if not len(level):
             return depth
-        level = np.unique(np.concatenate((left[level], right[level])))
+        below = np.concatenate((left[level], right[level]))
     raise InvalidForestError(f"it is deeper than {MAX_DEPTH}")
 
 
