@@ -23,13 +23,13 @@ from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.registry import inner_id
 
-FIRST, MOST = 3, 5
+FIRST, MOST = 2, 4
 """How many of the first are measured, whatever they are, and how many at most."""
 
 FEW = 2
 """The same of a light problem: the best of two was 0.9 % off the best of all."""
 
-NEAR, REACH = 1.15, 1.5
+NEAR, REACH = 1.1, 1.3
 """How many times the first one's time others may be predicted to take, and the first of another solver."""
 
 _CUDNN_PLANS = 2
