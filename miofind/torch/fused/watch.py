@@ -229,15 +229,34 @@ def _refuse_questions(frame: Any, event: str, called: Any) -> None:
     is_asked = event == "c_call" and id(called) in _QUESTIONS
     if not (is_asked or event == "call"):
         return
-    if frame.f_globals.get("__name__", "").partition(".")[0] in _NO_NETWORKS:
+    if _package(frame) in _NO_NETWORKS:
+        return
+    if not (is_asked or asks_what_is(frame.f_code)) or _is_imported(frame):
         return
     if is_asked:
         raise TraceError(f"its code asks for torch.{_QUESTIONS[id(called)]}")
-    if asks_what_is(frame.f_code):
-        name = frame.f_code.co_qualname
-        raise TraceError(f"{name} asks what something is by `is` or `type`, not by == or isinstance")
+    name = frame.f_code.co_qualname
+    raise TraceError(f"{name} asks what something is by `is` or `type`, not by == or isinstance")
 
 
+def _package(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "").partition(".")[0])
+
+
+def _is_imported(frame: Any) -> bool:
+    """Whether code runs as a module is imported, as PyTorch imports its own when they are first needed.
+
+    It is given no stand-ins, and an error would leave the module half imported for the whole process.
+    """
+    while frame is not None and _package(frame) != "miofind":
+        if _package(frame) in _IMPORTING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_IMPORTING = ("importlib", "_frozen_importlib")
+"""Names of the package that imports: before its own import it has the second."""
 _NO_NETWORKS = sys.stdlib_module_names | {"miofind", "numpy", "torch"}
 """Packages whose code is no network's."""
 _KINDS = (torch.dtype, torch.layout, torch.memory_format, torch.device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +73,26 @@ def test_both_answers_are_computed() -> None:
         for flag in (False, True):
             x = torch.randn(2, 3, 5, 5, dtype=dtype)
             torch.testing.assert_close(fused(x, flag), network(x, flag))
+
+
+class Imports(nn.Module):
+    """Imports a module when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.conv(x) * importlib.import_module("asks_when_imported").FACTOR
+
+
+def test_what_is_imported_while_code_is_traced_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mpmath does: torch.compile failed in the whole process where PyTorch first imported SymPy in a trace."""
+    code = "import torch\n\ndef is_true(flag):\n    return flag is True\n\n"
+    code += "FACTOR = 3 if is_true(True) and torch.is_grad_enabled() else 2\n"
+    Path(tmp_path, "asks_when_imported.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    network, x = Imports().eval(), torch.randn(2, 3, 5, 5)
+    fused = fuse(network)
+    assert not fused.fusion_report.untraced
+    torch.testing.assert_close(fused(x), network(x))
