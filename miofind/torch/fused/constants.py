@@ -12,11 +12,16 @@ from torch import fx
 
 
 class Constant(torch.nn.Module):
-    """Gives a tensor that moves with the network to another device, and keeps its dtype."""
+    """Gives a tensor that moves with the network to another device, and keeps its dtype.
+
+    Attributes:
+        value: the tensor.
+        held: the same where it has content, which no file of weights gives back: on the meta device `value` has none.
+    """
 
     def __init__(self, value: Any) -> None:
         super().__init__()
-        self.value = value
+        self.value = self.held = value
 
     def forward(self) -> Any:
         """The tensor."""
@@ -24,7 +29,13 @@ class Constant(torch.nn.Module):
 
     def _apply(self, move: Any, *arguments: Any, **named: Any) -> Any:
         made = super()._apply(move, *arguments, **named)
-        self.value = self.value.to(move(self.value.new_empty(0)).device)
+        device, held = move(torch.empty(0, device=self.value.device)).device, self.held
+        if held.is_meta:  # as the network was given
+            return made
+        # Without a history, with which it could be neither copied nor pickled.
+        self.value = held if held.device == device else held.detach().to(device).requires_grad_(held.requires_grad)
+        if not self.value.is_meta:
+            self.held = self.value
         return made
 
 

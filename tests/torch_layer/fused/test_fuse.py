@@ -616,6 +616,18 @@ def test_tensors_that_are_no_buffers_keep_their_dtype(is_part: bool) -> None:
     assert part.to("meta")(x.to("meta", torch.bfloat16)).is_meta, "they move along"
 
 
+def test_tensors_that_are_no_buffers_come_back_from_the_meta_device() -> None:
+    """No file of weights has them, as none of the network's has."""
+    model, x = HoldsTensors(), torch.randn(2, 4, 6, 6)
+    model.factor.requires_grad_()
+    model = prepared(model)
+    fused = fuse(model)
+    weights = copy.deepcopy(fused.state_dict())
+    made = copy.deepcopy(fused.to("meta")).to_empty(device="cpu")
+    made.load_state_dict(weights)
+    check_same(made, model, x)
+
+
 class HoldsModules(nn.Module):
     """Has modules that no conversion of it reaches."""
 
