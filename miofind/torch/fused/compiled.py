@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 _INNER = "_orig_mod"
@@ -9,7 +10,8 @@ _INNER = "_orig_mod"
 
 def is_compiled(module: Any) -> bool:
     """Whether a module is what torch.compile put around one."""
-    return _INNER in module._modules
+    compiling = sys.modules.get("torch._dynamo.eval_frame")  # which takes seconds to import
+    return compiling is not None and isinstance(module, compiling.OptimizedModule)
 
 
 def path_without(path: str) -> str:

@@ -89,15 +89,17 @@ def fuse(model: Any) -> Any:
         model: a torch.nn.Module in eval mode.
 
     Raises:
-        InvalidOptionError: no module, one in training mode, or one that cannot be copied.
+        InvalidOptionError: no module, one in training mode or of TorchScript, or one that cannot be copied.
     """
     if not isinstance(model, nn.Module):
         raise InvalidOptionError(f"model={brief(model)} must be a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InvalidOptionError("the model is TorchScript, which has no code to read: fuse it before it is scripted")
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         raise InvalidOptionError(f"{training or 'the model'} is in training mode: pass model.eval()")
     if is_compiled(model):
-        return type(model)(fuse(model._orig_mod), model.dynamo_ctx)
+        return model.dynamo_ctx(fuse(model._orig_mod))
     # Weights of inference mode would have no gradients. That these are on shows where code switches them off.
     with without_what_is_loaded(), torch.inference_mode(False), torch.enable_grad():
         copied = _copied(model)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from miofind.errors import InvalidOptionError, brief, described
+from miofind.torch.fused.compiled import is_compiled
 from miofind.torch.recording.layers import LayerNames
 from miofind.torch.recording.recorder import Recorder, StandInRecorder
 from miofind.torch.recording.recording import Recording
@@ -106,7 +107,7 @@ def _check(model: Any, amp: Any, memory_format: Any, device: Any) -> None:
 def _unwrapped(model: Any) -> Any:
     """The module in what torch.compile, DistributedDataParallel and DataParallel put around one."""
     while True:
-        if hasattr(model, "_orig_mod"):
+        if is_compiled(model):
             model = model._orig_mod
         elif isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             model = model.module

@@ -176,8 +176,28 @@ def test_a_compiled_network_is_fused_as_it_was_before() -> None:
     assert fused.fusion_report == fuse(model).fusion_report
     check_same(fused, model, torch.randn(2, 3, 6, 6))
     assert len(graphs) == 1
+    assert fused.get_compiler_config() is None, "as of what torch.compile gives"
     (name,) = fuse(nn.Sequential(torch.compile(Sum(True).eval(), backend="eager")).eval()).fusion_report.untraced
     assert name == "0"
+
+
+class Wraps(nn.Module):
+    """Holds a module by the name that torch.compile gives it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+    def forward(self, x: Any) -> Any:
+        return self._orig_mod(x).relu()
+
+
+def test_what_has_a_module_by_torch_compile_s_name_is_fused_with_it() -> None:
+    """It had no `dynamo_ctx`."""
+    model = prepared(Wraps(nn.Conv2d(3, 4, 3)))
+    fused = fuse(model)
+    assert [layer.parts for layer in fused.fusion_report.fused] == [("convolution", "bias", "relu")]
+    check_same(fused, model, torch.randn(2, 3, 6, 6))
 
 
 def test_what_a_batch_norm_takes_for_channels_is_never_the_convolutions() -> None:
@@ -1592,6 +1612,15 @@ def test_transposed_convolutions_are_told_of(beside: str) -> None:
     fused = fuse(model)
     assert fused.fusion_report.kept["0.1.0"] == "it is transposed"
     check_same(fused, model, torch.randn(2, 3, 6, 6))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    """It was PyTorch's RuntimeError of a method that such modules lack."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    for scripted in (torch.jit.script(model), torch.jit.trace(model, torch.randn(1, 3, 5, 5))):
+        with pytest.raises(InvalidOptionError, match="TorchScript"):
+            fuse(scripted)
 
 
 def test_a_model_in_training_is_refused() -> None:
