@@ -104,7 +104,7 @@ def test_what_a_full_disk_has_no_space_for_is_not_lost(tmp_path: Path) -> None:
     ended = run(tmp_path, "train.py", MIOFIND_TORCH="record", MIOFIND_TORCH_RECORD="full.csv", TMPDIR=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert len(load(str(tmp_path / "step.csv")).problems()) == 1
-    (elsewhere,) = tmp_path.glob("miofind_*/full.csv")
+    (elsewhere,) = tmp_path.glob("miofind_*/recorded.csv")
     assert len(load(str(elsewhere)).problems()) == 2
     (told,) = (line for line in ended.stderr.splitlines() if "full.csv" in line)
     assert "No space left" in told

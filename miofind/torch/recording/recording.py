@@ -133,7 +133,7 @@ def _forget_unsaved(saved: Recording, path: Path) -> None:
     """Do not save a recording again, nor an earlier one over it."""
     for kept, recording in [*_unsaved.items()]:
         if recording is saved or kept == path.absolute():
-            del _unsaved[kept]
+            _unsaved.pop(kept, None)  # other threads save, too
 
 
 @atexit.register
@@ -154,7 +154,7 @@ def saved_at_last(recording: Recording, path: Path) -> str:
             recording.save(path)
         except InvalidOptionError as error:
             reason = f"{error}: free space, or choose another path. "
-            path = Path(tempfile.mkdtemp(prefix="miofind_")) / path.name
+            path = Path(tempfile.mkdtemp(prefix="miofind_"), f"recorded{path.suffix}")  # its name may be what is wrong
             recording.save(path)
     except (InvalidOptionError, OSError) as error:
         return f"{reason}The problems are lost, since no temporary file can be written: {error}"

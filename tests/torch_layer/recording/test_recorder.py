@@ -16,7 +16,7 @@ import miofind.torch
 from miofind.errors import InvalidOptionError
 from miofind.suites import load
 from miofind.torch.recording import recording as recordings
-from miofind.torch.recording.recording import Recording
+from miofind.torch.recording.recording import Recording, saved_at_last
 
 STEM = "conv2d-{}-n2-c3-i8x10-k8-f3x3-p1x1-float32-NCHW"
 DEPTHWISE = "conv2d-{}-n2-c8-i8x10-k8-f3x3-p1x1-g8-float32-NCHW"
@@ -224,6 +224,34 @@ def test_a_recording_that_was_saved_meanwhile_is_not_saved_over_another_at_the_e
             path.rmdir()
         saved.save(at)
         assert not recordings._unsaved
+
+
+class SavedByOthers(dict[Path, Recording]):
+    """Recordings that other threads save while they are looked through."""
+
+    def items(self) -> Any:
+        found = list(super().items())
+        self.clear()
+        return found
+
+
+def test_threads_may_save_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them had a KeyError for what the other had saved."""
+    recording, path = Recording(), tmp_path / "step.csv"
+    monkeypatch.setattr(recordings, "_unsaved", SavedByOthers({path: recording}))
+    recording.save(path)
+    assert path.exists()
+
+
+def test_problems_are_not_lost_for_a_name_that_no_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary file had it, too."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with miofind.torch.record() as recording:
+        nn.Conv2d(3, 4, 3)(torch.ones(1, 3, 5, 5))
+    told = saved_at_last(recording, tmp_path / f"{'a' * 300}.csv")
+    (path,) = tmp_path.glob("miofind_*/*.csv")
+    assert told.endswith(f"miofind tune --suite {path}")
+    assert len(load(str(path)).problems()) == 1
 
 
 def test_another_ending_is_refused_before_anything_runs(tmp_path: Path) -> None:
