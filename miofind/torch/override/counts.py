@@ -107,7 +107,7 @@ def _counts(plan: CountedPlan) -> Iterable[CallCount]:
         own = lacking = 0
         if to_solution := plan.calls if part.launch is not None else part.calls_before_failure:
             lacking = part.without_memory + plan.direct_without_memory(part.computed)
-            own = to_solution - part.declined - lacking
+            own = max(0, to_solution - part.declined - lacking)  # threads count beside each other
         solver_id = "" if part.solution is None else part.solution.solver_id
         others = plan.calls - own - lacking - part.declined
         told = [

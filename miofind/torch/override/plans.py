@@ -92,11 +92,12 @@ class Part:
 
     def fail(self, error: Exception, calls: int) -> None:
         """Leave it to PyTorch from now on, after so many calls."""
-        if self.launch is None:  # that of another thread failed meanwhile
+        if self.launch is None:  # that of another thread failed meanwhile, and counted this call among those before
+            self.calls_before_failure -= 1
             return
-        logger.warning("%s failed in PyTorch, whose own kernel runs from now on: %s", self.problem, error)
         self.launch, self.direct, self.reason = None, None, f"it failed: {error}"
         self.calls_before_failure = calls
+        logger.warning("%s failed in PyTorch, whose own kernel runs from now on: %s", self.problem, error)
 
     def skips(self) -> bool:
         """Whether no workspace is asked for in this call, as there was no memory for it before."""

@@ -29,8 +29,9 @@ def part(computed: str, **named: Any) -> Part:
     return Part(computed, solution=solution, launch=lambda *_: None, **named)
 
 
-def failed(part: Part, calls: int) -> Part:
-    part.fail(LaunchError("gone"), calls)
+def failed(part: Part, *calls: int) -> Part:
+    for before in calls:
+        part.fail(LaunchError("gone"), before)
     return part
 
 
@@ -43,6 +44,12 @@ def failed(part: Part, calls: int) -> Part:
         (part("dw", without_memory=2), 7, {"there was no memory for its workspace": 3}),
         (failed(part("y", declined=1), 4), 3, {"it failed: gone": 6, "its tensors begin at other addresses": 1}),
         (failed(part("y"), 0), 0, {"it failed: gone": 10}),
+        (failed(part("y"), 4, 4, 5), 2, {"it failed: gone": 8}),
+        (
+            failed(part("dw", without_memory=2), 1),
+            0,
+            {"it failed: gone": 7, "there was no memory for its workspace": 3},
+        ),
         (Part("dw", reason="no FindDB has an answer to it"), 0, {"no FindDB has an answer to it": 10}),
     ],
     ids=[
@@ -52,6 +59,8 @@ def failed(part: Part, calls: int) -> Part:
         "without memory, directly",
         "failed later",
         "failed at once",
+        "failed in three threads at once",
+        "failed, without memory before and directly since",
         "PyTorch's",
     ],
 )
