@@ -152,6 +152,14 @@ def test_fused_problems_teach_with_all_forms(tmp_path: Path) -> None:
     assert form.estimate_ms > Registry.default()[SOLVERS[1]].estimate_ms(FUSED.bare, DEVICE, form.config)
 
 
+@pytest.mark.parametrize("time_ms", [1e-300, 1e300])
+def test_times_of_no_kernel_do_not_teach(time_ms: float, tmp_path: Path) -> None:
+    """One of a damaged FindDB ended the training: forests and reports have no such numbers."""
+    config = Registry.default()["ConvDirectTiled"].default_configs(FUSED, DEVICE)[0].json
+    lesson = fused_lesson(tmp_path / "damaged.db", Scope(solvers={}), row("ConvDirectTiled", config, time_ms))
+    assert [sample.time_ms for sample in lesson.samples] == [1.0, 2.0]
+
+
 def test_a_fused_problem_is_complete_where_a_find_of_all_passed_over_what_is_missing(tmp_path: Path) -> None:
     all_solvers = Scope(solvers={solver.id: solver.version for solver in Registry.default().values()})
     assert fused_lesson(tmp_path / "all.db", all_solvers).is_complete

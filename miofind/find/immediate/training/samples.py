@@ -27,6 +27,9 @@ from miofind.solver.steps import Config
 
 logger = logging.getLogger(__name__)
 
+_LEAST_MS, _MOST_MS = 1e-6, 1e9
+"""Times of no kernel are beyond, but of damaged FindDBs: a nanosecond and eleven days."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -211,7 +214,7 @@ def _samples(
     registry: Registry,
 ) -> Iterator[Sample]:
     for (solver_id, text), measured in sorted(known.items()):
-        if solver_id not in serving:
+        if solver_id not in serving or not _LEAST_MS <= measured.time_ms <= _MOST_MS:
             continue
         try:
             config, solver = stored_config(text), registry[solver_id]
