@@ -171,7 +171,7 @@ class _NothingUntold(TorchDispatchMode):
         self._memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_imported(sys._getframe(1)):
             raise TraceError("its code draws random numbers")
         if not self._memory.isdisjoint(map(storage_of, written(func, args, kwargs or {}))):
             raise TraceError("its code writes to a tensor that it has")
@@ -206,8 +206,9 @@ def watched(memory: frozenset[int]) -> Iterator[None]:
         return enter(self)
 
     def set_to(self: Any, name: str, value: Any) -> None:
-        is_of_torch = is_torchs(sys._getframe(1).f_globals.get("__name__", ""))
-        if threading.get_ident() == thread and not is_of_torch:
+        setter = sys._getframe(1)
+        is_of_torch = is_torchs(setter.f_globals.get("__name__", ""))
+        if threading.get_ident() == thread and not is_of_torch and not _is_imported(setter):
             raise TraceError(f"its code sets {name}")
         set_attribute(self, name, value)
 
