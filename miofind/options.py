@@ -90,7 +90,7 @@ class FindOptions:
         tuning: search the solvers' configurations instead of measuring their defaults.
         likely: measure the few candidates alone that are predicted to be the fastest, without cuDNN's where the model
             of the device knows such problems, but for TF32 and channels first. On held-out ones of an H200 the best of
-            them was 0.4 % off the best of all.
+            them was 0.5 % off the best of all.
         time_budget_s: seconds of measuring after which what is found is taken; None for ten, or no limit with tuning.
         trials: configurations of a problem that a search measures at most, those of the same solvers that earlier ones
             measured included; None for no limit.
