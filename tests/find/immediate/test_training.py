@@ -23,6 +23,7 @@ from miofind.find.immediate.devices import described
 from miofind.find.immediate.features import Columns, Guess
 from miofind.find.immediate.model import Model, model_bytes, read_model
 from miofind.find.immediate.ranker import Estimated, Ranker
+from miofind.find.immediate.table import LEAST_PROBLEMS
 from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout, geometry, network
 from miofind.find.immediate.training.samples import Lesson, Sample, lessons
@@ -188,6 +189,16 @@ def test_a_known_law_is_learnt(learnt: Sequence[Lesson], monkeypatch: pytest.Mon
     assert regret(None, learnt) > 0.1
     assert regret(model, learnt) < 0.01
     assert model_bytes(model) == model_bytes(training.model(known[::-1], judged, Holdout.GEOMETRY))
+
+
+def test_a_kind_is_known_by_several_problems(learnt: Sequence[Lesson]) -> None:
+    pytest.importorskip("lightgbm")
+    half, others = ([each for each in learnt if each.kind.numbers == name] for name in ("float16", "bfloat16"))
+    for count in (LEAST_PROBLEMS - 1, LEAST_PROBLEMS):
+        trees = Training(DEVICE, Registry.default()).fit([*half, *others[:count]], Holdout.GEOMETRY).trees
+        assert trees is not None
+        known = {kind[0] for kind in trees.kinds}
+        assert known == ({"float16", "bfloat16"} if count == LEAST_PROBLEMS else {"float16"})
 
 
 def of_class(times: Sequence[float]) -> Lesson:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +24,7 @@ from miofind.find.immediate.features import Columns, Guess, feature_names, probl
 from miofind.find.immediate.kinds import position
 from miofind.find.immediate.model import Calibration, Model, Trees
 from miofind.find.immediate.ranker import Estimated, Ranker
-from miofind.find.immediate.table import MOST_LOG2, Ratio, Table
+from miofind.find.immediate.table import LEAST_PROBLEMS, MOST_LOG2, Ratio, Table
 from miofind.find.immediate.training.boosting import rank_forest, time_forest
 from miofind.find.immediate.training.evaluation import WITHIN, Regret, Times, class_regrets, picked, regrets
 from miofind.find.immediate.training.groups import Holdout, group
@@ -201,7 +201,7 @@ class Training:
             rank_weight=RANK_WEIGHT,
             calibration=Calibration(),
             positions=_positions(learnt),
-            kinds=frozenset(each.kind.levels[0] for each in learnt),
+            kinds=_kinds(learnt),
             reach=reach,
         )
 
@@ -257,6 +257,12 @@ def _shares(lesson: Lesson) -> list[float]:
     """How fast each candidate is, 1 the fastest of those that may be predicted."""
     best_ms = min(sample.time_ms for sample in lesson.predicted)
     return [best_ms / sample.time_ms for sample in lesson.predicted]
+
+
+def _kinds(lessons: Iterable[Lesson]) -> frozenset[tuple[str, ...]]:
+    """The kinds that enough problems are of: a find of the likeliest asks cuDNN beside about all others."""
+    counts = Counter(lesson.kind.levels[0] for lesson in lessons)
+    return frozenset(kind for kind, count in counts.items() if count >= LEAST_PROBLEMS)
 
 
 def _positions(lessons: Iterable[Lesson]) -> NDArray[np.float32]:
