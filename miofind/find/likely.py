@@ -1,8 +1,8 @@
 """What a find measures that is asked for the likeliest: a few candidates, those with the least predicted times.
 
-On problems of an H200 that were held out of its model's training the best of these few, 2.8 on average, was 0.52 % off
+On problems of an H200 that were held out of its model's training the best of these few, 2.8 on average, was 0.54 % off
 the best of all candidates that shipped (geometric mean), and that of the eight with the least predictions 0.43 %. On 81
-random problems it was 1.1 % off the best of a full find, which measured fifteen. Each costs a compilation, of about a
+random problems it was 1.3 % off the best of a full find, which measured fifteen. Each costs a compilation, of about a
 second, and nothing is run before.
 """
 
