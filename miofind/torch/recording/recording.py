@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import tempfile
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidOptionError
+from miofind.process.forks import ForkedLock
 from miofind.suites import Suite, SuiteProblem, SuiteRow, save_csv, save_lines
 from miofind.torch.override.calls import ConvolutionCall
 
@@ -48,7 +50,7 @@ class Recording:
     def __init__(self, name: str = "recorded") -> None:
         self.name = name
         self._calls: dict[RecordedCall, int] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkedLock()
 
     def __repr__(self) -> str:
         left_out = f", {len(self.left_out)} left out" if self.left_out else ""
@@ -116,6 +118,8 @@ class Recording:
             self.save(path)
         except InvalidOptionError as error:
             _unsaved[path] = self
+            if multiprocessing.parent_process() is not None:  # such a process ends without what atexit knows
+                Finalize(None, _save_unsaved, exitpriority=0)
             raise InvalidOptionError(
                 f"{error}. The problems are kept: `save` of the recording, as in `with record(path) as recording`, "
                 "takes another path; else they are saved when the process ends"

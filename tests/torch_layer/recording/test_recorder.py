@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import miofind.torch
+from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidOptionError
 from miofind.suites import load
 from miofind.torch.recording import recording as recordings
-from miofind.torch.recording.recording import Recording, saved_at_last
+from miofind.torch.recording.recording import RecordedCall, Recording, saved_at_last
+
+PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
 
 STEM = "conv2d-{}-n2-c3-i8x10-k8-f3x3-p1x1-float32-NCHW"
 DEPTHWISE = "conv2d-{}-n2-c8-i8x10-k8-f3x3-p1x1-g8-float32-NCHW"
@@ -224,6 +229,25 @@ def test_a_recording_that_was_saved_meanwhile_is_not_saved_over_another_at_the_e
             path.rmdir()
         saved.save(at)
         assert not recordings._unsaved
+
+
+def keep_one(path: Path) -> None:
+    recording = Recording()
+    recording.note(RecordedCall(layer="conv", computed="y", problem=PROBLEM))
+    path.mkdir()
+    with contextlib.suppress(InvalidOptionError):
+        recording.save_or_keep(path)
+    path.rmdir()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_worker_saves_at_its_end_what_it_kept(tmp_path: Path) -> None:
+    """Such processes of multiprocessing end without what `atexit` knows."""
+    worker = multiprocessing.get_context("fork").Process(target=keep_one, args=(tmp_path / "step.csv",))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0
+    assert [each.problem for each in load(str(tmp_path / "step.csv")).problems()] == [PROBLEM]
 
 
 class SavedByOthers(dict[Path, Recording]):
