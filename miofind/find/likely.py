@@ -60,7 +60,7 @@ def likely_plan(
         UnknownSolverError: the options name a solver that the handle's registry has not.
     """
     plan = None
-    if ranker_of(handle.device).reaches(problem.bare) and not _is_led_by_cudnn(problem):
+    if ranker_of(handle.device).reaches(problem) and not _is_led_by_cudnn(problem):
         plan = make_plan(
             problem,
             options,

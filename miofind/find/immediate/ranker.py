@@ -63,15 +63,18 @@ class Ranker:
 
     def is_stale(self, solver: Solver) -> bool:
         """Whether the model knows a solver in another version than it has."""
-        known = self.model.solvers.get(inner_id(solver.id)) if self.model is not None else None
-        return known is not None and known != solver.version
+        return self._version(solver) not in (None, solver.version)
 
     def knows(self, solver: Solver) -> bool:
         """Whether the model was trained with a solver as it is."""
-        return self.model is not None and self.model.solvers.get(inner_id(solver.id)) == solver.version
+        return self._version(solver) == solver.version
+
+    def _version(self, solver: Solver) -> int | None:
+        """That of a solver that the model was trained with; a composed form has the one of the solver it is made of."""
+        return self.model.solvers.get(inner_id(solver.id)) if self.model is not None else None
 
     def reaches(self, problem: ProblemDescription) -> bool:
-        """Whether a model of the device's kind was trained with problems like one, given without its epilogue."""
+        """Whether a model of the device's kind was trained with problems like one; its epilogue plays no part."""
         trees = self.model.trees if self.model is not None and self.is_of_kind else None
         return trees is not None and trees.reaches(Kind.of(problem), position(problem))
 

@@ -57,20 +57,11 @@ class Table:
                 return correction
         return 0.0
 
-    def knows(self, solver_id: str, kind: Kind) -> bool:
-        """Whether a correction is of problems of that kind, not of a wider one."""
-        return (solver_id, *kind.levels[0]) in self.corrections
-
     def _factors_of(self, kind: Kind) -> dict[str, float]:
         """By solver, what estimates for a kind of problem are multiplied by; kept in `factors`: all problems ask."""
         return {
             solver_id: float(2.0 ** self.log2(solver_id, kind)) for solver_id in {key[0] for key in self.corrections}
         }
-
-    def without(self, solver_ids: Iterable[str]) -> Table:
-        """The table without corrections of some solvers."""
-        lost = set(solver_ids)
-        return Table({key: value for key, value in self.corrections.items() if key[0] not in lost})
 
     @staticmethod
     def of(ratios: Iterable[Ratio]) -> Table:
