@@ -401,7 +401,10 @@ class _Check:
 
 
 def _calibrate(model: nn.Module, x: Any) -> None:
-    """Have batch norms know the statistics of random weights, so that deep activations stay within float16."""
+    """Have batch norms know the statistics of random weights, so that deep activations stay within float16.
+
+    One image has no variance where it is pooled to one pixel, so it is joined by another.
+    """
     norms = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     model.eval()
     for norm in norms:
@@ -409,7 +412,7 @@ def _calibrate(model: nn.Module, x: Any) -> None:
         norm.reset_running_stats()
         norm.train()
     with torch.no_grad():
-        model(x)
+        model(x if len(x) > 1 else torch.cat([x, torch.randn_like(x)]))
     model.eval()
 
 
