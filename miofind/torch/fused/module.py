@@ -27,11 +27,13 @@ class _Ready(NamedTuple):
     Attributes:
         weight: in their dtype and memory format.
         output_shape: of y.
+        channel_shape: of residuals that have a number for each channel of each image.
         residual_strides: of residuals that are known to lie in y's order.
     """
 
     weight: Any
     output_shape: tuple[int, ...]
+    channel_shape: tuple[int, ...]
     residual_strides: set[tuple[int, ...]]
 
 
@@ -118,7 +120,9 @@ class FusedConvolution(torch.nn.Module):
             if ready is not None and self._is_plain(ready, x, residual):
                 given = Tensors(x, ready.weight, self._parameters["bias"], None, residual)
                 if not given.need_derivatives:
-                    return _convolution(*given, *self._arguments)
+                    if residual is None or residual.shape == ready.output_shape:
+                        return _convolution(*given, *self._arguments)
+                    return self._with_channels(given._replace(residual=None), residual)
         return self._general(x, residual)
 
     def _is_plain(self, ready: _Ready, x: Any, residual: Any) -> bool:
@@ -128,9 +132,12 @@ class FusedConvolution(torch.nn.Module):
             return False
         if residual is not None:
             is_tensor = isinstance(residual, torch.Tensor)
-            if not is_tensor or residual.dtype != x.dtype or residual.shape != ready.output_shape:
+            if not is_tensor or residual.dtype != x.dtype:
                 return False
-            if self.residual_first and residual.stride() not in ready.residual_strides:
+            if residual.shape != ready.output_shape:
+                if residual.shape != ready.channel_shape or not self._takes_channels:
+                    return False
+            elif self.residual_first and residual.stride() not in ready.residual_strides:
                 return False
         return x.dtype == weight.dtype and autocast_dtype(x) is None
 
@@ -163,7 +170,7 @@ class FusedConvolution(torch.nn.Module):
         """The same with a residual that is unlike the convolution's result: PyTorch adds it, by its own rules."""
         is_plain = given.x.dtype == dtype and not given.need_derivatives
         if is_plain and self._is_of_channels(residual, given.x, dtype) and not residual.requires_grad:
-            return torch.ops.miofind.convolution(*given, *self._arguments, None, residual.flatten(1))
+            return self._with_channels(given, residual)
         numbers = self.numbers
         y = run(given, self.window, Nonlinearity())
         if numbers.residual_position == "after":
@@ -171,6 +178,15 @@ class FusedConvolution(torch.nn.Module):
         add = torch.Tensor.add_ if self.adds_in_place else torch.add
         added = residual + y if self.residual_first else add(y, residual, alpha=numbers.beta)
         return added if numbers.residual_position == "after" else activated(added, numbers)
+
+    @property
+    def _takes_channels(self) -> bool:
+        """Whether the kernel can add a residual of channels."""
+        return self.numbers.residual_position == "before" and self.numbers.beta == 1
+
+    def _with_channels(self, given: Tensors, residual: Any) -> Any:
+        """The same with a residual of channels, which the kernel adds."""
+        return _convolution(*given, *self._arguments, None, residual.flatten(1))
 
     def _is_alike(self, residual: Any, x: Any, dtype: Any) -> bool:
         """Whether a residual has the shape and the dtype of the convolution's result."""
@@ -196,11 +212,9 @@ class FusedConvolution(torch.nn.Module):
 
     def _is_of_channels(self, residual: Any, x: Any, dtype: Any) -> bool:
         """Whether a residual has a number for each channel of each image, which a kernel adds, too."""
-        if not isinstance(residual, torch.Tensor):
+        if not isinstance(residual, torch.Tensor) or not self._takes_channels:
             return False
-        shape = (x.shape[0], self.weight.shape[0], *(1,) * (x.dim() - 2))
-        is_plain = self.numbers.residual_position == "before" and self.numbers.beta == 1
-        return is_plain and residual.dtype == dtype and tuple(residual.shape) == shape
+        return residual.dtype == dtype and tuple(residual.shape) == _channel_shape(x, self.weight)
 
     def _weight_for(self, x: Any, dtype: Any) -> Any:
         """The weight in the dtype and the memory format that a run with x needs, from those kept."""
@@ -215,7 +229,8 @@ class FusedConvolution(torch.nn.Module):
         if ready is None:
             layout = output_layout(x, weight, None, self.window.geometry)
             shape = self.window.output_shape(x.shape, weight.shape)
-            ready = _Ready(kept(weight, dtype, layout.channels_last), shape, {strides(shape, layout)})
+            copy, of_channels = kept(weight, dtype, layout.channels_last), _channel_shape(x, weight)
+            ready = _Ready(copy, shape, of_channels, {strides(shape, layout)})
             is_of_this_run = is_capturing(weight.device) or is_of_processes(weight)
             if is_of_this_run or type(ready.weight) is not torch.Tensor:
                 return ready.weight
@@ -259,6 +274,11 @@ def _is_traced() -> bool:
 def _is_read_itself(weight: Any) -> bool:
     """Whether no copy may stand for a weight: gradients are to reach it, or nobody can tell when it is written to."""
     return bool(weight.requires_grad or weight.is_inference())
+
+
+def _channel_shape(x: Any, weight: Any) -> tuple[int, ...]:
+    """Of a number for each channel of each image."""
+    return (x.shape[0], weight.shape[0], *(1,) * (x.dim() - 2))
 
 
 def _form(x: Any, dtype: Any) -> tuple[Any, ...]:

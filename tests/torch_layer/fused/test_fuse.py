@@ -276,6 +276,56 @@ def test_a_residual_of_the_results_order_is_added_by_the_kernel(residual: str, m
         fused(RESIDUALS["channels last"], RESIDUALS[residual])
 
 
+CHANNELS: dict[str, Any] = {
+    "of each image": torch.randn(2, 4, 1, 1),
+    "of each image, turned": torch.randn(4, 2, 1, 1).transpose(0, 1),
+    "of all images": torch.randn(1, 4, 1, 1),
+    "of one channel": torch.randn(2, 1, 1, 1),
+    "of a dtype": torch.randn(2, 4, 1, 1, dtype=torch.float64),
+    "of a gradient": torch.randn(2, 4, 1, 1, requires_grad=True),
+}
+CHANNEL_SUMS: dict[str, Callable[[Any, Any], Any]] = {
+    "last": lambda y, residual: (y + residual).relu(),
+    "first": lambda y, residual: (residual + y).relu(),
+    "twice": lambda y, residual: torch.add(y, residual, alpha=2).relu(),
+    "after": lambda y, residual: y.relu() + residual,
+}
+
+
+class ChannelSum(nn.Module):
+    """A convolution and a sum of its result and numbers of channels."""
+
+    def __init__(self, add: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.conv, self.add = nn.Conv2d(4, 4, 3, padding=1), add
+
+    def forward(self, x: Any, residual: Any) -> Any:
+        return self.add(self.conv(x), residual)
+
+
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("add", CHANNEL_SUMS)
+def test_numbers_of_channels_are_added_as_by_pytorch(add: str, channels: str) -> None:
+    model = ChannelSum(CHANNEL_SUMS[add]).eval()
+    fused, residual = fuse(model), CHANNELS[channels]
+    for x in (RESIDUALS["channels last"], torch.randn(2, 4, 1, 1)):
+        for factor in (1, 1, 3):  # later runs know the form of the first
+            given = (x, residual * factor)
+            expected, y = model(*given), fused(*given)
+            assert y.requires_grad == residual.requires_grad
+            torch.testing.assert_close(y, expected.detach() if not y.requires_grad else expected)
+
+
+@pytest.mark.parametrize("add", ["last", "first"])
+def test_a_number_for_each_channel_is_added_by_the_kernel(add: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a diffusion model adds its time embedding."""
+    fused, given = fuse(ChannelSum(CHANNEL_SUMS[add]).eval()), (RESIDUALS["channels last"], CHANNELS["of each image"])
+    with torch.no_grad():
+        expected = fused(*given)
+        monkeypatch.setattr(FusedConvolution, "_general", lambda *_: pytest.fail("it is known by now"))
+        torch.testing.assert_close(fused(*given), expected, rtol=0, atol=0)
+
+
 class Tail(nn.Module):
     """A convolution and what a function does with its result and x."""
 
