@@ -466,7 +466,10 @@ def _first(graph: ConvGraph, step: CudnnStep) -> Descriptor:
 def _fault(engine: int, notes: frozenset[Note], problem: ProblemDescription) -> str:
     """Why an engine must not compute a problem, "" if it may."""
     if is_wrong(problem, engine):
-        return "computes something else: it ignores padding, or writes 0 for what exceeds float16"
+        return (
+            "computes something else: it ignores padding, writes 0 for what exceeds float16, or reads the epilogue's "
+            "tensors too early"
+        )
     refused = notes & refused_notes(problem)
     return f"is less precise than the problem allows: {notes_text(refused)}" if refused else ""
 

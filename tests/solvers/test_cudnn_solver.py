@@ -272,6 +272,18 @@ def test_an_engine_that_loses_overflow_is_refused() -> None:
     SOLVER.check_config(problem(dtype="bfloat16"), HOPPER, config)
 
 
+@pytest.mark.parametrize("epilogue", ["bias.residual.relu", "bias.silu"])
+def test_an_engine_that_reads_the_epilogues_tensors_early_is_refused(epilogue: str) -> None:
+    config = Config({**RECORD, "engine": 4})
+    fused = problem(layout="NHWC", epilogue=epilogue)
+    assert is_wrong(fused, 4)
+    assert not is_wrong(fused, 41)
+    assert not is_wrong(fused.bare, 4)
+    with pytest.raises(InvalidConfigError, match="engine 4 computes something else"):
+        SOLVER.check_config(fused, HOPPER, config)
+    SOLVER.check_config(fused.bare, HOPPER, config)
+
+
 def test_strided_backward_data_spreads_infinities() -> None:
     """Zeros between strided gradients are multiplied by infinities beside them (engines 40, 43, 56, 57 and 58)."""
     config = Config(RECORD)
