@@ -190,7 +190,12 @@ def _timed(ready: Sequence[Form], check: _Check, setting: Setting) -> Iterator[O
     for number in range(ROUNDS):
         for form in forms if number % 2 == 0 else forms[::-1]:
             samples[form.key].append(_block_ms(form, setting))
-    outcome.ms = {key: round(statistics.median(found), 4) for key, found in samples.items()}
+    for form in forms:  # what is right at once may go wrong where calls follow each other closely
+        with _noted(outcome, form, "last call"), form.scope():
+            form.run()
+            check.of(form)
+    times = {key: round(statistics.median(found), 4) for key, found in samples.items()}
+    outcome.ms = {key: ms for key, ms in times.items() if key not in outcome.failures}
     yield outcome
     if setting.kernels and setting.device == "cuda":
         for form in (form for form in forms if "graph" not in form.name):

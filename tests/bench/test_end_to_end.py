@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import sys
 from dataclasses import asdict
@@ -113,6 +114,19 @@ def test_a_wrong_form_is_a_failure_and_has_no_time(
     assert [*outcome.failures] == ["torch folded eager"]
     assert told in outcome.failures["torch folded eager"]
     json.dumps(asdict(outcome), allow_nan=False)
+    assert "torch folded eager" not in outcome.ms
+    assert {"torch eager", "miofind eager"} <= set(outcome.ms)
+
+
+def test_a_form_that_goes_wrong_as_it_is_timed_is_a_failure(scripts: dict[str, ModuleType], monkeypatch: Any) -> None:
+    forms, network = scripts["torch_forms"], scripts["torch_networks"].NETWORKS["tiny"]
+    forms.BLOCK_S, forms.ROUNDS, forms.WARM_UP_CALLS = 1e-3, 1, 1
+    calls = itertools.count()
+    monkeypatch.setattr(forms, "folded", lambda model: lambda x: (1.0 if next(calls) < 3 else 1.1) * model(x))
+    with miofind.Handle("cpu") as handle:
+        setting = forms.Setting(kind="inference", channels_last=False, device="cpu", handle=handle, forms=["eager"])
+        *_, outcome = forms.timed_network(network.build, (2, *network.shape), setting)
+    assert [*outcome.failures] == ["torch folded eager"]
     assert "torch folded eager" not in outcome.ms
     assert {"torch eager", "miofind eager"} <= set(outcome.ms)
 
