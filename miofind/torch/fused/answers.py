@@ -64,6 +64,12 @@ class Answer:
         """What runs the problem where all addresses suit it; None where PyTorch does."""
         return next(iter(self._invokers), None)
 
+    def declines(self, device: Any) -> bool:
+        """Whether no solution can run the problem now, which is noted while a graph is captured on the device."""
+        if self.part.pending is not None:
+            note_capture(device)
+        return not self._invokers
+
     def run(self, tensors: Mapping[str, Any], parameters: EpilogueParameters) -> bool:
         """Run a solution; False, and nothing written, where PyTorch is to compute the problem.
 
@@ -74,12 +80,8 @@ class Answer:
         Raises:
             LaunchError: it failed.
         """
-        if self.part.pending is not None:
-            note_capture(next(iter(tensors.values())).device)
         first = self.first
-        if first is None:
-            return False
-        if self.part.skips():
+        if first is None or self.part.skips():
             return False
         ordered = [tensors[name] for name in self._names]
         try:

@@ -16,7 +16,7 @@ from miofind.torch.fused import unfused
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
 from miofind.torch.fused.kept_weights import kept_weights
 from miofind.torch.fused.nonlinearity import Nonlinearity
-from miofind.torch.fused.plans import fallback, planned
+from miofind.torch.fused.plans import Unfused, fallback, planned
 from miofind.torch.override.formats import dense, layout_like
 from miofind.torch.override.untraced import untraced
 
@@ -49,13 +49,14 @@ def _forward(*arguments: Any, **named: Any) -> Any:
     made = None if plan is None else plan.run(call)
     if made is not None:
         return made[0]
-    call, layout = of_one_dtype(call), call.layout()
-    y = call.output(layout)
-    if not y.numel():
-        return y
+    told = Unfused.of(call) if plan is None else plan.unfused
+    assert told is not None
+    if told.is_empty:
+        return call.output(told.layout)
+    call = of_one_dtype(call)
     vectors = (call.bias, call.scale, call.residual, call.channel_bias)
     with fallback(plan):
-        return dense(unfused.convolution(call.x, call.w, vectors, call.window, call.nonlinearity), layout)
+        return dense(unfused.convolution(call.x, call.w, vectors, told.window, told.nonlinearity), told.layout)
 
 
 def _statistics(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:

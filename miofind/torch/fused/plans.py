@@ -9,11 +9,12 @@ import collections
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from miofind.core.epilogue import DEFAULT_PARAMETERS, EpilogueParameters
+from miofind.core.tensor import Layout
 from miofind.errors import LaunchError
 from miofind.process.forks import ForkedLock
 from miofind.torch import direct
@@ -29,6 +30,8 @@ from miofind.torch.fused.calls import (
     of_one_dtype,
     problem_of,
 )
+from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.window import Window
 from miofind.torch.override import formats
 from miofind.torch.override.calls import Unserved
 from miofind.torch.override.dispatcher import Override
@@ -50,12 +53,39 @@ _READ = {
 """Operands by the names of a call's tensors."""
 
 
+class Unfused(NamedTuple):
+    """What PyTorch's own operations are told of forward calls that look alike.
+
+    Attributes:
+        layout: of y.
+        is_empty: y has no elements.
+    """
+
+    layout: Layout
+    window: Window
+    nonlinearity: Nonlinearity
+    is_empty: bool
+
+    @staticmethod
+    def of(call: Forward) -> Unfused:
+        """What calls like one have in common.
+
+        Raises:
+            RuntimeError: its tensors do not go together.
+        """
+        call.check()
+        window = call.window
+        is_empty = not all(window.output_shape(call.x.shape, call.w.shape))
+        return Unfused(call.layout(), window, call.nonlinearity, is_empty)
+
+
 class Plan(DirectCalls):
     """What runs calls that look alike.
 
     Attributes:
         answer: the solutions, or why there are none; None for calls of which miofind has no such problem.
         part: what becomes of the call.
+        unfused: of forward calls alone.
     """
 
     __slots__ = (
@@ -69,11 +99,14 @@ class Plan(DirectCalls):
         "answer",
         "layout",
         "part",
+        "unfused",
     )
 
     def __init__(self, call: Call, override: Override | None, switches: tuple[Any, ...]) -> None:
-        call.check()
-        self.layout = call.layout()
+        self.unfused = Unfused.of(call) if isinstance(call, Forward) else None
+        if self.unfused is None:
+            call.check()
+        self.layout = call.layout() if self.unfused is None else self.unfused.layout
         self.answer: Answer | None = None
         super().__init__(needs_python=True)
         narrowed = of_one_dtype(call)
@@ -135,7 +168,7 @@ class Plan(DirectCalls):
     def run(self, call: Call) -> tuple[Any, ...] | None:
         """The outputs of a call, or None where PyTorch is to compute them."""
         self.python_calls += 1
-        if self.answer is None:
+        if self.answer is None or self.answer.declines(call.x.device):
             return None
         tensors = {}
         for field, name, dtype, copies in self._inputs:

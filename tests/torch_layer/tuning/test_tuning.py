@@ -279,7 +279,7 @@ def test_what_pytorch_was_faster_at_is_found_among_all(
 def test_what_was_known_is_compiled_for_the_step_that_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path))
     problem = ProblemDescription.convolution(
-        x=(32, 512, 7, 7), w=(2048, 512, 1, 1), dtype="float16", layout="NHWC", epilogue="bias.residual.relu"
+        x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC", epilogue="bias.relu"
     )
     request = SuiteProblem(problem=problem, suite="one", layer="layer", count=1)
     with Handle(described(H200.identity), database=MEMORY) as handle, CompilePool() as pool:
