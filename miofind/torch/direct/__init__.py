@@ -350,6 +350,7 @@ class DirectCalls(ABC):
 
 _loading = ForkedLock()
 _loaded: list[DirectPath] = []
+_times_forgotten = 0
 
 
 def direct_path() -> DirectPath | None:
@@ -375,8 +376,15 @@ def loaded() -> DirectPath | None:
     return _loaded[0] if _loaded else None
 
 
+def times_forgotten() -> int:
+    """How often what runs calls was to be decided anew, whether a direct path is loaded or not."""
+    return _times_forgotten
+
+
 def forget() -> None:
     """Have all calls come to Python, since what runs them is decided anew."""
+    global _times_forgotten
+    _times_forgotten += 1
     if _loaded:
         _loaded[0].forget()
 

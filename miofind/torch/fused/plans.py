@@ -19,6 +19,7 @@ from miofind.errors import LaunchError
 from miofind.process.forks import ForkedLock
 from miofind.torch import direct
 from miofind.torch.direct import DirectCalls, DirectLaunch, TensorForm
+from miofind.torch.fused import unfused
 from miofind.torch.fused.answers import Answer, answer, override_of, planner_of
 from miofind.torch.fused.calls import (
     COMPUTED_BY,
@@ -65,6 +66,13 @@ class Unfused(NamedTuple):
     window: Window
     nonlinearity: Nonlinearity
     is_empty: bool
+
+    def computed(self, call: Forward) -> Any:
+        """y of such a call, by PyTorch's own operations."""
+        call = of_one_dtype(call)
+        vectors = (call.bias, call.scale, call.residual, call.channel_bias)
+        y = unfused.convolution(call.x, call.w, vectors, self.window, self.nonlinearity)
+        return formats.dense(y, self.layout)
 
     @staticmethod
     def of(call: Forward) -> Unfused:
@@ -236,6 +244,44 @@ def planned(call: Call) -> Plan | None:
     elif plan.generation is not None and (path := direct.loaded()) is not None and plan.generation != path.generation:
         plan.offer(path)
     return plan
+
+
+class Settled(NamedTuple):
+    """That PyTorch's own operations compute forward calls that look alike, as long as nothing is decided anew.
+
+    Attributes:
+        plan: of the calls.
+        by: what decided so.
+    """
+
+    plan: Plan
+    by: tuple[Any, ...]
+
+    def holds(self, x: Any) -> bool:
+        """Whether it is so yet of calls with an x that looks alike, and nobody looks for the operator in them."""
+        return self.by == _deciders(x) and not torch._C._len_torch_dispatch_stack()
+
+    def run(self, call: Forward) -> Any:
+        """y of such a call."""
+        assert self.plan.unfused is not None
+        self.plan.python_calls += 1
+        return self.plan.unfused.computed(call)
+
+
+def settled(call: Forward) -> Settled | None:
+    """That PyTorch's own operations compute calls like one that ran; None where a solution does, or may yet."""
+    by = _deciders(call.x)
+    plan = _plans.get((*_key(call), *by[1:]))
+    if plan is None or not plan.part.is_final or plan.part.pending is not None:
+        return None
+    is_served = plan.answer is not None and plan.answer.is_served
+    return None if is_served or plan.unfused is None or plan.unfused.is_empty else Settled(plan, by)
+
+
+def _deciders(x: Any) -> tuple[Any, ...]:
+    """What decides who computes calls with an x, beside what they look like; the last two are parts of a plan's key."""
+    override = override_of(x)
+    return direct.times_forgotten(), state(), 0 if override is None else override.generation
 
 
 def fallback(plan: Plan | None) -> AbstractContextManager[None]:
