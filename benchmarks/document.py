@@ -188,8 +188,8 @@ def networks_section(folder: Path = figures.RESULTS) -> str:
 Inference in float16, and training steps under autocast to bfloat16. Each side's best of its forms: the network as it
 is, in a CUDA graph, under torch.compile and both, in inference with its batch norms folded, too; miofind's are
 `enable`, `fuse` and `inductor_options`. *Eager alone* compares the forms without graphs and compilers. When these rows
-were measured, cuDNN's engine 4 still ran some fused layers, which is refused since: by the shipped rows fused layers
-take up to 1.8 % longer without it at batch 1, and 0.9 % at batch 32.
+were measured, cuDNN's engine 4 still ran some fused layers, which is refused since: by the shipped rows a network's
+fused layers together take up to 1.8 % longer without it at batch 1, and 0.9 % at batch 32.
 
 {table}
 

@@ -34,6 +34,9 @@ BLOCK_S = 0.04
 """How long a form is timed at a stretch."""
 
 WARM_UP_CALLS = 3
+_REFERENCE = "torch eager"
+"""The form whose error all others' are measured by, its own later ones, too."""
+
 _LONGEST_NAME = 160
 """Of a kernel, whose templates may take pages."""
 SLACK = {"inference": 2e-3, "training": 2e-2}
@@ -51,17 +54,32 @@ class Form:
         is_ours: whether miofind runs its convolutions.
         run: one forward pass, or one training step.
         scope: what is in force meanwhile.
+        shows: has what a run made lie where a check looks for it.
     """
 
     name: str
     is_ours: bool
     run: Callable[[], Any]
     scope: Scope = contextlib.nullcontext
+    shows: Callable[[], None] = lambda: None
 
     @property
     def key(self) -> str:
         """What names its time."""
-        return f"{'miofind' if self.is_ours else 'torch'} {self.name}"
+        return self._key_of(self.name)
+
+    @property
+    def graph_name(self) -> str:
+        """The name of the same as the replay of a CUDA graph."""
+        return self.name.replace("eager", "graph") if "eager" in self.name else f"{self.name} graph"
+
+    @property
+    def graph_key(self) -> str:
+        """What names the time of that."""
+        return self._key_of(self.graph_name)
+
+    def _key_of(self, name: str) -> str:
+        return f"{'miofind' if self.is_ours else 'torch'} {name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +181,7 @@ def timed_network(build: Callable[[], nn.Module], shape: Sequence[int], setting:
     ready = []
     with _cudnn_benchmark(False):  # compilers run, whatever else the GPU does; what is measured comes when it is alone
         for form in forms:
-            with _noted(outcome, form, "first call"), form.scope():
+            with _noted(outcome, form.key, "first call"), form.scope():
                 form.run()
                 setting.empty_cache()
                 ready.append(form)
@@ -177,12 +195,13 @@ def _timed(ready: Sequence[Form], check: _Check, setting: Setting) -> Iterator[O
     outcome, pool = check.outcome, _graph_pool(setting)
     forms: list[Form] = []
     for form in ready:
-        with _noted(outcome, form, "next calls"):
+        with _noted(outcome, form.key, "next calls"):
             _warm_up(form, check, setting)
             if "eager" in setting.forms or not form.name.endswith("eager"):
                 forms.append(form)
-            if "graph" in setting.forms and setting.device == "cuda":
-                graphed = _in_a_graph(form, pool)
+        if "graph" in setting.forms and setting.device == "cuda" and form.key not in outcome.failures:
+            with _noted(outcome, form.graph_key, "next calls"):
+                graphed = _in_a_graph(form, pool, check.parameters)
                 check.of(graphed)
                 forms.append(graphed)
         yield outcome
@@ -191,14 +210,14 @@ def _timed(ready: Sequence[Form], check: _Check, setting: Setting) -> Iterator[O
         for form in forms if number % 2 == 0 else forms[::-1]:
             samples[form.key].append(_block_ms(form, setting))
     for form in forms:  # what is right at once may go wrong where calls follow each other closely
-        with _noted(outcome, form, "last call"), form.scope():
+        with _noted(outcome, form.key, "last call"), form.scope():
             form.run()
             check.of(form)
     times = {key: round(statistics.median(found), 4) for key, found in samples.items()}
     outcome.ms = {key: ms for key, ms in times.items() if key not in outcome.failures}
     yield outcome
     if setting.kernels and setting.device == "cuda":
-        for form in (form for form in forms if "graph" not in form.name):
+        for form in (form for form in forms if "graph" not in form.name and form.key in outcome.ms):
             outcome.kernels[form.key] = _kernels(form, setting)
             yield outcome
 
@@ -298,7 +317,13 @@ def _training(model: nn.Module, x: Any, setting: Setting, outcome: Outcome) -> t
     def gradients(_: Any) -> Any:
         return _flat_gradients(model, lambda: None)
 
-    return forms, _Check(wanted=wanted, bound=SLACK[setting.kind], outcome=outcome, result=gradients)
+    return forms, _Check(
+        wanted=wanted,
+        bound=SLACK[setting.kind],
+        outcome=outcome,
+        result=gradients,
+        parameters=[*model.parameters()],
+    )
 
 
 def _tune(
@@ -342,13 +367,13 @@ def _cudnn_benchmark(is_on: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noted(outcome: Outcome, form: Form, what: str) -> Iterator[None]:
-    """Note how long a form's calls take, or why they fail."""
+def _noted(outcome: Outcome, key: str, what: str) -> Iterator[None]:
+    """Note how long the calls of the form of that key take, or why they fail."""
     try:
-        with _stated(outcome, f"{what} of {form.key}"):
+        with _stated(outcome, f"{what} of {key}"):
             yield
     except Exception as error:
-        outcome.failures[form.key] = f"{type(error).__name__}: {error}"[:400]
+        outcome.failures[key] = f"{type(error).__name__}: {error}"[:400]
 
 
 def _graph_pool(setting: Setting) -> Any:
@@ -356,8 +381,8 @@ def _graph_pool(setting: Setting) -> Any:
     return torch.cuda.graph_pool_handle() if setting.device == "cuda" else None
 
 
-def _in_a_graph(form: Form, pool: Any) -> Form:
-    """A form as the replay of a CUDA graph of it."""
+def _in_a_graph(form: Form, pool: Any, parameters: Sequence[Any]) -> Form:
+    """A form as the replay of a CUDA graph of it, whose gradients are those of parameters when it is checked."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with form.scope():
         stream.wait_stream(torch.cuda.current_stream())
@@ -368,12 +393,17 @@ def _in_a_graph(form: Form, pool: Any) -> Form:
         with torch.cuda.graph(graph, pool=pool):
             y = form.run()
 
+    gradients = [each.grad for each in parameters]
+
     def replay() -> Any:
         graph.replay()
         return y
 
-    name = form.name.replace("eager", "graph") if "eager" in form.name else f"{form.name} graph"
-    return Form(name=name, is_ours=form.is_ours, run=replay)
+    def show_gradients() -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    return Form(name=form.graph_name, is_ours=form.is_ours, run=replay, shows=show_gradients)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -382,12 +412,14 @@ class _Check:
 
     Attributes:
         result: what is checked, of what a form's call gave.
+        parameters: whose gradients are checked.
     """
 
     wanted: Any
     bound: float
     outcome: Outcome
     result: Callable[[Any], Any]
+    parameters: Sequence[Any] = ()
 
     def of(self, form: Form) -> None:
         """Run a form once, and note its error.
@@ -396,11 +428,14 @@ class _Check:
             AssertionError: it is too large.
         """
         torch.manual_seed(1)
-        error = float((self.result(form.run()).double() - self.wanted).norm() / self.wanted.norm())
+        made = form.run()
+        form.shows()
+        error = float((self.result(made).double() - self.wanted).norm() / self.wanted.norm())
         if not math.isfinite(error):
             raise AssertionError("not finite")
-        self.outcome.errors[form.key] = error
-        allowed = 2 * self.outcome.errors.get("torch eager", 0.0) + self.bound
+        errors = self.outcome.errors
+        allowed = 2 * errors.get(_REFERENCE, error if form.key == _REFERENCE else 0.0) + self.bound
+        errors[form.key] = max(error, errors.get(form.key, error))
         if error > allowed:
             raise AssertionError(f"relative error {error:.2g}, allowed {allowed:.2g}")
 

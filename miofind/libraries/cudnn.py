@@ -33,7 +33,7 @@ from miofind.libraries.cudnn_notes import (
     growth,
     is_deterministic,
     is_exact,
-    is_wrong,
+    known_fault,
     notes_text,
     refused_notes,
 )
@@ -465,11 +465,8 @@ def _first(graph: ConvGraph, step: CudnnStep) -> Descriptor:
 
 def _fault(engine: int, notes: frozenset[Note], problem: ProblemDescription) -> str:
     """Why an engine must not compute a problem, "" if it may."""
-    if is_wrong(problem, engine):
-        return (
-            "computes something else: it ignores padding, writes 0 for what exceeds float16, or reads the epilogue's "
-            "tensors too early"
-        )
+    if known := known_fault(problem, engine):
+        return known
     refused = notes & refused_notes(problem)
     return f"is less precise than the problem allows: {notes_text(refused)}" if refused else ""
 

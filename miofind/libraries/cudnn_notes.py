@@ -95,22 +95,24 @@ def overdeclared_notes(problem: ProblemDescription, engine: int) -> frozenset[No
     return frozenset()
 
 
-def is_wrong(problem: ProblemDescription, engine: int) -> bool:
-    """Whether an engine is known to compute something else (cuDNN 9.19, on an H200).
+def known_fault(problem: ProblemDescription, engine: int) -> str:
+    """What an engine is known to do wrong (cuDNN 9.19, on an H200), "" for nothing.
 
     Engines 1 and 20 of backward weights ignore the padding after the tensor. Engine 47 of float16 forward writes 0 for
     sums beyond float16, where infinity is right: -192903 came out as 0.
 
     Engine 4 of forward, with an epilogue, begins while the kernel before it ends (programmatic dependent launch), and
-    the warps that apply the epilogue do not wait for that one, as those that load x and w do: they may read a residual
-    before it is whole, where the kernel before made it and let others begin early.
+    the warps that apply the epilogue do not wait for that one, as those that load x and w do: they may read a residual,
+    or a bias that is no constant, before it is whole, where the kernel before made it and let others begin early.
     """
     if problem.epilogue:
-        return (problem.direction, engine) in _READS_EARLY
+        reads_early = problem.epilogue.operands and (problem.direction, engine) in _READS_EARLY
+        return "may read the epilogue's operands before they are whole" if reads_early else ""
     asymmetric = problem.conv.pad_before != problem.conv.pad_after
     if asymmetric and (problem.direction, engine) in _IGNORES_PADDING_AFTER:
-        return True
-    return problem.output.dtype is DataType.FLOAT16 and (problem.direction, engine) in _LOSES_OVERFLOW
+        return "ignores the padding after the tensor"
+    loses = problem.output.dtype is DataType.FLOAT16 and (problem.direction, engine) in _LOSES_OVERFLOW
+    return "writes 0 for what exceeds float16" if loses else ""
 
 
 def refused_notes(problem: ProblemDescription) -> frozenset[Note]:

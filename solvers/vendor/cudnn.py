@@ -20,7 +20,7 @@ from miofind.libraries.cudnn_notes import (
     growth,
     is_deterministic,
     is_exact,
-    is_wrong,
+    known_fault,
     notes_text,
     parsed_notes,
     refused_notes,
@@ -263,9 +263,8 @@ def _refuse_engine(config: Config, problem: ProblemDescription) -> Applicability
         return Applicability(f"workspace_bytes must be an integer from 0 to {_MAX_WORKSPACE_BYTES}")
     if config["engine"] == HEURISTIC and config["knobs"]:
         return Applicability(f"knobs must be empty for engine {HEURISTIC}")
-    if is_wrong(problem, config["engine"]):
-        return Applicability(f"engine {config['engine']} computes something else")
-    return APPLICABLE
+    known = known_fault(problem, config["engine"])
+    return Applicability(f"engine {config['engine']} {known}") if known else APPLICABLE
 
 
 def _refuse_knobs(knobs: object) -> Applicability:

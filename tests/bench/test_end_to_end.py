@@ -219,3 +219,13 @@ def test_a_network_that_is_named_twice_is_refused(end_to_end: ModuleType) -> Non
 def test_a_name_of_no_network_or_library_is_refused(name: str, end_to_end: ModuleType) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"unknown: choose from resnet50,.*timm/NAME"):
         end_to_end.networks(f"tiny,{name}")
+
+
+def test_one_image_is_calibrated_with_another(scripts: dict[str, ModuleType]) -> None:
+    nn = torch.nn
+
+    model, x = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3)), torch.full((1, 3, 8, 8), 100.0)
+    scripts["torch_forms"]._calibrate(model, x)
+    assert ((model[1].running_mean > 45) & (model[1].running_mean < 55)).all(), "half of it is the image"
+    scripts["torch_forms"]._calibrate(model, torch.cat([x, x + 2]))
+    torch.testing.assert_close(model[1].running_mean, torch.full((3,), 101.0))

@@ -24,9 +24,8 @@ from miofind.verify.verifier import Verifier
 pytestmark = pytest.mark.gpu
 NUMBERS = EpilogueParameters(alpha=0.5, beta=2.0, low=-0.75, high=1.5, slope=0.125)
 CUBLASLT = ("relu", "bias", "bias.relu", "residual", "bias.residual.relu")
-CUDNN = ("bias", "bias.relu")
+CUDNN = ("relu", "bias", "bias.relu")
 CUDNN_MAY = (
-    "relu",
     "residual",
     "bias.residual.relu",
     "bias.gelu_tanh",
@@ -123,7 +122,7 @@ def test_no_engine_is_offered_that_reads_too_early(text: str) -> None:
     if not solver.applicability(problem, device):
         pytest.skip("cuDNN is not installed, or fuses nothing here")
     plans = engine_plans(problem, device)
-    assert all(plan.engine != 4 for plan in plans)
+    assert text == "relu" or all(plan.engine != 4 for plan in plans), "relu has no operands to read"
     assert plans or text in CUDNN_MAY
 
 

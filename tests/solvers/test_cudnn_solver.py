@@ -13,13 +13,13 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, LaunchError, MissingLibraryError
 from miofind.libraries import cudnn_backend as backend
-from miofind.libraries.cudnn import EnginePlan
+from miofind.libraries.cudnn import EnginePlan, _fault
 from miofind.libraries.cudnn_graph import Knob
 from miofind.libraries.cudnn_notes import (
     Note,
     growth,
     is_exact,
-    is_wrong,
+    known_fault,
     notes_text,
     overdeclared_notes,
     parsed_notes,
@@ -256,18 +256,18 @@ def test_an_engine_that_says_too_much_is_known() -> None:
 
 def test_engines_that_ignore_padding_are_known() -> None:
     uneven = problem(direction="backward_weights", padding=((0, 1), (1, 1)))
-    assert is_wrong(uneven, 1)
-    assert not is_wrong(uneven, 0)
-    assert not is_wrong(problem(direction="backward_weights", padding=1), 1)
+    assert known_fault(uneven, 1)
+    assert not known_fault(uneven, 0)
+    assert not known_fault(problem(direction="backward_weights", padding=1), 1)
 
 
 def test_an_engine_that_loses_overflow_is_refused() -> None:
     """Engine 47 of float16 forward writes 0 for sums beyond float16 (cuDNN 9.19, H200: -192903 came out as 0)."""
     config = Config({**RECORD, "engine": 47})
-    assert is_wrong(problem(dtype="float16"), 47)
-    assert not is_wrong(problem(dtype="bfloat16"), 47)
-    assert not is_wrong(problem(dtype="float16", direction="backward_data"), 47)
-    with pytest.raises(InvalidConfigError, match="engine 47 computes something else"):
+    assert known_fault(problem(dtype="float16"), 47)
+    assert not known_fault(problem(dtype="bfloat16"), 47)
+    assert not known_fault(problem(dtype="float16", direction="backward_data"), 47)
+    with pytest.raises(InvalidConfigError, match="engine 47 writes 0 for what exceeds float16"):
         SOLVER.check_config(problem(dtype="float16"), HOPPER, config)
     SOLVER.check_config(problem(dtype="bfloat16"), HOPPER, config)
 
@@ -276,10 +276,14 @@ def test_an_engine_that_loses_overflow_is_refused() -> None:
 def test_an_engine_that_reads_the_epilogues_tensors_early_is_refused(epilogue: str) -> None:
     config = Config({**RECORD, "engine": 4})
     fused = problem(layout="NHWC", epilogue=epilogue)
-    assert is_wrong(fused, 4)
-    assert not is_wrong(fused, 41)
-    assert not is_wrong(fused.bare, 4)
-    with pytest.raises(InvalidConfigError, match="engine 4 computes something else"):
+    assert known_fault(fused, 4)
+    assert not known_fault(fused, 41)
+    assert not known_fault(fused.bare, 4)
+    assert not known_fault(problem(layout="NHWC", epilogue="relu"), 4), "it reads nothing"
+    assert not known_fault(problem(layout="NHWC", direction="backward_data", epilogue="residual"), 4)
+    assert "may read the epilogue's operands" in _fault(4, frozenset(), fused)
+    assert _fault(4, frozenset({Note.TENSOR_CORE}), fused.bare) == ""
+    with pytest.raises(InvalidConfigError, match="engine 4 may read the epilogue's operands"):
         SOLVER.check_config(fused, HOPPER, config)
     SOLVER.check_config(fused.bare, HOPPER, config)
 

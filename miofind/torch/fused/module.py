@@ -129,10 +129,11 @@ class FusedConvolution(torch.nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, x: Any, residual: Any = None) -> Any:
-        """y, (n, k, *out_spatial), of x: (n, c, *spatial), and a residual of y's shape.
+        """y, (n, k, *out_spatial), of x: (n, c, *spatial), and a residual of y's shape, which the kernel adds.
 
-        A residual of another shape or dtype, which PyTorch broadcasts or promotes, is added by PyTorch, and so is one
-        that is the first summand and lies in another order, which the sum takes from it.
+        So is a number for each channel of each image, (n, k, 1, ...). A residual of another shape or dtype, which
+        PyTorch broadcasts or promotes, is added by PyTorch, and so is one that is the first summand and lies in another
+        order, which the sum takes from it.
 
         Raises:
             ValueError: a batch norm was fused, and x is unbatched, (c, *spatial).
@@ -157,7 +158,7 @@ class FusedConvolution(torch.nn.Module):
             if not is_tensor or residual.dtype != x.dtype:
                 return False
             if residual.shape != ready.output_shape:
-                if residual.shape != ready.channel_shape or not self._takes_channels:
+                if residual.shape != ready.channel_shape or not self._takes_channels(residual):
                     return False
             elif self.residual_first and residual.stride() not in ready.residual_strides:
                 return False
@@ -189,9 +190,9 @@ class FusedConvolution(torch.nn.Module):
         return torch.ops.miofind.convolution(*given, *self._arguments)
 
     def _with_other(self, residual: Any, given: Tensors, dtype: Any) -> Any:
-        """The same with a residual that is unlike the convolution's result: PyTorch adds it, by its own rules."""
-        is_plain = given.x.dtype == dtype and not given.need_derivatives
-        if is_plain and self._is_of_channels(residual, given.x, dtype) and not residual.requires_grad:
+        """The same with a residual that is unlike the convolution's result: PyTorch adds it, if not of channels."""
+        is_of_channels = given.x.dtype == dtype and self._is_of_channels(residual, given.x, dtype)
+        if is_of_channels and not given._replace(residual=residual).need_derivatives:
             return _convolution(*self._with_channels(given, residual))
         numbers = self.numbers
         y = run(given, self.window, Nonlinearity())
@@ -201,10 +202,10 @@ class FusedConvolution(torch.nn.Module):
         added = residual + y if self.residual_first else add(y, residual, alpha=numbers.beta)
         return added if numbers.residual_position == "after" else activated(added, numbers)
 
-    @property
-    def _takes_channels(self) -> bool:
-        """Whether the kernel can add a residual of channels."""
-        return self.numbers.residual_position == "before" and self.numbers.beta == 1
+    def _takes_channels(self, residual: Any) -> bool:
+        """Whether the kernel can add a residual of channels, of whose order a sum may be."""
+        is_plain = self.numbers.residual_position == "before" and self.numbers.beta == 1
+        return is_plain and (not self.residual_first or residual.is_contiguous())
 
     def _with_channels(self, given: Tensors, residual: Any) -> tuple[Any, ...]:
         """The operator's arguments with a residual of channels, which the kernel adds."""
@@ -234,7 +235,7 @@ class FusedConvolution(torch.nn.Module):
 
     def _is_of_channels(self, residual: Any, x: Any, dtype: Any) -> bool:
         """Whether a residual has a number for each channel of each image, which a kernel adds, too."""
-        if not isinstance(residual, torch.Tensor) or not self._takes_channels:
+        if not isinstance(residual, torch.Tensor) or not self._takes_channels(residual):
             return False
         return residual.dtype == dtype and tuple(residual.shape) == _channel_shape(x, self.weight)
 

@@ -314,6 +314,31 @@ def test_numbers_of_channels_are_added_as_by_pytorch(add: str, channels: str) ->
             expected, y = model(*given), fused(*given)
             assert y.requires_grad == residual.requires_grad
             torch.testing.assert_close(y, expected.detach() if not y.requires_grad else expected)
+            if residual.requires_grad:
+                squares = (each.square().sum() for each in (expected, y))
+                wanted, got = (torch.autograd.grad(each, residual, retain_graph=True)[0] for each in squares)
+                torch.testing.assert_close(got, wanted)
+            with torch.no_grad():
+                assert fused(*given).stride() == model(*given).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", ["of each image", "of a gradient"])
+@pytest.mark.parametrize("add", CHANNEL_SUMS)
+def test_runs_of_numbers_of_channels_give_the_same_bits(
+    add: str, channels: str, dtype: torch.dtype, cpu_handle: Handle
+) -> None:
+    fused = fuse(ChannelSum(CHANNEL_SUMS[add]).to(dtype).eval())
+    x, residual = (each.detach().to(dtype) for each in (RESIDUALS["channels last"], CHANNELS[channels]))
+    residual.requires_grad_(CHANNELS[channels].requires_grad)
+    with answers_of(cpu_handle) as ran, torch.no_grad():
+        first, *later = (fused(x, residual) for _ in range(3))
+        assert all(torch.equal(each, first) for each in later)
+        assert len({*ran}) == 1, "all runs pose one problem"
+    if residual.requires_grad:
+        with answers_of(cpu_handle):
+            gradients = [torch.autograd.grad(fused(x, residual).sum(), residual)[0] for _ in range(3)]
+        assert all(torch.equal(each, gradients[0]) for each in gradients)
 
 
 @pytest.mark.parametrize("add", ["last", "first"])
