@@ -182,9 +182,12 @@ class FusedConvolution(torch.nn.Module):
         if not has_autocast and x.dtype != self.weight.dtype:
             raise RuntimeError(f"x has {x.dtype} and the weights have {self.weight.dtype}: convert one")
         weight, numbers = self._weight_for(x, dtype), self.numbers
+        bias = self.bias
+        if has_autocast and bias is not None and bias.dtype != torch.float32:
+            bias = bias.to(dtype)
         if residual is not None and not (self._is_alike(residual, x, dtype) and self._lies_alike(residual, x, dtype)):
-            return self._with_other(residual, Tensors(x, weight, self.bias, None, None), dtype)
-        given = Tensors(x, weight, self.bias, None, residual)
+            return self._with_other(residual, Tensors(x, weight, bias, None, None), dtype)
+        given = Tensors(x, weight, bias, None, residual)
         if has_autocast or given.need_derivatives:
             return run(given, self.window, numbers, may_be_written=True)
         return torch.ops.miofind.convolution(*given, *self._arguments)

@@ -248,6 +248,17 @@ def test_a_sum_lies_in_memory_as_pytorchs(x: str, residual_first: bool, residual
             torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_autocast_to_another_type_than_the_weights(dtype: torch.dtype) -> None:
+    model = Sum(False).to(dtype).eval()
+    fused, x = fuse(model), RESIDUALS["channels last"].to(dtype)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            y, expected = fused(x, x), model(x, x)
+            assert y.dtype == expected.dtype
+            torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_a_sum_is_viewed_in_a_compiled_graph_as_outside() -> None:
     fused, given = fuse(Sum(True).eval()), (RESIDUALS["channels last"], RESIDUALS["channels first"])
     torch._dynamo.reset()
