@@ -102,8 +102,8 @@ def known_fault(problem: ProblemDescription, engine: int) -> str:
     sums beyond float16, where infinity is right: -192903 came out as 0.
 
     Engine 4 of forward, with an epilogue, begins while the kernel before it ends (programmatic dependent launch), and
-    the warps that apply the epilogue do not wait for that one, as those that load x and w do: they may read a residual,
-    or a bias that is no constant, before it is whole, where the kernel before made it and let others begin early.
+    the warps that apply the epilogue have no wait for that one, as those have that load x and w. It is suspected of
+    reading a residual before the kernel that makes it has ended: captured networks with it were wrong (docs/attacks.md).
     """
     if problem.epilogue:
         reads_early = problem.epilogue.operands and (problem.direction, engine) in _READS_EARLY
