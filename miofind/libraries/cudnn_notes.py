@@ -103,7 +103,7 @@ def known_fault(problem: ProblemDescription, engine: int) -> str:
 
     Engine 4 of forward, with an epilogue, begins while the kernel before it ends (programmatic dependent launch), and
     the warps that apply the epilogue have no wait for that one, as those have that load x and w. It is suspected of
-    reading a residual before the kernel that makes it has ended: captured networks with it were wrong (docs/attacks.md).
+    reading a residual before the kernel that makes it has ended: captured networks were wrong (docs/attacks.md).
     """
     if problem.epilogue:
         reads_early = problem.epilogue.operands and (problem.direction, engine) in _READS_EARLY
