@@ -68,7 +68,7 @@ class Answer:
         """Whether no solution can run the problem now, which is noted while a graph is captured on the device."""
         if self.part.pending is not None:
             note_capture(device)
-        return not self._invokers
+        return not self.is_served
 
     def run(self, tensors: Mapping[str, Any], parameters: EpilogueParameters) -> bool:
         """Run a solution; False, and nothing written, where PyTorch is to compute the problem.

@@ -34,7 +34,6 @@ class _Ready:
         channel_shape: of residuals that have a number for each channel of each image.
         residual_strides: of residuals that are known to lie in y's order.
         settled: that PyTorch computes them, where a run showed it.
-        settled_like: the residual and the numbers of channels of that run.
         asked: how often all had been decided anew when it was asked for.
     """
 
@@ -43,19 +42,17 @@ class _Ready:
     channel_shape: tuple[int, ...]
     residual_strides: set[tuple[int, ...]]
     settled: Settled | None = None
-    settled_like: tuple[Any, ...] = ()
     asked: int = -1
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
         """y, by the operator's arguments; by PyTorch's own operations at once where those are known to compute it."""
         if self.settled is not None and type(arguments[0]) is torch.Tensor:
             call = Forward(*arguments)
-            if self.settled_like == _residual_form(call) and self.settled.holds(call.x):
+            if self.settled.holds(call):
                 return self.settled.run(call)
         y = _convolution(*arguments)
         if self.asked != times_forgotten():
-            call = Forward(*arguments)
-            self.settled, self.settled_like, self.asked = settled(call), _residual_form(call), times_forgotten()
+            self.settled, self.asked = settled(Forward(*arguments)), times_forgotten()
         return y
 
 
@@ -300,14 +297,6 @@ def _is_traced() -> bool:
 def _is_read_itself(weight: Any) -> bool:
     """Whether no copy may stand for a weight: gradients are to reach it, or nobody can tell when it is written to."""
     return bool(weight.requires_grad or weight.is_inference())
-
-
-def _residual_form(call: Forward) -> tuple[Any, ...]:
-    """What tells a call's residual from others, and its numbers of channels."""
-    return tuple(
-        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
-        for tensor in (call.residual, call.channel_bias)
-    )
 
 
 def _channel_shape(x: Any, weight: Any) -> tuple[int, ...]:

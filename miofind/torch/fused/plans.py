@@ -236,11 +236,12 @@ def planned(call: Call) -> Plan | None:
     """
     if torch._C._is_tracing() or not (call.x.numel() and call.w.numel()):
         return None
-    override, switches = override_of(call.x), state()
-    key = (*_key(call), switches, 0 if override is None else override.generation)
+    override = override_of(call.x)
+    deciders = _deciders(override)
+    key = (*_key(call), *deciders)
     plan = _plans.get(key)
     if plan is None:
-        plan = _made(call, key, override, switches)
+        plan = _made(call, key, override, deciders[0])
     elif plan.generation is not None and (path := direct.loaded()) is not None and plan.generation != path.generation:
         plan.offer(path)
     return plan
@@ -251,15 +252,23 @@ class Settled(NamedTuple):
 
     Attributes:
         plan: of the calls.
-        by: what decided so.
+        added: what their residual and their numbers of channels look like.
+        times_forgotten, deciders: what decided so.
     """
 
     plan: Plan
-    by: tuple[Any, ...]
+    added: tuple[Any, ...]
+    times_forgotten: int
+    deciders: tuple[Any, ...]
 
-    def holds(self, x: Any) -> bool:
-        """Whether it is so yet of calls with an x that looks alike, and nobody looks for the operator in them."""
-        return self.by == _deciders(x) and not torch._C._len_torch_dispatch_stack()
+    def holds(self, call: Forward) -> bool:
+        """Whether it is so yet of a call whose x and w look alike, and nobody looks for the operator in it."""
+        return (
+            self.added == _added(call)
+            and self.times_forgotten == direct.times_forgotten()
+            and self.deciders == _deciders(override_of(call.x))
+            and not torch._C._len_torch_dispatch_stack()
+        )
 
     def run(self, call: Forward) -> Any:
         """y of such a call."""
@@ -270,18 +279,19 @@ class Settled(NamedTuple):
 
 def settled(call: Forward) -> Settled | None:
     """That PyTorch's own operations compute calls like one that ran; None where a solution does, or may yet."""
-    by = _deciders(call.x)
-    plan = _plans.get((*_key(call), *by[1:]))
+    times_forgotten, deciders = direct.times_forgotten(), _deciders(override_of(call.x))
+    plan = _plans.get((*_key(call), *deciders))
     if plan is None or not plan.part.is_final or plan.part.pending is not None:
         return None
     is_served = plan.answer is not None and plan.answer.is_served
-    return None if is_served or plan.unfused is None or plan.unfused.is_empty else Settled(plan, by)
+    if is_served or plan.unfused is None or plan.unfused.is_empty:
+        return None
+    return Settled(plan, _added(call), times_forgotten, deciders)
 
 
-def _deciders(x: Any) -> tuple[Any, ...]:
-    """What decides who computes calls with an x, beside what they look like; the last two are parts of a plan's key."""
-    override = override_of(x)
-    return direct.times_forgotten(), state(), 0 if override is None else override.generation
+def _deciders(override: Override | None) -> tuple[tuple[Any, ...], int]:
+    """What decides who computes calls, beside what these look like: PyTorch's switches, and the override."""
+    return state(), 0 if override is None else override.generation
 
 
 def fallback(plan: Plan | None) -> AbstractContextManager[None]:
@@ -296,13 +306,16 @@ def _key(call: Call) -> tuple[Any, ...]:
     ours = (x.shape, x.stride(), x.dtype, x.get_device(), w.shape, w.stride(), w.dtype, w.get_device())
     window = (*call.stride, None, *call.padding, None, *call.dilation, call.groups)  # of any lengths, as given
     if isinstance(call, Forward):
-        vectors = _form(call.bias), _form(call.scale), _form(call.residual), _form(call.channel_bias)
-        return (*ours, *window, *vectors, call.activation, *call[10:-1])
+        return (*ours, *window, _form(call.bias), _form(call.scale), *_added(call), call.activation, *call[10:-1])
     if isinstance(call, Statistics):
         return (*ours, *window, _form(call.bias), call.channels_last, "statistics")
     if isinstance(call, BackwardData):
         return (*ours, *window, _form(call.dy), _form(call.residual), _form(call.saved), call.derivative, *call[10:])
     return (*ours, *window, _form(call.dy), call.bias_dtype, call.channels_last)
+
+
+def _added(call: Forward) -> tuple[Any, ...]:
+    return _form(call.residual), _form(call.channel_bias)
 
 
 def _form(tensor: Any) -> Any:

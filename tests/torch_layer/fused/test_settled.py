@@ -117,7 +117,7 @@ def test_what_looks_for_the_operator_finds_it(block: Any, operators: Operators) 
 
 
 @torch.no_grad()
-def test_other_residuals_are_asked_for(operators: Operators) -> None:
+def test_other_residuals_are_asked_for() -> None:
     plans.forget()
     window = Window.of((3, 3), stride=1, padding=1, dilation=1, groups=1)
     fused = FusedConvolution(torch.randn(4, 4, 3, 3), None, window, Nonlinearity())
