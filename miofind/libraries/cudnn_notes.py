@@ -101,9 +101,9 @@ def known_fault(problem: ProblemDescription, engine: int) -> str:
     Engines 1 and 20 of backward weights ignore the padding after the tensor. Engine 47 of float16 forward writes 0 for
     sums beyond float16, where infinity is right: -192903 came out as 0.
 
-    Engine 4 of forward, with an epilogue, begins while the kernel before it ends (programmatic dependent launch), and
-    the warps that apply the epilogue have no wait for that one, as those have that load x and w. It is suspected of
-    reading a residual before the kernel that makes it has ended: captured networks were wrong (docs/attacks.md).
+    Engine 4 of forward, with an epilogue, made captured networks replay wrong, which were right without it. It begins
+    while the kernel before it ends (programmatic dependent launch), and the warps that apply the epilogue have no wait
+    for that one, as those have that load x and w: it seems to read a residual too early (docs/attacks.md).
     """
     if problem.epilogue:
         reads_early = problem.epilogue.operands and (problem.direction, engine) in _READS_EARLY
