@@ -10,10 +10,12 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
-// The next kernel may begin once all blocks have called this or ended. It calls griddepcontrol_wait() before it touches
-// memory.
+// The next kernel may begin once all blocks have called this or ended. Only where HAS_DEPENDENT is defined: the next
+// kernel is a step of the same solution then, and waits. Another's need not, and begins when this one has ended.
+// Second kernels of a file, such as those that add up partial sums, do not call this: one of them may be the last step
+// of a solution, and is compiled with the defines of the first.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && defined(HAS_DEPENDENT)
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

@@ -89,7 +89,6 @@ __device__ __forceinline__ void reduce_split_k(const float* partials, T* out, in
   __shared__ Vector<float, kCount> lane_sums[kThreads];
   const int apart = kThreads / lanes, lane = threadIdx.x / apart;
   const int at = (blockIdx.x * apart + threadIdx.x % apart) * kCount;
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   auto accumulators = sum_splits<kCount, 8, int64>(partials, at, size, {lane, splits, lanes}, at < size);
   if (lanes > 1) {
@@ -124,7 +123,6 @@ __device__ __forceinline__ void reduce_split_k_and_sum(const float* partials, T*
   const int part = blockIdx.x / strips, parts = gridDim.x / strips, row = threadIdx.x / kVectors;
   const int channel = ((blockIdx.x - part * strips) * kVectors + threadIdx.x % kVectors) * kCount;
   Vector<float, kCount> own[2] = {};
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
 #pragma unroll
   for (int i = 0; i < kPixels; ++i) {

@@ -41,7 +41,6 @@ __device__ __forceinline__ void finish_statistics(const float* partials, float* 
   const int channel = first + lane % kChannels, side = blockDim.x / kChannels;
   const float* const from = partials + static_cast<int64>(blockIdx.y) * parts * channels + channel;
   float own = 0;
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   for (int part = threadIdx.x / kChannels; part < parts; part += kAtOnce * side) {
     float loaded[kAtOnce];

@@ -309,7 +309,6 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
 // dw[i] = sum of partials[split][i] over the splits.
 extern "C" __global__ void __launch_bounds__(128)
     depthwise_channels_first_weights_finish(const float* partials, ELEMENT* dw) {
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int i = blockIdx.x * 128 + threadIdx.x;
   if (i >= FILTERS * kTaps) return;

@@ -306,7 +306,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 // dw[i] = sum of partials[split][i] over the splits, in order.
 extern "C" __global__ void __launch_bounds__(128)
     depthwise_toeplitz_weights_finish(const float* partials, ELEMENT* dw, int count) {
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int i = blockIdx.x * 128 + threadIdx.x;
   if (i >= count) return;

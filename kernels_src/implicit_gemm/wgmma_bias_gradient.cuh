@@ -100,7 +100,6 @@ __device__ __forceinline__ void reduce_filter_sums(const float* partials, Epilog
   __shared__ float thread_sums[kThreads];
   const int filter = (blockIdx.x - first) * 32 + threadIdx.x % 32, row = threadIdx.x / 32;
   float own = 0;
-  griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   if (filter < filters) {
 #pragma unroll 8

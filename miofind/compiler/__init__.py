@@ -3,7 +3,7 @@
 Building needs no GPU and no CuPy. It knows steps, not solvers, problems or what a kernel computes.
 """
 
-from miofind.compiler.build import Compiler, identity, kernel_hash, processors
+from miofind.compiler.build import Compiler, kernel_hash, processors
 from miofind.compiler.cache import Binary, BinaryCache, CacheStats
 from miofind.compiler.cubin import machine_code
 from miofind.compiler.host_sources import host_hash
@@ -23,7 +23,6 @@ __all__ = [
     "Kernel",
     "KernelResources",
     "host_hash",
-    "identity",
     "kernel_hash",
     "machine_code",
     "nvrtc_version",

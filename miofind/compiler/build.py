@@ -128,8 +128,8 @@ class Compiler:
             MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
         """
         listed = list(steps)
-        firsts = {identity(step): step for step in reversed(listed)}
-        once = [step for step in listed if firsts[identity(step)] is step]
+        firsts = {step.binary: step for step in reversed(listed)}
+        once = [step for step in listed if firsts[step.binary] is step]
 
         def built(step: KernelStep) -> Binary | CompileError:
             try:
@@ -237,11 +237,6 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode()).hexdigest()
 
 
-def identity(step: KernelStep) -> object:
-    """What decides a step's binary, sources by name."""
-    return (step.package, step.source, step.defines, step.options)
-
-
 def _with_entry(binary: Binary, step: KernelStep, arch: str) -> Binary:
     """The binary, if it has the step's kernel and that takes the step's arguments and its block."""
     message = _misfit(binary, step)
@@ -293,9 +288,9 @@ def _results(
     known: dict[object, Binary | CompileError] = {}
     with contextlib.closing(built):
         for step in steps:
-            if identity(step) not in known:
-                known[identity(step)] = next(built)
-            yield step, _result(known[identity(step)], step, arch)
+            if step.binary not in known:
+                known[step.binary] = next(built)
+            yield step, _result(known[step.binary], step, arch)
 
 
 def _result(built: Binary | CompileError, step: KernelStep, arch: str) -> Binary | CompileError:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from numbers import Real
 
-from miofind.compiler.build import Compiler, identity, processors
+from miofind.compiler.build import Compiler, processors
 from miofind.compiler.cache import BinaryCache
 from miofind.compiler.nvrtc import compile_options
 from miofind.compiler.worker import Answer, CompileReply, CompileRequest, serve
@@ -314,7 +314,7 @@ class _Result:
 
 def _name(step: KernelStep, arch: str) -> object:
     """What decides the answer for a step."""
-    return (identity(step), step.entry, arch)
+    return (step.binary, step.entry, arch)
 
 
 def _failure(kind: type[CompileError], request: CompileRequest, what: str) -> CompileError:

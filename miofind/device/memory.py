@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -131,6 +131,22 @@ class DeviceMemory:
             other.wait_event(self.stream.record())
             yield int(other.ptr)
             self.stream.wait_event(other.record())
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """What the stream is given meanwhile runs as a CUDA graph, and ends, after the block, unless that raises."""
+        import cupy
+
+        self.stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # CuPy's errors are: the capture may have ended of what was raised
+                self.stream.end_capture()
+            raise
+        graph = self.stream.end_capture()
+        graph.launch(self.stream)
+        self.stream.synchronize()  # it ends before what it launches may be gone
 
     def host_int(self) -> HostInt:
         """An integer that kernels read while the host writes it."""

@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 
-from miofind.compiler import Compiler, identity, kernel_hash, machine_code
+from miofind.compiler import Compiler, kernel_hash, machine_code
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import CompileError, InvalidOptionError, MiofindError
@@ -146,10 +146,10 @@ def _codes(batch: list[_ConfiguredSolver], compiler: Compiler) -> Iterator[Code]
     kernels: dict[tuple[str, object, str], str] = {}
     for arch in {asked.device.arch for asked in batch}:
         steps = [s for a in batch if a.device.arch == arch for part in a.parts for s in part.kernels]
-        once = {(identity(step), step.entry): step for step in steps}
+        once = {(step.binary, step.entry): step for step in steps}
         for step, binary in compiler.build_all(once.values(), arch):
             if not isinstance(binary, CompileError):
-                kernels[arch, identity(step), step.entry] = machine_code(binary.cubin, step.entry)
+                kernels[arch, step.binary, step.entry] = machine_code(binary.cubin, step.entry)
     for asked in batch:
         version, sources, kernels_hash = asked.hashes
         try:
@@ -174,7 +174,7 @@ def _content(part: ConvSolution, arch: str, kernels: Mapping[tuple[str, object, 
     steps: list[object] = []
     for step in part.steps:
         if isinstance(step, KernelStep):
-            code = kernels[arch, identity(step), step.entry]
+            code = kernels[arch, step.binary, step.entry]
             arguments = [list(told) for argument in step.on_buffers(regions).args for told in _told(argument)]
             steps.append([code, step.grid, step.block, step.shared_bytes, step.pdl, arguments])
         else:

@@ -30,7 +30,7 @@ from miofind.launch.bound_steps import (
     library_plan,
 )
 from miofind.launch.flat import FlatStep, flat_convolution, flat_kernel, flat_product
-from miofind.launch.pdl import dependent_launches, supports_pdl
+from miofind.launch.pdl import supports_pdl
 from miofind.solver.solver import Solver
 from miofind.solver.steps import (
     RUN_PARAMETERS,
@@ -43,6 +43,7 @@ from miofind.solver.steps import (
     MatmulStep,
     Pointer,
     Step,
+    dependent_launches,
 )
 
 if TYPE_CHECKING:

@@ -7,25 +7,17 @@ Source: CUDA programming guide, Programmatic Dependent Launch; driver API, cuLau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from miofind.device.device import Device
-from miofind.solver.steps import KernelStep, Step
+from miofind.solver.steps import KernelStep
 
 if TYPE_CHECKING:
     from miofind.compiler import Kernel
 
 _MIN_SM = 90
 _MIN_DRIVER = 12030  # the first whose captured graphs keep dependent launches
-
-
-def dependent_launches(steps: Sequence[Step]) -> tuple[bool, ...]:
-    """Whether each step is launched with PDL: a kernel step that allows it, right after another kernel step."""
-    return tuple(
-        isinstance(step, KernelStep) and step.pdl and isinstance(last, KernelStep)
-        for step, last in zip(steps, (None, *steps), strict=False)
-    )
 
 
 def supports_pdl(device: Device) -> bool:

@@ -101,13 +101,13 @@ def known_fault(problem: ProblemDescription, engine: int) -> str:
     Engines 1 and 20 of backward weights ignore the padding after the tensor. Engine 47 of float16 forward writes 0 for
     sums beyond float16, where infinity is right: -192903 came out as 0.
 
-    Engine 4 of forward, with an epilogue, made captured networks replay wrong, which were right without it. It begins
-    while the kernel before it ends (programmatic dependent launch), and the warps that apply the epilogue have no wait
-    for that one, as those have that load x and w: it seems to read a residual too early (docs/attacks.md).
+    Engine 4 of forward, in a CUDA graph, reads the tensors of an epilogue before a kernel has ended that makes them and
+    lets the next one begin early (programmatic dependent launch): captured networks replayed wrong with it. The gate of
+    normal numbers refuses it where there is a residual (docs/attacks.md).
     """
     if problem.epilogue:
         reads_early = problem.epilogue.operands and (problem.direction, engine) in _READS_EARLY
-        return "may read the epilogue's operands before they are whole" if reads_early else ""
+        return "reads the epilogue's operands before they are whole" if reads_early else ""
     asymmetric = problem.conv.pad_before != problem.conv.pad_after
     if asymmetric and (problem.direction, engine) in _IGNORES_PADDING_AFTER:
         return "ignores the padding after the tensor"

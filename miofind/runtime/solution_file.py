@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miofind.compiler import Compiler, identity, kernel_hash
+from miofind.compiler import Compiler, kernel_hash
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place, device_text
 from miofind.errors import (
@@ -190,7 +190,7 @@ def _one_a_kernel(kernels: tuple[KernelStep, ...]) -> list[KernelStep]:
     """The first launch of each kernel: others differ in grid and arguments alone, and may be a thousand."""
     firsts: dict[object, KernelStep] = {}
     for step in kernels:
-        firsts.setdefault((identity(step), step.entry), step)
+        firsts.setdefault((step.binary, step.entry), step)
     return list(firsts.values())
 
 

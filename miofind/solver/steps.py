@@ -27,6 +27,9 @@ from miofind.solver.structs import Struct
 
 ConfigValue = int | float | bool | str | dict[str, int]
 
+_HAS_DEPENDENT = ("HAS_DEPENDENT", 1)
+"""Of a kernel that lets the next step begin while it runs: see common/pdl.cuh."""
+
 
 class Config(Mapping[str, Any]):
     """One point of a solver's configuration space: an immutable mapping with a canonical JSON text.
@@ -353,7 +356,7 @@ class KernelStep:
             after another kernel step of its solution it then begins before that one has ended. It waits for that one
             alone, which is enough: each kernel before it has waited likewise, or was launched without PDL, after the
             end of all before. Foreign kernels that are launched with PDL into the same stream, between these steps,
-            must wait, too.
+            must wait, too. The step before it has the define HAS_DEPENDENT, see `ConvSolution`.
     """
 
     source: str
@@ -366,6 +369,11 @@ class KernelStep:
     shared_bytes: int = 0
     package: str = "miofind.kernels_src"
     pdl: bool = False
+
+    @property
+    def binary(self) -> object:
+        """What decides its binary, sources by name."""
+        return (self.package, self.source, self.defines, self.options)
 
     @property
     def is_fused(self) -> bool:
@@ -548,10 +556,49 @@ class ConvSolution:
     workspace: WorkspacePlan = field(default_factory=WorkspacePlan)
     deterministic: bool = True
 
+    def __post_init__(self) -> None:
+        """Tell each kernel whether the next one is launched with PDL, which it then lets begin early."""
+        object.__setattr__(self, "steps", tuple(_told(self.steps)))
+
     @property
     def kernels(self) -> tuple[KernelStep, ...]:
         """The steps that launch our own kernels."""
         return tuple(step for step in self.steps if isinstance(step, KernelStep))
+
+
+def dependent_launches(steps: Sequence[Step]) -> tuple[bool, ...]:
+    """Whether each step is launched with PDL: a kernel step that allows it, right after another kernel step."""
+    return tuple(
+        isinstance(step, KernelStep) and step.pdl and isinstance(last, KernelStep)
+        for step, last in zip(steps, (None, *steps), strict=False)
+    )
+
+
+def _told(steps: Iterable[Step]) -> Iterator[Step]:
+    """The steps, each kernel with HAS_DEPENDENT where the next one is launched with PDL, and with none otherwise.
+
+    A second kernel of a binary, behind the first that has it, has it, too, and needs no binary of its own: it lets
+    nothing begin early.
+    """
+    bare = [_with_dependent(step, has=False) for step in steps]
+    first: dict[object, str] = {}
+    for step, is_followed in zip(bare, (*dependent_launches(bare)[1:], False), strict=False):
+        if not isinstance(step, KernelStep):
+            yield step
+            continue
+        if is_followed:
+            first.setdefault(step.binary, step.entry)
+        is_second = first.get(step.binary, step.entry) != step.entry
+        yield _with_dependent(step, has=is_followed or is_second)
+
+
+def _with_dependent(step: Step, *, has: bool) -> Step:
+    """A step that has HAS_DEPENDENT, or has it not."""
+    if not isinstance(step, KernelStep):
+        return step
+    others = tuple(define for define in step.defines if define[0] != _HAS_DEPENDENT[0])
+    defines = (*others, _HAS_DEPENDENT) if has else others
+    return step if defines == step.defines else replace(step, defines=defines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

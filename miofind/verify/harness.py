@@ -34,6 +34,9 @@ PLACEMENT_BYTES = 512
 MOST_BESIDE_BYTES = 64 << 20
 """Largest tensors and workspace for which a second run is started at the same time: larger runs fill a device alone."""
 
+MOST_LATE_BYTES = 16 << 20
+"""Largest inputs that the kernel before a run makes (see `Setting.is_late`): they are copied with few blocks."""
+
 WORKSPACE = "the workspace"
 PACKED_WEIGHTS = "the packed weights"
 """Names, in `CheckResult.damaged`, of the buffers that are not operands."""
@@ -64,6 +67,9 @@ class Setting:
         keeps_workspace: the workspace still holds what the previous run wrote; otherwise it is filled with NaN.
         is_aligned: tensors lie at multiples of PLACEMENT_BYTES; otherwise their addresses have the alignment that the
             candidate asks for, and no more.
+        is_late: the run is captured in a CUDA graph, where a kernel before it makes the inputs and lets the next one
+            begin long before it ends (programmatic dependent launch): what does not wait for its end reads NaN. For
+            inputs of MOST_LATE_BYTES at most, and where there is memory for them twice; not captured where it cannot.
         beside: inputs and memory of a second run at the same time, with tensors and a workspace of its own; None for
             one run alone. The second run is left out where it takes more than MOST_BESIDE_BYTES or does not fit.
     """
@@ -76,6 +82,7 @@ class Setting:
     poison: Poison = Poison.NAN
     keeps_workspace: bool = False
     is_aligned: bool = False
+    is_late: bool = False
     beside: Setting | None = None
 
     @property
@@ -177,6 +184,11 @@ class CheckHarness(ABC):
         self.outputs = tuple(operand.name for operand in problem.outputs)
         self._positions = {operand.name: i for i, operand in enumerate(problem.operands)}
         self.injected: Mapping[str, Injected] = injected_values(problem, np.random.default_rng([seed, 1]))
+
+    @property
+    def has_late_inputs(self) -> bool:
+        """Whether a kernel can make the inputs right before a run, and let that begin early; see `Setting.is_late`."""
+        return False
 
     @property
     def takes_subnormals(self) -> bool:

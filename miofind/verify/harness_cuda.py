@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory, HostInt
+from miofind.errors import raise_if_interrupted
 from miofind.launch.device_kernels import (
     COMPARISON,
     DEVICE_THREADS,
@@ -32,6 +34,7 @@ from miofind.launch.device_kernels import (
     int64,
 )
 from miofind.launch.invoker import bases_of
+from miofind.launch.pdl import supports_pdl
 from miofind.reference.convolution import numpy_dtype, reference_step, round_once
 from miofind.solver.steps import Pointer
 from miofind.solver.structs import Struct
@@ -41,6 +44,7 @@ from miofind.verify.epilogue_bounds import EpilogueStandard
 from miofind.verify.epilogue_cuda import BOUND_BYTES, RESULT_BYTES, EpilogueTrial, epilogue_kernel
 from miofind.verify.harness import (
     GUARD_BYTES,
+    MOST_LATE_BYTES,
     PACKED_WEIGHTS,
     PLACEMENT_BYTES,
     WORKSPACE,
@@ -57,6 +61,8 @@ from miofind.verify.sampling import SampleBudget, sample_indices
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
     from miofind.launch.invoker import Invoker
+
+logger = logging.getLogger(__name__)
 
 # Report: 64-bit slots that the kernels of harness/verify.cu add to.
 _SLOT_BYTES = 8
@@ -78,6 +84,10 @@ _PLANTED_SHARE = 4
 # How long two runs wait for the host to launch both.
 _HELD_NS = 20_000_000
 _OTHER = "the other"
+# How long the kernel that makes late inputs lets the next one run beside it, and its blocks, which leave room for that.
+_LATE_NS = 30_000
+_LATE_BLOCKS = 32
+_WHOLE = "the whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +155,14 @@ class CudaHarness(CheckHarness):
         super().__init__(problem, seed)
         self._kernels = DeviceKernels(device, compiler)
         self._memory = DeviceMemory(device.index)
+        self._supports_pdl = supports_pdl(device)
         self._budget = budget or SampleBudget.of(device)
         self._samples: dict[Setting, _Sample] = {}
         self._checksums: dict[tuple[str, Setting], int] = {}
         self._injected_places: dict[str, tuple[int, int]] = {}
         self._packed: dict[int, _Buffer] = {}
         self._rooms: dict[str, _Buffer] = {}
+        self._tables: dict[tuple[int, ...], int] = {}
         self._bound: dict[Hashable, Callable[[], None]] = {}
         self._released: HostInt | None = None
         self._guards = _INPUTS + len(self.inputs)  # two slots a buffer
@@ -176,6 +188,12 @@ class CudaHarness(CheckHarness):
             self._memory.close()
             raise
 
+    @property
+    def has_late_inputs(self) -> bool:
+        """See `CheckHarness.has_late_inputs`."""
+        size = sum(self._buffers[name].bytes for name in self.inputs)
+        return self._supports_pdl and size <= MOST_LATE_BYTES
+
     def check(self, invoker: Invoker, setting: Setting, factor: float | None) -> CheckResult:
         """See `CheckHarness.check`."""
         inputs = self.inputs
@@ -184,7 +202,11 @@ class CudaHarness(CheckHarness):
             sample = self._sample(setting)
             other = self._other_buffers(invoker) if self.runs_beside(invoker, setting) else {}
             if setting.beside is None or not other:
-                self._run(invoker, self._addresses(), setting)
+                run = functools.partial(self._run, invoker, self._addresses(), setting)
+                if setting.is_late:
+                    self._run_late(run)
+                else:
+                    run()
                 return self._result(setting, factor, sample, inputs)
             with self._with(other):
                 self._begin(setting.beside, invoker)
@@ -205,11 +227,15 @@ class CudaHarness(CheckHarness):
         tensors = {operand.name: self._buffers[operand.name] for operand in self.problem.operands}
         sizes = {name: (buffer.bytes, buffer.address % PLACEMENT_BYTES) for name, buffer in tensors.items()}
         sizes[WORKSPACE] = (invoker.workspace_bytes, WORKSPACE_ALIGNMENT)
+        return self._more_buffers(_OTHER, sizes)
+
+    def _more_buffers(self, kind: str, sizes: Mapping[str, tuple[int, int]]) -> dict[str, _Buffer]:
+        """Buffers by name, of so many bytes and so far behind a multiple; nothing where there is no room for all."""
         try:
-            return {name: self._room(f"{_OTHER} {name}", *size) for name, size in sizes.items()}
+            return {name: self._room(f"{kind} {name}", *size) for name, size in sizes.items()}
         except MemoryError:
             for name in sizes:
-                self._give_back(f"{_OTHER} {name}")
+                self._give_back(f"{kind} {name}")
             return {}
 
     def _give_back(self, name: str) -> None:
@@ -232,6 +258,43 @@ class CudaHarness(CheckHarness):
             yield
         finally:
             released.value = 1
+
+    def _run_late(self, run: Callable[[], None]) -> None:
+        """A run in a CUDA graph, behind a kernel that lets it begin early and makes its inputs, NaN until that ends.
+
+        In the stream where it cannot be captured; with the inputs as they are where there is no room for them twice.
+        """
+        inputs = [self._buffers[name] for name in self.inputs]
+        sizes = {name: (self._buffers[name].bytes, 0) for name in self.inputs}
+        kept = [*self._more_buffers(_WHOLE, sizes).values()]
+        if not kept:
+            run()
+            return
+        away, back = self._copying(inputs, kept, 0), self._copying(kept, inputs, _LATE_NS)
+        self._start(*away)
+        for buffer in inputs:
+            self._memory.set_bytes(buffer.address, Poison.NAN, buffer.bytes)
+        try:
+            with self._memory.captured():
+                self._start(*back)
+                run()
+        except Exception as error:  # whatever a library raises under capture
+            raise_if_interrupted(error)
+            logger.debug("a run cannot be captured: %s", error)
+            self._start(*back)
+            run()
+
+    def _copying(
+        self, sources: Sequence[_Buffer], targets: Sequence[_Buffer], late_ns: int
+    ) -> tuple[Hashable, Callable[[], _Launch]]:
+        """What names a kernel that copies buffers, and how it is launched."""
+        pairs = zip(sources, targets, strict=True)
+        table = tuple(number for one, other in pairs for number in (one.address, other.address, one.bytes))
+        if table not in self._tables:
+            self._tables[table] = self._memory.upload(np.array(table, np.int64))
+        arguments: tuple[Argument, ...] = ("table", int64(len(sources)), int64(late_ns))
+        kernel = self._check("late", _LATE_BLOCKS * DEVICE_THREADS)
+        return ("late", table), lambda: _Launch(kernel, arguments, {"table": self._tables[table]})
 
     @contextmanager
     def _with(self, buffers: Mapping[str, _Buffer]) -> Iterator[None]:

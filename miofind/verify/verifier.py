@@ -40,11 +40,11 @@ class Gate(StrEnum):
 
     EXACT: inputs from {-1, 0, 1} times powers of two, bit for bit but for inexact activations; with an epilogue again
     with its summands shifted and alpha negative, so that saturating activations hide no error twice. NUMERIC: normal
-    inputs, errors within their bound. RANGE: the same at other magnitudes, for those that are not exact and for those
-    with an epilogue, whose summands are shifted there. NONFINITE: infinities and NaN at a few places of
-    normal inputs reach the results that sum them and no others, where that is claimed. PACKED: the packed form, with
-    three sets of weights. REPEAT: NUMERIC after the race, equal to its first run bit for bit where that is claimed,
-    then with one input changed and with the other one, too.
+    inputs, errors within their bound; on a GPU in a CUDA graph, whose kernel before makes the inputs. RANGE: other
+    magnitudes, for those that are not exact and for those with an epilogue, whose summands are shifted there.
+    NONFINITE: infinities and NaN at a few places of normal inputs reach the results that sum them and no others, where
+    that is claimed. PACKED: the packed form, with three sets of weights. REPEAT: NUMERIC after the race, equal to its
+    first run bit for bit where that is claimed, then with one input changed and with the other one, too.
     """
 
     EXACT = "exact"
@@ -170,14 +170,15 @@ class Verifier:
     def _checks(self, claims: Claims) -> Iterator[_Check]:
         """The runs of a candidate: the first on memory of NaN, later ones on numbers and what the first left behind."""
         factor, is_fused = self._factor(claims), self.problem.epilogue.changes_results
+        normal = replace(self._normal(claims), is_late=self._harness.has_late_inputs)
         if claims.exact:
             exact = self._exact(claims)
             yield _Check(gate=Gate.EXACT, setting=exact, factor=None)
             if is_fused:
                 yield _Check(gate=Gate.EXACT, setting=_later(replace(exact, shifted=True)), factor=None)
-            yield _Check(gate=Gate.NUMERIC, setting=_later(self._normal(claims)), factor=factor)
+            yield _Check(gate=Gate.NUMERIC, setting=_later(normal), factor=factor)
         else:
-            yield _Check(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
+            yield _Check(gate=Gate.NUMERIC, setting=normal, factor=factor)
         if is_fused or not claims.exact:
             yield _Check(gate=Gate.RANGE, setting=_later(self._ranging(claims)), factor=factor)
         if not claims.spreads_nonfinite:
@@ -319,6 +320,8 @@ class Verifier:
         ]
         if setting.shifted:
             scales.append("the epilogue's operands positive")
+        if setting.is_late:
+            scales.append("in a graph, its inputs made by the kernel before")
         if setting.nonfinite:
             scales.append(f"infinities, NaN or zeros in {' and '.join(self._harness.injected)}")
         return f" ({', '.join(scales)})" if scales else ""

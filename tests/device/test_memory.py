@@ -70,11 +70,19 @@ class FakeCupy:
             synchronize=lambda: self.events.append(f"{name} is waited for"),
             record=lambda: None,
             wait_event=lambda event: None,
+            begin_capture=lambda mode: self.events.append(f"{name} captures"),
+            end_capture=lambda: self.graph(name),
         )
+
+    def graph(self, name: str) -> SimpleNamespace:
+        self.events.append(f"{name} has captured")
+        return SimpleNamespace(launch=lambda stream: self.events.append("the graph is launched"))
 
     def module(self) -> SimpleNamespace:
         names = itertools.count()
-        runtime = SimpleNamespace(memGetInfo=lambda: (self.free, TOTAL), CUDARuntimeError=CudaError)
+        runtime = SimpleNamespace(
+            memGetInfo=lambda: (self.free, TOTAL), CUDARuntimeError=CudaError, streamCaptureModeThreadLocal=1
+        )
 
         def stream(*, non_blocking: bool) -> SimpleNamespace:
             return self.stream(f"stream {next(names)}")
@@ -139,3 +147,16 @@ def test_both_streams_are_waited_for_before_memory_is_given_out_again(cupy: Fake
         cupy.events.clear()
         held.close()
     assert cupy.events == ["stream 0 is waited for", "stream 1 is waited for"]
+
+
+def test_what_is_captured_runs_and_ends_after_the_block(cupy: FakeCupy) -> None:
+    with DeviceMemory(0).captured():
+        cupy.events.append("launches")
+    of_capture = ["stream 0 captures", "launches", "stream 0 has captured"]
+    assert cupy.events == [*of_capture, "the graph is launched", "stream 0 is waited for"]
+
+
+def test_a_capture_ends_where_the_block_raises(cupy: FakeCupy) -> None:
+    with pytest.raises(KeyError), DeviceMemory(0).captured():
+        raise KeyError("a launch failed")
+    assert cupy.events == ["stream 0 captures", "stream 0 has captured"]

@@ -12,7 +12,7 @@ from helpers.commands.cli_runner import run
 from helpers.finddb.finddb_entries import at, row, scope
 from helpers.runs.cuda_package import CudaPackage, make_package
 
-from miofind.compiler import BinaryCache, Compiler, identity, kernel_hash, machine_code
+from miofind.compiler import BinaryCache, Compiler, kernel_hash, machine_code
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidOptionError
@@ -216,7 +216,7 @@ def test_a_regions_name_is_no_code() -> None:
         transform = FftStep(lengths=(4,), batch=1, inverse=False, data=scratch, workspace=names[0])
         workspace = WorkspacePlan(tuple(Region(name=name, bytes=256) for name in names))
         solution = ConvSolution(steps=(kernel, transform), workspace=workspace)
-        return restamp._content(solution, "90a", {("90a", identity(kernel), "a"): "code"})
+        return restamp._content(solution, "90a", {("90a", kernel.binary, "a"): "code"})
 
     assert content("partials", "scratch") == content("parts", "words")
     assert content("partials", "scratch") != content("partials", "scratch", offset_bytes=16)

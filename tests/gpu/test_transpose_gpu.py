@@ -14,9 +14,9 @@ from miofind.core.problem import DataType, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.bound_steps import make_step_launcher
 from miofind.launch.invoker import Invoker, make_invoker
-from miofind.launch.pdl import dependent_launches, supports_pdl
+from miofind.launch.pdl import supports_pdl
 from miofind.solver.registry import Registry
-from miofind.solver.steps import ConvSolution, Region, WorkspacePlan
+from miofind.solver.steps import ConvSolution, Region, WorkspacePlan, dependent_launches
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 
 cupy = pytest.importorskip("cupy")

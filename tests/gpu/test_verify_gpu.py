@@ -13,6 +13,7 @@ from miofind.compiler import Compiler
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device
+from miofind.launch import invoker as invoker_module
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.reference import convolution as reference
 from miofind.reference.convolution import numpy_dtype, reference_on_host
@@ -84,6 +85,34 @@ def test_right_results_pass(direction: Direction, dtype: str, layout: str, devic
         assert verdict.ok, verdict.message
         assert verdict.bound_ratio is not None
         assert verdict.bound_ratio <= 1
+
+
+def launched_early(solver_id: str, device: Device, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Invoker:
+    """All steps of a solution's launched with PDL, the first one, too."""
+    monkeypatch.setattr(invoker_module, "dependent_launches", lambda steps: (True,) * len(steps))
+    problem = ProblemDescription.convolution(x=(2, 64, 14, 14), w=(64, 64, 3, 3), dtype="float16", layout="NHWC")
+    solver = Registry.default()[solver_id]
+    return make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)
+
+
+def test_a_kernel_that_begins_before_its_inputs_are_whole_is_caught(
+    device: Device, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.sm < 90:
+        pytest.skip("kernels begin early from compute capability 9.0 on")
+    verdict = verdict_of(launched_early("ConvDirectTiled", device, compiler, monkeypatch), compiler)
+    assert not verdict.ok
+    assert "numeric gate" in verdict.message
+    assert "inputs made by the kernel before" in verdict.message
+
+
+def test_a_kernel_that_begins_early_and_waits_passes(
+    device: Device, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.sm < 90:
+        pytest.skip("kernels begin early from compute capability 9.0 on")
+    verdict = verdict_of(launched_early("ConvImplicitGemmWgmma", device, compiler, monkeypatch), compiler)
+    assert verdict.ok, verdict.message
 
 
 @pytest.mark.parametrize("budget", [SampleBudget(), SAMPLED], ids=["whole", "sampled"])

@@ -30,6 +30,7 @@ from miofind.solver.steps import (
     Scalar,
     Step,
     WorkspacePlan,
+    dependent_launches,
 )
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 
@@ -39,7 +40,8 @@ SOLVER = Registry.default()["ConvChannelsLast"]
 PROBLEM = ProblemDescription.convolution(x=(2, 16, 9, 6), w=(24, 16, 3, 3), dtype="float16")
 HOPPER = replace(Device.virtual("90a"), index=0)
 PLAIN = KernelStep(source="a.cu", entry="plain", grid=(1, 2, 3), block=(4, 5, 6), shared_bytes=16, args=())
-WAITING = replace(PLAIN, entry="waiting", pdl=True)
+WAITING = replace(PLAIN, source="b.cu", entry="waiting", pdl=True)
+SECOND = replace(PLAIN, entry="second", pdl=True)
 AT = Pointer(buffer="x")
 PRODUCT = MatmulStep(
     m=1, n=1, k=1, transpose_a=False, transpose_b=False, lda=1, ldb=1, ldc=1, a=AT, b=AT, c=AT,
@@ -139,7 +141,31 @@ def make(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> Make:
     ids=["none", "the first", "after kernels", "after products"],
 )
 def test_kernels_that_wait_use_pdl_after_kernels(steps: tuple[Step, ...], flags: tuple[bool, ...]) -> None:
-    assert pdl.dependent_launches(steps) == flags
+    assert dependent_launches(steps) == flags
+    made = ConvSolution(steps=steps).steps
+    told = tuple(isinstance(step, KernelStep) and ("HAS_DEPENDENT", 1) in step.defines for step in made)
+    assert told == (*flags[1:], False)[: len(steps)], "of a launch behind it"
+    assert ConvSolution(steps=made).steps == made
+    assert all(not step.defines for step in ConvSolution(steps=made[:1]).kernels), "none of others'"
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ((PLAIN, SECOND), "11"),
+        ((SECOND, PLAIN), "00"),
+        ((SECOND, PLAIN, WAITING), "010"),
+        ((replace(PLAIN, defines=(("HAS_DEPENDENT", 2),)),), "0"),
+        ((PLAIN, SECOND, WAITING), "110"),
+        ((PLAIN, WAITING, SECOND), "111"),
+        ((PLAIN, SECOND, PLAIN, SECOND), "1111"),
+        ((PLAIN, SECOND, PLAIN), "110"),
+        ((PLAIN, replace(SECOND, defines=(("A", 1),))), "10"),
+    ],
+)
+def test_a_second_kernel_of_a_file_needs_no_binary_of_its_own(steps: tuple[Step, ...], told: str) -> None:
+    made = ConvSolution(steps=steps).kernels
+    assert "".join(str(int("HAS_DEPENDENT" in dict(step.defines))) for step in made) == told
 
 
 def test_devices_and_drivers_with_pdl(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

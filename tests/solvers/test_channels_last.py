@@ -146,7 +146,8 @@ def test_turns_stand_around_the_inner_steps(problem: ProblemDescription) -> None
         assert there == [(name, f"{name}_last") for name in "xwy" if name in before]
         assert back == [(f"{name}_last", name) for name in after]
         for mine, theirs in zip(steps[first : first + count], inner.kernels, strict=True):
-            assert replace(mine, args=theirs.args) == theirs
+            assert replace(mine, args=theirs.args, defines=theirs.defines) == theirs
+            assert set(mine.defines) - set(theirs.defines) <= {("HAS_DEPENDENT", 1)}
             renamed = [f"{name}_last" if name in moved else name for name in buffers_of(theirs)]
             assert buffers_of(mine) == renamed
             for arg, other in zip(mine.args, theirs.args, strict=True):

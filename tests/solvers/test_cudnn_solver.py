@@ -281,9 +281,9 @@ def test_an_engine_that_reads_the_epilogues_tensors_early_is_refused(epilogue: s
     assert not known_fault(fused.bare, 4)
     assert not known_fault(problem(layout="NHWC", epilogue="relu"), 4), "it reads nothing"
     assert not known_fault(problem(layout="NHWC", direction="backward_data", epilogue="residual"), 4)
-    assert "may read the epilogue's operands" in _fault(4, frozenset(), fused)
+    assert "reads the epilogue's operands" in _fault(4, frozenset(), fused)
     assert _fault(4, frozenset({Note.TENSOR_CORE}), fused.bare) == ""
-    with pytest.raises(InvalidConfigError, match="engine 4 may read the epilogue's operands"):
+    with pytest.raises(InvalidConfigError, match="engine 4 reads the epilogue's operands"):
         SOLVER.check_config(fused, HOPPER, config)
     SOLVER.check_config(fused.bare, HOPPER, config)
 

@@ -348,7 +348,9 @@ def check_that_packings_are_two_parts_of_a_solution(offer: Offer) -> None:
 
 
 def binary_of(step: KernelStep) -> tuple[object, ...]:
-    return step.source, step.defines, step.options, step.package
+    """What decides a step's binary; one for a kernel with another behind it is taken for that of the kernel alone."""
+    defines = tuple(define for define in step.defines if define[0] != "HAS_DEPENDENT")
+    return step.source, defines, step.options, step.package
 
 
 def check_that_launches_are_within_the_limits_of_cuda(offer: Offer) -> None:

@@ -51,8 +51,8 @@ def test_solution_reads_in_its_second_step_what_the_first_leaves() -> None:
     writer = replace(FIRST, args=(*FIRST.args, Pointer(buffer=split_k.target)))
     solution = split_k.solution(writer, split_k.reduction(FIRST, *int32s(64), blocks=2, threads=32))
     first, second = solution.kernels
-    assert first is writer
-    assert (second.source, second.entry, second.defines) == (FIRST.source, "grouped_nhwc_weights_finish", FIRST.defines)
+    assert first == replace(writer, defines=(*FIRST.defines, ("HAS_DEPENDENT", 1)))
+    assert (second.source, second.entry, second.defines) == (FIRST.source, "grouped_nhwc_weights_finish", first.defines)
     assert (second.grid, second.block, second.pdl) == ((2, 1, 1), (32, 1, 1), True)
     assert second.args == (Pointer(buffer=split_k.target), Pointer(buffer="w"), *int32s(64))
     assert solution.workspace.regions == (split_k.partials,)

@@ -59,6 +59,8 @@ class Memory:
     stream_address = 9
     free_bytes = 1 << 30
 
+    is_capturing = False
+
     def __init__(self, device_index: int) -> None:
         self.blocks: dict[int, np.ndarray] = {}
         self.stream = types.SimpleNamespace(synchronize=lambda: None)
@@ -72,6 +74,14 @@ class Memory:
     @contextlib.contextmanager
     def beside(self) -> Iterator[int]:
         yield 10
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
 
     def allocate(self, size: int) -> int:
         block = np.zeros(size + 512, np.uint8)
@@ -140,6 +150,10 @@ class Kernels:
         for i, band in enumerate(self.bands(tuple(starts), fields := fields_of(given))):
             slots[i] += np.count_nonzero(band != fields["poison"])
 
+    def verify_late(self, table: int, buffers: int, late_ns: int) -> None:
+        for source, target, size in bytes_at(table, 24 * buffers).view(np.int64).reshape(-1, 3).tolist():
+            bytes_at(target, size)[:] = bytes_at(source, size)
+
     def verify_checksum(self, words: int, count: int, slot: int) -> None:
         given = bytes_at(words, 2 * count).view(np.uint16).astype(np.uint64)
         bytes_at(slot, 8).view(np.uint64)[0] += (given * np.arange(3, count + 3, dtype=np.uint64)).sum()
@@ -153,6 +167,59 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaHarness]:
     made = CudaHarness(PROBLEM, device, None, 5, SampleBudget.of(device))  # type: ignore[arg-type]
     yield made
     made.close()
+
+
+LATE = Setting(values=Values.NORMAL, is_late=True)
+
+
+@pytest.mark.parametrize("can_be_captured", [True, False])
+def test_a_late_runs_inputs_are_made_in_its_graph_or_before_it(harness: CudaHarness, can_be_captured: bool) -> None:
+    memory, under_capture, inputs = harness._memory, [], []
+
+    def run(tensors: dict[str, int], workspace: int) -> None:
+        under_capture.append(memory.is_capturing)  # type: ignore[attr-defined]
+        inputs.append([bytes_at(tensors[name], PROBLEM.tensor(name).bytes).copy() for name in harness.inputs])
+        if memory.is_capturing and not can_be_captured:  # type: ignore[attr-defined]
+            raise RuntimeError("an operation that no capture takes")
+
+    invoker = FakeInvoker(PROBLEM, run)
+    for _ in range(2):
+        assert harness.check(invoker, LATE, 1.0).is_right
+    assert under_capture == ([True] * 2 if can_be_captured else [True, False] * 2)
+    for each in inputs:
+        for made, first in zip(each, inputs[0], strict=True):
+            assert not (made == Poison.NAN).all()
+            assert (made == first).all()
+    assert len(harness._tables) == 2
+
+
+def test_a_late_run_whose_inputs_have_no_room_twice_finds_them_as_they_are(
+    harness: CudaHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(size: int) -> int:
+        raise MemoryError(size)
+
+    under_capture: list[bool] = []
+    memory = harness._memory
+    invoker = FakeInvoker(PROBLEM, lambda *_: under_capture.append(memory.is_capturing))  # type: ignore[attr-defined]
+    assert harness.check(invoker, Setting(values=Values.NORMAL), 1.0).is_right
+    monkeypatch.setattr(memory, "allocate", full)
+    assert harness.check(invoker, LATE, 1.0).is_right
+    assert under_capture == [False, False]
+
+
+def test_inputs_come_late_where_kernels_begin_early_and_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness_cuda, "DeviceMemory", Memory)
+    monkeypatch.setattr(harness_cuda, "DeviceKernels", Kernels)
+    monkeypatch.setattr(harness_cuda, "supports_pdl", lambda device: device.sm >= 90)
+    large = ProblemDescription.convolution(x=(1, 64, 256, 257), w=(8, 64, 1, 1))
+    found = []
+    for problem, arch in ((PROBLEM, "80"), (PROBLEM, "90a"), (large, "90a")):
+        device = Device.virtual(arch)
+        made = CudaHarness(problem, device, None, 5, SampleBudget.of(device))  # type: ignore[arg-type]
+        found.append(made.has_late_inputs)
+        made.close()
+    assert found == [False, True, False]
 
 
 def overwriting(name: str, where: str) -> FakeInvoker:

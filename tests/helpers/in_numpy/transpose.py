@@ -49,6 +49,7 @@ class Tensor:
 def tensors(step: KernelStep) -> list[Tensor]:
     """What a step transposes, from its arguments and defines alone."""
     defines, count = dict(step.defines), ENTRIES[step.entry]
+    defines.pop("HAS_DEPENDENT", None)
     assert list(defines) == [*["ELEMENT", "FIRST", "SECOND"][: 1 + count], MATRICES.define[0]]
     assert len(step.args) == (ARGS if count == 1 else 2 * ARGS + 1)
     found = []
