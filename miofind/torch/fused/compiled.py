@@ -1,9 +1,11 @@
-"""What torch.compile puts around a module, and paths of modules without it."""
+"""What torch.compile puts around a module, paths of modules without it, and modules of torch.export."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+
+import torch.fx
 
 _INNER = "_orig_mod"
 
@@ -12,6 +14,11 @@ def is_compiled(module: Any) -> bool:
     """Whether a module is what torch.compile put around one."""
     compiling = sys.modules.get("torch._dynamo.eval_frame")  # which takes seconds to import
     return compiling is not None and isinstance(module, compiling.OptimizedModule)
+
+
+def is_exported(module: Any) -> bool:
+    """Whether a module is what `torch.export.ExportedProgram.module` gives: a graph in one mode for good."""
+    return isinstance(module, torch.fx.GraphModule) and "eval" in vars(module)
 
 
 def path_without(path: str) -> str:

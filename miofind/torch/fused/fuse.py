@@ -18,7 +18,7 @@ from torch import fx, nn
 from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, brief
 from miofind.process.garbage import without_what_is_loaded
-from miofind.torch.fused.compiled import is_compiled, path_without
+from miofind.torch.fused.compiled import is_compiled, is_exported, path_without
 from miofind.torch.fused.constants import keep_constants
 from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
@@ -89,12 +89,15 @@ def fuse(model: Any) -> Any:
         model: a torch.nn.Module in eval mode.
 
     Raises:
-        InvalidOptionError: no module, one in training mode or of TorchScript, or one that cannot be copied.
+        InvalidOptionError: no module, one in training mode, of TorchScript or of torch.export, or one that cannot be
+            copied.
     """
     if not isinstance(model, nn.Module):
         raise InvalidOptionError(f"model={brief(model)} must be a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
         raise InvalidOptionError("the model is TorchScript, which has no code to read: fuse it before it is scripted")
+    if is_exported(model):
+        raise InvalidOptionError("the model is a module of torch.export: fuse the network before it is exported")
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         raise InvalidOptionError(f"{training or 'the model'} is in training mode: pass model.eval()")
@@ -273,6 +276,7 @@ class _Chain:
         nodes: in order, the convolution first.
         parts: their names.
         norm: the batch norm's statistics and parameters, by the names of `fold_batch_norm`; empty for none.
+        folded: weight and bias with it, None without.
         numbers: the activation, and what is done with the residual.
         residual: what is added, or None.
         adds_in_place: whether it is written into the convolution's result.
@@ -282,6 +286,7 @@ class _Chain:
     nodes: list[fx.Node]
     parts: list[str] = field(default_factory=lambda: ["convolution"])
     norm: dict[str, Any] = field(default_factory=dict)
+    folded: tuple[Any, Any] | None = None
     numbers: Nonlinearity = field(default_factory=Nonlinearity)
     residual: fx.Node | None = None
     adds_in_place: bool = False
@@ -350,17 +355,25 @@ class _Rewriting:
 
     def _name(self, node: fx.Node, module: Any, chain: _Chain) -> str:
         """The name of the chain's module: the convolution's own, unless others run that convolution differently."""
-        key = (node.target, chain.numbers, chain.adds_in_place, chain.residual_first, *map(id, chain.norm.values()))
+        kind = (chain.numbers, chain.residual is not None, chain.adds_in_place, chain.residual_first)
+        key = (node.target, *kind, *map(id, chain.norm.values()))
         if key not in self.names:
             called = [str(each.target) for each in self.made.graph.nodes if each.op == "call_module"]
             is_others = any(str(node.target).startswith(f"{name}.") for name in called)  # part of a single operation
-            is_own = called.count(str(node.target)) == 1 and not is_others and node.target not in self.names.values()
+            is_read = bool(chain.norm) and self._reads_parts(node.target)  # as they are without the norm
+            is_called_once = called.count(str(node.target)) == 1 and node.target not in self.names.values()
+            is_own = is_called_once and not is_others and not is_read
             place = str(node.target).replace(".", "_") if is_others else node.target  # that may run all it has
             self.names[key] = str(node.target) if is_own else f"{place}_fused{len(self.names)}"
             fused = _module(module, chain)
             self.made.add_submodule(self.names[key], fused)
             self.steps.add(self.names[key], fused)
         return self.names[key]
+
+    def _reads_parts(self, target: Any) -> bool:
+        """Whether steps read parameters or buffers of a module."""
+        targets = (str(node.target) for node in self.made.graph.nodes if node.op == "get_attr")
+        return any(each.startswith(f"{target}.") for each in targets)
 
     def _chain(self, node: fx.Node, *, with_residual: bool) -> _Chain:
         """What follows a convolution and can be computed with it: steps each of which alone reads the one before."""
@@ -379,12 +392,14 @@ class _Rewriting:
         return chain
 
     def _takes_norm(self, chain: _Chain, user: fx.Node) -> bool:
-        rank = self.steps.module(chain.nodes[0]).weight.dim()
-        norm = self.steps.batch_norm(user, chain.nodes[-1], rank) if len(chain.parts) == 1 else None
-        if norm is not None:
-            chain.norm = norm
-            chain.parts.append("batch_norm")
-        return norm is not None
+        module = self.steps.module(chain.nodes[0])
+        norm = self.steps.batch_norm(user, chain.nodes[-1], module.weight.dim()) if len(chain.parts) == 1 else None
+        folded = None if norm is None else _folded(module, norm)
+        if norm is None or folded is None:
+            return False
+        chain.norm, chain.folded = norm, folded
+        chain.parts.append("batch_norm")
+        return True
 
     def _takes_activation(self, chain: _Chain, user: fx.Node) -> bool:
         found = self.steps.activation(user, chain.nodes[-1]) if chain.numbers.activation == "none" else None
@@ -465,14 +480,23 @@ def _window(module: Any) -> Window:
     )
 
 
+def _weights(module: Any) -> tuple[Any, Any]:
+    return module.weight.detach(), None if module.bias is None else module.bias.detach()
+
+
+def _folded(module: Any, norm: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Weight and bias with a batch norm; None where their dtype has no such numbers, though it has those without."""
+    given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in norm.items()}
+    before = _weights(module)
+    folded = fold_batch_norm(*before, **given)
+    if module.weight.is_meta or all(each is None or bool(each.isfinite().all()) for each in folded):
+        return folded
+    return None if all(each is None or bool(each.isfinite().all()) for each in before) else folded
+
+
 def _module(module: Any, chain: _Chain) -> Any:
     """What computes a chain."""
-    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
-    if chain.norm:
-        given = {
-            name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in chain.norm.items()
-        }
-        weight, bias = fold_batch_norm(weight, bias, **given)
+    weight, bias = chain.folded or _weights(module)
     return FusedConvolution(
         weight,
         bias,
@@ -480,5 +504,6 @@ def _module(module: Any, chain: _Chain) -> Any:
         chain.numbers,
         adds_in_place=chain.adds_in_place,
         has_norm=bool(chain.norm),
+        has_residual=chain.residual is not None,
         residual_first=chain.residual_first,
     ).eval()

@@ -93,6 +93,7 @@ class FusedConvolution(torch.nn.Module):
         numbers: the activation, and what is done with a residual.
         adds_in_place: the sum with a residual of another dtype keeps that of the convolution's result.
         has_norm: a batch norm is folded into the weights, so x must have a batch dimension.
+        has_residual: it takes a residual, without which it raises what the addition of None raises.
         residual_first: the sum is that of the residual and the convolution's result: in memory it lies as the residual.
     """
 
@@ -107,9 +108,11 @@ class FusedConvolution(torch.nn.Module):
         *,
         adds_in_place: bool = False,
         has_norm: bool = False,
+        has_residual: bool = False,
         residual_first: bool = False,
     ) -> None:
         super().__init__()
+        self.has_residual = has_residual
         self.adds_in_place, self.has_norm, self.residual_first = adds_in_place, has_norm, residual_first
         self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
         given = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
@@ -133,6 +136,7 @@ class FusedConvolution(torch.nn.Module):
         order, which the sum takes from it.
 
         Raises:
+            TypeError: an addition was fused, and there is no residual.
             ValueError: a batch norm was fused, and x is unbatched, (c, *spatial).
         """
         if not _is_traced():
@@ -150,7 +154,10 @@ class FusedConvolution(torch.nn.Module):
         weight = self._parameters.get("weight")  # none where it was parametrized or pruned since
         if type(weight) is not _Parameter or _is_read_itself(weight) or not self._packed.are_of(weight):
             return False
-        if residual is not None:
+        if residual is None:
+            if self.has_residual:
+                return False
+        else:
             is_tensor = isinstance(residual, torch.Tensor)
             if not is_tensor or residual.dtype != x.dtype:
                 return False
@@ -163,6 +170,8 @@ class FusedConvolution(torch.nn.Module):
 
     def _general(self, x: Any, residual: Any) -> Any:
         """The same for whatever there may be."""
+        if residual is None and self.has_residual:
+            raise TypeError("unsupported operand type(s) for +: 'Tensor' and 'NoneType'")
         is_single = x.dim() == self.weight.dim() - 1
         if is_single and self.has_norm:  # BatchNorm1d takes its places for channels, the others refuse it
             raise ValueError(f"a batch norm was fused, and x, {tuple(x.shape)}, is unbatched: give x.unsqueeze(0)")

@@ -510,7 +510,7 @@ def current(device: str = "cuda") -> Override | None:
 
 
 def _checked_devices(devices: Iterable[str]) -> tuple[str, ...]:
-    given = (devices,) if isinstance(devices, str) else tuple(devices)
+    given = tuple(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else (devices,)
     if not given or not set(given) <= _KEYS.keys():
         raise InvalidOptionError(f"devices={brief(devices)} must be some of {', '.join(_KEYS)}")
     return given

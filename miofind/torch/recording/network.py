@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from miofind.errors import InvalidOptionError, brief, described
-from miofind.torch.fused.compiled import is_compiled
+from miofind.torch.fused.compiled import is_compiled, is_exported
 from miofind.torch.recording.layers import LayerNames
 from miofind.torch.recording.recorder import Recorder, StandInRecorder
 from miofind.torch.recording.recording import Recording
 from miofind.torch.recording.unchanged import unchanged
 
 _RANK = {torch.channels_last: 4, torch.channels_last_3d: 5}
+_INSTEAD = "Record a real step instead: `with miofind.torch.record('problems.csv'): step()`"
 _MEMORY_FORMATS = (torch.contiguous_format, *_RANK, None)
 
 
@@ -41,7 +42,8 @@ def problems(
     `miofind.torch.record`. What a block of no_grad computes has no gradients; the loss is the sum of all outputs.
 
     Args:
-        model: a module on any device, "meta" included; nothing of it is changed.
+        model: a module on any device, "meta" included. Nothing of it is changed in the end; meanwhile its tensors are
+            fake ones, so that no other thread may run it.
         inputs: tensors on any device, whose values are not looked at, or shapes such as (32, 3, 224, 224), which stand
             for tensors of the element type of the model's weights; in lists and dictionaries, too.
         training: whether gradients are computed, with the model in training mode; else it is in evaluation mode.
@@ -54,7 +56,7 @@ def problems(
         InvalidOptionError: an argument is none of these, or the model cannot run on fake tensors.
     """
     model = _unwrapped(model)
-    _check(model, amp, memory_format, device)
+    _check(model, training, amp, memory_format, device)
     recording = Recording(type(model).__name__.lower())
     is_stand_in = device == "cuda" and not torch.cuda.is_available()
     place = torch.device("cpu" if is_stand_in else device)
@@ -93,13 +95,22 @@ def refuse_inputs(inputs: Sequence[Any], keywords: Mapping[str, Any] | None, **a
         raise InvalidOptionError(f"a Recording has its problems already, and takes no {', '.join(given)}")
 
 
-def _check(model: Any, amp: Any, memory_format: Any, device: Any) -> None:
+def _check(model: Any, training: Any, amp: Any, memory_format: Any, device: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InvalidOptionError(f"model={brief(model)} must be a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InvalidOptionError(f"the model is TorchScript, which cannot be followed. {_INSTEAD}")
+    if is_exported(model):
+        program = "give the ExportedProgram to miofind.torch.exported_problems"
+        raise InvalidOptionError(f"the model is a module of torch.export: {program}")
+    if not isinstance(training, bool):
+        raise InvalidOptionError(f"training={brief(training)} must be True or False")
     if amp not in (None, torch.float16, torch.bfloat16):
         raise InvalidOptionError(f"amp={brief(amp)} must be torch.float16, torch.bfloat16 or None")
     if memory_format not in _MEMORY_FORMATS:
-        raise InvalidOptionError(f"memory_format={brief(memory_format)} must be torch.channels_last, or None")
+        raise InvalidOptionError(
+            f"memory_format={brief(memory_format)} must be torch.channels_last, torch.channels_last_3d or None"
+        )
     if device not in ("cuda", "cpu"):
         raise InvalidOptionError(f"device={brief(device)} must be 'cuda' or 'cpu'")
 
@@ -123,8 +134,7 @@ def _unfollowed(model: Any, error: Exception, given: Any) -> InvalidOptionError:
             'one, such as torch.empty(shape, device="cuda"), or its shape as a tuple of two sizes or more'
         )
     return InvalidOptionError(
-        f"{type(model).__name__} cannot be followed without values and memory: {described(error)}. Record a real step "
-        "instead: `with miofind.torch.record('problems.csv'): step()`"
+        f"{type(model).__name__} cannot be followed without values and memory: {described(error)}. {_INSTEAD}"
     )
 
 

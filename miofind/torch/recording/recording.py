@@ -13,7 +13,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from miofind.core.problem import ProblemDescription
-from miofind.errors import InvalidOptionError
+from miofind.errors import InvalidOptionError, brief
 from miofind.process.forks import ForkedLock
 from miofind.suites import Suite, SuiteProblem, SuiteRow, save_csv, save_lines
 from miofind.torch.override.calls import ConvolutionCall
@@ -182,8 +182,10 @@ def prepare_folder(path: str | Path) -> None:
     """Make the folder where a recording is to be saved, before what is recorded runs.
 
     Raises:
-        InvalidOptionError: the path has another ending, or its folder cannot be made or written to.
+        InvalidOptionError: it is no path, has another ending, or its folder cannot be made or written to.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidOptionError(f"path={brief(path)} must be a path")
     check_ending(path)
     folder = Path(path).absolute().parent
     try:

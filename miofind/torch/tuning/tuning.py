@@ -24,7 +24,7 @@ from miofind.bench.rivals import Rival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place, has_cupy
-from miofind.errors import MissingLibraryError
+from miofind.errors import InvalidOptionError, MissingLibraryError, brief
 from miofind.options import FindOptions
 from miofind.process.garbage import without_what_is_loaded
 from miofind.runtime.handle import Handle, default_handle
@@ -95,6 +95,8 @@ def tune(
         DatabaseError: the FindDB cannot be written.
         MissingEnvironmentError: what measuring needs is missing.
     """
+    if options is not None and not isinstance(options, FindOptions):
+        raise InvalidOptionError(f"options={brief(options)} must be a FindOptions")
     asked: dict[str, Any] = {"training": training, "amp": amp, "memory_format": memory_format}
     if isinstance(model, Recording):
         refuse_inputs(inputs, keywords, **asked)

@@ -1709,6 +1709,102 @@ def test_torchscript_is_refused() -> None:
             fuse(scripted)
 
 
+def test_modules_of_exports_are_refused() -> None:
+    """The advice was eval(), which such modules refuse."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    exported = torch.export.export(model, (torch.randn(1, 3, 5, 5),)).module()
+    with pytest.raises(InvalidOptionError, match="before it is exported"):
+        fuse(exported)
+
+
+class ReadsItsWeights(nn.Module):
+    """Its code reads the parameters of a convolution that it calls with a batch norm behind."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.read = read
+        self.inner = nn.Sequential()
+        self.inner.conv, self.inner.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Any) -> Any:
+        conv = self.inner.conv
+        y = functional.relu(self.inner.norm(conv(x)))
+        if self.read == "weight":
+            return functional.conv_transpose2d(y, conv.weight, padding=1)
+        if self.read == "bias":
+            return y + conv.bias.view(1, -1, 1, 1)
+        return y + functional.conv2d(x, conv.weight, conv.bias, padding=1)
+
+
+@pytest.mark.parametrize("read", ["weight", "bias", "both"])
+def test_parameters_that_code_reads_stay_as_they_are_without_the_norm(read: str) -> None:
+    """A tied autoencoder read weights with the batch norm folded in."""
+    model = prepared(ReadsItsWeights(read))
+    fused = fuse(model)
+    check_same(fused, model, torch.randn(2, 4, 6, 7))
+    assert any("batch_norm" in layer.parts for layer in fused.fusion_report.fused)
+
+
+class AddsWhatItIsGiven(nn.Module):
+    def __init__(self, add: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.conv, self.add = nn.Conv2d(4, 4, 3, padding=1), add
+
+    def forward(self, x: Any, skip: Any) -> Any:
+        return functional.relu(self.add(self.conv(x), skip))
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda y, skip: y + skip,
+        lambda y, skip: skip + y,
+        lambda y, skip: y.add_(skip),
+        lambda y, skip: torch.add(y, skip, alpha=2),
+    ],
+    ids=["sum", "turned", "in place", "scaled"],
+)
+def test_a_sum_with_nothing_raises_as_before(add: Callable[[Any, Any], Any]) -> None:
+    """The addition was left out without a word."""
+    model = AddsWhatItIsGiven(add).eval()
+    fused, x = fuse(model), torch.randn(2, 4, 6, 7)
+    check_same(fused, model, x, torch.randn(2, 4, 6, 7))
+    for network in (model, fused, fused):
+        with pytest.raises(TypeError):
+            network(x, None)
+    with torch.no_grad(), pytest.raises(TypeError):
+        torch.compile(fused, backend="eager")(x, None)
+
+
+def test_a_convolution_that_is_called_with_a_sum_and_without_becomes_two() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x: Any) -> Any:
+            return functional.relu(self.conv(x) + x) * functional.relu(self.conv(x))
+
+    model = Both().eval()
+    fused = fuse(model)
+    check_same(fused, model, torch.randn(2, 4, 6, 7))
+    layers = [module for module in fused.modules() if isinstance(module, FusedConvolution)]
+    assert sorted(layer.has_residual for layer in layers) == [False, True]
+
+
+def test_a_norm_stays_with_which_weights_would_overflow() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, eps=1e-12), nn.ReLU()).eval()
+    model[1].running_var.fill_(1e-7)
+    nn.init.constant_(model[1].weight, 1000.0)
+    assert [layer.parts for layer in fuse(model).fusion_report.fused] == [("convolution", "batch_norm", "relu")]
+    half = model.half()
+    fused, x = fuse(half), (1e-3 * torch.randn(2, 4, 8, 8)).half()
+    assert [layer.parts for layer in fused.fusion_report.fused] == [("convolution", "bias")]
+    torch.testing.assert_close(fused(x), half(x), rtol=1e-2, atol=1e-2, equal_nan=True)
+    half[0].weight.data[0, 0, 0, 0] = math.nan  # which no norm brought
+    assert [layer.parts for layer in fuse(half).fusion_report.fused] == [("convolution", "batch_norm", "relu")]
+
+
 def test_a_model_in_training_is_refused() -> None:
     model = Net().eval()
     model.blocks[1].bn2.train()

@@ -546,3 +546,9 @@ def test_a_process_that_leaves_it_enabled_ends_cleanly() -> None:
     command = [sys.executable, "-W", "error", "-c", _LEFT_ON]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "12 12\n", "")
+
+
+@pytest.mark.parametrize("devices", [None, 3, "tpu", ()])
+def test_devices_that_are_none_of_pytorchs_are_refused(devices: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="must be some of cuda, cpu"):
+        miofind.torch.enable(devices=devices)

@@ -193,3 +193,19 @@ def test_numbers_in_the_place_of_a_tensor_are_told_in_a_line(numbers: Any, is_na
         miofind.torch.problems(nn.Conv2d(3, 1, 1), *given[0], keywords=given[1])
     told = f"Conv2d cannot be followed with {numbers}: where that stands for a tensor, give one, such as torch.empty"
     assert str(caught.value).startswith(told)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_what_cannot_be_followed_is_told_and_left_as_it_is() -> None:
+    """TorchScript was left in evaluation mode; a module of an export raised PyTorch's NotImplementedError."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())
+    scripted = torch.jit.script(model)
+    exported = torch.export.export(model.eval(), (torch.randn(1, 3, 5, 5),)).module()
+    scripted.train()
+    with pytest.raises(InvalidOptionError, match=r"miofind\.torch\.record"):
+        miofind.torch.problems(scripted, (1, 3, 5, 5), device="cpu")
+    assert scripted.training
+    with pytest.raises(InvalidOptionError, match="exported_problems"):
+        miofind.torch.problems(exported, (1, 3, 5, 5), device="cpu")
+    with pytest.raises(InvalidOptionError, match="training='yes' must be True or False"):
+        miofind.torch.problems(model, (1, 3, 5, 5), training="yes", device="cpu")

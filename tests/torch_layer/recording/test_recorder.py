@@ -283,3 +283,8 @@ def test_another_ending_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(InvalidOptionError, match=r"step\.json.*\.csv"), miofind.torch.record(tmp_path / "step.json"):
         ran.append(1)
     assert ran == []
+
+
+def test_a_path_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="path=3 must be a path"), miofind.torch.record(3):  # type: ignore[arg-type]
+        pass

@@ -366,3 +366,8 @@ def test_what_takes_long_to_start_is_started_first_and_ends_with_the_tuning(
     with Handle("cpu", database=MEMORY) as handle, pytest.raises(KeyError):
         tuning.tune(nn.Linear(1, 1), (1, 1), handle=handle)
     assert told == ["the network is followed"]
+
+
+def test_options_that_are_none_are_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="options=3 must be a FindOptions"):
+        miofind.torch.tune(torch.nn.Conv2d(3, 4, 3), (1, 3, 5, 5), options=3)  # type: ignore[arg-type]
