@@ -6,8 +6,8 @@ A process that does nothing but measure keeps what it had for the next measureme
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,21 +132,18 @@ class DeviceMemory:
             yield int(other.ptr)
             self.stream.wait_event(other.record())
 
-    @contextmanager
-    def captured(self) -> Iterator[None]:
-        """What the stream is given meanwhile runs as a CUDA graph, and ends, after the block, unless that raises."""
-        import cupy
-
-        self.stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+    def graph_of(self, work: Callable[[], None]) -> Any:
+        """The CUDA graph of what a function gives the stream, none of which runs before the graph is launched."""
+        self.stream.begin_capture()
         try:
-            yield
+            work()
         except BaseException:
-            with suppress(RuntimeError):  # CuPy's errors are: the capture may have ended of what was raised
+            try:
                 self.stream.end_capture()
+            except RuntimeError as error:  # CuPy's errors are: the driver tells once more that it failed
+                logger.debug("a capture ended: %s", error)
             raise
-        graph = self.stream.end_capture()
-        graph.launch(self.stream)
-        self.stream.synchronize()  # it ends before what it launches may be gone
+        return self.stream.end_capture()
 
     def host_int(self) -> HostInt:
         """An integer that kernels read while the host writes it."""

@@ -47,4 +47,4 @@ def harness_steps(problem: ProblemDescription, device: Device) -> tuple[KernelSt
         launches.append((kernel, ("from", "results", "details", terms, _REPORT)))
     steps = [kernel.step(arguments, device) for kernel, arguments in launches]
     steps += [reference_step(problem.bare), reference_step(problem.bare, 1)]  # of the whole output, and of a sample
-    return tuple({(step.source, step.defines, step.options): step for step in steps}.values())
+    return tuple({step.binary: step for step in steps}.values())

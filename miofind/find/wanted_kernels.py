@@ -41,5 +41,5 @@ def one_a_binary(wanted: Mapping[KernelStep, str]) -> dict[KernelStep, str]:
     """Of steps with what they are named, one for each binary, whatever the grid."""
     distinct: dict[object, tuple[KernelStep, str]] = {}
     for step, name in wanted.items():
-        distinct.setdefault((step.package, step.source, step.entry, step.defines, step.options), (step, name))
+        distinct.setdefault((step.binary, step.entry), (step, name))
     return dict(distinct.values())

@@ -208,26 +208,11 @@ class _CudaTimedCandidate(TimedCandidate):
             self._timed(1)
 
     def _captured(self) -> Any:
-        stream = self._backend.memory.stream
-        stream.begin_capture()
-        try:
-            self._row()
-        except BaseException:
-            self._abandon_capture()
-            raise
-        graph = stream.end_capture()
-        graph.upload(stream)
+        memory = self._backend.memory
+        graph = memory.graph_of(self._row)
+        graph.upload(memory.stream)
         self._graph_workspace = self._backend.workspace
         return graph
-
-    def _abandon_capture(self) -> None:
-        """End a capture that failed, which the driver reports once more."""
-        import cupy
-
-        try:
-            self._backend.memory.stream.end_capture()
-        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, RuntimeError) as error:
-            logger.debug("capture of %s ended: %s", self._invoker.solver_id, error)
 
     def _row(self) -> None:
         for i in range(self._runs):

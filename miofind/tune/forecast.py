@@ -126,7 +126,7 @@ def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _
         for candidate in planned:
             tally.solvers.add(candidate.solver.id)
             for step in candidate.kernels(device) if device.place is Place.CUDA else ():
-                tally.steps.setdefault((step.package, step.source, step.defines, step.options), step)
+                tally.steps.setdefault(step.binary, step)
     tally.unsolvable += problem.network_config not in tally.times_ms
 
 

@@ -274,15 +274,19 @@ class CudaHarness(CheckHarness):
         self._start(*away)
         for buffer in inputs:
             self._memory.set_bytes(buffer.address, Poison.NAN, buffer.bytes)
+
+        def run_behind() -> None:
+            self._start(*back)
+            run()
+
         try:
-            with self._memory.captured():
-                self._start(*back)
-                run()
+            graph = self._memory.graph_of(run_behind)
+            graph.launch(self._memory.stream)
+            self._memory.stream.synchronize()  # it ends before what it launches may be gone
         except Exception as error:  # whatever a library raises under capture
             raise_if_interrupted(error)
             logger.debug("a run cannot be captured: %s", error)
-            self._start(*back)
-            run()
+            run_behind()
 
     def _copying(
         self, sources: Sequence[_Buffer], targets: Sequence[_Buffer], late_ns: int

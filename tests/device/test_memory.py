@@ -70,7 +70,7 @@ class FakeCupy:
             synchronize=lambda: self.events.append(f"{name} is waited for"),
             record=lambda: None,
             wait_event=lambda event: None,
-            begin_capture=lambda mode: self.events.append(f"{name} captures"),
+            begin_capture=lambda: self.events.append(f"{name} captures"),
             end_capture=lambda: self.graph(name),
         )
 
@@ -80,9 +80,7 @@ class FakeCupy:
 
     def module(self) -> SimpleNamespace:
         names = itertools.count()
-        runtime = SimpleNamespace(
-            memGetInfo=lambda: (self.free, TOTAL), CUDARuntimeError=CudaError, streamCaptureModeThreadLocal=1
-        )
+        runtime = SimpleNamespace(memGetInfo=lambda: (self.free, TOTAL), CUDARuntimeError=CudaError)
 
         def stream(*, non_blocking: bool) -> SimpleNamespace:
             return self.stream(f"stream {next(names)}")
@@ -149,14 +147,26 @@ def test_both_streams_are_waited_for_before_memory_is_given_out_again(cupy: Fake
     assert cupy.events == ["stream 0 is waited for", "stream 1 is waited for"]
 
 
-def test_what_is_captured_runs_and_ends_after_the_block(cupy: FakeCupy) -> None:
-    with DeviceMemory(0).captured():
-        cupy.events.append("launches")
-    of_capture = ["stream 0 captures", "launches", "stream 0 has captured"]
-    assert cupy.events == [*of_capture, "the graph is launched", "stream 0 is waited for"]
+def test_what_is_captured_runs_when_its_graph_is_launched(cupy: FakeCupy) -> None:
+    held = DeviceMemory(0)
+    graph = held.graph_of(lambda: cupy.events.append("launches"))
+    assert cupy.events == ["stream 0 captures", "launches", "stream 0 has captured"]
+    graph.launch(held.stream)
+    assert cupy.events[-1] == "the graph is launched"
 
 
-def test_a_capture_ends_where_the_block_raises(cupy: FakeCupy) -> None:
-    with pytest.raises(KeyError), DeviceMemory(0).captured():
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "the driver tells of it once more"])
+def test_a_capture_ends_where_what_is_captured_raises(cupy: FakeCupy, ends: bool) -> None:
+    def fail() -> None:
         raise KeyError("a launch failed")
+
+    def refuse() -> None:
+        cupy.events.append("stream 0 has captured")
+        raise CudaError("the capture was invalidated")
+
+    held = DeviceMemory(0)
+    if not ends:
+        held.stream.end_capture = refuse
+    with pytest.raises(KeyError):
+        held.graph_of(fail)
     assert cupy.events == ["stream 0 captures", "stream 0 has captured"]

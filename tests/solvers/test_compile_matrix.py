@@ -295,7 +295,7 @@ def steps_of(solver: Solver, device: Device, configs: Configs) -> list[KernelSte
             continue
         for config in dict.fromkeys(configs(problem)):
             for step in solver.solution(problem, device, config).kernels:
-                identity = (step.package, step.source, step.entry, step.defines, step.options, step.block)
+                identity = (step.binary, step.entry, step.block)
                 if step.shared_bytes >= found.setdefault(identity, step).shared_bytes:
                     found[identity] = step
     return list(found.values())

@@ -13,7 +13,7 @@ from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.find.immediate.devices import described
 from miofind.solver.registry import Registry
-from miofind.solver.steps import Config, EpilogueArgument, KernelStep, Pointer, Scalar, TensorMap
+from miofind.solver.steps import Config, ConvSolution, EpilogueArgument, KernelStep, Pointer, Scalar, TensorMap
 from miofind.solvers.large.in_parts import ConvInParts
 from miofind.solvers.large.parts import parts
 
@@ -51,8 +51,8 @@ def test_each_part_is_launched_on_its_piece(direction: str) -> None:
         for place, part in enumerate(cut):
             own = inner.solution(part.problem, DEVICE, Config(config["config"])).kernels
             for step, whole in zip(own, steps[place * each :], strict=False):
-                defines = tuple(define for define in whole.defines if define[0] != "HAS_DEPENDENT")
-                assert (step.entry, step.defines, step.grid) == (whole.entry, defines, whole.grid)
+                (alone,) = ConvSolution(steps=(whole,)).kernels
+                assert (step.entry, step.defines, step.grid) == (alone.entry, alone.defines, alone.grid)
                 moved = {name: offset + part.offsets_bytes.get(name, 0) for name, offset in pointers(step).items()}
                 assert pointers(whole) == moved
     assert [part.offsets_bytes["x"] for part in cut] == [2 * 16 * 1024 * place for place in range(6)]

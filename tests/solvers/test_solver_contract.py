@@ -347,10 +347,10 @@ def check_that_packings_are_two_parts_of_a_solution(offer: Offer) -> None:
             assert {binary_of(step) for step in part.kernels} <= set(map(binary_of, known))
 
 
-def binary_of(step: KernelStep) -> tuple[object, ...]:
+def binary_of(step: KernelStep) -> object:
     """What decides a step's binary; one for a kernel with another behind it is taken for that of the kernel alone."""
-    defines = tuple(define for define in step.defines if define[0] != "HAS_DEPENDENT")
-    return step.source, defines, step.options, step.package
+    (alone,) = ConvSolution(steps=(step,)).kernels
+    return alone.binary
 
 
 def check_that_launches_are_within_the_limits_of_cuda(offer: Offer) -> None:

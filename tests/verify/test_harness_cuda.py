@@ -63,7 +63,8 @@ class Memory:
 
     def __init__(self, device_index: int) -> None:
         self.blocks: dict[int, np.ndarray] = {}
-        self.stream = types.SimpleNamespace(synchronize=lambda: None)
+        self.events: list[str] = []
+        self.stream = types.SimpleNamespace(synchronize=lambda: self.events.append("waited for"))
 
     def __enter__(self) -> Memory:
         return self
@@ -75,13 +76,13 @@ class Memory:
     def beside(self) -> Iterator[int]:
         yield 10
 
-    @contextlib.contextmanager
-    def captured(self) -> Iterator[None]:
+    def graph_of(self, work: Callable[[], None]) -> types.SimpleNamespace:
         self.is_capturing = True
         try:
-            yield
+            work()
         finally:
             self.is_capturing = False
+        return types.SimpleNamespace(launch=lambda stream: self.events.append("launched"))
 
     def allocate(self, size: int) -> int:
         block = np.zeros(size + 512, np.uint8)
@@ -186,6 +187,7 @@ def test_a_late_runs_inputs_are_made_in_its_graph_or_before_it(harness: CudaHarn
     for _ in range(2):
         assert harness.check(invoker, LATE, 1.0).is_right
     assert under_capture == ([True] * 2 if can_be_captured else [True, False] * 2)
+    assert memory.events == (["launched", "waited for"] * 2 if can_be_captured else [])  # type: ignore[attr-defined]
     for each in inputs:
         for made, first in zip(each, inputs[0], strict=True):
             assert not (made == Poison.NAN).all()

@@ -489,9 +489,12 @@ def _folded(module: Any, norm: dict[str, Any]) -> tuple[Any, Any] | None:
     given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in norm.items()}
     before = _weights(module)
     folded = fold_batch_norm(*before, **given)
-    if module.weight.is_meta or all(each is None or bool(each.isfinite().all()) for each in folded):
-        return folded
-    return None if all(each is None or bool(each.isfinite().all()) for each in before) else folded
+    overflows = not module.weight.is_meta and not _are_finite(folded) and _are_finite(before)
+    return None if overflows else folded
+
+
+def _are_finite(tensors: tuple[Any, ...]) -> bool:
+    return all(each is None or bool(each.isfinite().all()) for each in tensors)
 
 
 def _module(module: Any, chain: _Chain) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from helpers.problems.struct_fields import fields_of
 from numpy.typing import NDArray
 
-from miofind.solver.steps import KernelStep, Pointer, Scalar
+from miofind.solver.steps import ConvSolution, KernelStep, Pointer, Scalar
 from miofind.solver.structs import Struct
 from miofind.solvers.implicit_gemm.transpose import MATRICES
 
@@ -48,8 +48,8 @@ class Tensor:
 
 def tensors(step: KernelStep) -> list[Tensor]:
     """What a step transposes, from its arguments and defines alone."""
-    defines, count = dict(step.defines), ENTRIES[step.entry]
-    defines.pop("HAS_DEPENDENT", None)
+    (alone,) = ConvSolution(steps=(step,)).kernels
+    defines, count = dict(alone.defines), ENTRIES[step.entry]
     assert list(defines) == [*["ELEMENT", "FIRST", "SECOND"][: 1 + count], MATRICES.define[0]]
     assert len(step.args) == (ARGS if count == 1 else 2 * ARGS + 1)
     found = []
