@@ -577,19 +577,18 @@ def dependent_launches(steps: Sequence[Step]) -> tuple[bool, ...]:
 def _told(steps: Iterable[Step]) -> Iterator[Step]:
     """The steps, each kernel with HAS_DEPENDENT where the next one is launched with PDL, and with none otherwise.
 
-    A second kernel of a binary, behind the first that has it, has it, too, and needs no binary of its own: it lets
-    nothing begin early.
+    Another kernel of a binary of which one has it has it, too, and needs no binary of its own. Where it is the second
+    of its file it lets nothing begin early; where it is the first, what follows is not launched with PDL.
     """
     bare = [_with_dependent(step, has=False) for step in steps]
+    followed = (*dependent_launches(bare)[1:], False)
     first: dict[object, str] = {}
-    for step, is_followed in zip(bare, (*dependent_launches(bare)[1:], False), strict=False):
-        if not isinstance(step, KernelStep):
-            yield step
-            continue
-        if is_followed:
+    for step, is_followed in zip(bare, followed, strict=False):
+        if is_followed and isinstance(step, KernelStep):
             first.setdefault(step.binary, step.entry)
-        is_second = first.get(step.binary, step.entry) != step.entry
-        yield _with_dependent(step, has=is_followed or is_second)
+    for step, is_followed in zip(bare, followed, strict=False):
+        is_other = isinstance(step, KernelStep) and first.get(step.binary, step.entry) != step.entry
+        yield _with_dependent(step, has=is_followed or is_other)
 
 
 def _with_dependent(step: Step, *, has: bool) -> Step:

@@ -154,7 +154,7 @@ def test_kernels_that_wait_use_pdl_after_kernels(steps: tuple[Step, ...], flags:
     [
         ((PLAIN, SECOND), "11"),
         ((SECOND, PLAIN), "00"),
-        ((SECOND, PLAIN, WAITING), "010"),
+        ((SECOND, PLAIN, WAITING), "110"),
         ((replace(PLAIN, defines=(("HAS_DEPENDENT", 2),)),), "0"),
         ((PLAIN, SECOND, WAITING), "110"),
         ((PLAIN, WAITING, SECOND), "111"),
