@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, overload
 
 from miofind.api.array_call import device_of, first_aligned
+from miofind.api.directions import BACKWARD_DATA, FORWARD
 from miofind.api.gradients import (
     NAMES,
     Gradients,
@@ -129,9 +130,9 @@ class Convolution(Generic[A, R]):
         """
         direction = self._direction
         x = w = dy = None
-        if direction is _FORWARD:
+        if direction is FORWARD:
             x, w = first, self._w if second is None else second
-        elif direction is _BACKWARD_DATA:
+        elif direction is BACKWARD_DATA:
             dy, w = first, self._w if second is None else second
         else:
             dy, x = first, second
@@ -174,10 +175,6 @@ class Convolution(Generic[A, R]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Convolution is not pickled: pickle its problem, and make it where that arrives")
-
-
-_FORWARD = Direction.FORWARD
-_BACKWARD_DATA = Direction.BACKWARD_DATA
 
 
 class BoundGradients(Generic[A]):

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 from miofind.api.array_call import call
+from miofind.api.directions import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD
 from miofind.api.keywords import CallArguments, DataArguments, ForwardArguments, spelled_out
 from miofind.core.arguments import A
-from miofind.core.problem import Direction
 from miofind.runtime.runner import OutputStatistics, ParameterGradients
-
-# A member of an enum costs a look-up in its class on every call.
-_FORWARD, _BACKWARD_DATA, _BACKWARD_WEIGHTS = Direction
 
 
 @overload
@@ -51,7 +48,7 @@ def convolution(x: Any, w: Any, **arguments: Any) -> Any:
         (n, k, *out_spatial), of the kind of x; its layout follows `out` if given, else x. With statistics an
         `OutputStatistics`: y, and sum and sum_of_squares, (k,), float32 (float64 for float64), of y as it is stored.
     """
-    return call(_FORWARD, {"x": x, "w": w}, None, arguments)
+    return call(FORWARD, {"x": x, "w": w}, None, arguments)
 
 
 @spelled_out(DataArguments)
@@ -74,7 +71,7 @@ def convolution_backward_data(
     Returns:
         (n, c, *spatial), of the kind of dy.
     """
-    result: A = call(_BACKWARD_DATA, {"y": dy, "w": w}, x_shape, {"out": out, **arguments})
+    result: A = call(BACKWARD_DATA, {"y": dy, "w": w}, x_shape, {"out": out, **arguments})
     return result
 
 
@@ -113,4 +110,4 @@ def convolution_backward_weights(dy: Any, x: Any, w_shape: Sequence[int], **argu
         (k, c/groups, *filter), of the kind of dy. With bias_gradient a `ParameterGradients`: dw, and bias_gradient,
         (k,), of dw's dtype, or of the dtype that it has in `out`.
     """
-    return call(_BACKWARD_WEIGHTS, {"y": dy, "x": x}, w_shape, arguments)
+    return call(BACKWARD_WEIGHTS, {"y": dy, "x": x}, w_shape, arguments)

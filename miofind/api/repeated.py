@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from miofind.api.directions import BACKWARD_DATA, FORWARD
 from miofind.api.solutions import measures_always
 from miofind.core.epilogue import EPILOGUE_NUMBERS, EPILOGUE_OPERANDS
 from miofind.core.problem import Direction
@@ -26,9 +27,6 @@ MISS = object()
 _MAX_CALLS = 4096
 _ARRAYS, _NUMBERS, _OF_RUN = frozenset(EPILOGUE_OPERANDS), frozenset(EPILOGUE_NUMBERS), frozenset(EPILOGUE_NAMES)
 _LEFT_OUT = frozenset({"out", "workspace", "stream", "handle"})
-
-# A member of an enum costs a look-up in its class on every call.
-_FORWARD, _BACKWARD_DATA = Direction.FORWARD, Direction.BACKWARD_DATA
 
 _strides_attribute: Callable[[Any], Any] = attrgetter("strides")
 
@@ -61,9 +59,9 @@ def repeated(direction: Direction, given: Mapping[str, Any], missing_shape: Any,
         return MISS
     if known is None:
         return MISS
-    if direction is _FORWARD:
+    if direction is FORWARD:
         x, w, dy = first, second, None
-    elif direction is _BACKWARD_DATA:
+    elif direction is BACKWARD_DATA:
         x, w, dy = None, second, first
     else:
         x, w, dy = second, None, first

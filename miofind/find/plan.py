@@ -473,6 +473,8 @@ class _Draft:
 
     def ask(self, request: _Request, winners: Iterable[Config], *, in_haste: bool) -> None:
         """Take in what one solver has for a problem."""
+        if in_haste and request.solver.is_last_resort and self.fitting:
+            return
         with self._blaming(request):
             applies = self._applies(request, in_haste=in_haste)
             if applies and in_haste and self._is_behind(request):

@@ -17,7 +17,7 @@ from miofind.find.immediate.shipped import ranker_of
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.stored import answers_no_more
 from miofind.find.plan import Plan, Planned, make_plan, nothing_found
-from miofind.options import FindOptions
+from miofind.options import FindOptions, Order
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, SolutionList, Source, copied, without_steps
 from miofind.solver.facts import SolverFacts
@@ -37,28 +37,43 @@ def predicted(
     Raises:
         NoSolutionError: no solver applies.
     """
-    is_known = any(handle.database.histories(handle.device.identity, problem.network_config))
+    is_known = handle.database.answer(handle.device.identity, problem.network_config) is not None
     stored = records.all_rows(problem, options, handle) if is_known else []
     known = {solution.solver_id for solution in stored}
     tried = _tried(problem, handle) if is_known else {}
 
-    def plan_of_others(*, in_haste: bool) -> Plan:
+    def plan_of(asks: Callable[[SolverFacts], bool], *, in_haste: bool = True) -> Plan:
         return _plan(
             problem,
             options,
             handle,
-            lambda facts: facts.id not in known,
+            lambda facts: facts.id not in known and asks(facts),
             dynamic_only=dynamic_only,
             tried=tried,
             in_haste=in_haste,
         )
 
-    plan = plan_of_others(in_haste=True)
+    plan = None
+    if not tried and not dynamic_only and _takes_any(options):
+        plan = plan_of(ranker_of(handle.device).is_worth_asking(problem))
+    if plan is None or not plan.candidates:
+        plan = plan_of(_all)
     if not plan.candidates and not stored:  # each reason is told
-        plan = _of_last_resort(problem, options, handle, plan_of_others(in_haste=False), dynamic_only=dynamic_only)
+        plan = _of_last_resort(problem, options, handle, plan_of(_all, in_haste=False), dynamic_only=dynamic_only)
     if not plan.candidates and not stored:
         raise nothing_found(problem, plan)
     return _merged(stored, plan.candidates, problem, handle)
+
+
+def _all(_facts: SolverFacts) -> bool:
+    return True
+
+
+def _takes_any(options: FindOptions) -> bool:
+    """Whether a request takes whatever is the fastest, as what a model was trained with was."""
+    is_limited = (options.workspace_limit_bytes, options.max_error) != (None, None)
+    is_filtered = options.deterministic or options.strict_nonfinite or options.only or options.exclude
+    return options.order is Order.TIME and not (is_limited or is_filtered or options.searches)
 
 
 def with_predictions(

@@ -24,8 +24,9 @@ from miofind.find.immediate.features import FEATURES_VERSION
 from miofind.find.immediate.forest import ARRAYS, Forest, InvalidForestError
 from miofind.find.immediate.kinds import AXES, Kind
 from miofind.find.immediate.table import MOST_LOG2, Table
+from miofind.find.immediate.winners import MOST_SOLVERS, Winners, Won
 
-MAGIC = b"miofind model 1\n"
+MAGIC = b"miofind model 2\n"
 MAX_BYTES = 4 << 20
 _MOST_FEATURES = 2048
 _MOST_NAMED = 20_000  # solvers, corrections or positions
@@ -66,6 +67,7 @@ class Trees:
         positions: of the problems they were trained with (`kinds.position`), one a row.
         kinds: of these problems.
         reach: how far from the nearest position a problem may lie.
+        winners: the fastest solvers of these problems.
         axes: the positions, one a column.
         both: the trees of `time`, then those of `rank`.
     """
@@ -78,6 +80,7 @@ class Trees:
     positions: NDArray[np.float32]
     kinds: frozenset[tuple[str, ...]]
     reach: float
+    winners: Winners = field(default_factory=Winners)
     axes: NDArray[np.float32] = field(init=False, repr=False)
     both: Forest = field(init=False, repr=False)
 
@@ -158,9 +161,13 @@ def model_bytes(model: Model) -> bytes:
             "reach": trees.reach,
             "positions": list(trees.positions.shape),
             "forests": [[len(forest.roots), len(forest.features)] for forest in forests],
+            "winners": list(trees.winners.solvers),
+            "won": [[*kind, len(won.bits)] for kind, won in sorted(trees.winners.kinds.items())],
         }
         arrays.append(trees.positions.astype("<f4"))
         arrays += [getattr(forest, name).astype(kind) for forest in forests for name, kind in ARRAYS.items()]
+        for _, won in sorted(trees.winners.kinds.items()):
+            arrays += [won.axes.astype("<f4"), won.bits.astype("<u8")]
     line = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     content = line + b"\n" + b"".join(array.tobytes() for array in arrays)
     return MAGIC + hashlib.sha256(content).digest() + content
@@ -230,6 +237,7 @@ def _trees(told: Any, body: bytes) -> Trees | None:
         time, rank = (_forest(reader, sizes, len(names)) for sizes in told["forests"])
     except InvalidForestError as error:
         raise ValueError(f"a forest is none: {error}") from error
+    winners = _winners(reader, told["winners"], told["won"])
     reader.end()
     return Trees(
         names=names,
@@ -240,6 +248,7 @@ def _trees(told: Any, body: bytes) -> Trees | None:
         positions=positions,
         kinds=frozenset(_key(kind) for kind in _bounded(told["kinds"])),
         reach=_number(told["reach"]),
+        winners=winners,
     )
 
 
@@ -267,6 +276,19 @@ def _forest(reader: _Arrays, sizes: Sequence[object], width: int) -> Forest:
     return Forest.of(
         {name: reader.take(trees if name == "roots" else nodes, kind) for name, kind in ARRAYS.items()}, width
     )
+
+
+def _winners(reader: _Arrays, solvers: Any, kinds: Any) -> Winners:
+    names = tuple(_text(name) for name in _bounded(solvers, MOST_SOLVERS))
+    found: dict[tuple[str, ...], Won] = {}
+    for *kind, size in _bounded(kinds):
+        count = _whole(size)
+        axes = reader.take(AXES * count, "<f4").astype(np.float32).reshape(AXES, count)
+        bits = reader.take(count, "<u8").astype(np.uint64)
+        if not count or not np.isfinite(axes).all() or int(bits.max()) >> len(names):
+            raise ValueError("it has winners that are none")
+        found[_key(kind)] = Won(axes, bits)
+    return Winners(names, found)
 
 
 def _plain(calibration: Calibration) -> list[object]:

@@ -7,7 +7,7 @@ model of the device, it is the table of medians, then the solvers' estimates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from miofind.device.device import Device
 from miofind.find.immediate.features import Columns, Guess
 from miofind.find.immediate.kinds import Kind, position
 from miofind.find.immediate.model import Calibration, Model, Trees
+from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import inner_id
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
@@ -65,11 +66,11 @@ class Ranker:
         """Whether the model knows a solver in another version than it has."""
         return self._version(solver) not in (None, solver.version)
 
-    def knows(self, solver: Solver) -> bool:
+    def knows(self, solver: Solver | SolverFacts) -> bool:
         """Whether the model was trained with a solver as it is."""
         return self._version(solver) == solver.version
 
-    def _version(self, solver: Solver) -> int | None:
+    def _version(self, solver: Solver | SolverFacts) -> int | None:
         """That of a solver that the model was trained with; a composed form has the one of the solver it is made of."""
         return self.model.solvers.get(inner_id(solver.id)) if self.model is not None else None
 
@@ -77,6 +78,12 @@ class Ranker:
         """Whether a model of the device's kind was trained with problems like one; its epilogue plays no part."""
         trees = self.model.trees if self.model is not None and self.is_of_kind else None
         return trees is not None and trees.reaches(Kind.of(problem), position(problem))
+
+    def is_worth_asking(self, problem: ProblemDescription) -> Callable[[SolverFacts], bool]:
+        """Which solvers to ask of a problem: all but those that the model knows and that won at no near one."""
+        trees = self.model.trees if self.model is not None else None
+        near = None if trees is None else trees.winners.near(Kind.of(problem), position(problem), trees.reach)
+        return lambda facts: near is None or facts.id in near or not self.knows(facts)
 
     def predictions(
         self, problem: ProblemDescription, device: Device, candidates: Sequence[Estimated]

@@ -19,13 +19,19 @@ import miofind
 from miofind import Device, FindOptions
 from miofind.core.problem import ProblemDescription
 from miofind.errors import ModelError
+from miofind.find.immediate.kinds import AXES
 from miofind.find.immediate.model import MAGIC, MAX_BYTES, model_bytes, parse_model, read_model, write_model
 from miofind.find.immediate.ranker import Estimated, Ranker
 from miofind.find.immediate.shipped import model_paths, ranker_of
+from miofind.find.immediate.winners import Winners, Won
 from miofind.runtime.solution import Source
 from miofind.solver.registry import Registry
 
-MODEL = small_model()
+WINNERS_AXES, WINNERS_BITS = np.ones((AXES, 2), np.float32), np.array([1, 1], np.uint64)
+WINNERS = Winners(
+    ("ConvA", "ConvB"), {("float16", "forward", "NCHW", "3x3"): Won(WINNERS_AXES, np.array([1, 3], np.uint64))}
+)
+MODEL = small_model(winners=WINNERS)
 TILED = Registry.default()["ConvDirectTiled"]
 CONTENT = model_bytes(MODEL)
 PROBLEM = ProblemDescription.convolution(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16")
@@ -52,6 +58,10 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert found.trees is not None
     assert MODEL.trees is not None
     rows = np.random.default_rng(0).normal(size=(20, len(MODEL.trees.names))).astype(np.float32)
+    assert found.trees.winners.solvers == WINNERS.solvers
+    assert [(kind, won.axes.tolist(), won.bits.tolist()) for kind, won in found.trees.winners.kinds.items()] == [
+        (kind, won.axes.tolist(), won.bits.tolist()) for kind, won in WINNERS.kinds.items()
+    ]
     assert found.trees.time.sums(rows).tolist() == MODEL.trees.time.sums(rows).tolist()
 
 
@@ -89,8 +99,20 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
         changed(rank_weight="1"),
         changed(reach=None),
         changed(kinds=[["a"] * 9]),
+        changed(winners=["ConvA"]),
+        changed(winners=["ConvA"] * 65),
+        changed(winners=None),
+        changed(won=[]),
+        changed(won=[["float16", "forward", "NCHW", "3x3", 3]]),
+        changed(won=[["float16", "forward", "NCHW", "3x3", -2]]),
+        changed(won=[["float16", "forward", "NCHW", "3x3", 0], ["float32", 2]]),
+        changed(won=[[["x"], 2]]),
+        model_bytes(small_model(winners=replace(WINNERS, solvers=("ConvA",)))),
+        model_bytes(
+            small_model(winners=Winners(("ConvA",), {("a",): Won(WINNERS_AXES * np.inf, np.array([1, 1], np.uint64))}))
+        ),
     ],
-    ids=range(31),
+    ids=range(41),
 )
 def test_what_is_no_model_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "h200.model"

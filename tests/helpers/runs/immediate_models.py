@@ -12,6 +12,7 @@ from miofind.find.immediate.forest import Forest
 from miofind.find.immediate.kinds import Kind, position
 from miofind.find.immediate.model import Calibration, Model, Trees
 from miofind.find.immediate.table import Table
+from miofind.find.immediate.winners import Winners
 from miofind.solver.registry import Registry
 
 H200 = replace(Device.virtual("90a"), name="NVIDIA H200", clock_hz=1.98e9, bandwidth_bytes_per_s=4.9e12)
@@ -34,7 +35,7 @@ def stump(feature: int, threshold: float, low: float, high: float) -> Forest:
     )
 
 
-def small_model(**fields: object) -> Model:
+def small_model(winners: Winners | None = None, **fields: object) -> Model:
     """A model that knows problems like NEAR, and takes ConvDirectTiled for 64 times faster than the table has it."""
     solvers = {solver.id: solver.version for solver in Registry.default().values()}
     kind = Kind.of(NEAR)
@@ -47,6 +48,7 @@ def small_model(**fields: object) -> Model:
         positions=np.array([position(NEAR)], np.float32),
         kinds=frozenset({kind.levels[0]}),
         reach=1.0,
+        winners=winners or Winners(),
     )
     model = Model(
         device=H200.identity,

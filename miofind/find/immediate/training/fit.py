@@ -29,6 +29,7 @@ from miofind.find.immediate.training.boosting import rank_forest, time_forest
 from miofind.find.immediate.training.evaluation import WITHIN, Regret, Times, class_regrets, picked, regrets
 from miofind.find.immediate.training.groups import Holdout, group
 from miofind.find.immediate.training.samples import Lesson
+from miofind.find.immediate.winners import MOST_SOLVERS, Winners, Won, fastest
 from miofind.solver.registry import Registry, inner_id
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ _LEAST_OF_CLASS = 20
 _REACH_QUANTILE = 0.99  # of two networks' shapes trees are better than the table as far apart as they lie
 _EDGES = (-0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 _LEAST_WEIGHT = 1 / 8
+_COST_OF_WINNERS = 0.002
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Judged:
     Attributes:
         lessons: the problems that were judged: each solver that serves them has a known time.
         table, model: None where the model is a table.
+        asked: the model's, of the solvers alone that are worth asking; what others have is infinite.
     """
 
     lessons: tuple[Lesson, ...]
     estimates: Times
     table: Times
     model: Times | None
+    asked: Times | None = None
 
     @cached_property
     def choosers(self) -> dict[str, Times]:
@@ -68,11 +72,20 @@ class Judged:
     def report(self) -> dict[str, object]:
         """The regrets of each chooser."""
         best: Times = {each.problem.network_config: [s.time_ms for s in each.predicted] for each in self.lessons}
-        return {name: regrets(self.lessons, times) for name, times in ({"known best": best} | self.choosers).items()}
+        asked = {} if self.asked is None else {"trees, of winners near": self.asked}
+        choosers = {"known best": best} | self.choosers | asked
+        return {name: regrets(self.lessons, times) for name, times in choosers.items()}
+
+    @property
+    def has_winners(self) -> bool:
+        """Whether who won at no near problem may go unasked: what is answered without them is about as good."""
+        return self.asked is not None and self._mean(self.asked) <= self.mean("trees") + _COST_OF_WINNERS
 
     def mean(self, chooser: str) -> float:
         """The mean regret of a chooser."""
-        times = self.choosers[chooser]
+        return self._mean(self.choosers[chooser])
+
+    def _mean(self, times: Times) -> float:
         return Regret.of([picked(each, times[each.problem.network_config]) for each in self.lessons]).mean
 
     def calibration(self, chooser: str) -> Calibration:
@@ -126,17 +139,21 @@ class Training:
         reach = self._reach(list(groups.values()))
         table: dict[str, list[float]] = {}
         learnt: dict[str, list[float]] = {}
+        asked: dict[str, list[float]] = {}
         for name, held in sorted(judged_groups.items()):
             logger.info("holding out %s: %d problems", name, len(held))
             others = [lesson for other in sorted(groups.keys() - {name}) for lesson in groups[other]]
             model = self._fit(others, reach)
             table |= self._times(Ranker(replace(model, trees=None)), held)
-            learnt |= self._times(Ranker(model), held) if self.has_trees else {}
+            if self.has_trees:
+                of_all = self._times(ranker := Ranker(model), held)
+                learnt |= of_all
+                asked |= {lesson.problem.network_config: self._asked(ranker, lesson, of_all) for lesson in held}
         judged = tuple(lesson for lesson in own if lesson.is_complete and lesson.predicted)
         if not judged:
             raise ModelError(f"of none of {len(own)} problems all solvers are known: tune more of them first")
         estimates = self._times(Ranker(None), judged)
-        return Judged(judged, estimates, table, learnt if self.has_trees else None)
+        return Judged(judged, estimates, table, *((learnt, asked) if self.has_trees else (None,)))
 
     def model(self, lessons: Sequence[Lesson], judged: Judged, holdout: Holdout) -> Model:
         """A model of all lessons, as sure as held-out ones were right.
@@ -148,6 +165,7 @@ class Training:
         trees = model.trees
         if trees is not None and judged.model is not None:
             trees = replace(trees, calibration=judged.calibration("trees"))
+            trees = trees if judged.has_winners else replace(trees, winners=Winners())
         return replace(
             model,
             table_calibration=judged.calibration("table"),
@@ -203,6 +221,7 @@ class Training:
             positions=_positions(learnt),
             kinds=_kinds(learnt),
             reach=reach,
+            winners=_winners(learnt),
         )
 
     def _reach(self, groups: Sequence[Sequence[Lesson]]) -> float:
@@ -224,6 +243,15 @@ class Training:
             predicted = ranker.predictions(lesson.problem, self.device, candidates)
             found[lesson.problem.network_config] = [each.time_ms for each in predicted]
         return found
+
+    def _asked(self, ranker: Ranker, lesson: Lesson, times: Times) -> list[float]:
+        """The times of those of a lesson's candidates whose solvers are asked, infinite for others; of all if none."""
+        of_all = times[lesson.problem.network_config]
+        is_worth_asking = ranker.is_worth_asking(lesson.problem)
+        is_asked = [is_worth_asking(self.registry.facts[inner_id(sample.solver_id)]) for sample in lesson.predicted]
+        if not any(is_asked):
+            return list(of_all)
+        return [time_ms if asked else math.inf for time_ms, asked in zip(of_all, is_asked, strict=True)]
 
 
 def _key(lesson: Lesson) -> tuple[str, str]:
@@ -269,6 +297,24 @@ def _positions(lessons: Iterable[Lesson]) -> NDArray[np.float32]:
     """Where the shapes of lessons lie, each once."""
     found = np.array(sorted({position(lesson.problem) for lesson in lessons}), np.float32)
     return np.round(found, 3)
+
+
+def _winners(lessons: Iterable[Lesson]) -> Winners:
+    """The fastest solvers of lessons; what several have of one position is taken together."""
+    won: defaultdict[tuple[str, ...], defaultdict[tuple[float, ...], set[str]]] = defaultdict(lambda: defaultdict(set))
+    for lesson in lessons:
+        times = [(inner_id(sample.solver_id), sample.time_ms) for sample in lesson.predicted]
+        won[lesson.kind.levels[0]][position(lesson.problem)] |= fastest(times)
+    solvers = sorted({name for of_kind in won.values() for names in of_kind.values() for name in names})
+    if len(solvers) > MOST_SOLVERS:
+        return Winners()
+    found = {}
+    for kind, of_kind in won.items():
+        places = sorted(of_kind)
+        axes = np.round(np.array(places, np.float32).T, 3)
+        bits = [sum(1 << solvers.index(name) for name in of_kind[place]) for place in places]
+        found[kind] = Won(axes, np.array(bits, np.uint64))
+    return Winners(tuple(solvers), found)
 
 
 def _calibration(lessons: Sequence[Lesson], times: Times) -> Calibration:
