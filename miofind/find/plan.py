@@ -23,6 +23,7 @@ from miofind.errors import (
     described,
     raise_if_interrupted,
 )
+from miofind.find.combinations import AnswersOfCombination, is_own, is_possible
 from miofind.find.composition import (
     Choices,
     bare_request,
@@ -32,7 +33,6 @@ from miofind.find.composition import (
     is_light,
     out_of_reach,
 )
-from miofind.find.gate import Gate, is_own, is_possible
 from miofind.find.lookup.known import earlier_configs, stored_configs
 from miofind.find.lookup.scopes import counted_solvers
 from miofind.find.search import EXHAUSTIVE, Space
@@ -196,12 +196,12 @@ def make_plan(
     slow = out_of_reach(bare, options)
     few = {solution.solver_id for solution in bare if is_light(problem.epilogue) and not options.searches}
     in_haste = in_haste and options.order is Order.TIME and not options.searches
-    gate = Gate.of(handle.registry, problem, device)
+    of_combination = AnswersOfCombination.of(handle.registry, problem, device)
     for facts in _asked_in_turn(handle.registry, in_haste):
         if not options.allows(facts) or not taken(facts):
             draft.left_out.append(facts.id)
             continue
-        is_possible, answer = gate[facts.id]
+        is_possible, answer = of_combination[facts.id]
         if answer.refused and (in_haste or not problem.epilogue):  # of a fused problem another reason may come first
             draft.refuse(facts, answer.reason, is_possible=is_possible)
             continue

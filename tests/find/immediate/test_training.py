@@ -214,12 +214,13 @@ def of_class(times: Sequence[float]) -> Lesson:
 @pytest.mark.parametrize(
     ("estimates", "table", "model", "told"),
     [
-        ([1, 2], [2, 1], None, "the table are"),
-        ([1, 2], [1, 2], [2, 1], "the trees are"),
+        ([1, 2], [2, 1], None, "predictions by table are"),
+        ([1, 2], [1, 2], [2, 1], "predictions by trees are"),
+        ([1, 2], [2, 1], [2, 1], "by estimates 0.00%"),
         ([2, 1], [1, 2], [1, 2], ""),
         ([1, 2], [1, 2], None, ""),
     ],
-    ids=["table-worse-than-estimates", "trees-worse-than-table", "better", "alike"],
+    ids=["table-worse-than-estimates", "trees-worse-than-table", "trees-worse-than-estimates", "better", "alike"],
 )
 def test_a_model_that_is_worse_than_what_is_simpler_is_refused(
     estimates: list[float], table: list[float], model: list[float] | None, told: str
@@ -229,6 +230,16 @@ def test_a_model_that_is_worse_than_what_is_simpler_is_refused(
     judged = Judged((lesson,), {name: estimates}, {name: table}, None if model is None else {name: model})
     assert told in judged.refuse()
     assert bool(judged.refuse()) is bool(told)
+
+
+def test_winners_are_kept_where_they_cost_little() -> None:
+    lesson = of_class([1.0, 1.5])
+    name = lesson.problem.network_config
+    judged = Judged((lesson,), {name: [1, 2]}, {name: [1, 2]}, {name: [1, 2]}, {name: [1, math.inf]})
+    assert judged.has_winners
+    assert judged.report["trees, of winners near"]["top 1"]["mean"] == 0.0  # type: ignore[index]
+    assert not replace(judged, asked={name: [math.inf, 2]}).has_winners
+    assert not replace(judged, asked=None).has_winners
 
 
 def test_a_model_that_fails_one_class_is_refused() -> None:

@@ -95,18 +95,19 @@ class Judged:
     def refuse(self) -> str:
         """Why the model is not worth shipping, "" where it is."""
         *simpler, chosen = self.choosers
-        if self.mean(chosen) > self.mean(simpler[-1]):
+        better = min(simpler, key=self.mean)
+        if self.mean(chosen) > self.mean(better):
             return (
-                f"on held-out problems the {chosen} are {self.mean(chosen):.2%} off the best, "
-                f"the {simpler[-1]} {self.mean(simpler[-1]):.2%}"
+                f"on held-out problems predictions by {chosen} are {self.mean(chosen):.2%} off the best, "
+                f"by {better} {self.mean(better):.2%}"
             )
         plain = class_regrets(self.lessons, self.estimates)
         for name, found in class_regrets(self.lessons, self.choosers[chosen]).items():
             most = max(_NOISE, WORST_OF_ESTIMATES * plain[name].mean)
             if found.problems >= _LEAST_OF_CLASS and found.mean > most:
                 return (
-                    f"on held-out problems of class {name} the {chosen} are {found.mean:.2%} off the best, "
-                    f"the estimates {plain[name].mean:.2%}: at most {most:.2%} are allowed"
+                    f"on held-out problems of class {name} predictions by {chosen} are {found.mean:.2%} off the best, "
+                    f"by estimates {plain[name].mean:.2%}: at most {most:.2%} are allowed"
                 )
         return ""
 

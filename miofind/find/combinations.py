@@ -17,7 +17,7 @@ from miofind.solver.solver import APPLICABLE, Applicability, Combination, Solver
 from miofind.solvers.pointwise.composed import Composed
 
 
-class Gated(NamedTuple):
+class OfCombination(NamedTuple):
     """What is known of a solver before it is asked.
 
     Attributes:
@@ -29,7 +29,7 @@ class Gated(NamedTuple):
     answer: Applicability
 
 
-class Gate(dict[str, Gated]):
+class AnswersOfCombination(dict[str, OfCombination]):
     """By id, what is known of the solvers of a registry for all problems of a combination; told when it is asked for.
 
     Args:
@@ -41,22 +41,22 @@ class Gate(dict[str, Gated]):
         self._registry, self._problem, self._device = registry, problem.bare, device
 
     @staticmethod
-    def of(registry: Registry, problem: ProblemDescription, device: Device) -> Gate:
-        """The gate of a problem's combination."""
-        return _gate(registry, Combination.of(problem), device)
+    def of(registry: Registry, problem: ProblemDescription, device: Device) -> AnswersOfCombination:
+        """Those of a problem's combination."""
+        return _answers(registry, Combination.of(problem), device)
 
-    def __missing__(self, solver_id: str) -> Gated:
+    def __missing__(self, solver_id: str) -> OfCombination:
         facts, device = self._registry.facts[solver_id], self._device
         answer = APPLICABLE
         if facts.is_own:
             answer = refuse_combination(facts, self._problem, device)
-        self[solver_id] = Gated(is_possible(facts, device), answer)
+        self[solver_id] = OfCombination(is_possible(facts, device), answer)
         return self[solver_id]
 
 
 @functools.lru_cache(maxsize=64)
-def _gate(registry: Registry, combination: Combination, device: Device) -> Gate:
-    return Gate(registry, combination.problem, device)
+def _answers(registry: Registry, combination: Combination, device: Device) -> AnswersOfCombination:
+    return AnswersOfCombination(registry, combination.problem, device)
 
 
 def is_own(solver: Solver) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find import plan as plans
-from miofind.find.gate import Gate, is_possible
+from miofind.find.combinations import AnswersOfCombination, is_possible
 from miofind.find.lookup.scopes import accepted_scope, requested_scope
 from miofind.find.plan import make_plan
 from miofind.options import FindOptions
@@ -20,15 +20,15 @@ HALF = ProblemDescription.convolution(x=(4, 16, 64, 64), w=(16, 16, 3, 3), paddi
 DEVICE = Device.virtual("90a")
 
 
-def test_the_gate_says_what_solvers_say_of_a_combination() -> None:
+def test_it_says_what_solvers_say_of_a_combination() -> None:
     registry = Registry.default()
-    gate = Gate.of(registry, HALF, DEVICE)
+    answers = AnswersOfCombination.of(registry, HALF, DEVICE)
     for solver_id, solver in registry.items():
-        gated = gate[solver_id]
-        assert gated.is_possible is is_possible(solver, DEVICE)
-        assert gated.answer == solver.refuse_combination(HALF, DEVICE)
-        assert not gated.answer.refused or solver.applicability(HALF, DEVICE) == gated.answer
-    assert Gate.of(registry, HALF.in_direction(HALF.direction), DEVICE) is gate
+        told = answers[solver_id]
+        assert told.is_possible is is_possible(solver, DEVICE)
+        assert told.answer == solver.refuse_combination(HALF, DEVICE)
+        assert not told.answer.refused or solver.applicability(HALF, DEVICE) == told.answer
+    assert AnswersOfCombination.of(registry, HALF.in_direction(HALF.direction), DEVICE) is answers
 
 
 LARGE = ProblemDescription.convolution(x=(4, 16, 1 << 13, 1 << 12), w=(16, 16, 3, 3), padding=1, dtype="float16")
@@ -40,14 +40,16 @@ def test_what_is_for_large_tensors_is_asked_of_these_alone() -> None:
     assert LARGE.is_large
     assert not HALF.is_large
     for problem, is_asked in ((HALF, False), (LARGE, True)):
-        assert Gate.of(registry, problem, DEVICE)["ConvInParts"].answer.refused is not is_asked
+        assert AnswersOfCombination.of(registry, problem, DEVICE)["ConvInParts"].answer.refused is not is_asked
         assert ("ConvInParts" in requested_scope(problem, options, DEVICE, registry).solvers) is is_asked
         assert ("ConvInParts" in accepted_scope(problem, options, DEVICE, registry).solvers) is is_asked
 
 
 def test_of_another_package_s_solver_nothing_is_known_before_it_is_asked() -> None:
     later = type("Later", (ConvCpuDirect,), {"id": "vendor/Later"})()
-    assert not Gate.of(Registry.default().with_solvers(later), HALF, DEVICE)["vendor/Later"].answer.refused
+    assert not AnswersOfCombination.of(Registry.default().with_solvers(later), HALF, DEVICE)[
+        "vendor/Later"
+    ].answer.refused
 
 
 @pytest.fixture
@@ -59,16 +61,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def test_a_plan_asks_no_solver_that_the_gate_refuses_and_counts_it_all_the_same(asked: list[str]) -> None:
+def test_a_plan_asks_no_solver_that_its_combination_refuses_and_counts_it_all_the_same(asked: list[str]) -> None:
     with Handle(DEVICE, database=":memory:") as handle:
-        gate = Gate.of(handle.registry, HALF, DEVICE)
+        answers = AnswersOfCombination.of(handle.registry, HALF, DEVICE)
         plan = make_plan(HALF, FindOptions(), handle)
-    refused = {name for name in handle.registry if gate[name].answer.refused}
+    refused = {name for name in handle.registry if answers[name].answer.refused}
     assert len(refused) > 10
     assert refused.isdisjoint(asked)
-    assert {name: plan.refusals[name] for name in refused} == {name: gate[name].answer.reason for name in refused}
-    assert {name for name in refused if gate[name].is_possible} <= plan.considered.keys()
-    assert {name for name in refused if not gate[name].is_possible} <= plan.absent
+    assert {name: plan.refusals[name] for name in refused} == {name: answers[name].answer.reason for name in refused}
+    assert {name for name in refused if answers[name].is_possible} <= plan.considered.keys()
+    assert {name for name in refused if not answers[name].is_possible} <= plan.absent
 
 
 def test_in_haste_none_is_asked_whether_it_serves_that_the_options_leave_nothing_of(asked: list[str]) -> None:
