@@ -171,7 +171,7 @@ def _dtype_name(value: object) -> object:
     import numpy as np  # here, since processes that compile are given names alone
 
     if isinstance(value, (type, np.dtype)):
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError, ValueError):  # the second of PyTorch's tensor types, as torch.HalfTensor
             dtype = np.dtype(value)
             return dtype.name if dtype.isnative else dtype.str
     return value

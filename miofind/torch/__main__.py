@@ -1,7 +1,8 @@
 """`python -m miofind.torch train.py ...`: a script or module, with miofind running its convolutions.
 
-MIOFIND_TORCH says how: 1 (as if left out) enables it, `tune` also measures what no FindDB knows, `record` leaves all to
-PyTorch and writes the problems at exit, 0 runs the script alone. Exit code and traceback are the script's own.
+MIOFIND_TORCH says how, whatever the script enables itself: 1 (as if left out) enables it, `tune` also measures what no
+FindDB knows, `record` leaves all to PyTorch and writes the problems at exit, 0 runs the script alone. Exit code and
+traceback are the script's own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import pkgutil
 import runpy
 import sys
 from collections.abc import Callable
@@ -18,8 +20,8 @@ from typing import Any, NoReturn
 
 from miofind.errors import MiofindError
 from miofind.text.printable import printable
+from miofind.torch.override.environment import Way, way
 
-VARIABLE = "MIOFIND_TORCH"
 RECORD_VARIABLE = "MIOFIND_TORCH_RECORD"
 DEFAULT_RECORD = "miofind_problems.csv"
 
@@ -51,11 +53,8 @@ def main() -> None:
 
 def _enable() -> None:
     """Have miofind run PyTorch's convolutions, or note them, as the environment says."""
-    wanted = os.environ.get(VARIABLE) or "1"
-    if wanted not in _WAYS:
-        _end(f"{VARIABLE}={wanted!r} must be one of {', '.join(_WAYS)}", _USAGE_ERROR)
     try:
-        _WAYS[wanted]()
+        _WAYS[way()]()
     except MiofindError as error:
         _end(str(error), error.exit_code)
 
@@ -87,19 +86,19 @@ def _tell_where_there_is_no_gpu() -> None:
 
 def _record() -> None:
     """Note all problems, and write them at exit, whatever ends the script."""
-    from miofind.torch import enable
+    from miofind.torch.override.dispatcher import record_program
     from miofind.torch.recording.recording import prepare_folder
 
     path = _record_path()
     prepare_folder(path)  # before a run of hours, whose recording would be lost without
-    atexit.register(_write, enable("record", devices=("cuda", "cpu")), path, os.getpid())
+    atexit.register(_write, record_program(), path, os.getpid())
 
 
-_WAYS: dict[str, Callable[[], None]] = {
-    "0": _leave_off,
-    "1": _run_what_is_known,
-    "record": _record,
-    "tune": _measure_what_is_missing,
+_WAYS: dict[Way, Callable[[], None]] = {
+    Way.OFF: _leave_off,
+    Way.ON: _run_what_is_known,
+    Way.RECORD: _record,
+    Way.TUNE: _measure_what_is_missing,
 }
 
 
@@ -146,6 +145,9 @@ def _refuse_missing(module: str) -> None:
 def _run_script(name: str) -> None:
     """Run a script as `python name` does."""
     if os.path.isdir(name) or name.endswith((".zip", ".pyz")):
+        importer = pkgutil.get_importer(name)
+        if importer is not None and importer.find_spec("__main__") is None:
+            _end(f"{name} has no __main__.py to run", _USAGE_ERROR)
         del sys.path[0]
         runpy.run_path(name, run_name="__main__")
         return
@@ -169,7 +171,9 @@ def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:
         first = trace
         while first is not None and first.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             first = first.tb_next
-        hook(kind, error.with_traceback(first or trace), first or trace)
+        if first is None and not isinstance(error, SyntaxError):  # whose place in the script it tells itself
+            first = trace
+        hook(kind, error.with_traceback(first), first)
 
     return shown
 

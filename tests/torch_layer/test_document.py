@@ -17,6 +17,12 @@ from miofind.torch.tuning import tuning
 DOCUMENT = Path(__file__).parents[2] / "docs" / "pytorch.md"
 
 
+def test_the_document_has_each_public_name_once() -> None:
+    """Some stood nowhere in it."""
+    section = DOCUMENT.read_text(encoding="utf-8").partition("## Public names\n")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sorted(miofind.torch.__all__)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_document_s_python_runs_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,18 @@ os.unlink("step.csv")                   # there is space again
 """
 
 
+ENABLES = """
+import torch, miofind.torch
+model = torch.nn.Conv2d(3, 4, 3)
+miofind.torch.enable(devices=("cuda", "cpu"), dtypes="half")
+model(torch.ones(1, 3, 5, 5))
+with miofind.torch.use("fallback", devices="cpu"):
+    model(torch.ones(2, 3, 5, 5))
+miofind.torch.disable()
+model(torch.ones(3, 3, 5, 5))
+"""
+
+
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MIOFIND_TORCH")}
     root = str(Path(__file__).parents[2])
@@ -89,6 +102,15 @@ def test_a_run_that_ctrl_c_ends_is_recorded(tmp_path: Path) -> None:
     assert path.read_text() == kept
 
 
+def test_what_a_script_enables_itself_is_recorded_as_well(tmp_path: Path) -> None:
+    """With the README's `enable()` in it nothing was."""
+    (tmp_path / "train.py").write_text(ENABLES)
+    ended = run(tmp_path, "train.py", MIOFIND_TORCH="record")
+    found = load(str(tmp_path / "miofind_problems.csv")).problems()
+    assert (ended.returncode, [each.problem.n for each in found]) == (0, [1, 2, 3]), ended.stderr
+    assert ended.stderr.count("MIOFIND_TORCH=record is set: miofind.torch.enable() leaves") == 2
+
+
 def test_the_folder_of_a_recording_is_made(tmp_path: Path) -> None:
     """A run of hours was recorded, and its problems could not be written."""
     (tmp_path / "train.py").write_text("import torch\ntorch.nn.Conv2d(3, 4, 3)(torch.ones(1, 3, 5, 5))")
@@ -112,8 +134,9 @@ def test_what_a_full_disk_has_no_space_for_is_not_lost(tmp_path: Path) -> None:
     assert f"miofind tune --suite {elsewhere}" in told
 
 
-def test_the_traceback_is_the_script_s(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(FAILS)
+@pytest.mark.parametrize("script", [FAILS, "def step(:"], ids=["raises", "bad syntax"])
+def test_the_traceback_is_the_script_s(script: str, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(script)
     ended = run(tmp_path, "fails.py", "none", MIOFIND_TORCH="0")
     assert ended.returncode == 1
     alone = subprocess.run(
@@ -166,6 +189,18 @@ def test_a_module_that_there_is_not_is_said(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     assert end_of("-m", name, MIOFIND_TORCH="0") == (2, f"miofind: there is no module {name}\n")
+
+
+@pytest.mark.parametrize("name", ["folder", "packed.zip"])
+def test_what_has_nothing_to_run_is_said(
+    end_of: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    (tmp_path / "folder").mkdir()
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w") as file:
+        file.writestr("other.py", "")
+    path = str(tmp_path / name)
+    assert end_of(path, MIOFIND_TORCH="0") == (2, f"miofind: {path} has no __main__.py to run\n")
 
 
 def test_what_a_package_lacks_is_its_own_to_tell(end_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

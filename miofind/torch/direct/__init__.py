@@ -43,7 +43,7 @@ OPERATORS = ("convolution", "convolution_statistics", "convolution_backward_data
 """Of the namespace miofind."""
 
 
-class TensorForm(NamedTuple):
+class MadeTensor(NamedTuple):
     """A tensor that a launch makes: shape, strides, and a dtype of PyTorch."""
 
     shape: tuple[int, ...]
@@ -102,12 +102,12 @@ class DirectLaunch(NamedTuple):
     """
 
     operands: tuple[int, ...]
-    results: tuple[TensorForm, ...]
+    results: tuple[MadeTensor, ...]
     sources: tuple[int, ...]
     workspace_bytes: int
     alignment_bytes: int
     steps: tuple[FlatStep, ...]
-    packed: Mapping[int, TensorForm]
+    packed: Mapping[int, MadeTensor]
 
 
 class DirectPlan:
@@ -169,7 +169,7 @@ class DirectPlan:
         self._library.miofind_free(self._pointer)
 
 
-def _form(tensor: TensorForm) -> tuple[Any, ...]:
+def _form(tensor: MadeTensor) -> tuple[Any, ...]:
     """As router.cpp's `form_of` takes it."""
     numbers = ctypes.c_int64 * len(tensor.shape)
     is_bfloat16 = int(tensor.dtype is torch.bfloat16)

@@ -10,11 +10,11 @@ import torch
 
 from miofind.core.epilogue import Activation, Epilogue, ResidualPosition
 from miofind.core.problem import ProblemDescription
-from miofind.core.tensor import DataType, Layout, MathMode
+from miofind.core.tensor import Layout, MathMode
 from miofind.errors import InvalidProblemError
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.window import Window
-from miofind.torch.override.calls import ConvolutionCall, TensorForm, Unserved
+from miofind.torch.override.calls import ConvolutionCall, TensorForm, Unserved, served_type
 from miofind.torch.override.formats import layout_like, output_layout
 
 
@@ -355,7 +355,7 @@ def problem_of(call: Call, layout: Layout, math: MathMode) -> ProblemDescription
         )
     else:
         like = call.dy
-        of_bias = None if call.bias_dtype is None else DataType(str(call.bias_dtype).removeprefix("torch."))
+        of_bias = None if call.bias_dtype is None else served_type(call.bias_dtype)
         epilogue = Epilogue(bias_gradient=of_bias is not None, parameter_dtype=of_bias)
     dtype = TensorForm.of(like).dtype
     window = call.window

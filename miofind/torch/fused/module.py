@@ -57,7 +57,7 @@ class _Ready:
 
 
 @dataclass(slots=True)
-class _Packed:
+class _ReadyInputs:
     """Weights prepared for runs.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Packed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """None of them in copies and pickles, whoever makes these: parametrizations copy a module by its attributes."""
-        return _Packed, ()
+        return _ReadyInputs, ()
 
 
 class FusedConvolution(torch.nn.Module):
@@ -119,13 +119,13 @@ class FusedConvolution(torch.nn.Module):
         self.register_parameter("bias", given)
         self.window = window
         self.numbers = numbers
-        self._packed = _Packed()
+        self._ready = _ReadyInputs()
         self._arguments = arguments_of(window, numbers)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; another weight has other copies, though its memory and version may be those of this one."""
         if name == "weight":
-            object.__setattr__(self, "_packed", _Packed())
+            object.__setattr__(self, "_ready", _ReadyInputs())
         super().__setattr__(name, value)
 
     def forward(self, x: Any, residual: Any = None) -> Any:
@@ -140,7 +140,7 @@ class FusedConvolution(torch.nn.Module):
             ValueError: a batch norm was fused, and x is unbatched, (c, *spatial).
         """
         if not _is_traced():
-            ready = self._packed.of_inputs.get(_form(x, x.dtype))
+            ready = self._ready.of_inputs.get(_form(x, x.dtype))
             if ready is not None and self._is_plain(ready, x, residual):
                 given = Tensors(x, ready.weight, self._parameters["bias"], None, residual)
                 if not given.need_derivatives:
@@ -152,7 +152,7 @@ class FusedConvolution(torch.nn.Module):
     def _is_plain(self, ready: _Ready, x: Any, residual: Any) -> bool:
         """Whether the operator alone computes a run, by weights that are still those; asked at every run."""
         weight = self._parameters.get("weight")  # none where it was parametrized or pruned since
-        if type(weight) is not _Parameter or _is_read_itself(weight) or not self._packed.are_of(weight):
+        if type(weight) is not _Parameter or _is_read_itself(weight) or not self._ready.are_of(weight):
             return False
         if residual is None:
             if self.has_residual:
@@ -233,7 +233,7 @@ class FusedConvolution(torch.nn.Module):
         if _is_traced():  # and torch.compile has no order of its own of one dimension
             last = x.dim() > 3 and (is_last(x) or is_last(self.weight))
             return is_spread(residual, layout_like(x, channels_last=last))
-        ready = self._packed.of_inputs.get(_form(x, dtype))
+        ready = self._ready.of_inputs.get(_form(x, dtype))
         if ready is not None and residual.stride() in ready.residual_strides:
             return True
         if not is_spread(residual, output_layout(x, self.weight, None, self.window.geometry)):
@@ -253,11 +253,11 @@ class FusedConvolution(torch.nn.Module):
         weight = self.weight
         if _is_traced() or type(weight) is not _Parameter or _is_read_itself(weight):
             return weight
-        if not self._packed.are_of(weight):
-            self._packed = _Packed(Memory(weight), weight._version)
-        packed = self._packed
+        if not self._ready.are_of(weight):
+            self._ready = _ReadyInputs(Memory(weight), weight._version)
+        made = self._ready
         key = _form(x, dtype)
-        ready = packed.of_inputs.get(key)
+        ready = made.of_inputs.get(key)
         if ready is None:
             layout = output_layout(x, weight, None, self.window.geometry)
             shape = self.window.output_shape(x.shape, weight.shape)
@@ -266,9 +266,9 @@ class FusedConvolution(torch.nn.Module):
             is_of_this_run = is_capturing(weight.device) or is_of_processes(weight)
             if is_of_this_run or type(ready.weight) is not torch.Tensor:
                 return ready.weight
-            if len(packed.of_inputs) >= _MAX_INPUTS:
-                packed.of_inputs.clear()
-            packed.of_inputs[key] = ready
+            if len(made.of_inputs) >= _MAX_INPUTS:
+                made.of_inputs.clear()
+            made.of_inputs[key] = ready
         return ready.weight
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
@@ -279,12 +279,12 @@ class FusedConvolution(torch.nn.Module):
     def _apply(self, *arguments: Any, **named: Any) -> Any:
         """Move or convert the module, and leave no copies where it was."""
         made = super()._apply(*arguments, **named)
-        self._packed = _Packed()
+        self._ready = _ReadyInputs()
         renew(self.weight)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_packed": _Packed()}
+        return {**super().__getstate__(), "_ready": _ReadyInputs()}
 
     def extra_repr(self) -> str:
         k, c, *filter_shape = self.weight.shape

@@ -18,7 +18,7 @@ from miofind.core.tensor import Layout
 from miofind.errors import LaunchError
 from miofind.process.forks import ForkedLock
 from miofind.torch import direct
-from miofind.torch.direct import DirectCalls, DirectLaunch, TensorForm
+from miofind.torch.direct import DirectCalls, DirectLaunch, MadeTensor
 from miofind.torch.fused import unfused
 from miofind.torch.fused.answers import Answer, answer, override_of, planner_of
 from miofind.torch.fused.calls import (
@@ -36,6 +36,7 @@ from miofind.torch.fused.window import Window
 from miofind.torch.override import formats
 from miofind.torch.override.calls import Unserved
 from miofind.torch.override.dispatcher import Override
+from miofind.torch.override.dtypes import torch_dtype
 from miofind.torch.override.flags import Flags, state
 from miofind.torch.override.plans import Part, parts_of_a_fused_call
 
@@ -132,19 +133,19 @@ class Plan(DirectCalls):
             if field in call._fields and name in read
         )
         self._outputs = tuple(
-            (operand.name, operand.array.shape, self._strides(operand.array.shape), _torch_dtype(operand.array.dtype))
+            (operand.name, operand.array.shape, self._strides(operand.array.shape), torch_dtype(operand.array.dtype))
             for operand in problem.outputs
         )
         self._operands = tuple(call._fields.index(field) for field, *_ in self._inputs)
         self._packed = {
-            call._fields.index(field): TensorForm(shape, self._packed_strides(shape), dtype)
+            call._fields.index(field): MadeTensor(shape, self._packed_strides(shape), dtype)
             for field, _, dtype, copies in self._inputs
             if copies or getattr(call, field).dtype is not dtype
             for shape in (tuple(getattr(call, field).shape),)
         }
-        self._unmade: tuple[TensorForm, ...] = ()
+        self._unmade: tuple[MadeTensor, ...] = ()
         if isinstance(call, BackwardWeights) and call.bias_dtype is None:
-            self._unmade = (TensorForm((0,), (1,), call.dy.dtype),)
+            self._unmade = (MadeTensor((0,), (1,), call.dy.dtype),)
         self._parameters = _parameters(call, problem.epilogue.numbers)
         self.answer = answer(problem, call.x.device, flags, planner_of(override))
         self.part = self.answer.part
@@ -158,7 +159,7 @@ class Plan(DirectCalls):
         steps = None if invoker is None else invoker.flat(self._parameters)
         if invoker is None or steps is None:
             return None
-        results = [*(TensorForm(*form) for _, *form in self._outputs), *self._unmade]
+        results = [*(MadeTensor(*form) for _, *form in self._outputs), *self._unmade]
         order = [name for _, name, _, _ in self._inputs] + [name for name, *_ in self._outputs]
         problem = invoker.problem
         bases = [order.index(operand.name) for operand in problem.operands] + ([-1] if problem.epilogue else [])
@@ -212,10 +213,6 @@ class Plan(DirectCalls):
         return formats.strides(shape, self.layout) if len(shape) > 1 else (1,)
 
 
-def _torch_dtype(dtype: Any) -> Any:
-    return getattr(torch, dtype.value)
-
-
 def _parameters(call: Call, names: tuple[str, ...]) -> EpilogueParameters:
     """The numbers of a call, of those that its epilogue has."""
     given = {name: getattr(call, name) for name in names if name in call._fields}
@@ -223,8 +220,8 @@ def _parameters(call: Call, names: tuple[str, ...]) -> EpilogueParameters:
 
 
 _plans: dict[Any, Plan] = {}
-_replaced: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
-"""Plans by which PyTorch or a stand-in ran calls whose kernels were being compiled."""
+_past: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
+"""Plans that later calls are not answered by: these ran while kernels were compiled or CUDA graphs captured."""
 _lock = ForkedLock()
 
 
@@ -326,6 +323,9 @@ def _made(call: Call, key: Any, override: Override | None, switches: tuple[Any, 
     plan = Plan(call, override, switches)
     part = plan.part
     if not part.is_kept:
+        if part.is_of_capture:
+            with _lock:
+                _past.append(plan)
         return plan
     with _lock:
         while len(_plans) >= MAX_PLANS:
@@ -340,18 +340,18 @@ def _replace(key: Any, plan: Plan) -> None:
     """Decide anew for calls of a key, whose kernels are there by now."""
     with _lock:
         if _plans.get(key) is plan:
-            _replaced.append(_plans.pop(key))
+            _past.append(_plans.pop(key))
 
 
 def plans() -> tuple[Plan, ...]:
     """The plans made so far and not forgotten."""
     with _lock:
-        return (*_plans.values(), *_replaced)
+        return (*_plans.values(), *_past)
 
 
 def forget() -> None:
     """Decide anew for all calls to come, since FindDBs may have more answers now."""
     with _lock:
         _plans.clear()
-        _replaced.clear()
+        _past.clear()
     direct.forget()

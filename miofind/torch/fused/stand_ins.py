@@ -90,10 +90,12 @@ class Attribute(StandIn, fx.proxy.Attribute):
 
     @property
     def stands_for(self) -> Kind:
+        """What the attribute is of what its owner stands for."""
         return kind_of_attribute(self.root.stands_for, self.attr)
 
     @property
     def is_given(self) -> bool:
+        """Whether it is an argument of the network: an attribute never is."""
         return False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import functools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.fx.proxy import TraceError
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from miofind.torch.fused.bytecode import instructions
-from miofind.torch.override.memory import is_mutable, storage_of
+from miofind.torch.fused.writes import storage_of, written
 
 _ASKED = (
     "get_autocast_cpu_dtype",
@@ -176,18 +175,6 @@ class _NothingUntold(TorchDispatchMode):
         if not self._memory.isdisjoint(map(storage_of, written(func, args, kwargs or {}))):
             raise TraceError("its code writes to a tensor that it has")
         return func(*args, **(kwargs or {}))
-
-
-def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors that an operator writes to."""
-    if not is_mutable(func):
-        return []
-    given = [
-        args[i] if i < len(args) else kwargs.get(argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [tensor for tensor in pytree.tree_leaves(given) if isinstance(tensor, torch.Tensor)]
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from torch import fx
 
 from miofind.torch.fused.calls import Statistics
 from miofind.torch.fused.ops import OPERATORS
+from miofind.torch.fused.writes import is_mutable
 from miofind.torch.inductor.graphs import HALVES
 from miofind.torch.inductor.writing import Writing
-from miofind.torch.override.memory import is_mutable
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -20,11 +20,11 @@ from torch import fx
 
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Forward, Statistics
 from miofind.torch.fused.ops import ARGUMENTS, LIBRARY, OPERATORS
+from miofind.torch.fused.writes import is_mutable
 from miofind.torch.inductor.graphs import CONVOLUTIONS, added_step, has_numbers
 from miofind.torch.inductor.memory_formats import runs_last
 from miofind.torch.inductor.writing import SpatialRanks
 from miofind.torch.override.formats import is_dense, layout_like
-from miofind.torch.override.memory import is_mutable
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

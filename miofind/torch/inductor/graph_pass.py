@@ -81,6 +81,7 @@ class ConvolutionPass(OwnPass):
         self.missing: list[ProblemDescription] = []
 
     def rewrite(self, graph: fx.Graph) -> None:
+        """Put miofind's operators in, and change what is around them."""
         constrain_layouts()
         dynamic = sum(node.target in CONVOLUTIONS and not has_numbers(node) for node in graph.nodes)
         missed = len(self.missing)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.override.memory import is_mutable
+from miofind.torch.fused.writes import is_mutable
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -13,5 +13,6 @@ class JointPass(OwnPass):
     """Changes what a backward pass computes, and with it what is kept for it."""
 
     def rewrite(self, graph: fx.Graph) -> None:
+        """Take derivatives at results, and gather gradients of upsamplings."""
         take_at_results(graph)
         gather_gradients(graph)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch._inductor import inductor_prims
 
+from miofind.torch.fused.writes import is_mutable
 from miofind.torch.inductor.graphs import (
     HALVES,
     VIEWS,
@@ -30,7 +31,6 @@ from miofind.torch.inductor.graphs import (
 )
 from miofind.torch.inductor.strides import seen_in_order
 from miofind.torch.override.formats import packed_strides
-from miofind.torch.override.memory import is_mutable
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CONVERSION = prims.convert_element_type.default

@@ -11,6 +11,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._inductor import config
 
+from miofind.torch.fused.writes import is_mutable
 from miofind.torch.inductor.graphs import (
     CONVOLUTIONS,
     added_step,
@@ -20,7 +21,6 @@ from miofind.torch.inductor.graphs import (
     user_visible,
 )
 from miofind.torch.inductor.writing import is_put_in
-from miofind.torch.override.memory import is_mutable
 
 aten = torch.ops.aten
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Direction, Layout, MathMode
 from miofind.errors import InvalidProblemError
+from miofind.torch.override.dtypes import data_type_of
 from miofind.torch.override.formats import missing_functions, output_layout
 
 COMPUTED = ("y", "dx", "dw")
@@ -24,13 +23,6 @@ COMPUTED = ("y", "dx", "dw")
 DIRECTION_OF = {"y": Direction.FORWARD, "dx": Direction.BACKWARD_DATA, "dw": Direction.BACKWARD_WEIGHTS}
 """The direction of a call that computes one of them; of a transposed convolution the problem's is the mirrored one."""
 COMPUTED_OF = {direction: computed for computed, direction in DIRECTION_OF.items()}
-
-_DTYPES = {
-    torch.float64: DataType.FLOAT64,
-    torch.float32: DataType.FLOAT32,
-    torch.float16: DataType.FLOAT16,
-    torch.bfloat16: DataType.BFLOAT16,
-}
 
 # The operands x, w and y of a problem by what they are in a call. `grad` is the gradient of the call's output.
 _OPERANDS = {
@@ -49,6 +41,18 @@ class Unserved(Exception):
     """PyTorch's own kernel runs a call, for the reason given. Caught inside `miofind.torch`; no user meets it."""
 
 
+def served_type(dtype: Any) -> DataType:
+    """The element type that a torch.dtype is.
+
+    Raises:
+        Unserved: miofind's convolutions have none such.
+    """
+    known = data_type_of(dtype)
+    if known is None:
+        raise Unserved(f"its element type is {str(dtype).removeprefix('torch.')}")
+    return known
+
+
 @dataclass(frozen=True, slots=True)
 class TensorForm:
     """What a tensor looks like: (n, c, *spatial) or (k, c/groups, *filter), strides in elements, element type."""
@@ -64,9 +68,7 @@ class TensorForm:
         Raises:
             Unserved: an element type that miofind's convolutions do not have.
         """
-        dtype = _DTYPES.get(tensor.dtype)
-        if dtype is None:
-            raise Unserved(f"its element type is {str(tensor.dtype).removeprefix('torch.')}")
+        dtype = served_type(tensor.dtype)
         return TensorForm(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), dtype)
 
 

@@ -12,10 +12,10 @@ import collections
 import inspect
 import itertools
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, ParamSpec
 
 import torch
@@ -28,6 +28,7 @@ from miofind.torch import direct
 from miofind.torch.direct import DirectPath
 from miofind.torch.override import formats
 from miofind.torch.override.counts import CallReport
+from miofind.torch.override.environment import VARIABLE, Way, way
 from miofind.torch.override.flags import state
 from miofind.torch.override.launches import Arguments
 from miofind.torch.override.plans import Plan, Planner, note_capture
@@ -58,18 +59,20 @@ class Override:
     Attributes:
         settings: what was asked for.
         devices: kinds of PyTorch's devices whose kernels were replaced.
+        stays: whether no `enable` and no `disable` of a program's code changes anything about it.
         generation: a number that no other override has or had; another one once it decides anew.
     """
 
-    def __init__(self, settings: Settings, devices: tuple[str, ...]) -> None:
+    def __init__(self, settings: Settings, devices: tuple[str, ...], *, stays: bool = False) -> None:
         self.settings = settings
         self.devices = devices
+        self.stays = stays
         self.generation = next(_generations)
         self._planner = Planner(settings)
         self._lock = ForkedLock()
         self._forward: dict[Any, Plan] = {}
         self._backward: dict[Any, Plan] = {}
-        self._replaced: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
+        self._past: collections.deque[Plan] = collections.deque(maxlen=MAX_PLANS)
 
     @property
     def is_enabled(self) -> bool:
@@ -78,9 +81,12 @@ class Override:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans made so far, of forward calls first, those last that ran while kernels were compiled."""
+        """The plans made so far, of forward calls first, those last that later calls are not answered by.
+
+        These ran while kernels were compiled or CUDA graphs captured.
+        """
         with self._lock:
-            return (*self._forward.values(), *self._backward.values(), *self._replaced)
+            return (*self._forward.values(), *self._backward.values(), *self._past)
 
     def disable(self) -> None:
         """Give the calls back to the override that was enabled before, else to PyTorch; nothing where that was done."""
@@ -91,12 +97,14 @@ class Override:
         return CallReport.of(self.plans, self.devices)
 
     def forget_plans(self) -> None:
-        """Decide anew for all calls to come, since FindDBs may have more answers now."""
+        """Decide anew for all calls to come, since FindDBs may have more answers now; a recording goes on."""
+        if self.settings.on_miss is MissPolicy.RECORD:  # which asks no FindDB, and is to keep what it noted
+            return
         with self._lock:
             self.generation = next(_generations)
             self._forward.clear()
             self._backward.clear()
-            self._replaced.clear()
+            self._past.clear()
         direct.forget()
 
     def planned_forward(self, key: Any, arguments: Arguments, switches: tuple[Any, ...]) -> Plan:
@@ -109,8 +117,11 @@ class Override:
         return self._kept(self._backward, key, self._planner.planned(arguments, wanted, switches))
 
     def _kept(self, plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
-        """The plan of a key: the first where two threads made one."""
+        """The plan of a key: the first where two threads made one. One that is for this call alone may count, too."""
         if not plan.is_kept:
+            if plan.is_of_capture:
+                with self._lock:
+                    self._past.append(plan)
             return plan
         with self._lock:
             while len(plans) >= MAX_PLANS:
@@ -125,7 +136,7 @@ class Override:
         """Decide anew for calls of a key, whose kernels are there by now."""
         with self._lock:
             if plans.get(key) is plan:
-                self._replaced.append(plans.pop(key))
+                self._past.append(plans.pop(key))
 
     def __enter__(self) -> Override:
         return self
@@ -412,7 +423,7 @@ def enable(
         workspace_limit_bytes: largest workspace of a convolution, of PyTorch's memory for as long as it runs; None for
             no limit.
         only, exclude: solver ids, algorithms or libraries, as in `FindOptions`.
-        dtypes: element types of convolutions that miofind runs, such as torch.float16 or "float16"; all if left out.
+        dtypes: element types of convolutions that miofind runs, such as torch.float16 or "half"; all if left out.
         directions: "forward", "backward_data" and "backward_weights": what miofind computes; all if left out.
         time_budget_s: seconds of measuring for a problem, as in `FindOptions`.
         background: kernels that are not compiled yet are compiled by processes of their own, and PyTorch's run
@@ -422,12 +433,15 @@ def enable(
         devices: kinds of PyTorch's devices: "cuda", and "cpu", whose solvers are for tests.
 
     Returns:
-        A handle with `disable()` and `report()`, and a context manager that disables. With MIOFIND_TORCH=0 in the
-        environment nothing is replaced.
+        A handle with `disable()` and `report()`, and a context manager that disables.
+
+    MIOFIND_TORCH in the environment goes before what a program asks for: with `0` nothing is replaced. With `tune`
+    misses are measured whatever `on_miss` says; all else stays as asked for. With `record` nothing is replaced while
+    `python -m miofind.torch` records the program.
 
     Raises:
         MissingLibraryError: PyTorch is older than 2.9.
-        InvalidOptionError, UnknownSolverError: the message names the argument and the value.
+        InvalidOptionError, UnknownSolverError: the message names the argument, or MIOFIND_TORCH, and the value.
     """
     settings = Settings(
         on_miss=on_miss,  # type: ignore[arg-type]
@@ -442,9 +456,11 @@ def enable(
         handle=handle,
     )
     _require_release()
+    wanted = way()
+    if wanted is Way.TUNE:
+        settings = replace(settings, on_miss=MissPolicy.FIND)
     override = Override(settings, _checked_devices(devices))
-    if os.environ.get("MIOFIND_TORCH") == "0":
-        logger.warning("MIOFIND_TORCH=0 is set: miofind.torch.enable() leaves PyTorch's convolutions as they are")
+    if _is_left_off(wanted):
         return override
     if "cuda" in override.devices and torch.backends.cuda.is_built() and has_driver() and not has_cupy():
         logger.warning("CuPy is not installed, so PyTorch's own kernels run on GPUs: %s", INSTALL_CUDA)
@@ -454,10 +470,36 @@ def enable(
 
 
 def disable() -> None:
-    """Have PyTorch run all convolutions itself again, whoever enabled miofind."""
+    """Have PyTorch run all convolutions itself again, whoever enabled miofind; a recording of the program goes on."""
     with _switching:
         for override in reversed(_enabled.copy()):
-            _switch_off(override)
+            if not override.stays:
+                _switch_off(override)
+
+
+def record_program() -> Override:
+    """Note all problems on all devices from now on, whatever the program's code enables and disables.
+
+    Raises:
+        MissingLibraryError: PyTorch is older than 2.9.
+    """
+    _require_release()
+    override = Override(Settings(on_miss=MissPolicy.RECORD), tuple(_KEYS), stays=True)
+    _switch_on(override)
+    return override
+
+
+def _is_left_off(wanted: Way) -> bool:
+    """Whether `enable` replaces nothing by what the environment asks for; it is said, and so is that nobody records."""
+    is_recorded = any(override.stays for override in enabled())
+    if wanted is Way.OFF or (wanted is Way.RECORD and is_recorded):
+        told = "is set: miofind.torch.enable() leaves PyTorch's convolutions as they are"
+        logger.warning("%s=%s %s", VARIABLE, wanted, told)
+        return True
+    if wanted is Way.RECORD:
+        told = "is set, and nothing records this process: run it by `python -m miofind.torch SCRIPT`"
+        logger.warning("%s=%s %s", VARIABLE, wanted, told)
+    return False
 
 
 def _scoped(begin: Callable[P, Override]) -> Callable[P, AbstractContextManager[Override]]:

@@ -21,7 +21,7 @@ from miofind.errors import CompileError, InvalidConfigError, LaunchError, Missin
 from miofind.launch.invoker import Invoker
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
-from miofind.torch.direct import DirectLaunch, TensorForm
+from miofind.torch.direct import DirectLaunch, MadeTensor
 from miofind.torch.override import formats
 from miofind.torch.override.calls import ConvolutionCall, Unserved
 from miofind.torch.override.memory import host_array, is_capturing, results, stream_reader
@@ -160,7 +160,7 @@ class Launches:
         self._device, self._dtype = arguments.x.device, arguments.x.dtype
         given = {name: getattr(arguments, name) for name in names}
         self._packed = {
-            name: TensorForm(tuple(tensor.shape), formats.strides(tuple(tensor.shape), layout), tensor.dtype)
+            name: MadeTensor(tuple(tensor.shape), formats.strides(tuple(tensor.shape), layout), tensor.dtype)
             for name, tensor in given.items()
             if not formats.is_dense(tensor, layout)
         }
@@ -184,9 +184,9 @@ class Launches:
             return None
         tensors = ("x", "w", "bias") if self._computed == "y" else ("grad", "x", "w")
         read = INPUTS[self._computed] + (("bias",) if form.bias == "given" else ())
-        results = [TensorForm(self._shape, self._strides, self._dtype)]
+        results = [MadeTensor(self._shape, self._strides, self._dtype)]
         if form.bias == "made":
-            results.append(TensorForm((invoker.problem.k,), (1,), self._dtype))
+            results.append(MadeTensor((invoker.problem.k,), (1,), self._dtype))
         # Of the bases: the two tensors and the result, the bias or its gradient and the numbers, the workspace.
         made, vector = len(read), 2 if form.bias == "given" else 3
         places = (0, 1, made)

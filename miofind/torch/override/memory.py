@@ -11,11 +11,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - which gives NumPy its bfloat16
 import numpy as np
 import torch
 
 from miofind.core.problem import ProblemDescription
+from miofind.torch.override.dtypes import numpy_dtype
 
 _ROOM = 16
 """Times the bytes of a problem's tensors that a find is sure to do with, its copies and rotating buffers included."""
@@ -82,25 +82,12 @@ def _inductor_guards() -> Any:
         return None
 
 
-def is_mutable(step: Any) -> bool:
-    """Whether an operator writes to what it is given; what is none writes nothing in graphs of AOTAutograd."""
-    return isinstance(step, torch._ops.OpOverload) and bool(step._schema.is_mutable)
-
-
-def storage_of(tensor: Any) -> int:
-    """What names the memory of a tensor as long as that is in use; 0 for tensors that have none to name."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError, ValueError):  # sparse ones, those of lazy modules
-        return 0
-
-
 def host_array(tensor: Any) -> Any:
     """The memory of a tensor of the CPU, which is to outlive it, as a NumPy array of the same shape and strides.
 
     By its address: `Tensor.numpy` has PyTorch never resize the tensor's storage again, which `fully_shard` does.
     """
-    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    dtype = numpy_dtype(tensor.dtype)
     strides, extents = tensor.stride(), tensor.shape
     last = sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True))
     size = 0 if 0 in extents else (1 + last) * dtype.itemsize

@@ -64,6 +64,7 @@ class Part:
         is_missing: whether no FindDB had an answer to the problem.
         is_behind: whether PyTorch's own kernel is faster than the answer.
         is_final: whether a later call would be answered alike.
+        is_of_capture: whether it would not because a CUDA graph was being captured in this one.
         pending: its kernels, where they are being compiled and PyTorch's, or those of a stand-in, run meanwhile.
         direct: gives the launch without Python; None where there is none.
         with_bias: whether the launch adds the bias, or gives its gradient, too.
@@ -83,12 +84,18 @@ class Part:
     is_missing: bool = False
     is_behind: bool = False
     is_final: bool = True
+    is_of_capture: bool = False
     pending: PendingKernels | None = None
     with_bias: bool = False
     declined: int = 0
     without_memory: int = 0
     backoff: Backoff | None = None
     calls_before_failure: int = 0
+
+    def leave_to_capture(self) -> None:
+        """Have PyTorch run it in the CUDA graph that is being captured, and a later call be answered anew."""
+        _warn_of_capture()
+        self.is_final, self.is_of_capture = False, True
 
     def fail(self, error: Exception, calls: int) -> None:
         """Leave it to PyTorch from now on, after so many calls."""
@@ -212,6 +219,11 @@ class Plan(DirectCalls):
         """Whether later calls are answered by it until its kernels are there, or for good."""
         return all(part.is_kept for part in self.parts)
 
+    @property
+    def is_of_capture(self) -> bool:
+        """Whether later calls are not, because a CUDA graph was being captured."""
+        return any(part.is_of_capture for part in self.parts)
+
 
 class _Thread(threading.local):
     """What a thread is in: the fallback of a fused call."""
@@ -298,8 +310,10 @@ class Planner:
                 return part
             raise
         bare.is_final = bare.is_final and part.is_final
-        if bare.is_missing and part.is_behind:  # nobody lacks the bare one
-            part.is_final = bare.is_final
+        bare.is_of_capture = bare.is_of_capture or part.is_of_capture
+        is_unloaded = part.is_of_capture and not part.is_missing
+        if bare.is_missing and (part.is_behind or is_unloaded):  # nobody lacks the bare one
+            part.is_final, part.is_of_capture = bare.is_final, bare.is_of_capture
             return part
         return bare
 
@@ -369,7 +383,7 @@ class Planner:
         if not measures:
             raise Unserved("no FindDB has an answer to it")
         if is_capturing(device):
-            part.is_final = False
+            part.leave_to_capture()
             raise Unserved("no FindDB has an answer to it, and nothing is measured while a CUDA graph is captured")
         make_room(problem, device)
         return find_solutions(problem, options=options, handle=handle)
@@ -481,8 +495,9 @@ def kernels_of(solution: Solution, handle: Handle) -> tuple[KernelStep, ...]:
 @functools.cache
 def _warn_of_capture() -> None:
     logger.warning(
-        "a CUDA graph is captured of convolutions whose kernels are not compiled and loaded yet: it keeps those "
-        "that run until then. Run once, call miofind.torch.wait_until_compiled() and run once more before a capture"
+        "a CUDA graph is captured of convolutions that are not measured yet, or whose kernels are not compiled and "
+        "loaded: it keeps the kernels that run until then. Run once, call miofind.torch.wait_until_compiled() and run "
+        "once more before a capture"
     )
 
 
@@ -499,8 +514,7 @@ def refuse_capture(part: Part, device: Any) -> None:
         Unserved: one is; PyTorch's own kernel is to run the part in it.
     """
     if is_capturing(device):
-        _warn_of_capture()
-        part.is_final = False
+        part.leave_to_capture()
         raise Unserved("its kernels were not loaded before a CUDA graph was captured")
 
 

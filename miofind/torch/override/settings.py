@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from miofind.core.tensor import DataType, Direction, enum_value
+from miofind.core.tensor import DataType, Direction, data_type, enum_value
 from miofind.errors import InvalidOptionError, InvalidProblemError, brief
 from miofind.options import FindMode, FindOptions, member
 from miofind.runtime.handle import Handle
@@ -65,8 +65,8 @@ class Settings:
             raise InvalidOptionError(f"background={brief(self.background)} must be True or False")
         if self.handle is not None and not isinstance(self.handle, Handle):
             raise InvalidOptionError(f"handle={brief(self.handle)} must be a Handle, such as miofind.Handle(0)")
-        set_field(self, "dtypes", _members(DataType, self.dtypes, "dtypes"))
-        set_field(self, "directions", _members(Direction, self.directions, "directions"))
+        set_field(self, "dtypes", _members(data_type, self.dtypes, "dtypes"))
+        set_field(self, "directions", _members(_direction, self.directions, "directions"))
         checked = self.options(deterministic=False)
         for name in ("workspace_limit_bytes", "only", "exclude"):
             set_field(self, name, getattr(checked, name))
@@ -109,17 +109,24 @@ class Settings:
             raise Unserved(f"{direction} is not among the directions asked for")
 
 
-def _members(kind: Any, given: Any, name: str) -> Any:
-    """Members of an enum by name, or of PyTorch's element types; None for all.
+def _direction(value: object, name: str) -> Direction:
+    return enum_value(Direction, value, name)
+
+
+def _members(read: Callable[[object, str], Any], given: Any, name: str) -> Any:
+    """What each of some values means, or a single one; None for all there are.
+
+    Args:
+        read: gives what a value of an argument of that name means.
 
     Raises:
-        InvalidOptionError: one is none of them.
+        InvalidOptionError: a value means nothing.
     """
     if given is None:
         return None
     if isinstance(given, str) or not isinstance(given, Iterable):
         given = (given,)
     try:
-        return frozenset(enum_value(kind, str(each).removeprefix("torch."), name) for each in given)
+        return frozenset(read(each, name) for each in given)
     except InvalidProblemError as error:
         raise InvalidOptionError(str(error)) from None

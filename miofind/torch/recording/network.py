@@ -15,8 +15,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from miofind.errors import InvalidOptionError, brief, described
+from miofind.core.tensor import DataType, data_type
+from miofind.errors import InvalidOptionError, InvalidProblemError, brief, described
 from miofind.torch.fused.compiled import is_compiled, is_exported
+from miofind.torch.override.dtypes import torch_dtype
 from miofind.torch.recording.layers import LayerNames
 from miofind.torch.recording.recorder import Recorder, StandInRecorder
 from miofind.torch.recording.recording import Recording
@@ -47,7 +49,7 @@ def problems(
         inputs: tensors on any device, whose values are not looked at, or shapes such as (32, 3, 224, 224), which stand
             for tensors of the element type of the model's weights; in lists and dictionaries, too.
         training: whether gradients are computed, with the model in training mode; else it is in evaluation mode.
-        amp: the element type of autocast, such as torch.bfloat16; None for none.
+        amp: the element type of autocast, float16 or bfloat16, as in torch.bfloat16 or "bf16"; None for none.
         memory_format: torch.channels_last for model and inputs, or torch.channels_last_3d; as they are if left out.
         device: "cuda" or "cpu".
         keywords: inputs by name.
@@ -56,7 +58,8 @@ def problems(
         InvalidOptionError: an argument is none of these, or the model cannot run on fake tensors.
     """
     model = _unwrapped(model)
-    _check(model, training, amp, memory_format, device)
+    _check(model, training, memory_format, device)
+    amp = _autocast_dtype(amp)
     recording = Recording(type(model).__name__.lower())
     is_stand_in = device == "cuda" and not torch.cuda.is_available()
     place = torch.device("cpu" if is_stand_in else device)
@@ -95,7 +98,7 @@ def refuse_inputs(inputs: Sequence[Any], keywords: Mapping[str, Any] | None, **a
         raise InvalidOptionError(f"a Recording has its problems already, and takes no {', '.join(given)}")
 
 
-def _check(model: Any, training: Any, amp: Any, memory_format: Any, device: Any) -> None:
+def _check(model: Any, training: Any, memory_format: Any, device: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InvalidOptionError(f"model={brief(model)} must be a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
@@ -105,14 +108,27 @@ def _check(model: Any, training: Any, amp: Any, memory_format: Any, device: Any)
         raise InvalidOptionError(f"the model is a module of torch.export: {program}")
     if not isinstance(training, bool):
         raise InvalidOptionError(f"training={brief(training)} must be True or False")
-    if amp not in (None, torch.float16, torch.bfloat16):
-        raise InvalidOptionError(f"amp={brief(amp)} must be torch.float16, torch.bfloat16 or None")
     if memory_format not in _MEMORY_FORMATS:
         raise InvalidOptionError(
             f"memory_format={brief(memory_format)} must be torch.channels_last, torch.channels_last_3d or None"
         )
     if device not in ("cuda", "cpu"):
         raise InvalidOptionError(f"device={brief(device)} must be 'cuda' or 'cpu'")
+
+
+def _autocast_dtype(amp: Any) -> Any:
+    """The torch.dtype of autocast that a value names; None for None.
+
+    Raises:
+        InvalidOptionError: it names none of autocast's.
+    """
+    if amp is None:
+        return None
+    with contextlib.suppress(InvalidProblemError):
+        named = data_type(amp, "amp")
+        if named in (DataType.FLOAT16, DataType.BFLOAT16):
+            return torch_dtype(named)
+    raise InvalidOptionError(f"amp={brief(amp)} must be float16, bfloat16 or None")
 
 
 def _unwrapped(model: Any) -> Any:

@@ -24,10 +24,10 @@ from miofind.torch.fused.calls import (
     problem_of,
 )
 from miofind.torch.fused.ops import ARGUMENTS
+from miofind.torch.fused.writes import storage_of
 from miofind.torch.override import formats
 from miofind.torch.override.calls import ConvolutionCall, Unserved
 from miofind.torch.override.flags import Flags, state
-from miofind.torch.override.memory import storage_of
 from miofind.torch.recording.layers import LayerNames
 from miofind.torch.recording.recording import RecordedCall, Recording, prepare_folder
 

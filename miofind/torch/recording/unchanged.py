@@ -10,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from miofind.torch.fused.watch import Surroundings, written
+from miofind.torch.fused.watch import Surroundings
+from miofind.torch.fused.writes import written
 
 
 @contextlib.contextmanager

@@ -1597,8 +1597,8 @@ def test_copies_of_a_parametrized_module_name_no_memory_of_it() -> None:
     before = fused(x)
     parametrizations.weight_norm(getattr(fused, "0"))
     copied = copy.deepcopy(fused)
-    assert getattr(fused, "0")._packed.memory is not None
-    assert getattr(copied, "0")._packed.memory is None
+    assert getattr(fused, "0")._ready.memory is not None
+    assert getattr(copied, "0")._ready.memory is None
     torch.testing.assert_close(copied(x), before)
 
 

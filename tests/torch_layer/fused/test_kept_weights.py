@@ -52,7 +52,7 @@ def test_a_module_remembers_some_forms_of_inputs(fused: Any, monkeypatch: pytest
     with torch.inference_mode():
         for size in (5, 6, 7, 8):
             fused(torch.randn(1, 3, size, size))
-    assert 0 < len(getattr(fused, "0")._packed.of_inputs) <= 2
+    assert 0 < len(getattr(fused, "0")._ready.of_inputs) <= 2
 
 
 def test_a_weight_that_is_trained_again_is_copied_in_each_call() -> None:

@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from helpers.processes.forks import forked_by_a_thread
@@ -21,6 +23,7 @@ from torch.nn.functional import conv1d, conv2d
 import miofind.torch
 from miofind import Handle, find_solutions
 from miofind.core.problem import ProblemDescription
+from miofind.core.tensor import DataType
 from miofind.device.device import Library
 from miofind.errors import InvalidOptionError, LaunchError, MissingLibraryError, NoSolutionError, UnknownSolverError
 from miofind.launch.invoker import _HostInvoker
@@ -115,6 +118,8 @@ def test_kernels_that_others_registered_stay_in_use(cpu_handle: Handle) -> None:
         ({"min_gain": 0}, "min_gain=0 must be a positive number"),
         ({"workspace_limit_bytes": -1}, "workspace_limit_bytes=-1"),
         ({"dtypes": ["float8"]}, "dtypes='float8' is unknown"),
+        ({"dtypes": torch.HalfTensor}, "dtypes=.*HalfTensor.* is unknown"),
+        ({"dtypes": "float"}, "float64 in NumPy and float32 in PyTorch"),
         ({"directions": "forwards"}, r"Did you mean forward\?"),
         ({"handle": "cpu"}, "must be a Handle"),
         ({"devices": "xpu"}, "must be some of cuda, cpu"),
@@ -148,6 +153,76 @@ def test_the_environment_switches_it_off(
     assert (made.is_enabled, made.plans) == (False, ())
     assert "MIOFIND_TORCH=0" in caplog.text
     made.disable()
+
+
+@pytest.mark.parametrize("on_miss", ["auto", "fallback", "record", "error"])
+def test_the_environment_has_misses_measured_whatever_is_enabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_miss: str
+) -> None:
+    """A script's own `enable()` counted on top of it, and nothing was measured."""
+    monkeypatch.setenv("MIOFIND_TORCH", "tune")
+    handle = Handle("cpu", database=tmp_path / "finddb.db")
+    with handle, _enabled(handle, on_miss, only="ConvCpuDirect", directions="forward") as made:
+        conv2d(X, W.clone().requires_grad_()).sum().backward()
+        solutions = [part.solution for plan in made.plans for part in plan.parts]
+        assert [solution and solution.solver_id for solution in solutions] == ["ConvCpuDirect", None]
+        assert solutions[0].samples > 0
+        assert "backward_weights is not among the directions" in _reason(made)
+
+
+def test_a_recorded_program_enables_nothing(
+    cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own `enable()` took the calls, and they were not recorded."""
+    monkeypatch.setenv("MIOFIND_TORCH", "record")
+    problem = ProblemDescription.convolution(x=X.shape, w=W.shape)
+    recording = dispatcher.record_program()
+    try:
+        with _enabled(cpu_handle, dtypes="float64") as made:
+            conv2d(X, W)
+            assert (made.is_enabled, made.plans) == (False, ())
+            assert "MIOFIND_TORCH=record is set: miofind.torch.enable() leaves" in caplog.text
+        miofind.torch.disable()
+        dispatcher.forget_plans()
+        conv2d(X, W)
+        assert recording.report().missing == {problem: 2}
+    finally:
+        recording.disable()
+    assert dispatcher.current("cpu") is None
+
+
+def test_a_program_that_nobody_records_is_told_so(
+    cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MIOFIND_TORCH", "record")
+    with _enabled(cpu_handle) as made:
+        assert made.is_enabled
+    assert "MIOFIND_TORCH=record is set, and nothing records this process" in caplog.text
+
+
+def test_the_environment_can_ask_for_nothing_else(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MIOFIND_TORCH=tuen enabled miofind as if it had not been set."""
+    monkeypatch.setenv("MIOFIND_TORCH", "tuen")
+    with pytest.raises(InvalidOptionError, match="MIOFIND_TORCH='tuen' must be one of 0, 1, record, tune"):
+        _enabled(cpu_handle)
+    assert dispatcher.current("cpu") is None
+    for value in ("1", ""):
+        monkeypatch.setenv("MIOFIND_TORCH", value)
+        with _enabled(cpu_handle) as made:
+            assert (made.is_enabled, made.settings.on_miss) == (True, "estimate")
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["half", "f2", "torch.float16", torch.half, np.float16, np.dtype("f2"), DataType.FLOAT16],
+    ids=str,
+)
+def test_an_element_type_is_spelt_as_anywhere(spelling: Any, cpu_handle: Handle) -> None:
+    """`dtypes` took PyTorch's own and full names alone."""
+    for given in (spelling, [spelling, ml_dtypes.bfloat16, "bf16"]):
+        with _enabled(cpu_handle, dtypes=given) as made:
+            expected = {DataType.FLOAT16} if given is spelling else {DataType.FLOAT16, DataType.BFLOAT16}
+            assert made.settings.dtypes == expected
 
 
 def _reason(made: Override) -> str:
@@ -362,9 +437,45 @@ def test_nothing_is_made_ready_while_a_graph_is_captured(
     with monkeypatch.context() as patch:
         patch.setattr(plans, "is_capturing", lambda device: True)
         conv2d(X, W)
-        assert override_on_cpu.plans == ()
+        assert "its kernels were not loaded before a CUDA graph" in _reason(override_on_cpu)
     conv2d(X, W)
-    assert _own(override_on_cpu) == 1
+    report = override_on_cpu.report()
+    assert (report.own_calls, report.calls, report.missing) == (1, 2, {})
+
+
+@pytest.mark.parametrize("call", [conv2d, miofind.torch.convolution], ids=["operator", "fused"])
+@pytest.mark.parametrize(("on_miss", "benchmark"), [("find", False), ("auto", True)])
+def test_what_would_be_measured_is_noted_while_a_graph_is_captured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    on_miss: str,
+    benchmark: bool,
+    call: Any,
+) -> None:
+    """The report had neither the calls nor what was missing, and no warning was logged."""
+    handle = Handle("cpu", database=tmp_path / "finddb.db")
+    plans._warn_of_capture.cache_clear()
+    fused_plans.forget()
+    problem = ProblemDescription.convolution(x=X.shape, w=W.shape)
+    with (
+        handle,
+        torch.backends.cudnn.flags(enabled=True, benchmark=benchmark),
+        _enabled(handle, on_miss, only="ConvCpuDirect") as made,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "is_capturing", lambda device: True)
+            captured = [call(X, W) for _ in range(2)]
+        report, is_fused = miofind.torch.report(), call is not conv2d
+        # PyTorch runs a fused call by its own convolution, which counts, too.
+        expected = 4 if is_fused else 2
+        assert (report.own_calls, report.calls, report.missing) == (0, expected, {problem: expected})
+        assert "nothing is measured while a CUDA graph is captured" in _reason(made)
+        assert caplog.text.count("a CUDA graph is captured of convolutions that are not measured yet") == 1
+        after = call(X, W)
+        assert miofind.torch.report().own_calls == 1, "the next call finds"
+    for y in captured:
+        torch.testing.assert_close(y, after)
 
 
 def test_an_answer_with_a_bias_is_taken_after_a_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +488,8 @@ def test_an_answer_with_a_bias_is_taken_after_a_capture(tmp_path: Path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(plans, "is_capturing", lambda device: True)
             conv2d(X, W, bias)
-        assert made.plans == ()
+        assert "its kernels were not loaded before a CUDA graph" in _reason(made)
+        assert made.report().missing == {}, "nobody lacks the one without a bias"
         assert torch.allclose(conv2d(X, W, bias), conv2d(X, W) + bias.view(1, -1, 1, 1), atol=1e-4)
         assert _own(made) == 1
 

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers.problems.small_networks import Mixed, OneAndThree, mixed_input
 from torch import nn
 
 import miofind.torch
+from miofind.core.tensor import DataType
 from miofind.errors import InvalidOptionError
 from miofind.torch.recording.recording import Recording
 
@@ -160,6 +162,13 @@ def test_wrapped_modules_data_classes_and_inference_mode_are_seen_through() -> N
     assert [(call.layer, call.computed) for call in found.calls] == [("inner", "y"), ("inner", "dw")]
 
 
+@pytest.mark.parametrize("amp", ["bfloat16", "bf16", torch.bfloat16, ml_dtypes.bfloat16, DataType.BFLOAT16], ids=str)
+def test_the_type_of_autocast_is_spelt_as_anywhere(amp: Any) -> None:
+    """PyTorch's two dtypes were taken alone."""
+    found = miofind.torch.problems(nn.Conv2d(3, 1, 1), (2, 3, 8, 8), amp=amp)
+    assert [call.problem.x.dtype for call in found.calls] == [DataType.BFLOAT16]
+
+
 class DependsOnValues(nn.Module):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         return x if x.sum().item() > 0 else -x
@@ -169,7 +178,10 @@ class DependsOnValues(nn.Module):  # type: ignore[misc]
     ("model", "arguments", "words"),
     [
         (lambda x: x, {}, ["torch.nn.Module"]),
-        (nn.Conv2d(3, 1, 1), {"amp": torch.float32}, ["amp=torch.float32"]),
+        (nn.Conv2d(3, 1, 1), {"amp": torch.float32}, ["amp=torch.float32 must be float16, bfloat16 or None"]),
+        (nn.Conv2d(3, 1, 1), {"amp": "float17"}, ["amp='float17' must be float16, bfloat16 or None"]),
+        (nn.Conv2d(3, 1, 1), {"amp": torch.HalfTensor}, ["HalfTensor", "must be float16, bfloat16 or None"]),
+        (nn.Conv2d(3, 1, 1), {"amp": True}, ["amp=True must be float16, bfloat16 or None"]),
         (nn.Conv2d(3, 1, 1), {"memory_format": "NHWC"}, ["memory_format='NHWC'", "channels_last"]),
         (nn.Conv2d(3, 1, 1), {"device": "tpu"}, ["device='tpu'"]),
         (nn.Conv2d(4, 1, 1), {}, ["Conv2d cannot be followed", "channels", "miofind.torch.record"]),
