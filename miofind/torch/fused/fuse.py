@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from miofind.arrays.batch_norm import fold_batch_norm
-from miofind.errors import InvalidOptionError, brief
+from miofind.errors import InvalidOptionError, MiofindError, brief
 from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.compiled import is_compiled, is_exported, path_without
 from miofind.torch.fused.constants import keep_constants
@@ -27,6 +27,7 @@ from miofind.torch.fused.reading import Reading, only_called
 from miofind.torch.fused.references import References
 from miofind.torch.fused.tracing import DependsOnNone, traced
 from miofind.torch.fused.window import Window
+from miofind.torch.fused.writes import storage_of
 
 _MAKES_PARAMETERS = (
     "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove"
@@ -301,6 +302,7 @@ class _Rewriting:
         self.path = path
         self.work = work
         self.steps = Steps(made)
+        self.written = self._written()
         self.names: dict[tuple[Any, ...], str] = {}
 
     def run(self) -> None:
@@ -319,6 +321,11 @@ class _Rewriting:
         self.made.delete_all_unused_submodules()
         self.made.recompile()
 
+    def _written(self) -> set[Any]:
+        """Names of the memory that the graph's steps may write to."""
+        writing = filter(self.steps.writes, self.made.graph.nodes)
+        return set[Any]().union(*(self.steps.places(given) for node in writing for given in node.all_input_nodes))
+
     def _drop_assertions(self) -> None:
         """Drop what asserts the dimensions of convolutions' results, which would be read by more than what follows."""
         graph = self.made.graph
@@ -335,6 +342,8 @@ class _Rewriting:
     def _fuse(self, node: fx.Node, module: Any, name: str) -> None:
         """Replace a convolution and what follows it, or note why it stays."""
         reason = _why_kept(module, node)
+        if not reason and self._writes_to(_weights(module)):
+            reason = "the network's code writes to its weights"
         chain = _Chain([node]) if reason else self._chain(node, with_residual=True)
         if chain.residual is not None and self._is_written(chain):
             chain = self._chain(node, with_residual=False)
@@ -395,7 +404,7 @@ class _Rewriting:
         module = self.steps.module(chain.nodes[0])
         norm = self.steps.batch_norm(user, chain.nodes[-1], module.weight.dim()) if len(chain.parts) == 1 else None
         folded = None if norm is None else _folded(module, norm)
-        if norm is None or folded is None:
+        if norm is None or folded is None or self._writes_to(norm.values()):
             return False
         chain.norm, chain.folded = norm, folded
         chain.parts.append("batch_norm")
@@ -415,7 +424,7 @@ class _Rewriting:
         first, second = user.args
         is_first = first is chain.nodes[-1]
         other, alpha = second if is_first else first, user.kwargs.get("alpha", 1)
-        if not isinstance(other, fx.Node) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        if not isinstance(other, fx.Node) or type(alpha) not in (int, float) or not math.isfinite(alpha):
             return False
         is_in_place = self.steps.writes(user)
         if not is_first and (alpha != 1 or is_in_place):
@@ -426,14 +435,18 @@ class _Rewriting:
         chain.parts.append("residual")
         return True
 
+    def _writes_to(self, tensors: Iterable[Any]) -> bool:
+        """Whether steps may write to one of the network's tensors."""
+        return any(isinstance(each, torch.Tensor) and storage_of(each) in self.written for each in tensors)
+
     def _is_written(self, chain: _Chain) -> bool:
         """Whether a chain's inputs may be written to between its convolution and its end, where it is computed."""
         nodes = list(self.made.graph.nodes)
         between = nodes[nodes.index(chain.nodes[0]) : nodes.index(chain.nodes[-1])]
         writing = [node for node in between if node not in chain.nodes and self.steps.writes(node)]
         inputs = [chain.residual, *chain.nodes[0].all_input_nodes]
-        read = set[fx.Node]().union(*(self.steps.memory(node) for node in inputs if node is not None))
-        return any(not read.isdisjoint(self.steps.memory(given)) for node in writing for given in node.all_input_nodes)
+        read = set[Any]().union(*(self.steps.places(node) for node in inputs if node is not None))
+        return any(not read.isdisjoint(self.steps.places(given)) for node in writing for given in node.all_input_nodes)
 
 
 def _times_read(user: fx.Node, node: fx.Node) -> int:
@@ -451,8 +464,9 @@ def _times_read(user: fx.Node, node: fx.Node) -> int:
 
 def _why_kept(module: Any, node: fx.Node) -> str:
     """Why a convolution stays as it is; "" where it may be fused."""
-    if "weight" not in module._parameters:
-        return f"its weight is no parameter: make it one ({_MAKES_PARAMETERS})"
+    for name in ("weight", "bias"):
+        if name not in module._parameters:
+            return f"its {name} is no parameter: make it one ({_MAKES_PARAMETERS})"
     if not is_convolution(module):
         return f"its class is {type(module).__name__}"
     if module.weight.is_complex():
@@ -485,10 +499,13 @@ def _weights(module: Any) -> tuple[Any, Any]:
 
 
 def _folded(module: Any, norm: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Weight and bias with a batch norm; None where their dtype has no such numbers, though it has those without."""
+    """Weight and bias with a batch norm; None where it cannot be, or where it would make them overflow."""
     given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in norm.items()}
     before = _weights(module)
-    folded = fold_batch_norm(*before, **given)
+    try:
+        folded = fold_batch_norm(*before, **given)
+    except MiofindError:  # PyTorch, which the norm is left to, takes it or says why not
+        return None
     overflows = not module.weight.is_meta and not _are_finite(folded) and _are_finite(before)
     return None if overflows else folded
 

@@ -14,6 +14,7 @@ from torch import fx, nn
 from miofind.torch.fused.checks import must_be
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.writes import may_write, storage_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = {nn.BatchNorm1d: 3, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5, nn.SyncBatchNorm: None}
@@ -42,6 +43,8 @@ def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
 
 
 def _clamp(min: float | None = None, max: float | None = None) -> Nonlinearity:
+    if min is None and max is None:
+        raise TypeError("PyTorch refuses it")
     low, high = -math.inf if min is None else min, math.inf if max is None else max
     return Nonlinearity(activation="clamp", low=low, high=high)
 
@@ -55,6 +58,8 @@ def _elu(alpha: float = 1.0, inplace: bool = False) -> Nonlinearity:
 
 
 def _gelu(approximate: str = "none") -> Nonlinearity:
+    if approximate not in ("none", "tanh"):
+        raise TypeError("PyTorch refuses it")
     return Nonlinearity(activation="gelu_tanh" if approximate == "tanh" else "gelu")
 
 
@@ -124,7 +129,7 @@ IN_PLACE_OPERATORS = (
 def is_convolution(module: Any) -> bool:
     """Whether a module is a convolution of PyTorch's, or of a class below one that computes as that does."""
     kind = next((each for each in CONVOLUTIONS if isinstance(module, each)), None)
-    if kind is None or "weight" not in module._parameters:  # else it is parametrized
+    if kind is None or not {"weight", "bias"} <= module._parameters.keys():  # else it is parametrized
         return False
     names = ("__call__", "forward", "_conv_forward")
     return all(name not in vars(module) and getattr(type(module), name) is getattr(kind, name) for name in names)
@@ -250,10 +255,25 @@ class Steps:
             return bool(getattr(module, "inplace", False)) or not is_known or is_changed(module)
         if node.op not in ("call_function", "call_method") or node.target is must_be:
             return False
+        if node.op == "call_function" and not _tells_by_its_name(node.target):
+            return may_write(node.target)
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
         in_place = node.kwargs.get("inplace", False) is not False or any(value is True for value in node.args)
         is_named_so = name.endswith("_") or name in ("__setitem__", "setitem") or "out" in node.kwargs
         return in_place or is_named_so or node.target in IN_PLACE_OPERATORS
+
+    def places(self, node: fx.Node) -> set[Any]:
+        """Names of the memory that a step's result may lie in: steps that make some, and that of the network's tensors.
+
+        All arguments have one name: a caller may give the same tensor for several.
+        """
+        return {self._place(each) for each in self.memory(node)}
+
+    def _place(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            tensor = operator.attrgetter(str(node.target))(self._root)
+            return (isinstance(tensor, torch.Tensor) and storage_of(tensor)) or node
+        return "argument" if node.op == "placeholder" else node
 
     def memory(self, node: fx.Node) -> set[fx.Node]:
         """The steps whose results a step's result may share memory with, its own among them."""
@@ -271,6 +291,16 @@ class Steps:
         if node.op == "call_module":
             return isinstance(self.module(node), _FRESH_MODULES)
         return node.target in _FRESH_FUNCTIONS
+
+
+_TOLD_BY_NAMES = frozenset({"torch", "operator", "_operator", "math", "builtins", "miofind"})
+
+
+def _tells_by_its_name(function: Any) -> bool:
+    """Whether a function is one of Python's or PyTorch's but no operator: of these those write that are named so."""
+    is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    home = str(getattr(function, "__module__", None) or type(function).__module__)
+    return not is_operator and not hasattr(function, "_opoverload") and home.partition(".")[0] in _TOLD_BY_NAMES
 
 
 _UNKNOWN = object()

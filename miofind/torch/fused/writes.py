@@ -14,6 +14,16 @@ def is_mutable(step: Any) -> bool:
     return isinstance(step, torch._ops.OpOverload) and bool(step._schema.is_mutable)
 
 
+def may_write(function: Any) -> bool:
+    """Whether a function may write to what it is given: an operator by its schemas, whatever is none may."""
+    function = getattr(function, "_opoverload", function)  # that of what torch.library.custom_op makes
+    if isinstance(function, torch._ops.OpOverload):
+        return is_mutable(function)
+    if isinstance(function, torch._ops.OpOverloadPacket):  # `out` of others is in their names
+        return any(is_mutable(getattr(function, name)) for name in function.overloads() if "out" not in name)
+    return True
+
+
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The tensors that an operator writes to."""
     if not is_mutable(func):

@@ -1,0 +1,191 @@
+"""What a network's own steps write to is read by what is fused as it was read before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+from miofind.torch import fuse
+
+LAST = torch.channels_last
+SUMMED, ALONE = "conv: convolution + bias + residual + relu", "conv: convolution + bias"
+
+
+@torch.library.custom_op("miofind_tests::triple", mutates_args={"x"})
+def triple(x: torch.Tensor) -> None:
+    x.mul_(3)
+
+
+@torch.library.custom_op("miofind_tests::halved", mutates_args={})
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+@fx.wrap
+def unknown(x: Any) -> None:
+    x.mul_(3)
+
+
+ATEN, OWN = torch.ops.aten, torch.ops.miofind_tests
+STEPS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a method": (lambda x: x.mul_(3), ALONE),
+    "a function": (lambda x: torch.relu_(x), ALONE),
+    "an argument": (lambda x: torch.mul(x, 3, out=x), ALONE),
+    "an operator": (lambda x: ATEN.mul_(x, 3), ALONE),
+    "an overload": (lambda x: ATEN.mul_.Scalar(x, 3), ALONE),
+    "an operator of one's own": (lambda x: triple(x), ALONE),
+    "its name": (lambda x: OWN.triple(x), ALONE),
+    "its overload": (lambda x: OWN.triple.default(x), ALONE),
+    "a function that torch.fx calls": (lambda x: unknown(x), ALONE),
+    "no operator": (lambda x: ATEN.mul(x, 3), SUMMED),
+    "no overload": (lambda x: ATEN.mul.Tensor(x, x), SUMMED),
+    "no operator of one's own": (lambda x: OWN.halved(x), SUMMED),
+}
+
+
+class Between(nn.Module):
+    """Something is done with the input between a convolution and the sum with that."""
+
+    def __init__(self, step: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.step = step
+
+    def forward(self, x: Any) -> Any:
+        x = x.abs()
+        y = self.conv(x)
+        self.step(x)
+        return torch.relu(y + x)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_written_to_before_it_is_added_is_read_before(name: str) -> None:
+    step, report = STEPS[name]
+    network = Between(step).eval()
+    fused = fuse(network)
+    assert str(fused.fusion_report) == report
+    x = torch.randn(2, 3, 6, 6)
+    assert torch.equal(fused(x.clone()), network(x.clone()))
+
+
+class Normed(nn.Module):
+    """A convolution and a batch norm, to parts of which the network writes."""
+
+    def __init__(self, write: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.write = write
+
+    def forward(self, x: Any) -> Any:
+        y = self.conv(x)
+        self.write(self, x)
+        return torch.relu(self.norm(y))
+
+
+KEPT = "conv: kept, the network's code writes to its weights"
+WRITES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "mean": (lambda net, x: net.norm.running_mean.lerp_(x.mean((0, 2, 3)), 0.5), ALONE),
+    "variance": (lambda net, x: net.norm.running_var[:2].mul_(1.5), ALONE),
+    "scale": (lambda net, x: net.norm.weight.data.mul_(1.1), ALONE),
+    "shift": (lambda net, x: net.norm.bias.data.add_(0.1), ALONE),
+    "weights": (lambda net, x: net.conv.weight.data.clamp_(-0.05, 0.05), KEPT),
+    "bias": (lambda net, x: net.conv.bias.data.add_(0.1), KEPT),
+    "nothing": (lambda net, x: net.norm.running_mean.mul(2), "conv: convolution + batch_norm + relu"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_tensors_that_the_network_writes_to_are_folded_into_none(name: str) -> None:
+    write, report = WRITES[name]
+    network = Normed(write).eval()
+    fused = fuse(copy.deepcopy(network))
+    assert str(fused.fusion_report) == report
+    x = torch.randn(2, 3, 6, 6).to(memory_format=LAST)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fused(x), network(x))
+
+
+class OfTwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, a: Any, b: Any) -> Any:
+        y = self.conv(a)
+        b.mul_(2)
+        return torch.relu(y + 1 * b)
+
+
+class OfTwoBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.register_buffer("whole", torch.randn(1, 3, 6, 6))
+        self.register_buffer("view", self.whole[:])
+
+    def forward(self, x: Any) -> Any:
+        y = self.conv(self.whole)
+        self.view.mul_(1.5)
+        return torch.relu(y + x)
+
+
+def test_memory_may_have_several_names() -> None:
+    network = OfTwoInputs().eval()
+    fused, x = fuse(network), torch.randn(1, 3, 6, 6)
+    first, second = x.clone(), x.clone()
+    assert torch.equal(fused(first, first[:]), network(second, second[:]))
+    network = OfTwoBuffers().eval()
+    fused = fuse(network)
+    for _ in range(3):
+        assert torch.equal(fused(x), network(x))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(3, eps=-0.1), nn.BatchNorm2d(4)], ids=["epsilon", "channels"])
+def test_a_norm_that_cannot_be_folded_is_left_to_pytorch(norm: nn.Module) -> None:
+    fused = fuse(nn.Sequential(nn.Conv2d(3, 3, 3), norm).eval())
+    assert str(fused.fusion_report) == "0: convolution + bias"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda y, x: y.clamp(),
+        lambda y, x: functional.gelu(y, approximate="foo"),
+        lambda y, x: torch.add(y, x, alpha=True),
+    ],
+    ids=["clamp", "gelu", "alpha"],
+)
+def test_what_pytorch_refuses_is_left_to_it(step: Callable[[Any, Any], Any]) -> None:
+    class Refused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x: Any) -> Any:
+            return step(self.conv(x), x)
+
+    fused = fuse(Refused().eval())
+    with pytest.raises(RuntimeError):
+        fused(torch.randn(1, 3, 4, 4))
+
+
+def test_a_bias_that_is_computed_stays() -> None:
+    class Doubles(nn.Module):
+        def forward(self, bias: Any) -> Any:
+            return 2 * bias
+
+    network = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU()).eval()
+    parametrize.register_parametrization(network[0], "bias", Doubles())
+    fused = fuse(network.eval())
+    assert "its bias is no parameter" in str(fused.fusion_report)
+    x = torch.randn(1, 3, 6, 6)
+    assert torch.equal(fused(x), network(x))
