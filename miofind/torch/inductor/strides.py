@@ -147,10 +147,15 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
-def restore_strides(graph: fx.Graph) -> None:
-    """Have what operators give back to the user tell the strides of dimensions of size 1 that were traced, too.
+def restore_strides(graph: fx.Graph, *, is_relaid: bool) -> None:
+    """Have what is given back to the user lie by all the strides that were traced.
 
-    Inductor takes no notice of them. Who compares strides does, such as what puts gradients into buckets.
+    Inductor gives dense results theirs, but takes no notice of dimensions of size 1, as who compares strides does, such
+    as what puts gradients into buckets; and parts of tensors have but the order of theirs. Parts that overlap, as of
+    `unfold`, stay so.
+
+    Args:
+        is_relaid: whether steps may lie otherwise than they say, as views of what runs channels last.
     """
     (output,) = graph.find_nodes(op="output")
     results, wanted = output.args[0], traced_strides(graph)
@@ -159,10 +164,44 @@ def restore_strides(graph: fx.Graph) -> None:
     given = list(results)
     for i in user_visible(graph):
         node, like = given[i], wanted[i]
-        if isinstance(node, fx.Node) and like is not None and is_put_in(node) and _differs_in_ones(node, like):
-            with graph.inserting_before(output):
+        if not isinstance(node, fx.Node) or like is None:
+            continue
+        with graph.inserting_before(output):
+            if is_put_in(node) and _differs_in_ones(node, like):
                 given[i] = added_step(graph, aten.as_strided.default, node, [*node.meta["val"].shape], [*like])
+            elif _is_part(node, like) and (is_relaid or _strides(node.meta["val"]) != [tuple(like)]):
+                given[i] = _spread(graph, node, like)
     output.args = (type(results)(given),)
+
+
+def _is_part(node: fx.Node, wanted: Sequence[Any]) -> bool:
+    """Whether a step gives a part of a tensor, or repeats one, at known strides; not where parts overlap."""
+    value = known_value(node)
+    if value is None or not value.numel() or not all(isinstance(stride, int) for stride in wanted):
+        return False
+    taken = 1
+    for stride, size in sorted(zip(wanted, value.shape, strict=True)):
+        if size > 1 and 0 < stride < taken:
+            return False
+        taken += (size - 1) * stride
+    return bool(taken != value.numel())
+
+
+def _spread(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
+    """The step that gives what another does at such strides, in memory of its own."""
+    value = node.meta["val"]
+    shape, once = (
+        [*value.shape],
+        [1 if stride == 0 else size for size, stride in zip(value.shape, strides, strict=True)],
+    )
+    for dim in (dim for dim, size in enumerate(once) if size != shape[dim]):
+        node = added_step(graph, aten.slice.Tensor, node, dim, 0, 1)
+    taken = 1 + sum((size - 1) * stride for size, stride in zip(once, strides, strict=True))
+    memory = graph.call_function(aten.full.default, ([taken], 0), {"dtype": value.dtype, "device": value.device})
+    with value.fake_mode:
+        memory.meta["val"] = memory.target(*memory.args, **memory.kwargs)
+    written = added_step(graph, aten.as_strided_scatter.default, memory, node, once, [*strides])
+    return added_step(graph, aten.as_strided.default, written, shape, [*strides])
 
 
 def _differs_in_ones(node: fx.Node, wanted: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ such memory format of one dimension, and its own convolutions and gradients of t
 
 Operators are put in channels last, and convolutions that stay read so. Each step's fake tensor then says how its result
 lies: by that Inductor lays out what it keeps for backward, whose graph is traced anew from there. What a user sees
-keeps the strides that were traced, or their order where it is a view.
+keeps the strides that were traced (`strides.restore_strides`).
 """
 
 from __future__ import annotations

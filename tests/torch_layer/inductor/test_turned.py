@@ -197,6 +197,37 @@ def test_inference_through_code_generation(fuses: bool, rank: int) -> None:
     assert [str(problem.y.layout) for problem in replaced] == [LAST[rank]] * 3
 
 
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "of a view": lambda y: y.flatten(1)[:, :2],
+    "a channel": lambda y: y.unbind(1)[0],
+    "a row": lambda y: y[:, :, 0],
+    "channels": lambda y: y.chunk(3, 1)[1],
+    "turned": lambda y: y.permute(0, 2, 3, 1)[:, 1:],
+    "repeated": lambda y: y[:, :1].expand(-1, 5, -1, -1),
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_of_tensors_keep_their_strides() -> None:
+    """Who reads by address, or views numbers as of another type, may do so of what is compiled, too."""
+    torch.manual_seed(0)
+    networks = nn.ModuleList(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU()) for _ in PARTS).eval().bfloat16()
+
+    def run(x: Any) -> list[Any]:
+        return [part(network(x)) for part, network in zip(PARTS.values(), networks, strict=True)]
+
+    options, x = miofind.torch.inductor_options(), torch.randn(2, 6, 4, 4).bfloat16()
+    torch._dynamo.reset()
+    compiled = torch.compile(run, options={**options, "fx_graph_cache": False})
+    with torch.no_grad():
+        for name, given, expected in zip(PARTS, compiled(x), run(x), strict=True):
+            torch.testing.assert_close(given, expected, rtol=2e-2, atol=2e-2)
+            assert given.stride() == expected.stride(), name
+    assert {str(problem.y.layout) for problem in options["post_grad_custom_pre_pass"].replaced} == {"NHWC"}
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
