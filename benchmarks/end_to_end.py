@@ -289,6 +289,7 @@ def summary(told: Mapping[str, Any]) -> str:
     value = ratio(row)
     cells += [f"{value:.2f}x"] if value else []
     cells += [f"{row['own_calls']}/{row['calls']} calls"] if row.get("calls") else []
+    cells += [f"{len(row['untold'])} gradients are noise"] if row.get("untold") else []
     return ", ".join([*cells, *(f"{form}: {why}" for form, why in row.get("failures", {}).items())])
 
 

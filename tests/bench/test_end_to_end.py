@@ -17,6 +17,7 @@ import torch
 from helpers.processes.waiting import LIMIT_S
 
 import miofind
+import miofind.torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 # By PyTorch's own folding of batch norms.
@@ -129,6 +130,97 @@ def test_a_form_that_goes_wrong_as_it_is_timed_is_a_failure(scripts: dict[str, M
     assert [*outcome.failures] == ["torch folded eager"]
     assert "torch folded eager" not in outcome.ms
     assert {"torch eager", "miofind eager"} <= set(outcome.ms)
+
+
+def deep(scripts: dict[str, ModuleType]) -> Any:
+    """So many convolutions and norms one after the other that rounding decides what the last one gives."""
+    conv_bn = scripts["torch_networks"].conv_bn
+    torch.manual_seed(2)
+    layers = [conv_bn(3 if number == 0 else 8, 8, 3) for number in range(16)]
+    return torch.nn.Sequential(*layers, torch.nn.Conv2d(8, 4, 1), torch.nn.Flatten(), torch.nn.Linear(256, 4))
+
+
+def training_of(scripts: dict[str, ModuleType], network: Any) -> tuple[Any, Any]:
+    """The check of a network's gradients, which PyTorch's eager step has passed, and that step."""
+    forms = scripts["torch_forms"]
+    with miofind.Handle("cpu") as handle:
+        setting = forms.Setting(kind="training", channels_last=False, device="cpu", handle=handle, forms=["eager"])
+        found, check = forms._training(network, torch.randn(8, 3, 8, 8), setting, forms.Outcome())
+    check.of(found[0])
+    return found[0], check
+
+
+def refused(scripts: dict[str, ModuleType], check: Any, step: Any, parameter: Any, factor: float) -> str:
+    """Why gradients are refused of which one is so many times as large; "" where they are not."""
+
+    def scale() -> None:
+        parameter.grad *= factor
+
+    try:
+        check.of(scripts["torch_forms"].Form(name="eager", is_ours=True, run=step.run, shows=scale))
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_no_wrong_gradient_of_any_layer_passes(scripts: dict[str, ModuleType]) -> None:
+    network = deep(scripts)
+    step, check = training_of(scripts, network)
+    assert check.outcome.untold == []
+    assert refused(scripts, check, step, network[0].conv.weight, 1.0) == "", "PyTorch's own passes again"
+    assert refused(scripts, check, step, network[0].conv.weight, float("nan")) == "not finite"
+    for name, parameter in network.named_parameters():
+        if parameter.dim() > 1 or name.startswith("18"):
+            for factor in (0.0, 0.5, 2.0, -1.0):
+                told = refused(scripts, check, step, parameter, factor)
+                assert told.startswith(f"{name}: relative error"), (name, factor)
+
+
+def test_a_gradient_that_is_missing_is_refused(scripts: dict[str, ModuleType]) -> None:
+    network = deep(scripts)
+    step, check = training_of(scripts, network)
+
+    def lose() -> None:
+        network[3].conv.weight.grad = None
+
+    with pytest.raises(AssertionError, match=r"no 3\.conv\.weight"):
+        check.of(scripts["torch_forms"].Form(name="eager", is_ours=True, run=step.run, shows=lose))
+
+
+def test_gradients_that_are_noise_are_named_and_held_to_a_band(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of deep networks are whose norms give what rounding turns from side to side of a ReLU."""
+    monkeypatch.setattr(scripts["torch_forms"], "_calm", lambda model: None)
+    network = deep(scripts)
+    step, check = training_of(scripts, network)
+    assert "0.conv.weight" in check.outcome.untold
+    assert refused(scripts, check, step, network[0].conv.weight, 1.2) == ""
+    for factor in (0.0, 0.5, 2.0):
+        assert refused(scripts, check, step, network[0].conv.weight, factor).startswith("0.conv.weight: norm")
+    assert "2 gradients are noise" in scripts["end_to_end"].summary({"row": row(untold=["a", "b"])})
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_no_noise(scripts: dict[str, ModuleType]) -> None:
+    """Such as that of a bias before a batch norm."""
+    nn = torch.nn
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    step, check = training_of(scripts, network)
+    assert check.outcome.untold == []
+    assert refused(scripts, check, step, network[0].bias, 1.0) == ""
+    assert refused(scripts, check, step, network[0].bias, -1.0) == ""
+    assert refused(scripts, check, step, network[0].weight, 0.0).startswith("0.weight: relative error 1,")
+
+
+def test_gradients_of_other_roundings_pass(scripts: dict[str, ModuleType]) -> None:
+    """By miofind's kernels, in another memory order."""
+    network = deep(scripts)
+    step, check = training_of(scripts, network)
+    network.to(memory_format=torch.channels_last)
+    with miofind.torch.use("estimate", devices="cpu") as made:
+        check.of(scripts["torch_forms"].Form(name="eager", is_ours=True, run=step.run))
+    assert made.report().own_calls > 0
+    assert len(set(check.outcome.layer_errors.values())) == 2, "they are others"
 
 
 def test_chance_is_taken_out(scripts: dict[str, ModuleType]) -> None:
