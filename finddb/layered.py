@@ -25,6 +25,8 @@ logger = logging.getLogger("miofind")
 
 Result = TypeVar("Result")
 
+_IN_MEMORY = "Going on in memory: what is found from now on ends with this process."
+
 
 class LayeredStore:
     """FindDBs in the order they are asked: the user's, which is written to, then the shipped ones.
@@ -202,7 +204,7 @@ class LayeredStore:
                 return
             self._warned.add(layer)
         if is_user:
-            logger.warning("%s. Going on in memory: what is found from now on ends with this process.", error)
+            logger.warning("%s. %s", error, _IN_MEMORY)
         else:
             logger.warning("%s. Going on without it.", error)
 
@@ -216,9 +218,16 @@ def open_layered(database: str | Path | None = None, *, strict: bool = False) ->
         strict: raise where it cannot be used, instead of going on in memory with one warning.
 
     Raises:
-        DatabaseError: it cannot be the address of a FindDB, or MIOFIND_SYSTEM_DB names nothing that exists.
+        DatabaseError: `database`, or in strict mode MIOFIND_DB, cannot be the address of a FindDB; MIOFIND_SYSTEM_DB
+            names nothing that exists.
     """
-    user = Store(location.user_path() if database is None else database)
+    try:
+        user = Store(location.user_path() if database is None else database)
+    except DatabaseError as error:
+        if strict or database is not None:
+            raise
+        logger.warning("MIOFIND_DB: %s. %s", error, _IN_MEMORY)
+        user = Store(location.MEMORY)
     return LayeredStore(user, [Store(each, read_only=True) for each in location.system_addresses()], strict=strict)
 
 

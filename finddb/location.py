@@ -18,6 +18,8 @@ SERVER_SCHEMES = ("postgresql", "postgres")
 # One slash is left of two where a URL was taken for a path.
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*(?=://)|postgres[a-z]*(?=:/)):(?P<rest>//?)", re.ASCII)
 
+_tells_whole_paths = False
+
 # fmt: off
 NETWORK_FILE_SYSTEMS = frozenset({
     "nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "lustre", "9p", "gpfs", "afs", "ceph", "beegfs", "panfs",
@@ -136,10 +138,21 @@ def _expanded(text: str, name: str) -> Path:
         raise DatabaseError(f"{name}={text!r} cannot be a path ({error}): correct it") from error
 
 
+def tell_whole_paths(is_told: bool) -> None:
+    """Have messages name paths as they were given from now on, or no longer: they are printed for who gave them."""
+    global _tells_whole_paths
+    _tells_whole_paths = is_told
+
+
 def shown(path: Path | None) -> str:
-    """A path for messages, which may end in logs: below the home folder from there on, else its last two parts."""
+    """A path for messages, which may end in logs: below the home folder from there on, else its last two parts.
+
+    On the command line, which `tell_whole_paths`, it is as it was given, to be copied.
+    """
     if path is None:
         return "the FindDB in memory"
+    if _tells_whole_paths:
+        return str(path)
     absolute = path.absolute()
     try:
         return str(Path("~") / absolute.relative_to(Path.home()))

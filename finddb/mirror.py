@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, delete, insert, select, text
 
-from miofind.errors import DatabaseError
+from miofind.errors import DatabaseError, DatabaseTargetError
 from miofind.finddb import entries, location, schema
 from miofind.finddb.database import BATCH
 from miofind.finddb.legible import legible
@@ -78,11 +78,12 @@ def mirror(url: str, path: str | Path) -> Mirrored:
     The file is written to by nobody else. Whoever reads it meanwhile sees what it held before.
 
     Raises:
-        DatabaseError: the server cannot be read, the file cannot be written, or is a FindDB of its own.
+        DatabaseError: the server cannot be read, or the file cannot be written.
+        DatabaseTargetError: the file is a FindDB of its own.
     """
     file = location.checked_path(path)
     if file is None:
-        raise DatabaseError("a mirror is a file that other processes read: name one")
+        raise DatabaseTargetError("a mirror is a file that other processes read: name one")
     server_url = location.server_url(url)
     if server_url is None:
         raise DatabaseError(f"{url} is a file, and a mirror is of a server: copy it, or use `miofind db merge`")
@@ -125,14 +126,14 @@ def _seen(connection: Connection, target: SqliteFile) -> _Seen | None:
     """What the file has seen; None where it is new.
 
     Raises:
-        DatabaseError: it is no mirror, and holds something.
+        DatabaseTargetError: it is no mirror, and holds something.
     """
     noted = schema.note(connection, schema.MIRROR)
     if noted is not None:
         with legible():
             return _Seen(**from_json(noted))
     if entries.problems(connection):
-        raise DatabaseError(
+        raise DatabaseTargetError(
             f"{target.where} is a FindDB of its own, which a mirror would replace: name another file, or a new one"
         )
     return None

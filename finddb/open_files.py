@@ -138,7 +138,10 @@ def _opened(path: Path, *, to_write: bool) -> tuple[int, bool]:
     except OSError as error:
         if not to_write or error.errno not in _NOT_WRITABLE:
             raise
-        descriptor, is_writable = os.open(path, os.O_RDONLY | always), False
+        try:
+            descriptor, is_writable = os.open(path, os.O_RDONLY | always), False
+        except FileNotFoundError:
+            raise error from None  # there is none, and none can be made: that is what keeps it from being used
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))

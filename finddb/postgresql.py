@@ -17,7 +17,7 @@ from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.exc import DisconnectionError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
-from miofind.errors import DatabaseError
+from miofind.errors import DamagedDatabaseError, DatabaseError, MissingDriverError, install_extra
 from miofind.finddb.legible import UnreadableEntryError
 
 if TYPE_CHECKING:
@@ -72,15 +72,16 @@ class Connector:
         where: the server's name in messages.
 
     Raises:
-        DatabaseError: the driver is not installed, or the URL is malformed.
+        MissingDriverError: the driver is not installed.
+        DatabaseError: the URL is malformed.
     """
 
     def __init__(self, url: str, where: str) -> None:
         try:
             import psycopg
         except ImportError as error:
-            raise DatabaseError(
-                f"{where} needs psycopg, which speaks to PostgreSQL and is not installed: pip install 'miofind[server]'"
+            raise MissingDriverError(
+                f"{where} needs psycopg, which speaks to PostgreSQL and is not installed: {install_extra('server')}"
             ) from error
         self._driver = psycopg
         self._where = where
@@ -170,7 +171,9 @@ def translated(where: str) -> Iterator[None]:
     try:
         yield
     except UnreadableEntryError as error:
-        raise DatabaseError(f"{where} holds an entry that cannot be read ({error}): check the database") from error
+        raise DamagedDatabaseError(
+            f"{where} holds an entry that cannot be read ({error}): check the database"
+        ) from error
     except SQLAlchemyError as error:
         cause = getattr(error, "orig", None) or error
         if isinstance(cause, (MemoryError, RecursionError)):  # they speak of the process, not of the server
@@ -203,6 +206,7 @@ def _database_error(where: str, error: BaseException) -> DatabaseError:
         if advice := _ADVICE.get(state[:length]):
             return DatabaseError(f"{where} cannot be used: {advice} ({told})")
     if not state:
+        told = told.rstrip(".?! ")  # libpq ends with "... accepting TCP/IP connections?"
         return DatabaseError(
             f"{where} cannot be reached: {told}. Correct the URL, or see that the server runs and lets you in"
         )

@@ -10,12 +10,12 @@ import errno
 import functools
 import math
 import os
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from miofind.errors import DatabaseError
+from miofind.errors import DatabaseError, DatabaseTargetError
 from miofind.finddb import entries, ranking
 from miofind.finddb.exchange import release_of
 from miofind.finddb.location import MEMORY, checked_path, shown
@@ -78,8 +78,8 @@ def write_release(sources: Sequence[Store], path: str | Path, rules: ReleaseRule
         sources: files that are written to, or releases, of this schema version or older ones.
 
     Raises:
-        DatabaseError: a source cannot be read, nothing of them may ship, `path` is a database but no release, or the
-            file cannot be written; `path` is as it was then.
+        DatabaseError: a source cannot be read, or nothing of them may ship.
+        DatabaseTargetError: `path` is a database but no release, or the file cannot be written; it is as it was then.
     """
     path = _target(path)
     replaced = _replaced(path)
@@ -93,7 +93,7 @@ def write_release(sources: Sequence[Store], path: str | Path, rules: ReleaseRule
     release = release_of(shipped, parent=replaced or _first_release(sources))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with translated(shown(path)):
+        with _written(path):
             _write(temporary, shipped, release)
             fold_logs(path)
             os.replace(temporary, path)
@@ -115,23 +115,33 @@ def _write(path: Path, histories: Sequence[History], release: Release) -> None:
         execute(connection, "VACUUM")
 
 
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Turns what goes wrong in the block into a DatabaseTargetError about the file that is to be written."""
+    try:
+        with translated(shown(path)):
+            yield
+    except DatabaseError as error:
+        raise DatabaseTargetError(*error.args) from error
+
+
 def _target(path: str | Path) -> Path:
     """The file that a release replaces.
 
     Raises:
-        DatabaseError: it is in memory or a server's, a folder or a device.
+        DatabaseTargetError: it is in memory or a server's, a folder or a device.
     """
     file = checked_path(path)
     if file is None:
-        raise DatabaseError(f"a release is a file, {MEMORY} is none: name one")
-    with translated(shown(file)):
+        raise DatabaseTargetError(f"a release is a file, {MEMORY} is none: name one")
+    with _written(file):
         file = Path(os.path.realpath(file))
         if file.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if file.exists() and not file.is_file():
-            raise DatabaseError(f"{shown(file)} is no regular file, which a release could replace: name another")
+            raise DatabaseTargetError(f"{shown(file)} is no regular file, which a release could replace: name another")
         if is_of_database(file) and not is_database(file):
-            raise DatabaseError(f"{shown(file)} is the log of a database: name another")
+            raise DatabaseTargetError(f"{shown(file)} is the log of a database: name another")
     return file
 
 
@@ -139,15 +149,15 @@ def _replaced(path: Path) -> Release | None:
     """The release that a new one replaces; None where there is no database.
 
     Raises:
-        DatabaseError: what is there is a FindDB that is written to, or another database: its rows would be lost.
+        DatabaseTargetError: what is there is a FindDB that is written to, or another database: its rows would be lost.
     """
-    with translated(shown(path)):
+    with _written(path):
         if not is_database(path):
             return None
     with Store(path, read_only=True) as store:
         release = store.release()
     if release is None:
-        raise DatabaseError(
+        raise DatabaseTargetError(
             f"{shown(path)} is a FindDB and no release, so its rows would be lost: name another file for the release, "
             "or remove this one"
         )

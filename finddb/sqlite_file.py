@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from miofind.errors import DatabaseError
+from miofind.errors import DamagedDatabaseError, DatabaseError, file_advice
 from miofind.finddb import location, logs, open_files
 from miofind.finddb.legible import UnreadableEntryError
 from miofind.finddb.open_files import OpenFile
@@ -140,7 +140,9 @@ def translated(where: str) -> Iterator[None]:
     try:
         yield
     except UnreadableEntryError as error:
-        raise DatabaseError(f"{where} holds an entry that cannot be read ({error}): check the database") from error
+        raise DamagedDatabaseError(
+            f"{where} holds an entry that cannot be read ({error}): check the database"
+        ) from error
     except SQLAlchemyError as error:
         cause = getattr(error, "orig", None) or error
         if isinstance(cause, (MemoryError, RecursionError)):  # they speak of the process, not of the file
@@ -152,14 +154,16 @@ def translated(where: str) -> Iterator[None]:
 
 def _database_error(where: str, error: BaseException) -> DatabaseError:
     if isinstance(error, OSError):
-        reason = f"{error.strerror or type(error).__name__}: correct the permissions, or name another file"
+        reason = f"{error.strerror or type(error).__name__}: {file_advice(error)}"
         return DatabaseError(f"{where} cannot be used: {reason}")
     if isinstance(error, UnicodeDecodeError) or _NO_TEXT in str(error):  # the first, of SQLite's own message
-        return DatabaseError(f"{where} is damaged: restore it from a copy, or name another file")
+        return DamagedDatabaseError(f"{where} is damaged: restore it from a copy, or name another file")
     code = getattr(error, "sqlite_errorcode", None)
     advice = _ADVICE.get(code & 0xFF) if isinstance(code, int) else None
     told = " ".join(str(error).split())[:200]  # SQLite's messages may hold what is stored
-    return DatabaseError(f"{where} cannot be used: {advice or f'{told}: run `miofind db check` on it'}")
+    is_damage = isinstance(code, int) and code & 0xFF == sqlite3.SQLITE_CORRUPT
+    kind = DamagedDatabaseError if is_damage else DatabaseError
+    return kind(f"{where} cannot be used: {advice or f'{told}: run `miofind db check` on it'}")
 
 
 def open_file(path: Path, mode: str) -> sqlite3.Connection:

@@ -18,7 +18,10 @@
     ├── WrongResultError         a solution failed verification
     ├── MeasurementError         a solution could not be timed
     ├── DatabaseError            a FindDB that cannot be used as asked
-    │   └── SchemaVersionError   a FindDB of another schema version
+    │   ├── SchemaVersionError   a FindDB of another schema version
+    │   ├── DamagedDatabaseError a FindDB whose content is spoilt
+    │   ├── DatabaseTargetError  a file that no FindDB can be written into
+    │   └── MissingDriverError   its driver is not installed; a MissingLibraryError, too
     ├── ModelError               a model of candidates' times that cannot be read, written or trained
     └── SolutionFileError        a saved solution that cannot be loaded
 
@@ -177,12 +180,49 @@ class SchemaVersionError(DatabaseError):
     """A FindDB of a schema version that this release does not read."""
 
 
+class DamagedDatabaseError(DatabaseError):
+    """A FindDB whose content is spoilt: cut off, overwritten, or with entries that make no sense."""
+
+
+class DatabaseTargetError(DatabaseError):
+    """A file that was named for a new FindDB, and cannot be written or holds what would be lost."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class MissingDriverError(DatabaseError, MissingLibraryError):
+    """The library that speaks to a FindDB's server is not installed; the message says how to install it."""
+
+    exit_code: ClassVar[int] = 3
+
+
 class ModelError(MiofindError):
     """A model of candidates' times that cannot be read or written, or that is not worth writing."""
 
 
 class SolutionFileError(MiofindError, ValueError):
-    """A saved solution that cannot be loaded: damaged, of another architecture or of other sources."""
+    """A saved solution that cannot be loaded, or saved: damaged, of another architecture or of other sources."""
+
+    exit_code: ClassVar[int] = 2
+
+
+def install_extra(name: str) -> str:
+    """How to install one of miofind's extras, for the end of a message: miofind is on no index of packages."""
+    return (
+        f"install miofind's extra {name}: `pip install -e '.[{name}]'` in its clone, "
+        f"`pip install 'FILE.whl[{name}]'` for its wheel"
+    )
+
+
+def file_advice(error: OSError) -> str:
+    """What to do about a file that cannot be read or written, for the end of a message."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return "correct the path"
+    if isinstance(error, IsADirectoryError):
+        return "name a file in it"
+    if isinstance(error, PermissionError):
+        return "correct the permissions, or name another file"
+    return "correct that, or name another file"
 
 
 def described(foreign: object, form: Callable[[object], str] = repr) -> str:

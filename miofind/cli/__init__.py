@@ -1,6 +1,6 @@
 """The command line: click commands that parse arguments, call the library and print results.
 
-Exit codes: 0 done, 1 failed, 2 usage or missing file, 3 environment, 4 database, 130 interrupted. Results go to stdout,
+Exit codes: 0 done, 1 failed, 2 usage or files, 3 environment, 4 database, 130 interrupted. Results go to stdout,
 progress, logs and errors to stderr.
 """
 
@@ -119,7 +119,7 @@ def _printable(error: click.ClickException) -> click.ClickException:
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExit codes:\n"
-    "  0 done, 1 failed, 2 wrong usage or a missing file, 3 no GPU or library,\n"
+    "  0 done, 1 failed, 2 wrong usage or an unusable file, 3 no GPU or library,\n"
     "  4 unusable FindDB, 130 interrupted\n\n"
     "\b\nExample:\n  miofind find conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1",
 )
@@ -128,5 +128,9 @@ def _printable(error: click.ClickException) -> click.ClickException:
 @click.pass_context
 def main(ctx: click.Context, verbose: int) -> None:
     """Find, remember and run the fastest correct convolution on an NVIDIA GPU."""
+    from miofind.finddb.location import tell_whole_paths  # the command, whose module is there by now, imports it, too
+
     configure_logging(verbose)
     ctx.call_on_close(reset_logging)
+    tell_whole_paths(True)
+    ctx.call_on_close(lambda: tell_whole_paths(False))

@@ -154,7 +154,7 @@ def _known(archs: tuple[Device, ...]) -> tuple[Device, ...]:
         if device.sm not in toolchain().sms:
             known = ", ".join(Device.virtual(str(sm)).arch for sm in sorted(toolchain().sms))
             told = f"NVRTC {toolchain().version} compiles for {known}: choose of these, or install a newer NVRTC"
-            raise InvalidOptionError(f"--arch {device.arch}: {told}")
+            raise InvalidOptionError(f"--arch {device.sm}: {told}")
     return archs
 
 
@@ -250,10 +250,14 @@ def _show(report: _Report, compiler: Compiler, seconds: float) -> None:
         for name, reason in reasons.items():
             print_note(f"{kind}: {name}: {reason}")
     stats = compiler.cache.stats()
-    where = stats.directory or "nowhere: the disk cannot be used"
+    held = (
+        "nothing is cached: the disk cannot be used"
+        if stats.directory is None
+        else f"the cache holds {stats.entries}, {bytes_text(stats.bytes)}, {stats.directory}"
+    )
     print_text(
         f"kernels: {len(report.built)} in {seconds_text(seconds)}, {report.failed} failed, {stats.hits} known already, "
-        f"some in one binary; the cache holds {stats.entries}, {bytes_text(stats.bytes)}, {where}"
+        f"some in one binary; {held}"
     )
     if shared := sharing(compiler.cache):
         print_text(f"store: {shared['fetched']} taken, {shared['published']} given")

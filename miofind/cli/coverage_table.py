@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from miofind.cli.coverage import DeviceCoverage, SuiteCoverage, Variant
-from miofind.cli.output import Sheet, print_text
+from miofind.cli.output import Sheet, count_text, print_text
 from miofind.core.problem import Direction, Layout
 from miofind.device.device import device_text
 
@@ -20,7 +20,7 @@ _Counts = Mapping[tuple[str, str], int]
 def show_device(held: DeviceCoverage) -> None:
     """Print the number of a device's problems, and how many of those asked are answered."""
     types = ", ".join(f"{name} {count}" for name, count in held.types.items())
-    print_text(f"  {device_text(held.device)}: {held.problems} problems ({types})")
+    print_text(f"  {device_text(held.device)}: {count_text(held.problems, 'problem')} ({types})")
     sample = "" if held.asked == held.problems else f"; a sample of {held.asked}, --all asks all"
     print_text(f"    finds answered without measuring: {held.answered} of {held.asked}{sample}")
 

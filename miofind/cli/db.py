@@ -29,11 +29,20 @@ from miofind.cli.options import (
     json_option,
     one_of,
 )
-from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_path, print_text, reader_may_leave
+from miofind.cli.output import (
+    Sheet,
+    bytes_text,
+    count_text,
+    print_json,
+    print_note,
+    print_path,
+    print_text,
+    reader_may_leave,
+)
 from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device.device import Device, device_text
-from miofind.errors import DatabaseError
+from miofind.errors import DamagedDatabaseError, DatabaseError, InvalidOptionError, file_advice
 from miofind.files import replacing
 from miofind.find.row_check import RowCheck
 from miofind.finddb import (
@@ -97,8 +106,16 @@ def _writing(database: str | None) -> Store:
     return Store(database or user_path())
 
 
+def _not_a_folder(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and Path(value).expanduser().is_dir():
+        raise click.BadParameter(f"{value} is a folder: name a file in it")
+    return value
+
+
 @db.command("path", epilog=example("miofind db path"))
-@click.option("--db", "database", metavar="PATH", help="FindDB whose path is printed; it need not exist.")
+@click.option(
+    "--db", "database", metavar="PATH", callback=_not_a_folder, help="FindDB whose path is printed; it need not exist."
+)
 @json_option
 @verbose_option
 def path_(database: str | None, as_json: bool) -> None:
@@ -123,10 +140,15 @@ def stats(database: str | None, as_json: bool) -> None:
         if as_json:
             print_json({"database": store.location} | asdict(found))
             return
-        print_text(
-            f"{store.location}: {found.problems} problems, {found.rows} measurements, {found.scopes} finds, "
-            f"{found.verdicts} verdicts, {found.rechecks} to measure again, {bytes_text(found.file_bytes)}"
-        )
+        counts = {
+            "problem": found.problems,
+            "measurement": found.rows,
+            "find": found.scopes,
+            "verdict": found.verdicts,
+        }
+        told = ", ".join(count_text(count, noun) for noun, count in counts.items())
+        size = bytes_text(found.file_bytes)
+        print_text(f"{store.location}: {told}, {found.rechecks} to measure again, {size}")
     for what, counts in _counts(found).items():
         if counts:
             made = Sheet("", (what, "count"), right=("count",))
@@ -170,7 +192,7 @@ def show(line: tuple[str, ...], everything: bool, database: str | None, as_json:
     for view in found:
         show_history(view)
     if not found:
-        raise DatabaseError(f"{where} has nothing of {', '.join(wanted)}: measure it with `miofind tune`")
+        raise InvalidOptionError(f"{where} has nothing of {', '.join(wanted)}: measure it with `miofind tune`")
 
 
 @_command("export", "miofind db export finddb.jsonl", "miofind db export - | gzip > finddb.jsonl.gz")
@@ -190,15 +212,18 @@ def export(file: Path, database: str | None, as_json: bool) -> None:
             return
         try:
             if is_of_database(file):
-                raise DatabaseError(f"{file} is a database, not an export: name another file; --db is what is exported")
+                raise InvalidOptionError(
+                    f"{file} is a database, not an export: name another file; --db is what is exported"
+                )
             with replacing(file) as target:
                 count = store.export_jsonl(target)
         except OSError as error:
-            raise click.FileError(str(file), error.strerror) from error
+            reason = f"{error.strerror}: {file_advice(error)}"
+            raise InvalidOptionError(f"file {file} cannot be written: {reason}") from error
     if as_json:
         print_json({"file": str(file), "lines": count})
     else:
-        print_text(f"{count} lines written to {file}")
+        print_text(f"{count_text(count, 'line')} written to {file}")
 
 
 @_command("import", "miofind db import finddb.jsonl", may_begin=True)
@@ -248,11 +273,19 @@ def check(file: str | None, database: str | None, as_json: bool) -> None:
     The whole file is read: its pages, its schema and its entries. A row is sound if its problem parses, its solver is
     registered, its configuration is valid and its workspace is as declared. The content of a release must have the hash
     that the release states.
+
+    The exit code is 1 where anything is wrong with it, and 4 where it cannot be looked at.
     """
     rows = RowCheck(Registry.default())
-    with _reading(one_of(file, database)) as store:
-        findings = store.check(rows)
-        where, version = store.location, store.schema_version
+    address = one_of(file, database) or user_path()
+    where, version = told_address(address), None
+    findings: tuple[str, ...]
+    try:
+        with _reading(address) as store:
+            findings = store.check(rows)
+            where, version = store.location, store.schema_version
+    except DamagedDatabaseError as error:  # so spoilt that it cannot even be opened
+        findings = (str(error),)
     if as_json:
         report = {"database": where, "schema_version": version, "sound": not findings, "findings": list(findings)}
         print_json(report | {"rows_checked": rows.checked, "rows_void": rows.void})
@@ -261,9 +294,10 @@ def check(file: str | None, database: str | None, as_json: bool) -> None:
             print_text(finding)
         if len(findings) > _MOST_FINDINGS:
             print_text(f"and {len(findings) - _MOST_FINDINGS} more: see --json")
-        told = f"{len(findings)} findings" if findings else "sound"
-        print_text(f"{where}: {told}; {rows.checked} rows checked against the solvers, {rows.void} of other releases")
-        if version < SCHEMA_VERSION:
+        told = count_text(len(findings), "finding") if findings else "sound"
+        checked = f"{count_text(rows.checked, 'row')} checked against the solvers, {rows.void} of other releases"
+        print_text(f"{where}: {told}; {checked}")
+        if version is not None and version < SCHEMA_VERSION:
             print_note(f"it has schema version {version}: `miofind db upgrade` lets this release write to it")
     if findings:
         raise click.exceptions.Exit(1)
@@ -293,7 +327,9 @@ def prune(what: str, device: Device, database: str | None, as_json: bool) -> Non
         print_json({"database": store.location, "removed": removed, "rows": left.rows})
         return
     size = left.file_bytes if store.path is None else store.path.stat().st_size  # a file shrinks when it is closed
-    print_text(f"{removed} measurements removed, {left.rows} left in {store.location} ({bytes_text(size)})")
+    print_text(
+        f"{count_text(removed, 'measurement')} removed, {left.rows} left in {store.location} ({bytes_text(size)})"
+    )
     if what == Prune.FAILED.value and removed:
         print_note("problems whose failures were removed are measured again by the next `miofind tune --force`")
 
@@ -318,6 +354,6 @@ def upgrade_(database: str | None, as_json: bool) -> None:
         return
     if is_new_schema:
         print_text(f"{done.database}: schema version {done.from_version or 'none'} is now {done.to_version}")
-    print_text(f"{done.database}: {done.answers} answers are derived anew from their measurements")
+    print_text(f"{done.database}: {count_text(done.answers, 'answer')} derived anew from measurements")
     if done.backup is not None:
         print_text(f"  the file as it was: {done.backup}")

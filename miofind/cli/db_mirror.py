@@ -9,18 +9,21 @@ from typing import Any
 import click
 
 from miofind.cli.options import FindDBFile, Number, example, json_option
-from miofind.cli.output import print_json, print_note, print_text
+from miofind.cli.output import count_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.errors import DatabaseError
-from miofind.finddb import Mirrored, mirror
+from miofind.finddb import Mirrored, mirror, server_url
 
 
 class _ServerURL(click.ParamType):  # type: ignore[type-arg]
-    """The URL of a server as it is: what it cannot be is told without quoting it."""
+    """The URL of a server as it is: what one cannot be is told without quoting it."""
 
     name = "URL"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if server_url(value) is None:
+            named = "it" if "@" in str(value) else value  # a URL without its scheme may hold a password
+            self.fail(f"{named} is a file, and a mirror is of a server: copy it, or use `miofind db merge`", param, ctx)
         return str(value)
 
 
@@ -56,4 +59,4 @@ def _print(done: Mirrored, as_json: bool) -> None:
         print_json(asdict(done))
         return
     read = "all were read" if done.is_whole else f"{done.changed} of them new or changed, {done.removed} more gone"
-    print_text(f"{done.database}: {done.problems} problems, {read}")
+    print_text(f"{done.database}: {count_text(done.problems, 'problem')}, {read}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from miofind.cli.options import FindDBFile, example, json_option
-from miofind.cli.output import bytes_text, print_json, print_note, print_text
+from miofind.cli.output import bytes_text, count_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.device.device import device_text
 from miofind.errors import InvalidOptionError
@@ -101,7 +101,7 @@ def _print(out: Path, made: Release, keep: Shipping, besides: str) -> None:
     print_text(f"{out}: {bytes_text(out.stat().st_size)}, content {made.content_hash[:16]}")
     print_text(f"  after {made.parent[:16]}" if made.parent else "  the first of its line")
     for device, count in made.problems.items():
-        print_text(f"  {device_text(device)}: {count} problems, {made.rows[device]} rows")
+        print_text(f"  {device_text(device)}: {count_text(count, 'problem')}, {count_text(made.rows[device], 'row')}")
     left_out = [f"{count} {why}" for why, count in _left_out(keep).items() if count]
     print_text(f"  rows left out: {', '.join([*left_out, besides])}")
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from miofind.cli.output import (
     Sheet,
     bytes_text,
+    count_text,
     error_text,
     print_json,
     print_text,
@@ -101,7 +102,7 @@ def show_history(view: HistoryView) -> None:
         filters = ", ".join(f"{name}={value}" for name, value in scope.filters.items())
         ended = "" if scope.complete else ", ended early"
         print_text(
-            f"  find of {len(scope.solvers)} solvers ({scope.effort}{ended})"
+            f"  find of {count_text(len(scope.solvers), 'solver')} ({scope.effort}{ended})"
             f"{f', {filters}' if filters else ''} at {scope.created_at[:16].replace('T', ' ')}"
         )
 
@@ -127,7 +128,7 @@ def list_problems(store: Store, as_json: bool) -> None:
         for key, row in group:
             made.add(key.network_config, *_best_cells(key, row))
         made.print()
-    print_text(f"{len(found)} problems in {store.location}")
+    print_text(f"{count_text(len(found), 'problem')} in {store.location}")
 
 
 def _best_cells(key: ProblemKey, row: Row | None) -> tuple[str, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
 import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +20,7 @@ from miofind import __version__
 from miofind.cli.coverage import DeviceCoverage, SuiteLayers, answered_finds, coverage, suite_layers
 from miofind.cli.coverage_table import show_device, show_suites
 from miofind.cli.options import example, json_option
-from miofind.cli.output import bytes_text, print_json, print_text
+from miofind.cli.output import bytes_text, count_text, print_json, print_text
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, CacheStats, nvrtc_version
 from miofind.device.device import (
@@ -57,6 +59,15 @@ _OTHER_PACKAGES = {
     "sqlalchemy": "sqlalchemy",
 }
 _CUPY_BUILDS = {"cupy-cuda12x": "12", "cupy-cuda13x": "13"}
+_OPTIONAL = {
+    "onnx": ("onnx", "networks in .onnx files"),
+    "psycopg": ("server", "FindDBs on a PostgreSQL server"),
+    "altair": ("report", "`miofind report`"),
+    "lightgbm": ("train", "`miofind train`"),
+    "torch": ("torch", "miofind.torch, networks in .pt2 files"),
+}
+"""Modules that nothing but what is named needs, each with the extra that brings it."""
+
 _SAMPLE = 64
 """Finds tried of each device's problems: a FindDB of some thousand has them tried for seconds."""
 
@@ -99,10 +110,11 @@ class _Model:
 
 @dataclass(slots=True)
 class _Examination:
-    """The findings; `missing` says what to do, `notes` what is so and no fault."""
+    """The findings; `missing` says what to do, `notes` and `not_installed` what is so and no fault."""
 
     devices: list[Device] = field(default_factory=list)
     libraries: dict[str, str] = field(default_factory=dict)
+    not_installed: list[str] = field(default_factory=list)
     databases: list[_Database] = field(default_factory=list)
     suites: list[SuiteLayers] = field(default_factory=list)
     known: set[ProblemKey] = field(default_factory=set)
@@ -139,13 +151,15 @@ def doctor(asks_all: bool, as_json: bool) -> None:
     found = _Examination()
     found.devices = _devices(found)
     found.libraries = found.attempt("libraries", _libraries) or {}
+    found.not_installed = found.attempt("libraries", _not_installed) or []
     found.attempt("NVRTC", nvrtc_version)
     _find_missing_libraries(found)
     found.attempt("CUDA versions", lambda: _find_two_cudas(found))
     found.suites = found.attempt("suites", suite_layers) or []
     found.databases = [_database(user_path(), "user", found.known), *_shipped_databases(found)]
     sample = None if asks_all else _SAMPLE
-    covered = found.attempt("coverage", lambda: coverage(found.known, found.suites, answered_finds, sample))
+    with _databases_not_warned_of():
+        covered = found.attempt("coverage", lambda: coverage(found.known, found.suites, answered_finds, sample))
     found.coverage = covered or []
     found.missing += [f"{db.kind} FindDB {db.path}: {db.note}" for db in found.databases if db.note and not db.usable]
     for path in found.attempt("models", model_paths) or ():
@@ -157,6 +171,7 @@ def doctor(asks_all: bool, as_json: bool) -> None:
         found.missing.append("binary cache: the disk cannot be used, kernels are compiled in every process")
     if covered is not None:
         _find_unknown_devices(found)
+    found.missing = _each_once(found.missing)
     if as_json:
         print_json(_json(found))
     else:
@@ -178,6 +193,35 @@ def _libraries() -> dict[str, str]:
     found = dict(versions(Device.default()))
     installed = {name: _version_of(package) for name, package in _OTHER_PACKAGES.items()}
     return found | {name: version for name, version in installed.items() if version}
+
+
+@contextlib.contextmanager
+def _databases_not_warned_of() -> Iterator[None]:
+    """Have finds that are tried not warn of databases that cannot be used: those stand among what is missing."""
+
+    def refuse(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING
+
+    logger = logging.getLogger("miofind")  # of the FindDBs; other modules have their own below it
+    logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)
+
+
+def _not_installed() -> list[str]:
+    """What is optional and absent: each library with its extra, and what needs it."""
+    return [
+        f"{module} (extra {extra}): {use}"
+        for module, (extra, use) in _OPTIONAL.items()
+        if importlib.util.find_spec(module) is None
+    ]
+
+
+def _each_once(missing: list[str]) -> list[str]:
+    """The lines without those that another says with more about it, such as which FindDB it is of."""
+    return [line for line in missing if not any(other != line and other.endswith(f": {line}") for other in missing)]
 
 
 def _find_missing_libraries(found: _Examination) -> None:
@@ -311,10 +355,11 @@ def _exists(path: str) -> bool:
 
 def _show(found: _Examination) -> None:
     print_text(f"miofind {__version__}, Python {platform.python_version()}, {platform.platform()}")
-    _section("Missing", found.missing or ["nothing"])
+    _section("Missing", found.missing or [_nothing_missing(found)])
     _section("Devices", [*map(_device_line, found.devices), *found.notes])
     names = [f"{name} {version}" for name, version in found.libraries.items() if name not in ("miofind", "python")]
-    _section("Libraries", [", ".join(names) or "none"])
+    optional_lines = [f"not installed: {line}" for line in found.not_installed]
+    _section("Libraries", [", ".join(names) or "none", *optional_lines])
     _section("FindDBs, in the order they are asked", [_database_line(database) for database in found.databases])
     _show_coverage(found)
     if found.models:
@@ -323,6 +368,13 @@ def _show(found: _Examination) -> None:
     variables = [f"{name}={value}" for name, value in _environment().items()]
     if variables:
         _section("Environment", variables)
+
+
+def _nothing_missing(found: _Examination) -> str:
+    """What is said where nothing is wrong: what is absent and need not be there is named."""
+    absent = [] if any(device.index >= 0 for device in found.devices) else ["a GPU (see Devices)"]
+    absent += ["optional libraries (see Libraries)"] if found.not_installed else []
+    return f"nothing but {' and '.join(absent)}" if absent else "nothing"
 
 
 def _environment() -> dict[str, str]:
@@ -348,13 +400,15 @@ def _device_line(device: Device) -> str:
 def _database_line(database: _Database) -> str:
     if not database.usable:
         return f"{database.kind:7} {database.path}: CANNOT BE USED, see above"
-    told = f"{database.problems} problems, {database.rows} measurements, {bytes_text(database.bytes)}"
+    counts = f"{count_text(database.problems, 'problem')}, {count_text(database.rows, 'measurement')}"
+    told = f"{counts}, {bytes_text(database.bytes)}"
     return f"{database.kind:7} {database.path}: {database.note or told}"
 
 
 def _model_line(model: _Model) -> str:
     regrets = ", ".join(f"{printable(name)} {100 * value:.1f} %" for name, value in sorted(model.regrets.items()))
-    return f"{model.path}: {device_text(model.device)}, {model.problems} problems; off the best: {regrets or 'unknown'}"
+    of = f"{device_text(model.device)}, {count_text(model.problems, 'problem')}"
+    return f"{model.path}: {of}; off the best: {regrets or 'unknown'}"
 
 
 def _show_coverage(found: _Examination) -> None:
@@ -381,6 +435,7 @@ def _json(found: _Examination) -> dict[str, object]:
         "platform": platform.platform(),
         "devices": [{"identity": device.identity} | asdict(device) for device in found.devices],
         "libraries": found.libraries,
+        "not_installed": found.not_installed,
         "databases": [asdict(database) for database in found.databases],
         "suites": {suite.name: len(suite) for suite in found.suites},
         "coverage": [_coverage_json(held) for held in found.coverage],

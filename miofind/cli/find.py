@@ -111,7 +111,8 @@ def find(
       --w 64,64,3,3              k,c/groups,y,x
       --padding 0 --stride 1 --dilation 1
                                  one number, or one a dimension as in 1,2;
-                                 padding before:after a dimension as in 0:1,0:1
+                                 padding before:after a dimension as in 0:1,0:1,
+                                 or same, or valid
       --groups 1 --dtype float32 --layout NCHW --math ieee
       --direction forward        backward_data, backward_weights, all
 
@@ -152,15 +153,15 @@ def find(
             except NoSolutionError as error:
                 unsolved.append(error)
                 found.append(_Found(problem=problem, failed=failed_outcomes(problem, options, handle)))
-        if save is not None and found[0].solutions:
-            found[0].solutions[0].save(save)
-            print_note(f"saved {found[0].solutions[0].id} to {save}")
         if as_json:  # the FindDB, which tells ties, is still open
             print_json({"device": device.identity, "problems": [_json(each, top) for each in found]})
         else:
             print_text(f"{device.name}, {device.place.value}")
             for each in found:
                 _show(each, top, options, handle)
+        if save is not None and found[0].solutions:  # at the end: what was found is shown, whatever becomes of this
+            found[0].solutions[0].save(save)
+            print_note(f"saved {found[0].solutions[0].id} to {save}")
     if unsolved:
         is_elsewhere = all(isinstance(error, NoPlaceError) for error in unsolved)
         raise (NoPlaceError if is_elsewhere else NoSolutionError)("\n".join(map(str, unsolved)))

@@ -34,7 +34,7 @@ from miofind.cli.options import (
     search_options,
     time_budget_option,
 )
-from miofind.cli.output import print_json, print_note, print_text, seconds_text, stdout
+from miofind.cli.output import count_text, print_json, print_note, print_text, seconds_text, stdout
 from miofind.cli.problems import request_options, requests_of
 from miofind.cli.store import cache_over, store_options
 from miofind.cli.tune import gpus_option
@@ -87,9 +87,9 @@ def _command(name: str, *examples: str, **settings: Any) -> Callable[[Callable[.
 
 @_command("init", "miofind fleet init --database postgresql://admin@host/miofind")
 def init(url: str, as_json: bool) -> None:
-    """Make the tables of a fleet, or bring those of an older release up to this one's.
+    """Make or update the tables of a fleet on a server.
 
-    What the tables hold stays.
+    Those of an older release are brought up to this one's; what they hold stays.
     """
     database = FleetDatabase(url)
     try:
@@ -160,12 +160,14 @@ def submit_(
     seconds = sum(map(nominal_seconds(request), (each.problem for each in requests)))
     if dry_run:
         found: dict[str, object] = {"campaign": campaign, "problems": len(requests), "estimated_gpu_seconds": seconds}
-        told = f"{len(requests)} problems, about {seconds_text(seconds)} of a large GPU's time by their sizes"
+        problems = count_text(len(requests), "problem")
+        told = f"{problems}, about {seconds_text(seconds)} of a large GPU's time by their sizes"
     else:
         with opened(url) as database:
             done = submit(database, request, requests)
         found = asdict(done) | {"name": campaign, "estimated_gpu_seconds": seconds}
-        told = f"{campaign}: {done.problems} problems, {done.added} of them new, and {done.jobs} new jobs"
+        problems, jobs = count_text(done.problems, "problem"), count_text(done.jobs, "new job")
+        told = f"{campaign}: {problems}, {done.added} of them new, and {jobs}"
     told_or_json(found, told, as_json=as_json)
 
 
@@ -256,7 +258,7 @@ def _tell_end(end: AgentEnd, *, as_json: bool) -> None:
         print_json(asdict(end))
         return
     merged = "all is on the server" if end.is_merged else "the next agent here brings the rest to the server"
-    print_text(f"{end.done} problems measured, {end.failed} failed; {merged}", *end.lost)
+    print_text(f"{count_text(end.done, 'problem')} measured, {end.failed} failed; {merged}", *end.lost)
 
 
 def _local_path() -> str:
@@ -332,7 +334,10 @@ def resume(url: str, name: str, as_json: bool) -> None:
     help="Which jobs; repeatable.  [default: both]",
 )
 def retry_(url: str, name: str, states: tuple[str, ...], as_json: bool) -> None:
-    """Measure the jobs of a campaign again that failed, or were parked since devices were lost over them."""
+    """Measure a campaign's failed or parked jobs again.
+
+    Parked are those over which devices were lost.
+    """
     chosen = tuple(map(JobState, states)) or (JobState.FAILED, JobState.PARKED)
     with opened(url) as database:
         count = retry(database, name, chosen)
@@ -363,9 +368,10 @@ def quarantine(url: str, gpus: tuple[str, ...], reason: str, clear: bool, as_jso
 @click.option("--days", type=click.IntRange(min=1), default=30, show_default=True, metavar="N", help="Age that is old.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed; remove nothing.")
 def gc(url: str, days: int, dry_run: bool, as_json: bool) -> None:
-    """Remove what is old: campaigns that ended, agents and GPUs that are gone, jobs that no host can take any more.
+    """Remove old campaigns, agents, GPUs and jobs.
 
-    No measurement is removed: `miofind db prune` does that. GPUs that are suspect or quarantined stay.
+    Those are campaigns that ended, agents and GPUs that are gone, jobs that no host can take any more. No measurement
+    is removed: `miofind db prune` does that. GPUs that are suspect or quarantined stay.
     """
     with opened(url) as database:
         found = collect(database, days, dry_run=dry_run)

@@ -49,8 +49,9 @@ def launch(
     stop: bool,
     as_json: bool,
 ) -> None:
-    """Have the workers of a Dask cluster run agents, until no campaign has anything left to do.
+    """Have the workers of a Dask cluster run agents.
 
+    They do until no campaign has anything left to do.
     Workers that have room for one run one each: `dask worker tls://host:8786 --resources miofind=1`. Those that come
     later do, too. The end, or Ctrl-C, drains them; what Dask loses, the queue does not. Agents open the server by the
     same URL and the password in their own ~/.pgpass.

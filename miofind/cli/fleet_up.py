@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
 from miofind.cli.fleet_session import fleet_command, opened
+from miofind.cli.options import InputFile
 from miofind.cli.output import print_json, print_text
 from miofind.fleet.launchers import kubernetes_manifest, read_hosts, slurm_script, start_by_ssh, stop_by_ssh
 from miofind.text.printable import printable
@@ -18,7 +20,9 @@ from miofind.text.printable import printable
     "miofind fleet up --slurm --nodes 16 --gpus-per-node 8 | sbatch",
     "miofind fleet up --kubernetes --image registry.example/miofind:0.1.0 | kubectl apply -f -",
 )
-@click.option("--ssh", "hosts_file", metavar="HOSTFILE", help="Start an agent on each host that the file names.")
+@click.option(
+    "--ssh", "hosts_file", metavar="HOSTFILE", type=InputFile(), help="Start an agent on each host that the file names."
+)
 @click.option("--slurm", is_flag=True, help="Print a job script for sbatch.")
 @click.option("--kubernetes", is_flag=True, help="Print a manifest for kubectl; the URL is in a secret of its own.")
 @click.option("--stop", is_flag=True, help="With --ssh: drain the agents.")
@@ -30,7 +34,7 @@ from miofind.text.printable import printable
 @click.option("--image", default="registry.example/miofind", show_default=True, help="For Kubernetes: with miofind.")
 def up(
     url: str,
-    hosts_file: str | None,
+    hosts_file: Path | None,
     slurm: bool,
     kubernetes: bool,
     stop: bool,
@@ -42,10 +46,11 @@ def up(
     image: str,
     as_json: bool,
 ) -> None:
-    """Start agents where no Dask cluster is: over ssh, or by a text for SLURM or Kubernetes.
+    """Start agents over ssh, SLURM or Kubernetes.
 
-    Over ssh each host has miofind in its PATH, ssh lets one in without a question, and agents go on when the command
-    has ended: `--stop` drains them. The password is in each host's ~/.pgpass.
+    For SLURM and Kubernetes a text is printed that starts them. Over ssh each host has miofind in its PATH, ssh lets
+    one in without a question, and agents go on when the command has ended: `--stop` drains them. The password is in
+    each host's ~/.pgpass.
     """
     if sum((hosts_file is not None, slurm, kubernetes)) != 1 or (stop and hosts_file is None):
         raise click.UsageError("name one of --ssh HOSTFILE, --slurm and --kubernetes; --stop goes with --ssh")

@@ -78,7 +78,7 @@ _COLUMNS = ("pairs", "count", "called different", "share", "bound", "noise", "ro
 
 
 def _show(report: NullTestReport, device: Device) -> None:
-    print_text(f"{device.name}, {report.protocol}, {report.solver_id}: {driver_line(report.problem)}")
+    print_text(f"{device.name}, protocol {report.protocol}, {report.solver_id}: {driver_line(report.problem)}")
     percent = f"{100 * report.slowdown:g} % slower"
     made = Sheet("", _COLUMNS, right=_COLUMNS[1:])
     for name, series, is_ok, bound in _judged(report, percent):

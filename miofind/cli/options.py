@@ -6,7 +6,9 @@ Driver lines own every short flag and MIOpenDriver's long ones, so options here 
 from __future__ import annotations
 
 import math
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +17,7 @@ import click
 
 from miofind.cli.output import print_note
 from miofind.device.device import Device
-from miofind.errors import NoDeviceError, UnknownSolverError, suggestion
+from miofind.errors import NoDeviceError, UnknownSolverError, file_advice, suggestion
 from miofind.find.search import DEFAULT_PATIENCE
 from miofind.finddb.location import checked_path, server_url, shown_url, told_address
 from miofind.options import FindEnforce, FindMode, FindOptions, Order
@@ -96,7 +98,10 @@ class InputFile(click.Path):
 
 
 class OutputFile(click.Path):
-    """The path of a file to write in an existing folder: a mistyped path makes no folders."""
+    """The path of a file to write in an existing folder: a mistyped path makes no folders.
+
+    That the folder takes files is looked at beforehand: what is written is mostly known after minutes of work.
+    """
 
     name = "file"
 
@@ -106,7 +111,10 @@ class OutputFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(value).expanduser()
         _check_folder(self, path, param, ctx)
-        return super().convert(path, param, ctx)
+        found = super().convert(path, param, ctx)
+        if str(value) != "-":
+            _check_can_be_made(self, path, param, ctx)
+        return found
 
 
 class FindDBFile(click.ParamType):  # type: ignore[type-arg]
@@ -130,6 +138,8 @@ class FindDBFile(click.ParamType):  # type: ignore[type-arg]
         if path.is_dir():
             self.fail(f"{value} is a folder: name a file in it", param, ctx)
         _check_folder(self, path, param, ctx)
+        if not path.exists():
+            _check_can_be_made(self, path, param, ctx)
         return str(value)
 
 
@@ -138,6 +148,23 @@ def _check_folder(
 ) -> None:
     if not path.parent.is_dir():
         kind.fail(f"there is no folder {path.parent}: correct the path, or make the folder first", param, ctx)
+
+
+def _check_can_be_made(
+    kind: OutputFile | FindDBFile, path: Path, param: click.Parameter | None, ctx: click.Context | None
+) -> None:
+    """Refuse a file whose folder takes none; a device or a pipe is written to as it is."""
+    try:
+        if path.exists() and not path.is_file():
+            return
+    except OSError as error:  # no file can have that name
+        kind.fail(f"{path} cannot be written: {error.strerror or error}: name another file", param, ctx)
+    try:
+        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+            pass
+    except OSError as error:
+        reason = f"{error.strerror or error} in its folder: {file_advice(error)}"
+        kind.fail(f"{path} cannot be written: {reason}", param, ctx)
 
 
 def _new_database(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

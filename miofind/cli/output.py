@@ -209,6 +209,11 @@ def error_text(max_error: float | None) -> str:
     return "-" if max_error is None else f"{max_error:.1e}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """A count with its noun, such as 1 problem or 2 problems."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def seconds_text(seconds: float) -> str:
     """A duration, such as 0.4 s, 12 s or 3 min 05 s."""
     if seconds < 60:

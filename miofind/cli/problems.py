@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -14,18 +17,21 @@ import click
 from miofind.cli.options import Choice, choice
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.driver.epilogue import FLAG_NAMES
-from miofind.driver.flags import FLAGS
+from miofind.driver.flags import FLAGS, is_driver_flag
 from miofind.driver.line import OPERATIONS, driver_line, parse_driver_line
 from miofind.driver.shapes import NAMES as SHAPE_FLAGS
 from miofind.driver.shapes import is_shape_line, parse_shapes
-from miofind.errors import InvalidOptionError, MissingLibraryError, suggestion
+from miofind.errors import InvalidOptionError, InvalidProblemError, MissingLibraryError, suggestion
 from miofind.suites import PROBLEM_CLASSES, Suite, SuiteProblem, load, load_csv, load_lines, problem_class
 from miofind.suites.find_db_text import load_find_db, parse_find_db_key
 from miofind.suites.onnx_file import load_onnx
+from miofind.suites.text import unreadable
 
 logger = logging.getLogger(__name__)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+_NETWORK_CONFIG = "conv2d-forward-n32-c64-i56x56-k64-f3x3-p1x1-float16-NHWC"
 
 _BITS = {Direction.FORWARD: 1, Direction.BACKWARD_DATA: 2, Direction.BACKWARD_WEIGHTS: 4}
 
@@ -45,37 +51,73 @@ def problems_of(line: Sequence[str]) -> tuple[ProblemDescription, ...]:
     """
     if not line:
         raise click.UsageError(
-            f"give a problem: {', '.join(OPERATIONS)} and MIOpenDriver's flags, or --x n,c,h,w and --w k,c,y,x"
+            f"give a problem: {', '.join(OPERATIONS)} and MIOpenDriver's flags, or --x n,c,h,w and --w k,c/groups,y,x"
         )
     _check_options(line)
     if is_shape_line(line):
         return parse_shapes(line)
     if line[0].startswith("-"):
+        context = click.get_current_context(silent=True)
+        takers = _takers(line[0].partition("=")[0], context) if context else []
+        told = f" ({_told_takers(takers)})" if takers else ""
         raise click.UsageError(
-            f"{line[0]} is no option here, and a problem begins with {', '.join(OPERATIONS)}, or with --x or --w"
+            f"{line[0]} is no option here{told}, and a problem begins with {', '.join(OPERATIONS)}, or with --x or --w"
         )
     text = line[0] if len(line) == 1 else shlex.join(line)
     if re.match(r"conv\dd-", text):
-        return (ProblemDescription.from_network_config(text),)
+        return (_named_problem(text),)
     if re.match(r"\d+-\d+-", text):
         return (parse_find_db_key(text),)
     return parse_driver_line(text)
+
+
+def _named_problem(text: str) -> ProblemDescription:
+    """The problem of a network_config of miofind's."""
+    try:
+        return ProblemDescription.from_network_config(text)
+    except InvalidProblemError as error:
+        raise InvalidProblemError(f"{error}: its form is that of {_NETWORK_CONFIG}") from error
 
 
 def _check_options(line: Sequence[str]) -> None:
     """Do nothing where each word that looks like a long option is a flag of a problem.
 
     Raises:
-        UsageError: one is none, and is near to an option of the command or to a flag.
+        UsageError: one is none, and is an option of other commands, or near to an option of this one or to a flag.
     """
-    flags = [f"--{name}" for name in (*FLAGS, *SHAPE_FLAGS)]
+    shape_flags = [f"--{name}" for name in SHAPE_FLAGS]
+    flags = [*(f"--{name}" for name, flag in FLAGS.items() if not flag.ignored), *shape_flags]
     context = click.get_current_context(silent=True)
     parameters = context.command.params if context else ()
     options = [name for parameter in parameters for name in parameter.opts if name.startswith("--")]
     for word in line:
         name = word.partition("=")[0]
-        if name.startswith("--") and name not in flags and (near := suggestion(name, [*options, *flags])):
+        if not name.startswith("--") or name in shape_flags or is_driver_flag(name):
+            continue
+        if context is not None and (takers := _takers(name, context)):
+            raise click.UsageError(f"No such option or flag: {name}. {_told_takers(takers)}")
+        if near := suggestion(name, [*options, *flags]):
             raise click.UsageError(f"No such option or flag: {name}{near}")
+
+
+def _takers(option: str, context: click.Context) -> list[str]:
+    """The commands that work on problems and take an option, by their paths behind the program's name."""
+
+    def found(command: click.Command | None, path: tuple[str, ...]) -> Iterator[str]:
+        if isinstance(command, click.Group):
+            for name in command.list_commands(context):
+                yield from found(command.get_command(context, name), (*path, name))
+        elif command is not None:
+            names = {name for parameter in command.params for name in (parameter.name, *parameter.opts)}
+            if {"line", option} <= names:
+                yield " ".join(path)
+
+    return list(found(context.find_root().command, ()))
+
+
+def _told_takers(takers: Sequence[str]) -> str:
+    names = [f"`miofind {name}`" for name in takers]
+    return f"{names[0]} takes it" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} take it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,13 +336,38 @@ def _network(path: str, sizes: Mapping[str, int]) -> Suite:
 
 def _exported(path: str, sizes: Mapping[str, int]) -> Suite:
     try:
+        Path(path).stat()
+    except OSError as error:  # a mistyped path needs no library
+        raise unreadable(Path(path), error) from error
+    try:
         from miofind.torch.recording.export import exported_problems
     except ImportError as error:
         raise MissingLibraryError(f"PyTorch reads {path}, and is not installed: pip install 'torch>=2.9'") from error
-    found = exported_problems(path, sizes=sizes)
+    with _without_log_of_torch():
+        found = exported_problems(path, sizes=sizes)
     for call in found.left_out:
         logger.warning("%s: a convolution of %s is left out: %s", path, call.layer, call.reason)
     return found.suite
+
+
+@contextlib.contextmanager
+def _without_log_of_torch() -> Iterator[None]:
+    """Have PyTorch log and warn of nothing: what it cannot read is told in one error, where it logs a traceback."""
+
+    def refuse(record: logging.LogRecord) -> bool:
+        return False
+
+    loggers = [logging.getLogger(name) for name in [*logging.root.manager.loggerDict] if name.split(".")[0] == "torch"]
+    handlers = {handler for logger in loggers for handler in logger.handlers}
+    for handler in handlers:
+        handler.addFilter(refuse)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(refuse)
 
 
 def _find_db(path: str) -> Suite:

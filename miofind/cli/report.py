@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from miofind.cli.options import InputFile, OutputFile, db_option, example, json_option
-from miofind.cli.output import print_json, print_text, stderr
+from miofind.cli.output import bytes_text, print_json, print_text, stderr
 from miofind.cli.session import verbose_option
-from miofind.errors import InvalidOptionError
+from miofind.errors import InvalidOptionError, file_advice
 from miofind.files import replacing
 from miofind.finddb import is_of_database, user_path
 from miofind.report.charts import require_libraries
@@ -90,7 +90,7 @@ def _write(option: str, target: Path, text: str) -> None:
 
 
 def _unwritable(option: str, target: Path, error: OSError) -> InvalidOptionError:
-    return InvalidOptionError(f"{option} {target} cannot be written: {error.strerror}")
+    return InvalidOptionError(f"{option} {target} cannot be written: {error.strerror}: {file_advice(error)}")
 
 
 def _tell(contents: list[SourceContent], targets: dict[str, Path], *, as_json: bool) -> None:
@@ -104,4 +104,4 @@ def _tell(contents: list[SourceContent], targets: dict[str, Path], *, as_json: b
         for note in content.notes:
             print_text(f"{content.name}: {note}")
     for target in targets.values():
-        print_text(f"{target}: {problems} problems, {target.stat().st_size / 1e6:.1f} MB")
+        print_text(f"{target}: {problems} problems, {bytes_text(target.stat().st_size)}")

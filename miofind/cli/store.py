@@ -46,6 +46,8 @@ def cache_over(store: str | None, secret: str | None) -> BinaryCache:
         raise InvalidOptionError(
             f"--store needs --store-secret, a file that all hosts have: (umask 077; openssl rand -hex 32 > {made})"
         )
+    if not os.path.exists(secret):
+        raise InvalidOptionError(f"--store-secret {secret}: there is no such file: correct the path")
     return SharedCache(BinaryStore(store, read_secret(secret)))
 
 

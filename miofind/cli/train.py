@@ -14,10 +14,10 @@ import click
 from miofind import __version__
 from miofind.cli.db_release import one_device
 from miofind.cli.options import FindDBFile, OutputFile, choice, example, json_option
-from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text
+from miofind.cli.output import Sheet, bytes_text, count_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.device.device import Device, device_text
-from miofind.errors import InvalidOptionError, ModelError
+from miofind.errors import InvalidOptionError, ModelError, file_advice
 from miofind.files import replacing
 from miofind.find.immediate.devices import described
 from miofind.find.immediate.model import MAGIC, Model, model_bytes, write_model
@@ -89,19 +89,30 @@ def train(
     judged = training.held_out(learnt, holdout)
     told = _report(judged, (device, *others), holdout, sources)
     if report is not None:
-        with replacing(report) as file:
-            json.dump(told, file, indent=1, sort_keys=True)
-            file.write("\n")
+        _write_report(report, told)
     if not as_json:
         _show(judged, device.identity, holdout)
     if reason := judged.refuse():
         raise ModelError(f"{out.name} is not written: {reason}")
     model = training.model(learnt, judged, holdout)
-    write_model(model, out)
+    try:
+        write_model(model, out)
+    except ModelError as error:
+        raise InvalidOptionError(str(error)) from error
     if as_json:
         print_json(told | {"model": str(out), "bytes": out.stat().st_size, "trained_on": model.trained_on})
     else:
         _show_model(out, model)
+
+
+def _write_report(path: Path, told: dict[str, Any]) -> None:
+    try:
+        with replacing(path) as file:
+            json.dump(told, file, indent=1, sort_keys=True)
+            file.write("\n")
+    except OSError as error:
+        reason = f"{error.strerror}: {file_advice(error)}"
+        raise InvalidOptionError(f"--report {path} cannot be written: {reason}") from error
 
 
 def _others(stores: Sequence[Store], device: Device, names: Iterable[str]) -> tuple[Device, ...]:
@@ -155,7 +166,8 @@ def _report(judged: Judged, devices: tuple[Device, ...], holdout: Holdout, sourc
 def _show(judged: Judged, device: str, holdout: Holdout) -> None:
     """Print the regrets of each chooser: measuring some of its first candidates, then by class."""
     report: dict[str, Any] = judged.report
-    print_text(f"{device_text(device)}: {len(judged.lessons)} problems, each predicted without those of its {holdout}")
+    problems = count_text(len(judged.lessons), "problem")
+    print_text(f"{device_text(device)}: {problems}, each predicted without those of its {holdout}")
     whole = Sheet("Off the best known, geometric mean", ["chooser", *_TOPS, "p95", "worst"], right=(*_TOPS, "p95"))
     for name, found in report.items():
         tops = [_percent(found[top]["mean"]) for top in _TOPS]

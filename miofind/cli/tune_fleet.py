@@ -13,7 +13,7 @@ import click
 
 from miofind.cli.fleet_launch import watched
 from miofind.cli.fleet_session import opened, told_or_json
-from miofind.cli.output import print_note
+from miofind.cli.output import count_text, print_note
 from miofind.cli.scheduler import agents_of, started
 from miofind.fleet.campaign_options import options_json
 from miofind.fleet.campaigns import checked_name, set_paused, submit
@@ -71,7 +71,8 @@ def tune_by_fleet(
             told = submit(database, request, requests)
             set_paused(database, request.name, paused=False)
             print_note(
-                f"campaign {request.name}: {told.problems} problems, {len(hosts)} of Dask's workers run an agent"
+                f"campaign {request.name}: {count_text(told.problems, 'problem')}, "
+                f"{len(hosts)} of Dask's workers run an agent"
             )
             stack.enter_context(_paused_by_interrupt(database, request.name))
             found = watched(database, agents, show=not as_json, campaign=request.name)

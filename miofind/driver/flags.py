@@ -165,6 +165,9 @@ def _written(flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
     return {f"--{name}": flag for name, flag in flags.items()} | {f"-{f.short}": f for f in flags.values() if f.short}
 
 
+_OF_SHAPES = ("--x", "--w", "--padding", "--stride", "--dilation", "--groups", "--direction")
+"""Flags of the other form of a problem (`shapes`) that are none here."""
+
 _WRITTEN, _WRITTEN_OF_FUSION = _written(FLAGS), _written(FUSION_FLAGS)
 
 
@@ -216,15 +219,26 @@ def read_flags(arguments: Sequence[str], *, of_fusion: bool = False) -> FlagValu
     return FlagValues(given, FUSION_FLAGS if of_fusion else FLAGS)
 
 
+def is_driver_flag(word: str) -> bool:
+    """Whether a word is a flag of a driver line, of whatever kind."""
+    return word.partition("=")[0] in _WRITTEN.keys() | _WRITTEN_OF_FUSION.keys()
+
+
 def _known(written: str, known: Mapping[str, Flag]) -> Flag:
     if written in known:
         return known[written]
+    if written in _OF_SHAPES:
+        raise InvalidProblemError(
+            f"flag {written} is none of MIOpenDriver's: it is of shapes, which begin with --x or --w, and the two "
+            "forms do not mix"
+        )
     if not written.startswith("-"):
         raise InvalidProblemError(f"{written!r} is not a flag: each value follows its flag, as in -n 32")
     if written[:2] in known and _INTEGER.fullmatch(written[2:]):
         raise InvalidProblemError(f"flag {written} is unknown: write {written[:2]} {written[2:]}")
     other_case = f". Did you mean {written.swapcase()}?" if written.swapcase() in known else ""
-    near = other_case or suggestion(f"--{written.lstrip('-')}", (name for name in known if name.startswith("--")))
+    names = (name for name, flag in known.items() if name.startswith("--") and not flag.ignored)
+    near = other_case or suggestion(f"--{written.lstrip('-')}", names)
     raise InvalidProblemError(
         f"flag {written} is unknown{near or ': `miofind find --help` has those of MIOpenDriver that are taken'}"
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from miofind.core.arguments import Padding
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription, enum_value
 from miofind.driver.epilogue import FLAG_NAMES, SWITCHES, check_directions, epilogue_of
+from miofind.driver.flags import is_driver_flag
 from miofind.errors import InvalidProblemError, suggestion
 
 NAMES = ("x", "w", "padding", "stride", "dilation", "groups", "dtype", "layout", "math", "direction", *FLAG_NAMES)
@@ -69,6 +70,10 @@ def _given(words: Sequence[str]) -> Mapping[str, str]:
     for word in remaining:
         name, separator, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in NAMES:
+            if is_driver_flag(word):
+                raise InvalidProblemError(
+                    f"{word} is no flag beside --x and --w: it is MIOpenDriver's, and the two forms do not mix"
+                )
             known = [f"--{name}" for name in NAMES]
             near = suggestion(word, known) or f": there are {', '.join(known)}"
             raise InvalidProblemError(f"{word} is no flag beside --x and --w{near}")
@@ -101,7 +106,11 @@ def _one_or_each(name: str, text: str) -> int | tuple[int, ...]:
 
 
 def _padding(text: str) -> Padding:
-    """One number, one a spatial dimension, or before:after a dimension."""
+    """One number, one a spatial dimension, before:after a dimension, or "same" or "valid"."""
+    if text == "same":
+        return "same"
+    if text == "valid":
+        return "valid"
     if ":" not in text:
         return _one_or_each("padding", text)
     pairs = [part.split(":") for part in text.split(",")]

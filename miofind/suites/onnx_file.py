@@ -22,11 +22,13 @@ from miofind.errors import (
     MiofindError,
     MissingLibraryError,
     described,
+    install_extra,
     suggestion,
 )
 from miofind.files import read_bounded
 from miofind.suites.suite import Suite
 from miofind.suites.table import SuiteRow
+from miofind.suites.text import unreadable
 from miofind.text.printable import printable_name
 
 MAX_FILE_BYTES = (1 << 31) - 1
@@ -82,6 +84,10 @@ def load_onnx(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> On
             that the graph has not.
     """
     file = Path(path)
+    try:
+        file.stat()
+    except OSError as error:  # a mistyped path needs no library
+        raise unreadable(file, error) from error
     onnx = _library()
     model = _model(onnx, file)
     _fix_sizes(model, sizes or {}, file)
@@ -95,8 +101,7 @@ def _library() -> Any:
         import onnx.shape_inference
     except ImportError as error:
         raise MissingLibraryError(
-            "onnx is not installed, and files in its format are read by it: install miofind's extra onnx: "
-            "`pip install -e '.[onnx]'` in its clone, `pip install 'FILE.whl[onnx]'` for its wheel"
+            f"onnx is not installed, and files in its format are read by it: {install_extra('onnx')}"
         ) from error
     return onnx
 
@@ -122,7 +127,7 @@ def _content(file: Path) -> bytes:
         with file.open("rb") as opened:
             content = b"" if is_large else read_bounded(opened, MAX_FILE_BYTES)
     except OSError as error:
-        raise InvalidOptionError(f"file {file} cannot be read: {error.strerror or error}") from error
+        raise unreadable(file, error) from error
     if is_large or len(content) > MAX_FILE_BYTES:
         raise InvalidOptionError(
             f"{file} has more than {MAX_FILE_BYTES} bytes, the most of an ONNX file: save it with its weights in files "

@@ -19,7 +19,7 @@ from miofind.core.problem import (
     enum_value,
 )
 from miofind.driver.line import driver_line, read_driver_line
-from miofind.errors import InvalidOptionError, InvalidProblemError, suggestion
+from miofind.errors import InvalidOptionError, InvalidProblemError, file_advice, suggestion
 from miofind.files import replacing
 from miofind.suites.table import SuiteRow, read_table, write_table
 from miofind.suites.text import read_lines
@@ -224,7 +224,7 @@ def _write(path: Path, write: Callable[[TextIO], None]) -> None:
         with replacing(path) as target:
             write(target)
     except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
+        reason = f"{error.strerror or error}: {file_advice(error)}" if isinstance(error, OSError) else error
         raise InvalidOptionError(f"file {path} cannot be written: {reason}") from error
 
 
@@ -266,6 +266,8 @@ def load(name_or_path: str) -> Suite:
     path = Path(name_or_path)
     if name_or_path.lower() in suite_names():
         return load_suite(name_or_path)
+    if path.is_dir():
+        raise InvalidOptionError(f"suite {name_or_path!r} is a folder: name a file in it")
     if not path.is_file():
         raise InvalidOptionError(
             f"suite {name_or_path!r} is neither a file nor a shipped suite: known are {', '.join(suite_names())}"

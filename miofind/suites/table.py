@@ -85,6 +85,8 @@ def read_table(lines: Iterable[str], *, source: str, suite: str) -> Iterator[Sui
     """
     rows = _rows(lines, source)
     columns = [name.strip() for name in next(rows, _Row("", [])).values]
+    if not any(columns):
+        raise InvalidProblemError(f"{source} is empty: its first line names the columns, such as n,c,h,w,k,fy,fx")
     _check_columns(columns, source)
     for where, values in rows:
         if not values:

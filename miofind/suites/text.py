@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from miofind.errors import InvalidOptionError
+from miofind.errors import InvalidOptionError, file_advice
 from miofind.files import read_bounded
 
 MAX_FILE_BYTES = 256 << 20
 MAX_LINE_CHARS = 1 << 18
+
+_SQLITE = b"SQLite format 3\0"
 
 
 def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
@@ -26,16 +28,29 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
         content = _content(path)
         if len(content) > MAX_FILE_BYTES:
             raise InvalidOptionError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB: name a smaller file, or parts")
+        if content.startswith(_SQLITE):
+            raise InvalidOptionError(
+                f"file {path} cannot be read: it is an SQLite database, as FindDBs are, and no text: name another file"
+            )
         lines = content.decode("utf-8-sig", errors).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise InvalidOptionError(f"file {path} cannot be read: {reason}") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except UnicodeDecodeError as error:
+        told = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise InvalidOptionError(
+            f"file {path} cannot be read: it is no text in UTF-8 ({told}): name another file, or convert it"
+        ) from error
     for number, line in enumerate(lines, start=1):
         if len(line) > MAX_LINE_CHARS:
             raise InvalidOptionError(
                 f"{path}, line {number} has {len(line)} characters, more than {MAX_LINE_CHARS}: it is no problem"
             )
     return lines
+
+
+def unreadable(path: Path, error: OSError) -> InvalidOptionError:
+    """What is told of a file that cannot be read."""
+    return InvalidOptionError(f"file {path} cannot be read: {error.strerror or error}: {file_advice(error)}")
 
 
 def _content(path: Path) -> bytes:

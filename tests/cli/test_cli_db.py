@@ -98,7 +98,7 @@ def test_a_terminal_of_80_columns_gets_whole_words(tmp_path: Path, monkeypatch: 
 
 
 def test_show_what_is_unknown(filled: Path) -> None:
-    assert "has nothing of conv2d-forward-n100" in run("db", "show", "conv", "-F", "1", code=4).stderr
+    assert "has nothing of conv2d-forward-n100" in run("db", "show", "conv", "-F", "1", code=2).stderr
 
 
 def test_export_import_and_merge(filled: Path, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_upgrade(tmp_path: Path) -> None:
     assert "run `miofind db upgrade`" in run("db", "check", str(older), code=1).stdout
     text = run("db", "upgrade", "--db", str(older)).stdout
     assert "schema version" not in text
-    assert "1 answers are derived anew from their measurements" in text
+    assert "1 answer derived anew from measurements" in text
     assert "the stored answer is not" not in run("db", "check", str(older), code=1).stdout
 
 
@@ -344,7 +344,7 @@ def test_release_does_not_replace_a_finddb(filled: Path, tmp_path: Path) -> None
     own, before = tmp_path / "own.db", filled.read_bytes()
     run("db", "merge", str(filled), "--db", str(own))
     for names in ((filled, own), (own, own)):
-        told = run("db", "release", *map(str, names), code=4).stderr
+        told = run("db", "release", *map(str, names), code=2).stderr
         assert "own.db is a FindDB and no release, so its rows would be lost: name another file" in told
     assert run_json("db", "stats", "--db", str(own))["problems"] == 3
     assert filled.read_bytes() == before
@@ -358,7 +358,7 @@ def test_export_does_not_replace_a_database(filled: Path, tmp_path: Path) -> Non
     """FILE was taken for the FindDB to export, and another's lines replaced it."""
     own = tmp_path / "own.db"
     run("db", "merge", str(filled), "--db", str(own))
-    assert "own.db is a database, not an export: name another file" in run("db", "export", str(own), code=4).stderr
+    assert "own.db is a database, not an export: name another file" in run("db", "export", str(own), code=2).stderr
     assert run_json("db", "stats", "--db", str(own))["problems"] == 3
 
 
@@ -430,3 +430,27 @@ def test_a_configuration_that_is_none_is_shown_as_text(filled: Path, config: str
 def test_export_lines_are_json(filled: Path) -> None:
     for line in run("db", "export", "-").stdout.splitlines():
         assert isinstance(json.loads(line), dict)
+
+
+def test_a_finddb_that_is_cut_off_is_a_finding(filled: Path, tmp_path: Path) -> None:
+    """It was 4 where flipped bytes were 1, and --json printed nothing."""
+    cut = tmp_path / "cut.db"
+    cut.write_bytes(filled.read_bytes()[:20_000])
+    found = run_json("db", "check", str(cut), code=1)
+    assert not found["sound"]
+    assert "it is damaged" in found["findings"][0]
+    assert f"{cut}: 1 finding; 0 rows checked" in run("db", "check", str(cut), code=1).stdout
+    (tmp_path / "text.db").write_text("no database" * 1000, encoding="utf-8")
+    run("db", "check", str(tmp_path / "text.db"), code=4)
+
+
+def test_one_of_a_kind_is_counted_as_one(tmp_path: Path) -> None:
+    """It was "1 problems", and `db null-test` called the device cpu-1."""
+    run("find", *FORWARD, "--device", "cpu", "--only", "ConvCpuDirect")
+    own = tmp_path / "finddb.db"
+    assert f"1 problem in {own}" in run("db", "show").stdout
+    assert f"{own}: 1 problem, 1 measurement, 1 find, " in run("db", "stats").stdout
+    assert "; 1 row checked against" in run("db", "check").stdout
+    assert ": 1 problem, 1 row\n" in run("db", "release", str(own), str(tmp_path / "out.db")).stdout
+    told = run("db", "null-test", *FORWARD, "--pairs", "1", "--device", "cpu", code=None).stdout
+    assert f"{Device.cpu().name}, protocol cpu-" in told

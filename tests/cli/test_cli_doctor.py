@@ -299,4 +299,28 @@ def test_models_are_told_of_and_a_damaged_one_is_missing(tmp_path: Path, monkeyp
     assert any("damaged.model is refused: it is damaged" in line for line in told)
     assert any("ConvDirectTiled changed since it was trained" in line for line in told)
     text = run("doctor").stdout
-    assert "h200.model: NVIDIA H200, 132 SMs, sm_90, 1 problems; off the best: trees 2.0 %" in text
+    assert "h200.model: NVIDIA H200, 132 SMs, sm_90, 1 problem; off the best: trees 2.0 %" in text
+
+
+def test_what_is_absent_and_optional_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "Missing: nothing" was said without a GPU and without any extra."""
+    monkeypatch.setattr(doctor_module, "has_driver", lambda: False)
+    monkeypatch.setattr(doctor_module, "_find_unknown_devices", lambda found: None)
+    assert "Missing\n  nothing but a GPU (see Devices)" in run("doctor").stdout
+    found = doctor_module.importlib.util.find_spec
+    monkeypatch.setattr(doctor_module.importlib.util, "find_spec", lambda name: None if name == "onnx" else found(name))
+    text = run("doctor").stdout
+    assert "Missing\n  nothing but a GPU (see Devices) and optional libraries (see Libraries)\n" in text
+    assert "  not installed: onnx (extra onnx): networks in .onnx files\n" in text
+    assert run_json("doctor")["not_installed"] == ["onnx (extra onnx): networks in .onnx files"]
+
+
+def test_one_fault_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finds that were tried of what other FindDBs know told of it once more."""
+    run("find", *FORWARD, "--device", "cpu")
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", str(tmp_path / "finddb.db"))
+    monkeypatch.setenv("MIOFIND_DB", "file:///x")
+    result = run("doctor")
+    assert result.stderr == ""
+    (told,) = (line for line in result.stdout.splitlines() if "named by file" in line)
+    assert told.startswith("  user FindDB ")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -349,4 +351,26 @@ def test_save_takes_one_direction(tmp_path: Path) -> None:
 def test_a_damaged_solution_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "best.json"
     file.write_text("{}", encoding="utf-8")
-    assert "best.json" in run("run", "--solution", str(file), "--device", "cpu", code=1).stderr
+    assert "best.json" in run("run", "--solution", str(file), "--device", "cpu", code=2).stderr
+
+
+def test_what_was_found_is_shown_where_it_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was measured, and then an error printed alone."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    result = run("find", *FORWARD, "--device", "cpu", "--save", str(tmp_path / "best.json"), code=2)
+    assert "ConvCpuDirect" in result.stdout
+    assert "best.json' cannot be written: No space left on device" in result.stderr
+
+
+def test_a_finddb_of_the_environment_that_can_be_none_stops_no_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only commands about databases need it."""
+    monkeypatch.setenv("MIOFIND_DB", "file:///x.db")
+    for command in ("find", "run"):
+        result = run(command, *FORWARD, "--device", "cpu")
+        assert "ConvCpu" in result.stdout
+        assert result.stderr.count("warning: MIOFIND_DB: a FindDB named by file://... cannot be used") == 1
+    run("tune", *FORWARD, "--device", "cpu", code=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import subprocess
@@ -15,13 +16,13 @@ from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
 from helpers.processes.waiting import LIMIT_S
 
 import miofind
-from miofind.cli import main
+from miofind.cli import main, options
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.driver.flags import FLAGS
 from miofind.driver.shapes import NAMES as SHAPE_FLAGS
 from miofind.errors import MissingLibraryError, NoDeviceError
-from miofind.finddb import Row, Store
+from miofind.finddb import Row, Store, location
 from miofind.process import interrupts
 from miofind.solver.registry import Registry
 from miofind.solvers.cpu.direct import ConvCpuDirect
@@ -69,7 +70,7 @@ def test_a_group_alone_shows_its_help_in_lines(name: str) -> None:
     assert (alone.stdout + alone.stderr).splitlines() == run(*name.split(), "--help").stdout.splitlines()
 
 
-@pytest.mark.parametrize("name", ["", "db"])
+@pytest.mark.parametrize("name", ["", "db", "fleet"])
 def test_a_list_of_commands_is_whole_in_eighty_columns(name: str) -> None:
     listed = run(*name.split(), "--help", terminal_width=80).stdout.partition("Commands:")[2].partition("Ex")[0]
     assert len(listed.splitlines()) > 8
@@ -147,6 +148,32 @@ def test_unknown_command_is_a_usage_error() -> None:
     ("arguments", "code", "message"),
     [
         (("find",), 2, "give a problem: conv, convfp16, convbfp16, CBAInfer"),
+        (("find",), 2, "or --x n,c,h,w and --w k,c/groups,y,x"),
+        (
+            ("find", "--suite", "resnet50"),
+            2,
+            "No such option or flag: --suite. `miofind tune`, `miofind compile`, `miofind bench` and "
+            "`miofind fleet submit` take it",
+        ),
+        (("find", "conv", "--lines=x"), 2, "No such option or flag: --lines. `miofind tune`, "),
+        (("find", "--solution", "x"), 2, "--solution is no option here (`miofind run` takes it), and a problem"),
+        (("find", "conv", "--bogus-option", "2"), 2, "--bogus-option is unknown: `miofind find --help` has"),
+        (("find", "conv2d-rubbish"), 2, "is not a network_config: its form is that of conv2d-forward-n32-c64-"),
+        (("tune", "--csv", "missing.csv"), 2, "missing.csv cannot be read: No such file or directory: correct the"),
+        (("tune", "--suite", "missing.pt2"), 2, "missing.pt2 cannot be read: No such file or directory"),
+        (("compile", *FORWARD, "--arch", "999"), 2, "--arch 999: NVRTC"),
+        (("db", "mirror", "good.db", "m.db"), 2, "good.db is a file, and a mirror is of a server"),
+        (("db", "path", "--db", "/"), 2, "/ is a folder: name a file in it"),
+        (
+            ("compile", *FORWARD, "--arch", "80", "--store", "/tmp/none", "--store-secret", "missing.secret"),
+            2,
+            "--store-secret missing.secret: there is no such file: correct the path",
+        ),
+        (
+            ("fleet", "up", "--ssh", "missing.hosts", "--database", "postgresql://h/x"),
+            2,
+            "there is no file missing.hosts: correct the path",
+        ),
         (("find", "conv", "--bias", "-F", "3"), 2, "3 asks for backward_data, and epilogue bias is of forward"),
         (("find", "conv", "--bais"), 2, "No such option or flag: --bais. Did you mean --bias"),
         (
@@ -264,7 +291,7 @@ def test_a_mistyped_path_makes_no_folder(
 
 def test_exit_codes_are_in_the_help() -> None:
     text = " ".join(run("--help").stdout.split())
-    assert "0 done, 1 failed, 2 wrong usage or a missing file, 3 no GPU or library, 4 unusable FindDB" in text
+    assert "0 done, 1 failed, 2 wrong usage or an unusable file, 3 no GPU or library, 4 unusable FindDB" in text
 
 
 @pytest.mark.parametrize("arguments", [("find", *FORWARD), ("tune", *FORWARD), ("run", *FORWARD)], ids=lambda a: a[0])
@@ -485,3 +512,70 @@ def test_solvers_say_which_serve_a_fused_problem_with_a_pass() -> None:
     fused, bare = (run("solvers", *FORWARD, *more, "--device", "cpu").stdout for more in (("--bias",), ()))
     assert "serve it with a pass behind their bare form, such as ConvCpuDirect+Pointwise" in fused
     assert "with a pass" not in bare
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("find", *FORWARD, "--save"),
+        ("db", "export"),
+        ("report", "--output"),
+        ("bench", *FORWARD, "--json"),
+        ("db", "release", "own.db"),
+        ("train", "own.db"),
+        ("tune", *FORWARD, "--db"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_written_is_refused_beforehand(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes were 1, 2 and 4, after minutes of measuring; a new FindDB was first said to begin there."""
+
+    def refuse(**settings: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.chdir(tmp_path)
+    Store("own.db").open().close()
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(options.tempfile, "TemporaryFile", refuse)
+    result = run(*arguments, "new.file", code=2)
+    told = "new.file cannot be written: Permission denied in its folder: correct the permissions, or name another file"
+    assert told in " ".join(result.stderr.split())
+    assert "begins there" not in result.stderr
+    assert result.stdout == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_errors_name_a_finddb_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ".../folder/damaged.db", which cannot be copied."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for path in (tmp_path / "a" / "b" / "damaged.db", Path("a/b/damaged.db")):
+        path.write_bytes(b"no database" * 1000)
+        assert f"error: {path} cannot be used: " in run("db", "stats", "--db", str(path), code=4).stderr
+    assert location.shown(tmp_path / "a" / "b" / "damaged.db").startswith("...")
+
+
+def test_a_library_that_is_missing_for_a_server_is_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was 4, and named an index of packages that has no miofind."""
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    told = run("db", "stats", "--db", "postgresql://host/results", code=3).stderr
+    assert "install miofind's extra server: `pip install -e '.[server]'` in its clone" in told
+    monkeypatch.setenv("MIOFIND_DB", "postgresql://host/results")
+    assert "Going on in memory" in run("find", *FORWARD, "--device", "cpu").stderr
+
+
+def test_a_missing_file_comes_before_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert "missing.onnx cannot be read: No such file" in run("tune", "--suite", "missing.onnx", code=2).stderr
+
+
+def test_a_file_that_is_no_exported_program_is_one_line(tmp_path: Path) -> None:
+    """PyTorch logged a traceback of twelve lines before it."""
+    (tmp_path / "garbage.pt2").write_bytes(b"garbage" * 500)
+    command = [sys.executable, "-m", "miofind", "tune", "--suite", "garbage.pt2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: garbage.pt2 cannot be read as an exported program")
+    assert len(done.stderr.splitlines()) == 1

@@ -268,7 +268,8 @@ def test_options_without_sense_are_usage_errors(arguments: tuple[str, ...]) -> N
 
 def test_databases_of_unknown_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIOFIND_DB", "~no_such_user/finddb.db")
-    for command in (("find", *FORWARD), ("tune", *FORWARD), ("db", "stats")):
+    assert "~no_such_user" in run("find", *FORWARD, "--device", "cpu").stderr
+    for command in (("tune", *FORWARD), ("db", "stats")):
         assert "~no_such_user" in run(*command, code=4).stderr
     run("doctor")
 

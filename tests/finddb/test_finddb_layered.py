@@ -474,11 +474,31 @@ def test_open_layered_reads_the_environment(tmp_path, monkeypatch):
         assert layered.strict
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_open_layered_refuses_other_servers(monkeypatch, strict):
+def test_open_layered_refuses_other_servers(monkeypatch, caplog):
+    """In the environment they stop no find, as any other FindDB of the user's that cannot be used."""
+    with pytest.raises(DatabaseError, match="Name a local SQLite file, or a PostgreSQL server"):
+        open_layered("mysql://host/finddb")
     monkeypatch.setenv("MIOFIND_DB", "mysql://host/finddb")
     with pytest.raises(DatabaseError, match="Name a local SQLite file, or a PostgreSQL server"):
-        open_layered(strict=strict)
+        open_layered(strict=True)
+    with open_layered() as layered:
+        assert layered.user.in_memory
+    assert "MIOFIND_DB: a FindDB named by mysql://... cannot be used" in caplog.text
+    assert "Going on in memory" in caplog.text
+
+
+def test_a_new_file_that_may_not_be_made_says_why(monkeypatch, tmp_path):
+    """It was "No such file or directory: correct the permissions"."""
+    real = os.open
+
+    def refuse(path, flags, *rest, **named):
+        if flags & os.O_CREAT and str(path).endswith("new.db"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with Store(tmp_path / "new.db") as store, pytest.raises(DatabaseError, match="Permission denied: correct the perm"):
+        store.add(())
 
 
 def test_a_row_of_another_file_that_cannot_be_stored_costs_no_measurement(tmp_path, shipped, caplog, monkeypatch):

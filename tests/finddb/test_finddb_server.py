@@ -502,7 +502,7 @@ def test_what_cannot_be_reached_says_what_to_do_and_no_password(url, told, caplo
 
 def test_without_the_driver_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with Store(NOWHERE) as store, pytest.raises(DatabaseError, match=r"pip install 'miofind\[server\]'"):
+    with Store(NOWHERE) as store, pytest.raises(DatabaseError, match=r"pip install -e '\.\[server\]'"):
         store.answer(DEVICE, PROBLEM)
 
 
@@ -551,3 +551,14 @@ def test_any_operations_leave_what_they_leave_in_a_file(finddb_url, steps):
         assert contents(store) == contents(memory)
         assert answers(store) == answers(memory)
         assert store.check() == ()
+
+
+def test_what_cannot_be_reached_ends_in_one_stop():
+    """libpq asks a question, and the message went on "?. Correct the URL"."""
+    with (
+        pytest.raises(DatabaseError, match="cannot be reached") as refused,
+        Store("postgresql://127.0.0.1:1/x") as store,
+    ):
+        store.problems()
+    assert "?. " not in str(refused.value)
+    assert ". Correct the URL" in str(refused.value)

@@ -165,6 +165,8 @@ def test_transposed_output_size_is_pytorchs() -> None:
         ("conv -n 2147483648", ["--batchsize (-n)", "2147483648"]),
         ("conv -n 1 --batchsize 2", ["--batchsize (-n)", "twice", "1", "2"]),
         ("conv -Q 1", ["-Q", "unknown"]),
+        ("conv -n 1 --x 1,8,14,14", ["flag --x", "of shapes", "do not mix"]),
+        ("conv --padding=1", ["flag --padding", "of shapes", "do not mix"]),
         ("conv --colour 1", ["--colour", "unknown"]),
         ("conv -n32", ["-n32", "write -n 32"]),
         ("conv -N 32", ["-N", "Did you mean -n?"]),

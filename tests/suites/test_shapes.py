@@ -30,6 +30,8 @@ convolution = ProblemDescription.convolution
             "--x 2,4,9,9 --w 8,4,3,3 --padding 0:1,1:0 --direction backward_data",
             convolution(x=(2, 4, 9, 9), w=(8, 4, 3, 3), padding=((0, 1), (1, 0)), direction="backward_data"),
         ),
+        ("--x 2,4,9,9 --w 8,4,3,3 --padding same", convolution(x=(2, 4, 9, 9), w=(8, 4, 3, 3), padding="same")),
+        ("--x 2,4,9,9 --w 8,4,3,3 --padding valid", convolution(x=(2, 4, 9, 9), w=(8, 4, 3, 3), padding="valid")),
         ("--x 2,4,9 --w 8,4,3 --layout NHWC", convolution(x=(2, 4, 9), w=(8, 4, 3), layout="NWC")),
         ("--x 2,4,9,9,9 --w 8,4,3,3,3", convolution(x=(2, 4, 9, 9, 9), w=(8, 4, 3, 3, 3))),
     ],
@@ -57,6 +59,8 @@ def test_several_directions(text: str, directions: list[Direction]) -> None:
     ("line", "told"),
     [
         ("--x 2,4,9,9", "--w is missing"),
+        ("--x 2,4,9,9 --w 8,4,3,3 -n 2", "-n is no flag beside --x and --w: it is MIOpenDriver's"),
+        ("--x 2,4,9,9 --w 8,4,3,3 --pad_h=1", "--pad_h=1 is no flag beside --x and --w: it is MIOpenDriver's"),
         ("--x 2,4,9,9 --w 8,5,3,3", "w=(8, 5, 3, 3) has 5 channels a filter"),
         ("--x 2,4,9,9 --w 8,4,3,3 --padding 1:1", "padding="),
         ("--x 2,4,9,9 --w 8,4,3,3 --padding 1:1,1", "before:after in each dimension"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,7 +159,7 @@ def test_short_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([""], ["line 1", "column 'n' is missing"]),
+        ([""], ["is empty: its first line names the columns"]),
         ([_HEADER.replace("fy,", "")], ["line 1", "column 'fy' is missing"]),
         ([_HEADER.replace("fy", "r")], ["line 1", "column 'r' is unknown", "fy"]),
         (["conv -n 1 -c 4"], ["line 1", "this is a driver line", "--lines"]),
@@ -218,8 +219,22 @@ def test_unreadable_file(tmp_path: Path, read: object) -> None:
     with pytest.raises(InvalidOptionError, match="cannot be read"):
         read(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidOptionError, match="binary cannot be read"):
+    with pytest.raises(InvalidOptionError, match="binary cannot be read: it is no text in UTF-8"):
         read(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("read", [load_csv, load_lines, load])
+def test_what_is_no_text_is_told_apart(tmp_path: Path, read: Callable[[str], object]) -> None:
+    """A FindDB was "'utf-8' codec can't decode byte 0xfd", a folder no shipped suite, and nothing said what to do."""
+    (tmp_path / "own.db").write_bytes(b"SQLite format 3\0" + b"\xfd" * 99)
+    with pytest.raises(InvalidOptionError, match=r"own.db cannot be read: it is an SQLite database, as FindDBs are"):
+        read(str(tmp_path / "own.db"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InvalidOptionError, match="name a file in it"):
+        read(str(tmp_path / "folder"))
+    if read is not load:
+        with pytest.raises(InvalidOptionError, match="No such file or directory: correct the path"):
+            read(str(tmp_path / "none"))
 
 
 def test_lines(tmp_path: Path) -> None:
