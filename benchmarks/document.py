@@ -34,6 +34,7 @@ _ALL = ("1x1", "3x3", "small batch", "dilated", "first layer", "depthwise", "dep
 _NAMES = {"depthwise large": "depthwise, filters above 7"}
 _FUSED = {"one-pass": "one pass", "torch": "PyTorch", "cudnn": "cuDNN"}
 _HOW = ("sum", "mean")
+_RESULTS = "../benchmarks/results"
 _GPU = "NVIDIA H200"
 """The page is of; rows of another one say so."""
 
@@ -175,6 +176,28 @@ def _ratio_or_dash(ratio: float | None) -> str:
     return "-" if ratio is None else ratio_text(ratio)
 
 
+def host_section(folder: Path = figures.RESULTS) -> str:
+    """What a call costs the host in PyTorch, "" where that was not measured."""
+    path = folder / "torch_overhead_h200.json"
+    if not path.exists():
+        return ""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    names = ("pytorch", "direct hit", "python hit", "direct fallback", "python fallback")
+    lines = [f"| {call} | {' | '.join(f'{us[name]:.1f}' for name in names)} |" for call, us in content["us"].items()]
+    table = "\n".join(
+        ["| call | PyTorch | hit | hit, by Python | fallback | fallback, by Python |", "|---" * 6 + "|", *lines]
+    )
+    return f"""## What a call costs the host in PyTorch
+
+Microseconds of a small 1x1 convolution, with miofind enabled or not ([figures]({_RESULTS}/{path.name})). A *hit* is
+launched by the direct path (`miofind.torch.build()`), on another stream than the default one by Python; a *fallback*
+is left to PyTorch's own kernel. A call that no plan is made of yet takes {content["miss_us"] / 1e3:.1f} ms once.
+
+{table}
+
+"""
+
+
 def networks_section(folder: Path = figures.RESULTS) -> str:
     """How whole networks in PyTorch compare, "" where none was measured."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{end_to_end.NAME}_*.json"))]
@@ -187,9 +210,10 @@ def networks_section(folder: Path = figures.RESULTS) -> str:
 
 Inference in float16, and training steps under autocast to bfloat16. Each side's best of its forms: the network as it
 is, in a CUDA graph, under torch.compile and both, in inference with its batch norms folded, too; miofind's are
-`enable`, `fuse` and `inductor_options`. *Eager alone* compares the forms without graphs and compilers. When these rows
-were measured, cuDNN's engine 4 still ran some fused layers, which is refused since: by the shipped rows a network's
-fused layers together take up to 1.8 % longer without it at batch 1, and 0.9 % at batch 32.
+`enable`, `fuse` and `inductor_options`. *Eager alone* compares the forms without graphs and compilers. Rows but for
+those of inference channels first at batch 1 were measured when cuDNN's engine 4 still ran some fused layers, and a
+layer's kernel could begin before the one of the layer before had ended. Both are no more: by the shipped rows a
+network's fused layers together take up to 1.8 % longer without the engine at batch 1, and 0.9 % at batch 32.
 
 {table}
 
@@ -222,7 +246,7 @@ def slots(kept: Sequence[Figure]) -> dict[str, str]:
     narrow = [("bfloat16", "NHWC", "bfloat16"), ("tf32", "NHWC", "TF32")]
     wide = [(kind, layout, f"{kind} {layout}") for kind in ("bfloat16", "float32") for layout in ("NHWC", "NCHW")]
     return {
-        "networks": networks_section(),
+        "networks": networks_section() + host_section(),
         "whole": whole_section([figure for figure in kept if figure.whole]),
         "fused": fused_section(),
         "float16": table(by_direction(own, *_layouts("float16")), _ALL, "all"),
