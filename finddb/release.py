@@ -30,6 +30,7 @@ from miofind.finddb.sqlite_file import (
     translated,
 )
 from miofind.finddb.store import Store
+from miofind.finddb.validation import RefusedEntryError
 from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict, canonical_json
 
 _OUTRUN = 1.05  # how much slower than a void row an answer may be that is left without it
@@ -117,10 +118,12 @@ def _write(path: Path, histories: Sequence[History], release: Release) -> None:
 
 @contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """Turns what goes wrong in the block into a DatabaseTargetError about the file that is to be written."""
+    """Turns errors of the file that the block writes into DatabaseTargetError, not those of what is written."""
     try:
         with translated(shown(path)):
             yield
+    except RefusedEntryError:
+        raise
     except DatabaseError as error:
         raise DatabaseTargetError(*error.args) from error
 
