@@ -108,7 +108,7 @@ class ConvolutionPass(OwnPass):
             gather_counts(graph)
         else:
             keep_weights(graph, memory_formats(graph))
-        restore_strides(graph, is_relaid=bool(writing.last_ranks))
+        restore_strides(graph)
         graph.lint()
         _tell(dynamic, len({*self.missing[missed:]}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from miofind.torch.inductor.writing import is_put_in
 aten = torch.ops.aten
 
 _NAMESPACES = ("aten", "prims", "miofind")
+_UNTOLD = "miofind_untold"
+"""What is noted of steps whose strides cannot be told of what they read by now."""
+
 _BY_STRIDES = (
     aten.as_strided.default,
     aten.as_strided_.default,
@@ -133,6 +137,7 @@ def _traced(node: fx.Node) -> Any:
         with detect_fake_mode((arguments, named)), torch.no_grad():
             return node.target(*arguments, **named)
     except (RuntimeError, ValueError):  # of a view, it may be, which Inductor makes a copy for
+        node.meta[_UNTOLD] = True
         return node.meta.get("val")
 
 
@@ -147,31 +152,66 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
-def restore_strides(graph: fx.Graph, *, is_relaid: bool) -> None:
+def restore_strides(graph: fx.Graph) -> None:
     """Have what is given back to the user lie by all the strides that were traced.
 
     Inductor gives dense results theirs, but takes no notice of dimensions of size 1, as who compares strides does, such
-    as what puts gradients into buckets; and parts of tensors have but the order of theirs. Parts that overlap, as of
-    `unfold`, stay so.
-
-    Args:
-        is_relaid: whether steps may lie otherwise than they say, as views of what runs channels last.
+    as what puts gradients into buckets. Parts of tensors have but the order of theirs: of those whose tensors lie
+    otherwise than traced each gets memory of its own. Parts that overlap, as of `unfold`, and those of a tensor of
+    which more is given back, or that a compiled backward pass is given whole, stay as they lie.
     """
     (output,) = graph.find_nodes(op="output")
     results, wanted = output.args[0], traced_strides(graph)
     if wanted is None or isinstance(results, fx.Node):
         return
     given = list(results)
-    for i in user_visible(graph):
+    seen = [i for i in user_visible(graph) if isinstance(given[i], fx.Node) and wanted[i] is not None]
+    roots = Counter(_views_to(given[i])[-1] for i in seen)
+    for i in seen:
         node, like = given[i], wanted[i]
-        if not isinstance(node, fx.Node) or like is None:
-            continue
+        views = _views_to(node)
         with graph.inserting_before(output):
             if is_put_in(node) and _differs_in_ones(node, like):
                 given[i] = added_step(graph, aten.as_strided.default, node, [*node.meta["val"].shape], [*like])
-            elif _is_part(node, like) and (is_relaid or _strides(node.meta["val"]) != [tuple(like)]):
+            elif roots[views[-1]] == 1 and _is_part(node, like) and _lies_otherwise(views, like):
                 given[i] = _spread(graph, node, like)
     output.args = (type(results)(given),)
+
+
+def _views_to(node: fx.Node) -> list[fx.Node]:
+    """A step and those that it is a view of, the one that made the memory last."""
+    found = [node]
+    while (step := found[-1]).op == "call_function" and _is_view(step.target) and isinstance(step.args[0], fx.Node):
+        found.append(step.args[0])
+    return found
+
+
+def _is_view(step: Any) -> bool:
+    """Whether an operator gives what shares memory with what it is given first."""
+    if step is operator.getitem:
+        return True
+    if not _is_known(step) or is_mutable(step) or not step._schema.returns:
+        return False
+    return step._schema.returns[0].alias_info is not None
+
+
+def _lies_otherwise(views: Sequence[fx.Node], wanted: Sequence[int]) -> bool:
+    """Whether a view lies at other strides than wanted, or may: what is relaid may be copied to be viewed."""
+    is_told = not any(each.meta.get(_UNTOLD) or _is_copied(each) for each in views)
+    return not is_told or _strides(views[0].meta["val"]) != [tuple(wanted)]
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether a step gives a tensor another shape that is no view of it, which Inductor reads as if it were one."""
+    if node.target is not aten.reshape.default:
+        return False
+    read, shape = node.args[0].meta["val"], tuple(node.meta["val"].shape)
+    try:
+        with read.fake_mode:
+            read.view(shape)
+    except (RuntimeError, ValueError):
+        return True
+    return False
 
 
 def _is_part(node: fx.Node, wanted: Sequence[Any]) -> bool:
@@ -190,10 +230,8 @@ def _is_part(node: fx.Node, wanted: Sequence[Any]) -> bool:
 def _spread(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
     """The step that gives what another does at such strides, in memory of its own."""
     value = node.meta["val"]
-    shape, once = (
-        [*value.shape],
-        [1 if stride == 0 else size for size, stride in zip(value.shape, strides, strict=True)],
-    )
+    shape = [*value.shape]
+    once = [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]
     for dim in (dim for dim, size in enumerate(once) if size != shape[dim]):
         node = added_step(graph, aten.slice.Tensor, node, dim, 0, 1)
     taken = 1 + sum((size - 1) * stride for size, stride in zip(once, strides, strict=True))

@@ -228,6 +228,38 @@ def test_parts_of_tensors_keep_their_strides() -> None:
     assert {str(problem.y.layout) for problem in options["post_grad_custom_pre_pass"].replaced} == {"NHWC"}
 
 
+class Pooled(nn.Module):
+    """A convolution, and a linear layer behind the mean of its places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(6, 6, 3, padding=1), nn.Linear(6, 8)
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        y = self.conv(x).relu()
+        return y, self.linear(y.mean((2, 3)))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+@pytest.mark.usefixtures("served")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_that_is_returned_beside_its_tensor_shares_its_memory() -> None:
+    network, x = Pooled().eval().bfloat16(), torch.randn(2, 6, 4, 4).bfloat16()
+
+    def run(x: Any) -> tuple[Any, ...]:
+        y, h = network(x)
+        return y, y[:, 1:3], h, h[:, :2]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, options={**miofind.torch.inductor_options(), "fx_graph_cache": False})
+    with torch.no_grad():
+        y, part, h, head = compiled(x)
+    assert head.stride() == (8, 1)
+    for whole, some in ((y, part), (h, head)):
+        whole.zero_()
+        assert not some.any()
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.usefixtures("served")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
