@@ -54,8 +54,8 @@ def predicted(
         )
 
     plan = None
-    if not tried and not dynamic_only and _takes_any(options):
-        plan = plan_of(ranker_of(handle.device).is_worth_asking(problem))
+    if not tried and not dynamic_only and (asks := _worth_asking(problem, options, handle)) is not None:
+        plan = plan_of(asks)
     if plan is None or not plan.candidates:
         plan = plan_of(_all)
     if not plan.candidates and not stored:  # each reason is told
@@ -69,11 +69,23 @@ def _all(_facts: SolverFacts) -> bool:
     return True
 
 
-def _takes_any(options: FindOptions) -> bool:
-    """Whether a request takes whatever is the fastest, as what a model was trained with was."""
+def _worth_asking(
+    problem: ProblemDescription, options: FindOptions, handle: Handle
+) -> Callable[[SolverFacts], bool] | None:
+    """Which solvers to ask of a problem: those that won near it, and those that the model does not know as they are.
+
+    None where all are: nothing near is known, or under the request's limits others may be the fastest.
+    """
     is_limited = (options.workspace_limit_bytes, options.max_error) != (None, None)
-    is_filtered = options.deterministic or options.strict_nonfinite or options.only or options.exclude
-    return options.order is Order.TIME and not (is_limited or is_filtered or options.searches)
+    is_filtered = options.deterministic or options.strict_nonfinite
+    if is_limited or is_filtered or options.searches or options.order is not Order.TIME:
+        return None
+    ranker = ranker_of(handle.device)
+    near = ranker.winners_near(problem)
+    known = handle.registry.facts
+    if near is None or not all(name in known and options.allows(known[name]) for name in near):
+        return None
+    return lambda facts: facts.id in near or not ranker.knows(facts)
 
 
 def with_predictions(

@@ -7,7 +7,7 @@ model of the device, it is the table of medians, then the solvers' estimates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,11 +79,10 @@ class Ranker:
         trees = self.model.trees if self.model is not None and self.is_of_kind else None
         return trees is not None and trees.reaches(Kind.of(problem), position(problem))
 
-    def is_worth_asking(self, problem: ProblemDescription) -> Callable[[SolverFacts], bool]:
-        """Which solvers to ask of a problem: all but those that the model knows and that won at no near one."""
-        trees = self.model.trees if self.model is not None else None
-        near = None if trees is None else trees.winners.near(Kind.of(problem), position(problem), trees.reach)
-        return lambda facts: near is None or facts.id in near or not self.knows(facts)
+    def winners_near(self, problem: ProblemDescription) -> frozenset[str] | None:
+        """The solvers that were the fastest of near problems; None where nobody knows, as of another kind of device."""
+        trees = self.model.trees if self.model is not None and self.is_of_kind else None
+        return None if trees is None else trees.winners.near(Kind.of(problem), position(problem), trees.reach)
 
     def predictions(
         self, problem: ProblemDescription, device: Device, candidates: Sequence[Estimated]

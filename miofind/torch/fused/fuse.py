@@ -323,8 +323,8 @@ class _Rewriting:
 
     def _written(self) -> set[Any]:
         """Names of the memory that the graph's steps may write to."""
-        writing = filter(self.steps.writes, self.made.graph.nodes)
-        return set[Any]().union(*(self.steps.places(given) for node in writing for given in node.all_input_nodes))
+        written = (each for node in self.made.graph.nodes for each in self.steps.written(node))
+        return set[Any]().union(*map(self.steps.places, written))
 
     def _drop_assertions(self) -> None:
         """Drop what asserts the dimensions of convolutions' results, which would be read by more than what follows."""
@@ -443,10 +443,10 @@ class _Rewriting:
         """Whether a chain's inputs may be written to between its convolution and its end, where it is computed."""
         nodes = list(self.made.graph.nodes)
         between = nodes[nodes.index(chain.nodes[0]) : nodes.index(chain.nodes[-1])]
-        writing = [node for node in between if node not in chain.nodes and self.steps.writes(node)]
+        written = [each for node in between if node not in chain.nodes for each in self.steps.written(node)]
         inputs = [chain.residual, *chain.nodes[0].all_input_nodes]
         read = set[Any]().union(*(self.steps.places(node) for node in inputs if node is not None))
-        return any(not read.isdisjoint(self.steps.places(given)) for node in writing for given in node.all_input_nodes)
+        return any(not read.isdisjoint(self.steps.places(each)) for each in written)
 
 
 def _times_read(user: fx.Node, node: fx.Node) -> int:

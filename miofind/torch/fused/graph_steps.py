@@ -14,7 +14,7 @@ from torch import fx, nn
 from miofind.torch.fused.checks import must_be
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
-from miofind.torch.fused.writes import may_write, storage_of
+from miofind.torch.fused.writes import is_told_by_name, name_of, storage_of, written_by_call
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = {nn.BatchNorm1d: 3, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5, nn.SyncBatchNorm: None}
@@ -108,22 +108,16 @@ _FRESH_MODULES = (
     nn.AdaptiveAvgPool2d,
     *_OF_MODULE,
 )
-_FRESH_FUNCTIONS = (operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.cat, *_OF_CALL)
-IN_PLACE_OPERATORS = (
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.ifloordiv,
-    operator.imod,
-    operator.ipow,
-    operator.imatmul,
-    operator.iand,
-    operator.ior,
-    operator.ixor,
-    operator.ilshift,
-    operator.irshift,
-)
+_FRESH_FUNCTIONS = (operator.add, operator.mul, operator.sub, operator.truediv, operator.pow, operator.neg, *_OF_CALL)
+# fmt: off
+_FRESH_NAMES = frozenset({
+    "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "add", "avg_pool1d", "avg_pool2d",
+    "avg_pool3d", "bmm", "cat", "clone", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "div", "exp", "group_norm", "layer_norm", "linear", "log", "matmul", "max_pool1d", "max_pool2d",
+    "max_pool3d", "mean", "mm", "mul", "neg", "pow", "rsqrt", "softmax", "sqrt", "stack", "std", "sub", "sum", "var",
+})
+# fmt: on
+"""Functions and methods of PyTorch's that give memory of their own."""
 
 
 def is_convolution(module: Any) -> bool:
@@ -248,19 +242,19 @@ class Steps:
 
     def writes(self, node: fx.Node) -> bool:
         """Whether a step may write to what it is given."""
+        return bool(self.written(node))
+
+    def written(self, node: fx.Node) -> list[fx.Node]:
+        """What a step may write to, of what it is given."""
         if node.op == "call_module":
             module = self.module(node)
             is_pytorchs = type(module).__module__.startswith("torch.nn.modules.")
             is_known = is_pytorchs or type(module) is FusedConvolution or is_convolution(module)
-            return bool(getattr(module, "inplace", False)) or not is_known or is_changed(module)
+            is_in_place = bool(getattr(module, "inplace", False))
+            return node.all_input_nodes if is_in_place or not is_known or is_changed(module) else []
         if node.op not in ("call_function", "call_method") or node.target is must_be:
-            return False
-        if node.op == "call_function" and not _tells_by_its_name(node.target):
-            return may_write(node.target)
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "_")
-        in_place = node.kwargs.get("inplace", False) is not False or any(value is True for value in node.args)
-        is_named_so = name.endswith("_") or name in ("__setitem__", "setitem") or "out" in node.kwargs
-        return in_place or is_named_so or node.target in IN_PLACE_OPERATORS
+            return []
+        return written_by_call(node)
 
     def places(self, node: fx.Node) -> set[Any]:
         """Names of the memory that a step's result may lie in: steps that make some, and that of the network's tensors.
@@ -290,17 +284,7 @@ class Steps:
             return False
         if node.op == "call_module":
             return isinstance(self.module(node), _FRESH_MODULES)
-        return node.target in _FRESH_FUNCTIONS
-
-
-_TOLD_BY_NAMES = frozenset({"torch", "operator", "_operator", "math", "builtins", "miofind"})
-
-
-def _tells_by_its_name(function: Any) -> bool:
-    """Whether a function is one of Python's or PyTorch's but no operator: of these those write that are named so."""
-    is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
-    home = str(getattr(function, "__module__", None) or type(function).__module__)
-    return not is_operator and not hasattr(function, "_opoverload") and home.partition(".")[0] in _TOLD_BY_NAMES
+        return node.target in _FRESH_FUNCTIONS or (is_told_by_name(node) and name_of(node) in _FRESH_NAMES)
 
 
 _UNKNOWN = object()

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from miofind.torch.fused.graph_steps import IN_PLACE_OPERATORS, is_changed, is_convolution
+from miofind.torch.fused.graph_steps import is_changed, is_convolution
 from miofind.torch.fused.module import FusedConvolution
+from miofind.torch.fused.writes import IN_PLACE_OPERATORS
 
 Kind = type | None
 """A class; None where it is not known."""

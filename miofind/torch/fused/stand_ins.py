@@ -15,8 +15,8 @@ from torch import fx
 from torch.fx.proxy import TraceError
 
 from miofind.torch.fused.bytecode import opname_at
-from miofind.torch.fused.graph_steps import IN_PLACE_OPERATORS
 from miofind.torch.fused.kinds import Kind, is_tensor, kind_of_attribute
+from miofind.torch.fused.writes import IN_PLACE_OPERATORS
 
 _ASK_FOR_OTHERS = ("abc", "typing", "torch", "torch.nn.parameter")
 """Python modules of `isinstance` of abstract classes and parameters, and of `torch.is_tensor`."""

@@ -55,16 +55,25 @@ def test_who_is_about_as_fast_has_won_too() -> None:
     assert fastest(times) == {"A", "B"}
 
 
-def test_solvers_that_the_model_does_not_know_as_they_are_are_asked() -> None:
+def test_solvers_that_the_model_does_not_know_as_they_are_are_asked(
+    gpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = small_model(won([2] * LEAST))
     facts = Registry.default().facts
     versions = {name: version for name, version in model.solvers.items() if name != "ConvIm2colGemm"}
     versions["ConvGemm1x1"] += 1
-    asks = Ranker(replace(model, solvers=versions)).is_worth_asking(NEAR)
-    asked = {name for name in facts if asks(facts[name])}
-    assert asked == {"ConvImplicitGemmMma", "ConvIm2colGemm", "ConvGemm1x1"}
-    assert all(map(Ranker(small_model()).is_worth_asking(NEAR), facts.values()))
-    assert all(map(Ranker(None).is_worth_asking(NEAR), facts.values()))
+    monkeypatch.setattr(answer, "ranker_of", lambda device: Ranker(replace(model, solvers=versions)))
+    asks = answer._worth_asking(NEAR, FAST, gpu)
+    assert asks is not None
+    assert {name for name in facts if asks(facts[name])} == {"ConvImplicitGemmMma", "ConvIm2colGemm", "ConvGemm1x1"}
+
+
+def test_a_model_of_another_kind_of_gpu_has_no_winners() -> None:
+    model = small_model(won([2] * LEAST))
+    assert Ranker(model).winners_near(NEAR) == {"ConvImplicitGemmMma"}
+    assert Ranker(model, is_of_kind=False).winners_near(NEAR) is None
+    assert Ranker(small_model()).winners_near(NEAR) is None
+    assert Ranker(None).winners_near(NEAR) is None
 
 
 @pytest.fixture
@@ -108,6 +117,11 @@ def test_an_answer_is_of_near_winners(gpu: miofind.Handle) -> None:
 )
 def test_a_request_with_limits_is_answered_by_all(gpu: miofind.Handle, options: dict[str, Any]) -> None:
     assert "ConvImplicitGemmMma" in answered(gpu, **options)
+
+
+def test_filters_that_leave_the_winners_change_nothing(gpu: miofind.Handle) -> None:
+    assert answered(gpu, exclude=("cudnn", "ConvWinogradMma")) == {"ConvDirectTiled"}
+    assert answered(gpu, only="plain") == {"ConvDirectTiled"}
 
 
 def test_all_are_asked_where_no_winner_serves(gpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:

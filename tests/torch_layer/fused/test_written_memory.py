@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,9 @@ STEPS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "its name": (lambda x: OWN.triple(x), ALONE),
     "its overload": (lambda x: OWN.triple.default(x), ALONE),
     "a function that torch.fx calls": (lambda x: unknown(x), ALONE),
+    "a flag by position": (lambda x: functional.relu(x, True), ALONE),
+    "several at once": (lambda x: torch._foreach_mul_([x], 3), ALONE),
+    "a mean that keeps dimensions": (lambda x: x.mean((2, 3), True).mul_(2), SUMMED),
     "no operator": (lambda x: ATEN.mul(x, 3), SUMMED),
     "no overload": (lambda x: ATEN.mul.Tensor(x, x), SUMMED),
     "no operator of one's own": (lambda x: OWN.halved(x), SUMMED),
@@ -90,6 +94,11 @@ class Normed(nn.Module):
         return torch.relu(self.norm(y))
 
 
+def statistics(net: Any) -> tuple[Any, Any]:
+    return net.norm.running_mean, net.norm.running_var
+
+
+NORMED = "conv: convolution + batch_norm + relu"
 KEPT = "conv: kept, the network's code writes to its weights"
 WRITES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "mean": (lambda net, x: net.norm.running_mean.lerp_(x.mean((0, 2, 3)), 0.5), ALONE),
@@ -98,7 +107,17 @@ WRITES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "shift": (lambda net, x: net.norm.bias.data.add_(0.1), ALONE),
     "weights": (lambda net, x: net.conv.weight.data.clamp_(-0.05, 0.05), KEPT),
     "bias": (lambda net, x: net.conv.bias.data.add_(0.1), KEPT),
-    "nothing": (lambda net, x: net.norm.running_mean.mul(2), "conv: convolution + batch_norm + relu"),
+    "a batch norm": (lambda net, x: functional.batch_norm(x, *statistics(net), training=True), ALONE),
+    "its flag by position": (lambda net, x: functional.batch_norm(x, *statistics(net), None, None, True), ALONE),
+    "torch's": (lambda net, x: torch.batch_norm(x, None, None, *statistics(net), True, 0.1, 1e-5, False), ALONE),
+    "aten's": (lambda net, x: ATEN.native_batch_norm(x, None, None, *statistics(net), True, 0.1, 1e-5), ALONE),
+    "an instance norm": (lambda net, x: functional.instance_norm(x, *statistics(net)), ALONE),
+    "an operator in place": (lambda net, x: operator.iadd(net.norm.bias.data, 0.1), ALONE),
+    "nothing": (lambda net, x: net.norm.running_mean.mul(2), NORMED),
+    "nothing of a batch norm": (lambda net, x: functional.batch_norm(x, *statistics(net)), NORMED),
+    "nothing of an instance norm": (lambda net, x: functional.instance_norm(x), NORMED),
+    "what they are added to": (lambda net, x: x.add_(net.norm.bias.view(1, 3, 1, 1)), NORMED),
+    "what is computed of weights": (lambda net, x: functional.relu(net.conv.weight.mean(1), inplace=True), NORMED),
 }
 
 

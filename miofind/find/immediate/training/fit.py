@@ -29,7 +29,7 @@ from miofind.find.immediate.training.boosting import rank_forest, time_forest
 from miofind.find.immediate.training.evaluation import WITHIN, Regret, Times, class_regrets, picked, regrets
 from miofind.find.immediate.training.groups import Holdout, group
 from miofind.find.immediate.training.samples import Lesson
-from miofind.find.immediate.winners import MOST_SOLVERS, Winners, Won, fastest
+from miofind.find.immediate.winners import LEAST, MOST_SOLVERS, Winners, Won, fastest
 from miofind.solver.registry import Registry, inner_id
 
 logger = logging.getLogger(__name__)
@@ -248,8 +248,9 @@ class Training:
     def _asked(self, ranker: Ranker, lesson: Lesson, times: Times) -> list[float]:
         """The times of those of a lesson's candidates whose solvers are asked, infinite for others; of all if none."""
         of_all = times[lesson.problem.network_config]
-        is_worth_asking = ranker.is_worth_asking(lesson.problem)
-        is_asked = [is_worth_asking(self.registry.facts[inner_id(sample.solver_id)]) for sample in lesson.predicted]
+        near = ranker.winners_near(lesson.problem)
+        solvers = [self.registry[sample.solver_id] for sample in lesson.predicted]
+        is_asked = [near is not None and (inner_id(each.id) in near or not ranker.knows(each)) for each in solvers]
         if not any(is_asked):
             return list(of_all)
         return [time_ms if asked else math.inf for time_ms, asked in zip(of_all, is_asked, strict=True)]
@@ -308,10 +309,12 @@ def _winners(lessons: Iterable[Lesson]) -> Winners:
         won[lesson.kind.levels[0]][position(lesson.problem)] |= fastest(times)
     solvers = sorted({name for of_kind in won.values() for names in of_kind.values() for name in names})
     if len(solvers) > MOST_SOLVERS:
+        logger.warning("%d solvers won, of which a model keeps %d: all will be asked", len(solvers), MOST_SOLVERS)
         return Winners()
     found = {}
     for kind, of_kind in won.items():
-        places = sorted(of_kind)
+        if len(places := sorted(of_kind)) < LEAST:
+            continue
         axes = np.round(np.array(places, np.float32).T, 3)
         bits = [sum(1 << solvers.index(name) for name in of_kind[place]) for place in places]
         found[kind] = Won(axes, np.array(bits, np.uint64))
