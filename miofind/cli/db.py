@@ -26,6 +26,7 @@ from miofind.cli.options import (
     db_option,
     device_option,
     example,
+    given_path,
     json_option,
     one_of,
 )
@@ -51,6 +52,7 @@ from miofind.finddb import (
     Stats,
     Store,
     is_of_database,
+    server_url,
     system_addresses,
     told_address,
     upgrade,
@@ -107,7 +109,7 @@ def _writing(database: str | None) -> Store:
 
 
 def _not_a_folder(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    if value is not None and Path(value).expanduser().is_dir():
+    if value is not None and server_url(value) is None and given_path(value).is_dir():
         raise click.BadParameter(f"{value} is a folder: name a file in it")
     return value
 

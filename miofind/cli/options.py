@@ -82,6 +82,17 @@ def _names(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ..
     return names
 
 
+def given_path(value: Any, param: click.Parameter | None = None, ctx: click.Context | None = None) -> Path:
+    """The path that a text is, with ~ expanded; refused where no file can have it."""
+    try:
+        path = Path(value).expanduser()
+        path.exists()
+    except (RuntimeError, OSError, ValueError) as error:  # no such user, too long a name, a NUL
+        told = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise click.BadParameter(f"{value} cannot be a path ({told}): correct it", ctx, param) from error
+    return path
+
+
 class InputFile(click.Path):
     """The path of an existing file; - is stdin where the command takes it."""
 
@@ -91,7 +102,7 @@ class InputFile(click.Path):
         super().__init__(dir_okay=False, path_type=Path, allow_dash=takes_stdin)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(value).expanduser()
+        path = given_path(value, param, ctx)
         if not (self.allow_dash and str(value) == "-") and not path.exists():
             self.fail(f"there is no file {value}: correct the path", param, ctx)
         return super().convert(path, param, ctx)
@@ -109,7 +120,7 @@ class OutputFile(click.Path):
         super().__init__(dir_okay=False, path_type=Path, allow_dash=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(value).expanduser()
+        path = given_path(value, param, ctx)
         _check_folder(self, path, param, ctx)
         found = super().convert(path, param, ctx)
         if str(value) != "-":
@@ -154,11 +165,8 @@ def _check_can_be_made(
     kind: OutputFile | FindDBFile, path: Path, param: click.Parameter | None, ctx: click.Context | None
 ) -> None:
     """Refuse a file whose folder takes none; a device or a pipe is written to as it is."""
-    try:
-        if path.exists() and not path.is_file():
-            return
-    except OSError as error:  # no file can have that name
-        kind.fail(f"{path} cannot be written: {error.strerror or error}: name another file", param, ctx)
+    if path.exists() and not path.is_file():
+        return
     try:
         with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
             pass

@@ -266,9 +266,13 @@ def load(name_or_path: str) -> Suite:
     path = Path(name_or_path)
     if name_or_path.lower() in suite_names():
         return load_suite(name_or_path)
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.is_file()
+    except OSError as error:  # no file can have that name
+        raise InvalidOptionError(f"suite {printable(name_or_path):.60} cannot be a path ({error.strerror})") from error
+    if is_folder:
         raise InvalidOptionError(f"suite {name_or_path!r} is a folder: name a file in it")
-    if not path.is_file():
+    if not is_there:
         raise InvalidOptionError(
             f"suite {name_or_path!r} is neither a file nor a shipped suite: known are {', '.join(suite_names())}"
             f"{suggestion(name_or_path, suite_names())}"

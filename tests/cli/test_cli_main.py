@@ -579,3 +579,13 @@ def test_a_file_that_is_no_exported_program_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: garbage.pt2 cannot be read as an exported program")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", ["~a-user-that-there-is-not/x", "a" * 300], ids=["no user", "too long"])
+@pytest.mark.parametrize(
+    "command",
+    ["db path --db", "find conv -n 1 -c 4 -H 8 -W 8 -k 4 -y 1 -x 1 -F 1 --save", "report --output page.html"],
+)
+def test_what_no_file_can_be_named_is_wrong_usage(command: str, path: str) -> None:
+    """It was called a defect of miofind."""
+    assert "cannot be" in run(*command.split(), path, code=2).stderr

@@ -436,8 +436,8 @@ def enable(
         A handle with `disable()` and `report()`, and a context manager that disables.
 
     MIOFIND_TORCH in the environment goes before what a program asks for: with `0` nothing is replaced. With `tune`
-    misses are measured whatever `on_miss` says; all else stays as asked for. With `record` nothing is replaced while
-    `python -m miofind.torch` records the program.
+    misses are measured whatever `on_miss` says but "record"; all else stays as asked for. With `record` nothing is
+    replaced while `python -m miofind.torch` records the program.
 
     Raises:
         MissingLibraryError: PyTorch is older than 2.9.
@@ -457,7 +457,7 @@ def enable(
     )
     _require_release()
     wanted = way()
-    if wanted is Way.TUNE:
+    if wanted is Way.TUNE and settings.on_miss is not MissPolicy.RECORD:  # who records wants no more than that
         settings = replace(settings, on_miss=MissPolicy.FIND)
     override = Override(settings, _checked_devices(devices))
     if _is_left_off(wanted):

@@ -155,7 +155,7 @@ def test_the_environment_switches_it_off(
     made.disable()
 
 
-@pytest.mark.parametrize("on_miss", ["auto", "fallback", "record", "error"])
+@pytest.mark.parametrize("on_miss", ["auto", "fallback", "error"])
 def test_the_environment_has_misses_measured_whatever_is_enabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_miss: str
 ) -> None:
@@ -168,6 +168,13 @@ def test_the_environment_has_misses_measured_whatever_is_enabled(
         assert [solution and solution.solver_id for solution in solutions] == ["ConvCpuDirect", None]
         assert solutions[0].samples > 0
         assert "backward_weights is not among the directions" in _reason(made)
+
+
+def test_the_environment_leaves_a_program_s_own_recording(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_TORCH", "tune")
+    with _enabled(cpu_handle, "record") as made:
+        conv2d(X, W)
+        assert list(made.report().missing) == [ProblemDescription.convolution(x=X.shape, w=W.shape)]
 
 
 def test_a_recorded_program_enables_nothing(
