@@ -12,6 +12,7 @@ import importlib.util
 import os
 import pkgutil
 import runpy
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,8 @@ def _record() -> None:
 
     path = _record_path()
     prepare_folder(path)  # before a run of hours, whose recording would be lost without
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # by which launchers end their processes
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     atexit.register(_write, record_program(), path, os.getpid())
 
 

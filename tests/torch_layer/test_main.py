@@ -102,6 +102,16 @@ def test_a_run_that_ctrl_c_ends_is_recorded(tmp_path: Path) -> None:
     assert path.read_text() == kept
 
 
+def test_a_run_that_a_launcher_ends_is_recorded(tmp_path: Path) -> None:
+    """By SIGTERM, after which Python does nothing at exit."""
+    script = "import os, signal, torch\ntorch.nn.Conv2d(3, 4, 3)(torch.ones(1, 3, 5, 5))\n"
+    (tmp_path / "train.py").write_text(script + "os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()\n")
+    ended = run(tmp_path, "train.py", MIOFIND_TORCH="record")
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    (found,) = load(str(tmp_path / "miofind_problems.csv")).problems()
+    assert found.problem.network_config == "conv2d-forward-n1-c3-i5x5-k4-f3x3-float32-NCHW-e.bias"
+
+
 def test_what_a_script_enables_itself_is_recorded_as_well(tmp_path: Path) -> None:
     """With the README's `enable()` in it nothing was."""
     (tmp_path / "train.py").write_text(ENABLES)

@@ -6,14 +6,16 @@ torch.fx writes the network's graph down; chains of convolution, batch norm, act
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import TraceError
 
 from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, MiofindError, brief
@@ -195,7 +197,8 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         reason = "code of what holds it has parts of it"
     else:
         try:
-            graph = traced(module)
+            with _memory_kept(module):
+                graph = traced(module)
         except DependsOnNone as error:
             reason = str(error)
         except Exception as error:  # whatever a network's own code raises when it is given no tensors
@@ -210,6 +213,24 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
     for name, child in module.named_children():
         module._modules[name] = _fused(child, f"{path}.{name}".removeprefix("."), work)
     return module
+
+
+@contextlib.contextmanager
+def _memory_kept(module: Any) -> Iterator[None]:
+    """Refuse code that gives the network's tensors other memory (`.data = ...`), and give them theirs back.
+
+    Raises:
+        TraceError: it did.
+    """
+    held = [(each, each.data) for each in (*module.parameters(), *module.buffers())]
+    try:
+        yield
+    finally:
+        moved = [(each, before) for each, before in held if each.data_ptr() != before.data_ptr()]
+        for each, before in moved:
+            each.data = before
+    if moved:
+        raise TraceError("its code gives a tensor that it has other memory")
 
 
 def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:

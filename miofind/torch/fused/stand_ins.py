@@ -16,6 +16,7 @@ from torch.fx.proxy import TraceError
 
 from miofind.torch.fused.bytecode import opname_at
 from miofind.torch.fused.kinds import Kind, is_tensor, kind_of_attribute
+from miofind.torch.fused.watch import called_by
 from miofind.torch.fused.writes import IN_PLACE_OPERATORS
 
 _ASK_FOR_OTHERS = ("abc", "typing", "torch", "torch.nn.parameter")
@@ -49,6 +50,8 @@ class StandIn(fx.Proxy):
         is_misleading = isinstance(abstract, type) and issubclass(type(self), abstract)  # which counts for those, too
         if kind is None or (is_misleading and not issubclass(kind, abstract)):
             raise TraceError("its code asks for the class of something that is not known")
+        if not _asks_for_class(asker):
+            raise TraceError("its code gives a tensor to code of C or TorchScript, which reads its memory")
         return kind
 
     def __getattr__(self, name: str) -> Any:
@@ -123,6 +126,14 @@ def _is_asked_by_torch(asker: FrameType | None) -> bool:
         asker = asker.f_back
     name = "" if asker is None else asker.f_globals.get("__name__", "")
     return name.startswith("torch.") or name == __name__
+
+
+def _asks_for_class(asker: FrameType) -> bool:
+    """Whether code asks for a class by `isinstance`, a pattern or `__class__`; C's does to read memory behind."""
+    if asker.f_globals.get("__name__") in _ASK_FOR_OTHERS or called_by(asker) in (isinstance, issubclass):
+        return True
+    is_of_python = opname_at(asker.f_code, asker.f_lasti) in ("LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS")
+    return called_by(asker) is None and is_of_python
 
 
 def _is_written(asker: FrameType) -> bool:

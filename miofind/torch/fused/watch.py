@@ -212,8 +212,21 @@ def is_torchs(module: object) -> bool:
     return str(module).startswith("torch.")
 
 
+_called: dict[Any, Any] = {}
+"""Of frames that are traced, the function of C that each calls now."""
+
+
+def called_by(frame: Any) -> Any:
+    """The function of C that a frame of traced code calls now; None where it calls none, or an object of C's."""
+    return _called.get(frame)
+
+
 def _refuse_questions(frame: Any, event: str, called: Any) -> None:
     """Refuse questions for modes: the answers of now would be constants of the graph; and `is`, which asks nobody."""
+    if event == "c_call":
+        _called[frame] = called
+    elif event in ("c_return", "c_exception"):
+        _called.pop(frame, None)
     is_asked = event == "c_call" and id(called) in _QUESTIONS
     if not (is_asked or event == "call"):
         return
@@ -289,5 +302,6 @@ def _profiled(function: Callable[[Any, str, Any], None]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before if callable(before) else None)
+        _called.clear()
         if before is not None and hasattr(before, "enable"):  # cProfile's, before Python 3.12
             before.enable()

@@ -26,6 +26,7 @@ IN_PLACE_OPERATORS = (
     operator.ilshift,
     operator.irshift,
 )
+_EMBEDDINGS = ("embedding", "embedding_bag")
 _WRITING = ("setitem", "__setitem__", "setattr")
 _TOLD_BY_NAMES = frozenset({"torch", "operator", "_operator", "math", "builtins", "miofind"})
 
@@ -51,6 +52,17 @@ def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ]
 
 
+def _written_by_some(packet: Any, step: fx.Node) -> list[fx.Node]:
+    """What the overloads of an operator that take what a step gives may write to."""
+    found: list[fx.Node] = []
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        arguments = [each for each in overload._schema.arguments if each.alias_info is not None]
+        outs = {each.name for each in arguments if each.alias_info.is_write and each.kwarg_only}
+        if outs <= step.kwargs.keys():  # what is named so is given by name
+            found += _of_kind(fx.Node, _written_arguments(overload, step.args, step.kwargs))
+    return found
+
+
 def _of_kind(kind: type, values: Any) -> list[Any]:
     return [each for each in pytree.tree_leaves(values) if isinstance(each, kind)]
 
@@ -66,18 +78,26 @@ def written_by_call(step: fx.Node) -> list[fx.Node]:
     function = getattr(step.target, "_opoverload", step.target)  # that of what torch.library.custom_op makes
     if isinstance(function, torch._ops.OpOverload):
         return _of_kind(fx.Node, _written_arguments(function, step.args, step.kwargs))
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return _written_by_some(function, step)
     if "out" in step.kwargs:
         return _of_kind(fx.Node, step.kwargs["out"])
+    if name_of(step) in _EMBEDDINGS:
+        return _renormalized(step)
     inputs: list[fx.Node] = step.all_input_nodes
-    if isinstance(function, torch._ops.OpOverloadPacket) and not name_of(step).endswith("_"):
-        overloads = (getattr(function, name) for name in function.overloads() if "out" not in name)
-        return inputs if any(map(is_mutable, overloads)) else []
     if not is_told_by_name(step):
         return inputs
     name = name_of(step)
     if _is_flagged(step) or name.endswith("_") or name in _WRITING or step.target in IN_PLACE_OPERATORS:
         return _of_kind(fx.Node, step.args[:1]) or inputs
     return []
+
+
+def _renormalized(step: fx.Node) -> list[fx.Node]:
+    """The table of an embedding that its rows' norms are limited in."""
+    given = dict(enumerate(step.args)) | step.kwargs
+    is_limited = given.get("max_norm", given.get(3)) is not None
+    return _of_kind(fx.Node, given.get("weight", given.get(1))) if is_limited else []
 
 
 def _is_flagged(step: fx.Node) -> bool:

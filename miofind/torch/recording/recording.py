@@ -6,6 +6,7 @@ import atexit
 import logging
 import multiprocessing
 import os
+import shlex
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -157,13 +158,13 @@ def saved_at_last(recording: Recording, path: Path) -> str:
         try:
             recording.save(path)
         except InvalidOptionError as error:
-            reason = f"{error}: free space, or choose another path. "
+            reason = f"{str(error).rstrip('.')}. Free space, or choose another path. "
             path = Path(tempfile.mkdtemp(prefix="miofind_"), f"recorded{path.suffix}")  # its name may be what is wrong
             recording.save(path)
     except (InvalidOptionError, OSError) as error:
         return f"{reason}The problems are lost, since no temporary file can be written: {error}"
     count = f"{len(recording.problems)} convolution problems"
-    return f"{reason}The {count} are in {path}: miofind tune --suite {path}"
+    return f"{reason}The {count} are in {path}: miofind tune --suite {shlex.quote(str(path))}"
 
 
 def check_ending(path: str | Path) -> None:

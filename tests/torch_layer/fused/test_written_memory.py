@@ -47,6 +47,9 @@ STEPS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a function that torch.fx calls": (lambda x: unknown(x), ALONE),
     "a flag by position": (lambda x: functional.relu(x, True), ALONE),
     "several at once": (lambda x: torch._foreach_mul_([x], 3), ALONE),
+    "an operator's output": (lambda x: ATEN.mul(x, x, out=x), ALONE),
+    "rows of an embedding": (lambda x: functional.embedding(torch.arange(3), x.view(-1, 6), max_norm=0.1), ALONE),
+    "no rows of one": (lambda x: functional.embedding(torch.arange(3), x.view(-1, 6)), SUMMED),
     "a mean that keeps dimensions": (lambda x: x.mean((2, 3), True).mul_(2), SUMMED),
     "no operator": (lambda x: ATEN.mul(x, 3), SUMMED),
     "no overload": (lambda x: ATEN.mul.Tensor(x, x), SUMMED),
@@ -111,6 +114,10 @@ WRITES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "its flag by position": (lambda net, x: functional.batch_norm(x, *statistics(net), None, None, True), ALONE),
     "torch's": (lambda net, x: torch.batch_norm(x, None, None, *statistics(net), True, 0.1, 1e-5, False), ALONE),
     "aten's": (lambda net, x: ATEN.native_batch_norm(x, None, None, *statistics(net), True, 0.1, 1e-5), ALONE),
+    "two outputs": (
+        lambda net, x: ATEN.var_mean(x, (0, 2, 3), correction=1, out0=net.norm.running_var, out1=net.norm.running_mean),
+        ALONE,
+    ),
     "an instance norm": (lambda net, x: functional.instance_norm(x, *statistics(net)), ALONE),
     "an operator in place": (lambda net, x: operator.iadd(net.norm.bias.data, 0.1), ALONE),
     "nothing": (lambda net, x: net.norm.running_mean.mul(2), NORMED),
@@ -208,3 +215,48 @@ def test_a_bias_that_is_computed_stays() -> None:
     assert "its bias is no parameter" in str(fused.fusion_report)
     x = torch.randn(1, 3, 6, 6)
     assert torch.equal(fused(x), network(x))
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+def scripted(x: Any) -> Any:
+    return torch.jit.script(gated)(x)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [scripted, torch.as_tensor, torch.tensor, lambda x: torch.utils.dlpack.to_dlpack(x)],
+    ids=["TorchScript", "as_tensor", "tensor", "dlpack"],
+)
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning", "ignore:.*torch.jit.script.:DeprecationWarning")
+def test_code_of_c_that_reads_memory_is_not_traced(step: Callable[[Any], Any]) -> None:
+    """It took a stand-in for a tensor, and the process ended by SIGSEGV."""
+    fused = fuse(Between(step).eval())
+    assert "gives a tensor to code of C" in fused.fusion_report.untraced[""]
+
+
+def momentum(net: Any) -> None:
+    for each in net.parameters():
+        each.data = 0.9 * each.data
+
+
+def swapped(net: Any) -> None:
+    torch.utils.swap_tensors(net.norm.running_mean, net.norm.running_mean + 1)
+
+
+@pytest.mark.parametrize(
+    ("move", "reason"), [(momentum, "other memory"), (swapped, "decides by what it computes")], ids=["data", "swapped"]
+)
+def test_tensors_that_get_other_memory_in_each_call_are_not_of_a_graph(
+    move: Callable[[Any], None], reason: str
+) -> None:
+    """They got it while the network was traced, and never more."""
+    network = Normed(lambda net, x: move(net)).eval()
+    fused = fuse(copy.deepcopy(network))
+    assert reason in fused.fusion_report.untraced[""]
+    x = torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fused(x), network(x))
