@@ -5,6 +5,7 @@ Nothing here opens a database. A server's URL may hold a password, so no message
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -133,9 +134,15 @@ def _expanded(text: str, name: str) -> Path:
     try:
         if "\0" in text:
             raise ValueError("a path holds no null character")
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
+        path.exists()
     except (RuntimeError, ValueError) as error:  # of a user who has no home folder
         raise DatabaseError(f"{name}={text!r} cannot be a path ({error}): correct it") from error
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            return path  # whoever opens it tells what is wrong
+        raise DatabaseError(f"{name}={text[:60]!r}... cannot be a path ({error.strerror}): correct it") from error
+    return path
 
 
 def tell_whole_paths(is_told: bool) -> None:

@@ -266,11 +266,12 @@ def test_options_without_sense_are_usage_errors(arguments: tuple[str, ...]) -> N
     assert run(*arguments, code=2).stderr
 
 
-def test_databases_of_unknown_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIOFIND_DB", "~no_such_user/finddb.db")
-    assert "~no_such_user" in run("find", *FORWARD, "--device", "cpu").stderr
+@pytest.mark.parametrize("name", ["~no_such_user/finddb.db", "a" * 300], ids=["unknown user", "too long"])
+def test_databases_that_no_file_can_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_DB", name)
+    assert f"{name[:60]}" in run("find", *FORWARD, "--device", "cpu").stderr
     for command in (("tune", *FORWARD), ("db", "stats")):
-        assert "~no_such_user" in run(*command, code=4).stderr
+        assert f"{name[:60]}" in run(*command, code=4).stderr
     run("doctor")
 
 
