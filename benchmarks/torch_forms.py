@@ -2,7 +2,8 @@
 
 The forms are timed in turn, forwards and backwards, so that clocks and temperatures meet all of them alike. Results
 are held to float32's, gradients layer by layer: a form may be off by no more than twice as much as PyTorch's eager one,
-and a little, and by less than results are that are zero, halved, doubled or of the other sign.
+and a little, and by less than results are that are zero, halved, doubled or of the other sign. What that does not tell
+is a wrong gradient of a bias that is small beside its layer's, and a sign where PyTorch's own gradients are noise.
 """
 
 from __future__ import annotations
