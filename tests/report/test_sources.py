@@ -222,7 +222,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path: Path, m
         ("-", "name one instead of -"),
         ("a.json", "which would be lost"),
         ("a.db", "which would be lost"),
-        ("b" * 300, "cannot be written"),
+        ("b" * 300, "cannot be a path"),
     ):
         assert told in run("report", source, "--output", target, code=2).stderr
     assert "is no SVG" in run("report", source, "--image", "a.png", code=2).stderr

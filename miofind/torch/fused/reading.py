@@ -23,10 +23,12 @@ _BY_NAME = ("getattr", "attrgetter", "__getattr__", "__getattribute__")
 _ALL = frozenset(
     (
         *("__dict__", "_modules", "children", "get_submodule", "modules", "named_children", "named_modules"),
-        *("get_buffer", "get_parameter", "named_buffers", "named_parameters", "state_dict"),
+        *("apply", "get_buffer", "get_parameter", "named_buffers", "named_parameters", "state_dict"),
     )
 )
 """Attributes of modules by which code has any of their parts."""
+_TENSORS = {"buffers": "named_buffers", "parameters": "named_parameters"}
+"""Methods by which code has their tensors, and what counts for them but where the first one alone is taken."""
 _HIDES = frozenset((*_BY_NAME, "eval", "exec", "vars"))
 """Functions by which code has what is not read here."""
 _WITHOUT_BEING_NAMED = ("forward", "__call__", "__getattr__", "__getattribute__", "__getitem__", "__iter__")
@@ -150,6 +152,8 @@ class Reading:
             owner = ()  # it is another one later
         for number, each in enumerate(steps):
             after = steps[number + 1 : number + 3]
+            if each.opname in _ASKS and each.argval in _TENSORS and not _takes_first(steps, number):
+                self.names.add(_TENSORS[each.argval])
             if each.opname not in _ASKS:
                 chain = ()
                 self.hides |= _gives_away(each, owner, after)
@@ -212,6 +216,15 @@ def _gives_away(instruction: Any, owner: Iterable[str], after: Sequence[Any]) ->
     """Whether an instruction gives the owner for anything but an attribute of it."""
     is_last = _gives(instruction, owner) and not (after and after[0].opname in (*_ASKS, "STORE_ATTR"))
     return is_last or not set(_given(instruction)[:-1]).isdisjoint(owner)
+
+
+def _takes_first(steps: Sequence[Any], number: int) -> bool:
+    """Whether what an attribute gives that is called is handed to `next`, as in `next(self.parameters()).dtype`."""
+    start = number - 1
+    while start > 0 and steps[start].opname in _ASKS:
+        start -= 1
+    is_next = start > 0 and steps[start - 1].opname == "LOAD_GLOBAL" and steps[start - 1].argval == "next"
+    return is_next and [each.opname for each in steps[number + 1 : number + 3]] == ["CALL", "CALL"]
 
 
 def _is_for_a_call(instruction: Any) -> bool:

@@ -260,3 +260,57 @@ def test_tensors_that_get_other_memory_in_each_call_are_not_of_a_graph(
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(fused(x), network(x))
+
+
+class Untraced(nn.Module):
+    """Something is done with the network's tensors in code that decides by what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU())
+
+    def forward(self, x: Any) -> Any:
+        if x.sum() > -1e9:
+            self.use()
+        return self.block(x)
+
+    def use(self) -> None:
+        raise NotImplementedError
+
+
+class ClipsAll(Untraced):
+    def use(self) -> None:
+        for each in self.parameters():
+            each.data.clamp_(-0.1, 0.1)
+
+
+class ScalesBuffers(Untraced):
+    def use(self) -> None:
+        torch._foreach_mul_([each for each in self.block.buffers() if each.is_floating_point()], 1.5)
+
+
+class Applies(Untraced):
+    def use(self) -> None:
+        self.apply(shifted)
+
+
+class AsksForAType(Untraced):
+    def use(self) -> None:
+        if next(self.parameters()).dtype != next(self.block.parameters()).dtype:
+            raise ValueError
+
+
+def shifted(module: nn.Module) -> None:
+    if isinstance(module, nn.BatchNorm2d):
+        module.running_mean.add_(0.5)
+
+
+@pytest.mark.parametrize("kind", [ClipsAll, ScalesBuffers, Applies, AsksForAType])
+def test_code_that_has_all_tensors_of_what_is_below_it(kind: type[Untraced]) -> None:
+    network = kind().eval()
+    fused = fuse(copy.deepcopy(network))
+    assert bool(fused.fusion_report.fused) == (kind is AsksForAType)
+    x = torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fused(x), network(x))
