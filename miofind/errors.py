@@ -225,6 +225,21 @@ def file_advice(error: OSError) -> str:
     return "correct that, or name another file"
 
 
+def unreadable(what: object, error: OSError) -> InvalidOptionError:
+    """The error of a file that cannot be read, such as `file x.csv`."""
+    return _unusable(what, "read", error)
+
+
+def unwritable(what: object, error: Exception) -> InvalidOptionError:
+    """The error of a file that cannot be written, such as `--json x.json`."""
+    return _unusable(what, "written", error)
+
+
+def _unusable(what: object, how: str, error: Exception) -> InvalidOptionError:
+    reason = f"{error.strerror or error}: {file_advice(error)}" if isinstance(error, OSError) else str(error)
+    return InvalidOptionError(f"{what} cannot be {how}: {reason}")
+
+
 def described(foreign: object, form: Callable[[object], str] = repr) -> str:
     """What an exception or a value says, MAX_TOLD characters of it at most; what cannot say it is named by its type."""
     try:

@@ -34,7 +34,7 @@ from miofind.cli.session import verbose_option
 from miofind.compiler import CompilePool
 from miofind.device.device import Device, Library, Place
 from miofind.device.environment import versions
-from miofind.errors import InvalidOptionError, NoDeviceError, file_advice
+from miofind.errors import InvalidOptionError, NoDeviceError, unwritable
 from miofind.files import replacing
 from miofind.finddb import is_of_database
 from miofind.options import FindOptions
@@ -313,5 +313,4 @@ def _write_json(target: Path, report: dict[str, object]) -> None:
         with replacing(target) as file:
             file.write(text + "\n")
     except OSError as error:
-        reason = f"{error.strerror}: {file_advice(error)}"
-        raise InvalidOptionError(f"--json {target} cannot be written: {reason}") from error
+        raise unwritable(f"--json {target}", error) from error

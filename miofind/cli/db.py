@@ -43,7 +43,7 @@ from miofind.cli.output import (
 from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device.device import Device, device_text
-from miofind.errors import DamagedDatabaseError, DatabaseError, InvalidOptionError, file_advice
+from miofind.errors import DamagedDatabaseError, DatabaseError, InvalidOptionError, unwritable
 from miofind.files import replacing
 from miofind.find.row_check import RowCheck
 from miofind.finddb import (
@@ -220,8 +220,7 @@ def export(file: Path, database: str | None, as_json: bool) -> None:
             with replacing(file) as target:
                 count = store.export_jsonl(target)
         except OSError as error:
-            reason = f"{error.strerror}: {file_advice(error)}"
-            raise InvalidOptionError(f"file {file} cannot be written: {reason}") from error
+            raise unwritable(f"file {file}", error) from error
     if as_json:
         print_json({"file": str(file), "lines": count})
     else:

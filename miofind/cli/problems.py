@@ -25,7 +25,7 @@ from miofind.errors import InvalidOptionError, InvalidProblemError, MissingLibra
 from miofind.suites import PROBLEM_CLASSES, Suite, SuiteProblem, load, load_csv, load_lines, problem_class
 from miofind.suites.find_db_text import load_find_db, parse_find_db_key
 from miofind.suites.onnx_file import load_onnx
-from miofind.suites.text import unreadable
+from miofind.suites.text import refuse_missing
 
 logger = logging.getLogger(__name__)
 
@@ -335,10 +335,7 @@ def _network(path: str, sizes: Mapping[str, int]) -> Suite:
 
 
 def _exported(path: str, sizes: Mapping[str, int]) -> Suite:
-    try:
-        Path(path).stat()
-    except OSError as error:  # a mistyped path needs no library
-        raise unreadable(Path(path), error) from error
+    refuse_missing(Path(path))
     try:
         from miofind.torch.recording.export import exported_problems
     except ImportError as error:

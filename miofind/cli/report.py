@@ -9,7 +9,7 @@ import click
 from miofind.cli.options import InputFile, OutputFile, db_option, example, json_option
 from miofind.cli.output import bytes_text, print_json, print_text, stderr
 from miofind.cli.session import verbose_option
-from miofind.errors import InvalidOptionError, file_advice
+from miofind.errors import InvalidOptionError, unwritable
 from miofind.files import replacing
 from miofind.finddb import is_of_database, user_path
 from miofind.report.charts import require_libraries
@@ -76,7 +76,7 @@ def _check_target(option: str, target: Path, sources: tuple[Path, ...]) -> None:
     try:
         is_lost = is_of_database(target) or (target.exists() and any(map(target.samefile, sources)))
     except OSError as error:
-        raise _unwritable(option, target, error) from error
+        raise unwritable(f"{option} {target}", error) from error
     if is_lost:
         raise InvalidOptionError(f"{option} {target} is a database or a source, which would be lost: name another file")
 
@@ -86,11 +86,7 @@ def _write(option: str, target: Path, text: str) -> None:
         with replacing(target) as file:
             file.write(text)
     except OSError as error:
-        raise _unwritable(option, target, error) from error
-
-
-def _unwritable(option: str, target: Path, error: OSError) -> InvalidOptionError:
-    return InvalidOptionError(f"{option} {target} cannot be written: {error.strerror}: {file_advice(error)}")
+        raise unwritable(f"{option} {target}", error) from error
 
 
 def _tell(contents: list[SourceContent], targets: dict[str, Path], *, as_json: bool) -> None:

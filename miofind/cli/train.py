@@ -17,7 +17,7 @@ from miofind.cli.options import FindDBFile, OutputFile, choice, example, json_op
 from miofind.cli.output import Sheet, bytes_text, count_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.device.device import Device, device_text
-from miofind.errors import InvalidOptionError, ModelError, file_advice
+from miofind.errors import InvalidOptionError, ModelError, unwritable
 from miofind.files import replacing
 from miofind.find.immediate.devices import described
 from miofind.find.immediate.model import MAGIC, Model, model_bytes, write_model
@@ -111,8 +111,7 @@ def _write_report(path: Path, told: dict[str, Any]) -> None:
             json.dump(told, file, indent=1, sort_keys=True)
             file.write("\n")
     except OSError as error:
-        reason = f"{error.strerror}: {file_advice(error)}"
-        raise InvalidOptionError(f"--report {path} cannot be written: {reason}") from error
+        raise unwritable(f"--report {path}", error) from error
 
 
 def _others(stores: Sequence[Store], device: Device, names: Iterable[str]) -> tuple[Device, ...]:

@@ -24,11 +24,12 @@ from miofind.errors import (
     described,
     install_extra,
     suggestion,
+    unreadable,
 )
 from miofind.files import read_bounded
 from miofind.suites.suite import Suite
 from miofind.suites.table import SuiteRow
-from miofind.suites.text import unreadable
+from miofind.suites.text import refuse_missing
 from miofind.text.printable import printable_name
 
 MAX_FILE_BYTES = (1 << 31) - 1
@@ -84,10 +85,7 @@ def load_onnx(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> On
             that the graph has not.
     """
     file = Path(path)
-    try:
-        file.stat()
-    except OSError as error:  # a mistyped path needs no library
-        raise unreadable(file, error) from error
+    refuse_missing(file)
     onnx = _library()
     model = _model(onnx, file)
     _fix_sizes(model, sizes or {}, file)
@@ -127,7 +125,7 @@ def _content(file: Path) -> bytes:
         with file.open("rb") as opened:
             content = b"" if is_large else read_bounded(opened, MAX_FILE_BYTES)
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise unreadable(f"file {file}", error) from error
     if is_large or len(content) > MAX_FILE_BYTES:
         raise InvalidOptionError(
             f"{file} has more than {MAX_FILE_BYTES} bytes, the most of an ONNX file: save it with its weights in files "

@@ -19,7 +19,7 @@ from miofind.core.problem import (
     enum_value,
 )
 from miofind.driver.line import driver_line, read_driver_line
-from miofind.errors import InvalidOptionError, InvalidProblemError, file_advice, suggestion
+from miofind.errors import InvalidOptionError, InvalidProblemError, suggestion, unwritable
 from miofind.files import replacing
 from miofind.suites.table import SuiteRow, read_table, write_table
 from miofind.suites.text import read_lines
@@ -224,8 +224,7 @@ def _write(path: Path, write: Callable[[TextIO], None]) -> None:
         with replacing(path) as target:
             write(target)
     except (OSError, ValueError) as error:
-        reason = f"{error.strerror or error}: {file_advice(error)}" if isinstance(error, OSError) else error
-        raise InvalidOptionError(f"file {path} cannot be written: {reason}") from error
+        raise unwritable(f"file {path}", error) from error
 
 
 def load_lines(path: str | Path) -> Suite:

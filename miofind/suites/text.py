@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from miofind.errors import InvalidOptionError, file_advice
+from miofind.errors import InvalidOptionError, unreadable
 from miofind.files import read_bounded
 
 MAX_FILE_BYTES = 256 << 20
@@ -34,7 +34,7 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
             )
         lines = content.decode("utf-8-sig", errors).splitlines()
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable(f"file {path}", error) from error
     except UnicodeDecodeError as error:
         told = f"byte {error.object[error.start]:#04x} at {error.start}"
         raise InvalidOptionError(
@@ -48,9 +48,16 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
     return lines
 
 
-def unreadable(path: Path, error: OSError) -> InvalidOptionError:
-    """What is told of a file that cannot be read."""
-    return InvalidOptionError(f"file {path} cannot be read: {error.strerror or error}: {file_advice(error)}")
+def refuse_missing(path: Path) -> None:
+    """Do nothing where there is a file: of a mistyped path no library is to be asked for.
+
+    Raises:
+        InvalidOptionError: there is none.
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        raise unreadable(f"file {path}", error) from error
 
 
 def _content(path: Path) -> bytes:

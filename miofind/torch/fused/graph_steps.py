@@ -108,13 +108,13 @@ _FRESH_MODULES = (
     nn.AdaptiveAvgPool2d,
     *_OF_MODULE,
 )
-_FRESH_FUNCTIONS = (operator.add, operator.mul, operator.sub, operator.truediv, operator.pow, operator.neg, *_OF_CALL)
 # fmt: off
 _FRESH_NAMES = frozenset({
     "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "add", "avg_pool1d", "avg_pool2d",
     "avg_pool3d", "bmm", "cat", "clone", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
     "conv_transpose3d", "div", "exp", "group_norm", "layer_norm", "linear", "log", "matmul", "max_pool1d", "max_pool2d",
-    "max_pool3d", "mean", "mm", "mul", "neg", "pow", "rsqrt", "softmax", "sqrt", "stack", "std", "sub", "sum", "var",
+    "max_pool3d", "mean", "mm", "mul", "neg", "pow", "rsqrt", "softmax", "sqrt", "stack", "std", "sub", "sum",
+    "truediv", "var",
 })
 # fmt: on
 """Functions and methods of PyTorch's that give memory of their own."""
@@ -284,7 +284,7 @@ class Steps:
             return False
         if node.op == "call_module":
             return isinstance(self.module(node), _FRESH_MODULES)
-        return node.target in _FRESH_FUNCTIONS or (is_told_by_name(node) and name_of(node) in _FRESH_NAMES)
+        return node.target in _OF_CALL or (is_told_by_name(node) and name_of(node) in _FRESH_NAMES)
 
 
 _UNKNOWN = object()

@@ -27,8 +27,8 @@ _ALL = frozenset(
     )
 )
 """Attributes of modules by which code has any of their parts."""
-_TENSORS = {"buffers": "named_buffers", "parameters": "named_parameters"}
-"""Methods by which code has their tensors, and what counts for them but where the first one alone is taken."""
+_TENSORS = ("buffers", "parameters")
+"""The same of tensors, as those that name them, but where the first one alone is taken."""
 _HIDES = frozenset((*_BY_NAME, "eval", "exec", "vars"))
 """Functions by which code has what is not read here."""
 _WITHOUT_BEING_NAMED = ("forward", "__call__", "__getattr__", "__getattribute__", "__getitem__", "__iter__")
@@ -153,7 +153,7 @@ class Reading:
         for number, each in enumerate(steps):
             after = steps[number + 1 : number + 3]
             if each.opname in _ASKS and each.argval in _TENSORS and not _takes_first(steps, number):
-                self.names.add(_TENSORS[each.argval])
+                self.names.add(f"named_{each.argval}")
             if each.opname not in _ASKS:
                 chain = ()
                 self.hides |= _gives_away(each, owner, after)
