@@ -190,8 +190,8 @@ def host_section(folder: Path = figures.RESULTS) -> str:
     return f"""## What a call costs the host in PyTorch
 
 Microseconds of a small 1x1 convolution, with miofind enabled or not ([figures]({_RESULTS}/{path.name})). A *hit* is
-launched by the direct path (`miofind.torch.build()`), on another stream than the default one by Python; a *fallback*
-is left to PyTorch's own kernel. A call that no plan is made of yet takes {content["miss_us"] / 1e3:.1f} ms once.
+launched by the direct path (`miofind.torch.build()`); a *fallback* is left to PyTorch's own kernel. A call that no plan
+is made of yet takes {content["miss_us"] / 1e3:.1f} ms once.
 
 {table}
 

@@ -36,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> DirectPath:
         patch.setenv("MIOFIND_CACHE_DIR", str(tmp_path_factory.getbasetemp().parent / "direct path"))
         patch.setattr(direct, "_path", direct._path.__wrapped__)
         made = DirectPath(direct.build())
-    direct._use_cuda(made.use_driver)
+    direct._use_cuda(made)
     return made
 
 
@@ -180,6 +180,93 @@ def test_another_stream_and_a_graph_give_the_same(enabled: Override) -> None:
     assert torch.equal(captured, want)
 
 
+class Step:
+    """A layer forward and backward on tensors of its own, and what is right by PyTorch on the CPU in float64."""
+
+    def __init__(self, size: int) -> None:
+        shapes = (8, 64, 28, 28), (128, 64, size, size), (8, 128, 28, 28)
+        half = {"device": "cuda", "dtype": torch.float16}
+        self.x, w, self.dy = (torch.randn(shape, **half).to(memory_format=FORMATS["NHWC"]) for shape in shapes)
+        self.padding = size // 2
+        self.given = (self.x.requires_grad_(), (0.1 * w).requires_grad_())
+        self.right = self.expected()
+
+    def results(self) -> tuple[Any, ...]:
+        """y, dx and dw."""
+        return self._results(self.given, self.dy)
+
+    def expected(self) -> tuple[Any, ...]:
+        exact = [tensor.detach().double().cpu().requires_grad_() for tensor in self.given]
+        return tuple(each.cuda() for each in self._results(exact, self.dy.double().cpu()))
+
+    def largest_error(self, calls: int = 1) -> Any:
+        """Of calls on the current stream, in units of a result's largest element; the host waits for nothing."""
+        found = [self.results() for _ in range(calls)]
+        pairs = [pair for results in found for pair in zip(results, self.right, strict=True)]
+        return torch.stack([(got - right).abs().max() / right.abs().max() for got, right in pairs]).max()
+
+    def _results(self, given: Any, dy: Any) -> tuple[Any, ...]:
+        y = conv2d(*given, padding=self.padding)
+        return (y.detach(), *torch.autograd.grad(y, given, dy))
+
+
+def test_a_stream_of_its_own_is_served_without_python(enabled: Override) -> None:
+    step, stream = Step(3), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        error = step.largest_error(calls=6)
+    assert error.item() <= TOLERANCE[torch.float16]
+    assert [(plan.python_calls, plan.calls) for plan in enabled.plans] == [(2, 6), (2, 6)]
+
+
+def largest_errors_of_two_streams(size: int) -> list[float]:
+    """Of calls of one plan by two threads at once, then by one that goes from stream to stream."""
+    steps, streams = [Step(size), Step(size)], [torch.cuda.Stream(), torch.cuda.Stream()]
+    errors = [step.largest_error(calls=3) for step in steps]
+    torch.cuda.synchronize()
+
+    def run(place: int, calls: int) -> Any:
+        with torch.cuda.stream(streams[place]):
+            return steps[place].largest_error(calls)
+
+    with ThreadPoolExecutor(2) as pool:
+        errors += pool.map(run, (0, 1), (50, 50))
+    errors += [run(place, 1) for place in (0, 1) * 25]
+    torch.cuda.synchronize()
+    return [error.item() for error in errors]
+
+
+def test_two_streams_run_a_plan_at_once(enabled: Override) -> None:
+    assert max(largest_errors_of_two_streams(3)) <= TOLERANCE[torch.float16]
+    without_python = [plan.calls - plan.python_calls for plan in enabled.plans]
+    assert min(without_python) >= 6 + 100 + 50 - (2 + 2), "all but two, and one of each thread that has no context yet"
+
+
+def test_two_streams_run_a_plan_of_a_library_at_once(of_a_library: Override) -> None:
+    assert max(largest_errors_of_two_streams(1)) <= TOLERANCE[torch.float16]
+    assert of_a_library.report().own_calls > 0
+
+
+def test_a_graph_captured_after_calls_without_python_follows_its_inputs(enabled: Override) -> None:
+    step, stream, graph = Step(3), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            step.results()
+    stream.synchronize()
+    assert of_python(enabled) == 2 * 2
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step.results()
+    assert of_python(enabled) == 3 * 2, "Python's calls are captured"
+    for _ in range(3):
+        for tensor in (*step.given, step.dy):
+            tensor.detach().copy_(torch.randn_like(tensor))
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, right in zip(captured, step.expected(), strict=True):
+            assert (got - right).abs().max() <= TOLERANCE[torch.float16] * right.abs().max()
+
+
 def test_tensors_that_begin_elsewhere_are_right(enabled: Override) -> None:
     memory = torch.randn(2 * 16 * 10 * 10 + 8, device="cuda", dtype=torch.float16)
     w = 0.1 * torch.randn(16, 16, 3, 3, device="cuda", dtype=torch.float16)
@@ -302,6 +389,8 @@ def test_a_fused_call_on_another_stream_and_in_a_graph_gives_the_same() -> None:
     stream.synchronize()
     with torch.cuda.graph(graph):
         captured = call()
+    (plan,) = fused_plans.plans()
+    assert (plan.python_calls, plan.calls) == (2 + 1, 5), "those of the graph are Python's"
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(beside, want)

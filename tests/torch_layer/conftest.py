@@ -50,6 +50,7 @@ def driver(path: DirectPath, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver
     """What the direct path launches by."""
     made = Driver()
     path.use_driver(made.launch, made.replace_address)
+    path.use_streams("CPU", made.current_stream, made.is_capturing)
     monkeypatch.delenv(direct.VARIABLE, raising=False)
     monkeypatch.setattr(direct, "_loaded", [path])
     monkeypatch.setattr(_HostInvoker, "flat", lambda self, *parameters: made.flat(self, *parameters))
@@ -57,4 +58,5 @@ def driver(path: DirectPath, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver
     fused_plans.forget()
     yield made
     path.disable_own("CPU")
+    path.use_streams("CPU", None, None)
     fused_plans.forget()

@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -254,6 +254,16 @@ class DirectPath:
         addresses = (ctypes.cast(function, ctypes.c_void_p) for function in (launch, replace_address))
         self._library.miofind_use_driver(*addresses)
 
+    def use_streams(self, key: str, current: Any, is_capturing: Any) -> None:
+        """Launch into the stream that is current on a device of a dispatcher's key, unless a graph is captured on it.
+
+        Args:
+            current: aoti_torch_get_current_cuda_stream of PyTorch, or what stands for it; None for a CPU's default one.
+            is_capturing: cuStreamIsCapturing of the driver, or what stands for it; None likewise.
+        """
+        addresses = (ctypes.cast(function, ctypes.c_void_p) for function in (current, is_capturing))
+        self._library.miofind_use_streams(key.encode(), *addresses)
+
     def enable(self, key: str) -> None:
         """Put its kernels before PyTorch's at a key of the dispatcher.
 
@@ -333,7 +343,7 @@ class DirectCalls(ABC):
 
     def offer(self, path: DirectPath) -> None:
         """Have calls that look like the one that this thread is in do without Python from now on, where they can."""
-        if not path.takes:  # a call on a stream of its own, perhaps: others like it may do without
+        if not path.takes:  # a call in a CUDA graph, perhaps: others like it may do without
             return
         self.generation = path.generation
         try:
@@ -361,7 +371,7 @@ def direct_path() -> DirectPath | None:
         if not _loaded and (path := _path()).is_file():
             try:
                 made = DirectPath(path)
-                _use_cuda(made.use_driver)
+                _use_cuda(made)
                 for key in ("CPU", "CUDA"):
                     made.enable_own(key)
             except (OSError, RuntimeError) as error:
@@ -435,10 +445,12 @@ def _path() -> Path:
     return default_directory().with_name("torch") / f"{name}.so"
 
 
-def _use_cuda(use_driver: Callable[[Any, Any], None]) -> None:
-    """Give it the driver's functions, where there is a driver; without one Python launches kernels."""
+def _use_cuda(path: DirectPath) -> None:
+    """Give it the functions of the driver and of PyTorch's part for GPUs; without them Python launches kernels."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        use_driver(driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress)
+        loaded_by_torch = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        path.use_streams("CUDA", loaded_by_torch.aoti_torch_get_current_cuda_stream, driver.cuStreamIsCapturing)
+        path.use_driver(driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress)
     except (OSError, AttributeError) as error:
-        logger.debug("no driver that launches without Python: %s", error)
+        logger.debug("no GPU on which calls do without Python: %s", error)

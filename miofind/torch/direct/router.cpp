@@ -3,7 +3,8 @@
 // new, or takes a step that has no plain form, goes on to Python: to the kernels of miofind_router (override.py), or to
 // those of miofind's operators that these stand before (fused/ops.py).
 //
-// It needs PyTorch's headers and no CUDA toolkit: functions of the driver, cuBLASLt and cuDNN come as addresses.
+// It needs PyTorch's headers and no CUDA toolkit: functions of the driver, cuBLASLt, cuDNN and PyTorch's part for GPUs
+// come as addresses.
 
 #include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -14,7 +15,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/sum.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pthread.h>
 #include <torch/library.h>
 
@@ -493,12 +493,30 @@ bool is_served(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
 }
 
-void* const DEFAULT_STREAM = nullptr;
+// Functions that tell of streams; each returns 0 where it can.
+struct Streams {
+  int (*current)(int32_t device, void** stream);   // torch/csrc/inductor: aoti_torch_get_current_cuda_stream
+  int (*is_capturing)(void* stream, int* status);  // Driver API, cuda.h: cuStreamIsCapturing
+};
 
-// The default stream of a tensor's device is the current one: others' handles are PyTorch's to tell.
-bool on_default_stream(const at::Tensor& tensor) {
+// Of the CPU, where none are needed, of GPUs.
+std::array<Streams, 2> streams;
+
+void* const DEFAULT_STREAM = nullptr;  // the legacy one, which cannot be captured
+constexpr int NOT_CAPTURED = 0;
+
+// The current stream of a tensor's device; none where it is not known, or a CUDA graph is captured on it, whose calls
+// are Python's.
+std::optional<void*> stream_of(const at::Tensor& tensor) {
   const c10::Device device = tensor.device();
-  return device.is_cpu() || c10::impl::VirtualGuardImpl(device.type()).getStream(device).id() == 0;
+  const Streams& told = streams[device.is_cpu() ? 0 : 1];
+  if (!told.current) return device.is_cpu() ? std::optional<void*>(DEFAULT_STREAM) : std::nullopt;
+  void* stream = nullptr;
+  if (told.current(device.index(), &stream)) return std::nullopt;
+  if (stream == DEFAULT_STREAM) return stream;
+  int status = NOT_CAPTURED;
+  if (told.is_capturing(stream, &status) || status != NOT_CAPTURED) return std::nullopt;
+  return stream;
 }
 
 struct Geometry {
@@ -564,9 +582,10 @@ at::Tensor convolution(c10::DispatchKeySet keys, const at::Tensor& x, const at::
   const bool has_bias = bias && bias->defined();
   Key key;
   key.reserve(48);
-  bool is_known = is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) &&
-                  (!has_bias || (is_plain(*bias, x) && bias->is_contiguous() && bias->dim() == 1)) &&
-                  on_default_stream(x);
+  const bool are_plain = is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) &&
+                         (!has_bias || (is_plain(*bias, x) && bias->is_contiguous() && bias->dim() == 1));
+  const std::optional<void*> stream = are_plain ? stream_of(x) : std::nullopt;
+  bool is_known = stream.has_value();
   if (is_known) {
     const int64_t channels = has_bias ? bias->numel() : -1;
     key = {0, x.dim(), static_cast<int64_t>(x.scalar_type()), x.device().index(), switches(), channels};
@@ -590,8 +609,8 @@ at::Tensor convolution(c10::DispatchKeySet keys, const at::Tensor& x, const at::
     const Launch& launch = *plan->launches[0];
     const std::array<const at::Tensor*, 3> given{&x, &w, has_bias ? &*bias : nullptr};
     Operands tensors(given.data(), plan->packed);
-    if (launch.takes(tensors, DEFAULT_STREAM)) {
-      Made made = launch.run(tensors, DEFAULT_STREAM);
+    if (launch.takes(tensors, *stream)) {
+      Made made = launch.run(tensors, *stream);
       tensors.copies.clear();  // PyTorch's own kernel may need the memory
       if (!made.status) {
         plan->calls.fetch_add(1, std::memory_order_relaxed);
@@ -620,8 +639,9 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
                              c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> mask) {
   Key key;
   key.reserve(64);
-  bool is_known =
-      is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) && is_plain(grad, x) && on_default_stream(x);
+  const bool are_plain = is_served(x.scalar_type()) && is_plain(x, x) && is_plain(w, x) && is_plain(grad, x);
+  const std::optional<void*> stream = are_plain ? stream_of(x) : std::nullopt;
+  bool is_known = stream.has_value();
   if (is_known) {
     const int64_t wanted = mask[0] | mask[1] << 1 | mask[2] << 2 | bias_sizes.has_value() << 3;
     key = {1, x.dim(), static_cast<int64_t>(x.scalar_type()), x.device().index(), switches(), wanted};
@@ -650,12 +670,12 @@ Results convolution_backward(c10::DispatchKeySet keys, const at::Tensor& grad, c
     bool is_done = true;
     for (int i = 0; i < 2; ++i) {
       left[i] = mask[i] && !plan->launches[i];
-      if (mask[i] && !left[i]) is_done = is_done && plan->launches[i]->takes(tensors, DEFAULT_STREAM);
+      if (mask[i] && !left[i]) is_done = is_done && plan->launches[i]->takes(tensors, *stream);
     }
     for (int i = 0; i < 2 && is_done; ++i) {
       if (!mask[i] || left[i]) continue;
       const Launch& launch = *plan->launches[i];
-      Made made = launch.run(tensors, DEFAULT_STREAM);
+      Made made = launch.run(tensors, *stream);
       if (made.status == NO_WORKSPACE) {
         plan->without_memory[i].fetch_add(1, std::memory_order_relaxed);
         left[i] = true;
@@ -755,7 +775,8 @@ struct OwnOperator : c10::OperatorKernel {
     std::array<const at::Tensor*, MOST_ARGUMENTS> given{};
     Key key;
     key.reserve(128);
-    bool is_known = count <= MOST_ARGUMENTS && on_default_stream(first);
+    const std::optional<void*> stream = stream_of(first);
+    bool is_known = stream.has_value() && count <= MOST_ARGUMENTS;
     key = {number, first.device().index(), switches()};
     for (size_t i = 0; is_known && i < count; ++i) {
       is_known = add(key, arguments[i], first);
@@ -766,8 +787,8 @@ struct OwnOperator : c10::OperatorKernel {
       const c10::OptionalDeviceGuard guard(first.device());
       const Launch& launch = *plan->launches[0];
       Operands tensors(given.data(), plan->packed);
-      if (launch.takes(tensors, DEFAULT_STREAM)) {
-        Made made = launch.run(tensors, DEFAULT_STREAM);
+      if (launch.takes(tensors, *stream)) {
+        Made made = launch.run(tensors, *stream);
         if (!made.status) {
           plan->calls.fetch_add(1, std::memory_order_relaxed);
           torch::jit::drop(*stack, count);
@@ -841,6 +862,13 @@ extern "C" {
 void miofind_use_driver(void* launch, void* replace) {
   launch_kernel = reinterpret_cast<LaunchKernel>(launch);
   replace_address = reinterpret_cast<ReplaceAddress>(replace);
+}
+
+// Have these tell of the streams of the devices of a key of the dispatcher, "CUDA" or "CPU".
+void miofind_use_streams(const char* key, void* current, void* is_capturing) {
+  Streams& told = streams[c10::parseDispatchKey(key) == c10::DispatchKey::CUDA ? 1 : 0];
+  told.current = reinterpret_cast<decltype(told.current)>(current);
+  told.is_capturing = reinterpret_cast<decltype(told.is_capturing)>(is_capturing);
 }
 
 // Define the operators whose kernels are Python's. Returns why it cannot, nullptr where it can.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,10 @@ class Driver:
         launches: how many there were.
         status: what further ones end with.
         stream: of the handle of convolutions.
+        streams: into which each launch went.
+        current: the current stream of each thread that has another one than the default one, by its ident.
+        captured: streams on which a graph is captured.
+        current_status, capture_status: what the questions for these end with.
         leases_ended: of the plans of convolutions.
         biases_set: how often a product got the address of a bias.
         between: called between that and the start of the product.
@@ -42,6 +47,10 @@ class Driver:
         self.launches = 0
         self.status = 0
         self.stream = 0
+        self.streams: list[int] = []
+        self.current: dict[int, int] = {}
+        self.captured: set[int] = set()
+        self.current_status = self.capture_status = 0
         self.leases_ended = ctypes.c_int64()
         self.biases_set = 0
         self.between: Callable[[], None] = lambda: None
@@ -49,6 +58,8 @@ class Driver:
         launch = ctypes.CFUNCTYPE(_INT, *[_POINTER] * 2, ctypes.POINTER(_POINTER), _POINTER)
         replace = ctypes.CFUNCTYPE(_INT, _POINTER, _POINTER)
         self.launch, self.replace_address = launch(self._launch), replace(self._replace_address)
+        self.current_stream = ctypes.CFUNCTYPE(_INT, ctypes.c_int32, ctypes.POINTER(_POINTER))(self._current_stream)
+        self.is_capturing = ctypes.CFUNCTYPE(_INT, _POINTER, ctypes.POINTER(_INT))(self._is_capturing)
         matmul = ctypes.CFUNCTYPE(_INT, *[_POINTER] * 14, ctypes.c_size_t, _POINTER)
         set_bias = ctypes.CFUNCTYPE(_INT, _POINTER, _INT, ctypes.POINTER(_POINTER), ctypes.c_size_t)
         self._products = matmul(self._matmul), set_bias(self._set_bias)
@@ -66,6 +77,10 @@ class Driver:
             ctypes.CFUNCTYPE(_INT, _POINTER)(self._destroy),
             ctypes.CFUNCTYPE(_INT, _POINTER, at)(self._get_stream),
         )
+
+    def use(self, stream: int) -> None:
+        """Make a stream this thread's current one."""
+        self.current[threading.get_ident()] = stream
 
     @property
     def packs(self) -> int:
@@ -122,7 +137,9 @@ class Driver:
         if self.status:
             return self.status
         assert (function, extra) == (7, None)
-        assert struct.unpack("=6I", ctypes.string_at(config, 24)) == (1,) * 6
+        *blocks, stream = struct.unpack("@7I4xQ", ctypes.string_at(config, 40))
+        assert blocks == [1] * 6 + [0]
+        self.streams.append(stream)
         number = struct.unpack("=q", ctypes.string_at(parameters[0], 8))[0]
         count = len(self.runs[number][0].problem.operands)
         addresses = [struct.unpack("=Q", ctypes.string_at(parameters[1 + i], 8))[0] for i in range(count + 1)]
@@ -138,7 +155,8 @@ class Driver:
         if self.status:
             return self.status
         assert (handle, layout_a, layout_b, layout_c, layout_d, algorithm, size) == (5, 11, 12, 13, 13, 14, 64)
-        assert (c, beta, stream) == (d, alpha + 4, None)
+        assert (c, beta) == (d, alpha + 4)
+        self.streams.append(stream or 0)
         bias = [self._biases[operation]] if operation in self._biases else []
         return self._run(operation - 1, [a, b, d, *bias, workspace or 0])
 
@@ -165,6 +183,7 @@ class Driver:
         if self.status:
             return self.status
         assert handle == 6
+        self.streams.append(self.stream)
         given = self._packs[pack]
         operands = given[Attribute.PACK_DATA_POINTERS]
         assert given[Attribute.PACK_UNIQUE_IDS] == list(range(100, 100 + len(operands)))
@@ -177,6 +196,14 @@ class Driver:
     def _get_stream(self, handle: int, made: Any) -> int:
         made[0] = self.stream or None
         return 0
+
+    def _current_stream(self, device: int, made: Any) -> int:
+        made[0] = self.current.get(threading.get_ident())
+        return self.current_status
+
+    def _is_capturing(self, stream: int, status: Any) -> int:
+        status[0] = int(stream in self.captured)
+        return self.capture_status
 
     def _run(self, number: int, addresses: list[int]) -> int:
         invoker, numbers = self.runs[number]

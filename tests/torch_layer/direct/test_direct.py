@@ -131,6 +131,77 @@ def test_a_plan_of_cudnn_runs_in_its_own_thread_and_on_its_own_stream(
     assert driver.launches == before + 1, "the plan stays"
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_calls_are_launched_into_the_current_stream(enabled: Override, driver: Driver, step: str) -> None:
+    driver.form = step
+    x, w = (torch.randn(shape, **HALF).requires_grad_() for shape in ((2, 4, 7, 7), (4, 4, 3, 3)))
+    results = []
+    for stream in (7, 0, 8):
+        driver.stream = stream  # Python has set it by an earlier call
+        driver.use(stream)
+        for _ in range(3):
+            y = conv2d(x, w)
+            results.append((y.detach(), *_gradients(y, x, w)))
+    assert driver.streams == [7] * 3 + [0] * 9 + [8] * 9, "y, dx and dw, from the third call on"
+    assert [plan.python_calls for plan in enabled.plans] == [2, 2]
+    assert all(torch.equal(one, other) for each in results for one, other in zip(each, results[0], strict=True))
+
+
+def test_threads_on_streams_of_their_own_share_a_plan(finding: Override, driver: Driver) -> None:
+    w, bias = torch.randn(6, 4, 3, 3, **HALF), torch.randn(6, **HALF)
+    images = {stream: torch.randn(2, 4, 7, 7, **HALF) for stream in (7, 8)}
+    want = {stream: [conv2d(x, w, bias) for _ in range(3)][-1] for stream, x in images.items()}
+    before, results, begun = len(driver.streams), dict[int, list[Any]](), threading.Barrier(2)
+
+    def work(stream: int) -> None:
+        driver.use(stream)
+        begun.wait()
+        results[stream] = [conv2d(images[stream], w, bias) for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in images]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(driver.streams[before:]) == [7] * 20 + [8] * 20
+    assert [plan.python_calls for plan in finding.plans] == [2]
+    assert all(torch.equal(each, want[stream]) for stream, found in results.items() for each in found)
+
+
+def test_calls_in_a_graph_go_through_python_and_leave_later_ones_as_they_are(enabled: Override, driver: Driver) -> None:
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    driver.use(7)
+    driver.captured = {7}
+    want = [conv2d(x, w) for _ in range(3)][-1]
+    (plan,) = enabled.plans
+    assert (plan.python_calls, plan.direct_plans) == (3, [])
+    driver.captured = {8}
+    results = [conv2d(x, w) for _ in range(2)]
+    assert (plan.python_calls, driver.streams) == (4, [7])
+    driver.captured = {7}
+    results.append(conv2d(x, w))
+    assert (plan.python_calls, driver.streams) == (5, [7])
+    driver.captured = set()
+    results.append(conv2d(x, w))
+    assert (plan.python_calls, driver.streams) == (5, [7, 7])
+    assert all(torch.equal(each, want) for each in results)
+
+
+@pytest.mark.parametrize("question", ["current", "capture"])
+def test_a_stream_of_which_nothing_is_told_leads_through_python(
+    enabled: Override, driver: Driver, question: str
+) -> None:
+    x, w = torch.randn(2, 4, 7, 7, **HALF), torch.randn(4, 4, 3, 3, **HALF)
+    driver.use(7)
+    want = [conv2d(x, w) for _ in range(3)][-1]
+    setattr(driver, f"{question}_status", 906)  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+    assert torch.equal(conv2d(x, w), want)
+    assert driver.launches == 1
+    setattr(driver, f"{question}_status", 0)
+    assert torch.equal(conv2d(x, w), want)
+    assert driver.launches == 2, "the plan stays"
+
+
 def test_products_of_two_threads_keep_their_biases_apart(finding: Override, driver: Driver) -> None:
     """Calls that differ in strides that mean nothing have plans of their own, and one invoker."""
     driver.form, driver.between = "product", lambda: time.sleep(0.01)

@@ -183,6 +183,23 @@ def test_what_fails_without_python_is_computed_with_it(served: Driver) -> None:
         assert served.launches == before + launches
 
 
+def test_calls_are_launched_into_the_current_stream_and_captured_by_python(served: Driver) -> None:
+    tensors = drawn(X, W)
+
+    def call() -> Any:
+        return OPERATORS.convolution(*tensors, None, None, None, "relu", *WINDOW)
+
+    served.use(7)
+    results = [call() for _ in range(3)]
+    served.captured = {7}
+    results.append(call())
+    served.use(8)
+    results.append(call())
+    (plan,) = fused_plans.plans()
+    assert (served.streams, plan.python_calls, plan.calls) == ([7, 8], 3, 5)
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
 def test_a_misaligned_tensor_goes_through_python(served: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     made = fused_plans.Plan.direct_launches
 
