@@ -176,17 +176,26 @@ def _ratio_or_dash(ratio: float | None) -> str:
     return "-" if ratio is None else ratio_text(ratio)
 
 
+_HOST_WAYS = {
+    "pytorch": "PyTorch",
+    "direct hit": "hit",
+    "direct hit beside": "hit on another stream",
+    "python hit": "hit, by Python",
+    "direct fallback": "fallback",
+    "python fallback": "fallback, by Python",
+}
+"""What the ways of `torch_overhead.py` are called."""
+
+
 def host_section(folder: Path = figures.RESULTS) -> str:
     """What a call costs the host in PyTorch, "" where that was not measured."""
     path = folder / "torch_overhead_h200.json"
     if not path.exists():
         return ""
     content = json.loads(path.read_text(encoding="utf-8"))
-    names = ("pytorch", "direct hit", "python hit", "direct fallback", "python fallback")
-    lines = [f"| {call} | {' | '.join(f'{us[name]:.1f}' for name in names)} |" for call, us in content["us"].items()]
-    table = "\n".join(
-        ["| call | PyTorch | hit | hit, by Python | fallback | fallback, by Python |", "|---" * 6 + "|", *lines]
-    )
+    lines = [f"| {call} | {' | '.join(f'{us:.1f}' for us in ways.values())} |" for call, ways in content["us"].items()]
+    headings = ["call", *(_HOST_WAYS[name] for name in next(iter(content["us"].values())))]
+    table = "\n".join([f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines])
     return f"""## What a call costs the host in PyTorch
 
 Microseconds of a small 1x1 convolution, with miofind enabled or not ([figures]({_RESULTS}/{path.name})). A *hit* is

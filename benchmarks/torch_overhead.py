@@ -4,8 +4,9 @@
     python benchmarks/torch_overhead.py --device cpu
 
 A 1x1 convolution of one small image, so that the host is what is waited for; microseconds a call, the least of several
-rounds that take turns. A hit is launched by miofind, through Python or by the direct path; a fallback is left to
-PyTorch's own kernel; a miss is the first call of a new shape that no FindDB answers.
+rounds that take turns. A hit is launched by miofind, through Python or by the direct path, "beside" on another stream
+than the default one; a fallback is left to PyTorch's own kernel; a miss is the first call of a new shape that no FindDB
+answers.
 """
 
 from __future__ import annotations
@@ -28,21 +29,27 @@ from miofind.device.environment import versions
 from miofind.errors import MiofindError
 
 ROUNDS = 7
-WAYS = ("pytorch", "direct hit", "python hit", "direct fallback", "python fallback")
+WAYS = ("pytorch", "direct hit", "direct hit beside", "python hit", "direct fallback", "python fallback")
 
 
 @contextlib.contextmanager
 def way_of(name: str, handle: miofind.Handle, device: str) -> Iterator[None]:
     """PyTorch's convolutions run in one of WAYS."""
+    import torch
+
     import miofind.torch
 
     if name == "pytorch":
         yield
         return
-    path, _, what = name.partition(" ")
+    path, what, *beside = name.split()
     os.environ["MIOFIND_TORCH_DIRECT"] = "1" if path == "direct" else "0"
     policy = "estimate" if what == "hit" else "fallback"
-    with miofind.torch.use(policy, background=False, only=("plain",), handle=handle, devices=device):
+    stream = torch.cuda.Stream() if beside and device == "cuda" else None  # None changes nothing
+    with (
+        torch.cuda.stream(stream),
+        miofind.torch.use(policy, background=False, only=("plain",), handle=handle, devices=device),
+    ):
         yield
 
 
