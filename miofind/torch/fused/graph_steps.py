@@ -103,18 +103,33 @@ _FRESH_MODULES = (
     nn.ConvTranspose3d,
     nn.LayerNorm,
     nn.GroupNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.MaxPool1d,
     nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AvgPool1d,
     nn.AvgPool2d,
+    nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d,
     nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+    nn.Upsample,
+    nn.Softmax,
+    nn.Hardsigmoid,
+    nn.PReLU,
     *_OF_MODULE,
 )
 # fmt: off
 _FRESH_NAMES = frozenset({
-    "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "add", "avg_pool1d", "avg_pool2d",
-    "avg_pool3d", "bmm", "cat", "clone", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "div", "exp", "group_norm", "layer_norm", "linear", "log", "matmul", "max_pool1d", "max_pool2d",
-    "max_pool3d", "mean", "mm", "mul", "neg", "pow", "rsqrt", "softmax", "sqrt", "stack", "std", "sub", "sum",
-    "truediv", "var",
+    "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "add", "addcmul", "addmm", "amax",
+    "amin", "avg_pool1d", "avg_pool2d", "avg_pool3d", "baddbmm", "batch_norm", "bmm", "cat", "clone", "conv1d",
+    "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "div", "exp", "flip", "gather",
+    "group_norm", "hardsigmoid", "index_select", "instance_norm", "interpolate", "layer_norm", "linear", "log",
+    "matmul", "max_pool1d", "max_pool2d", "max_pool3d", "maximum", "mean", "minimum", "mm", "mul", "neg", "normalize",
+    "pad", "pow", "prelu", "reciprocal", "repeat", "roll", "rsqrt", "scaled_dot_product_attention", "softmax",
+    "softplus", "sqrt", "square", "stack", "std", "sub", "sum", "truediv", "var", "where",
 })
 # fmt: on
 """Functions and methods of PyTorch's that give memory of their own."""

@@ -451,9 +451,9 @@ def test_what_is_fused(case: str) -> None:
 class AssertingNorm(nn.BatchNorm2d):
     """A batch norm with an activation, as timm has them: a class below PyTorch's, which asserts what it is given."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, inplace: bool) -> None:
         super().__init__(channels)
-        self.act = nn.SiLU()
+        self.act = nn.SiLU(inplace=inplace)
 
     def forward(self, x: Any) -> Any:
         torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
@@ -461,11 +461,10 @@ class AssertingNorm(nn.BatchNorm2d):
         return self.act(functional.batch_norm(x, *statistics, self.training, self.momentum or 0.0, self.eps))
 
 
-def test_a_norm_that_asserts_dimensions() -> None:
-    model, x = (
-        prepared(nn.Sequential(nn.Conv2d(3, 4, 3), AssertingNorm(4), nn.Conv2d(4, 4, 1))),
-        torch.randn(2, 3, 6, 5),
-    )
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "in place"])
+def test_a_norm_that_asserts_dimensions(inplace: bool) -> None:
+    layers = nn.Conv2d(3, 4, 3), AssertingNorm(4, inplace), nn.Conv2d(4, 4, 1)
+    model, x = prepared(nn.Sequential(*layers)), torch.randn(2, 3, 6, 5)
     fused = fuse(model)
     assert parts(fused) == {"0": "batch_norm silu", "2": "bias"}
     check_same(fused, model, x)
