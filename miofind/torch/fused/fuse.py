@@ -21,6 +21,7 @@ from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, MiofindError, brief
 from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.compiled import is_compiled, is_exported, path_without
+from miofind.torch.fused.computed_weights import call_as_modules, calls_convolution
 from miofind.torch.fused.constants import keep_constants
 from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
@@ -84,8 +85,8 @@ def fuse(model: Any) -> Any:
     graph tells all that its code does, else one of its class with its submodules fused one by one, which keep their
     classes and attributes, too. It runs eagerly, under autocast, torch.compile and in CUDA graphs; it can be pickled,
     copied and moved to a device, dtype or memory format. Its gradients with respect to its input are right; its weights
-    and other tensors are constants. Convolutions with hooks, parametrizations, padding other than zeros or a
-    computation of their own stay. What the network's code checks of its input (`if size % 4: raise ...`) the copy
+    and other tensors are constants, and so is what its code computes of these alone for a convolution by a function,
+    as weight standardization does. Convolutions with hooks, parametrizations or padding other than zeros stay. What the network's code checks of its input (`if size % 4: raise ...`) the copy
     checks, too. Of what torch.compile gave the network in it is fused, and compiled as it was.
 
     Args:
@@ -173,7 +174,7 @@ class _Work:
 
 
 def _has_convolution(module: Any) -> bool:
-    return any(isinstance(each, CONVOLUTIONS) for each in module.modules())
+    return any(isinstance(each, CONVOLUTIONS) or calls_convolution(each) for each in module.modules())
 
 
 def _fused(module: Any, path: str, work: _Work) -> Any:
@@ -242,7 +243,7 @@ def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
         part: {name: vars(module)[part][name] for name in vars(module)[part].keys() - vars(made)[part]}
         for part in _PARTS
     }
-    _Rewriting(made, path, work).run()
+    _Rewriting(made, module, path, work).run()
     keep_constants(made, module)
     for each in made.modules():
         each.training = False  # torch.fx makes modules of its own, in place of lists of modules
@@ -316,10 +317,11 @@ class _Chain:
 
 
 class _Rewriting:
-    """Fuses the chains of one graph."""
+    """Fuses the chains of one graph, that of a module."""
 
-    def __init__(self, made: fx.GraphModule, path: str, work: _Work) -> None:
+    def __init__(self, made: fx.GraphModule, module: Any, path: str, work: _Work) -> None:
         self.made = made
+        self.module = module
         self.path = path
         self.work = work
         self.steps = Steps(made)
@@ -328,6 +330,7 @@ class _Rewriting:
 
     def run(self) -> None:
         """Rewrite the graph."""
+        call_as_modules(self.made, self.module, self.steps, self.written)
         self._drop_assertions()
         targets = (node.target for node in self.made.graph.nodes if node.op in ("call_module", "get_attr"))
         self.work.readings.append(Reading(self.path, {tuple(str(target).split(".")) for target in targets}))

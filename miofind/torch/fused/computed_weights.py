@@ -1,0 +1,176 @@
+"""Convolutions that a network's code calls as functions, of weights that are its own or computed of its own alone.
+
+What code computes of parameters in each call, as weight standardization does, is the same in each call of a network for
+inference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from miofind.torch.fused.graph_steps import Steps
+from miofind.torch.fused.writes import is_told_by_name
+
+_MODULES: dict[Any, tuple[Any, int]] = {
+    functional.conv1d: (nn.Conv1d, 1),
+    functional.conv2d: (nn.Conv2d, 2),
+    functional.conv3d: (nn.Conv3d, 3),
+}
+"""By function, the module that computes the same, and its number of spatial dimensions."""
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+def calls_convolution(module: Any) -> bool:
+    """Whether the code of a module's class names a function of convolution."""
+    names = {function.__name__ for function in _MODULES}
+    own = (each for each in type(module).__mro__ if not each.__module__.startswith("torch."))
+    functions = (value for each in own for value in vars(each).values() if isinstance(value, FunctionType))
+    return any(not names.isdisjoint(function.__code__.co_names) for function in functions)
+
+
+def call_as_modules(made: fx.GraphModule, network: Any, steps: Steps, written: set[Any]) -> None:
+    """Have modules of PyTorch's do what a graph's functions of convolution do that have constant weights.
+
+    Args:
+        network: whose graph it is.
+        steps: of the graph; knows the modules afterwards.
+        written: names of the memory that the graph's steps may write to.
+    """
+    constants = _Constants(made, steps, written)
+    called = []
+    for node in list(made.graph.nodes):
+        module = constants.convolution(node)
+        if module is not None:
+            with made.graph.inserting_before(node):
+                call = made.graph.create_node("call_module", "", (_named(node)["input"],))
+            call.meta.update(node.meta)
+            node.replace_all_uses_with(call)
+            made.graph.erase_node(node)
+            called.append((call, module))
+    constants.drop_unread()
+    for call, module in called:
+        call.target = _free_name(made.graph, call, network)
+        made.add_submodule(call.target, module)
+        steps.add(call.target, module)
+
+
+class _Constants:
+    """The steps of a graph that read nothing but the network's own tensors, which nothing writes to."""
+
+    def __init__(self, made: fx.GraphModule, steps: Steps, written: set[Any]) -> None:
+        self.made = made
+        self.values: dict[fx.Node, Any] = {}
+        self.steps = set[fx.Node]()
+        for node in made.graph.nodes:
+            is_step = node.op in ("call_function", "call_method") and is_told_by_name(node) and node.all_input_nodes
+            is_read = is_step and not steps.writes(node) and self.steps.issuperset(node.all_input_nodes)
+            if (node.op == "get_attr" or is_read) and written.isdisjoint(steps.places(node)):
+                self.steps.add(node)
+
+    def convolution(self, node: fx.Node) -> Any:
+        """The module that a step's convolution is; None where it is no function's, or not of constant weights."""
+        if node.op != "call_function" or node.target not in _MODULES:
+            return None
+        call = _named(node)
+        read = [each for each in node.all_input_nodes if each is not call.get("input")]
+        operands = [call.get("weight"), call.get("bias")]
+        if "input" not in call or not self.steps.issuperset(read) or len(read) != sum(map(bool, operands)):
+            return None  # a number is computed, or an operand is
+        try:
+            with torch.no_grad(), _NothingRandom():
+                weight, bias = map(self._value, operands)
+            return _module(*_MODULES[node.target], weight, bias, call)
+        except Exception:  # as the step itself may raise, when it is called
+            return None
+
+    def _value(self, node: fx.Node | None) -> Any:
+        if node is None:
+            return None
+        if node not in self.values:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
+            if node.op == "get_attr":
+                value = operator.attrgetter(str(node.target))(self.made)
+            elif node.op == "call_function":
+                value = node.target(*args, **kwargs)
+            else:
+                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            self.values[node] = value
+        return self.values[node]
+
+    def drop_unread(self) -> None:
+        """Drop the steps that were computed and that no step reads."""
+        for node in reversed(list(self.made.graph.nodes)):
+            if node in self.values and not node.users:
+                self.made.graph.erase_node(node)
+
+
+class _NothingRandom(TorchDispatchMode):
+    """Refuses operators that give other results in other calls."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError(f"{func} is random")
+        return func(*args, **(kwargs or {}))
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    return {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+
+
+def _module(kind: Any, rank: int, weight: Any, bias: Any, call: dict[str, Any]) -> Any:
+    """A convolution of PyTorch's, as a call of a function has it.
+
+    Raises:
+        Exception: PyTorch has no such convolution.
+    """
+    if weight.dim() != rank + 2 or not weight.is_floating_point():
+        raise ValueError(f"the weight is {weight.dtype}, of {weight.dim()} dimensions")
+    groups, sizes = call.get("groups", 1), {"stride": 1, "padding": 0, "dilation": 1}
+    numbers = {name: _of_each(call.get(name, default), rank) for name, default in sizes.items()}
+    count, channels, *size = weight.shape
+    made = kind(channels * groups, count, tuple(size), **numbers, groups=groups, bias=False, device="meta")
+    made.weight = _parameter(weight)
+    made.bias = None if bias is None else _parameter(bias)
+    return made.eval()
+
+
+def _of_each(value: Any, rank: int) -> Any:
+    """A number for each dimension; functions take a list of one for all."""
+    if isinstance(value, str):
+        return value
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * rank if len(numbers) == 1 else numbers
+
+
+def _parameter(tensor: Any) -> Any:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _free_name(graph: fx.Graph, call: fx.Node, network: Any) -> str:
+    """The name of the module whose code has a step, where no step names it or a part of it, else one that is new."""
+    taken = [str(each.target) for each in graph.nodes if each.op in ("call_module", "get_attr")]
+    owner = next((path for path, _ in reversed(call.meta.get("nn_module_stack", {}).values())), "")
+    if owner and not _is_taken(owner, taken):
+        return str(owner)
+    names = (f"{owner or 'convolution'}_{number}" for number in itertools.count(1))
+    return next(name for name in names if not _is_taken(name, taken) and not _has(network, name))
+
+
+def _is_taken(name: str, taken: list[str]) -> bool:
+    return any(f"{each}.".startswith(f"{name}.") for each in taken)
+
+
+def _has(network: Any, name: str) -> bool:
+    try:
+        operator.attrgetter(name)(network)
+    except AttributeError:
+        return False
+    return True
