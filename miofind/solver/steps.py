@@ -608,8 +608,11 @@ class Packing:
         pack: reads the weights, "w", and writes what the rest needs of them, here named "y".
         run: the rest; here "w" is what `pack` wrote.
         bytes: of what `pack` writes.
+        form: how that lies: packings of equal forms write equal bytes for one tensor of weights, whatever else of their
+            problems differs; "" where each problem has a form of its own.
     """
 
     pack: ConvSolution
     run: ConvSolution
     bytes: int
+    form: str = ""

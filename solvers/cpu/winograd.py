@@ -301,6 +301,7 @@ class ConvCpuWinograd(Solver):
             pack=ConvSolution(steps=(_step("pack"),)),
             run=_solution(problem, config, "convolve_packed"),
             bytes=plan.products * problem.w.size // math.prod(problem.filter) * plan.wide.itemsize,
+            form=f"numpy winograd {config['tile']} {problem.direction} {plan.wide} {problem.groups}",
         )
 
 

@@ -206,6 +206,7 @@ class ConvWinogradFused(Solver):
             pack=ConvSolution(steps=(pack.on_buffers({_FILTERS: "y"}),)),
             run=ConvSolution(steps=(replace(run, pdl=False).on_buffers({_FILTERS: "w"}),)),
             bytes=tiling.filter_bytes,
+            form=f"winograd fragments {problem.direction} {problem.groups}",
         )
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:

@@ -245,7 +245,15 @@ class WinogradPlan:
                 workspace=WorkspacePlan(tuple(regions.values())),
             ),
             bytes=transformed.bytes,
+            form=self._filters_form,
         )
+
+    @property
+    def _filters_form(self) -> str:
+        """How transformed filters lie: (places, groups, k, c), taps of backward data in reverse order."""
+        p = self.problem
+        places = "x".join(str(axis.products) for axis in self.axes)
+        return f"winograd {places} {p.direction} {p.x.dtype} {p.groups}"
 
     def steps(self, multiply: Callable[[int, bool], Iterable[Step]]) -> Iterator[Step]:
         """The steps in order.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from helpers.problems.other_sizes import SIZES, with_other
 from helpers.runs.device_buffers import Buffer, addresses, download, upload
 
 import miofind
@@ -73,6 +74,26 @@ def test_packed_weights_give_the_same_bits(
         given = addresses(got) | {"w": packed.address}
         run.run(bases_of(problem, given, Buffer(run.workspace_bytes).address), stream)
         np.testing.assert_array_equal(download(problem, got), download(problem, want), config.json)
+
+
+@pytest.mark.parametrize(("solver", "problem"), CASES, ids=lambda case: getattr(case, "id", None) or str(case))
+def test_equal_forms_are_equal_bytes(
+    solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler
+) -> None:
+    others = [other for size in ("n", "spatial sizes") for other in with_other(SIZES[size], problem)[:1]]
+    w = {"w": np.random.default_rng(3).standard_normal(problem.w.shape)}
+    seen: dict[str, np.ndarray] = {}
+    for each in (problem, *filter(lambda other: solver.applicability(other, device), others)):
+        for config in solver.default_configs(each, device)[:2]:
+            packing = solver.packing(each, device, config)
+            if packing is None or not packing.form:
+                continue
+            pack = make_invoker(each, device, solver, config, compiler, packing.pack)
+            given, packed = upload(each, w), Buffer(packing.bytes)
+            into = {"w": given["w"].address, "y": packed.address}
+            pack.run(bases_of(each, into, 0), cupy.cuda.get_current_stream().ptr)
+            made = packed.read(np.dtype(np.uint8))
+            np.testing.assert_array_equal(made, seen.setdefault(packing.form, made), config.json)
 
 
 def solution_of(handle: Handle) -> Solution:
