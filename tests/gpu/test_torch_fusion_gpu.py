@@ -178,6 +178,48 @@ def test_a_cuda_graph_reads_weights_that_were_written_to(net: Any, form: str) ->
         torch.testing.assert_close(y, fused(x), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("channels_last", [True, False], ids=["NHWC", "NCHW"])
+@pytest.mark.parametrize("solver", ["ConvWinogradFused", "ConvWinogradMma"])
+def test_packed_filters(solver: str, channels_last: bool, handle: Handle) -> None:
+    """The same bits as whole solutions give: on other streams, in a captured graph, and where weights change."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(32, 64, 3, padding=1), torch.nn.ReLU()).cuda().eval()
+    fused, (x,) = miofind.torch.fuse(model), drawn(X, dtype=torch.float32, channels_last=channels_last)
+    with torch.no_grad():
+        expected = torch.relu(model[0].double()(x.double())).float()
+    with miofind.torch.use("estimate", background=False, handle=handle, only=solver), torch.no_grad():
+        fused_plans.forget()
+        whole = fused(x)
+        torch.testing.assert_close(whole, expected, rtol=1e-2, atol=1e-2)  # TF32 is PyTorch's default
+        for _ in range(3):
+            assert torch.equal(fused(x), whole)
+        (plan,) = (each for each in fused_plans.plans() if each.answer is not None and each.answer.takes_packed)
+        assert plan.calls == 3
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            beside = fused(x)
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(beside, whole)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fused(x)
+        assert plan.calls == 5
+        graph.replay()
+        assert torch.equal(y, whole)
+        fused.load_state_dict({name: tensor * 0.5 for name, tensor in fused.state_dict().items()})
+        graph.replay()
+        assert torch.equal(y, fused(x))
+        for parameter in fused.parameters():
+            parameter.mul_(3)
+        again = fused(x)
+        graph.replay()
+        assert torch.equal(y, again)
+        assert torch.equal(y, fused(x))
+        torch.testing.assert_close(y, 1.5 * expected, rtol=1e-2, atol=1e-2)
+    fused_plans.forget()
+
+
 @pytest.mark.usefixtures("served")
 def test_weights_that_are_turned_while_a_graph_is_captured_are_turned_by_its_replays(net: Any) -> None:
     fused, x = miofind.torch.fuse(copy.deepcopy(net).to(memory_format=torch.contiguous_format)), images()

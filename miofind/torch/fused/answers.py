@@ -18,6 +18,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.errors import LaunchError, NoSolutionError, described
 from miofind.launch.invoker import Invoker
 from miofind.runtime.solution import Solution
+from miofind.torch.fused.packed_filters import packed_filters
 from miofind.torch.override.calls import COMPUTED_OF, DIRECTION_OF, Unserved, is_depthwise
 from miofind.torch.override.dispatcher import Override, current
 from miofind.torch.override.flags import Flags
@@ -41,12 +42,16 @@ class Answer:
 
     Attributes:
         part: the problem, its fastest solution, and why PyTorch computes it where it does.
+        takes_packed: whether "w" is packed filters.
     """
 
-    __slots__ = ("_invokers", "_lock", "_names", "_read_stream", "_solutions", "part")
+    __slots__ = ("_invokers", "_lock", "_names", "_read_stream", "_solutions", "part", "takes_packed")
 
-    def __init__(self, part: Part, solutions: ReadySolutions | None, first: Invoker | None) -> None:
+    def __init__(
+        self, part: Part, solutions: ReadySolutions | None, first: Invoker | None, *, takes_packed: bool = False
+    ) -> None:
         self.part = part
+        self.takes_packed = takes_packed
         self._solutions = solutions
         self._invokers: tuple[Invoker, ...] = () if first is None else (first,)
         self._names = () if part.problem is None else tuple(operand.name for operand in part.problem.operands)
@@ -151,12 +156,18 @@ class Answer:
 
 
 def answer(
-    problem: ProblemDescription, device: Any, flags: Flags, planner: Planner, computed: str | None = None
+    problem: ProblemDescription,
+    device: Any,
+    flags: Flags,
+    planner: Planner,
+    computed: str | None = None,
+    packing: str = "",
 ) -> Answer:
     """What runs a problem on a PyTorch device; measured now where the settings ask for that.
 
     Args:
         computed: what it is of the call, "y", "dx" or "dw": of a transposed one not what its direction says.
+        packing: name of the `PackedFilters` that packed its filters; a solution that packs them so is given these.
 
     Raises:
         NoSolutionError: the policy is to raise it where the FindDB has no answer.
@@ -167,6 +178,9 @@ def answer(
         found = planner.solutions(part, device, flags)
         solutions = planner.ready(part, found, device, flags)
         part.solution, invoker = solutions.next()
+        packed = packed_filters(part.solution, device, flags, planner) if packing else None
+        if packed is not None and packed.name == packing:
+            return Answer(part, None, packed.run, takes_packed=True)
     except Unserved as reason:
         part.reason = str(reason)
     except NoSolutionError as error:

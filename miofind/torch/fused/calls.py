@@ -24,6 +24,8 @@ class Forward(NamedTuple):
     Attributes:
         channels_last: memory format of y; None for that of PyTorch's own convolution of x and w.
         channel_bias: (n, k), added after the bias, such as a diffusion model's time embedding; None for none.
+        filters: those of w, packed; None where they are not.
+        packing: name of the `PackedFilters` that packed them. A solution that packs them otherwise reads w.
     """
 
     x: Any
@@ -43,6 +45,8 @@ class Forward(NamedTuple):
     slope: float | None = None
     channels_last: bool | None = None
     channel_bias: Any = None
+    filters: Any = None
+    packing: str = ""
 
     @property
     def window(self) -> Window:
@@ -60,6 +64,11 @@ class Forward(NamedTuple):
             high=self.high,
             slope=self.slope,
         )
+
+    @property
+    def unpacked(self) -> Forward:
+        """The same without packed filters."""
+        return self._replace(filters=None, packing="")
 
     def layout(self) -> Layout:
         """The memory order of y."""

@@ -1,7 +1,8 @@
-"""Copies of weights in the memory format and dtype that they are used in, made once and kept while the weights live.
+"""Copies of weights in the forms that they are used in, made once and kept while the weights live.
 
-A copy is written anew, in place, where its weight was written to: who holds its address, as a captured CUDA graph does,
-reads the new values from then on.
+A form is a dtype with a memory format, or how a solution's kernels take filters that are packed. A copy is written
+anew, in place, where its weight was written to: who holds its address, as a captured CUDA graph does, reads the new
+values from then on.
 """
 
 from __future__ import annotations
@@ -9,15 +10,54 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from miofind.core.tensor import Layout
 from miofind.process.forks import ForkedLock
 from miofind.torch.override.formats import dense, is_dense, layout_like
 from miofind.torch.override.memory import is_capturing
+
+_MOST_FORMS = 8
+"""Of one weight: a solution may pack filters otherwise for each size of images."""
+
+
+class Form(Protocol):
+    """What copies of weights are like; equal ones are like each other."""
+
+    def is_of(self, weight: Any) -> bool:
+        """Whether a weight is so itself."""
+
+    def made(self, weight: Any) -> Any:
+        """The weight so: the same memory if it is, else new memory."""
+
+    def write(self, copy: Any, weight: Any) -> None:
+        """Write the weight to a copy."""
+
+
+class Turned(NamedTuple):
+    """A weight in a dtype and packed in a memory format."""
+
+    dtype: Any
+    channels_last: bool
+
+    def is_of(self, weight: Any) -> bool:
+        """Whether a weight is so itself."""
+        return bool(weight.dtype == self.dtype and is_dense(weight, self._layout(weight)))
+
+    def made(self, weight: Any) -> Any:
+        """The weight so: the same memory if it is, else new memory."""
+        return dense(weight.detach().to(self.dtype), self._layout(weight))
+
+    def write(self, copy: Any, weight: Any) -> None:
+        """Write the weight to a copy."""
+        copy.copy_(weight)
+
+    def _layout(self, weight: Any) -> Layout:
+        return layout_like(weight, channels_last=self.channels_last)
 
 
 class Memory:
@@ -40,7 +80,7 @@ class _Copies:
         weight: a weak reference to it.
         memory, version: where it lay, and its version, which PyTorch counts up where a tensor is written to, when the
             copies were written.
-        of_forms: by dtype and whether they are channels last.
+        of_forms: by what they are like.
     """
 
     __slots__ = ("memory", "of_forms", "version", "weight")
@@ -49,7 +89,7 @@ class _Copies:
         key = id(weight)
         self.weight = weakref.ref(weight, lambda _: _copies.pop(key, None))
         self.memory, self.version = Memory(weight), weight._version
-        self.of_forms: dict[tuple[Any, bool], Any] = {}
+        self.of_forms: dict[Form, Any] = {}
 
     def are_of(self, weight: Any) -> bool:
         """Whether these are copies of a weight, written to meanwhile or not."""
@@ -67,8 +107,8 @@ def _place(weight: Any) -> tuple[Any, ...]:
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
 
 
-def kept(weight: Any, dtype: Any, channels_last: bool) -> Any:
-    """A weight, (k, c/groups, *filter), in a dtype and packed in a memory format: itself if it is so, else a copy.
+def kept(weight: Any, form: Form) -> Any:
+    """A weight, (k, c/groups, *filter), in a form: itself if it is so, else a copy.
 
     The copy of a parameter that requires no gradient is kept, and is written anew where PyTorch counts another version
     of the parameter: not after writing through `weight.data` or by torch.distributed. Others are copied in each call,
@@ -79,14 +119,21 @@ def kept(weight: Any, dtype: Any, channels_last: bool) -> Any:
     """
     copies = _copies.get(id(weight))
     if copies is not None and copies.are_of(weight) and copies.version == weight._version:
-        made = copies.of_forms.get((dtype, channels_last))
+        made = copies.of_forms.get(form)
         if made is not None and not weight.requires_grad:
             return made
-    is_ready = weight.dtype == dtype and is_dense(weight, layout_like(weight, channels_last=channels_last))
-    if is_ready or not is_constant(weight) or is_capturing(weight.device):
-        return _made(weight, dtype, channels_last)
+    if form.is_of(weight) or not is_constant(weight) or is_capturing(weight.device):
+        return form.made(weight)
     with _turns:
-        return _copied(weight, dtype, channels_last)
+        return _copied(weight, form)
+
+
+def may_keep(weight: Any, form: Form) -> bool:
+    """Whether `kept` gives a copy that stays, and a weight has not come to have too many."""
+    copies = _copies.get(id(weight))
+    known = () if copies is None or not copies.are_of(weight) else copies.of_forms
+    is_one_of_few = form in known or len(known) < _MOST_FORMS
+    return is_one_of_few and is_constant(weight) and not is_capturing(weight.device)
 
 
 def is_constant(weight: Any) -> bool:
@@ -103,24 +150,19 @@ def is_of_processes(weight: Any) -> bool:
     return bool(weight.is_cpu and weight.is_shared())
 
 
-def _made(weight: Any, dtype: Any, channels_last: bool) -> Any:
-    """A weight in a dtype and a memory format: the same memory if it is so, else new memory."""
-    return dense(weight.detach().to(dtype), layout_like(weight, channels_last=channels_last))
-
-
-def _copied(weight: Any, dtype: Any, channels_last: bool) -> Any:
+def _copied(weight: Any, form: Form) -> Any:
     """A new copy, or one that was written anew, for all threads and streams once it is written."""
-    form, version = (dtype, channels_last), weight._version
+    version = weight._version
     copies = _copies.get(id(weight))
     if copies is None or not copies.are_of(weight):
         copies = _Copies(weight)
         _count_steps()
     with torch.inference_mode(mode=False), torch.no_grad():  # a copy made in inference mode could not be written to
-        for copy in copies.of_forms.values() if copies.version != version else ():
-            copy.copy_(weight)
+        for each, copy in copies.of_forms.items() if copies.version != version else ():
+            each.write(copy, weight)
         made = copies.of_forms.get(form)
         if made is None:
-            made = _made(weight, dtype, channels_last)
+            made = form.made(weight)
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
     if type(made) is torch.Tensor:  # no fake one, which stands for it while a model is traced
@@ -155,9 +197,9 @@ def renew(weight: Any) -> None:
         _copies.pop(id(weight), None)
     elif copies is not None:
         for form in [*copies.of_forms]:
-            kept(weight, *form)
+            kept(weight, form)
 
 
 def kept_weights(weights: Sequence[Any], dtype: Any, channels_last: bool) -> list[Any]:
     """`kept` of several weights: the operator `miofind::kept_weights`, for compiled graphs."""
-    return [kept(weight, dtype, channels_last) for weight in weights]
+    return [kept(weight, Turned(dtype, channels_last)) for weight in weights]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from miofind.errors import LaunchError
 from miofind.torch.direct import times_forgotten
 from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, run
-from miofind.torch.fused.kept_weights import Memory, is_of_processes, kept, renew
+from miofind.torch.fused.kept_weights import Memory, Turned, is_of_processes, kept, may_keep, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
-from miofind.torch.fused.plans import Settled, settled
+from miofind.torch.fused.plans import Settled, decided, packing, planned, settled
 from miofind.torch.fused.unfused import activated
 from miofind.torch.fused.window import Window
+from miofind.torch.override.calls import Unserved
 from miofind.torch.override.formats import is_last, is_spread, layout_like, output_layout, strides
 from miofind.torch.override.memory import is_capturing
+
+logger = logging.getLogger(__name__)
 
 _Parameter = torch.nn.Parameter
 _convolution = torch.ops.miofind.convolution.default
@@ -30,30 +35,57 @@ class _Ready:
 
     Attributes:
         weight: in their dtype and memory format.
+        parameter: that it is of.
         output_shape: of y.
         channel_shape: of residuals that have a number for each channel of each image.
         residual_strides: of residuals that are known to lie in y's order.
         settled: that PyTorch computes them, where a run showed it.
-        asked: how often all had been decided anew when it was asked for.
+        packed: the weight's filters packed as the solution takes them that runs them, by the operator's names.
+        asked: how often all had been decided anew when these were asked for.
     """
 
     weight: Any
+    parameter: Any
     output_shape: tuple[int, ...]
     channel_shape: tuple[int, ...]
     residual_strides: set[tuple[int, ...]]
     settled: Settled | None = None
+    packed: dict[str, Any] = field(default_factory=dict)
     asked: int = -1
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
         """y, by the operator's arguments; by PyTorch's own operations at once where those are known to compute it."""
-        if self.settled is not None and type(arguments[0]) is torch.Tensor:
+        if type(arguments[0]) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
+            return _convolution(*arguments)  # a fake tensor, or somebody looks for the operator
+        if self.settled is not None:
             call = Forward(*arguments)
             if self.settled.holds(call):
                 return self.settled.run(call)
+        if self.asked == times_forgotten():
+            return _convolution(*arguments, **self.packed)
         y = _convolution(*arguments)
-        if self.asked != times_forgotten():
-            self.settled, self.asked = settled(Forward(*arguments)), times_forgotten()
+        self._ask(Forward(*arguments))
         return y
+
+    def _ask(self, call: Forward) -> None:
+        """Ask what runs calls like one that ran, unless that may change yet, and pack filters where it takes them so.
+
+        The plan of the calls to come is made at once: one of them may be captured in a CUDA graph.
+        """
+        asked, plan = times_forgotten(), decided(call)
+        if plan is None or is_capturing(call.x.device):
+            return
+        self.settled, self.packed = settled(call, plan), {}
+        try:
+            form = packing(call, plan)
+            if form is not None and may_keep(self.parameter, form):
+                self.packed = {"filters": kept(self.parameter, form), "packing": form.name}
+                planned(call._replace(**self.packed))
+        except Unserved:
+            return
+        except (LaunchError, torch.OutOfMemoryError) as error:
+            logger.warning("filters are not packed: %s", error)
+        self.asked = asked
 
 
 @dataclass(slots=True)
@@ -196,13 +228,19 @@ class FusedConvolution(torch.nn.Module):
         given = Tensors(x, weight, bias, None, residual)
         if has_autocast or given.need_derivatives:
             return run(given, self.window, numbers, may_be_written=True)
-        return torch.ops.miofind.convolution(*given, *self._arguments)
+        return self._run((*given, *self._arguments), dtype)
+
+    def _run(self, arguments: tuple[Any, ...], dtype: Any) -> Any:
+        """y in a dtype, by the operator's arguments, as later calls with such inputs are run."""
+        x, weight, *_ = arguments
+        ready = None if _is_traced() else self._ready.of_inputs.get(_form(x, dtype))
+        return _convolution(*arguments) if ready is None or ready.weight is not weight else ready.run(arguments)
 
     def _with_other(self, residual: Any, given: Tensors, dtype: Any) -> Any:
         """The same with a residual that is unlike the convolution's result: PyTorch adds it, if not of channels."""
         is_of_channels = given.x.dtype == dtype and self._is_of_channels(residual, given.x, dtype)
         if is_of_channels and not given._replace(residual=residual).need_derivatives:
-            return _convolution(*self._with_channels(given, residual))
+            return self._run(self._with_channels(given, residual), dtype)
         numbers = self.numbers
         y = run(given, self.window, Nonlinearity())
         if numbers.residual_position == "after":
@@ -261,8 +299,8 @@ class FusedConvolution(torch.nn.Module):
         if ready is None:
             layout = output_layout(x, weight, None, self.window.geometry)
             shape = self.window.output_shape(x.shape, weight.shape)
-            copy, of_channels = kept(weight, dtype, layout.channels_last), _channel_shape(x, weight)
-            ready = _Ready(copy, shape, of_channels, {strides(shape, layout)})
+            copy, of_channels = kept(weight, Turned(dtype, layout.channels_last)), _channel_shape(x, weight)
+            ready = _Ready(copy, weight, shape, of_channels, {strides(shape, layout)})
             is_of_this_run = is_capturing(weight.device) or is_of_processes(weight)
             if is_of_this_run or type(ready.weight) is not torch.Tensor:
                 return ready.weight

@@ -26,7 +26,8 @@ _WINDOW = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
 _NUMBERS = "float beta=1., float low=0., float high=6., float? slope=None"
 LIBRARY.define(
     f"convolution(Tensor x, Tensor w, Tensor? bias, Tensor? scale, Tensor? residual, str activation, {_WINDOW}, "
-    f"str residual_position='before', {_NUMBERS}, bool? channels_last=None, Tensor? channel_bias=None) -> Tensor"
+    f"str residual_position='before', {_NUMBERS}, bool? channels_last=None, Tensor? channel_bias=None, "
+    "Tensor? filters=None, str packing='') -> Tensor"
 )
 LIBRARY.define(
     f"convolution_statistics(Tensor x, Tensor w, Tensor? bias, {_WINDOW}, bool? channels_last=None) "
@@ -49,6 +50,8 @@ def _forward(*arguments: Any, **named: Any) -> Any:
     made = None if plan is None else plan.run(call)
     if made is not None:
         return made[0]
+    if call.filters is not None:
+        return _forward(*call.unpacked)
     told = Unfused.of(call) if plan is None else plan.unfused
     assert told is not None
     if told.is_empty:

@@ -32,6 +32,7 @@ from miofind.torch.fused.calls import (
     problem_of,
 )
 from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.packed_filters import PackedFilters, packed_filters
 from miofind.torch.fused.window import Window
 from miofind.torch.override import formats
 from miofind.torch.override.calls import Unserved
@@ -53,6 +54,8 @@ _READ = {
     "channel_bias": "channel_bias",
 }
 """Operands by the names of a call's tensors."""
+_READ_PACKED = {"filters" if field == "w" else field: name for field, name in _READ.items()}
+"""The same where filters are packed."""
 
 
 class Unfused(NamedTuple):
@@ -125,11 +128,15 @@ class Plan(DirectCalls):
         except Unserved as reason:
             self.part = Part(COMPUTED_BY[type(call)], reason=str(reason))
             return
+        packing = call.packing if isinstance(call, Forward) and call.filters is not None else ""
+        self.answer = answer(problem, call.x.device, flags, planner_of(override), packing=packing)
+        self.part = self.answer.part
         read = {operand.name for operand in problem.inputs}
+        fields = _READ_PACKED if self.answer.takes_packed else _READ
         self._like = "x" if isinstance(call, (Forward, Statistics)) else "dy"
         self._inputs = tuple(
             (field, name, getattr(narrowed, field).dtype, not self._is_packed(getattr(call, field)))
-            for field, name in _READ.items()
+            for field, name in fields.items()
             if field in call._fields and name in read
         )
         self._outputs = tuple(
@@ -147,8 +154,6 @@ class Plan(DirectCalls):
         if isinstance(call, BackwardWeights) and call.bias_dtype is None:
             self._unmade = (MadeTensor((0,), (1,), call.dy.dtype),)
         self._parameters = _parameters(call, problem.epilogue.numbers)
-        self.answer = answer(problem, call.x.device, flags, planner_of(override))
-        self.part = self.answer.part
         if self.answer.is_served and self.answer.part.is_final:
             self.generation = -1
 
@@ -259,12 +264,11 @@ class Settled(NamedTuple):
     deciders: tuple[Any, ...]
 
     def holds(self, call: Forward) -> bool:
-        """Whether it is so yet of a call whose x and w look alike, and nobody looks for the operator in it."""
+        """Whether it is so yet of a call whose x and w look alike."""
         return (
             self.added == _added(call)
             and self.times_forgotten == direct.times_forgotten()
             and self.deciders == _deciders(override_of(call.x))
-            and not torch._C._len_torch_dispatch_stack()
         )
 
     def run(self, call: Forward) -> Any:
@@ -274,16 +278,30 @@ class Settled(NamedTuple):
         return self.plan.unfused.computed(call)
 
 
-def settled(call: Forward) -> Settled | None:
-    """That PyTorch's own operations compute calls like one that ran; None where a solution does, or may yet."""
-    times_forgotten, deciders = direct.times_forgotten(), _deciders(override_of(call.x))
-    plan = _plans.get((*_key(call), *deciders))
-    if plan is None or not plan.part.is_final or plan.part.pending is not None:
-        return None
+def decided(call: Forward) -> Plan | None:
+    """The plan of calls like one that ran, until all is decided anew; None where another may take its place."""
+    plan = _plans.get((*_key(call), *_deciders(override_of(call.x))))
+    return plan if plan is not None and plan.part.is_final and plan.part.pending is None else None
+
+
+def settled(call: Forward, plan: Plan) -> Settled | None:
+    """That PyTorch's own operations compute calls like one, by their plan; None where a solution does."""
     is_served = plan.answer is not None and plan.answer.is_served
     if is_served or plan.unfused is None or plan.unfused.is_empty:
         return None
-    return Settled(plan, _added(call), times_forgotten, deciders)
+    return Settled(plan, _added(call), direct.times_forgotten(), _deciders(override_of(call.x)))
+
+
+def packing(call: Forward, plan: Plan) -> PackedFilters | None:
+    """How the solution that runs calls like one, by their plan, has filters packed; None where none does.
+
+    Raises:
+        Unserved: that is not known yet: its kernels are being compiled, or a CUDA graph is being captured.
+    """
+    if plan.answer is None or not plan.answer.is_served or plan.part.solution is None:
+        return None
+    flags = Flags.of(state(), on_gpu=call.x.is_cuda)
+    return packed_filters(plan.part.solution, call.x.device, flags, planner_of(override_of(call.x)))
 
 
 def _deciders(override: Override | None) -> tuple[tuple[Any, ...], int]:
@@ -303,7 +321,17 @@ def _key(call: Call) -> tuple[Any, ...]:
     ours = (x.shape, x.stride(), x.dtype, x.get_device(), w.shape, w.stride(), w.dtype, w.get_device())
     window = (*call.stride, None, *call.padding, None, *call.dilation, call.groups)  # of any lengths, as given
     if isinstance(call, Forward):
-        return (*ours, *window, _form(call.bias), _form(call.scale), *_added(call), call.activation, *call[10:-1])
+        packed = _form(call.filters), call.packing
+        return (
+            *ours,
+            *window,
+            *packed,
+            _form(call.bias),
+            _form(call.scale),
+            *_added(call),
+            call.activation,
+            *call[10:16],
+        )
     if isinstance(call, Statistics):
         return (*ours, *window, _form(call.bias), call.channels_last, "statistics")
     if isinstance(call, BackwardData):

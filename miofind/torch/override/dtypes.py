@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from miofind.arrays.arrays import NUMPY_DTYPES
@@ -16,7 +17,7 @@ _TORCH = {
     DataType.BFLOAT16: torch.bfloat16,
 }
 _OF_TORCH = {dtype: ours for ours, dtype in _TORCH.items()}
-_NUMPYS = {dtype: NUMPY_DTYPES[ours] for ours, dtype in _TORCH.items()}
+_NUMPYS = {dtype: NUMPY_DTYPES[ours] for ours, dtype in _TORCH.items()} | {torch.uint8: np.dtype(np.uint8)}
 
 
 def data_type_of(dtype: Any) -> DataType | None:
@@ -30,5 +31,5 @@ def torch_dtype(dtype: DataType) -> Any:
 
 
 def numpy_dtype(dtype: Any) -> Any:
-    """NumPy's dtype of a torch.dtype that miofind's convolutions have."""
+    """NumPy's dtype of a torch.dtype that miofind's convolutions have, or of bytes."""
     return _NUMPYS[dtype]

@@ -19,6 +19,7 @@ from miofind.launch.invoker import Invoker
 from miofind.libraries.cublaslt import MatmulCall
 from miofind.libraries.cudnn import ConvCall
 from miofind.libraries.cudnn_backend import Attribute, CudnnFunctions, Kind, Type
+from miofind.solver.registry import Registry
 
 FORMS = ("kernel", "product", "convolution")
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -210,6 +211,9 @@ class Driver:
         operands = invoker.problem.operands
         assert len(addresses) == len(operands) + 1
         bases: list[Any] = [_array(address, each.array) for address, each in zip(addresses, operands, strict=False)]
+        if size := _packed_bytes(invoker):
+            place = next(i for i, each in enumerate(operands) if each.name == "w")
+            bases[place] = np.frombuffer((ctypes.c_char * size).from_address(addresses[place]), np.uint8)
         bases += [numbers] if invoker.problem.epilogue else []
         size = invoker.workspace_bytes
         scratch = np.frombuffer((ctypes.c_char * size).from_address(addresses[-1]), np.uint8) if size else None
@@ -219,6 +223,13 @@ class Driver:
 
 def _address(function: Any) -> int:
     return ctypes.cast(function, _POINTER).value or 0
+
+
+def _packed_bytes(invoker: Invoker) -> int:
+    """Of the filters that an invoker is given packed; 0 where it is given them as they are."""
+    solver = Registry.default().named(invoker.solver_id)
+    packing = solver.packing(invoker.problem, invoker.device, invoker.config)
+    return packing.bytes if packing is not None and packing.run == invoker.solution else 0
 
 
 def _array(address: int, tensor: Any) -> Any:

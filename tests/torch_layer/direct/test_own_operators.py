@@ -259,6 +259,23 @@ def test_a_fused_network_gives_the_same_without_python(served: Driver) -> None:
     assert served.launches > before
 
 
+def test_packed_filters_are_given_without_python(driver: Driver, cpu_handle: Handle) -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Conv2d(16, 20, 3, padding=1), torch.nn.ReLU()).eval()
+    fused, x = miofind.torch.fuse(model), torch.randn(2, 16, 7, 6)
+    with miofind.torch.use("estimate", handle=cpu_handle, devices="cpu", only="ConvCpuWinograd"), torch.no_grad():
+        for _ in range(3):
+            whole = fused(x)  # by w itself, and packs its filters
+            fused(x)
+            before = driver.launches
+            assert torch.equal(fused(x), whole)
+            assert driver.launches == before + 1
+            fused.get_parameter("0.weight").mul_(2)
+        of_whole, of_packed = fused_plans.plans()
+        assert [plan.answer.takes_packed for plan in (of_whole, of_packed) if plan.answer] == [False, True]
+        assert (of_packed.calls, of_packed.python_calls) == (6, 1)
+
+
 def test_the_operators_are_pythons_again_once_it_is_disabled(served: Driver, path: Any) -> None:
     tensors = drawn(X, W)
     for _ in range(3):

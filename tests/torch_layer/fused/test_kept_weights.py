@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from miofind.process.forks import ForkedLock
 from miofind.torch import fuse
 from miofind.torch.fused import kept_weights
-from miofind.torch.fused.kept_weights import kept
+from miofind.torch.fused.kept_weights import Turned, kept
 
 
 def weight_of(*shape: int) -> Any:
@@ -28,13 +28,13 @@ def weight_of(*shape: int) -> Any:
 def test_a_copy_is_written_anew_in_place(dtype: Any) -> None:
     weight = weight_of()
     with torch.inference_mode():
-        made = kept(weight, dtype, channels_last=True)
+        made = kept(weight, Turned(dtype, channels_last=True))
     assert made.is_contiguous(memory_format=torch.channels_last)
-    assert kept(weight, dtype, channels_last=True) is made
+    assert kept(weight, Turned(dtype, channels_last=True)) is made
     for write in (lambda: weight.mul_(2), lambda: weight.detach().copy_(torch.randn(4, 3, 3, 3))):
         write()
         assert not made.equal(weight.to(dtype))
-        assert kept(weight, dtype, channels_last=True) is made
+        assert kept(weight, Turned(dtype, channels_last=True)) is made
         assert made.equal(weight.to(dtype))
 
 
@@ -57,16 +57,16 @@ def test_a_module_remembers_some_forms_of_inputs(fused: Any, monkeypatch: pytest
 
 def test_a_weight_that_is_trained_again_is_copied_in_each_call() -> None:
     weight = weight_of()
-    made = kept(weight, torch.bfloat16, channels_last=True)
+    made = kept(weight, Turned(torch.bfloat16, channels_last=True))
     weight.requires_grad_()
-    assert kept(weight, torch.bfloat16, channels_last=True).data_ptr() != made.data_ptr()
+    assert kept(weight, Turned(torch.bfloat16, channels_last=True)).data_ptr() != made.data_ptr()
 
 
 def test_other_memory_has_other_copies() -> None:
     weight = weight_of()
-    made = kept(weight, torch.float32, channels_last=True)
+    made = kept(weight, Turned(torch.float32, channels_last=True))
     weight.data = torch.randn(4, 3, 3, 3)
-    again = kept(weight, torch.float32, channels_last=True)
+    again = kept(weight, Turned(torch.float32, channels_last=True))
     assert again is not made
     assert again.equal(weight)
 
@@ -76,7 +76,7 @@ def test_other_memory_at_the_same_address_has_other_copies(is_fused: bool, fused
     """Where a parameter is moved twice, its third memory often is its first one, and PyTorch counts no version."""
     weight = getattr(fused, "0").weight if is_fused else weight_of()
     x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
-    run = fused if is_fused else lambda _: kept(weight, torch.float32, channels_last=True)
+    run = fused if is_fused else lambda _: kept(weight, Turned(torch.float32, channels_last=True))
     for _ in range(20):
         run(x)
         address = weight.data_ptr()
@@ -94,13 +94,13 @@ def test_other_memory_at_the_same_address_has_other_copies(is_fused: bool, fused
 def test_weights_that_lie_as_they_are_used_are_not_copied(shape: tuple[int, ...]) -> None:
     weight = weight_of(*shape)
     for last in (False, True) if 1 in shape else (False,):
-        assert kept(weight, torch.float32, channels_last=last).data_ptr() == weight.data_ptr()
+        assert kept(weight, Turned(torch.float32, channels_last=last)).data_ptr() == weight.data_ptr()
     assert id(weight) not in kept_weights._copies
 
 
 def test_copies_go_with_their_weights() -> None:
     weight = weight_of()
-    key, made = id(weight), weakref.ref(kept(weight, torch.float32, channels_last=True))
+    key, made = id(weight), weakref.ref(kept(weight, Turned(torch.float32, channels_last=True)))
     assert key in kept_weights._copies
     del weight
     gc.collect()
@@ -112,9 +112,9 @@ def test_a_fake_copy_is_not_kept() -> None:
     """It stands for one while a model is traced."""
     weight = weight_of()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert isinstance(kept(weight, torch.bfloat16, channels_last=True), FakeTensor)
+        assert isinstance(kept(weight, Turned(torch.bfloat16, channels_last=True)), FakeTensor)
     assert id(weight) not in kept_weights._copies
-    assert kept(weight, torch.bfloat16, channels_last=True).equal(weight.bfloat16())
+    assert kept(weight, Turned(torch.bfloat16, channels_last=True)).equal(weight.bfloat16())
 
 
 @pytest.mark.parametrize("kind", ["a tensor", "of inference mode", "trained"])
@@ -122,9 +122,9 @@ def test_what_may_not_stay_is_copied_in_each_call(kind: str) -> None:
     """A fused optimizer writes to what is trained, and PyTorch counts no version of it."""
     with torch.inference_mode(mode=kind == "of inference mode"), torch.no_grad():
         weight = torch.randn(4, 3, 3, 3) if kind == "a tensor" else weight_of().requires_grad_(kind == "trained")
-        assert kept(weight, torch.float32, channels_last=True).equal(weight)
+        assert kept(weight, Turned(torch.float32, channels_last=True)).equal(weight)
         weight.mul_(2)
-        assert kept(weight, torch.float32, channels_last=True).equal(weight)
+        assert kept(weight, Turned(torch.float32, channels_last=True)).equal(weight)
     assert id(weight) not in kept_weights._copies
 
 
@@ -132,13 +132,13 @@ def test_what_may_not_stay_is_copied_in_each_call(kind: str) -> None:
 def test_a_fused_step_between_two_uses_of_a_frozen_weight_is_seen(kind: Any) -> None:
     """As of a network that is frozen and trained by turns; PyTorch counts no version for the step."""
     weight = weight_of()
-    made = kept(weight, torch.float32, channels_last=True)
+    made = kept(weight, Turned(torch.float32, channels_last=True))
     optimizer = kind([weight.requires_grad_()], lr=0.1, fused=True)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     weight.requires_grad_(False)
     assert not made.equal(weight)
-    assert kept(weight, torch.float32, channels_last=True) is made
+    assert kept(weight, Turned(torch.float32, channels_last=True)) is made
     assert made.equal(weight)
 
 
@@ -148,7 +148,7 @@ def test_what_another_process_writes_to_shared_weights_is_seen(fused: Any) -> No
     fused.share_memory()
     fused(x)
     weight.data.zero_()  # as another process does: this one counts no version
-    assert kept(weight, torch.float32, channels_last=True).count_nonzero() == 0
+    assert kept(weight, Turned(torch.float32, channels_last=True)).count_nonzero() == 0
     torch.testing.assert_close(fused(x), fused.get_parameter("0.bias").relu()[:, None, None].expand(2, 4, 4, 3))
 
 
@@ -164,17 +164,17 @@ def test_gradients_go_through_copies_that_inference_mode_made() -> None:
 def test_a_captured_copy_is_the_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written by replays: what runs beside them must not read it. What is up to date is read while capturing."""
     old, new = weight_of(), weight_of()
-    made = kept(old, torch.float32, channels_last=True)
+    made = kept(old, Turned(torch.float32, channels_last=True))
     monkeypatch.setattr(kept_weights, "is_capturing", lambda _: True)
-    assert kept(old, torch.float32, channels_last=True) is made
-    assert kept(new, torch.float32, channels_last=True).equal(new)
+    assert kept(old, Turned(torch.float32, channels_last=True)) is made
+    assert kept(new, Turned(torch.float32, channels_last=True)).equal(new)
     assert id(new) not in kept_weights._copies
     old.mul_(2)
-    captured = kept(old, torch.float32, channels_last=True)
+    captured = kept(old, Turned(torch.float32, channels_last=True))
     assert captured is not made
     assert captured.equal(old)
     monkeypatch.undo()
-    assert kept(old, torch.float32, channels_last=True) is made
+    assert kept(old, Turned(torch.float32, channels_last=True)) is made
     assert made.equal(old)
 
 
@@ -196,8 +196,8 @@ def test_a_form_that_a_thread_makes_while_another_writes_the_others_is_up_to_dat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The new form is of the weight as it was, which the other thread's version must not be said of."""
-    weight, make, write = weight_of(), kept_weights._made, torch.Tensor.copy_
-    kept(weight, torch.float32, channels_last=True)
+    weight, make, write = weight_of(), Turned.made, torch.Tensor.copy_
+    kept(weight, Turned(torch.float32, channels_last=True))
     is_made, goes_on, told = threading.Event(), threading.Event(), []
 
     def made(*arguments: Any) -> Any:
@@ -211,9 +211,9 @@ def test_a_form_that_a_thread_makes_while_another_writes_the_others_is_up_to_dat
         maker.join(LIMIT_S)
         return write(self, *arguments)
 
-    maker = threading.Thread(target=kept, args=(weight, torch.bfloat16, True))
-    writer = threading.Thread(target=lambda: told.append(kept(weight, torch.float32, True)))
-    monkeypatch.setattr(kept_weights, "_made", made)
+    maker = threading.Thread(target=kept, args=(weight, Turned(torch.bfloat16, channels_last=True)))
+    writer = threading.Thread(target=lambda: told.append(kept(weight, Turned(torch.float32, channels_last=True))))
+    monkeypatch.setattr(Turned, "made", made)
     turns = Turns()
     monkeypatch.setattr(kept_weights, "_turns", turns)
     maker.start()
@@ -226,7 +226,7 @@ def test_a_form_that_a_thread_makes_while_another_writes_the_others_is_up_to_dat
     writer.join(LIMIT_S)
     assert told[0].equal(weight)
     monkeypatch.undo()
-    assert kept(weight, torch.bfloat16, channels_last=True).equal(weight.to(torch.bfloat16))
+    assert kept(weight, Turned(torch.bfloat16, channels_last=True)).equal(weight.to(torch.bfloat16))
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_loading_a_state_dict_writes_the_copies_of_fused_modules(fused: Any) -> 
     """Without a run, for CUDA graphs that were captured with them."""
     x, weight = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last), getattr(fused, "0").weight
     fused(x)
-    made = kept(weight, torch.float32, channels_last=True)
+    made = kept(weight, Turned(torch.float32, channels_last=True))
     fused.load_state_dict({name: torch.ones_like(tensor) for name, tensor in fused.state_dict().items()})
     assert made.eq(1).all()
     torch.testing.assert_close(copy.deepcopy(fused)(x), fused(x))
