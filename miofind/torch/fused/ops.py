@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
+from miofind.errors import LaunchError
+from miofind.runtime.handle import Handle
 from miofind.torch.direct import direct_path
 from miofind.torch.fused import unfused
+from miofind.torch.fused.answers import override_of, planner_of
 from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
-from miofind.torch.fused.kept_weights import kept_weights
+from miofind.torch.fused.kept_weights import kept, kept_weights
 from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.packed_filters import PackedFilters, of_solution
 from miofind.torch.fused.plans import Unfused, fallback, planned
 from miofind.torch.override.formats import dense, layout_like
 from miofind.torch.override.untraced import untraced
@@ -42,6 +46,7 @@ LIBRARY.define(
     "bool? channels_last=None) -> (Tensor, Tensor)"
 )
 LIBRARY.define("kept_weights(Tensor[] weights, ScalarType dtype, bool channels_last) -> Tensor[]")
+LIBRARY.define("packed_filters(Tensor[] weights, str[] solutions, int[] bytes) -> Tensor[]")
 
 
 def _forward(*arguments: Any, **named: Any) -> Any:
@@ -169,9 +174,28 @@ def _kept_weights_fake(weights: Sequence[Any], dtype: Any, channels_last: bool) 
     return [empty(w.shape, w, layout).to(dtype) for w, layout in zip(weights, layouts, strict=True)]
 
 
+def _packed_filters(weights: Sequence[Any], solutions: Sequence[str], sizes_bytes: Sequence[int]) -> list[Any]:
+    """The filters of weights on one device, each packed for a solution that `PackedFilters` names."""
+    handle = planner_of(override_of(weights[0])).handle_of(weights[0].device)
+    return [kept(w, _packing_of(solution, handle)) for w, solution in zip(weights, solutions, strict=True)]
+
+
+def _packing_of(solution: str, handle: Handle) -> PackedFilters:
+    found = of_solution(solution, handle)
+    if found is None:
+        raise LaunchError(f"filters of a compiled graph cannot be packed for {solution}: compile the network anew")
+    return found
+
+
+def _packed_filters_fake(weights: Sequence[Any], solutions: Sequence[str], sizes_bytes: Sequence[int]) -> list[Any]:
+    return [w.new_empty((size,), dtype=torch.uint8) for w, size in zip(weights, sizes_bytes, strict=True)]
+
+
 for _place in ("CPU", "CUDA"):
     LIBRARY.impl("kept_weights", untraced(kept_weights), _place)
+    LIBRARY.impl("packed_filters", untraced(_packed_filters), _place)
 torch.library.register_fake("miofind::kept_weights", _kept_weights_fake, lib=LIBRARY)
+torch.library.register_fake("miofind::packed_filters", _packed_filters_fake, lib=LIBRARY)
 direct_path()  # stands before these kernels, where it was built
 
 

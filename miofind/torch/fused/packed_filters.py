@@ -12,10 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from miofind.core.problem import ProblemDescription
 from miofind.errors import described, raise_if_interrupted
 from miofind.launch.invoker import Invoker, bases_of, make_invoker, stay
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
+from miofind.solver.steps import Config
 from miofind.torch.override.calls import Unserved
 from miofind.torch.override.dtypes import torch_dtype
 from miofind.torch.override.flags import Flags
@@ -32,11 +34,13 @@ class PackedFilters:
 
     Attributes:
         name: tells it from others, in other processes, too.
+        solution: its problem and id, of which `of_solution` makes it.
         bytes: of packed filters.
         run: the rest of the solution, which reads them in place of w.
     """
 
     name: str
+    solution: str = field(compare=False)
     bytes: int = field(compare=False)
     run: Invoker = field(compare=False)
     _pack: Invoker = field(compare=False)
@@ -81,35 +85,46 @@ def packed_filters(solution: Solution, device: Any, flags: Flags, planner: Plann
     Raises:
         Unserved: the kernels for that are being compiled.
     """
-    handle = planner.handle_of(device)
+    handle, waits = planner.handle_of(device), planner.settings.waits(flags)
+    return of_solution(f"{solution.problem.network_config} {solution.id}", handle, waits=waits)
+
+
+def of_solution(solution: str, handle: Handle, *, waits: bool = True) -> PackedFilters | None:
+    """The same of a solution that is named by its problem and id.
+
+    Args:
+        waits: for kernels to be compiled.
+    """
     known = _known.setdefault(handle, {})
-    key = f"{solution.problem.network_config} {solution.id}"
-    if key in _compiling:
+    if solution in _compiling and not waits:
         raise Unserved("the kernels of packed filters are being compiled")
-    if key not in known:
+    if solution not in known:
         try:
-            known[key] = _made(solution, key, handle, waits=planner.settings.waits(flags))
+            known[solution] = _made(solution, handle, waits=waits)
         except Unserved:
             raise
         except BaseException as error:  # a solver's own code may raise anything; the whole solution does without
             raise_if_interrupted(error)
-            logger.warning("filters are not packed for %s: %s", key, described(error))
-            known[key] = None
-    return known[key]
+            logger.warning("filters are not packed for %s: %s", solution, described(error))
+            known[solution] = None
+    return known[solution]
 
 
-def _made(solution: Solution, key: str, handle: Handle, *, waits: bool) -> PackedFilters | None:
-    problem, config, solver = solution.problem, solution.config, handle.registry.named(solution.solver_id)
+def _made(solution: str, handle: Handle, *, waits: bool) -> PackedFilters | None:
+    network_config, _, name = solution.partition(" ")
+    solver_id, _, json = name.partition(":")
+    problem, config = ProblemDescription.from_network_config(network_config), Config.from_json(json)
+    solver = handle.registry.named(solver_id)
     packing = solver.packing(problem, handle.device, config)
     if packing is None:
         return None
     pending = None if waits else handle.background.begin((*packing.pack.kernels, *packing.run.kernels))
     if pending is not None:
-        _compiling.add(key)
-        pending.when_done(lambda: _compiling.discard(key))
+        _compiling.add(solution)
+        pending.when_done(lambda: _compiling.discard(solution))
         raise Unserved("the kernels of packed filters are being compiled")
     pack, run = (
         stay(make_invoker(problem, handle.device, solver, config, handle.compiler, part))
         for part in (packing.pack, packing.run)
     )
-    return PackedFilters(f"{problem.w.dtype} {packing.form or key}", packing.bytes, run, pack)
+    return PackedFilters(f"{problem.w.dtype} {packing.form or solution}", solution, packing.bytes, run, pack)

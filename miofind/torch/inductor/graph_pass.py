@@ -23,6 +23,7 @@ from miofind.solver.registry import Registry
 from miofind.torch.fused.answers import answer, compile_ahead, fastest, find_missing, planner_of
 from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
+from miofind.torch.fused.packed_filters import PackedFilters, packed_filters
 from miofind.torch.inductor.backward import replace_backward
 from miofind.torch.inductor.batch_statistics import gather_vectors
 from miofind.torch.inductor.first_images import interleave
@@ -52,7 +53,7 @@ from miofind.torch.inductor.poolings import split_poolings
 from miofind.torch.inductor.strides import reads_convolved_by_strides, restore_strides
 from miofind.torch.inductor.turned import is_answered, lay_out, put_bare, turn, turnable
 from miofind.torch.inductor.weights_in_graphs import keep_weights
-from miofind.torch.inductor.writing import Serves, SpatialRanks, Writing
+from miofind.torch.inductor.writing import Serves, SpatialRanks, Writing, problem_of_values, values_of
 from miofind.torch.override import comparisons
 from miofind.torch.override.calls import Unserved
 from miofind.torch.override.dispatcher import current
@@ -107,7 +108,7 @@ class ConvolutionPass(OwnPass):
             gather_casts(graph, writing.last_ranks)
             gather_counts(graph)
         else:
-            keep_weights(graph, memory_formats(graph))
+            keep_weights(graph, memory_formats(graph), _packing)
         restore_strides(graph)
         graph.lint()
         _tell(dynamic, len({*self.missing[missed:]}))
@@ -252,11 +253,25 @@ def _known(problem: ProblemDescription, device: Any, *, otherwise: MissPolicy = 
     return fastest(problem, device, flags, Planner(replace(planner.settings, on_miss=otherwise)))
 
 
-def _server(problem: ProblemDescription, device: Any) -> str | None:
-    """The solver that runs a problem, by what is known or estimated; nothing is measured, or noted."""
+def _known_or_estimated(problem: ProblemDescription, device: Any) -> Solution | None:
+    """What runs a problem, by what is known or, where that is asked for, estimated; nothing is measured, or noted."""
     is_estimated = _asked(device)[0].settings.on_miss is MissPolicy.ESTIMATE
-    known = _known(problem, device, otherwise=MissPolicy.ESTIMATE if is_estimated else MissPolicy.FALLBACK)
+    return _known(problem, device, otherwise=MissPolicy.ESTIMATE if is_estimated else MissPolicy.FALLBACK)
+
+
+def _server(problem: ProblemDescription, device: Any) -> str | None:
+    """The solver that runs a problem, as above."""
+    known = _known_or_estimated(problem, device)
     return None if known is None else known.solver_id
+
+
+def _packing(call: Forward) -> PackedFilters | None:
+    """How what runs a call of nodes has filters packed; None where it reads them as they are."""
+    values = values_of(call)
+    problem, device = problem_of_values(values), values.x.device
+    best = None if problem is None else _known_or_estimated(problem, device)
+    planner, flags = _asked(device)
+    return None if best is None else packed_filters(best, device, flags, planner)
 
 
 def _ask(graph: fx.Graph, serves: Serves, ranks: tuple[SpatialRanks, SpatialRanks]) -> Writing:

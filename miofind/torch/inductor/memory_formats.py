@@ -53,7 +53,8 @@ def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:
         packed = packed_strides(shape, last)
         return ir.ExternKernel.require_exact_strides(value, packed)
 
-    return tuple(required(value) for value in arguments), named
+    w = arguments[1] if named.get("filters") is not None else None  # of which packed filters are read
+    return tuple(value if value is w else required(value) for value in arguments), named
 
 
 def state_memory_format(node: fx.Node) -> None:

@@ -69,15 +69,8 @@ class Writing:
                 than a pass of miofind's behind one, and may do the next step, too.
         """
         values = values_of(call)
-        flags = Flags.of(state(), on_gpu=values.x.is_cuda)
-        with values.x.fake_mode:
-            known = of_one_dtype(values)
-            layout = known.layout()
-        try:
-            problem = problem_of(known, layout, flags.math)
-        except Unserved:
-            return None
-        solver_id = self.serves(problem, values.x.device)
+        problem = problem_of_values(values)
+        solver_id = None if problem is None else self.serves(problem, values.x.device)
         return None if solver_id is None or (fuses and is_composed(solver_id)) else problem
 
     def put(self, call: Call, *, fuses: bool = False) -> fx.Node | None:
@@ -110,6 +103,18 @@ def is_put_in(node: fx.Node) -> bool:
 def values_of(call: Call) -> Call:
     """A call of nodes, of the fake tensors that they give."""
     return type(call)(*fx.map_arg(tuple(call), lambda each: each.meta["val"]))
+
+
+def problem_of_values(values: Call) -> ProblemDescription | None:
+    """The problem of a call of fake tensors; None for one that miofind does not have."""
+    flags = Flags.of(state(), on_gpu=values.x.is_cuda)
+    with values.x.fake_mode:
+        known = of_one_dtype(values)
+        layout = known.layout()
+    try:
+        return problem_of(known, layout, flags.math)
+    except Unserved:
+        return None
 
 
 def spelt(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:

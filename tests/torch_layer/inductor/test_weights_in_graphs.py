@@ -15,6 +15,8 @@ from torch import nn
 
 import miofind.torch
 from miofind import Handle
+from miofind.torch.fused import plans as fused_plans
+from miofind.torch.fused.packed_filters import PackedFilters
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
@@ -248,3 +250,89 @@ def test_inductors_cuda_graphs_copy_weights_unless_these_lie_channels_last(order
         code = written(compiled(fused), x)
     assert "kept_weights" not in code
     assert copied(code, fused) == (2 if order is torch.contiguous_format else 0)
+
+
+@pytest.fixture
+def winograd(cpu_handle: Handle) -> Iterator[None]:
+    """All that can be is run by a solution that transforms filters."""
+    with miofind.torch.use("estimate", handle=cpu_handle, devices="cpu", only="ConvCpuWinograd"):
+        yield
+
+
+class Alike(nn.Module):
+    """Two convolutions of one weight, one of another, and one that no such solution runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 1))
+
+    def forward(self, x: Any) -> Any:
+        x = self.stem(x)
+        for layer in (self.first, self.second, self.first):
+            x = torch.relu(layer(x))
+        return x.mean((2, 3))
+
+
+PACKED = re.compile(r"packed_filters\.default\(\[(.*?)\]")
+
+
+@pytest.mark.parametrize("last", ["nothing", "the input", "all"])
+@pytest.mark.usefixtures("winograd")
+def test_a_graph_packs_no_filters(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it turn the weights, which nobody reads."""
+    torch.manual_seed(0)
+    model, x = Alike().eval(), torch.randn(2, 3, 9, 8)
+    if last == "all":
+        model = model.to(memory_format=torch.channels_last)
+    if last != "nothing":
+        x = x.contiguous(memory_format=torch.channels_last)
+    fused = miofind.torch.fuse(model)
+    run, packs = compiled(fused), []
+    write = PackedFilters.write
+    monkeypatch.setattr(PackedFilters, "write", lambda self, *given: packs.append(self) or write(self, *given))
+    with torch.inference_mode():
+        code = code_of(run, x)
+        for _ in range(2):
+            torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
+    assert [len(each.split(",")) for each in PACKED.findall(code)] == [2]
+    assert copied(code, fused) == 0
+    assert len(packs) == 2
+    assert any(plan.answer is not None and plan.answer.takes_packed and plan.calls for plan in fused_plans.plans())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", ["in place", "a state dict", "other memory", "an optimizer"])
+@pytest.mark.usefixtures("winograd")
+def test_filters_are_packed_anew_where_weights_change(case: str) -> None:
+    torch.manual_seed(0)
+    network = miofind.torch.fuse(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()).eval())
+    x, weight = torch.randn(2, 16, 9, 8), network.get_parameter("0.weight")
+    run = compiled(network)
+    with torch.no_grad():
+        assert PACKED.search(code_of(run, x))
+        for _ in range(2):
+            WRITES[case](network, weight)
+            expected = functional.relu(functional.conv2d(x, weight, network.get_parameter("0.bias"), padding=1))
+            torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("winograd")
+def test_another_answer_than_a_graph_was_compiled_with_reads_the_weights(cpu_handle: Handle) -> None:
+    torch.manual_seed(0)
+    network, x = miofind.torch.fuse(Alike().eval()), torch.randn(2, 3, 9, 8)
+    run = compiled(network)
+    with torch.no_grad():
+        expected = run(x)
+        with miofind.torch.use("estimate", handle=cpu_handle, devices="cpu", only="ConvCpuDirect"):
+            torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("winograd")
+def test_graphs_that_may_not_keep_filters_pack_none() -> None:
+    x = torch.randn(2, 3, 9, 8)
+    with torch.no_grad():
+        with torch._inductor.config.patch({"triton.cudagraphs": True}):
+            assert not PACKED.search(written(compiled(miofind.torch.fuse(Alike().eval())), x))
+        assert not PACKED.search(written(compiled(Alike().eval()), x)), "weights that are trained"
+        assert PACKED.search(written(compiled(Alike().eval().requires_grad_(False)), x))
