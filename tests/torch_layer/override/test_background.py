@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import conv2d
+from torch_layer.withheld_kernels import Withheld
 
 import miofind.torch
 from miofind import Handle
@@ -19,33 +20,6 @@ from miofind.torch.inductor.graph_pass import ConvolutionPass
 from miofind.torch.override import plans
 
 X, W, B = torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3), torch.randn(8)
-
-
-class Withheld:
-    """Compiles nothing until it is told to."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.errors: list[Exception] = []
-        self._is_done = False
-        self._calls: list[Callable[[], object]] = []
-
-    def begin(self, steps: Iterable[Any]) -> Any:
-        self.asked += 1
-        if self.errors:
-            raise self.errors.pop(0)
-        return None if self._is_done else self
-
-    def when_done(self, call: Callable[[], object]) -> None:
-        self._calls.append(call)
-
-    def finish(self) -> None:
-        self._is_done = True
-        while self._calls:
-            self._calls.pop()()
-
-    def close(self) -> None:
-        """Nothing is left to end."""
 
 
 @pytest.fixture
