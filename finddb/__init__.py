@@ -26,6 +26,7 @@ from miofind.finddb.validation import MAX_INT, MAX_JSON_CHARS, RefusedEntryError
 from miofind.finddb.values import (
     ANY_EFFORT,
     LIKELY,
+    RIVAL,
     Comparison,
     History,
     ProblemKey,
@@ -47,6 +48,7 @@ __all__ = [
     "MAX_INT",
     "MAX_JSON_CHARS",
     "MEMORY",
+    "RIVAL",
     "SCHEMA_VERSION",
     "Answer",
     "Change",

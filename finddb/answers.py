@@ -64,9 +64,11 @@ def _refuse(constant: str) -> float:
 _raw_decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
 
 
-def encode(rows: Iterable[Row], scopes: Iterable[Scope], verdicts: Iterable[Verdict] = ()) -> str:
-    """The answer that rows, scopes and verdicts give, as text."""
+def encode(rows: Iterable[Row], scopes: Sequence[Scope], verdicts: Sequence[Verdict] = ()) -> str | None:
+    """The answer that rows, scopes and verdicts give, as text; None where all that there is are times of rivals."""
     rows = list(rows)
+    if rows and all(row.is_rival for row in rows) and not (scopes or verdicts):
+        return None
     told = ranking.with_failures(scopes, rows)
     return text_of(ranking.best_rows(rows, verdicts), ranking.widest_scopes(told))
 

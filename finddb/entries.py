@@ -25,7 +25,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import sqlite
 
 from miofind.finddb import answers, packing, schema
-from miofind.finddb.legible import checked_text, legible
+from miofind.finddb.legible import UnreadableEntryError, checked_text, legible
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.validation import (
     LAST_STAMP,
@@ -38,6 +38,7 @@ from miofind.finddb.validation import (
     is_stamp,
 )
 from miofind.finddb.values import (
+    RIVAL,
     ROW_FIELDS,
     SCOPE_FIELDS,
     VERDICT_FIELDS,
@@ -62,6 +63,18 @@ _ROW_ORDER = [schema.measurement.c[name] for name in ("solver_id", "config", "cr
 _SCOPE_ORDER = [schema.scope.c[name] for name in ("created_at", "id")]
 _VERDICT_ORDER = [schema.verdict.c[name] for name in ("created_at", "id")]
 _MOST_NAMED = 500  # values in one statement
+
+_RIVALS = (
+    select(schema.problem.c.network_config, *_ROW_COLUMNS)
+    .join(schema.problem, schema.measurement.c.problem_id == schema.problem.c.id)
+    .join(schema.device, schema.problem.c.device_id == schema.device.c.id)
+    .where(
+        schema.device.c.identity == bindparam("device"),
+        schema.problem.c.network_config >= bindparam("first"),
+        schema.problem.c.network_config < bindparam("end"),
+        schema.measurement.c.status == RIVAL,
+    )
+)
 
 _HELD = (
     select(schema.problem.c.id)
@@ -135,8 +148,11 @@ def _add_to(connection: Connection, problem_id: int, history: History) -> int:
 
 def rebuild(connection: Connection, problem_id: int) -> None:
     """Derive a problem's answer anew."""
-    payload = _derived(connection, problem_id)
-    _upsert(connection, schema.answer, {"problem_id": problem_id}, {"payload": payload})
+    derived = _derived(connection, problem_id)
+    if derived is not None:
+        _upsert(connection, schema.answer, {"problem_id": problem_id}, {"payload": derived})
+    elif payload(connection, problem_id) is not None:  # a role that may only add need not be able to remove
+        connection.execute(delete(schema.answer).where(schema.answer.c.problem_id == problem_id))
     _note_change(connection, problem_id)
 
 
@@ -345,6 +361,22 @@ def rows_of(connection: Connection, problem_id: int) -> list[Row]:
     return [_row(values) for values in _of_problem(connection, _ROW_COLUMNS, _ROW_ORDER, problem_id)]
 
 
+def rivals(connection: Connection, device: str, first: str, end: str) -> list[tuple[str, Row]]:
+    """The rivals' rows of problems whose names go from `first` up to `end`, which is not among them, each by its name.
+
+    They are asked for by themselves, at each new call of a program: a problem has fifty other rows.
+    """
+    found = connection.execute(_RIVALS, {"device": device, "first": first, "end": end})
+    return [(checked_text(name), _rival(values)) for name, *values in found]
+
+
+def _rival(values: Sequence[Any]) -> Row:
+    row = _row(values)
+    if not row.time_ms or not is_stamp(row.created_at):
+        raise UnreadableEntryError(f"a rival's time_ms={row.time_ms} at {row.created_at!r:.60}")
+    return row
+
+
 def scopes_of(connection: Connection, problem_id: int) -> list[Scope]:
     """All scopes of a problem, by time."""
     return [_scope(values) for values in _of_problem(connection, _SCOPE_COLUMNS, _SCOPE_ORDER, problem_id)]
@@ -441,7 +473,7 @@ def write_packed(connection: Connection, histories: Sequence[History], notes: Ma
     connection.execute(insert(schema.packed_problem), problems)
 
 
-def _derived(connection: Connection, problem_id: int) -> str:
+def _derived(connection: Connection, problem_id: int) -> str | None:
     rows, scopes = rows_of(connection, problem_id), scopes_of(connection, problem_id)
     with legible():
         return answers.encode(rows, scopes, verdicts_of(connection, problem_id))

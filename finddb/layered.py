@@ -46,6 +46,7 @@ class LayeredStore:
         self._strict = strict
         self._closed = False
         self._warned: set[Store] = set()
+        self._warned_of_rivals: set[Store] = set()
         self._lock = threading.Lock()
         _in_use.add(self)
 
@@ -124,6 +125,26 @@ class LayeredStore:
             )
 
         return self._write(write)
+
+    def rivals(self, device: str, first: str, end: str) -> list[tuple[str, Row]]:
+        """The times of other libraries that the FindDBs hold, as `Store.rivals` gives them.
+
+        A FindDB whose times cannot be read goes on answering: comparisons are lost, and no solution.
+        """
+        found = []
+        for layer in self._layers:
+            try:
+                if layer.read_only or layer.exists:
+                    found += layer.rivals(device, first, end)
+            except DatabaseError as error:
+                self._do_without_rivals(layer, error)
+        return found
+
+    def record_rival(
+        self, device: str, network_config: str, row: Row, *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Store a rival's time in the user's FindDB, which copies nothing up: the answers stay what they are."""
+        self._write(lambda store: store.record(device, network_config, [row], environment=environment))
 
     @property
     def is_recorded(self) -> bool:
@@ -207,6 +228,16 @@ class LayeredStore:
             logger.warning("%s. %s", error, _IN_MEMORY)
         else:
             logger.warning("%s. Going on without it.", error)
+
+    def _do_without_rivals(self, layer: Store, error: DatabaseError) -> None:
+        """Warn once that a FindDB's times of other libraries are left out; raise instead in strict mode."""
+        with self._lock:
+            if self._strict or self._closed:
+                raise error
+            if layer in self._warned_of_rivals:
+                return
+            self._warned_of_rivals.add(layer)
+        logger.warning("%s. Going on without its times of other libraries.", error)
 
 
 def open_layered(database: str | Path | None = None, *, strict: bool = False) -> LayeredStore:

@@ -220,21 +220,25 @@ def failed_rows(rows: Sequence[Row]) -> list[Row]:
     failed_at: dict[tuple[str, str], int] = {}
     by_age = sorted(rows, key=_age)
     for place, row in enumerate(by_age):
-        if not row.usable and row.status not in MOMENTARY_STATUSES:
+        if not (row.usable or row.is_rival or row.status in MOMENTARY_STATUSES):
             failed_at[_candidate(row)] = place
-    return [row for place, row in enumerate(by_age) if not row.usable or place < failed_at.get(_candidate(row), 0)]
+    return [
+        row
+        for place, row in enumerate(by_age)
+        if not (row.usable or row.is_rival) or place < failed_at.get(_candidate(row), 0)
+    ]
 
 
 _age = operator.attrgetter("age")
 
 
 def _in_force(rows: Iterable[Row]) -> list[Row]:
-    """The newest row of each solver and configuration that says something of the candidate itself.
+    """The newest row of each solver and configuration that says something of the candidate itself, rivals aside.
 
     Rows of a solver's earlier code count no longer once its present code was measured, nor do rows before a failure.
     """
     standing: dict[tuple[str, str], list[Row]] = {}
-    by_age = [row for row in sorted(rows, key=_age) if row.status not in MOMENTARY_STATUSES]
+    by_age = [row for row in sorted(rows, key=_age) if not (row.is_rival or row.status in MOMENTARY_STATUSES)]
     code = {row.solver_id: (row.solver_version, row.source_hash) for row in by_age}
     for row in by_age:
         if (row.solver_version, row.source_hash) != code[row.solver_id]:

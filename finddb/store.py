@@ -145,6 +145,17 @@ class Store:
             payload = self._database.payload(connection, device, network_config)
             return None if payload is None else _decoded(device, network_config, payload, self._database.packing)
 
+    def rivals(self, device: str, first: str, end: str) -> list[tuple[str, Row]]:
+        """The times of other libraries, each with the name of its problem; a release has none.
+
+        Args:
+            first, end: names of problems from the one up to the other, which is not among them.
+        """
+        with self._database.read() as connection:
+            if self._database.packing is not None:
+                return []
+            return entries.rivals(connection, device, first, end)
+
     def record(
         self,
         device: str,

@@ -277,7 +277,7 @@ def _check_created_at(value: object) -> None:
 def _numbers(row: Row) -> dict[str, float | None]:
     """Times and error as floats, so that 1 and 1.0 have one id."""
     numbers = {name: _number(name, getattr(row, name)) for name in ("time_ms", "min_ms", "p20_ms", "p80_ms")}
-    if row.usable and not numbers["time_ms"]:
+    if (row.usable or row.is_rival) and not numbers["time_ms"]:
         raise _refused("time_ms", row.time_ms, f"more than 0 in a row of status {row.status}")
     return numbers | {"max_error": _number("max_error", row.max_error)}
 

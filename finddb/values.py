@@ -20,8 +20,12 @@ CUT_OFF = "cut_off"
 USABLE_STATUSES = frozenset({"ok", CUT_OFF})
 MOMENTARY_STATUSES = frozenset({"out_of_memory"})
 """Failures that speak of the moment and not of the candidate: they never displace a usable row."""
+RIVAL = "rival"
+"""Of a row that has another library's time at a problem: it is no solution, no failure, and in no answer."""
 STATUSES = (
-    USABLE_STATUSES | MOMENTARY_STATUSES | {"compile_failed", "launch_failed", "wrong_result", "timed_out", "crashed"}
+    USABLE_STATUSES
+    | MOMENTARY_STATUSES
+    | {"compile_failed", "launch_failed", "wrong_result", "timed_out", "crashed", RIVAL}
 )
 
 _SHA256 = re.compile("[0-9a-f]{64}", re.ASCII)
@@ -44,16 +48,16 @@ class Prune(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement of one solver and configuration.
+    """One measurement of one solver and configuration, or of another library's beside one.
 
     A store checks a row when it takes it in, not when it gives it out: a look-up pays for no validation.
 
     Attributes:
         config: canonical JSON text of the configuration.
-        status: one of STATUSES; a row of USABLE_STATUSES has a time.
+        status: one of STATUSES; a row of USABLE_STATUSES has a time, and so has a RIVAL.
         source_hash: hash of the sources that the solver's steps reach.
         kernel_hash: hash of sources, defines and options of the steps that were measured.
-        message: why it failed, "" otherwise; a store takes folders out of it.
+        message: why it failed, or what a rival was timed beside, "" otherwise; a store takes folders out of it.
         time_ms, min_ms, p20_ms, p80_ms: median and statistics of the samples, in milliseconds a run.
         protocol: version of the timing protocol.
         max_error: largest |error| / (|x| * |w|) seen in verification.
@@ -92,6 +96,11 @@ class Row:
     def usable(self) -> bool:
         """Whether it passed verification and was timed."""
         return self.status in USABLE_STATUSES
+
+    @property
+    def is_rival(self) -> bool:
+        """Whether it has the time of another library, which no solver of a registry is."""
+        return self.status == RIVAL
 
     @property
     def is_cut_off(self) -> bool:

@@ -48,7 +48,10 @@ def candidate_text(candidate: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView:
-    """One problem of a FindDB: the rows to show, the scopes of its finds, and the verdict of its last race."""
+    """One problem of a FindDB: the rows to show, the scopes of its finds, and the verdict of its last race.
+
+    Times of other libraries stand behind the answer's rows, the newest of each.
+    """
 
     key: ProblemKey
     rows: tuple[Row, ...]
@@ -65,6 +68,8 @@ class HistoryView:
         else:
             answer = store.answer(key.device, key.network_config)
             rows, scopes = (tuple(answer.rows), answer.scopes) if answer else ((), ())
+            rivals = [row for row in history.rows if row.is_rival] if history else []
+            rows += tuple({row.candidate: row for row in sorted(rivals, key=lambda row: row.age)}.values())
         return HistoryView(key=key, rows=rows, scopes=scopes, verdict=verdict)
 
     @property

@@ -176,8 +176,9 @@ def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> 
     for store in handle.database.layers:
         with contextlib.suppress(DatabaseError):  # a find goes on without a database, and so does what is told of it
             history = store.history(handle.device.identity, problem.network_config) if store.exists else None
-            if history is not None:
-                measured = {row.candidate for row in history.rows if row.time_ms is not None}
+            rows = [] if history is None else [row for row in history.rows if not row.is_rival]
+            if rows:
+                measured = {row.candidate for row in rows if row.time_ms is not None}
                 return replace(found, measured=len(measured), database=None if store.in_memory else store.location)
     return found
 

@@ -223,7 +223,8 @@ def restamped(store: Store, other: Mapping[_Name, Code], compiler: Compiler, tol
     """The histories of a FindDB with the rows of which today's code is the other release's, under today's hashes.
 
     Args:
-        store: rows as the other release wrote them, or this one; failures stay behind, and those of the CPU place.
+        store: rows as the other release wrote them, or this one; failures stay behind, and those of the CPU place, and
+            times of other libraries come along.
         other: what that release says of them.
         told: is filled in.
     """
@@ -251,7 +252,9 @@ def _row(
     today: Mapping[_Name, Code],
     told: Restamped,
 ) -> Row | None:
-    """A row under today's hashes; None where it stays behind."""
+    """A row under today's hashes, or a rival's as it is; None where it stays behind."""
+    if row.is_rival:
+        return row
     written = (row.solver_version, row.source_hash, row.kernel_hash)
     if hashes.get(name) == written:
         told.valid += 1

@@ -40,6 +40,8 @@ class RowCheck:
         problem, device = _problem(key.network_config), device_of(key.device)
         if isinstance(problem, str):
             return problem
+        if row.is_rival:
+            return None
         solver = self._registry.get(row.solver_id)
         if solver is None:
             return f"solver {row.solver_id!r} is not registered"
@@ -75,7 +77,7 @@ class Shipping:
         self._lost_wide: defaultdict[ProblemKey, set[str]] = defaultdict(set)
 
     def __call__(self, key: ProblemKey, row: Row) -> bool:
-        """Whether a row may ship: current, sound, and not measured under contention."""
+        """Whether a row may ship: of a solver, current, sound, and not measured under contention."""
         ships = self._may_ship(key, row)
         if ships and self._is_wide(key, row):
             self._wide[key].add(row.solver_id)
@@ -85,6 +87,8 @@ class Shipping:
         finding = self._check(key, row)
         if finding is not None:
             self.findings.append(f"{key.network_config}: {row.candidate}: {finding}")
+            return False
+        if row.is_rival:
             return False
         if not _is_current(row, self._registry.get(row.solver_id)):
             self.void += 1

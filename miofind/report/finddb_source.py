@@ -131,7 +131,7 @@ def search_curve(rows: Sequence[Row], place: int) -> SearchCurve | None:
     best_ms: float | None = None
     trials: list[int] = []
     times: list[float] = []
-    ordered = sorted(rows, key=lambda row: row.created_at)
+    ordered = sorted((row for row in rows if not row.is_rival), key=lambda row: row.created_at)
     for row, following in zip(ordered, [*ordered[1:], None], strict=True):
         tried.add(row.candidate)
         if row.usable and row.time_ms is not None:

@@ -77,6 +77,26 @@ def test_show_tells_all_of_one_problem(filled: Path) -> None:
     assert printed[0]["scopes"][0]["effort"] == "defaults"
 
 
+def test_another_library_s_time_is_shown_beside_an_answer_and_found_sound(filled: Path) -> None:
+    asked = ("find", "conv", *FORWARD[1:], "--device", "cpu", "--json")
+    found = json.loads(run(*asked).stdout)
+    own = {"solver_id": "PyTorch", "solver_version": 0, "status": "rival", "algorithm": "", "library": ""}
+    for time_ms in (0.5, 0.25):
+        told = f"{time_ms} times the time of ConvCpuDirect:{{}}"
+        altered(filled, **own, source_hash="", config='{"torch":"2.11.0"}', time_ms=time_ms, message=told)
+    text = run("db", "show", *FORWARD).stdout
+    assert "rival" in text
+    assert "PyTorch torch=2.11.0: 0.25 times the time of ConvCpuDirect" in text
+    assert "0.5 times" not in text, "the newest will do"
+    assert "0.5 times" in run("db", "show", *FORWARD, "--all").stdout
+    (printed,) = run_json("db", "show", PROBLEM.network_config)["problems"]
+    assert [row["time_ms"] for row in printed["rows"] if row["solver_id"] == "PyTorch"] == [0.25]
+    listed = {item["network_config"]: item["best"] for item in run_json("db", "show")["problems"]}
+    assert listed[PROBLEM.network_config]["solver_id"] != "PyTorch"
+    assert run("db", "check").stdout
+    assert json.loads(run(*asked).stdout) == found, "it counts as no candidate"
+
+
 def test_a_terminal_of_80_columns_gets_whole_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations and problems broke into columns of one letter."""
     config = Config({f"knob_{i}": 1000 + i for i in range(12)}).json

@@ -20,7 +20,7 @@ from miofind.find.lookup.scopes import Coverage
 from miofind.find.pipeline import measure
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
-from miofind.finddb import History, Row, Store
+from miofind.finddb import RIVAL, History, Row, Store
 from miofind.measure.verdict import PairedComparison, RaceVerdict
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
@@ -88,6 +88,19 @@ def test_a_later_success_lifts_a_quarantine(handle: Handle) -> None:
     (first, *_) = candidates(handle)
     record(handle, outcome(first, Status.CRASHED))
     record(handle, outcome(first))
+    assert failures.quarantined(PROBLEM, handle) == frozenset()
+
+
+def test_a_rival_under_a_solver_s_name_is_no_outcome_of_it(handle: Handle) -> None:
+    """Whoever wrote it: no find writes such a row."""
+    first, second, *_ = candidates(handle)
+    record(handle, outcome(first), outcome(second))
+    rows = [replace(row, status=RIVAL, created_at="", id="") for row in history(handle).rows]
+    handle.database.record(handle.device.identity, PROBLEM.network_config, rows)
+    assert failures.failures(PROBLEM, handle) == {}
+    assert failures.newest_statuses(PROBLEM, handle, ignored=frozenset()) == dict.fromkeys(
+        (first.id, second.id), Status.OK
+    )
     assert failures.quarantined(PROBLEM, handle) == frozenset()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands.cli_runner import run
-from helpers.finddb.finddb_entries import at, row, scope
+from helpers.finddb.finddb_entries import at, rival, row, scope
 from helpers.runs.cuda_package import CudaPackage, make_package
 
 from miofind.compiler import BinaryCache, Compiler, kernel_hash, machine_code
@@ -185,6 +185,16 @@ def test_a_row_under_todays_hashes_comes_along_uncompiled(compiler: Compiler, mo
         assert [replace(row, id="") for row in history.rows] == [valid]
         assert told == Restamped(valid=1)
         assert list(codes(store, compiler, solvers=["ConvOther"])) == []
+
+
+def test_another_library_s_time_comes_along(old: Store, compiler: Compiler) -> None:
+    (history,) = old.histories()
+    with Store(MEMORY) as store:
+        store.add([replace(history, rows=(*history.rows, rival(created_at=at(1))))])
+        told = Restamped()
+        (found,) = restamped(store, {}, compiler, told)
+    assert [each.solver_id for each in found.rows] == ["Rival"]
+    assert told == Restamped(unknown=1)
 
 
 def test_lines_of_something_else_are_refused() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import psycopg
 import pytest
 from helpers.finddb import finddb_entries as made
-from helpers.finddb.finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope, verdict
+from helpers.finddb.finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, rival, row, scope, verdict
 from helpers.finddb.postgres_server import PostgresServer, new_server, of_database
 from helpers.processes.forks import in_a_fork
 from helpers.processes.waiting import wait_until
@@ -388,6 +388,7 @@ def test_a_role_of_the_documents_adds_and_removes_nothing(postgres_url):
                 assert len(found.rows) == 2
                 other.record("cpu|2||", "new", [row()], verdict=verdict())
                 assert store.merge(other) == 2
+                assert store.record(DEVICE, "another", [rival()]) is None
                 assert store.queue_recheck(DEVICE, PROBLEM, "driver")
                 store.record(DEVICE, PROBLEM, notes=())
                 assert store.rechecks() == ()

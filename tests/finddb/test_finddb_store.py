@@ -35,7 +35,7 @@ from miofind.finddb import (
     write_release,
 )
 from miofind.finddb.validation import LAST_STAMP
-from miofind.finddb.values import STATUSES, USABLE_STATUSES
+from miofind.finddb.values import RIVAL, STATUSES, USABLE_STATUSES
 from miofind.solver.candidate import Status
 
 FULL = row(
@@ -72,7 +72,7 @@ def store(tmp_path: Path):
 
 
 def test_statuses_are_those_of_candidates():
-    assert set(Status) == STATUSES
+    assert {*Status, RIVAL} == STATUSES
     assert {status for status in Status if status.usable} == USABLE_STATUSES
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.commands.cli_runner import FORWARD, run, run_json, use_own_folders
 from helpers.commands.report_page import DEPTHWISE, H200, POINTWISE
-from helpers.finddb.finddb_entries import DEVICE, row, scope, verdict
+from helpers.finddb.finddb_entries import DEVICE, rival, row, scope, verdict
 
 from miofind.bench.ceilings import Ceilings
 from miofind.errors import DatabaseError, InvalidOptionError
@@ -101,6 +101,8 @@ def test_a_search_is_known_at_the_end_of_each_batch() -> None:
     assert search_curve(rows[: MIN_TRIALS - 1], 0) is None
     again = [*rows, row(config='{"a":0}', time_ms=0.5, created_at="2026-01-01T00:01:00.000000Z")]
     assert search_curve(again, 7) == curve, "a configuration that is measured again is no trial"
+    beside = [*rows, rival(time_ms=0.5, created_at="2026-01-01T00:01:00.000000Z")]
+    assert search_curve(beside, 7) == curve, "nor is another library's time"
 
 
 def test_a_benchmark_gives_its_rows(tmp_path: Path) -> None:

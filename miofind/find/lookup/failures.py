@@ -79,7 +79,7 @@ def newest_rows(
         for row in history.rows:
             name = row.candidate
             known = newest.get(name)
-            if row.status in ignored or (environment is not None and row.environment != environment):
+            if row.is_rival or row.status in ignored or (environment is not None and row.environment != environment):
                 continue
             if not is_valid(row, handle):
                 continue

@@ -24,6 +24,11 @@ def row(solver_id: str = "ConvA", config: str = "{}", time_ms: float | None = 1.
     return Row(solver_id=solver_id, config=config, time_ms=time_ms, **values)
 
 
+def rival(config: str = '{"release":1}', time_ms: float | None = 0.1, **fields: Any) -> Row:
+    """Another library's time."""
+    return row("Rival", config, time_ms, **{"solver_version": 0, "status": "rival"} | fields)
+
+
 def scope(*solver_ids: str, **fields: Any) -> Scope:
     """A scope of the solvers, each at version 1."""
     return Scope(solvers=dict.fromkeys(solver_ids or ("ConvA",), 1), **fields)
@@ -102,7 +107,9 @@ rows = st.builds(
     solver_id=st.sampled_from(["ConvA", "ConvB", "ConvC"]),
     config=st.sampled_from(['{"tile":1}', '{"tile":2}', '{"tile":3}', '{"tile":4}', '{"tile":5}']),
     time_ms=st.one_of(st.sampled_from([1.0, 1.005, 1.009, 1.012, 2.0]), st.floats(0.001, 100.0)),
-    status=st.sampled_from(["ok", "ok", "ok", "cut_off", "crashed", "timed_out", "out_of_memory", "wrong_result"]),
+    status=st.sampled_from(
+        ["ok", "ok", "ok", "cut_off", "crashed", "timed_out", "out_of_memory", "wrong_result", "rival"]
+    ),
     workspace_bytes=st.sampled_from([0, 256, 1 << 20]),
     deterministic=st.booleans(),
     max_error=st.one_of(st.none(), st.sampled_from([0.0, 1e-6, 1e-5, 1e-3])),
