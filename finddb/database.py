@@ -103,6 +103,10 @@ class Database(ABC):
         """The present as all see it that write to it, in the form of `created_at`; `present` is this machine's."""
 
     @abstractmethod
+    def revision(self, connection: Connection) -> str:
+        """What is another wherever something else may be stored than before; "" in memory."""
+
+    @abstractmethod
     def prepare_to_write(self) -> None:
         """Open what `write` needs, to learn whether it can be."""
 

@@ -146,6 +146,10 @@ class LayeredStore:
         """Store a rival's time in the user's FindDB, which copies nothing up: the answers stay what they are."""
         self._write(lambda store: store.record(device, network_config, [row], environment=environment))
 
+    def revisions(self) -> list[str]:
+        """For each FindDB in force its name and its `Store.revision`, "" where it holds nothing."""
+        return [f"{layer.where} {self._read(layer, Store.revision) or ''}" for layer in self._layers]
+
     @property
     def is_recorded(self) -> bool:
         """Whether the FindDB that is written to holds anything so far, or is in memory."""

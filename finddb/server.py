@@ -34,6 +34,7 @@ _LONGEST_PAUSE_S = 0.5
 
 _ANSWER_SQL = str(schema.ANSWER_QUERY.compile(dialect=create_dialect()))  # type: ignore[no-untyped-call]
 _CLOCK = select(func.to_char(func.timezone("UTC", func.clock_timestamp()), 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'))
+_CHANGES = select(func.count(), func.sum(schema.change.c.transaction))
 _TABLES = [*schema.metadata.sorted_tables, *schema.server_metadata.sorted_tables]
 _RIGHTS = text("SELECT has_table_privilege('measurement', 'INSERT') AND NOT pg_is_in_recovery()")
 _SIZE = text(
@@ -201,6 +202,11 @@ class Server(Database):
     def clock(self, connection: Connection, present: str) -> str:
         """The present by the server's clock: those of hosts differ, and what is newest is in force."""
         return min(str(connection.execute(_CLOCK).scalar_one()), LAST_STAMP)
+
+    def revision(self, connection: Connection) -> str:
+        """The changes so far, all of them: of two transactions the one with the lower number may end last."""
+        count, numbers = connection.execute(_CHANGES).one()
+        return f"{count}:{numbers}"
 
     def prepare_to_write(self) -> None:
         """Open what `write` needs, to learn whether it can be.

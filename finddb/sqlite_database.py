@@ -405,6 +405,16 @@ class SqliteFile(Database):
         """The present, which is this machine's: a file is on it."""
         return present
 
+    def revision(self, connection: Connection) -> str:
+        """The number that the last transaction drew, or of a file without one, such as a release, its time and size."""
+        if self.path is None:
+            return ""
+        drawn = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+        if drawn:
+            return str(drawn)
+        found = self.path.stat()
+        return f"{found.st_mtime_ns}:{found.st_size}"
+
     def shrink(self) -> None:
         """Give room back to the disk that removed rows took."""
         self.execute_alone("VACUUM")

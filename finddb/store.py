@@ -156,6 +156,11 @@ class Store:
                 return []
             return entries.rivals(connection, device, first, end)
 
+    def revision(self) -> str:
+        """What is another wherever something else may be stored than before; "" in memory."""
+        with self._database.read() as connection:
+            return self._database.revision(connection)
+
     def record(
         self,
         device: str,

@@ -72,6 +72,11 @@ def write_network_config(
     return "-".join(parts)
 
 
+def end_of_fused(bare: str) -> str:
+    """A text behind those of a bare problem and its forms with an epilogue, which follow each other in order."""
+    return f"{bare}-e/"  # what comes next to "-e."
+
+
 def parse_network_config(text: str) -> ConvolutionArguments:
     """What a text names, as the arguments of `ProblemDescription.convolution`, which checks the values.
 

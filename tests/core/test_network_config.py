@@ -7,6 +7,7 @@ from helpers.problems.problem_strategies import problems
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miofind.core.network_config import end_of_fused
 from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidProblemError
 
@@ -71,6 +72,23 @@ def test_golden(text: str, arguments: dict[str, object]) -> None:
     problem = ProblemDescription.convolution(**arguments)
     assert problem.network_config == str(problem) == text
     assert ProblemDescription.from_network_config(text) == problem
+
+
+@pytest.mark.parametrize("math", ["ieee", "tf32"])
+@pytest.mark.parametrize("layout", ["NCHW", {"x": "NCHW", "w": "NHWC", "y": "NCHW"}], ids=str)
+def test_fused_forms_follow_their_bare_problem(math: str, layout: object) -> None:
+    texts = ("", "bias", "bias.relu", "residual", "scale.bias.relu")
+    given = [
+        ProblemDescription.convolution(**_BASE, math=a, layout=b, epilogue=text)
+        for a in ("ieee", "tf32")
+        for b in ("NCHW", "NHWC", {"x": "NCHW", "w": "NHWC", "y": "NCHW"})
+        for text in texts
+    ]
+    bare = ProblemDescription.convolution(**_BASE, math=math, layout=layout)
+    first, end = bare.network_config, end_of_fused(bare.network_config)
+    found = [problem for problem in given if first <= problem.network_config < end]
+    assert [problem.epilogue.text for problem in found] == list(texts)
+    assert {problem.bare for problem in found} == {bare}
 
 
 @given(problems())

@@ -389,6 +389,7 @@ def test_a_role_of_the_documents_adds_and_removes_nothing(postgres_url):
                 other.record("cpu|2||", "new", [row()], verdict=verdict())
                 assert store.merge(other) == 2
                 assert store.record(DEVICE, "another", [rival()]) is None
+                assert store.revision()
                 assert store.queue_recheck(DEVICE, PROBLEM, "driver")
                 store.record(DEVICE, PROBLEM, notes=())
                 assert store.rechecks() == ()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,9 +122,9 @@ class ConvolutionPass(OwnPass):
         return solution.solver_id if found.is_served and solution is not None else None
 
     def state(self) -> str:
-        """The solvers, PyTorch's switches, FindDBs and comparisons."""
+        """The solvers, PyTorch's switches and the FindDBs."""
         solvers = ",".join(f"{name}:{solver.version}" for name, solver in sorted(Registry.default().items()))
-        return f"{solvers} {state()} {_database_state()} {comparisons.known()}"
+        return f"{solvers} {state()} {_database_state()}"
 
 
 def _tell(dynamic: int, missing: int) -> None:
@@ -145,7 +144,7 @@ def _tell(dynamic: int, missing: int) -> None:
 
 
 def _database_state() -> str:
-    """What changes when the settings or the FindDBs in force do: times and sizes of their files."""
+    """What changes when the settings or the FindDBs in force do; of one in memory its comparisons with PyTorch."""
     told = []
     for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
         planner = planner_of(current(device))
@@ -155,10 +154,8 @@ def _database_state() -> str:
         except Unserved as reason:
             told.append(str(reason))
             continue
-        for layer in handle.database.layers:
-            told.append(layer.where)
-            for path in () if layer.path is None else (layer.path, Path(f"{layer.path}-wal")):
-                told += [f"{path.stat().st_mtime_ns}:{path.stat().st_size}"] if path.exists() else []
+        told += handle.database.revisions()
+        told += [repr(comparisons.known(layer, handle.device)) for layer in handle.database.layers if layer.in_memory]
     return " ".join(told)
 
 

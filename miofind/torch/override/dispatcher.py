@@ -418,8 +418,8 @@ def enable(
             problem is noted, unless: "auto" measures it first where `torch.backends.cudnn.benchmark` is True, "find"
             always, "estimate" runs what estimates say is fastest, "error" raises NoSolutionError. "record" notes all
             problems and runs none. "fallback" measures nothing.
-        min_gain: miofind runs what is at least that many times as fast as PyTorch where `tune` timed both in this
-            process, else as cuDNN was where a FindDB has both.
+        min_gain: miofind runs what is at least that many times as fast as PyTorch where `tune` timed both, in this
+            process or in one that had its FindDB, else as cuDNN was where a FindDB has both.
         workspace_limit_bytes: largest workspace of a convolution, of PyTorch's memory for as long as it runs; None for
             no limit.
         only, exclude: solver ids, algorithms or libraries, as in `FindOptions`.

@@ -39,6 +39,7 @@ from miofind.solver.steps import KernelStep
 from miofind.torch.direct import DirectCalls, DirectLaunch, loaded
 from miofind.torch.override import comparisons, formats
 from miofind.torch.override.calls import COMPUTED, DIRECTION_OF, ConvolutionCall, Unserved, is_depthwise
+from miofind.torch.override.comparisons import Comparison
 from miofind.torch.override.flags import Flags
 from miofind.torch.override.launches import Arguments, Launch, Launches, ReadySolutions, first_line
 from miofind.torch.override.memory import Backoff, is_capturing, make_room
@@ -366,7 +367,7 @@ class Planner:
             part.is_missing = True
             found = self._missed(part, options, handle, device, measures=settings.measures(flags))
             part.is_missing = False
-        return own_first(self._gaining(found, problem, handle.device))
+        return own_first(self._gaining(found, comparisons.compared(found[0], handle, flags, options)))
 
     def _missed(
         self, part: Part, options: FindOptions, handle: Handle, device: Any, *, measures: bool
@@ -388,7 +389,7 @@ class Planner:
         make_room(problem, device)
         return find_solutions(problem, options=options, handle=handle)
 
-    def _gaining(self, found: list[Solution], problem: ProblemDescription, device: Device) -> list[Solution]:
+    def _gaining(self, found: list[Solution], comparison: Comparison | None) -> list[Solution]:
         """Those that are faster than PyTorch by the factor asked for.
 
         Where nobody has timed the two side by side these are those that are faster than cuDNN, and all where no time
@@ -398,13 +399,10 @@ class Planner:
             Behind: none is.
         """
         least_gain = self.settings.min_gain
-        gains = ((s, comparisons.gain(problem, device, s.time_ms if s.samples else None)) for s in found)
-        measured = [(s, gain) for s, gain in gains if gain is not None]
-        if measured:
-            if not (gaining := [s for s, gain in measured if gain >= least_gain]):
-                first, gain = measured[0]
-                told = f"is {gain:.2f} times as fast as PyTorch's own kernel, less than {least_gain:.2f}"
-                raise Behind(f"{first.solver_id} {told}")
+        if comparison is not None:
+            if not (gaining := [s for s in found if comparison.gain(s) >= least_gain]):
+                asked = "" if least_gain == 1 else f"; min_gain is {least_gain:g}"
+                raise Behind(f"{comparison.told(found[0])}{asked}")
             return gaining
         known = [s.time_ms for s in found if s.library is Library.CUDNN and s.samples]
         if not known:

@@ -84,9 +84,9 @@ def tune(
             `FindOptions(isolate=True)` measures all default configurations, some 40 instead of 5 a problem, and of
             those that together take least, a seventh of the network's time, instead of 2.
         compare: on a GPU, time what the override in force (or `enable` as it is) runs of each problem beside PyTorch,
-            whose own kernel then runs what it is faster at in this process: about as long again as the finds. Of the
-            likeliest, problems that PyTorch was faster at are found once more among all default candidates, cuDNN's
-            too.
+            whose own kernel then runs what it is faster at, in this process and in later ones that have its FindDB:
+            about as long again as the finds. Of the likeliest, problems that PyTorch was faster at are found once more
+            among all default candidates, cuDNN's too.
         handle: a device and its FindDB; the current GPU's default one if left out, else the CPU place's.
         on_event: called with what happens; a bar on a terminal's stderr if left out.
 
@@ -289,8 +289,8 @@ def _row(result: TuneResult, layers: tuple[str, ...]) -> TunedProblem:
 def _compared(
     rows: Sequence[TunedProblem], summary: TuneSummary, handle: Handle, options: FindOptions
 ) -> list[TunedProblem]:
-    """The rows with both sides' times, taken in turn on the same buffers."""
-    compared = []
+    """The rows with both sides' times, taken in turn on the same buffers and remembered."""
+    compared, flags = [], Flags.of(state(), on_gpu=handle.device.place is Place.CUDA)
     for row, result in zip(rows, summary.results, strict=True):
         if result.solutions:
             timed = bench_row(result.request, handle, options, _NO_FLOOR, against=(Rival.TORCH,))
@@ -299,8 +299,8 @@ def _compared(
             ran = timed.solution
             if ran is not None:
                 row = replace(row, solver_id=ran.solver_id)
-            if row.gain is not None:
-                comparisons.note(row.problem, handle.device, row.gain, None if ran is None else ran.time_ms)
+                if timed.time_ms and timed.rival_ms:
+                    comparisons.note(ran, handle, flags, timed.time_ms, timed.rival_ms)
         compared.append(row)
     return compared
 
@@ -313,10 +313,7 @@ def _found_again(
     on_event: OnEvent | None,
     pool: CompilePool | None,
 ) -> TuneSummary | None:
-    """Finds among all default candidates, cuDNN's too, of what PyTorch was faster at; None where there is none.
-
-    So the FindDB knows what is faster there, in other processes, too.
-    """
+    """Finds among all default candidates, cuDNN's too, of what PyTorch was faster at; None where there is none."""
     behind = {row.problem for row in rows if row.gain is not None and row.gain < 1}
     if not options.likely or not behind:
         return None

@@ -21,11 +21,14 @@ from torch import nn
 from torch_layer.inductor.compiled_graphs import Compiled, convolution_pass
 
 import miofind.torch
-from miofind import Device, Handle
+from miofind import FindOptions, Handle
 from miofind.core.problem import ProblemDescription
+from miofind.finddb import MEMORY
 from miofind.torch.fused import answers
 from miofind.torch.inductor import backend, group_statistics, norms
 from miofind.torch.override import comparisons, plans
+from miofind.torch.override.comparisons import Comparison
+from miofind.torch.override.flags import Flags, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -293,16 +296,29 @@ def test_an_answer_that_fails_is_pytorchs(cpu_handle: Handle, monkeypatch: pytes
     assert compiled.texts == []
 
 
-def test_the_identity_of_a_pass_follows_what_it_depends_on(cpu_handle: Handle) -> None:
-    with answers_of(cpu_handle):
+@pytest.mark.parametrize("database", ["finddb.db", MEMORY])
+def test_the_identity_of_a_pass_follows_what_it_depends_on(database: str, tmp_path: Path) -> None:
+    address = database if database == MEMORY else tmp_path / database
+    problem = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 1, 1))
+    with Handle("cpu", database=address) as handle, miofind.torch.use(handle=handle, devices="cpu"):
+        unmade = convolution_pass().uuid()
+        (found,) = miofind.find_solutions(problem, options=FindOptions(only="ConvCpuDirect"), handle=handle)
         first = convolution_pass().uuid()
+        assert (unmade == first) is (database == MEMORY), "what is in a file was found by others, too"
         assert first == convolution_pass().uuid()
         with torch.backends.cudnn.flags(deterministic=True):
             assert convolution_pass().uuid() != first
-        comparisons.note(ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 1, 1)), Device.cpu(), 0.5)
-        assert convolution_pass().uuid() != first
-        comparisons.forget()
-        assert convolution_pass().uuid() == first
+        for gain in (0.5, 1.5):
+            comparisons.note(found, handle, Flags.of(state(), on_gpu=False), 1.0, gain)
+            before, first = first, convolution_pass().uuid()
+            assert first not in (before, unmade)
+    if database == MEMORY:
+        return
+    for _ in range(2):  # the log was folded into the file, and is there once more while it is read
+        with Handle("cpu", database=address) as handle, miofind.torch.use(handle=handle, devices="cpu"):
+            assert convolution_pass().uuid() == first
+            assert handle.database.answer(handle.device.identity, problem.network_config) is not None
+            assert convolution_pass().uuid() == first
 
 
 class Normed(nn.Module):
@@ -661,7 +677,12 @@ def test_what_pytorch_is_faster_at_fused_is_found_at_once_as_the_convolution_tha
     monkeypatch.setattr(answers, "find_many", noted)
     monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
     monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
-    monkeypatch.setattr(comparisons, "gain", lambda p, device, *_: 0.5 if p.epilogue.text.endswith("relu") else None)
+
+    def compared(fastest: Any, *_: Any) -> Comparison | None:
+        is_slow = fastest.problem.epilogue.text.endswith("relu")
+        return Comparison(time_ms=fastest.time_ms / 2, measured_at="") if is_slow else None
+
+    monkeypatch.setattr(comparisons, "compared", compared)
     convolution, x = nn.Conv2d(5, 3, 3), torch.randn(2, 5, 9, 8)
     with miofind.torch.use("find", handle=own_handle, devices="cpu"), torch.no_grad():
         compiled = Compiled(lambda x: torch.relu(convolution(x)))

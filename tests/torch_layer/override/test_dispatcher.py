@@ -30,6 +30,8 @@ from miofind.launch.invoker import _HostInvoker
 from miofind.torch import Override
 from miofind.torch.fused import plans as fused_plans
 from miofind.torch.override import comparisons, dispatcher, plans
+from miofind.torch.override.comparisons import Comparison
+from miofind.torch.override.flags import Flags, state
 
 X, W = torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3)
 
@@ -400,7 +402,7 @@ def test_a_disabled_override_is_not_kept(cpu_handle: Handle) -> None:
 
 
 def test_a_forked_child_waits_for_none_of_its_parents_threads(cpu_handle: Handle) -> None:
-    locks = (dispatcher._switching, fused_plans._lock, comparisons._lock)
+    locks = (dispatcher._switching, fused_plans._lock)
     with ExitStack() as held:
         for lock in locks:
             held.enter_context(lock)
@@ -409,7 +411,6 @@ def test_a_forked_child_waits_for_none_of_its_parents_threads(cpu_handle: Handle
             assert str(miofind.torch.report())
             with miofind.torch.use("fallback", handle=cpu_handle, devices="cpu"):
                 miofind.torch.convolution(X, W, activation="relu")
-            assert comparisons.known() == ()
 
         assert forked_by_a_thread(work) == 0
 
@@ -509,11 +510,13 @@ def test_nobody_lacks_the_bare_problem_of_a_bias_that_pytorch_is_faster_with(
     with handle, _enabled(handle, "fallback", only="ConvCpuDirect") as made:
         found = find_solutions(problem, options=made.settings.options(deterministic=False), handle=handle)
         monkeypatch.setattr(plans.records, "look_up", lambda asked, *_, **__: found if asked == problem else None)
-        monkeypatch.setattr(plans.comparisons, "gain", lambda *asked: 0.5)
+        slow = Comparison(time_ms=found[0].time_ms / 2, measured_at="2026-01-31T12:00:00.000000Z")
+        monkeypatch.setattr(plans.comparisons, "compared", lambda *asked: slow)
         conv2d(X, W, bias)
-        assert "0.50 times as fast as PyTorch's own kernel" in _reason(made)
+        told = f"PyTorch's own kernel is 2.00 times as fast as {found[0].solver_id}, measured 2026-01-31"
+        assert told in _reason(made)
         assert made.report().missing == {}
-        monkeypatch.setattr(plans.comparisons, "gain", lambda *asked: None)
+        monkeypatch.setattr(plans.comparisons, "compared", lambda *asked: None)
 
         def refuse(self: Any, *_: Any, **__: Any) -> Any:
             raise plans.Unserved("cannot be compiled")
@@ -524,19 +527,19 @@ def test_nobody_lacks_the_bare_problem_of_a_bias_that_pytorch_is_faster_with(
         assert made.report().missing == {problem.bare: 1}, "an answer that cannot be used is none"
 
 
-def test_pytorch_runs_what_gains_by_a_solution_alone_that_may_not_run(cpu_handle: Handle) -> None:
+def test_pytorch_runs_what_gains_by_a_solution_alone_that_may_not_run(tmp_path: Path) -> None:
     problem = ProblemDescription.convolution(x=X.shape, w=W.shape)
-    with _enabled(cpu_handle, "find", only="ConvCpuDirect") as made:
+    handle = Handle("cpu", database=tmp_path / "finddb.db")
+    with handle, _enabled(handle, "find", only="ConvCpuDirect") as made:
         conv2d(X, W)
         assert _own(made) == 1
-        (solution,) = find_solutions(problem, options=made.settings.options(deterministic=False), handle=cpu_handle)
-        comparisons.note(problem, cpu_handle.device, 1.1, solution.time_ms / 2)  # another was twice as fast
-        try:
-            made.forget_plans()
-            conv2d(X, W)
-            assert "ConvCpuDirect is 0.55 times as fast as PyTorch's own kernel" in _reason(made)
-        finally:
-            comparisons.forget()
+        (solution,) = find_solutions(problem, options=made.settings.options(deterministic=False), handle=handle)
+        faster = copy.copy(solution)
+        object.__setattr__(faster, "time_ms", solution.time_ms / 2)
+        comparisons.note(faster, handle, Flags.of(state(), on_gpu=False), 1.0, 1.1)
+        made.forget_plans()
+        conv2d(X, W)
+        assert "PyTorch's own kernel is 1.82 times as fast as ConvCpuDirect" in _reason(made)
 
 
 def test_cudnn_is_left_to_pytorch_unless_ours_gains(cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 import miofind.torch
-from miofind import FindOptions, Handle
+from miofind import FindOptions, Handle, ProblemDescription, find_solutions
 from miofind.errors import InvalidOptionError
+from miofind.torch.override.comparisons import note
+from miofind.torch.override.flags import Flags, state
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,22 @@ def test_an_explanation_is_a_table_and_json(model: Any, handle: Handle) -> None:
     assert "not enabled" not in text
     layers = json.loads(json.dumps(told.to_json()))["layers"]
     assert [(each["layer"], each["source"]) for each in layers] == [("0", "finddb"), ("1", "finddb"), ("2", "pytorch")]
+
+
+def test_what_an_earlier_process_measured_pytorch_to_be_faster_at_is_told(
+    model: Any, handle: Handle, tmp_path: Path
+) -> None:
+    with Handle("cpu", database=tmp_path / "finddb.db") as earlier:
+        earlier.database.user.merge(handle.database.user)
+        problem = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(3, 2, 1, 1), epilogue="bias")
+        found = find_solutions(problem, options=FindOptions(), handle=earlier)[0]
+        note(found, earlier, Flags.of(state(), on_gpu=False), 0.6, 0.5)
+    later = Handle("cpu", database=tmp_path / "finddb.db")
+    with later, miofind.torch.use("fallback", handle=later, devices="cpu"):
+        told = str(miofind.torch.explain(model, (1, 2, 3, 3)))
+    assert "miofind runs 1 of 3 results" in told
+    assert "left to PyTorch, 1: PyTorch's own kernel is 1.20 times as fast as Conv" in told
+    assert ", measured 20" in told
 
 
 def test_enabled_on_gpus_it_promises_nothing_of_cpu_tensors(model: Any, handle: Handle) -> None:

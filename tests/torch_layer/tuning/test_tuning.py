@@ -16,7 +16,7 @@ from helpers.runs.immediate_models import H200
 from torch import nn
 
 import miofind.torch
-from miofind import FindOptions, Handle, ProblemDescription, find_solutions
+from miofind import FindOptions, Handle, ProblemDescription, Solution, find_solutions
 from miofind.bench.comparison import BenchRow
 from miofind.bench.rivals import Rival
 from miofind.compiler import BinaryCache, CompilePool, Compiler
@@ -27,6 +27,7 @@ from miofind.finddb import MEMORY
 from miofind.suites import SuiteProblem
 from miofind.torch.override import comparisons
 from miofind.torch.override.dispatcher import native_kernels
+from miofind.torch.override.flags import Flags, state
 from miofind.torch.tuning import tuning
 from miofind.torch.tuning.report import TunedProblem, TuningReport
 from miofind.torch.tuning.tuning import _switches_kept
@@ -38,6 +39,11 @@ from miofind.tune.service import tune as tune_problems
 def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
     with Handle("cpu", database=tmp_path_factory.mktemp("tuning") / "finddb.db") as made:
         yield made
+
+
+def _gain(solution: Solution, handle: Handle) -> float | None:
+    known = comparisons.compared(solution, handle, Flags.of(state(), on_gpu=False), FindOptions())
+    return None if known is None else known.gain(solution)
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +149,10 @@ def test_both_sides_have_the_times_of_the_comparison(handle: Handle, monkeypatch
     assert (first.own_ms, first.torch_ms, first.gain) == (0.5, 2.0, 4.0)
     ran, fastest = (summary.results[0].solutions[i] for i in (-1, 0))
     assert (first.solver_id, found[0].solver_id) == (ran.solver_id, fastest.solver_id)
-    assert comparisons.gain(first.problem, handle.device, 2 * ran.time_ms) == pytest.approx(2.0)
+    assert _gain(ran, handle) == pytest.approx(4.0)
     assert (second.own_ms, second.torch_ms, second.message) == (found[1].own_ms, None, "torch: out of memory")
-    assert comparisons.gain(first.problem, handle.device) == 4.0
-    assert comparisons.gain(second.problem, handle.device) is None
-    comparisons.forget()
+    assert _gain(summary.results[1].solutions[0], handle) is None
+    handle.database.clean(handle.device.identity, first.problem.network_config)
 
 
 def test_pytorch_runs_what_it_was_measured_to_be_faster_at(tuned: TuningReport, model: Any, handle: Handle) -> None:
@@ -157,15 +162,18 @@ def test_pytorch_runs_what_it_was_measured_to_be_faster_at(tuned: TuningReport, 
             return override.report().reasons
 
     first, second = [row for row in tuned.rows if row.problem.direction == "forward"]
-    comparisons.note(first.problem, handle.device, 0.5)  # with its bias: of two layers
-    comparisons.note(second.problem, handle.device, 1.2)
-    try:
-        told = f"{first.solver_id.partition('+')[0]} is 0.50 times as fast as PyTorch's own kernel, less than 1.00"
-        assert reasons() == {told: 2}
-        assert sum(reasons(min_gain=1.5).values()) == 3
-        assert reasons(min_gain=0.4) == {}
-    finally:
-        comparisons.forget()
+    for row, gain in ((first, 0.5), (second, 1.2)):  # the first with its bias: of two layers
+        found = find_solutions(row.problem, options=FindOptions(), handle=handle)[0]
+        comparisons.note(found, handle, Flags.of(state(), on_gpu=False), 1.0, gain)
+    (told,) = reasons().items()
+    assert told[0].startswith(
+        f"PyTorch's own kernel is 2.00 times as fast as {first.solver_id.partition('+')[0]}, measured 20"
+    )
+    assert told[1] == 2
+    behind = reasons(min_gain=1.5)
+    assert sum(behind.values()) == 3
+    assert {reason.partition("; ")[2] for reason in behind} == {"min_gain is 1.5"}
+    assert reasons(min_gain=0.4) == {}
 
 
 def test_a_recording_is_tuned_and_takes_no_inputs(handle: Handle) -> None:
