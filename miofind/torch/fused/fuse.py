@@ -85,9 +85,10 @@ def fuse(model: Any) -> Any:
     graph tells all that its code does, else one of its class with its submodules fused one by one, which keep their
     classes and attributes, too. It runs eagerly, under autocast, torch.compile and in CUDA graphs; it can be pickled,
     copied and moved to a device, dtype or memory format. Its gradients with respect to its input are right; its weights
-    and other tensors are constants, and so is what its code computes of these alone for a convolution by a function,
-    as weight standardization does. Convolutions with hooks, parametrizations or padding other than zeros stay. What the network's code checks of its input (`if size % 4: raise ...`) the copy
-    checks, too. Of what torch.compile gave the network in it is fused, and compiled as it was.
+    and other tensors are constants, and so is what its code computes of these alone for a convolution by a function, as
+    weight standardization does. Convolutions with hooks, parametrizations or padding other than zeros stay. What the
+    network's code checks of its input (`if size % 4: raise ...`) the copy checks, too. Of what torch.compile gave the
+    network in it is fused, and compiled as it was.
 
     Args:
         model: a torch.nn.Module in eval mode.
