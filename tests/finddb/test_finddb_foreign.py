@@ -86,9 +86,9 @@ def use_all(path: Path) -> list[str]:
     said = []
     with Store(path, read_only=True) as store, Store(MEMORY) as target:
         for use in (
-            lambda: [tuple(answer.rows) for answer in filter(None, answers(store))],
-            lambda: [list(answer.rows.columns("time_ms", "config")) for answer in filter(None, answers(store))],
-            lambda: [answer.covers(scope()) for answer in filter(None, answers(store))],
+            lambda: [tuple(answer.rows) for answer in answers(store)],
+            lambda: [list(answer.rows.columns("time_ms", "config")) for answer in answers(store)],
+            lambda: [answer.covers(scope()) for answer in answers(store)],
             lambda: contents(store),
             lambda: store.stats(),
             lambda: store.release(),

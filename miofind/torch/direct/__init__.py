@@ -39,7 +39,13 @@ NAMESPACE = "miofind_router"
 SOURCE = Path(__file__).with_name("router.cpp")
 
 
-OPERATORS = ("convolution", "convolution_statistics", "convolution_backward_data", "convolution_backward_weights")
+OPERATORS = (
+    "convolution",
+    "short_convolution",
+    "convolution_statistics",
+    "convolution_backward_data",
+    "convolution_backward_weights",
+)
 """Of the namespace miofind."""
 
 

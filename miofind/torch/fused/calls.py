@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -96,6 +98,41 @@ class Forward(NamedTuple):
             _check(is_taken, lambda: f"bias and scale must have x's {x.dtype}, or torch.float32")
         _check_shape(self.residual, "residual", shape)
         _check_shape(self.channel_bias, "channel_bias", shape[:2])
+
+
+_TENSORS = ("x", "w", "bias", "scale", "residual", "channel_bias", "filters")
+_WORDS = tuple(name for name in Forward._fields if name not in _TENSORS)
+
+
+class ShortForward(Forward):
+    """A forward call by `miofind::short_convolution`, which takes all that is no tensor as one text.
+
+    PyTorch takes 2 us to read its arguments, and 8 to read those of `miofind::convolution`.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, *arguments: Any) -> ShortForward:
+        """The call that the operator's arguments are."""
+        *tensors, words = arguments
+        return cls(**dict(zip(_TENSORS, tensors, strict=True)), **_read(words))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The operator's.
+
+        Raises:
+            TypeError: a number is none yet, as in graphs of dynamic shapes.
+        """
+        words = [getattr(self, name) for name in _WORDS]
+        return (*(getattr(self, name) for name in _TENSORS), json.dumps(words))
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(words: str) -> Mapping[str, Any]:
+    """What is no tensor of a call, by its names."""
+    return dict(zip(_WORDS, json.loads(words), strict=True))
 
 
 class Statistics(NamedTuple):
@@ -256,7 +293,13 @@ class BackwardWeights(NamedTuple):
 
 
 Call = Forward | Statistics | BackwardData | BackwardWeights
-COMPUTED_BY: dict[type[Call], str] = {Forward: "y", Statistics: "y", BackwardData: "dx", BackwardWeights: "dw"}
+COMPUTED_BY: dict[type[Call], str] = {
+    Forward: "y",
+    ShortForward: "y",
+    Statistics: "y",
+    BackwardData: "dx",
+    BackwardWeights: "dw",
+}
 """What operators with these arguments compute, beside sums."""
 OneCall = TypeVar("OneCall", bound=Call)
 
@@ -271,6 +314,12 @@ def empty(shape: Sequence[Any], like: Any, layout: Layout) -> Any:
         return formed.squeeze(2)
     memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     return torch.empty(shape, memory_format=memory_format, **made)
+
+
+def place(call: Call, field: str) -> int:
+    """Which of its operator's arguments a call's tensor is."""
+    fields = _TENSORS if isinstance(call, ShortForward) else call._fields
+    return fields.index(field)
 
 
 def _window(call: Call) -> Window:

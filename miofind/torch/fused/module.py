@@ -10,7 +10,7 @@ import torch
 
 from miofind.errors import LaunchError
 from miofind.torch.direct import times_forgotten
-from miofind.torch.fused.calls import Forward
+from miofind.torch.fused.calls import ShortForward
 from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, run
 from miofind.torch.fused.kept_weights import Memory, Turned, is_of_processes, kept, may_keep, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _Parameter = torch.nn.Parameter
 _convolution = torch.ops.miofind.convolution.default
+_short_convolution = torch.ops.miofind.short_convolution.default
 _MAX_INPUTS = 64
 """Forms of inputs for which a module remembers what they need."""
 
@@ -40,7 +41,7 @@ class _Ready:
         channel_shape: of residuals that have a number for each channel of each image.
         residual_strides: of residuals that are known to lie in y's order.
         settled: that PyTorch computes them, where a run showed it.
-        packed: the weight's filters packed as the solution takes them that runs them, by the operator's names.
+        packed: the weight's filters packed as the solution takes them that runs them, and the words that say so.
         asked: how often all had been decided anew when these were asked for.
     """
 
@@ -50,24 +51,24 @@ class _Ready:
     channel_shape: tuple[int, ...]
     residual_strides: set[tuple[int, ...]]
     settled: Settled | None = None
-    packed: dict[str, Any] = field(default_factory=dict)
+    packed: tuple[Any, ...] = ()
     asked: int = -1
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
-        """y, by the operator's arguments; by PyTorch's own operations at once where those are known to compute it."""
+        """y, by the short operator's arguments; by PyTorch's own operations at once where those are known to do it."""
         if type(arguments[0]) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
-            return _convolution(*arguments)  # a fake tensor, or somebody looks for the operator
+            return _convolution(*ShortForward.of(*arguments))  # a fake tensor, or somebody looks for the operator
         if self.settled is not None:
-            call = Forward(*arguments)
+            call = ShortForward.of(*arguments)
             if self.settled.holds(call):
                 return self.settled.run(call)
         if self.asked == times_forgotten():
-            return _convolution(*arguments, **self.packed)
-        y = _convolution(*arguments)
-        self._ask(Forward(*arguments))
+            return _short_convolution(*(arguments[:-2] + self.packed if self.packed else arguments))
+        y = _short_convolution(*arguments)
+        self._ask(ShortForward.of(*arguments))
         return y
 
-    def _ask(self, call: Forward) -> None:
+    def _ask(self, call: ShortForward) -> None:
         """Ask what runs calls like one that ran, unless that may change yet, and pack filters where it takes them so.
 
         The plan of the calls to come is made at once: one of them may be captured in a CUDA graph.
@@ -75,12 +76,13 @@ class _Ready:
         asked, plan = times_forgotten(), decided(call)
         if plan is None or is_capturing(call.x.device):
             return
-        self.settled, self.packed = settled(call, plan), {}
+        self.settled, self.packed = settled(call, plan), ()
         try:
             form = packing(call, plan)
             if form is not None and may_keep(self.parameter, form):
-                self.packed = {"filters": kept(self.parameter, form), "packing": form.name}
-                planned(call._replace(**self.packed))
+                call = call._replace(filters=kept(self.parameter, form), packing=form.name)
+                self.packed = call.arguments[-2:]
+                planned(call)
         except Unserved:
             return
         except (LaunchError, torch.OutOfMemoryError) as error:
@@ -153,6 +155,7 @@ class FusedConvolution(torch.nn.Module):
         self.numbers = numbers
         self._ready = _ReadyInputs()
         self._arguments = arguments_of(window, numbers)
+        self._words = ShortForward(*(None,) * 5, *self._arguments).arguments[-1]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; another weight has other copies, though its memory and version may be those of this one."""
@@ -177,8 +180,9 @@ class FusedConvolution(torch.nn.Module):
                 given = Tensors(x, ready.weight, self._parameters["bias"], None, residual)
                 if not given.need_derivatives:
                     if residual is None or residual.shape == ready.output_shape:
-                        return ready.run((*given, *self._arguments))
-                    return ready.run(self._with_channels(given._replace(residual=None), residual))
+                        return ready.run((*given, None, None, self._words))
+                    given = given._replace(residual=None)
+                    return ready.run((*given, residual.flatten(1), None, self._words))
         return self._general(x, residual)
 
     def _is_plain(self, ready: _Ready, x: Any, residual: Any) -> bool:
@@ -228,19 +232,20 @@ class FusedConvolution(torch.nn.Module):
         given = Tensors(x, weight, bias, None, residual)
         if has_autocast or given.need_derivatives:
             return run(given, self.window, numbers, may_be_written=True)
-        return self._run((*given, *self._arguments), dtype)
+        return self._run(given, None, dtype)
 
-    def _run(self, arguments: tuple[Any, ...], dtype: Any) -> Any:
-        """y in a dtype, by the operator's arguments, as later calls with such inputs are run."""
-        x, weight, *_ = arguments
-        ready = None if _is_traced() else self._ready.of_inputs.get(_form(x, dtype))
-        return _convolution(*arguments) if ready is None or ready.weight is not weight else ready.run(arguments)
+    def _run(self, given: Tensors, of_channels: Any, dtype: Any) -> Any:
+        """y in a dtype, as later calls with such inputs are run."""
+        ready = None if _is_traced() else self._ready.of_inputs.get(_form(given.x, dtype))
+        if ready is None or ready.weight is not given.w:
+            return _convolution(*given, *self._arguments, None, of_channels)
+        return ready.run((*given, of_channels, None, self._words))
 
     def _with_other(self, residual: Any, given: Tensors, dtype: Any) -> Any:
         """The same with a residual that is unlike the convolution's result: PyTorch adds it, if not of channels."""
         is_of_channels = given.x.dtype == dtype and self._is_of_channels(residual, given.x, dtype)
         if is_of_channels and not given._replace(residual=residual).need_derivatives:
-            return self._run(self._with_channels(given, residual), dtype)
+            return self._run(given, residual.flatten(1), dtype)
         numbers = self.numbers
         y = run(given, self.window, Nonlinearity())
         if numbers.residual_position == "after":
@@ -253,10 +258,6 @@ class FusedConvolution(torch.nn.Module):
         """Whether the kernel can add a residual of channels, of whose order a sum may be."""
         is_plain = self.numbers.residual_position == "before" and self.numbers.beta == 1
         return is_plain and (not self.residual_first or residual.is_contiguous())
-
-    def _with_channels(self, given: Tensors, residual: Any) -> tuple[Any, ...]:
-        """The operator's arguments with a residual of channels, which the kernel adds."""
-        return (*given, *self._arguments, None, residual.flatten(1))
 
     def _is_alike(self, residual: Any, x: Any, dtype: Any) -> bool:
         """Whether a residual has the shape and the dtype of the convolution's result."""

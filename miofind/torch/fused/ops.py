@@ -16,7 +16,16 @@ from miofind.runtime.handle import Handle
 from miofind.torch.direct import direct_path
 from miofind.torch.fused import unfused
 from miofind.torch.fused.answers import override_of, planner_of
-from miofind.torch.fused.calls import BackwardData, BackwardWeights, Call, Forward, Statistics, empty, of_one_dtype
+from miofind.torch.fused.calls import (
+    BackwardData,
+    BackwardWeights,
+    Call,
+    Forward,
+    ShortForward,
+    Statistics,
+    empty,
+    of_one_dtype,
+)
 from miofind.torch.fused.kept_weights import kept, kept_weights
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.packed_filters import PackedFilters, of_solution
@@ -32,6 +41,10 @@ LIBRARY.define(
     f"convolution(Tensor x, Tensor w, Tensor? bias, Tensor? scale, Tensor? residual, str activation, {_WINDOW}, "
     f"str residual_position='before', {_NUMBERS}, bool? channels_last=None, Tensor? channel_bias=None, "
     "Tensor? filters=None, str packing='') -> Tensor"
+)
+LIBRARY.define(
+    "short_convolution(Tensor x, Tensor w, Tensor? bias, Tensor? scale, Tensor? residual, Tensor? channel_bias, "
+    "Tensor? filters, str words) -> Tensor"
 )
 LIBRARY.define(
     f"convolution_statistics(Tensor x, Tensor w, Tensor? bias, {_WINDOW}, bool? channels_last=None) "
@@ -50,13 +63,20 @@ LIBRARY.define("packed_filters(Tensor[] weights, str[] solutions, int[] bytes) -
 
 
 def _forward(*arguments: Any, **named: Any) -> Any:
-    call = Forward(*arguments, **named)
+    return _computed(Forward(*arguments, **named))
+
+
+def _short_forward(*arguments: Any) -> Any:
+    return _computed(ShortForward.of(*arguments))
+
+
+def _computed(call: Forward) -> Any:
     plan = planned(call)
     made = None if plan is None else plan.run(call)
     if made is not None:
         return made[0]
     if call.filters is not None:
-        return _forward(*call.unpacked)
+        return _computed(call.unpacked)
     told = Unfused.of(call) if plan is None else plan.unfused
     assert told is not None
     if told.is_empty:
@@ -117,7 +137,7 @@ def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
     return dense(dw, layout), unfused.channel_sums(call.dy).to(call.bias_dtype)
 
 
-def _fake(kind: type[Call]) -> Callable[..., Any]:
+def _fake(kind: Callable[..., Call]) -> Callable[..., Any]:
     """The fake kernel of an operator that takes these arguments."""
 
     def kernel(*arguments: Any, **named: Any) -> Any:
@@ -163,6 +183,14 @@ for _name, (_kind, _kernel) in _KERNELS.items():
         LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
     torch.library.register_fake(f"miofind::{_name}", _fake(_kind), lib=LIBRARY)
 
+for _place in ("CPU", "CUDA"):
+    LIBRARY.impl("short_convolution", untraced(_short_forward), _place)
+    _in_autocast = _autocast(torch.ops.miofind.short_convolution, _place.lower())
+    LIBRARY.impl("short_convolution", _in_autocast, f"Autocast{_place}")
+torch.library.register_fake("miofind::short_convolution", _fake(ShortForward.of), lib=LIBRARY)
+
+SHORT = torch.ops.miofind.short_convolution.default
+"""Does what that of `Forward` does at less cost to the host: for calls that nobody reads in a graph."""
 OPERATORS = {kind: getattr(torch.ops.miofind, name).default for name, (kind, _) in _KERNELS.items()}
 """By the arguments that they take."""
 ARGUMENTS = {operator: kind for kind, operator in OPERATORS.items()}
@@ -239,6 +267,14 @@ def _one_by_one(
     return tuple(torch.stack(column) for column in zip(*made, strict=True)), (0,) * len(made[0])
 
 
+def _vmap_short_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, int]:
+    call, places = ShortForward.of(*arguments), ShortForward.of(*in_dims[:-1], arguments[-1])
+    are_places = [isinstance(value, torch.Tensor) for value in call]
+    in_dims = tuple(place if is_place else None for place, is_place in zip(places, are_places, strict=True))
+    return _vmap_forward(info, in_dims, *call)
+
+
 torch.library.register_vmap("miofind::convolution", _vmap_forward, lib=LIBRARY)
+torch.library.register_vmap("miofind::short_convolution", _vmap_short_forward, lib=LIBRARY)
 for _name in _KERNELS.keys() - {"convolution"}:
     torch.library.register_vmap(f"miofind::{_name}", _vmap_one_by_one(getattr(torch.ops.miofind, _name)), lib=LIBRARY)

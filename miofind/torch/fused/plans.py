@@ -29,6 +29,7 @@ from miofind.torch.fused.calls import (
     Forward,
     Statistics,
     of_one_dtype,
+    place,
     problem_of,
 )
 from miofind.torch.fused.nonlinearity import Nonlinearity
@@ -143,9 +144,9 @@ class Plan(DirectCalls):
             (operand.name, operand.array.shape, self._strides(operand.array.shape), torch_dtype(operand.array.dtype))
             for operand in problem.outputs
         )
-        self._operands = tuple(call._fields.index(field) for field, *_ in self._inputs)
+        self._operands = tuple(place(call, field) for field, *_ in self._inputs)
         self._packed = {
-            call._fields.index(field): MadeTensor(shape, self._packed_strides(shape), dtype)
+            place(call, field): MadeTensor(shape, self._packed_strides(shape), dtype)
             for field, _, dtype, copies in self._inputs
             if copies or getattr(call, field).dtype is not dtype
             for shape in (tuple(getattr(call, field).shape),)
@@ -323,6 +324,7 @@ def _key(call: Call) -> tuple[Any, ...]:
     if isinstance(call, Forward):
         packed = _form(call.filters), call.packing
         return (
+            type(call),  # by which operator: each comes to do without Python by itself
             *ours,
             *window,
             *packed,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from miofind.torch.fused.calls import Call, Forward
-from miofind.torch.fused.ops import ARGUMENTS, OPERATORS
+from miofind.torch.fused.calls import Call, Forward, ShortForward
+from miofind.torch.fused.ops import ARGUMENTS, OPERATORS, SHORT
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_pointwise, known_value, trains
 from miofind.torch.inductor.writing import SpatialRanks, Writing, spelt, values_of
 from miofind.torch.override.formats import dense, is_last, layout_like, packed_strides
@@ -33,6 +33,18 @@ def constrain_layouts() -> None:
     for overload in OPERATORS.values():
         if overload not in lowering.lowerings:
             lowering.make_fallback(overload, layout_constraint=_constrained, warn=False)
+    lowering.register_lowering(OPERATORS[Forward], type_promotion_kind=None)(_shortened)
+
+
+def _shortened(*arguments: Any, **named: Any) -> Any:
+    """The operator in the generated code, whose calls cost the host less."""
+    from torch._inductor import lowering
+
+    try:
+        operator, arguments, named = SHORT, ShortForward(*arguments, **named).arguments, {}
+    except TypeError:  # of dynamic shapes
+        operator = OPERATORS[Forward]
+    return lowering.fallback_handler(operator, add_to_fallback_set=False)(*arguments, **named)
 
 
 def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:

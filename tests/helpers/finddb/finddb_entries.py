@@ -97,8 +97,9 @@ def contents(store: Store) -> list[History]:
 
 
 def answers(store: Store) -> list[Any]:
-    """All answers of a store."""
-    return [store.answer(key.device, key.network_config) for key in store.problems()]
+    """All answers of a store; a problem of which rivals' times alone are known has none."""
+    found = (store.answer(key.device, key.network_config) for key in store.problems())
+    return [answer for answer in found if answer is not None]
 
 
 # Few distinct values, so that candidates repeat, times tie and failures displace.

@@ -15,6 +15,7 @@ from torch_layer.direct.profiles import profiled
 import miofind.torch
 from miofind import Handle
 from miofind.torch.fused import plans as fused_plans
+from miofind.torch.fused.calls import ShortForward
 from miofind.torch.override.dispatcher import native_kernels
 
 pytestmark = pytest.mark.sampled(2)
@@ -48,6 +49,12 @@ def _plain(dtype: Any) -> Any:
     return OPERATORS.convolution(*drawn(X, W, dtype=dtype), None, None, None, "none", *WINDOW)
 
 
+def _short(dtype: Any) -> Any:
+    x, w, bias, scale, residual, of_channels = drawn(X, W, VECTOR, VECTOR, Y, Y[:2], dtype=dtype)
+    call = ShortForward(x, w, bias, scale, residual, "clamp", *WINDOW, low=0.25, channel_bias=of_channels)
+    return OPERATORS.short_convolution(*call.arguments)
+
+
 def _statistics(dtype: Any) -> Any:
     return OPERATORS.convolution_statistics(*drawn(X, W, VECTOR, dtype=dtype), *WINDOW)
 
@@ -71,6 +78,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "numbers": lambda dtype: _forward(dtype, activation="clamp", beta=0.5, low=-0.25, high=0.5),
     "residual after": lambda dtype: _forward(dtype, "after", activation="leaky_relu", slope=0.3),
     "channels last": lambda dtype: _forward(dtype, channels_last=True),
+    "all operands, in short": _short,
     "statistics": _statistics,
     "backward data": _backward_data,
     "backward weights": _backward_weights,
@@ -144,6 +152,14 @@ def test_calls_that_differ_go_on_to_python(served: Driver) -> None:
         assert not _launched(served, lambda: call(**other)), other  # noqa: B023
     assert len(fused_plans.plans()) == 1 + len(others)
     assert _launched(served, call)
+
+
+def test_each_operator_comes_to_do_without_python(served: Driver) -> None:
+    call = ShortForward(*drawn(X, W), None, None, None, "relu", *WINDOW)
+    ways = (lambda: OPERATORS.convolution(*call), lambda: OPERATORS.short_convolution(*call.arguments))
+    for way in ways * 3:
+        way()
+    assert [_launched(served, way) for way in ways] == [True, True]
 
 
 def test_what_decides_anew_leads_through_python(served: Driver, cpu_handle: Handle) -> None:

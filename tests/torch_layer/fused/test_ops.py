@@ -88,6 +88,32 @@ def test_float32_vectors_beside_half_tensors(ran: list[str]) -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2**-6, atol=2**-6)  # a pass rounds twice
 
 
+def in_short(*arguments: Any, **named: Any) -> Any:
+    return OPERATORS.short_convolution(*calls.ShortForward(*arguments, **named).arguments)
+
+
+def test_the_same_in_short(ran: list[str]) -> None:
+    x, w, bias, scale, residual, of_channels = drawn(X, W, VECTOR, VECTOR, Y, Y[:2], dtype=torch.float32)
+    window = [1, 1], [1, 1], [1, 1], 2
+    numbers = {"residual_position": "after", "beta": 0.5, "low": -0.25, "high": float("inf"), "channels_last": True}
+    call = (x, w, bias, scale, residual, "clamp", *window)
+    y = OPERATORS.convolution(*call, **numbers, channel_bias=of_channels)
+    short = in_short(*call, **numbers, channel_bias=of_channels)
+    torch.testing.assert_close(short, y, rtol=0, atol=0)
+    assert short.stride() == y.stride()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert in_short(*call).dtype == torch.bfloat16
+    batch = torch.stack([x, 2 * x])
+    mapped = torch.func.vmap(lambda x: in_short(x, w, bias, None, None, "relu", *window))(batch)
+    torch.testing.assert_close(mapped[1], OPERATORS.convolution(2 * x, w, bias, None, None, "relu", *window))
+    assert len(ran) == 5
+
+
+def test_what_is_no_number_yet_has_no_short_form() -> None:
+    with pytest.raises(TypeError, match="JSON"):
+        _ = calls.ShortForward(*[None] * 5, "none", [object()], [1], [1], 1).arguments
+
+
 @pytest.mark.parametrize("channels_last", [None, False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -199,6 +225,10 @@ OPCHECKED: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
     "forward-1d": lambda: (
         OPERATORS.convolution,
         (*drawn((2, 4, 9), (6, 4, 3)), None, None, None, "none", [2], [1], [1], 1),
+    ),
+    "forward, in short": lambda: (
+        OPERATORS.short_convolution,
+        calls.ShortForward(*drawn(X, W, VECTOR), None, None, "clamp", [1, 1], [1, 1], [1, 1], 2, low=0.5).arguments,
     ),
     "statistics": lambda: (
         OPERATORS.convolution_statistics,

@@ -38,17 +38,19 @@ def block() -> Any:
 
 
 class Operators:
-    """Counts calls of the operator by modules."""
+    """Counts calls of the operators by modules."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
-        operator = module._convolution
+        for name in ("_convolution", "_short_convolution"):
+            monkeypatch.setattr(module, name, self._counting(getattr(module, name)))
 
+    def _counting(self, operator: Any) -> Any:
         def counted(*arguments: Any) -> Any:
             self.calls += 1
             return operator(*arguments)
 
-        monkeypatch.setattr(module, "_convolution", counted)
+        return counted
 
     def of(self, call: Any) -> int:
         """Those of a call."""
