@@ -39,13 +39,8 @@ NAMESPACE = "miofind_router"
 SOURCE = Path(__file__).with_name("router.cpp")
 
 
-OPERATORS = (
-    "convolution",
-    "short_convolution",
-    "convolution_statistics",
-    "convolution_backward_data",
-    "convolution_backward_weights",
-)
+_FORMS = ("convolution", "convolution_statistics", "convolution_backward_data", "convolution_backward_weights")
+OPERATORS = (*_FORMS, *(f"short_{name}" for name in _FORMS))
 """Of the namespace miofind."""
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -98,41 +98,6 @@ class Forward(NamedTuple):
             _check(is_taken, lambda: f"bias and scale must have x's {x.dtype}, or torch.float32")
         _check_shape(self.residual, "residual", shape)
         _check_shape(self.channel_bias, "channel_bias", shape[:2])
-
-
-_TENSORS = ("x", "w", "bias", "scale", "residual", "channel_bias", "filters")
-_WORDS = tuple(name for name in Forward._fields if name not in _TENSORS)
-
-
-class ShortForward(Forward):
-    """A forward call by `miofind::short_convolution`, which takes all that is no tensor as one text.
-
-    PyTorch takes 2 us to read its arguments, and 8 to read those of `miofind::convolution`.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, *arguments: Any) -> ShortForward:
-        """The call that the operator's arguments are."""
-        *tensors, words = arguments
-        return cls(**dict(zip(_TENSORS, tensors, strict=True)), **_read(words))
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The operator's.
-
-        Raises:
-            TypeError: a number is none yet, as in graphs of dynamic shapes.
-        """
-        words = [getattr(self, name) for name in _WORDS]
-        return (*(getattr(self, name) for name in _TENSORS), json.dumps(words))
-
-
-@functools.lru_cache(maxsize=4096)
-def _read(words: str) -> Mapping[str, Any]:
-    """What is no tensor of a call, by its names."""
-    return dict(zip(_WORDS, json.loads(words), strict=True))
 
 
 class Statistics(NamedTuple):
@@ -292,14 +257,93 @@ class BackwardWeights(NamedTuple):
         _check_shape(self.dy, "dy", self.window.output_shape(self.x.shape, self.w.shape))
 
 
+class Short:
+    """A call by an operator that takes all that is no tensor as one text, `miofind::short_convolution...`.
+
+    PyTorch takes 2 us to read its arguments, and up to 8 to read those of `miofind::convolution`.
+
+    Attributes:
+        tensors: the fields that it takes as they are, in order.
+    """
+
+    __slots__ = ()
+    tensors: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, *arguments: Any) -> Any:
+        """The call that the operator's arguments are."""
+        *tensors, words = arguments
+        return cls(**dict(zip(cls.tensors, tensors, strict=True)), **_read(cls.words(), words))
+
+    @classmethod
+    def words(cls) -> tuple[str, ...]:
+        """The fields that are in the text."""
+        fields: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]  # those of the named tuple beside it
+        return tuple(name for name in fields if name not in cls.tensors)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The operator's.
+
+        Raises:
+            TypeError: a number is none yet, as in graphs of dynamic shapes.
+        """
+        words = [getattr(self, name) for name in self.words()]
+        return (*(getattr(self, name) for name in self.tensors), json.dumps(words, default=_name_of_dtype))
+
+
+def _name_of_dtype(value: Any) -> str:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{value} is no number of JSON's")
+    return str(value).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(names: tuple[str, ...], words: str) -> Mapping[str, Any]:
+    """What is no tensor of a call, by its names."""
+    told = dict(zip(names, json.loads(words), strict=True))
+    if told.get("bias_dtype") is not None:
+        told["bias_dtype"] = getattr(torch, told["bias_dtype"])
+    return told
+
+
+class ShortForward(Short, Forward):
+    """The arguments of `miofind::short_convolution`."""
+
+    __slots__ = ()
+    tensors = ("x", "w", "bias", "scale", "residual", "channel_bias", "filters")
+
+
+class ShortStatistics(Short, Statistics):
+    """The arguments of `miofind::short_convolution_statistics`."""
+
+    __slots__ = ()
+    tensors = ("x", "w", "bias")
+
+
+class ShortBackwardData(Short, BackwardData):
+    """The arguments of `miofind::short_convolution_backward_data`."""
+
+    __slots__ = ()
+    tensors = ("dy", "x", "w", "residual", "saved")
+
+
+class ShortBackwardWeights(Short, BackwardWeights):
+    """The arguments of `miofind::short_convolution_backward_weights`."""
+
+    __slots__ = ()
+    tensors = ("dy", "x", "w")
+
+
 Call = Forward | Statistics | BackwardData | BackwardWeights
-COMPUTED_BY: dict[type[Call], str] = {
-    Forward: "y",
-    ShortForward: "y",
-    Statistics: "y",
-    BackwardData: "dx",
-    BackwardWeights: "dw",
+SHORT: Mapping[type[Call], type[Short]] = {
+    Forward: ShortForward,
+    Statistics: ShortStatistics,
+    BackwardData: ShortBackwardData,
+    BackwardWeights: ShortBackwardWeights,
 }
+COMPUTED_BY: dict[type, str] = {Forward: "y", Statistics: "y", BackwardData: "dx", BackwardWeights: "dw"}
+COMPUTED_BY |= {SHORT[kind]: computed for kind, computed in COMPUTED_BY.items()}
 """What operators with these arguments compute, beside sums."""
 OneCall = TypeVar("OneCall", bound=Call)
 
@@ -318,7 +362,7 @@ def empty(shape: Sequence[Any], like: Any, layout: Layout) -> Any:
 
 def place(call: Call, field: str) -> int:
     """Which of its operator's arguments a call's tensor is."""
-    fields = _TENSORS if isinstance(call, ShortForward) else call._fields
+    fields = call.tensors if isinstance(call, Short) else call._fields
     return fields.index(field)
 
 

@@ -17,6 +17,7 @@ from miofind.torch.direct import direct_path
 from miofind.torch.fused import unfused
 from miofind.torch.fused.answers import override_of, planner_of
 from miofind.torch.fused.calls import (
+    SHORT,
     BackwardData,
     BackwardWeights,
     Call,
@@ -43,10 +44,6 @@ LIBRARY.define(
     "Tensor? filters=None, str packing='') -> Tensor"
 )
 LIBRARY.define(
-    "short_convolution(Tensor x, Tensor w, Tensor? bias, Tensor? scale, Tensor? residual, Tensor? channel_bias, "
-    "Tensor? filters, str words) -> Tensor"
-)
-LIBRARY.define(
     f"convolution_statistics(Tensor x, Tensor w, Tensor? bias, {_WINDOW}, bool? channels_last=None) "
     "-> (Tensor, Tensor, Tensor)"
 )
@@ -58,25 +55,27 @@ LIBRARY.define(
     f"convolution_backward_weights(Tensor dy, Tensor x, Tensor w, {_WINDOW}, ScalarType? bias_dtype=None, "
     "bool? channels_last=None) -> (Tensor, Tensor)"
 )
+LIBRARY.define(
+    "short_convolution(Tensor x, Tensor w, Tensor? bias, Tensor? scale, Tensor? residual, Tensor? channel_bias, "
+    "Tensor? filters, str words) -> Tensor"
+)
+LIBRARY.define("short_convolution_statistics(Tensor x, Tensor w, Tensor? bias, str words) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define(
+    "short_convolution_backward_data(Tensor dy, Tensor x, Tensor w, Tensor? residual, Tensor? saved, str words) "
+    "-> Tensor"
+)
+LIBRARY.define("short_convolution_backward_weights(Tensor dy, Tensor x, Tensor w, str words) -> (Tensor, Tensor)")
 LIBRARY.define("kept_weights(Tensor[] weights, ScalarType dtype, bool channels_last) -> Tensor[]")
 LIBRARY.define("packed_filters(Tensor[] weights, str[] solutions, int[] bytes) -> Tensor[]")
 
 
-def _forward(*arguments: Any, **named: Any) -> Any:
-    return _computed(Forward(*arguments, **named))
-
-
-def _short_forward(*arguments: Any) -> Any:
-    return _computed(ShortForward.of(*arguments))
-
-
-def _computed(call: Forward) -> Any:
+def _forward(call: Forward) -> Any:
     plan = planned(call)
     made = None if plan is None else plan.run(call)
     if made is not None:
         return made[0]
     if call.filters is not None:
-        return _computed(call.unpacked)
+        return _forward(call.unpacked)
     told = Unfused.of(call) if plan is None else plan.unfused
     assert told is not None
     if told.is_empty:
@@ -85,8 +84,7 @@ def _computed(call: Forward) -> Any:
         return told.computed(call)
 
 
-def _statistics(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
-    call = Statistics(*arguments, **named)
+def _statistics(call: Statistics) -> tuple[Any, Any, Any]:
     plan = planned(call)
     made = None if plan is None else plan.run(call)
     if made is not None:
@@ -102,8 +100,7 @@ def _statistics(*arguments: Any, **named: Any) -> tuple[Any, Any, Any]:
     return y, unfused.channel_sums(y), unfused.channel_sums(y.to(total.dtype).square())
 
 
-def _backward_data(*arguments: Any, **named: Any) -> Any:
-    call = BackwardData(*arguments, **named)
+def _backward_data(call: BackwardData) -> Any:
     plan = planned(call)
     made = None if plan is None else plan.run(call)
     if made is not None:
@@ -120,8 +117,7 @@ def _backward_data(*arguments: Any, **named: Any) -> Any:
     return dense(dx, layout)
 
 
-def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
-    call = BackwardWeights(*arguments, **named)
+def _backward_weights(call: BackwardWeights) -> tuple[Any, Any]:
     plan = planned(call)
     made = None if plan is None else plan.run(call)
     if made is not None:
@@ -137,14 +133,18 @@ def _backward_weights(*arguments: Any, **named: Any) -> tuple[Any, Any]:
     return dense(dw, layout), unfused.channel_sums(call.dy).to(call.bias_dtype)
 
 
-def _fake(kind: Callable[..., Call]) -> Callable[..., Any]:
-    """The fake kernel of an operator that takes these arguments."""
+def _kernel(kind: Callable[..., Call], kernel: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What runs an operator whose arguments are those of a call."""
 
-    def kernel(*arguments: Any, **named: Any) -> Any:
-        call = kind(*arguments, **named)
-        return call.output(call.layout())
+    def run(*arguments: Any, **named: Any) -> Any:
+        return kernel(kind(*arguments, **named))
 
-    return kernel
+    return run
+
+
+def _fake(call: Call) -> Any:
+    """What a call gives, without its numbers."""
+    return call.output(call.layout())
 
 
 def _autocast(operator: Any, device_type: str) -> Callable[..., Any]:
@@ -171,26 +171,21 @@ def in_autocast(value: Any, dtype: Any) -> Any:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-_KERNELS: dict[str, tuple[type[Call], Callable[..., Any]]] = {
+_KERNELS: dict[str, tuple[type[Call], Callable[[Any], Any]]] = {
     "convolution": (Forward, _forward),
     "convolution_statistics": (Statistics, _statistics),
     "convolution_backward_data": (BackwardData, _backward_data),
     "convolution_backward_weights": (BackwardWeights, _backward_weights),
 }
-for _name, (_kind, _kernel) in _KERNELS.items():
-    for _place in ("CPU", "CUDA"):
-        LIBRARY.impl(_name, untraced(_kernel), _place)
-        LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
-    torch.library.register_fake(f"miofind::{_name}", _fake(_kind), lib=LIBRARY)
+for _long, (_kind, _run) in _KERNELS.items():
+    for _name, _made in ((_long, _kind), (f"short_{_long}", SHORT[_kind].of)):
+        for _place in ("CPU", "CUDA"):
+            LIBRARY.impl(_name, untraced(_kernel(_made, _run)), _place)
+            LIBRARY.impl(_name, _autocast(getattr(torch.ops.miofind, _name), _place.lower()), f"Autocast{_place}")
+        torch.library.register_fake(f"miofind::{_name}", _kernel(_made, _fake), lib=LIBRARY)
 
-for _place in ("CPU", "CUDA"):
-    LIBRARY.impl("short_convolution", untraced(_short_forward), _place)
-    _in_autocast = _autocast(torch.ops.miofind.short_convolution, _place.lower())
-    LIBRARY.impl("short_convolution", _in_autocast, f"Autocast{_place}")
-torch.library.register_fake("miofind::short_convolution", _fake(ShortForward.of), lib=LIBRARY)
-
-SHORT = torch.ops.miofind.short_convolution.default
-"""Does what that of `Forward` does at less cost to the host: for calls that nobody reads in a graph."""
+SHORT_OPERATORS = {kind: getattr(torch.ops.miofind, f"short_{name}").default for name, (kind, _) in _KERNELS.items()}
+"""By the arguments of those that they stand for, at less cost to the host: for calls that nobody reads in a graph."""
 OPERATORS = {kind: getattr(torch.ops.miofind, name).default for name, (kind, _) in _KERNELS.items()}
 """By the arguments that they take."""
 ARGUMENTS = {operator: kind for kind, operator in OPERATORS.items()}
@@ -276,5 +271,5 @@ def _vmap_short_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) ->
 
 torch.library.register_vmap("miofind::convolution", _vmap_forward, lib=LIBRARY)
 torch.library.register_vmap("miofind::short_convolution", _vmap_short_forward, lib=LIBRARY)
-for _name in _KERNELS.keys() - {"convolution"}:
+for _name in (*_KERNELS.keys() - {"convolution"}, *(f"short_{name}" for name in _KERNELS.keys() - {"convolution"})):
     torch.library.register_vmap(f"miofind::{_name}", _vmap_one_by_one(getattr(torch.ops.miofind, _name)), lib=LIBRARY)

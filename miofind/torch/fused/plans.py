@@ -319,12 +319,12 @@ def fallback(plan: Plan | None) -> AbstractContextManager[None]:
 def _key(call: Call) -> tuple[Any, ...]:
     """What of a call decides its plan. Written out: loops over the arguments take three times as long."""
     x, w = call.x, call.w
-    ours = (x.shape, x.stride(), x.dtype, x.get_device(), w.shape, w.stride(), w.dtype, w.get_device())
+    form = (x.shape, x.stride(), x.dtype, x.get_device(), w.shape, w.stride(), w.dtype, w.get_device())
+    ours = (type(call), *form)  # by which operator: each comes to do without Python by itself
     window = (*call.stride, None, *call.padding, None, *call.dilation, call.groups)  # of any lengths, as given
     if isinstance(call, Forward):
         packed = _form(call.filters), call.packing
         return (
-            type(call),  # by which operator: each comes to do without Python by itself
             *ours,
             *window,
             *packed,
@@ -335,7 +335,7 @@ def _key(call: Call) -> tuple[Any, ...]:
             *call[10:16],
         )
     if isinstance(call, Statistics):
-        return (*ours, *window, _form(call.bias), call.channels_last, "statistics")
+        return (*ours, *window, _form(call.bias), call.channels_last)
     if isinstance(call, BackwardData):
         return (*ours, *window, _form(call.dy), _form(call.residual), _form(call.saved), call.derivative, *call[10:])
     return (*ours, *window, _form(call.dy), call.bias_dtype, call.channels_last)

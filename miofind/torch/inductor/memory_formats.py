@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
 
-from miofind.torch.fused.calls import Call, Forward, ShortForward
-from miofind.torch.fused.ops import ARGUMENTS, OPERATORS, SHORT
+from miofind.torch.fused.calls import SHORT, Call, Forward
+from miofind.torch.fused.ops import ARGUMENTS, OPERATORS, SHORT_OPERATORS
 from miofind.torch.inductor.graphs import CONVOLUTIONS, copy_of, has_numbers, is_pointwise, known_value, trains
 from miofind.torch.inductor.writing import SpatialRanks, Writing, spelt, values_of
 from miofind.torch.override.formats import dense, is_last, layout_like, packed_strides
@@ -33,18 +34,23 @@ def constrain_layouts() -> None:
     for overload in OPERATORS.values():
         if overload not in lowering.lowerings:
             lowering.make_fallback(overload, layout_constraint=_constrained, warn=False)
-    lowering.register_lowering(OPERATORS[Forward], type_promotion_kind=None)(_shortened)
+            lowering.register_lowering(overload, type_promotion_kind=None)(_shortened(overload))
 
 
-def _shortened(*arguments: Any, **named: Any) -> Any:
-    """The operator in the generated code, whose calls cost the host less."""
+def _shortened(overload: Any) -> Callable[..., Any]:
+    """What an operator is in the generated code: a short one, where no number is one of dynamic shapes."""
     from torch._inductor import lowering
 
-    try:
-        operator, arguments, named = SHORT, ShortForward(*arguments, **named).arguments, {}
-    except TypeError:  # of dynamic shapes
-        operator = OPERATORS[Forward]
-    return lowering.fallback_handler(operator, add_to_fallback_set=False)(*arguments, **named)
+    kind = ARGUMENTS[overload]
+
+    def lowered(*arguments: Any, **named: Any) -> Any:
+        try:
+            operator, arguments, named = SHORT_OPERATORS[kind], SHORT[kind](*arguments, **named).arguments, {}
+        except TypeError:
+            operator = overload
+        return lowering.fallback_handler(operator, add_to_fallback_set=False)(*arguments, **named)
+
+    return lowered
 
 
 def _constrained(node: fx.Node, *arguments: Any, **named: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from helpers.runs.fused_answers import answers_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_layer.direct.driver import Driver
 from torch_layer.direct.profiles import profiled
 
 import miofind.torch
 from miofind import Handle
 from miofind.torch.fused import plans as fused_plans
-from miofind.torch.fused.calls import ShortForward
+from miofind.torch.fused.calls import SHORT, ShortForward
+from miofind.torch.fused.ops import ARGUMENTS, SHORT_OPERATORS
 from miofind.torch.override.dispatcher import native_kernels
 
 pytestmark = pytest.mark.sampled(2)
@@ -49,12 +52,6 @@ def _plain(dtype: Any) -> Any:
     return OPERATORS.convolution(*drawn(X, W, dtype=dtype), None, None, None, "none", *WINDOW)
 
 
-def _short(dtype: Any) -> Any:
-    x, w, bias, scale, residual, of_channels = drawn(X, W, VECTOR, VECTOR, Y, Y[:2], dtype=dtype)
-    call = ShortForward(x, w, bias, scale, residual, "clamp", *WINDOW, low=0.25, channel_bias=of_channels)
-    return OPERATORS.short_convolution(*call.arguments)
-
-
 def _statistics(dtype: Any) -> Any:
     return OPERATORS.convolution_statistics(*drawn(X, W, VECTOR, dtype=dtype), *WINDOW)
 
@@ -78,12 +75,22 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "numbers": lambda dtype: _forward(dtype, activation="clamp", beta=0.5, low=-0.25, high=0.5),
     "residual after": lambda dtype: _forward(dtype, "after", activation="leaky_relu", slope=0.3),
     "channels last": lambda dtype: _forward(dtype, channels_last=True),
-    "all operands, in short": _short,
     "statistics": _statistics,
     "backward data": _backward_data,
     "backward weights": _backward_weights,
     "bias gradient": _with_bias_gradient,
 }
+
+
+class InShort(TorchDispatchMode):
+    """Calls short operators in place of the others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = ARGUMENTS.get(func)
+        if kind is None:
+            return func(*args, **(kwargs or {}))
+        call: Any = SHORT[kind](*args, **(kwargs or {}))
+        return SHORT_OPERATORS[kind](*call.arguments)
 
 
 def _same(one: Any, other: Any) -> None:
@@ -92,15 +99,19 @@ def _same(one: Any, other: Any) -> None:
         assert first.stride() == second.stride()
 
 
+@pytest.mark.parametrize("way", [contextlib.nullcontext, InShort], ids=["", "in short"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_the_third_call_is_launched_without_python_and_gives_the_same(served: Driver, name: str, dtype: Any) -> None:
+def test_the_third_call_is_launched_without_python_and_gives_the_same(
+    served: Driver, name: str, dtype: Any, way: Any
+) -> None:
     results, before = [], []
     for i in range(4):
         torch.manual_seed(7)
         keep = [torch.empty(64 * i)]  # so that addresses differ
         before.append(served.launches)
-        results.append(CALLS[name](dtype))
+        with way():
+            results.append(CALLS[name](dtype))
         del keep
     (plan,) = fused_plans.plans()
     assert [at - before[0] for at in before] == [0, 0, 0, 1]

@@ -15,6 +15,7 @@ from miofind import Handle
 from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError, LaunchError
 from miofind.torch.fused import calls, plans, unfused
 from miofind.torch.fused.nonlinearity import Nonlinearity
+from miofind.torch.fused.ops import ARGUMENTS, SHORT_OPERATORS
 from miofind.torch.fused.window import Window
 
 OPERATORS = torch.ops.miofind
@@ -86,32 +87,6 @@ def test_float32_vectors_beside_half_tensors(ran: list[str]) -> None:
     assert "float32.scale.bias.residual.relu" in ran[0]
     exact = called(*(t.double() for t in (x, w, bias, scale.bfloat16(), residual)), activation="relu")
     torch.testing.assert_close(y.double(), exact, rtol=2**-6, atol=2**-6)  # a pass rounds twice
-
-
-def in_short(*arguments: Any, **named: Any) -> Any:
-    return OPERATORS.short_convolution(*calls.ShortForward(*arguments, **named).arguments)
-
-
-def test_the_same_in_short(ran: list[str]) -> None:
-    x, w, bias, scale, residual, of_channels = drawn(X, W, VECTOR, VECTOR, Y, Y[:2], dtype=torch.float32)
-    window = [1, 1], [1, 1], [1, 1], 2
-    numbers = {"residual_position": "after", "beta": 0.5, "low": -0.25, "high": float("inf"), "channels_last": True}
-    call = (x, w, bias, scale, residual, "clamp", *window)
-    y = OPERATORS.convolution(*call, **numbers, channel_bias=of_channels)
-    short = in_short(*call, **numbers, channel_bias=of_channels)
-    torch.testing.assert_close(short, y, rtol=0, atol=0)
-    assert short.stride() == y.stride()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert in_short(*call).dtype == torch.bfloat16
-    batch = torch.stack([x, 2 * x])
-    mapped = torch.func.vmap(lambda x: in_short(x, w, bias, None, None, "relu", *window))(batch)
-    torch.testing.assert_close(mapped[1], OPERATORS.convolution(2 * x, w, bias, None, None, "relu", *window))
-    assert len(ran) == 5
-
-
-def test_what_is_no_number_yet_has_no_short_form() -> None:
-    with pytest.raises(TypeError, match="JSON"):
-        _ = calls.ShortForward(*[None] * 5, "none", [object()], [1], [1], 1).arguments
 
 
 @pytest.mark.parametrize("channels_last", [None, False, True])
@@ -250,6 +225,41 @@ def test_pytorchs_own_checks_of_operators(case: str, ran: list[str]) -> None:
     operator, arguments = OPCHECKED[case]()
     torch.library.opcheck(operator, arguments)
     assert ran
+
+
+@pytest.mark.parametrize("case", [name for name in OPCHECKED if "short" not in name])
+def test_short_operators_give_the_same(case: str, ran: list[str]) -> None:
+    operator, arguments = OPCHECKED[case]()
+    kind: Any = ARGUMENTS[operator.default]
+    short = SHORT_OPERATORS[kind](*calls.SHORT[kind](*arguments).arguments)
+    torch.testing.assert_close(short, operator(*arguments), rtol=0, atol=0)
+    assert len(ran) == 2
+
+
+def in_short(*arguments: Any, **named: Any) -> Any:
+    return OPERATORS.short_convolution(*calls.ShortForward(*arguments, **named).arguments)
+
+
+def test_the_same_in_short(ran: list[str]) -> None:
+    x, w, bias, scale, residual, of_channels = drawn(X, W, VECTOR, VECTOR, Y, Y[:2], dtype=torch.float32)
+    window = [1, 1], [1, 1], [1, 1], 2
+    numbers = {"residual_position": "after", "beta": 0.5, "low": -0.25, "high": float("inf"), "channels_last": True}
+    call = (x, w, bias, scale, residual, "clamp", *window)
+    y = OPERATORS.convolution(*call, **numbers, channel_bias=of_channels)
+    short = in_short(*call, **numbers, channel_bias=of_channels)
+    torch.testing.assert_close(short, y, rtol=0, atol=0)
+    assert short.stride() == y.stride()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert in_short(*call).dtype == torch.bfloat16
+    batch = torch.stack([x, 2 * x])
+    mapped = torch.func.vmap(lambda x: in_short(x, w, bias, None, None, "relu", *window))(batch)
+    torch.testing.assert_close(mapped[1], OPERATORS.convolution(2 * x, w, bias, None, None, "relu", *window))
+    assert len(ran) == 5
+
+
+def test_what_is_no_number_yet_has_no_short_form() -> None:
+    with pytest.raises(TypeError, match="JSON"):
+        _ = calls.ShortForward(*[None] * 5, "none", [object()], [1], [1], 1).arguments
 
 
 @pytest.mark.parametrize("channels_last", [None, False, True])
