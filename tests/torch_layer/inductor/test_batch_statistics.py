@@ -207,7 +207,7 @@ def test_inductor_runs_what_was_put_in_and_copies_nothing() -> None:
     assert {plan.answer.is_served for plan in fused_plans.plans() if plan.answer is not None} == {True}
     operators = re.findall(r"= torch\.ops\.miofind\.(\w+)\.default", "".join(codes))
     assert {name.partition("convolution")[0] for name in operators if "convolution" in name} == {"short_"}
-    assert {"short_convolution_statistics", "short_convolution_backward_weights"} <= {*operators}
+    assert "short_convolution_statistics" in operators
 
 
 class Cast(nn.Module):
