@@ -207,14 +207,19 @@ is made of yet takes {content["miss_us"] / 1e3:.1f} ms once.
 """
 
 
-def networks_section(folder: Path = figures.RESULTS) -> str:
-    """How whole networks in PyTorch compare, "" where none was measured."""
+def networks_table(folder: Path) -> str:
+    """The table of the networks whose figures are in a folder, "" where none was measured."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{end_to_end.NAME}_*.json"))]
     lines = [line for content in files for row in content["rows"] if (line := network_line(row, content["gpu"]))]
-    if not lines:
-        return ""
     headings = ("network", "PyTorch, ms", "miofind, ms", "ratio", "eager alone", "ratio")
-    table = "\n".join([f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines])
+    return "\n".join([f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines]) if lines else ""
+
+
+def networks_section(folder: Path = figures.RESULTS) -> str:
+    """How whole networks in PyTorch compare, "" where none was measured."""
+    table = networks_table(folder)
+    if not table:
+        return ""
     return f"""## Whole networks in PyTorch
 
 Inference in float16, and training steps under autocast to bfloat16. Each side's best of its forms: the network as it
@@ -223,6 +228,22 @@ is, in a CUDA graph, under torch.compile and both, in inference with its batch n
 those of inference channels first at batch 1 were measured when cuDNN's engine 4 still ran some fused layers, and a
 layer's kernel could begin before the one of the layer before had ended. Both are no more: by the shipped rows a
 network's fused layers together take up to 1.8 % longer without the engine at batch 1, and 0.9 % at batch 32.
+
+{table}
+
+"""
+
+
+def held_out_section(folder: Path = figures.RESULTS / "held_out") -> str:
+    """The same of networks that nothing was made for, "" where none was measured."""
+    table = networks_table(folder)
+    if not table:
+        return ""
+    return f"""### Networks that nothing was made for
+
+Of timm, chosen by their names and measured once, by `end_to_end.py --tune --folder benchmarks/results/held_out`. `fuse`
+did not fold batch norms that are functions before activations in place then, as in MobileNetV4, EfficientNetV2 and
+DarkNet, nor did it see the convolutions of NFNet, whose weights are computed in each call; both is mended since.
 
 {table}
 
@@ -255,7 +276,7 @@ def slots(kept: Sequence[Figure]) -> dict[str, str]:
     narrow = [("bfloat16", "NHWC", "bfloat16"), ("tf32", "NHWC", "TF32")]
     wide = [(kind, layout, f"{kind} {layout}") for kind in ("bfloat16", "float32") for layout in ("NHWC", "NCHW")]
     return {
-        "networks": networks_section() + host_section(),
+        "networks": networks_section() + held_out_section() + host_section(),
         "whole": whole_section([figure for figure in kept if figure.whole]),
         "fused": fused_section(),
         "float16": table(by_direction(own, *_layouts("float16")), _ALL, "all"),
