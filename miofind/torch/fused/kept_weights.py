@@ -200,6 +200,12 @@ def renew(weight: Any) -> None:
             kept(weight, form)
 
 
+def forget_if_swapped(weight: Any) -> None:
+    """Forget the copies of a weight, and refer to it no more, where PyTorch swaps modules' parameters."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        _copies.pop(id(weight), None)
+
+
 def kept_weights(weights: Sequence[Any], dtype: Any, channels_last: bool) -> list[Any]:
     """`kept` of several weights: the operator `miofind::kept_weights`, for compiled graphs."""
     return [kept(weight, Turned(dtype, channels_last)) for weight in weights]

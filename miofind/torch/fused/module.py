@@ -12,7 +12,7 @@ from miofind.errors import LaunchError
 from miofind.torch.direct import times_forgotten
 from miofind.torch.fused.calls import ShortForward
 from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, run
-from miofind.torch.fused.kept_weights import Memory, Turned, is_of_processes, kept, may_keep, renew
+from miofind.torch.fused.kept_weights import Memory, Turned, forget_if_swapped, is_of_processes, kept, may_keep, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.plans import Settled, decided, packing, planned, settled
 from miofind.torch.fused.unfused import activated
@@ -312,11 +312,13 @@ class FusedConvolution(torch.nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
         """Load weights, and have what was captured in CUDA graphs read them, too."""
+        forget_if_swapped(self.weight)
         super()._load_from_state_dict(*arguments, **named)
         renew(self.weight)
 
     def _apply(self, *arguments: Any, **named: Any) -> Any:
         """Move or convert the module, and leave no copies where it was."""
+        forget_if_swapped(self.weight)
         made = super()._apply(*arguments, **named)
         self._ready = _ReadyInputs()
         renew(self.weight)

@@ -257,6 +257,21 @@ def test_parameters_can_be_swapped(fused: Any, monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(fused.to(torch.float64)(x.double()).float(), 2 * before)
 
 
+def test_parameters_that_have_copies_can_be_swapped(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
+    before = fused(x)
+    assert id(getattr(fused, "0").weight) in kept_weights._copies
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    fused.load_state_dict({name: tensor * 2 for name, tensor in fused.state_dict().items()})
+    torch.testing.assert_close(fused(x), 2 * before)
+    monkeypatch.undo()
+    for each in fused.parameters():
+        each.mul_(2)
+    torch.testing.assert_close(fused(x), 4 * before)
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    torch.testing.assert_close(fused.to(torch.float64)(x.double()).float(), 4 * before)
+
+
 @pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"memory_format": torch.channels_last}], ids=str)
 def test_a_module_that_is_moved_leaves_no_copies_where_it_was(fused: Any, change: Any) -> None:
     x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
