@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -197,6 +198,8 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         reason = ""  # what holds it was not traced, and may take it apart or look at what is between its modules
     elif path and work.has_parts(path, module):
         reason = "code of what holds it has parts of it"
+    elif name := _name_of_graphs(module, path):
+        reason = f"it has {name!r}, a name of what torch.fx has itself"
     else:
         try:
             with _memory_kept(module):
@@ -215,6 +218,20 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
     for name, child in module.named_children():
         module._modules[name] = _fused(child, f"{path}.{name}".removeprefix("."), work)
     return module
+
+
+@functools.cache
+def _names_of_graphs() -> frozenset[str]:
+    graph = fx.GraphModule(nn.Module(), fx.Graph())
+    return frozenset({*dir(graph)} - {*dir(nn.Module())})
+
+
+def _name_of_graphs(module: Any, path: str) -> str:
+    """A name by which a module and each of torch.fx's have something; "" for none."""
+    names = {*module._modules, *module._parameters, *module._buffers}
+    if not path and not isinstance(module, fx.GraphModule):
+        names |= vars(module).keys() - {"meta"}
+    return min(names & _names_of_graphs(), default="")
 
 
 @contextlib.contextmanager
@@ -253,7 +270,7 @@ def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
             vars(made)[part].update(held)
         return _disguised(module, made)
     for name, value in vars(module).items():
-        if name not in vars(made):
+        if name not in vars(made) or name == "meta":
             setattr(made, name, value)
     return made
 

@@ -10,7 +10,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -974,6 +974,36 @@ def test_a_submodule_that_cannot_be_traced_is_one_step_of_the_others() -> None:
     assert "2.conv3" in parts(fused)
     for made in (fused, pickle.loads(pickle.dumps(fused))):
         check_same(made, model, x)
+
+
+class Named(nn.Module):
+    """Has a block by a name, and beside it a tensor or whatever else by another."""
+
+    def __init__(self, name: str, others: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.block_name = name
+        setattr(self, name, nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()))
+        for other, value in others.items():
+            setattr(self, other, value)
+
+    def forward(self, x: Any) -> Any:
+        return getattr(self, self.block_name)(x)
+
+
+@pytest.mark.parametrize("name", ["graph", "code", "meta", "recompile"])
+def test_names_that_torch_fx_has_itself(name: str) -> None:
+    x, reason = torch.randn(2, 4, 6, 6), f"it has {name!r}, a name of what torch.fx has itself"
+    of_block = Named(name, {}).eval()
+    for model, untraced in ((of_block, {"": reason}), (nn.Sequential(of_block).eval(), {})):
+        fused = fuse(model)
+        assert dict(fused.fusion_report.untraced) == untraced
+        assert len(fused.fusion_report.fused) == (not untraced)
+        check_same(fused, model, x)
+    attribute = Named("block", {name: {"a": 1}}).eval()
+    fused = fuse(attribute)
+    assert dict(fused.fusion_report.untraced) == ({} if name == "meta" else {"": reason})
+    assert getattr(fused, name) == {"a": 1}
+    check_same(fused, attribute, x)
 
 
 class Convolved(nn.Module):
