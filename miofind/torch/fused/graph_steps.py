@@ -134,6 +134,9 @@ _FRESH_NAMES = frozenset({
 # fmt: on
 """Functions and methods of PyTorch's that give memory of their own."""
 
+GIVES_TUPLE = "gives_tuple"
+"""What is known of a step, in its `meta`."""
+
 
 def is_convolution(module: Any) -> bool:
     """Whether a module is a convolution of PyTorch's, or of a class below one that computes as that does."""
@@ -295,8 +298,8 @@ class Steps:
         return found
 
     def _is_fresh(self, node: fx.Node) -> bool:
-        if self.writes(node):
-            return False
+        if self.writes(node) or (node.meta.get(GIVES_TUPLE) and node.target in (operator.add, operator.mul)):
+            return False  # a tuple that is added or multiplied has the same tensors
         if node.op == "call_module":
             return isinstance(self.module(node), _FRESH_MODULES)
         return node.target in _OF_CALL or (is_told_by_name(node) and name_of(node) in _FRESH_NAMES)

@@ -59,6 +59,7 @@ _ARITHMETIC = (
     *(operator.invert, operator.lshift, operator.rshift, operator.lt, operator.le, operator.gt, operator.ge),
     *IN_PLACE_OPERATORS,
 )
+_OF_TUPLES = (operator.add, operator.mul)
 _OF_INTEGERS = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pos)
 
 
@@ -136,6 +137,8 @@ def _of_function(node: fx.Node, given: list[Kind]) -> Kind:
     if function is operator.getitem:
         return _of_item(given[0], node.args[1])
     if function in _ARITHMETIC:
+        if function in _OF_TUPLES and {Tensors, tuple}.intersection(given) and torch.Size not in given:
+            return tuple
         if any(is_tensor(each) for each in given):
             return TENSOR
         return int if function in _OF_INTEGERS and all(each is int for each in given) else None

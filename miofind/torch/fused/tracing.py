@@ -19,7 +19,7 @@ from torch.fx.proxy import TraceError
 
 from miofind.torch.fused.bytecode import raised_at
 from miofind.torch.fused.checks import Check, check_of, must_be
-from miofind.torch.fused.graph_steps import has_hooks, is_convolution
+from miofind.torch.fused.graph_steps import GIVES_TUPLE, has_hooks, is_convolution
 from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.stand_ins import Attribute, StandIn
@@ -260,7 +260,8 @@ class Tracer(fx.Tracer):
             told = [str(each) for each in (*args[1:], *kwargs.values())]
             self.texts = {text for text in self.texts if not any(text in each for each in told)}
         node = super().create_node(kind, target, args, kwargs, *more, **named)
-        self.kinds[node] = kind_of(node, self.kinds, self.root)
+        made = self.kinds[node] = kind_of(node, self.kinds, self.root)
+        node.meta[GIVES_TUPLE] = made is not None and issubclass(made, tuple)
         name = _name_of(node)
         if name and not name.startswith("*"):
             self.given[name] = None
