@@ -25,6 +25,7 @@ _MODULES: dict[Any, tuple[Any, int]] = {
     functional.conv3d: (nn.Conv3d, 3),
 }
 """By function, the module that computes the same, and its number of spatial dimensions."""
+_CONVERSIONS = ("float", "half", "double", "bfloat16")
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
@@ -44,8 +45,8 @@ def call_as_modules(made: fx.GraphModule, network: Any, steps: Steps, written: s
         steps: of the graph; knows the modules afterwards.
         written: names of the memory that the graph's steps may write to.
     """
-    constants = _Constants(made, steps, written)
-    called = []
+    constants = _Constants(made, network, steps, written)
+    called: dict[Any, list[fx.Node]] = {}
     for node in list(made.graph.nodes):
         module = constants.convolution(node)
         if module is not None:
@@ -54,21 +55,28 @@ def call_as_modules(made: fx.GraphModule, network: Any, steps: Steps, written: s
             call.meta.update(node.meta)
             node.replace_all_uses_with(call)
             made.graph.erase_node(node)
-            called.append((call, module))
+            called.setdefault(module, []).append(call)
     constants.drop_unread()
-    for call, module in called:
-        call.target = _free_name(made.graph, call, network)
-        made.add_submodule(call.target, module)
-        steps.add(call.target, module)
+    for module, calls in called.items():
+        name = _free_name(made.graph, calls[0], network)
+        for call in calls:
+            call.target = name
+        made.add_submodule(name, module)
+        steps.add(name, module)
 
 
 class _Constants:
     """The steps of a graph that read nothing but the network's own tensors, which nothing writes to."""
 
-    def __init__(self, made: fx.GraphModule, steps: Steps, written: set[Any]) -> None:
+    def __init__(self, made: fx.GraphModule, network: Any, steps: Steps, written: set[Any]) -> None:
         self.made = made
         self.values: dict[fx.Node, Any] = {}
+        self.first: dict[fx.Node, fx.Node] = {}
+        self.same: dict[str, fx.Node] = {}
+        self.modules: dict[tuple[Any, ...], Any] = {}
+        self.of_one_dtype = _of_one_dtype(made.graph, network)
         self.steps = set[fx.Node]()
+        written = written.union(*map(steps.held, made.graph.nodes))
         for node in made.graph.nodes:
             is_step = node.op in ("call_function", "call_method") and is_told_by_name(node) and node.all_input_nodes
             is_read = is_step and not steps.writes(node) and self.steps.issuperset(node.all_input_nodes)
@@ -84,19 +92,30 @@ class _Constants:
         operands = [call.get("weight"), call.get("bias")]
         if "input" not in call or not self.steps.issuperset(read) or len(read) != sum(map(bool, operands)):
             return None  # a number is computed, or an operand is
+        if call["input"] in self.of_one_dtype and not self.of_one_dtype.isdisjoint(read):
+            return None  # in another dtype than the network may have later, to which its parameters go
         try:
             with torch.no_grad(), _NothingRandom():
                 weight, bias = map(self._value, operands)
-            return _module(*_MODULES[node.target], weight, bias, call)
+            numbers = [call.get(name) for name in _ARGUMENTS[3:]]
+            key = (node.target, id(weight), id(bias), repr(numbers))
+            if key not in self.modules:
+                self.modules[key] = _module(*_MODULES[node.target], weight, bias, call)
+            return self.modules[key]
         except Exception:  # as the step itself may raise, when it is called
             return None
 
     def _value(self, node: fx.Node | None) -> Any:
+        """What a step gives; steps that compute the same give one tensor, as those of a module that is called twice."""
         if node is None:
             return None
         if node not in self.values:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
-            if node.op == "get_attr":
+            told = fx.map_arg((node.args, node.kwargs), lambda each: self.first[each])
+            self.first[node] = self.same.setdefault(f"{node.op} {node.target} {told}", node)
+            if self.first[node] is not node:
+                value = self.values[self.first[node]]
+            elif node.op == "get_attr":
                 value = operator.attrgetter(str(node.target))(self.made)
             elif node.op == "call_function":
                 value = node.target(*args, **kwargs)
@@ -110,6 +129,25 @@ class _Constants:
         for node in reversed(list(self.made.graph.nodes)):
             if node in self.values and not node.users:
                 self.made.graph.erase_node(node)
+
+
+def _of_one_dtype(graph: fx.Graph, network: Any) -> set[fx.Node]:
+    """The steps of a graph that give the same dtype whatever that of the network, as its code names one."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        path, _, name = str(node.target).rpartition(".")
+        if node.op == "get_attr":
+            owner = network.get_submodule(path)
+            is_of_one = name not in owner._parameters and name not in owner._buffers
+        elif node.target in ("to", "type", "type_as") and len(node.all_input_nodes) > 1:
+            is_of_one = node.all_input_nodes[1] in found
+        else:
+            values = (*node.args, *node.kwargs.values())
+            names_one = node.target in _CONVERSIONS or any(isinstance(each, torch.dtype) for each in values)
+            is_of_one = names_one or not found.isdisjoint(node.all_input_nodes)
+        if is_of_one:
+            found.add(node)
+    return found
 
 
 class _NothingRandom(TorchDispatchMode):
@@ -151,15 +189,22 @@ def _of_each(value: Any, rank: int) -> Any:
 
 
 def _parameter(tensor: Any) -> Any:
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach(), requires_grad=False)
+    """A tensor as a parameter, which can be written to: elements of an expanded one share memory."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return nn.Parameter(tensor.detach() if is_dense else tensor.detach().clone(), requires_grad=False)
 
 
 def _free_name(graph: fx.Graph, call: fx.Node, network: Any) -> str:
     """The name of the module whose code has a step, where no step names it or a part of it, else one that is new."""
     taken = [str(each.target) for each in graph.nodes if each.op in ("call_module", "get_attr")]
-    owner = next((path for path, _ in reversed(call.meta.get("nn_module_stack", {}).values())), "")
-    if owner and not _is_taken(owner, taken):
-        return str(owner)
+    called = [str(each.target) for each in graph.nodes if each.op == "call_module" and each.target]
+    owner = str(next((path for path, _ in reversed(call.meta.get("nn_module_stack", {}).values())), ""))
+    if any(owner.startswith(f"{each}.") for each in called):  # what is called runs what it has
+        owner = owner.replace(".", "_")
+    elif owner and not _is_taken(owner, taken):
+        return owner
     names = (f"{owner or 'convolution'}_{number}" for number in itertools.count(1))
     return next(name for name in names if not _is_taken(name, taken) and not _has(network, name))
 

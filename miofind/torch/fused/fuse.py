@@ -110,7 +110,7 @@ def fuse(model: Any) -> Any:
     if is_compiled(model):
         return model.dynamo_ctx(fuse(model._orig_mod))
     # Weights of inference mode would have no gradients. That these are on shows where code switches them off.
-    with without_what_is_loaded(), torch.inference_mode(False), torch.enable_grad():
+    with without_what_is_loaded(), _no_autocast(), torch.inference_mode(False), torch.enable_grad():
         copied = _copied(model)
         work = _Work(copied, References(copied))
         made = _fused(copied, "", work)
@@ -118,6 +118,13 @@ def fuse(model: Any) -> Any:
     work.kept.update(dict.fromkeys(transposed, "it is transposed"))
     made.fusion_report = work.report()
     return made
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Compute weights in their own dtype, though `fuse` is called in a block of autocast."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def _copied(model: Any) -> Any:

@@ -266,13 +266,19 @@ class Steps:
         """What a step may write to, of what it is given."""
         if node.op == "call_module":
             module = self.module(node)
-            is_pytorchs = type(module).__module__.startswith("torch.nn.modules.")
-            is_known = is_pytorchs or type(module) is FusedConvolution or is_convolution(module)
             is_in_place = bool(getattr(module, "inplace", False))
-            return node.all_input_nodes if is_in_place or not is_known or is_changed(module) else []
+            return node.all_input_nodes if is_in_place or not _is_known(module) else []
         if node.op not in ("call_function", "call_method") or node.target is must_be:
             return []
         return written_by_call(node)
+
+    def held(self, node: fx.Node) -> set[Any]:
+        """Names of the memory of the tensors of a module that a step calls, where that may write to them."""
+        module = self.module(node)
+        limits_norms = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        if module is None or (_is_known(module) and not limits_norms):
+            return set()
+        return {storage_of(each) for each in (*module.parameters(), *module.buffers())}
 
     def places(self, node: fx.Node) -> set[Any]:
         """Names of the memory that a step's result may lie in: steps that make some, and that of the network's tensors.
@@ -303,6 +309,13 @@ class Steps:
         if node.op == "call_module":
             return isinstance(self.module(node), _FRESH_MODULES)
         return node.target in _OF_CALL or (is_told_by_name(node) and name_of(node) in _FRESH_NAMES)
+
+
+def _is_known(module: Any) -> bool:
+    """Whether a module writes to nothing, unless it is to work in place."""
+    is_pytorchs = type(module).__module__.startswith("torch.nn.modules.")
+    is_known = is_pytorchs or type(module) is FusedConvolution or is_convolution(module)
+    return is_known and not is_changed(module)
 
 
 _UNKNOWN = object()

@@ -27,6 +27,7 @@ IN_PLACE_OPERATORS = (
     operator.irshift,
 )
 _EMBEDDINGS = ("embedding", "embedding_bag")
+_OBSERVERS = ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper")
 _WRITING = ("setitem", "__setitem__", "setattr")
 _TOLD_BY_NAMES = frozenset({"torch", "operator", "_operator", "math", "builtins", "miofind"})
 
@@ -82,6 +83,8 @@ def written_by_call(step: fx.Node) -> list[fx.Node]:
         return _written_by_some(function, step)
     if "out" in step.kwargs:
         return _of_kind(fx.Node, step.kwargs["out"])
+    if name_of(step) in _OBSERVERS:
+        return _written_by_some(getattr(torch.ops.aten, name_of(step)), step)
     if name_of(step) in _EMBEDDINGS:
         return _renormalized(step)
     inputs: list[fx.Node] = step.all_input_nodes

@@ -152,5 +152,173 @@ class Twice(nn.Module):
 def test_a_module_that_is_called_twice() -> None:
     model = Twice().eval()
     fused = fuse(model)
-    assert [layer.name for layer in fused.fusion_report.fused] == ["conv_1", "conv_2"]
+    assert [layer.name for layer in fused.fusion_report.fused] == ["conv_1", "conv_1"]
+    same(fused, model, torch.randn(2, 4, 8, 8))
+
+
+class Deep(nn.Module):
+    """Calls one module again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = Standardized(4, 4, 3, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        for _ in range(6):
+            x = self.conv(x).relu()
+        return x
+
+
+def test_weights_of_a_module_that_is_called_again_are_held_once() -> None:
+    model = Deep().eval()
+    fused = fuse(model)
+    assert sum(each.numel() for each in fused.parameters()) == 4 * 4 * 9 + 4
+    same(fused, model, torch.randn(2, 4, 8, 8))
+
+
+class Shifted(nn.Module):
+    """A convolution by a function, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
+
+    def forward(self, x: Any) -> Any:
+        return functional.conv2d(x, self.weight * 0.3, padding=1) + 1
+
+
+class Gated(nn.Module):
+    """Holds one, and cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Shifted()
+
+    def forward(self, x: Any) -> Any:
+        return self.part(x) if x.sum() > -1e9 else x
+
+
+class Apart(nn.Module):
+    """Calls a module, and a part of it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = Gated()
+
+    def forward(self, x: Any) -> Any:
+        return self.gated.part(self.gated(x)).relu()
+
+
+class Holding(nn.Module):
+    """A convolution by a function, and a module with one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
+        self.inner = Shifted()
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(functional.conv2d(x, self.weight * 2, padding=1).relu()).relu()
+
+
+@pytest.mark.parametrize("kind", [Apart, lambda: nn.Sequential(Holding(), nn.ReLU())])
+def test_parts_of_modules_that_are_called_stay_theirs(kind: Callable[[], Any]) -> None:
+    model = kind().eval()
+    same(fuse(model), model, torch.randn(2, 4, 8, 8))
+
+
+class Decaying(nn.Module):
+    """Writes to its weight in each call, by code that cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
+
+    def forward(self, x: Any) -> Any:
+        if x.sum() > -1e9:
+            self.weight.data.mul_(0.5)
+        return x
+
+
+class Embedded(nn.Module):
+    """Gives its input back, and has an embedding limit its rows' norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 36, max_norm=0.5)
+
+    @property
+    def weight(self) -> Any:
+        return self.table.weight.view(4, 4, 3, 3)[:, :4]
+
+    def forward(self, x: Any) -> Any:
+        return x + self.table(x.flatten()[:2].long().clamp(0, 3)).mean() * 0
+
+
+class Observing(nn.Module):
+    """Counts the range of its weight in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = nn.Parameter(torch.randn(4, 4, 3, 3))
+        self.register_buffer("ranges", torch.zeros(3))
+        self.register_buffer("whole", torch.ones(2, dtype=torch.int32))
+
+    @property
+    def weight(self) -> Any:
+        whole, ranges = self.whole[:1], (self.ranges[:1], self.ranges[1:2], self.ranges[2:])
+        return torch.fused_moving_avg_obs_fake_quant(self.given, whole, whole, *ranges, self.whole[1:], 0.1, -8, 7, 0)
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Reading(nn.Module):
+    """Convolves with the weight of another module."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Any) -> Any:
+        return functional.conv2d(self.other(x), self.other.weight * 2)
+
+
+@pytest.mark.parametrize("kind", [Decaying, Embedded, Observing])
+def test_weights_that_modules_write_to_are_no_constants(kind: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Reading(kind()).eval(), torch.randn(2, 4, 8, 8)
+    fused = fuse(model)
+    for _ in range(3):
+        same(fused, model, x)
+
+
+def test_expanded_weights_can_be_written_to() -> None:
+    function = functional.conv2d
+    model = Functions(lambda m, x: function(x, m.weight[:, :1].mean((2, 3), keepdim=True).expand(4, 1, 3, 3), groups=4))
+    fused = fuse(model.eval())
+    fused.load_state_dict({name: tensor.clone() for name, tensor in fused.state_dict().items()})
+    same(fused, model, torch.randn(2, 4, 8, 8))
+
+
+KEPT_DTYPES: dict[str, Callable[[Any, Any], Any]] = {
+    "a parameter": lambda m, x: functional.conv2d(x.float(), m.weight.float()).to(x.dtype),
+    "a plain tensor": lambda m, x: functional.conv2d(x.to(torch.float32), m.plain).type_as(x),
+}
+
+
+@pytest.mark.parametrize("case", KEPT_DTYPES)
+def test_code_that_names_a_dtype_has_it_after_conversions(case: str) -> None:
+    model = Functions(KEPT_DTYPES[case]).eval()
+    model.plain = torch.randn(4, 4, 3, 3)
+    fused, x = fuse(model), torch.randn(2, 4, 8, 8)
+    same(fused, model, x)
+    same(fused.double(), model.double(), x.double())
+
+
+def test_weights_are_computed_in_their_own_dtype_under_autocast() -> None:
+    model = Functions(lambda m, x: functional.conv2d(x, (m.weight.flatten(1) @ m.weight.flatten(1).T).view(4, 4, 1, 1)))
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = fuse(model.eval())
+    assert {each.dtype for each in fused.parameters()} == {torch.float32}
     same(fused, model, torch.randn(2, 4, 8, 8))
