@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from miofind.core.tensor import Layout
+from miofind.errors import LaunchError
 from miofind.process.forks import ForkedLock
 from miofind.torch.override.formats import dense, is_dense, layout_like
 from miofind.torch.override.memory import is_capturing
@@ -151,22 +152,31 @@ def is_of_processes(weight: Any) -> bool:
 
 
 def _copied(weight: Any, form: Form) -> Any:
-    """A new copy, or one that was written anew, for all threads and streams once it is written."""
-    version = weight._version
+    """A new copy, or one that was written anew, for all threads and streams once it is written.
+
+    Other forms that cannot be written now, for want of memory, are tried again at the next use of any.
+    """
+    version, are_written = weight._version, True
     copies = _copies.get(id(weight))
     if copies is None or not copies.are_of(weight):
         copies = _Copies(weight)
         _count_steps()
     with torch.inference_mode(mode=False), torch.no_grad():  # a copy made in inference mode could not be written to
         for each, copy in copies.of_forms.items() if copies.version != version else ():
-            each.write(copy, weight)
+            try:
+                each.write(copy, weight)
+            except (LaunchError, torch.OutOfMemoryError):
+                if each == form:
+                    raise
+                are_written = False
         made = copies.of_forms.get(form)
         if made is None:
             made = form.made(weight)
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
     if type(made) is torch.Tensor:  # no fake one, which stands for it while a model is traced
-        copies.version, copies.of_forms[form], _copies[id(weight)] = version, made, copies
+        copies.of_forms[form], _copies[id(weight)] = made, copies
+        copies.version = version if are_written else copies.version
     return made
 
 

@@ -300,6 +300,32 @@ def test_where_they_cannot_be_packed_the_whole_solution_runs(
     assert packed_of(fused) == []
 
 
+@pytest.mark.usefixtures("served")
+def test_where_they_cannot_be_packed_anew_other_forms_are_written(
+    fused: Any, runs: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = images(), images().contiguous(memory_format=torch.channels_last)
+    for x in (first, last, first, last):
+        check(fused, x)
+    with torch.no_grad():
+        fused.get_parameter("0.weight").mul_(2)
+    before = runs.copy()
+    with monkeypatch.context() as patch:
+
+        def failing(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        patch.setattr(packed_filters.PackedFilters, "write", failing)
+        for x in (last, first, last):
+            check(fused, x)
+        assert runs - before == {WHOLE: 3}
+        with pytest.raises(torch.OutOfMemoryError):
+            fused.load_state_dict(fused.state_dict())
+    for x in (first, last, first, last):
+        check(fused, x)
+    assert len(packed_of(fused)) == 1
+
+
 def test_nobody_waits_for_their_kernels(fused: Any, handle: Handle, runs: Counter[str]) -> None:
     x, kernels = images(), Withheld()
     fused_plans.forget()
