@@ -270,6 +270,7 @@ def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
     }
     _Rewriting(made, module, path, work).run()
     keep_constants(made, module)
+    _drop_unread(made, has_own=not path)
     for each in made.modules():
         each.training = False  # torch.fx makes modules of its own, in place of lists of modules
     if path:
@@ -280,6 +281,21 @@ def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
         if name not in vars(made) or name == "meta":
             setattr(made, name, value)
     return made
+
+
+def _drop_unread(made: fx.GraphModule, *, has_own: bool) -> None:
+    """Drop tensors that no step reads, of which weights were computed, from what torch.fx made to hold tensors.
+
+    Args:
+        has_own: whether the graph's own tensors are nobody else's.
+    """
+    read = {str(node.target) for node in made.graph.find_nodes(op="get_attr")}
+    called = tuple(f"{node.target}." for node in made.graph.find_nodes(op="call_module"))
+    for path, holder in made.named_modules():
+        is_made = (has_own and holder is made) or (type(holder) is nn.Module and not f"{path}.".startswith(called))
+        for tensors in (holder._parameters, holder._buffers) if is_made else ():
+            for name in [each for each in tensors if f"{path}.{each}".removeprefix(".") not in read]:
+                del tensors[name]
 
 
 def _disguised(module: Any, graph: fx.GraphModule) -> Any:

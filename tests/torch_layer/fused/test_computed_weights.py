@@ -176,6 +176,27 @@ def test_weights_of_a_module_that_is_called_again_are_held_once() -> None:
     same(fused, model, torch.randn(2, 4, 8, 8))
 
 
+class Both(nn.Module):
+    """Two convolutions by a function, and a tensor that is read elsewhere, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(4, 4, 3, 3)) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        y = functional.conv2d(x, self.first * 2, padding=1) * self.second.mean()
+        return functional.conv2d(y, self.second * 2, padding=1).relu()
+
+
+@pytest.mark.parametrize("kind", [Both, lambda: nn.Sequential(Both())])
+def test_what_weights_were_computed_of_is_held_no_longer(kind: Callable[[], Any]) -> None:
+    model = kind().eval()
+    fused = fuse(model)
+    assert sum(each.numel() for each in fused.parameters()) == 3 * 4 * 4 * 9
+    same(fused, model, torch.randn(2, 4, 8, 8))
+    same(pickle.loads(pickle.dumps(fused)), model, torch.randn(2, 4, 8, 8))
+
+
 class Shifted(nn.Module):
     """A convolution by a function, and more."""
 
