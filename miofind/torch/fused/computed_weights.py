@@ -1,7 +1,6 @@
-"""Convolutions that a network's code calls as functions, of weights that are its own or computed of its own alone.
+"""What a network's code computes of its own tensors alone: weights of convolutions that it calls as functions.
 
-What code computes of parameters in each call, as weight standardization does, is the same in each call of a network for
-inference.
+That is the same in each call of a network for inference, as what weight standardization makes of a parameter.
 """
 
 from __future__ import annotations
@@ -37,15 +36,13 @@ def calls_convolution(module: Any) -> bool:
     return any(not names.isdisjoint(function.__code__.co_names) for function in functions)
 
 
-def call_as_modules(made: fx.GraphModule, network: Any, steps: Steps, written: set[Any]) -> None:
+def call_as_modules(made: fx.GraphModule, network: Any, steps: Steps, constants: Constants) -> None:
     """Have modules of PyTorch's do what a graph's functions of convolution do that have constant weights.
 
     Args:
         network: whose graph it is.
         steps: of the graph; knows the modules afterwards.
-        written: names of the memory that the graph's steps may write to.
     """
-    constants = _Constants(made, network, steps, written)
     called: dict[Any, list[fx.Node]] = {}
     for node in list(made.graph.nodes):
         module = constants.convolution(node)
@@ -65,8 +62,13 @@ def call_as_modules(made: fx.GraphModule, network: Any, steps: Steps, written: s
         steps.add(name, module)
 
 
-class _Constants:
-    """The steps of a graph that read nothing but the network's own tensors, which nothing writes to."""
+class Constants:
+    """The steps of a graph that read nothing but the network's own tensors, which nothing writes to.
+
+    Args:
+        network: whose graph it is.
+        written: names of the memory that the graph's steps may write to.
+    """
 
     def __init__(self, made: fx.GraphModule, network: Any, steps: Steps, written: set[Any]) -> None:
         self.made = made
@@ -104,6 +106,17 @@ class _Constants:
             return self.modules[key]
         except Exception:  # as the step itself may raise, when it is called
             return None
+
+    def tensor(self, node: fx.Node) -> Any:
+        """What a step gives, as long as it lives; None where that is not the same in each call and in each dtype."""
+        if node not in self.steps or node in self.of_one_dtype:
+            return None
+        try:
+            with torch.no_grad(), _NothingRandom():
+                value = self._value(node)
+        except Exception:  # as above
+            return None
+        return value if isinstance(value, torch.Tensor) else None
 
     def _value(self, node: fx.Node | None) -> Any:
         """What a step gives; steps that compute the same give one tensor, as those of a module that is called twice."""

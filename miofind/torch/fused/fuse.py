@@ -22,9 +22,9 @@ from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, MiofindError, brief
 from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.compiled import is_compiled, is_exported, path_without
-from miofind.torch.fused.computed_weights import call_as_modules, calls_convolution
+from miofind.torch.fused.computed_weights import Constants, call_as_modules, calls_convolution
 from miofind.torch.fused.constants import keep_constants
-from miofind.torch.fused.graph_steps import ADDITIONS, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
+from miofind.torch.fused.graph_steps import ADDITIONS, AFFINE, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.reading import Reading, only_called
@@ -77,10 +77,12 @@ class FusionReport:
 def fuse(model: Any) -> Any:
     """A copy of a network for inference with its convolutions fused, and what was done in its `fusion_report`.
 
-    Batch norms are folded into weights and bias in float64, then rounded to the weights' dtype. Convolution, bias,
-    activation and the addition of a tensor of the same shape, before or after the activation, become one
-    `FusedConvolution`, where nothing else uses what is between them. Activations are those of `miofind.Activation`, as
-    modules, functions and methods, in place or not; dropouts and identities between them are nothing in inference.
+    Batch norms are folded into weights and bias in float64, then rounded to the weights' dtype, and so are numbers that
+    the result is multiplied by or that are added, the same of all channels or one of each, as of frozen batch norms and
+    scaled branches. Convolution, bias, activation and the addition of a tensor of the same shape, before or after the
+    activation, become one `FusedConvolution`, where nothing else uses what is between them. Activations are those of
+    `miofind.Activation`, as modules, functions and methods, in place or not; dropouts and identities between them are
+    nothing in inference.
 
     The network given stays as it is. The copy is a torch.fx.GraphModule where torch.fx can trace the network and the
     graph tells all that its code does, else one of its class with its submodules fused one by one, which keep their
@@ -339,7 +341,10 @@ class _Chain:
     Attributes:
         nodes: in order, the convolution first.
         parts: their names.
-        norm: the batch norm's statistics and parameters, by the names of `fold_batch_norm`; empty for none.
+        norms: what is folded into the weights, each by the names of `fold_batch_norm`.
+        key: tells chains from others that fold something else.
+        is_batched: whether what is folded gives another shape without a batch dimension, or refuses that.
+        widens: whether it gives the weights' dtype though autocast has the convolution compute in another.
         folded: weight and bias with it, None without.
         numbers: the activation, and what is done with the residual.
         residual: what is added, or None.
@@ -349,7 +354,10 @@ class _Chain:
 
     nodes: list[fx.Node]
     parts: list[str] = field(default_factory=lambda: ["convolution"])
-    norm: dict[str, Any] = field(default_factory=dict)
+    norms: list[dict[str, Any]] = field(default_factory=list)
+    key: list[Any] = field(default_factory=list)
+    is_batched: bool = False
+    widens: bool = False
     folded: tuple[Any, Any] | None = None
     numbers: Nonlinearity = field(default_factory=Nonlinearity)
     residual: fx.Node | None = None
@@ -367,11 +375,12 @@ class _Rewriting:
         self.work = work
         self.steps = Steps(made)
         self.written = self._written()
+        self.constants = Constants(made, module, self.steps, self.written)
         self.names: dict[tuple[Any, ...], str] = {}
 
     def run(self) -> None:
         """Rewrite the graph."""
-        call_as_modules(self.made, self.module, self.steps, self.written)
+        call_as_modules(self.made, self.module, self.steps, self.constants)
         self._drop_assertions()
         targets = (node.target for node in self.made.graph.nodes if node.op in ("call_module", "get_attr"))
         self.work.readings.append(Reading(self.path, {tuple(str(target).split(".")) for target in targets}))
@@ -382,6 +391,7 @@ class _Rewriting:
                 self._fuse(node, module, name)
             elif module is not None and _has_convolution(module):  # it has hooks, or cannot be traced
                 self.made.add_submodule(str(node.target), _fused(module, name, self.work))
+        self.constants.drop_unread()
         self.made.graph.lint()
         self.made.delete_all_unused_submodules()
         self.made.recompile()
@@ -424,17 +434,17 @@ class _Rewriting:
         last.replace_all_uses_with(fused)
         for each in reversed(chain.nodes):
             self.made.graph.erase_node(each)
-        bias = ["bias"] if module.bias is not None and not chain.norm else []
+        bias = ["bias"] if module.bias is not None and not chain.norms else []
         self.work.fused.append(FusedLayer(name, (chain.parts[0], *bias, *chain.parts[1:])))
 
     def _name(self, node: fx.Node, module: Any, chain: _Chain) -> str:
         """The name of the chain's module: the convolution's own, unless others run that convolution differently."""
         kind = (chain.numbers, chain.residual is not None, chain.adds_in_place, chain.residual_first)
-        key = (node.target, *kind, *map(id, chain.norm.values()))
+        key = (node.target, *kind, *chain.key)
         if key not in self.names:
             called = [str(each.target) for each in self.made.graph.nodes if each.op == "call_module"]
             is_others = any(str(node.target).startswith(f"{name}.") for name in called)  # part of a single operation
-            is_read = bool(chain.norm) and self._reads_parts(node.target)  # as they are without the norm
+            is_read = bool(chain.norms) and self._reads_parts(node.target)  # as they are without the norm
             is_called_once = called.count(str(node.target)) == 1 and node.target not in self.names.values()
             is_own = is_called_once and not is_others and not is_read
             place = str(node.target).replace(".", "_") if is_others else node.target  # that may run all it has
@@ -458,6 +468,7 @@ class _Rewriting:
             if _times_read(user, last) != 1 or not (
                 self.steps.is_nothing(user)
                 or self._takes_norm(chain, user)
+                or self._takes_affine(chain, user)
                 or self._takes_activation(chain, user)
                 or (with_residual and self._takes_residual(chain, user))
             ):
@@ -467,12 +478,35 @@ class _Rewriting:
 
     def _takes_norm(self, chain: _Chain, user: fx.Node) -> bool:
         module = self.steps.module(chain.nodes[0])
-        norm = self.steps.batch_norm(user, chain.nodes[-1], module.weight.dim()) if len(chain.parts) == 1 else None
-        folded = None if norm is None else _folded(module, norm)
-        if norm is None or folded is None or self._writes_to(norm.values()):
+        norm = self.steps.batch_norm(user, chain.nodes[-1], module.weight.dim()) if _is_linear(chain) else None
+        if norm is None or self._writes_to(norm.values()):
             return False
-        chain.norm, chain.folded = norm, folded
-        chain.parts.append("batch_norm")
+        is_taken = _folds(chain, module, norm, "batch_norm", [id(each) for each in norm.values()])
+        chain.is_batched |= is_taken
+        return is_taken
+
+    def _takes_affine(self, chain: _Chain, user: fx.Node) -> bool:
+        """Whether a step multiplies by a number or adds one, the same of all channels or one of each.
+
+        So do frozen batch norms, that are no modules of PyTorch's, and networks that scale their branches.
+        """
+        name = AFFINE.get(user.target) if user.op in ("call_function", "call_method") else None
+        if name is None or len(user.args) != 2 or user.kwargs or not _is_linear(chain):
+            return False
+        first, second = user.args
+        is_first = first is chain.nodes[-1]
+        if not is_first and (name not in ("mul", "add") or self.steps.writes(user)):
+            return False
+        other = second if is_first else first
+        is_step = isinstance(other, fx.Node)
+        value = self.constants.tensor(other) if is_step else other
+        module = self.steps.module(chain.nodes[0])
+        of_channels = _of_channels(value, module.weight)
+        key = [name, is_step, id(value) if is_step else value]
+        if of_channels is None or not _folds(chain, module, _affine(name, of_channels), name, key):
+            return False
+        chain.is_batched |= is_step and value.dim() == module.weight.dim()
+        chain.widens |= is_step and value.dim() > 0
         return True
 
     def _takes_activation(self, chain: _Chain, user: fx.Node) -> bool:
@@ -563,16 +597,71 @@ def _weights(module: Any) -> tuple[Any, Any]:
     return module.weight.detach(), None if module.bias is None else module.bias.detach()
 
 
-def _folded(module: Any, norm: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Weight and bias with a batch norm; None where it cannot be, or where it would make them overflow."""
-    given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in norm.items()}
+def _is_linear(chain: _Chain) -> bool:
+    """Whether all that a chain does can be folded into the convolution's weights."""
+    return chain.residual is None and chain.numbers.activation == "none"
+
+
+def _folds(chain: _Chain, module: Any, norm: dict[str, Any], part: str, key: list[Any]) -> bool:
+    """Fold a batch norm, or what is like one, into a chain's weights, if that can be."""
+    folded = _folded(module, [*chain.norms, norm])
+    if folded is None:
+        return False
+    chain.norms.append(norm)
+    chain.key += key
+    chain.folded = folded
+    chain.parts.append(part)
+    return True
+
+
+def _of_channels(value: Any, weight: Any) -> Any:
+    """A number or a constant tensor as one number for each channel, (k,); None where it is something else."""
+    count, rank = weight.shape[0], weight.dim()
+    if type(value) in (int, float):
+        return torch.full((count,), value, dtype=torch.float64, device=weight.device) if math.isfinite(value) else None
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.device != weight.device:
+        return None
+    shape = (*(1,) * (rank - value.dim()), *value.shape)
+    is_alike = value.dtype == weight.dtype or value.dim() == 0
+    if not is_alike or len(shape) != rank or shape not in ((1,) * rank, (1, count, *(1,) * (rank - 2))):
+        return None
+    return value.detach().flatten().expand(count)
+
+
+def _affine(name: str, value: Any) -> dict[str, Any]:
+    """What a step does with a number of each channel, as a batch norm by the names of `fold_batch_norm`."""
+    zero, one = torch.zeros_like(value, dtype=torch.float64), torch.ones_like(value, dtype=torch.float64)
+    value = value.to(torch.float64)
+    gamma = {"mul": value, "div": 1 / value}.get(name, one)
+    beta = {"add": value, "sub": -value}.get(name, zero)
+    return {"mean": zero, "variance": one, "gamma": gamma, "beta": beta, "epsilon": 0.0}
+
+
+def _folded(module: Any, norms: list[dict[str, Any]]) -> tuple[Any, Any] | None:
+    """Weight and bias with batch norms, rounded once; None where it cannot be, or where they would lose too much.
+
+    They overflow, or numbers that are no batch norm's make a channel's weights too small for their dtype.
+    """
     before = _weights(module)
+    weight: Any = before[0].double()
+    bias: Any = None if before[1] is None else before[1].double()
     try:
-        folded = fold_batch_norm(*before, **given)
+        for norm in norms:
+            given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in norm.items()}
+            weight, bias = fold_batch_norm(weight, bias, **given)
     except MiofindError:  # PyTorch, which the norm is left to, takes it or says why not
         return None
-    overflows = not module.weight.is_meta and not _are_finite(folded) and _are_finite(before)
-    return None if overflows else folded
+    rounded = weight.to(module.weight.dtype), bias.to((module.weight if module.bias is None else module.bias).dtype)
+    if module.weight.is_meta or not _are_finite(before):
+        return rounded
+    is_small = any(norm["epsilon"] == 0 for norm in norms) and _is_rounded_away(weight, rounded[0])
+    return rounded if _are_finite(rounded) and not is_small else None
+
+
+def _is_rounded_away(exact: Any, rounded: Any) -> bool:
+    """Whether a channel's weights have lost more than their dtype's precision, as those below its least number."""
+    lost = (rounded.double() - exact).flatten(1).norm(dim=1)
+    return bool((lost > torch.finfo(rounded.dtype).eps * exact.flatten(1).norm(dim=1)).any())
 
 
 def _are_finite(tensors: tuple[Any, ...]) -> bool:
@@ -588,7 +677,8 @@ def _module(module: Any, chain: _Chain) -> Any:
         _window(module),
         chain.numbers,
         adds_in_place=chain.adds_in_place,
-        has_norm=bool(chain.norm),
+        has_norm=chain.is_batched,
+        widens=chain.widens,
         has_residual=chain.residual is not None,
         residual_first=chain.residual_first,
     ).eval()

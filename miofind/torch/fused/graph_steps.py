@@ -23,6 +23,13 @@ NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn
 """Modules that in inference give what they are given."""
 
 ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+AFFINE = {
+    **dict.fromkeys((operator.mul, operator.imul, torch.mul, "mul", "mul_"), "mul"),
+    **dict.fromkeys((operator.truediv, operator.itruediv, torch.div, "div", "div_"), "div"),
+    **dict.fromkeys(ADDITIONS, "add"),
+    **dict.fromkeys((operator.sub, operator.isub, torch.sub, "sub", "sub_"), "sub"),
+}
+"""By function, or by the name of a method: what is done with a number, or with one of each channel."""
 
 
 def _of(name: str) -> Callable[..., Nonlinearity]:

@@ -127,6 +127,7 @@ class FusedConvolution(torch.nn.Module):
         numbers: the activation, and what is done with a residual.
         adds_in_place: the sum with a residual of another dtype keeps that of the convolution's result.
         has_norm: a batch norm is folded into the weights, so x must have a batch dimension.
+        widens: y has the weights' dtype under autocast, too, as the product with a constant of theirs has.
         has_residual: it takes a residual, without which it raises what the addition of None raises.
         residual_first: the sum is that of the residual and the convolution's result: in memory it lies as the residual.
     """
@@ -142,12 +143,14 @@ class FusedConvolution(torch.nn.Module):
         *,
         adds_in_place: bool = False,
         has_norm: bool = False,
+        widens: bool = False,
         has_residual: bool = False,
         residual_first: bool = False,
     ) -> None:
         super().__init__()
         self.has_residual = has_residual
         self.adds_in_place, self.has_norm, self.residual_first = adds_in_place, has_norm, residual_first
+        self.widens = widens
         self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
         given = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", given)
@@ -215,6 +218,7 @@ class FusedConvolution(torch.nn.Module):
             residual = residual.unsqueeze(0)  # of fewer dimensions it spreads as it is; one of none decides no dtype
         x = x.unsqueeze(0) if is_single else x
         y = self._computed(x, residual)
+        y = y.to(self.weight.dtype) if self.widens else y
         return y.squeeze(0) if is_single else y
 
     def _computed(self, x: Any, residual: Any) -> Any:

@@ -410,7 +410,7 @@ FUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "dropout between": (lambda m, y, x: functional.dropout(y, 0.5, training=False).relu(), "bias relu"),
     "a smaller residual": (lambda m, y, x: (y + x.mean((2, 3), keepdim=True)).relu(), "bias residual relu"),
     "a wider residual": (lambda m, y, x: (y + x.double()).relu(), "bias residual relu"),
-    "a number": (lambda m, y, x: (y + 1.0).relu(), "bias"),
+    "a number": (lambda m, y, x: (y + 1.0).relu(), "add relu"),
     "a size": (lambda m, y, x: (y + x.size(0)).relu(), "bias residual relu"),
     "a size in place": (lambda m, y, x: y.add_(x.shape[1]).relu(), "bias residual relu"),
     "an operator in place": (lambda m, y, x: torch.relu(operator.iadd(y, x)), "bias residual relu"),
@@ -611,7 +611,7 @@ class Doubled(nn.Conv2d):
         return 2 * super()._conv_forward(input, weight, bias)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(Standardized, "batch_norm relu"), (Doubled, "bias")])
+@pytest.mark.parametrize(("kind", "expected"), [(Standardized, "batch_norm relu"), (Doubled, "mul batch_norm relu")])
 def test_a_convolution_with_a_computation_of_its_own(kind: type[nn.Conv2d], expected: str) -> None:
     model = prepared(nn.Sequential(kind(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
     fused = fuse(model)
