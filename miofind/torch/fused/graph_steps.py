@@ -196,7 +196,11 @@ class Steps:
         module = self.module(node)
         if module is not None:
             return type(module) in NOTHING and not is_changed(module) and _reads_one(node)
-        return node.target is functional.dropout and node.kwargs.get("training") is False
+        if node.target is functional.dropout:
+            return node.kwargs.get("training") is False
+        return _is_function(node, "torchvision.ops.stochastic_depth", "stochastic_depth") and (
+            node.kwargs.get("training", node.args[3] if len(node.args) > 3 else True) is False
+        )
 
     def activation(self, node: fx.Node, given: fx.Node) -> Nonlinearity | None:
         """The activation of `given` that a step is, or None."""
@@ -271,6 +275,8 @@ class Steps:
 
     def written(self, node: fx.Node) -> list[fx.Node]:
         """What a step may write to, of what it is given."""
+        if self.is_nothing(node):
+            return []
         if node.op == "call_module":
             module = self.module(node)
             is_in_place = bool(getattr(module, "inplace", False))
@@ -327,6 +333,12 @@ def _is_known(module: Any) -> bool:
 
 _UNKNOWN = object()
 _NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+
+def _is_function(node: fx.Node, home: str, name: str) -> bool:
+    """Whether a step calls a function of another library, which is not imported for that."""
+    told = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
+    return node.op == "call_function" and told == (home, name)
 
 
 def _reads_one(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from helpers.runs.fused_answers import answers_of
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrizations, prune
 
 from miofind import Handle
@@ -479,6 +479,28 @@ def test_an_assertion_of_something_else_stays() -> None:
     fused = fuse(prepared(Tail(tail)))
     with pytest.raises(AssertionError, match="never so"):
         fused(torch.randn(2, 4, 6, 5))
+
+
+def stochastic_depth(input: Any, p: float, mode: str, training: bool = True) -> Any:
+    """What torchvision has: torch.fx writes it down as one step."""
+    return input if not training else input * torch.empty(len(input), 1, 1, 1).bernoulli_(1 - p)
+
+
+stochastic_depth.__module__ = "torchvision.ops.stochastic_depth"
+fx.wrap("stochastic_depth")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_branches_that_are_dropped_in_training(training: bool) -> None:
+    def tail(model: Any, y: Any, x: Any) -> Any:
+        y = stochastic_depth(y, 0.0, "row", training)
+        y += x
+        return y.relu()
+
+    model, x = prepared(Tail(tail)), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    assert parts(fused) == {"conv": "bias" if training else "bias residual relu"}
+    check_same(fused, model, x)
 
 
 class Summed(nn.Module):
