@@ -55,6 +55,19 @@ def must_be(condition: Any, answer: bool, kind: str, message: str) -> None:
         raise next(found for found in map(_found, kind.split()) if found is not None)(message)
 
 
+@fx.has_side_effect
+def must_have(parts: Any, count: int) -> None:
+    """A step of a graph: that a tensor is cut into as many parts as its network's code was given.
+
+    Raises:
+        ValueError: it is not, since it is too small.
+    """
+    if isinstance(parts, fx.Proxy):  # as above
+        parts.tracer.create_proxy("call_function", must_have, (parts, count), {})
+    elif len(parts) != count:
+        raise ValueError(f"a tensor is cut into {len(parts)} parts, {count} were told when the network was fused")
+
+
 def check_of(
     error: Exception, asker: FrameType | None, place: int, given: bool, stand_ins: Collection[str]
 ) -> Check | None:

@@ -90,8 +90,9 @@ def fuse(model: Any) -> Any:
     copied and moved to a device, dtype or memory format. Its gradients with respect to its input are right; its weights
     and other tensors are constants, and so is what its code computes of these alone for a convolution by a function, as
     weight standardization does. Convolutions with hooks, parametrizations or padding other than zeros stay. What the
-    network's code checks of its input (`if size % 4: raise ...`) the copy checks, too. Of what torch.compile gave the
-    network in it is fused, and compiled as it was.
+    network's code checks of its input (`if size % 4: raise ...`) the copy checks, too. Of code that hands on whatever
+    further arguments it is given (`*args`) the graph takes none. Of what torch.compile gave the network in it is fused,
+    and compiled as it was.
 
     Args:
         model: a torch.nn.Module in eval mode.

@@ -17,7 +17,7 @@ from torch.fx.proxy import TraceError
 from miofind.torch.fused.bytecode import opname_at
 from miofind.torch.fused.kinds import Kind, is_tensor, kind_of_attribute
 from miofind.torch.fused.watch import called_by
-from miofind.torch.fused.writes import IN_PLACE_OPERATORS
+from miofind.torch.fused.writes import IN_PLACE_OPERATORS, is_told_by_name, name_of
 
 _ASK_FOR_OTHERS = ("abc", "typing", "torch", "torch.nn.parameter")
 """Python modules of `isinstance` of abstract classes and parameters, and of `torch.is_tensor`."""
@@ -81,6 +81,10 @@ class StandIn(fx.Proxy):
             raise TraceError("its code looks up what it computes")
         return object.__hash__(self)
 
+    def __len__(self) -> int:
+        count = self.tracer.number_of_parts(self)
+        return int(super().__len__()) if count is None else count
+
     def __repr__(self) -> str:
         text: str = super().__repr__()
         if not _is_asked_by_torch(sys._getframe(1)):
@@ -107,6 +111,19 @@ class Attribute(StandIn, fx.proxy.Attribute):
         if self.attr in _GIVES_A_DEFAULT or (self.root.is_given and not is_known):
             raise TraceError(f"its code calls {self.attr} of something other than a tensor")
         return super().__call__(*args, **kwargs)
+
+
+def number_of_parts(node: fx.Node) -> int | None:
+    """Into how many parts a step cuts a tensor, at most; None where that is not told, or it is none that cuts."""
+    if node.op not in ("call_function", "call_method") or not is_told_by_name(node):
+        return None
+    name, asked = name_of(node), node.args[1] if len(node.args) > 1 else None
+    if name == "chunk":
+        asked = node.kwargs.get("chunks", asked)
+        return asked if type(asked) is int else None
+    asked = node.kwargs.get("split_size_or_sections", node.kwargs.get("split_size", asked))
+    is_told = name in ("split", "split_with_sizes") and isinstance(asked, (list, tuple))
+    return len(asked) if is_told and isinstance(asked, (list, tuple)) else None
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

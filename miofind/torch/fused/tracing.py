@@ -7,6 +7,7 @@ neither is what it would have done had an answer been another. Such code cannot 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,11 +19,11 @@ from torch import fx
 from torch.fx.proxy import TraceError
 
 from miofind.torch.fused.bytecode import raised_at
-from miofind.torch.fused.checks import Check, check_of, must_be
+from miofind.torch.fused.checks import Check, check_of, must_be, must_have
 from miofind.torch.fused.graph_steps import GIVES_TUPLE, has_hooks, is_convolution
 from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
 from miofind.torch.fused.module import FusedConvolution
-from miofind.torch.fused.stand_ins import Attribute, StandIn
+from miofind.torch.fused.stand_ins import Attribute, StandIn, number_of_parts
 from miofind.torch.fused.watch import Surroundings, modes, watched
 
 _MOST_CHECKS = 64  # each takes two more runs of what is before it
@@ -45,21 +46,34 @@ def traced(module: Any) -> fx.Graph:
     An argument in it stands for a tensor, or for a dictionary or an object of tensors. Where code asks whether one `is
     None`, the graph would only be right for calls that give it, or only for those that do not.
 
+    Further arguments that code hands on (`self.predict(x, *args, **kwargs)`) are none in the graph, which takes none
+    then.
+
     Raises:
         Exception: whatever the module's own code raises when it is given no tensors.
     """
-    opaque: set[Any] = set()
-    tracer = _traced_around(module, opaque)
+    try:
+        return _traced(module, takes_more=True)
+    except TraceError:
+        if not inspect.unwrap(type(module).forward).__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+            raise
+        with contextlib.suppress(Exception):  # of which the first tells more
+            return _traced(module, takes_more=False)
+        raise
+
+
+def _traced(module: Any, *, takes_more: bool) -> fx.Graph:
+    tracer = _traced_around(module, set(), takes_more=takes_more)
     for name in tracer.given:
         if _depends_on_none(module, tracer, name):
             raise DependsOnNone(f"its code asks whether {name} is None")
     return tracer.graph
 
 
-def _traced_around(module: Any, opaque: set[Any]) -> Tracer:
+def _traced_around(module: Any, opaque: set[Any], *, takes_more: bool) -> Tracer:
     """The tracer of a module's graph; the submodules that cannot be traced are added to `opaque`."""
     while True:
-        tracer = Tracer(opaque)
+        tracer = Tracer(opaque, takes_more=takes_more)
         try:
             return _traced_with_checks(module, tracer)
         except Exception:
@@ -113,7 +127,7 @@ def _depends_on_none(module: Any, tracer: Tracer, name: str) -> bool:
 
     The constants that torch.fx has set meanwhile are taken off the module: it would number others further.
     """
-    without = Tracer(tracer.opaque, absent=name)
+    without = Tracer(tracer.opaque, absent=name, takes_more=tracer.takes_more)
     constants = {each: vars(module).pop(each) for each in tracer.constants}
     try:
         without = _traced_with_checks(module, without)
@@ -154,6 +168,7 @@ class Tracer(fx.Tracer):
         opaque: further modules that are single operations, since they cannot be traced.
         absent: the name of an argument, or of what code reads of one, that is None.
         checks: what the questions of the code are, in order, whether what it computes holds.
+        takes_more: whether a step stands for further arguments, where the code takes any; else there are none.
 
     Attributes:
         failed: the innermost submodule whose code raised; None where that was the network's own.
@@ -163,15 +178,23 @@ class Tracer(fx.Tracer):
         given: names of arguments, and of what code reads of arguments that are no tensors.
         kinds: what the steps give.
         texts: what the code of a module made of stand-ins, whose names are in place of what they stand for.
+        counted: the steps whose number of parts is checked.
         constants: the attributes of the network that torch.fx has set.
     """
 
     proxy_buffer_attributes = True
     """Buffers are read in each call, as parameters: they may be loaded, moved and written to."""
 
-    def __init__(self, opaque: Collection[Any] = (), absent: str = "", checks: Sequence[Check] = ()) -> None:
+    def __init__(
+        self,
+        opaque: Collection[Any] = (),
+        absent: str = "",
+        checks: Sequence[Check] = (),
+        *,
+        takes_more: bool = True,
+    ) -> None:
         super().__init__()  # a GraphModule that is unpickled makes one without arguments
-        self.opaque, self.absent, self.checks = opaque, absent, checks
+        self.opaque, self.absent, self.checks, self.takes_more = opaque, absent, checks, takes_more
         self.failed: Any = None
         self.asked = 0
         self.asker: FrameType | None = None
@@ -179,6 +202,7 @@ class Tracer(fx.Tracer):
         self.given: dict[str, None] = {}
         self.kinds: dict[fx.Node, Kind] = {}
         self.texts: set[str] = set()
+        self.counted = set[fx.Node]()
         self.constants: list[str] = []
         self._modes = modes()
         self._surroundings: Surroundings | None = None
@@ -216,7 +240,17 @@ class Tracer(fx.Tracer):
 
     def with_checks(self, checks: Sequence[Check]) -> Tracer:
         """One like it, with other checks."""
-        return Tracer(self.opaque, self.absent, checks)
+        return Tracer(self.opaque, self.absent, checks, takes_more=self.takes_more)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """What the network's code is given."""
+        function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
+        for place, each in enumerate(arguments):
+            name = each.node.target if type(each) is StandIn else ""
+            if name.startswith("*") and not self.takes_more:
+                self.graph.erase_node(each.node)
+                arguments[place] = {} if name.startswith("**") else ()
+        return function, arguments
 
     def forget(self, root: Any) -> None:
         """Take off a network what tracing it has set there."""
@@ -241,6 +275,23 @@ class Tracer(fx.Tracer):
         check = self.checks[self.asked - 1]
         self.create_proxy("call_function", must_be, (obj, check.answer, check.kind, check.message), {})
         return check.answer
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """What a step gives, one after another.
+
+        Raises:
+            TraceError: nobody knows how many there are.
+        """
+        count = self.number_of_parts(obj)
+        return super().iter(obj) if count is None else iter([obj[place] for place in range(count)])
+
+    def number_of_parts(self, obj: fx.Proxy) -> int | None:
+        """Into how many parts a step cuts a tensor, which the graph checks; None where that is not told."""
+        count = number_of_parts(obj.node)
+        if count is not None and obj.node not in self.counted:
+            self.counted.add(obj.node)
+            self.create_proxy("call_function", must_have, (obj, count), {})
+        return count
 
     def steps(self, absent: str) -> list[str]:
         """What the graph computes where what has a name is None, as texts."""

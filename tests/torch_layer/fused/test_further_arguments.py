@@ -1,0 +1,112 @@
+"""Code that takes any further arguments, and code that cuts tensors into parts, is fused as it runs without more."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from miofind.torch import fuse
+
+
+class Detector(nn.Module):
+    """A list of layers, as detectors have it, whose code hands on what it is given."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), kind())
+        self.saved = {2}
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.predict(x, *args, **kwargs)
+
+    def predict(self, x: Any, doubles: bool = False) -> Any:
+        kept = []
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            kept.append(x if number in self.saved else None)
+        return x * 2 if doubles else x
+
+
+class Parts(nn.Module):
+    def __init__(self, cut: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.conv, self.cut = nn.Conv2d(4, 4, 1), cut
+
+    def forward(self, x: Any) -> Any:
+        parts = list(self.cut(x))
+        parts.append(self.conv(parts[-1]).relu())
+        return torch.cat(parts, 1) * len(self.cut(x))
+
+
+CUTS: dict[str, Callable[[Any], Any]] = {
+    "a method": lambda x: x.chunk(2, 1),
+    "a function": lambda x: torch.chunk(x, chunks=2, dim=1),
+    "sizes": lambda x: x.split((4, 4), 1),
+    "sizes by name": lambda x: torch.split(x, split_size_or_sections=[4, 4], dim=1),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_layers_of_detectors(name: str) -> None:
+    model, x = Detector(lambda: Parts(CUTS[name])).eval(), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    assert str(fused.fusion_report) == (
+        "layers.0: convolution + batch_norm + silu\nlayers.3.conv: convolution + bias + relu"
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), model(x))
+        torch.testing.assert_close(pickle.loads(pickle.dumps(fused))(x), model(x))
+    with pytest.raises(TypeError, match="doubles"):
+        fused(x, doubles=True)
+
+
+def test_a_tensor_that_is_too_small_is_refused() -> None:
+    model = Detector(lambda: Parts(lambda x: x.chunk(2, 3)))
+    model.layers[3].conv = nn.Conv2d(8, 8, 1)
+    fused = fuse(model.eval())
+    assert "layers.3.conv: convolution + bias + relu" in str(fused.fusion_report)
+    with torch.no_grad(), pytest.raises(ValueError, match="1 parts, 2 were"):
+        fused(torch.randn(2, 4, 6, 1))
+
+
+class Takes(nn.Module):
+    """Code that needs its further arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
+
+    def forward(self, *inputs: Any) -> Any:
+        x, y = inputs
+        return self.first(x) + y
+
+
+def test_arguments_that_are_needed_are_taken() -> None:
+    model, x = Takes().eval(), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x, x), model(x, x))
+
+
+class Ignores(nn.Module):
+    """Code that takes what it does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Any, **kwargs: Any) -> Any:
+        return self.conv(x).relu()
+
+
+def test_arguments_that_are_not_needed_may_be_given() -> None:
+    model, x = Ignores().eval(), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    assert str(fused.fusion_report) == "conv: convolution + bias + relu"
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x, size=3), model(x, size=3))
