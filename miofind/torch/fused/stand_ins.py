@@ -7,14 +7,14 @@ whatever it answered would decide which of the code's branches are in the graph.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from torch import fx
 from torch.fx.proxy import TraceError
 
-from miofind.torch.fused.bytecode import opname_at
+from miofind.torch.fused.bytecode import instructions, opname_at
 from miofind.torch.fused.kinds import Kind, is_tensor, kind_of_attribute
 from miofind.torch.fused.watch import called_by
 from miofind.torch.fused.writes import IN_PLACE_OPERATORS, is_told_by_name, name_of
@@ -111,6 +111,52 @@ class Attribute(StandIn, fx.proxy.Attribute):
         if self.attr in _GIVES_A_DEFAULT or (self.root.is_given and not is_known):
             raise TraceError(f"its code calls {self.attr} of something other than a tensor")
         return super().__call__(*args, **kwargs)
+
+
+class NoArguments(tuple[Any, ...]):
+    """Further arguments that there are none of, which code may hand on (`f(*args)`) and do nothing else with."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(_none_if_handed_on(sys._getframe(1))))
+
+    def __len__(self) -> int:
+        return _none_if_handed_on(sys._getframe(1))
+
+    def _asked(self, *_: Any) -> Any:
+        raise TraceError(_ASKS_FOR_MORE)
+
+    __getitem__ = __contains__ = __eq__ = __add__ = __hash__ = _asked
+
+
+class NoNames(dict[str, Any]):
+    """The same by names (`f(**named)`)."""
+
+    def _asked(self, *_: Any) -> Any:
+        raise TraceError(_ASKS_FOR_MORE)
+
+    __getitem__ = __setitem__ = __len__ = __contains__ = __eq__ = __or__ = __hash__ = _asked  # type: ignore[assignment]
+    get = pop = setdefault = update = items = keys = values = copy = _asked  # type: ignore[assignment]
+
+
+_ASKS_FOR_MORE = "its code asks for further arguments"
+
+
+def _none_if_handed_on(asker: FrameType) -> int:
+    """Of what code hands on to a call, 0.
+
+    Raises:
+        TraceError: it does something else with it.
+    """
+    code, at = asker.f_code, asker.f_lasti
+    names = [each.opname for each in instructions(code) if each.offset >= at][:2]
+    if "CALL_FUNCTION_EX" not in names[:1] and names not in (
+        ["LIST_EXTEND", "LIST_TO_TUPLE"],
+        ["LIST_EXTEND", "CALL_INTRINSIC_1"],
+    ):
+        raise TraceError(_ASKS_FOR_MORE)
+    return 0
 
 
 def number_of_parts(node: fx.Node) -> int | None:

@@ -23,7 +23,7 @@ from miofind.torch.fused.checks import Check, check_of, must_be, must_have
 from miofind.torch.fused.graph_steps import GIVES_TUPLE, has_hooks, is_convolution
 from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
 from miofind.torch.fused.module import FusedConvolution
-from miofind.torch.fused.stand_ins import Attribute, StandIn, number_of_parts
+from miofind.torch.fused.stand_ins import Attribute, NoArguments, NoNames, StandIn, number_of_parts
 from miofind.torch.fused.watch import Surroundings, modes, watched
 
 _MOST_CHECKS = 64  # each takes two more runs of what is before it
@@ -249,7 +249,7 @@ class Tracer(fx.Tracer):
             name = each.node.target if type(each) is StandIn else ""
             if name.startswith("*") and not self.takes_more:
                 self.graph.erase_node(each.node)
-                arguments[place] = {} if name.startswith("**") else ()
+                arguments[place] = NoNames() if name.startswith("**") else NoArguments()
         return function, arguments
 
     def forget(self, root: Any) -> None:

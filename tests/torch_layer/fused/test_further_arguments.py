@@ -75,22 +75,39 @@ def test_a_tensor_that_is_too_small_is_refused() -> None:
 
 
 class Takes(nn.Module):
-    """Code that needs its further arguments."""
+    """Code that does something with its further arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: Callable[..., Any]) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
+        self.first, self.code = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), code
 
-    def forward(self, *inputs: Any) -> Any:
-        x, y = inputs
-        return self.first(x) + y
+    def forward(self, x: Any, *others: Any, **named: Any) -> Any:
+        return self.code(self.first(x), others, named)
 
 
-def test_arguments_that_are_needed_are_taken() -> None:
-    model, x = Takes().eval(), torch.randn(2, 4, 6, 5)
+def _summed(x: Any, others: Any, named: Any) -> Any:
+    for each in others:
+        x = x + each
+    return x
+
+
+NEEDED: dict[str, Callable[..., Any]] = {
+    "taken apart": lambda x, others, named: (lambda y, *_: x + y)(*others) if len(others) else x,
+    "one after another": _summed,
+    "the first": lambda x, others, named: x + others[0] if others else x,
+    "by a name": lambda x, others, named: x + named.get("y", 0),
+    "if there are names": lambda x, others, named: x + named["y"] if named else x,
+    "in a list": lambda x, others, named: sum([*others], x),
+}
+
+
+@pytest.mark.parametrize("case", NEEDED)
+def test_arguments_that_code_asks_for_are_taken(case: str) -> None:
+    model, x = Takes(NEEDED[case]).eval(), torch.randn(2, 4, 6, 5)
     fused = fuse(model)
     with torch.no_grad():
-        torch.testing.assert_close(fused(x, x), model(x, x))
+        torch.testing.assert_close(fused(x), model(x))
+        torch.testing.assert_close(fused(x, x, y=x), model(x, x, y=x))
 
 
 class Ignores(nn.Module):

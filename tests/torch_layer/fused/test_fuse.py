@@ -984,7 +984,7 @@ class TakesApart(nn.Module):
         self.first = Scaled()
 
     def forward(self, x: Any) -> Any:
-        return torch.cat([*self.first(x).chunk(2, 1)][::-1], 1)
+        return torch.cat([*self.first(x).split(2, 1)][::-1], 1)
 
 
 def test_a_submodule_that_cannot_be_traced_is_one_step_of_the_others() -> None:
