@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.processes.waiting import LIMIT_S
+from helpers.runs.fused_answers import answers_of
 
-from miofind.torch import Override, use
+from miofind import Handle
+from miofind.torch import Override, inductor_options, use
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
@@ -108,6 +110,19 @@ def test_code_of_aot_inductor_is_right_and_does_not_reach_the_override(
     assert str(override_on_cpu.report()) == "miofind computed 0 of 0 results of convolutions"
     with use("record", devices="cpu"), torch.no_grad():
         torch.testing.assert_close(y, model(x))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("is_trained", [False, True], ids=["inference", "training"])
+def test_code_of_the_cpp_wrapper_calls_fused_operators(is_trained: bool, cpu_handle: Handle) -> None:
+    """Of texts with quotation marks the compiler made nothing."""
+    model, x = _Net().requires_grad_(is_trained), _images(2)
+    options = {**inductor_options(), "cpp_wrapper": True, "fx_graph_cache": False}
+    run = (lambda model: _step(model, x)) if is_trained else (lambda model: model(x))
+    with answers_of(cpu_handle) as ran:
+        ours = run(_compiled(model, options=options))
+    assert ran
+    torch.testing.assert_close(ours, run(model))
 
 
 _CACHED = """

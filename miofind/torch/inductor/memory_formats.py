@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable
@@ -38,16 +39,21 @@ def constrain_layouts() -> None:
 
 
 def _shortened(overload: Any) -> Callable[..., Any]:
-    """What an operator is in the generated code: a short one, where no number is one of dynamic shapes."""
+    """What an operator is in the generated code: a short one, where that is Python and all numbers are known.
+
+    PyTorch writes a text into C++ as it is, with the quotation marks in it.
+    """
     from torch._inductor import lowering
+    from torch._inductor.virtualized import V
 
     kind = ARGUMENTS[overload]
 
     def lowered(*arguments: Any, **named: Any) -> Any:
-        try:
-            operator, arguments, named = SHORT_OPERATORS[kind], SHORT[kind](*arguments, **named).arguments, {}
-        except TypeError:
-            operator = overload
+        operator = overload
+        if not V.graph.cpp_wrapper:
+            with contextlib.suppress(TypeError):  # a number is one of dynamic shapes
+                arguments, named = SHORT[kind](*arguments, **named).arguments, {}
+                operator = SHORT_OPERATORS[kind]
         return lowering.fallback_handler(operator, add_to_fallback_set=False)(*arguments, **named)
 
     return lowered

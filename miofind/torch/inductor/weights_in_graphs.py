@@ -28,13 +28,15 @@ def keep_weights(
     """Have operators read copies that are kept of weights, where a graph would turn, cast or transform them.
 
     Weights that require gradients stay as they are: see `kept`. So do all in Inductor's own CUDA graphs, which replay
-    without asking whether weights were written to.
+    without asking whether weights were written to, and in code in C++ (`cpp_wrapper`, AOTInductor), which takes a list
+    of one tensor for the tensor, and whose weights are no parameters in a package.
 
     Args:
         operators: of `miofind::convolution`, and whether each runs channels last.
         packing_of: how what runs a call of nodes has filters packed; None where it reads them as they are.
     """
-    if torch._inductor.config.triton.cudagraphs:
+    config = torch._inductor.config
+    if config.triton.cudagraphs or config.cpp_wrapper:
         return
     _never_reuse()
     constants = _constants(graph)
