@@ -31,6 +31,7 @@ from miofind.torch.fused.kept_weights import kept, kept_weights
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.packed_filters import PackedFilters, of_solution
 from miofind.torch.fused.plans import Unfused, fallback, planned
+from miofind.torch.override.calls import Unserved
 from miofind.torch.override.formats import dense, layout_like
 from miofind.torch.override.untraced import untraced
 
@@ -199,8 +200,16 @@ def _kept_weights_fake(weights: Sequence[Any], dtype: Any, channels_last: bool) 
 
 def _packed_filters(weights: Sequence[Any], solutions: Sequence[str], sizes_bytes: Sequence[int]) -> list[Any]:
     """The filters of weights on one device, each packed for a solution that `PackedFilters` names."""
-    handle = planner_of(override_of(weights[0])).handle_of(weights[0].device)
+    handle = _handle_for(weights[0])
     return [kept(w, _packing_of(solution, handle)) for w, solution in zip(weights, solutions, strict=True)]
+
+
+def _handle_for(weight: Any) -> Handle:
+    """The handle in force for a weight's device; the default one where that in force is for another device."""
+    try:
+        return planner_of(override_of(weight)).handle_of(weight.device)
+    except Unserved:  # the graph was compiled before it came into force
+        return planner_of(None).handle_of(weight.device)
 
 
 def _packing_of(solution: str, handle: Handle) -> PackedFilters:

@@ -15,6 +15,8 @@ from torch import nn
 
 import miofind.torch
 from miofind import Handle
+from miofind.device.device import Device
+from miofind.finddb import MEMORY
 from miofind.torch.fused import plans as fused_plans
 from miofind.torch.fused.packed_filters import PackedFilters
 
@@ -325,6 +327,17 @@ def test_another_answer_than_a_graph_was_compiled_with_reads_the_weights(cpu_han
     with torch.no_grad():
         expected = run(x)
         with miofind.torch.use("estimate", handle=cpu_handle, devices="cpu", only="ConvCpuDirect"):
+            torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("winograd")
+def test_a_handle_for_another_device_than_a_graph_was_compiled_with_leaves_it_right() -> None:
+    torch.manual_seed(0)
+    network, x = miofind.torch.fuse(Alike().eval()), torch.randn(2, 3, 9, 8)
+    run = compiled(network)
+    with torch.no_grad():
+        expected = run(x)
+        with Handle(Device.virtual("90a"), database=MEMORY) as other, miofind.torch.use(handle=other, devices="cpu"):
             torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-4)
 
 
