@@ -243,7 +243,7 @@ def held_out_section(folder: Path = figures.RESULTS / "held_out") -> str:
 
 Of timm, chosen by their names and measured once, by `end_to_end.py --tune --folder benchmarks/results/held_out`. `fuse`
 did not fold batch norms that are functions before activations in place then, as in MobileNetV4, EfficientNetV2 and
-DarkNet, nor did it see the convolutions of NFNet, whose weights are computed in each call; both is mended since.
+DarkNet, nor did it see the convolutions of NFNet, whose weights are computed in each call; both have been mended since.
 
 {table}
 
