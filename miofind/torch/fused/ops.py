@@ -75,8 +75,8 @@ def _forward(call: Forward) -> Any:
     made = None if plan is None else plan.run(call)
     if made is not None:
         return made[0]
-    if call.filters is not None:
-        return _forward(call.unpacked)
+    if plan is not None and plan.answer is not None and plan.answer.takes_packed:
+        return _forward(call.unpacked)  # by the whole solution, or another
     told = Unfused.of(call) if plan is None else plan.unfused
     assert told is not None
     if told.is_empty:

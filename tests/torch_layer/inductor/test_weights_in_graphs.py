@@ -331,6 +331,20 @@ def test_another_answer_than_a_graph_was_compiled_with_reads_the_weights(cpu_han
 
 
 @pytest.mark.usefixtures("winograd")
+def test_calls_that_no_solution_runs_any_more_are_counted_once() -> None:
+    torch.manual_seed(0)
+    network, x = miofind.torch.fuse(Alike().eval()), torch.randn(2, 3, 9, 8)
+    run = compiled(network)
+    with torch.no_grad(), Handle("cpu", database=MEMORY) as empty:
+        expected = run(x)
+        fused_plans.forget()
+        before = sum(plan.calls for plan in fused_plans.plans())
+        with miofind.torch.use("fallback", handle=empty, devices="cpu"):
+            torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-4)
+            assert sum(plan.calls for plan in fused_plans.plans()) - before == 4
+
+
+@pytest.mark.usefixtures("winograd")
 def test_a_handle_for_another_device_than_a_graph_was_compiled_with_leaves_it_right() -> None:
     torch.manual_seed(0)
     network, x = miofind.torch.fuse(Alike().eval()), torch.randn(2, 3, 9, 8)
