@@ -257,7 +257,7 @@ def _known_or_estimated(problem: ProblemDescription, device: Any) -> Solution | 
 
 
 def _server(problem: ProblemDescription, device: Any) -> str | None:
-    """The solver that runs a problem, as above."""
+    """The solver of what is known or estimated; None where PyTorch runs a problem."""
     known = _known_or_estimated(problem, device)
     return None if known is None else known.solver_id
 

@@ -47,9 +47,8 @@ def keep_weights(
         source = weight.args[0] if weight.target is _CONVERSION else weight
         if source not in constants:
             continue
-        packing = (
-            packing_of(Forward(*node.args, **{**node.kwargs, "channels_last": last})) if source is weight else None
-        )
+        call = Forward(*node.args, **node.kwargs)._replace(channels_last=last)
+        packing = packing_of(call) if source is weight else None
         if packing is not None:
             packed.setdefault(value.device, {})[node] = packing
         elif not _is_ready(source.meta["val"], value.dtype, last):
