@@ -214,7 +214,7 @@ class Tracer(fx.Tracer):
             TraceError: its code does what a graph does not tell.
         """
         self._surroundings = Surroundings(root)
-        before = set(vars(root))
+        before, in_training = set(vars(root)), {module for module in root.modules() if module.training}
         try:
             with watched(self._surroundings.memory), self._heeded():
                 self.trace(root)
@@ -225,6 +225,8 @@ class Tracer(fx.Tracer):
             raise
         finally:
             self._surroundings.put_back()
+            for module in root.modules():
+                module.training = module in in_training
         self.constants = [name for name in vars(root) if name not in before]
 
     @contextlib.contextmanager
@@ -338,6 +340,8 @@ class Tracer(fx.Tracer):
     def call_module(self, m: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and args[0] is None and needs_tensor(m):
             raise TypeError(f"a {type(m).__name__} is given None")
+        if m.training and any(each is m for each in self.root.modules()):
+            raise TraceError("its code puts a module into training mode")
 
         def checked(*arguments: Any, **named: Any) -> Any:
             callers, self.texts = self.texts, set()

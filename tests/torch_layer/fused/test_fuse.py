@@ -503,6 +503,28 @@ def test_branches_that_are_dropped_in_training(training: bool) -> None:
     check_same(fused, model, x)
 
 
+class Adapts(nn.Module):
+    """Code that has a norm take the statistics of each batch, as at test time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=0.0)
+
+    def forward(self, x: Any) -> Any:
+        self.norm.train()
+        y = self.norm(self.conv(x)).relu()
+        self.norm.eval()
+        return y
+
+
+def test_a_norm_that_code_puts_into_training_mode() -> None:
+    model, x = prepared(nn.Sequential(Adapts(), nn.Conv2d(4, 4, 1), nn.ReLU())), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    assert parts(fused) == {"1": "bias relu"}
+    assert "training mode" in str(fused.fusion_report)
+    check_same(fused, model, x)
+
+
 class Summed(nn.Module):
     """A convolution and an argument that has a default."""
 
