@@ -213,7 +213,7 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
     else:
         try:
             with _memory_kept(module):
-                graph = traced(module)
+                graph = traced(module, is_whole=not path)
         except DependsOnNone as error:
             reason = str(error)
         except Exception as error:  # whatever a network's own code raises when it is given no tensors
@@ -225,6 +225,10 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         reading = work.reading(module, path)
         reading.hides |= has_hooks(module)  # which are given the module
         work.readings.append(reading)
+        if reading.sets_modes:
+            below = (name for name, each in module.named_modules(prefix=path) if isinstance(each, CONVOLUTIONS))
+            work.kept.update(dict.fromkeys(below, "code of what holds it puts modules into training mode"))
+            return module
     for name, child in module.named_children():
         module._modules[name] = _fused(child, f"{path}.{name}".removeprefix("."), work)
     return module
@@ -507,7 +511,7 @@ class _Rewriting:
         if of_channels is None or not _folds(chain, module, _affine(name, of_channels), name, key):
             return False
         chain.is_batched |= is_step and value.dim() == module.weight.dim()
-        chain.widens |= is_step and value.dim() > 0
+        chain.widens |= is_step and value.dim() > 0 and not self.steps.writes(user)
         return True
 
     def _takes_activation(self, chain: _Chain, user: fx.Node) -> bool:
@@ -619,7 +623,10 @@ def _of_channels(value: Any, weight: Any) -> Any:
     """A number or a constant tensor as one number for each channel, (k,); None where it is something else."""
     count, rank = weight.shape[0], weight.dim()
     if type(value) in (int, float):
-        return torch.full((count,), value, dtype=torch.float64, device=weight.device) if math.isfinite(value) else None
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32  # in which PyTorch takes numbers
+        most = torch.finfo(wide).max
+        is_taken = value == 0 or (1 / most <= abs(value) <= most and (type(value) is float or abs(value) < 2**63))
+        return torch.full((count,), value, dtype=torch.float64, device=weight.device) if is_taken else None
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.device != weight.device:
         return None
     shape = (*(1,) * (rank - value.dim()), *value.shape)

@@ -218,7 +218,7 @@ class FusedConvolution(torch.nn.Module):
             residual = residual.unsqueeze(0)  # of fewer dimensions it spreads as it is; one of none decides no dtype
         x = x.unsqueeze(0) if is_single else x
         y = self._computed(x, residual)
-        y = y.to(self.weight.dtype) if self.widens else y
+        y = y.to(torch.promote_types(y.dtype, self.weight.dtype)) if self.widens else y
         return y.squeeze(0) if is_single else y
 
     def _computed(self, x: Any, residual: Any) -> Any:

@@ -51,6 +51,7 @@ class Reading:
             None.
         others: names that functions of other Python modules ask for: of what they are given.
         hides: whether the code may have more: it gives its module away, or asks by names that it computes.
+        sets_modes: whether it may put modules into training mode.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Reading:
     had: set[tuple[str, ...]] = field(default_factory=set)
     others: set[str] = field(default_factory=set)
     hides: bool = False
+    sets_modes: bool = False
 
     @staticmethod
     def of(module: Any, path: str, methods: Iterable[FunctionType] = ()) -> Reading:
@@ -99,6 +101,7 @@ class Reading:
         of_function = Reading("")
         of_function._take(function.__code__, ())
         self.others |= of_function.names
+        self.sets_modes |= of_function.sets_modes
         if of_function.hides:
             self.others |= _ALL
         return ((each, False) for found in (_enclosed, _named) for each in found(function))
@@ -170,6 +173,7 @@ class Reading:
                 own.add(str(each.argval))  # of `super()`, which may be its own
             before = each
         self.hides |= not _HIDES.isdisjoint(code.co_names)
+        self.sets_modes |= any(_sets_mode(each) for each in steps)
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 own |= self._take(constant, owner)
@@ -225,6 +229,13 @@ def _takes_first(steps: Sequence[Any], number: int) -> bool:
         start -= 1
     is_next = start > 0 and steps[start - 1].opname == "LOAD_GLOBAL" and steps[start - 1].argval == "next"
     return is_next and [each.opname for each in steps[number + 1 : number + 3]] == ["CALL", "CALL"]
+
+
+def _sets_mode(instruction: Any) -> bool:
+    """Whether an instruction asks for a method `train`, or sets a mode."""
+    if instruction.opname in _ASKS:
+        return bool(instruction.argval == "train")
+    return bool(instruction.opname == "STORE_ATTR" and instruction.argval == "training")
 
 
 def _is_for_a_call(instruction: Any) -> bool:

@@ -40,7 +40,7 @@ class Undecided(TraceError):
         super().__init__(f"{asker.f_code.co_qualname} decides by what it computes, in line {asker.f_lineno}")
 
 
-def traced(module: Any) -> fx.Graph:
+def traced(module: Any, *, is_whole: bool = True) -> fx.Graph:
     """The graph of a module, in which submodules that cannot be traced are single operations.
 
     An argument in it stands for a tensor, or for a dictionary or an object of tensors. Where code asks whether one `is
@@ -49,13 +49,17 @@ def traced(module: Any) -> fx.Graph:
     Further arguments that code hands on (`self.predict(x, *args, **kwargs)`) are none in the graph, which takes none
     then.
 
+    Args:
+        is_whole: whether it is the network itself: the code of what holds a part of one may give it further arguments.
+
     Raises:
         Exception: whatever the module's own code raises when it is given no tensors.
     """
     try:
         return _traced(module, takes_more=True)
     except TraceError:
-        if not inspect.unwrap(type(module).forward).__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        flags = inspect.unwrap(type(module).forward).__code__.co_flags
+        if not is_whole or not flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
             raise
         with contextlib.suppress(Exception):  # of which the first tells more
             return _traced(module, takes_more=False)
@@ -254,6 +258,10 @@ class Tracer(fx.Tracer):
                 arguments[place] = NoNames() if name.startswith("**") else NoArguments()
         return function, arguments
 
+    def create_arg(self, a: Any) -> Any:
+        """What a step is given: NumPy's float64 as the float that it is, since code that names NumPy does not run."""
+        return float(a) if issubclass(type(a), float) else super().create_arg(a)
+
     def forget(self, root: Any) -> None:
         """Take off a network what tracing it has set there."""
         for name in self.constants:
@@ -340,8 +348,7 @@ class Tracer(fx.Tracer):
     def call_module(self, m: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and args[0] is None and needs_tensor(m):
             raise TypeError(f"a {type(m).__name__} is given None")
-        if m.training and any(each is m for each in self.root.modules()):
-            raise TraceError("its code puts a module into training mode")
+        self._check_modes(m)
 
         def checked(*arguments: Any, **named: Any) -> Any:
             callers, self.texts = self.texts, set()
@@ -357,8 +364,15 @@ class Tracer(fx.Tracer):
             self.failed = m if self.failed is None and is_part else self.failed
             raise
 
+    def _check_modes(self, module: Any) -> None:
+        """Refuse code that has put a module of the network, or one in it, into training mode."""
+        is_training = any(each.training for each in module.modules())
+        if is_training and any(each is module for each in self.root.modules()):  # others are made in that mode
+            raise TraceError("its code puts a module into training mode")
+
     def _check(self, module: Any) -> None:
         """Refuse what the code of a module, which has run, did beside computing."""
+        self._check_modes(module)
         if self._surroundings is not None:
             changed = self._surroundings.changed(module, self._is_memory)
             if changed:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,6 +78,44 @@ def test_their_results_keep_the_dtype_of_the_network_under_autocast() -> None:
     assert fused(x).dtype == torch.float32
 
 
+class Scaled(nn.Module):
+    """A convolution, a step with a constant of channels, and what follows that."""
+
+    def __init__(self, step: Callable[[Any, Any, Any], Any], dtype: Any = torch.float32) -> None:
+        super().__init__()
+        self.conv, self.step = nn.Conv2d(4, 4, 1, dtype=dtype), step
+        self.scale = nn.Parameter(torch.rand(4, 1, 1, dtype=dtype) + 0.5)
+
+    def forward(self, x: Any) -> Any:
+        return self.step(self.conv(x), self.scale, x)
+
+
+PROMOTED: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
+    "a product in place keeps the dtype of autocast": (lambda y, scale, x: y.mul_(scale).relu(), " + mul + relu"),
+    "a sum with a wider tensor": (lambda y, scale, x: y * scale + x.double(), " + mul + residual"),
+    "a sum with a complex tensor": (lambda y, scale, x: y * scale + x.float() * 1j, " + mul + residual"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", PROMOTED)
+def test_their_results_have_the_dtype_that_pytorch_gives(case: str, dtype: Any) -> None:
+    step, expected = PROMOTED[case]
+    model, x = Scaled(step, dtype).eval(), torch.randn(2, 4, 6, 5).to(dtype)
+    fused = fuse(model)
+    assert parts(fused) == expected
+    same(fused, model, x, rtol=0.01, atol=0.01)
+    with torch.autocast("cpu", torch.bfloat16):
+        same(fused, model, x, rtol=0.05, atol=0.05)
+
+
+def test_products_of_float16_under_autocast_to_another_type_are_float32() -> None:
+    model, x = Scaled(lambda y, scale, x: y * scale, torch.float16).eval(), torch.randn(2, 4, 6, 5).half()
+    fused = fuse(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused(x).dtype == model(x).dtype == torch.float32
+
+
 class Step(nn.Module):
     """A convolution and a step."""
 
@@ -128,6 +167,8 @@ LEFT: dict[str, Callable[[Any, Any], Any]] = {
     "rounded": lambda m, y: torch.div(y, 0.5, rounding_mode="floor"),
     "a boolean": lambda m, y: y * True,
     "too large": lambda m, y: y * 1e42,
+    "infinite in float32": lambda m, y: y * 1e39,
+    "infinite in float32, inverted": lambda m, y: y / 1e-39,
     "no number": lambda m, y: y / m.number.sub(0.25),
     "one more dimension": lambda m, y: y * m.scale.view(1, 1, 5, 1, 1),
 }
@@ -139,6 +180,23 @@ def test_what_is_left(case: str) -> None:
     fused = fuse(model)
     assert parts(fused).split(" + ")[1:2] in ([], ["bias"]), fused.fusion_report
     same(fused, copy.deepcopy(model), x, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [2**64, 10**400])
+def test_integers_that_pytorch_refuses_stay(number: int) -> None:
+    fused = fuse(Step(lambda m, y: y * number).eval())
+    assert "mul" not in parts(fused)
+    with pytest.raises((RuntimeError, OverflowError)):
+        fused(torch.randn(2, 4, 7, 7))
+
+
+def test_a_number_of_numpy() -> None:
+    model, x = Step(lambda m, y: y * np.sqrt(0.5)).eval(), torch.randn(2, 4, 7, 7)
+    fused = fuse(model)
+    assert parts(fused) == " + mul + relu"
+    same(fused, model, x)
+    model = Step(lambda m, y: y.relu() * np.sqrt(0.5)).eval()
+    same(fuse(model), model, x)
 
 
 def test_unbatched_images_of_numbers() -> None:

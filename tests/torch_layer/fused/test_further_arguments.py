@@ -127,3 +127,23 @@ def test_arguments_that_are_not_needed_may_be_given() -> None:
     assert str(fused.fusion_report) == "conv: convolution + bias + relu"
     with torch.no_grad():
         torch.testing.assert_close(fused(x, size=3), model(x, size=3))
+
+
+class Decides(nn.Module):
+    """Code that is not traced, and gives a part of it further arguments."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Any) -> Any:
+        return self.part(x, True) if x.sum() > 0 else self.part(x, doubles=True)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_parts_that_are_given_further_arguments_take_them(sign: int) -> None:
+    model = Decides(Detector(lambda: nn.Conv2d(8, 8, 1))).eval()
+    x = sign * torch.rand(2, 4, 6, 5)
+    fused = fuse(model)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), model(x))

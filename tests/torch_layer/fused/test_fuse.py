@@ -525,6 +525,70 @@ def test_a_norm_that_code_puts_into_training_mode() -> None:
     check_same(fused, model, x)
 
 
+class NormBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=0.0)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.conv(x)).relu()
+
+
+class AdaptsPart(nn.Module):
+    """The same of a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = NormBlock()
+
+    def adapted(self, block: Any, x: Any) -> Any:
+        block.train()
+        y = block(x)
+        block.eval()
+        return y
+
+
+class AdaptsItsPart(AdaptsPart):
+    def forward(self, x: Any) -> Any:
+        return self.adapted(self.part, x)
+
+
+class AdaptsAll(AdaptsPart):
+    def forward(self, x: Any) -> Any:
+        for each in self.modules():
+            each.train()
+        y = self.part(x)
+        self.eval()
+        return y
+
+
+class AdaptsNorm(AdaptsPart):
+    def forward(self, x: Any) -> Any:
+        self.part.norm.train()
+        y = self.part(x)
+        self.part.norm.eval()
+        return y
+
+
+class AdaptsLater(AdaptsPart):
+    def forward(self, x: Any) -> Any:
+        y = self.part(x)
+        self.part.train()
+        return y
+
+
+@pytest.mark.parametrize("kind", [AdaptsItsPart, AdaptsAll, AdaptsNorm, AdaptsLater])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_parts_that_code_puts_into_training_mode(kind: Callable[[], nn.Module], is_part: bool) -> None:
+    model, x = prepared(kind()), torch.randn(2, 4, 6, 5)
+    model = nn.Sequential(model, nn.Conv2d(4, 4, 1), nn.ReLU()).eval() if is_part else model
+    fused = fuse(model)
+    assert parts(fused) == ({"1": "bias relu"} if is_part else {})
+    assert "part.conv: kept, code of what holds it puts modules into training mode" in str(fused.fusion_report)
+    check_same(fused, model, x)
+    check_same(fused, model, x)
+
+
 class Summed(nn.Module):
     """A convolution and an argument that has a default."""
 
