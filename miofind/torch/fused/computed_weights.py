@@ -219,14 +219,15 @@ def _free_name(graph: fx.Graph, call: fx.Node, network: Any) -> str:
     elif owner and not _is_taken(owner, taken):
         return owner
     names = (f"{owner or 'convolution'}_{number}" for number in itertools.count(1))
-    return next(name for name in names if not _is_taken(name, taken) and not _has(network, name))
+    return next(name for name in names if not _is_taken(name, taken) and not has(network, name))
 
 
 def _is_taken(name: str, taken: list[str]) -> bool:
     return any(f"{each}.".startswith(f"{name}.") for each in taken)
 
 
-def _has(network: Any, name: str) -> bool:
+def has(network: Any, name: str) -> bool:
+    """Whether a network has something by a name, of its own or of a part of it."""
     try:
         operator.attrgetter(name)(network)
     except AttributeError:

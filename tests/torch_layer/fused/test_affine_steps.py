@@ -223,3 +223,19 @@ def test_a_convolution_that_is_called_with_several_numbers() -> None:
     fused = fuse(model)
     assert len({id(each) for each in fused.modules() if type(each).__name__ == "FusedConvolution"}) == 2
     same(fused, model, x)
+
+
+def test_names_of_further_modules_are_new() -> None:
+    class Taken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.conv_fused0, self.conv_fused1 = (nn.Conv2d(4, 4, 1) for _ in range(3))
+
+        def forward(self, x: Any) -> Any:
+            y = (self.conv(x) * 2).relu() + (self.conv(x) * 3).tanh()
+            return self.conv_fused1(self.conv_fused0(y)).sin()
+
+    model, x = Taken().eval(), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    assert len(fused.fusion_report.fused) == 4
+    same(fused, model, x)
