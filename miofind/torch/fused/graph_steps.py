@@ -99,6 +99,7 @@ _OF_CALL: Mapping[Any, Callable[..., Nonlinearity]] = {
     functional.mish: _of("mish"),
 }
 """By function, or by the name of a method: takes the call's other arguments."""
+ACTIVATION_CALLS = _OF_CALL.keys()
 
 _FRESH_MODULES = (
     FusedConvolution,
@@ -158,6 +159,11 @@ def has_hooks(module: Any) -> bool:
     """Whether something is called before or after a module's forward or backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in names)
+
+
+def keeps_channels(module: Any) -> bool:
+    """Whether a module is known to give as many channels as it is given."""
+    return type(module) in (*NORMS, *NOTHING, *_OF_MODULE) and not is_changed(module)
 
 
 def is_changed(module: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,11 +21,19 @@ from torch.fx.proxy import TraceError
 
 from miofind.torch.fused.bytecode import raised_at
 from miofind.torch.fused.checks import Check, check_of, must_be, must_have
-from miofind.torch.fused.graph_steps import GIVES_TUPLE, has_hooks, is_convolution
+from miofind.torch.fused.graph_steps import (
+    ACTIVATION_CALLS,
+    CONVOLUTIONS,
+    GIVES_TUPLE,
+    has_hooks,
+    is_convolution,
+    keeps_channels,
+)
 from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.stand_ins import Attribute, NoArguments, NoNames, StandIn, number_of_parts
 from miofind.torch.fused.watch import Surroundings, modes, watched
+from miofind.torch.fused.writes import name_of
 
 _MOST_CHECKS = 64  # each takes two more runs of what is before it
 
@@ -297,11 +306,26 @@ class Tracer(fx.Tracer):
 
     def number_of_parts(self, obj: fx.Proxy) -> int | None:
         """Into how many parts a step cuts a tensor, which the graph checks; None where that is not told."""
-        count = number_of_parts(obj.node)
+        count, channels = number_of_parts(obj.node), self._channels_cut(obj.node)
+        if count and channels:  # PyTorch cuts into equal parts but for the last, and may need fewer
+            count = math.ceil(channels / math.ceil(channels / count))
         if count is not None and obj.node not in self.counted:
             self.counted.add(obj.node)
             self.create_proxy("call_function", must_have, (obj, count), {})
         return count
+
+    def _channels_cut(self, node: fx.Node) -> int | None:
+        """How many channels `chunk` cuts, where a convolution and what keeps their number made them; None otherwise."""
+        if name_of(node) != "chunk" or node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0) != 1:
+            return None
+        made = node.args[0] if node.args else None
+        while isinstance(made, fx.Node):
+            module = self.root.get_submodule(str(made.target)) if made.op == "call_module" else None
+            if isinstance(module, CONVOLUTIONS):
+                return int(module.out_channels)
+            keeps = keeps_channels(module) if module is not None else made.target in ACTIVATION_CALLS
+            made = made.args[0] if keeps and made.args else None
+        return None
 
     def steps(self, absent: str) -> list[str]:
         """What the graph computes where what has a name is None, as texts."""

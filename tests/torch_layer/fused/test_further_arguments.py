@@ -74,6 +74,26 @@ def test_a_tensor_that_is_too_small_is_refused() -> None:
         fused(torch.randn(2, 4, 6, 1))
 
 
+class Uneven(nn.Module):
+    """A convolution whose channels PyTorch cuts into fewer parts than it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), nn.SiLU())
+
+    def forward(self, x: Any) -> Any:
+        parts = self.layers(x).relu().chunk(4, 1)
+        return torch.cat(list(parts)[::-1], 1) * len(parts)
+
+
+def test_channels_that_are_cut_into_fewer_parts() -> None:
+    model, x = Uneven().eval(), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    assert str(fused.fusion_report) == "layers.0: convolution + batch_norm + silu"
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), model(x))
+
+
 class Takes(nn.Module):
     """Code that does something with its further arguments."""
 
