@@ -264,22 +264,22 @@ class Short:
 
     Attributes:
         tensors: the fields that it takes as they are, in order.
+        words: the fields that are in the text.
     """
 
     __slots__ = ()
     tensors: ClassVar[tuple[str, ...]]
+    words: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls) -> None:
+        fields: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]  # those of the named tuple beside it
+        cls.words = tuple(name for name in fields if name not in cls.tensors)
 
     @classmethod
     def of(cls, *arguments: Any) -> Any:
         """The call that the operator's arguments are."""
         *tensors, words = arguments
-        return cls(**dict(zip(cls.tensors, tensors, strict=True)), **_read(cls.words(), words))
-
-    @classmethod
-    def words(cls) -> tuple[str, ...]:
-        """The fields that are in the text."""
-        fields: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]  # those of the named tuple beside it
-        return tuple(name for name in fields if name not in cls.tensors)
+        return cls(**dict(zip(cls.tensors, tensors, strict=True)), **_read(cls.words, words))
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -288,7 +288,7 @@ class Short:
         Raises:
             TypeError: a number is none yet, as in graphs of dynamic shapes.
         """
-        words = [getattr(self, name) for name in self.words()]
+        words = [getattr(self, name) for name in self.words]
         return (*(getattr(self, name) for name in self.tensors), json.dumps(words, default=_name_of_dtype))
 
 
