@@ -55,7 +55,7 @@ def call_as_modules(made: fx.GraphModule, network: Any, steps: Steps, constants:
             called.setdefault(module, []).append(call)
     constants.drop_unread()
     for module, calls in called.items():
-        name = _free_name(made.graph, calls[0], network)
+        name = _name_for(made, calls[0], network)
         for call in calls:
             call.target = name
         made.add_submodule(name, module)
@@ -209,24 +209,29 @@ def _parameter(tensor: Any) -> Any:
     return nn.Parameter(tensor.detach() if is_dense else tensor.detach().clone(), requires_grad=False)
 
 
-def _free_name(graph: fx.Graph, call: fx.Node, network: Any) -> str:
+def _name_for(made: fx.GraphModule, call: fx.Node, network: Any) -> str:
     """The name of the module whose code has a step, where no step names it or a part of it, else one that is new."""
-    taken = [str(each.target) for each in graph.nodes if each.op in ("call_module", "get_attr")]
-    called = [str(each.target) for each in graph.nodes if each.op == "call_module" and each.target]
+    taken = [str(each.target) for each in made.graph.nodes if each.op in ("call_module", "get_attr")]
+    called = [str(each.target) for each in made.graph.nodes if each.op == "call_module" and each.target]
     owner = str(next((path for path, _ in reversed(call.meta.get("nn_module_stack", {}).values())), ""))
     if any(owner.startswith(f"{each}.") for each in called):  # what is called runs what it has
         owner = owner.replace(".", "_")
     elif owner and not _is_taken(owner, taken):
         return owner
-    names = (f"{owner or 'convolution'}_{number}" for number in itertools.count(1))
-    return next(name for name in names if not _is_taken(name, taken) and not has(network, name))
+    return free_name(f"{owner or 'convolution'}_", 1, made, network)
 
 
 def _is_taken(name: str, taken: list[str]) -> bool:
     return any(f"{each}.".startswith(f"{name}.") for each in taken)
 
 
-def has(network: Any, name: str) -> bool:
+def free_name(begin: str, start: int, *networks: Any) -> str:
+    """A name that begins so, with a number from `start` on behind, and is nobody's in any of these networks."""
+    names = (f"{begin}{number}" for number in itertools.count(start))
+    return next(name for name in names if not any(_has(each, name) for each in networks))
+
+
+def _has(network: Any, name: str) -> bool:
     """Whether a network has something by a name, of its own or of a part of it."""
     try:
         operator.attrgetter(name)(network)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from miofind.arrays.batch_norm import fold_batch_norm
 from miofind.errors import InvalidOptionError, MiofindError, brief
 from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.compiled import is_compiled, is_exported, path_without
-from miofind.torch.fused.computed_weights import Constants, call_as_modules, calls_convolution, has
+from miofind.torch.fused.computed_weights import Constants, call_as_modules, calls_convolution, free_name
 from miofind.torch.fused.constants import keep_constants
 from miofind.torch.fused.graph_steps import ADDITIONS, AFFINE, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
@@ -454,16 +453,12 @@ class _Rewriting:
             is_called_once = called.count(str(node.target)) == 1 and node.target not in self.names.values()
             is_own = is_called_once and not is_others and not is_read
             place = str(node.target).replace(".", "_") if is_others else node.target  # that may run all it has
-            self.names[key] = str(node.target) if is_own else self._free_name(f"{place}_fused")
+            new = f"{place}_fused"
+            self.names[key] = str(node.target) if is_own else free_name(new, len(self.names), self.made, self.module)
             fused = _module(module, chain)
             self.made.add_submodule(self.names[key], fused)
             self.steps.add(self.names[key], fused)
         return self.names[key]
-
-    def _free_name(self, begin: str) -> str:
-        """A name that begins so and is nobody's, in the network or in its graph."""
-        names = (f"{begin}{number}" for number in itertools.count(len(self.names)))
-        return next(name for name in names if not has(self.made, name) and not has(self.module, name))
 
     def _reads_parts(self, target: Any) -> bool:
         """Whether steps read parameters or buffers of a module."""
