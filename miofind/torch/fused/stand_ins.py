@@ -17,7 +17,7 @@ from torch.fx.proxy import TraceError
 from miofind.torch.fused.bytecode import instructions, opname_at
 from miofind.torch.fused.kinds import Kind, is_tensor, kind_of_attribute
 from miofind.torch.fused.watch import called_by
-from miofind.torch.fused.writes import IN_PLACE_OPERATORS, is_told_by_name, name_of
+from miofind.torch.fused.writes import IN_PLACE_OPERATORS
 
 _ASK_FOR_OTHERS = ("abc", "typing", "torch", "torch.nn.parameter")
 """Python modules of `isinstance` of abstract classes and parameters, and of `torch.is_tensor`."""
@@ -157,19 +157,6 @@ def _none_if_handed_on(asker: FrameType) -> int:
     ):
         raise TraceError(_ASKS_FOR_MORE)
     return 0
-
-
-def number_of_parts(node: fx.Node) -> int | None:
-    """Into how many parts a step cuts a tensor, at most; None where that is not told, or it is none that cuts."""
-    if node.op not in ("call_function", "call_method") or not is_told_by_name(node):
-        return None
-    name, asked = name_of(node), node.args[1] if len(node.args) > 1 else None
-    if name == "chunk":
-        asked = node.kwargs.get("chunks", asked)
-        return asked if type(asked) is int else None
-    asked = node.kwargs.get("split_size_or_sections", node.kwargs.get("split_size", asked))
-    is_told = name in ("split", "split_with_sizes") and isinstance(asked, (list, tuple))
-    return len(asked) if is_told and isinstance(asked, (list, tuple)) else None
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -31,9 +31,9 @@ from miofind.torch.fused.graph_steps import (
 )
 from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
 from miofind.torch.fused.module import FusedConvolution
-from miofind.torch.fused.stand_ins import Attribute, NoArguments, NoNames, StandIn, number_of_parts
+from miofind.torch.fused.stand_ins import Attribute, NoArguments, NoNames, StandIn
 from miofind.torch.fused.watch import Surroundings, modes, watched
-from miofind.torch.fused.writes import name_of
+from miofind.torch.fused.writes import is_told_by_name, name_of
 
 _MOST_CHECKS = 64  # each takes two more runs of what is before it
 
@@ -306,19 +306,30 @@ class Tracer(fx.Tracer):
 
     def number_of_parts(self, obj: fx.Proxy) -> int | None:
         """Into how many parts a step cuts a tensor, which the graph checks; None where that is not told."""
-        count, channels = number_of_parts(obj.node), self._channels_cut(obj.node)
-        if count and channels:  # PyTorch cuts into equal parts but for the last, and may need fewer
-            count = math.ceil(channels / math.ceil(channels / count))
+        count = self._parts_told(obj.node)
         if count is not None and obj.node not in self.counted:
             self.counted.add(obj.node)
             self.create_proxy("call_function", must_have, (obj, count), {})
         return count
 
-    def _channels_cut(self, node: fx.Node) -> int | None:
-        """How many channels `chunk` cuts, where a convolution and what keeps their number made them; None otherwise."""
-        if name_of(node) != "chunk" or node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0) != 1:
+    def _parts_told(self, node: fx.Node) -> int | None:
+        if node.op not in ("call_function", "call_method") or not is_told_by_name(node):
             return None
-        made = node.args[0] if node.args else None
+        name, asked = name_of(node), node.args[1] if len(node.args) > 1 else None
+        if name == "chunk":
+            count = node.kwargs.get("chunks", asked)
+            return self._chunks(node, count) if type(count) is int else None
+        sizes = node.kwargs.get("split_size_or_sections", node.kwargs.get("split_size", asked))
+        return len(sizes) if name in ("split", "split_with_sizes") and isinstance(sizes, (list, tuple)) else None
+
+    def _chunks(self, node: fx.Node, count: int) -> int:
+        """How many parts PyTorch cuts into, all equal but the last: fewer than asked for, where that is known."""
+        dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+        channels = self._channels(node.args[0] if node.args else None) if dim == 1 and count else None
+        return count if not channels else math.ceil(channels / math.ceil(channels / count))
+
+    def _channels(self, made: Any) -> int | None:
+        """How many channels a step gives, if a convolution and what keeps their number made it; None otherwise."""
         while isinstance(made, fx.Node):
             module = self.root.get_submodule(str(made.target)) if made.op == "call_module" else None
             if isinstance(module, CONVOLUTIONS):
