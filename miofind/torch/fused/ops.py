@@ -280,5 +280,7 @@ def _vmap_short_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) ->
 
 torch.library.register_vmap("miofind::convolution", _vmap_forward, lib=LIBRARY)
 torch.library.register_vmap("miofind::short_convolution", _vmap_short_forward, lib=LIBRARY)
-for _name in (*_KERNELS.keys() - {"convolution"}, *(f"short_{name}" for name in _KERNELS.keys() - {"convolution"})):
-    torch.library.register_vmap(f"miofind::{_name}", _vmap_one_by_one(getattr(torch.ops.miofind, _name)), lib=LIBRARY)
+for _long in _KERNELS.keys() - {"convolution"}:
+    for _name in (_long, f"short_{_long}"):
+        _rule = _vmap_one_by_one(getattr(torch.ops.miofind, _name))
+        torch.library.register_vmap(f"miofind::{_name}", _rule, lib=LIBRARY)

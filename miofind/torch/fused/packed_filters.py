@@ -65,12 +65,9 @@ class PackedFilters:
         read = dense(weight.detach().to(torch_dtype(w.dtype)), w.layout)
         read = read.clone() if read.data_ptr() % invoker.alignment_bytes else read
         workspace = torch.empty(invoker.workspace_bytes, dtype=torch.uint8, device=weight.device)
-        place, stream = (_address, stream_reader()(weight.get_device())) if weight.is_cuda else (host_array, 0)
+        place = torch.Tensor.data_ptr if weight.is_cuda else host_array
+        stream = stream_reader()(weight.get_device()) if weight.is_cuda else 0
         invoker.run(bases_of(invoker.problem, {"w": place(read), "y": place(copy)}, place(workspace)), stream)
-
-
-def _address(tensor: Any) -> int:
-    return int(tensor.data_ptr())
 
 
 _known: WeakKeyDictionary[Handle, dict[str, PackedFilters | None]] = WeakKeyDictionary()
