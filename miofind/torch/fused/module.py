@@ -56,8 +56,8 @@ class _Ready:
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
         """y, by the short operator's arguments; by PyTorch's own operations at once where those are known to do it."""
-        if type(arguments[0]) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
-            return _convolution(*ShortForward.of(*arguments))  # a fake tensor, or somebody looks for the operator
+        if _is_looked_for(arguments[0]):
+            return _by_operator(arguments)
         if self.settled is not None:
             call = ShortForward.of(*arguments)
             if self.settled.holds(call):
@@ -240,10 +240,11 @@ class FusedConvolution(torch.nn.Module):
 
     def _run(self, given: Tensors, of_channels: Any, dtype: Any) -> Any:
         """y in a dtype, as later calls with such inputs are run."""
-        ready = None if _is_traced() else self._ready.of_inputs.get(_form(given.x, dtype))
-        if ready is None or ready.weight is not given.w:
+        if _is_traced() or type(given.w) not in (torch.Tensor, _Parameter):
             return _convolution(*given, *self._arguments, None, of_channels)
-        return ready.run((*given, of_channels, None, self._words))
+        arguments = (*given, of_channels, None, self._words)
+        ready = self._ready.of_inputs.get(_form(given.x, dtype))
+        return _by_operator(arguments) if ready is None or ready.weight is not given.w else ready.run(arguments)
 
     def _with_other(self, residual: Any, given: Tensors, dtype: Any) -> Any:
         """The same with a residual that is unlike the convolution's result: PyTorch adds it, if not of channels."""
@@ -341,6 +342,20 @@ class FusedConvolution(torch.nn.Module):
         parts += ["bias"] if self.bias is not None else []
         parts += [self.numbers.activation] if self.numbers.activation != "none" else []
         return ", ".join(parts)
+
+
+def _is_looked_for(x: Any) -> bool:
+    """Whether x is a fake tensor or another kind of its own, or somebody looks for the operators that are called."""
+    return type(x) is not torch.Tensor or bool(torch._C._len_torch_dispatch_stack())
+
+
+def _by_operator(arguments: tuple[Any, ...]) -> Any:
+    """y, by the short operator's arguments.
+
+    By that operator: each has plans of its own, and who captures a CUDA graph finds those that earlier runs made.
+    """
+    x = arguments[0]
+    return _convolution(*ShortForward.of(*arguments)) if _is_looked_for(x) else _short_convolution(*arguments)
 
 
 def _is_traced() -> bool:

@@ -26,6 +26,7 @@ from miofind.torch.fused import kept_weights, module, packed_filters
 from miofind.torch.fused import plans as fused_plans
 from miofind.torch.fused.calls import Forward
 from miofind.torch.fused.kept_weights import Turned
+from miofind.torch.override import plans
 
 PACKS, PACKED, WHOLE = "pack", "convolve_packed", "convolve"
 
@@ -214,7 +215,7 @@ def test_nothing_is_packed_while_a_graph_is_captured(
 
     def capture() -> None:
         with monkeypatch.context() as patch:
-            for each in (kept_weights, module):
+            for each in (kept_weights, module, plans):
                 patch.setattr(each, "is_capturing", lambda _: True)
             check(fused, x)
 
