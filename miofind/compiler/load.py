@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 from miofind.compiler.cache import Binary
+from miofind.device.captures import captures_undisturbed
 from miofind.device.device import Device, Place, check_fork, require_cupy
 from miofind.errors import LaunchError, NoDeviceError
 
@@ -25,7 +27,7 @@ class Kernel:
     entry: str
     device_index: int
     binary: Binary
-    module: Any = field(repr=False)
+    module: LoadedModule = field(repr=False)
 
     def allow_shared_bytes(self, dynamic_bytes: int) -> None:
         """Let launches use that much dynamic shared memory, or more if they may already.
@@ -51,6 +53,20 @@ class Kernel:
             ) from error
 
 
+class LoadedModule:
+    """CuPy's function of a kernel. Its module is unloaded with this object, whoever captures a CUDA graph then."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __del__(self, finalizing: Any = sys.is_finalizing) -> None:
+        if not finalizing():
+            with captures_undisturbed():
+                self.function = None
+
+
 def load_kernel(binary: Binary, entry: str, device: Device) -> Kernel:
     """A kernel of a binary, loaded in the context of the device.
 
@@ -71,12 +87,12 @@ def load_kernel(binary: Binary, entry: str, device: Device) -> Kernel:
     failures = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
     try:
         with cupy.cuda.Device(device.index):
-            function = _function(binary, entry)
+            module = LoadedModule(_function(binary, entry))
     except failures as error:
         raise LaunchError(
             f"kernel {entry} cannot be loaded on {device.name} (device {device.index}): {error}"
         ) from error
-    return Kernel(function=function.ptr, entry=entry, device_index=device.index, binary=binary, module=function)
+    return Kernel(function=module.function.ptr, entry=entry, device_index=device.index, binary=binary, module=module)
 
 
 def _function(binary: Binary, entry: str) -> Any:

@@ -20,6 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from miofind.device.captures import captures_undisturbed
 from miofind.device.device import INSTALL_CUDA
 from miofind.errors import LaunchError, MissingLibraryError
 
@@ -326,7 +327,8 @@ class Descriptor:
 
     def __del__(self, finalizing: Any = sys.is_finalizing) -> None:
         if self.pointer and not finalizing():
-            self._library.destroy(self.pointer)
+            with captures_undisturbed():  # a plan unloads the kernels that it compiled
+                self._library.destroy(self.pointer)
 
 
 class CudnnHandle:
