@@ -5,6 +5,7 @@ That is the same in each call of a network for inference, as what weight standar
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from types import FunctionType
@@ -53,6 +54,7 @@ def call_as_modules(made: fx.GraphModule, network: Any, steps: Steps, constants:
             node.replace_all_uses_with(call)
             made.graph.erase_node(node)
             called.setdefault(module, []).append(call)
+    constants.put_sizes_in()
     constants.drop_unread()
     for module, calls in called.items():
         name = _name_for(made, calls[0], network)
@@ -137,11 +139,42 @@ class Constants:
             self.values[node] = value
         return self.values[node]
 
+    def put_sizes_in(self) -> None:
+        """Put numbers that are computed of the sizes of convolutions' weights alone where other steps read them.
+
+        A layer that pads by the size of its filter would keep its weight for that.
+        """
+        weights = {node.target for node in self.values if node.op == "get_attr"}
+        sizes = set[fx.Node]()
+        for node in self.made.graph.nodes:
+            is_size = _is_size(node, weights) or (node.all_input_nodes and sizes.issuperset(node.all_input_nodes))
+            if is_size and node in self.steps:
+                sizes.add(node)
+            elif not sizes.isdisjoint(node.all_input_nodes):
+                put = functools.partial(self._number_or_step, sizes)
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), put)
+
+    def _number_or_step(self, sizes: set[fx.Node], node: fx.Node) -> Any:
+        if node not in sizes:
+            return node
+        try:
+            value = self._value(node)
+        except Exception:  # as above
+            return node
+        return value if type(value) is int else node
+
     def drop_unread(self) -> None:
         """Drop the steps that were computed and that no step reads."""
         for node in reversed(list(self.made.graph.nodes)):
             if node in self.values and not node.users:
                 self.made.graph.erase_node(node)
+
+
+def _is_size(node: fx.Node, tensors: set[Any]) -> bool:
+    """Whether a step asks one of the network's tensors for its sizes."""
+    is_asked = node.target == "size" or (node.target is getattr and node.args[1] == "shape")
+    owner = node.args[0] if is_asked and node.args else None
+    return isinstance(owner, fx.Node) and owner.op == "get_attr" and owner.target in tensors
 
 
 def _of_one_dtype(graph: fx.Graph, network: Any) -> set[fx.Node]:
