@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from miofind.torch.fused.graph_steps import is_changed, is_convolution
 from miofind.torch.fused.module import FusedConvolution
+from miofind.torch.fused.sizes import NUMBERS, STEPS, ceiling, floor
 from miofind.torch.fused.writes import IN_PLACE_OPERATORS
 
 Kind = type | None
@@ -60,7 +61,10 @@ _ARITHMETIC = (
     *IN_PLACE_OPERATORS,
 )
 _OF_TUPLES = (operator.add, operator.mul)
-_OF_INTEGERS = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pos)
+_OF_NUMBERS = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow),
+    *(operator.neg, operator.pos, *STEPS.values()),
+)
 
 
 def kind_of(node: fx.Node, kinds: Mapping[fx.Node, Kind], root: Any) -> Kind:
@@ -141,8 +145,19 @@ def _of_function(node: fx.Node, given: list[Kind]) -> Kind:
             return tuple
         if any(is_tensor(each) for each in given):
             return TENSOR
-        return int if function in _OF_INTEGERS and all(each is int for each in given) else None
+    if function in _OF_NUMBERS and all(each in NUMBERS for each in given):
+        return _of_numbers(function, set(given))
     return _of_pytorchs(function)
+
+
+def _of_numbers(function: Any, given: set[Kind]) -> Kind:
+    """What a function gives of numbers; None where it may be one of several kinds."""
+    if function in (ceiling, floor):
+        return int
+    if function is operator.truediv:
+        return float
+    is_known = len(given) == 1 and (int in given or function is not operator.pow)
+    return given.pop() if is_known else None
 
 
 def _of_item(kind: Kind, index: Any) -> Kind:

@@ -6,6 +6,9 @@ whatever it answered would decide which of the code's branches are in the graph.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -16,6 +19,7 @@ from torch.fx.proxy import TraceError
 
 from miofind.torch.fused.bytecode import instructions, opname_at
 from miofind.torch.fused.kinds import Kind, is_tensor, kind_of_attribute
+from miofind.torch.fused.sizes import NUMBERS, STEPS
 from miofind.torch.fused.watch import called_by
 from miofind.torch.fused.writes import IN_PLACE_OPERATORS
 
@@ -168,6 +172,37 @@ def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 for _operator in IN_PLACE_OPERATORS:
     setattr(StandIn, f"__{_operator.__name__}__", _in_place(_operator))
+
+
+@contextlib.contextmanager
+def extremes_are_steps() -> Iterator[None]:
+    """Have `max` and `min` of stand-ins for numbers be steps; those of all else, in every thread, are Python's."""
+    for name, extreme in _EXTREMES.items():
+        setattr(builtins, name, extreme)
+    try:
+        yield
+    finally:
+        for name, extreme in _EXTREMES.items():
+            setattr(builtins, name, extreme.__wrapped__)
+
+
+def _extreme(function: Any) -> Any:
+    @functools.wraps(function)
+    def extreme(*given: Any, **named: Any) -> Any:
+        values = given[0] if len(given) == 1 and type(given[0]) in (list, tuple) else given
+        is_step = not named and len(values) > 1 and any(issubclass(type(each), StandIn) for each in values)
+        if not is_step or not all(map(_is_number, values)):
+            return function(*given, **named)
+        return functools.reduce(STEPS[function], values)
+
+    return extreme
+
+
+def _is_number(value: Any) -> bool:
+    return (value.stands_for if issubclass(type(value), StandIn) else type(value)) in NUMBERS
+
+
+_EXTREMES = {each.__name__: _extreme(each) for each in (max, min)}
 
 
 def _is_asked_by_torch(asker: FrameType | None) -> bool:

@@ -31,10 +31,13 @@ from miofind.torch.fused.graph_steps import (
 )
 from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
 from miofind.torch.fused.module import FusedConvolution
-from miofind.torch.fused.stand_ins import Attribute, NoArguments, NoNames, StandIn
+from miofind.torch.fused.sizes import NUMBERS, STEPS
+from miofind.torch.fused.stand_ins import Attribute, NoArguments, NoNames, StandIn, extremes_are_steps
 from miofind.torch.fused.watch import Surroundings, modes, watched
 from miofind.torch.fused.writes import is_told_by_name, name_of
 
+_ASKING = ("torch.fx.proxy", StandIn.__module__)
+"""Python modules by which a network's code asks."""
 _MOST_CHECKS = 64  # each takes two more runs of what is before it
 
 
@@ -229,7 +232,7 @@ class Tracer(fx.Tracer):
         self._surroundings = Surroundings(root)
         before, in_training = set(vars(root)), {module for module in root.modules() if module.training}
         try:
-            with watched(self._surroundings.memory), self._heeded():
+            with watched(self._surroundings.memory), extremes_are_steps(), self._heeded():
                 self.trace(root)
                 self._check(root)
         except Exception:
@@ -284,7 +287,7 @@ class Tracer(fx.Tracer):
             TraceError: it is none that is known.
         """
         asker = sys._getframe(1)
-        while asker.f_back is not None and asker.f_globals.get("__name__") == "torch.fx.proxy":
+        while asker.f_back is not None and asker.f_globals.get("__name__") in _ASKING:
             asker = asker.f_back
         self.asked, self.asker, self.place = self.asked + 1, asker, asker.f_lasti
         if self.asked > len(self.checks) + 1:
@@ -355,6 +358,8 @@ class Tracer(fx.Tracer):
         if target is torch._assert:
             told = [str(each) for each in (*args[1:], *kwargs.values())]
             self.texts = {text for text in self.texts if not any(text in each for each in told)}
+        if kind == "call_function" and self._are_numbers(args):
+            target = STEPS.get(target, target)
         node = super().create_node(kind, target, args, kwargs, *more, **named)
         made = self.kinds[node] = kind_of(node, self.kinds, self.root)
         node.meta[GIVES_TUPLE] = made is not None and issubclass(made, tuple)
@@ -362,6 +367,9 @@ class Tracer(fx.Tracer):
         if name and not name.startswith("*"):
             self.given[name] = None
         return node
+
+    def _are_numbers(self, args: Any) -> bool:
+        return all((self.kinds.get(each) if isinstance(each, fx.Node) else type(each)) in NUMBERS for each in args)
 
     def proxy(self, node: fx.Node) -> Any:
         """What stands for the result of a step."""
