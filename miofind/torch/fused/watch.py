@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.fx.proxy import TraceError
+from torch.fx.proxy import Proxy, TraceError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from miofind.torch.fused.bytecode import instructions
@@ -228,16 +228,21 @@ def _refuse_questions(frame: Any, event: str, called: Any) -> None:
     elif event in ("c_return", "c_exception"):
         _called.pop(frame, None)
     is_asked = event == "c_call" and id(called) in _QUESTIONS
-    if not (is_asked or event == "call"):
+    if not (is_asked or event in ("call", "return")) or _package(frame) in _NO_NETWORKS:
         return
-    if _package(frame) in _NO_NETWORKS:
-        return
-    if not (is_asked or asks_what_is(frame.f_code)) or _is_imported(frame):
+    is_refused = is_asked or (asks_what_is(frame.f_code) if event == "call" else _has_compared_stand_ins(frame))
+    if not is_refused or _is_imported(frame):
         return
     if is_asked:
         raise TraceError(f"its code asks for torch.{_QUESTIONS[id(called)]}")
     name = frame.f_code.co_qualname
     raise TraceError(f"{name} asks what something is by `is` or `type`, not by == or isinstance")
+
+
+def _has_compared_stand_ins(frame: Any) -> bool:
+    """Whether code that ran compared variables by `is`, and has a stand-in in one of them."""
+    names = compared_variables(frame.f_code)
+    return any(issubclass(type(frame.f_locals.get(name)), Proxy) for name in names)
 
 
 def _package(frame: Any) -> str:
@@ -283,6 +288,30 @@ def asks_what_is(code: CodeType) -> bool:
             if is_class or (each.opname == "IS_OP" and _asks_what_is(left, right)):
                 return True
     return False
+
+
+@functools.lru_cache(maxsize=4096)
+def compared_variables(code: CodeType) -> frozenset[str]:
+    """The variables that code compares with each other by their identity, as in `height is width`."""
+    found = set[str]()
+    for place, each in enumerate(steps := instructions(code)):
+        if each.opname == "IS_OP":
+            last = steps[place - 1]
+            names = _variables(last) if _is_of_two(last) else _variables(steps[place - 2])[-1:] + _variables(last)
+            found |= set(names) if len(names) == 2 else set()
+    return frozenset(found)
+
+
+def _is_of_two(instruction: Any) -> bool:
+    return bool(instruction.opname.count("LOAD_FAST") == 2)  # of Python 3.13 on
+
+
+def _variables(instruction: Any) -> tuple[str, ...]:
+    """The variables that an instruction loads."""
+    if not instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")):
+        return ()
+    named = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    return named if _is_of_two(instruction) else named[-1:]
 
 
 def _asks_what_is(left: Any, right: Any) -> bool:

@@ -76,6 +76,53 @@ def test_both_answers_are_computed() -> None:
             torch.testing.assert_close(fused(x, flag), network(x, flag))
 
 
+class Compares(nn.Module):
+    """Compares what two variables are."""
+
+    def __init__(self, compare: Callable[..., Any]) -> None:
+        super().__init__()
+        self.conv, self.drop, self.compare = nn.Conv2d(3, 4, 3), nn.Identity(), compare
+
+    def forward(self, x: Any) -> Any:
+        return self.compare(self, torch.relu(self.conv(x)))
+
+
+def compare_sizes(self: Any, y: Any) -> Any:
+    height, width = y.shape[2], y.shape[3]
+    return y if height is width else -y
+
+
+def compare_tensors(self: Any, y: Any) -> Any:
+    z = self.drop(y)
+    if z is not y:
+        z = z * 2
+    return z
+
+
+def compare_modules(self: Any, y: Any) -> Any:
+    last = self.drop
+    for each in (self.conv, self.drop):
+        if each is last:
+            y = each(y)
+    return y
+
+
+@pytest.mark.parametrize("compare", [compare_sizes, compare_tensors])
+def test_code_that_compares_what_two_stand_ins_are_is_not_traced(compare: Callable[..., Any]) -> None:
+    """They are never the same."""
+    network, x = Compares(compare).eval(), torch.randn(2, 3, 5, 5)
+    fused = fuse(network)
+    assert "by `is` or `type`" in fused.fusion_report.untraced[""]
+    torch.testing.assert_close(fused(x), network(x))
+
+
+def test_code_that_compares_modules_is() -> None:
+    network, x = Compares(compare_modules).eval(), torch.randn(2, 3, 5, 5)
+    fused = fuse(network)
+    assert fused.fusion_report.fused
+    torch.testing.assert_close(fused(x), network(x))
+
+
 class Imports(nn.Module):
     """Imports a module when it is first called."""
 
