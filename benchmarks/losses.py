@@ -4,10 +4,12 @@
     python benchmarks/losses.py --device cpu --networks tiny --steps 20
 
 Every run trains a network from the same weights on the same images, under autocast to bfloat16 by SGD. PyTorch's own
-runs differ by rounding alone: eager and the same again, in which cuDNN may add in another order, channels last, and
-under torch.compile. miofind's are eager after a tuning, and under torch.compile with its pass. Of each run the losses
-are averaged over stretches of steps; how far a run is from the median of PyTorch's other runs, at most, is its
-distance, and the largest of PyTorch's own is the band that miofind's runs are to stay in.
+runs differ by rounding alone: eager, the same with the images of each batch in two other orders, channels last, and
+under torch.compile. miofind's are eager after a tuning, with the same three orders, and under torch.compile with its
+pass. Of each run the losses are averaged over stretches of steps. Its distance is how far it is from the median of
+PyTorch's other runs at most, its offset how far it is above that in the mean over the stretches. The largest offset of
+PyTorch's runs, either way, is the band that the mean of miofind's offsets is to stay in. Simulated with ten stretches
+of equal noise, it does in 94 of 100 trials without a bias, and in 9 where all of miofind's runs are off by that noise.
 
 Beside them are the errors of a trained network's outputs by either side against float32, relative by the Euclidean
 norm. The file is written anew after each run.
@@ -66,20 +68,25 @@ def stretches(run: Sequence[float]) -> list[float]:
 
 
 def judged(means: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Distances of runs, PyTorch's band, and whether all are within it; by the means of their stretches."""
-    apart = {run: round(distance, 5) for run, distance in distances(means).items()}
-    band = max(distance for run, distance in apart.items() if run.startswith("torch"))
-    return {"distances": apart, "band": band, "is_within": all(distance <= band for distance in apart.values())}
+    """Distances and offsets of runs, PyTorch's band, and whether miofind's mean is within; by means of stretches."""
+    apart = {name: _differences(name, means) for name in means}
+    offsets = {name: round(statistics.fmean(each), 5) for name, each in apart.items()}
+    band = max(abs(offset) for name, offset in offsets.items() if name.startswith("torch"))
+    ours = round(statistics.fmean(offset for name, offset in offsets.items() if name.startswith("miofind")), 5)
+    return {
+        "distances": {name: round(max(map(abs, each)), 5) for name, each in apart.items()},
+        "offsets": offsets,
+        "band": band,
+        "offset_of_miofind": ours,
+        "is_within": abs(ours) <= band,
+    }
 
 
-def distances(means: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """How far each run is from the median of PyTorch's other runs, at most over the stretches."""
-    found = {}
-    for name, own in means.items():
-        others = [each for other, each in means.items() if other != name and other.startswith("torch")]
-        medians = [statistics.median(each) for each in zip(*others, strict=True)]
-        found[name] = max(abs(mine - median) for mine, median in zip(own, medians, strict=True))
-    return found
+def _differences(name: str, means: Mapping[str, Sequence[float]]) -> list[float]:
+    """How far each stretch of a run is above the median of PyTorch's other runs."""
+    others = [each for other, each in means.items() if other != name and other.startswith("torch")]
+    medians = (statistics.median(each) for each in zip(*others, strict=True))
+    return [mine - median for mine, median in zip(means[name], medians, strict=True)]
 
 
 def main() -> None:
@@ -117,7 +124,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         told = ", ".join(f"{run} {distance:.4f}" for run, distance in ours.items())
         errors = ", ".join(f"{side} {error:.2g}" for side, error in row["output_errors"].items())
         where = "within" if row["is_within"] else "OUTSIDE"
-        yield f"{row['network']}: {where} PyTorch's band of {row['band']:.4f}: {told}; errors of outputs: {errors}"
+        offset = f"miofind's losses are {row['offset_of_miofind']:+.4f} off in the mean"
+        yield f"{row['network']}: {offset}, {where} PyTorch's {row['band']:.4f}; distances: {told}; errors: {errors}"
 
 
 def parsed() -> argparse.Namespace:

@@ -19,6 +19,8 @@ import miofind
 import miofind.torch
 
 MOST_CLASSES = 10
+ORDER_SEEDS = (0, 1)
+"""Runs with the images of each batch in these other orders differ from others by rounding alone."""
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
@@ -28,12 +30,15 @@ class Run:
 
     Attributes:
         prepare: makes the callable of a network.
+        order: seed of the order in which a step's images stand in their batch; None for that which they are drawn in.
+            Sums over a batch are added up in that order, so that it changes nothing but their rounding.
         scope: what is in force meanwhile.
     """
 
     name: str
     prepare: Callable[[nn.Module], Callable[[Any], Any]] = lambda model: model
     channels_last: bool = False
+    order: int | None = None
     scope: Scope = contextlib.nullcontext
 
 
@@ -46,15 +51,20 @@ class Images:
         small = torch.randn(classes, shape[1], *(4 for _ in shape[2:]), generator=generator)
         self._pictures = functional.interpolate(small, tuple(shape[2:])).to(device)
 
-    def batch(self, step: int) -> tuple[Any, Any]:
-        """Images and their classes, the same for a step in every run."""
+    def batch(self, step: int, order: int | None = None) -> tuple[Any, Any]:
+        """Images and their classes, the same for a step in every run, but for their order in the batch."""
         drawn: dict[str, Any] = {
             "generator": torch.Generator(self._device).manual_seed(1000 + step),
             "device": self._device,
         }
         true, other = torch.randint(len(self._pictures), (2, self._shape[0]), **drawn)
         named = torch.where(torch.rand(self._shape[0], **drawn) < 0.2, other, true)
-        return self._pictures[true] + torch.randn(*self._shape, **drawn), named
+        images = self._pictures[true] + torch.randn(*self._shape, **drawn)
+        if order is None:
+            return images, named
+        generator = torch.Generator().manual_seed(10_000 * (1 + order) + step)
+        places = torch.randperm(self._shape[0], generator=generator).to(self._device)
+        return images[places], named[places]
 
 
 class Trainings:
@@ -83,8 +93,9 @@ class Trainings:
 
     def losses(self) -> Iterator[tuple[str, list[float]]]:
         """The name and the losses of each run, as it is done."""
-        runs = [Run(name="torch eager"), Run(name="torch eager again")]
+        runs = [Run(name="torch eager"), *(Run(name=f"torch in order {seed}", order=seed) for seed in ORDER_SEEDS)]
         runs += [Run(name="torch channels last", channels_last=True), Run(name="miofind eager", scope=self._ours)]
+        runs += [Run(name=f"miofind in order {seed}", order=seed, scope=self._ours) for seed in ORDER_SEEDS]
         if self._is_compiled:
             options = miofind.torch.inductor_options()
             runs += [Run(name="torch compile", prepare=torch.compile)]
@@ -107,17 +118,17 @@ class Trainings:
 
     def _losses(self, model: nn.Module, run: Run) -> list[float]:
         """The losses of a run; the network is trained in place."""
-        order = torch.channels_last if run.channels_last else torch.contiguous_format
-        model.to(memory_format=order)
+        layout = torch.channels_last if run.channels_last else torch.contiguous_format
+        model.to(memory_format=layout)
         found = []
         with run.scope():
             network = run.prepare(model)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
             for step in range(self._steps):
-                x, named = self._images.batch(step)
+                x, named = self._images.batch(step, run.order)
                 optimizer.zero_grad(set_to_none=True)
                 with torch.autocast(x.device.type, torch.bfloat16):
-                    y = network(x.contiguous(memory_format=order))
+                    y = network(x.contiguous(memory_format=layout))
                 loss = functional.cross_entropy(y.float(), named)
                 loss.backward()
                 optimizer.step()
