@@ -27,7 +27,7 @@ class Kernel:
     entry: str
     device_index: int
     binary: Binary
-    module: LoadedModule = field(repr=False)
+    loaded: LoadedFunction = field(repr=False)
 
     def allow_shared_bytes(self, dynamic_bytes: int) -> None:
         """Let launches use that much dynamic shared memory, or more if they may already.
@@ -53,8 +53,8 @@ class Kernel:
             ) from error
 
 
-class LoadedModule:
-    """CuPy's function of a kernel. Its module is unloaded with this object, whoever captures a CUDA graph then."""
+class LoadedFunction:
+    """CuPy's function of a kernel; its module is unloaded with this object, without breaking a capture."""
 
     __slots__ = ("function",)
 
@@ -87,12 +87,12 @@ def load_kernel(binary: Binary, entry: str, device: Device) -> Kernel:
     failures = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
     try:
         with cupy.cuda.Device(device.index):
-            module = LoadedModule(_function(binary, entry))
+            loaded = LoadedFunction(_function(binary, entry))
     except failures as error:
         raise LaunchError(
             f"kernel {entry} cannot be loaded on {device.name} (device {device.index}): {error}"
         ) from error
-    return Kernel(function=module.function.ptr, entry=entry, device_index=device.index, binary=binary, module=module)
+    return Kernel(function=loaded.function.ptr, entry=entry, device_index=device.index, binary=binary, loaded=loaded)
 
 
 def _function(binary: Binary, entry: str) -> Any:

@@ -17,15 +17,18 @@ def captures_undisturbed() -> Iterator[None]:
     """A block in which this thread may unload and free while a graph is captured, by itself or in another thread.
 
     A capture in CUDA's global mode, which is PyTorch's, forbids that to all threads and ends with an error where one
-    does it; but Python collects what nobody refers to whenever it likes. For what no captured graph uses.
+    does it; but Python collects what nobody refers to whenever it likes. No captured graph may use what is unloaded.
+
+    Source: CUDA Driver API, cuThreadExchangeStreamCaptureMode.
     """
     exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
-    changed = exchange is not None and exchange(ctypes.byref(mode)) == _SUCCESS
+    if exchange is None or exchange(ctypes.byref(mode)) != _SUCCESS:
+        yield
+        return
     try:
         yield
     finally:
-        if exchange is not None and changed:
-            exchange(ctypes.byref(mode))
+        exchange(ctypes.byref(mode))
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import threading
 import weakref
 from typing import Any
 
+from miofind.device.captures import captures_undisturbed
 from miofind.device.device import INSTALL_CUDA, Device
 from miofind.errors import LaunchError, MissingLibraryError
 from miofind.libraries.nvmath_bindings import binding
@@ -47,7 +48,7 @@ class CufftPlan:
         self._area = self._stream = -1
         try:
             self._plan = int(library.create())
-            weakref.finalize(self, library.destroy, self._plan)
+            weakref.finalize(self, _destroy, library, self._plan)
             library.set_auto_allocation(self._plan, 0)
             self.workspace_bytes = _made(library, self._plan, (lengths, batch, inverse))
         except library.cuFFTError as error:
@@ -79,6 +80,11 @@ class CufftPlan:
         except library.cuFFTError as error:
             self._area = self._stream = -1
             raise LaunchError(f"cuFFT did not start {self._what}: {error}") from error
+
+
+def _destroy(library: Any, plan: int) -> None:
+    with captures_undisturbed():  # its kernels are unloaded with it
+        library.destroy(plan)
 
 
 def fft_plan(step: FftStep, device: Device) -> CufftPlan:

@@ -169,4 +169,4 @@ def test_a_binary_the_driver_refuses(cupy: FakeCupy, compiler: Compiler, package
 
 def test_the_module_lives_as_long_as_the_kernel(cupy: FakeCupy, compiler: Compiler, package: CudaPackage) -> None:
     kernel: Any = compiler.load(package.step(), DEVICES[0])
-    assert kernel.module.function.ptr == kernel.function
+    assert kernel.loaded.function.ptr == kernel.function

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,11 +58,14 @@ def test_what_is_collected_breaks_no_capture(only: str, where: Callable[[Callabl
     stream, a = cupy.cuda.Stream(non_blocking=True), cupy.zeros(64, np.float32)
     a += 0  # has its kernel loaded
     cupy.cuda.Device().synchronize()
+    alive = weakref.ref(handle)
     del handle, found, cycle
     with stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
         a += 1
+        assert alive() is not None
         where(gc.collect)
+        assert alive() is None
         a += 1
         graph = stream.end_capture()
     graph.launch(stream)
