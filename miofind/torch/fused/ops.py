@@ -33,6 +33,8 @@ from miofind.torch.fused.packed_filters import PackedFilters, of_solution
 from miofind.torch.fused.plans import Unfused, fallback, planned
 from miofind.torch.override.calls import Unserved
 from miofind.torch.override.formats import dense, layout_like
+from miofind.torch.override.plans import Planner
+from miofind.torch.override.settings import Settings
 from miofind.torch.override.untraced import untraced
 
 LIBRARY = torch.library.Library("miofind", "FRAGMENT")
@@ -209,7 +211,7 @@ def _handle_for(weight: Any) -> Handle:
     try:
         return planner_of(override_of(weight)).handle_of(weight.device)
     except Unserved:  # the graph was compiled before it came into force
-        return planner_of(None).handle_of(weight.device)
+        return Planner(Settings()).handle_of(weight.device)
 
 
 def _packing_of(solution: str, handle: Handle) -> PackedFilters:

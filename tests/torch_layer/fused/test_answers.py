@@ -11,9 +11,13 @@ import torch
 from helpers.processes.waiting import LIMIT_S
 from torch_layer.ready_solutions import FakeInvoker, FakeSolutions
 
+from miofind import Handle
 from miofind.core.problem import ProblemDescription
-from miofind.torch.fused.answers import Answer
-from miofind.torch.override.plans import Part
+from miofind.torch.fused.answers import Answer, answer, planner_of
+from miofind.torch.override.counts import CPU_IS_PYTORCHS
+from miofind.torch.override.flags import Flags, state
+from miofind.torch.override.plans import Part, Planner
+from miofind.torch.override.settings import Settings
 
 PROBLEM = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 1, 1), epilogue="relu")
 
@@ -50,3 +54,17 @@ def test_threads_that_need_the_next_solution_share_it(more: tuple[FakeInvoker, .
     assert made._fitting(16, torch.device("cpu")).alignment_bytes == 16
     last = made._fitting(2, torch.device("cpu"))
     assert last == (more[1] if len(more) > 1 else None)
+
+
+def test_cpu_tensors_are_pytorchs_unless_settings_take_them(
+    cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused network became slower on a CPU once it was tuned, which nothing had asked for."""
+    monkeypatch.setattr(Planner, "handle_of", lambda self, device: cpu_handle)
+    flags = Flags.of(state(), on_gpu=False)
+    left, taken = (
+        answer(PROBLEM, torch.device("cpu"), flags, planner)
+        for planner in (planner_of(None), Planner(Settings(on_miss="estimate")))  # type: ignore[arg-type]
+    )
+    assert (left.is_served, left.part.reason) == (False, CPU_IS_PYTORCHS)
+    assert taken.is_served
