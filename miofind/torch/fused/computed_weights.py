@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from miofind.torch.fused.graph_steps import Steps
+from miofind.torch.fused.sizes import NUMBERS
 from miofind.torch.fused.writes import is_told_by_name
 
 _MODULES: dict[Any, tuple[Any, int]] = {
@@ -54,7 +55,7 @@ def call_as_modules(made: fx.GraphModule, network: Any, steps: Steps, constants:
             node.replace_all_uses_with(call)
             made.graph.erase_node(node)
             called.setdefault(module, []).append(call)
-    constants.put_sizes_in()
+    constants.inline_sizes()
     constants.drop_unread()
     for module, calls in called.items():
         name = _name_for(made, calls[0], network)
@@ -113,11 +114,7 @@ class Constants:
         """What a step gives, as long as it lives; None where that is not the same in each call and in each dtype."""
         if node not in self.steps or node in self.of_one_dtype:
             return None
-        try:
-            with torch.no_grad(), _NothingRandom():
-                value = self._value(node)
-        except Exception:  # as above
-            return None
+        value = self._known(node)
         return value if isinstance(value, torch.Tensor) else None
 
     def _value(self, node: fx.Node | None) -> Any:
@@ -139,29 +136,32 @@ class Constants:
             self.values[node] = value
         return self.values[node]
 
-    def put_sizes_in(self) -> None:
-        """Put numbers that are computed of the sizes of convolutions' weights alone where other steps read them.
+    def inline_sizes(self) -> None:
+        """Put numbers where steps read them that are computed of sizes of what weights and biases are computed of.
 
         A layer that pads by the size of its filter would keep its weight for that.
         """
-        weights = {node.target for node in self.values if node.op == "get_attr"}
+        tensors = {node.target for node in self.values if node.op == "get_attr"}
         sizes = set[fx.Node]()
         for node in self.made.graph.nodes:
-            is_size = _is_size(node, weights) or (node.all_input_nodes and sizes.issuperset(node.all_input_nodes))
+            is_size = _is_size(node, tensors) or (node.all_input_nodes and sizes.issuperset(node.all_input_nodes))
             if is_size and node in self.steps:
                 sizes.add(node)
             elif not sizes.isdisjoint(node.all_input_nodes):
-                put = functools.partial(self._number_or_step, sizes)
-                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), put)
+                inline = functools.partial(self._number_or_step, sizes)
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), inline)
 
     def _number_or_step(self, sizes: set[fx.Node], node: fx.Node) -> Any:
-        if node not in sizes:
-            return node
+        value = self._known(node) if node in sizes else None
+        return value if type(value) in NUMBERS else node
+
+    def _known(self, node: fx.Node) -> Any:
+        """What a step gives; None where it fails, as it does when it is called."""
         try:
-            value = self._value(node)
-        except Exception:  # as above
-            return node
-        return value if type(value) is int else node
+            with torch.no_grad(), _NothingRandom():
+                return self._value(node)
+        except Exception:
+            return None
 
     def drop_unread(self) -> None:
         """Drop the steps that were computed and that no step reads."""
@@ -171,8 +171,8 @@ class Constants:
 
 
 def _is_size(node: fx.Node, tensors: set[Any]) -> bool:
-    """Whether a step asks one of the network's tensors for its sizes."""
-    is_asked = node.target == "size" or (node.target is getattr and node.args[1] == "shape")
+    """Whether a step asks one of the network's tensors for its sizes, or for their product."""
+    is_asked = node.target in ("size", "numel") or (node.target is getattr and node.args[1] == "shape")
     owner = node.args[0] if is_asked and node.args else None
     return isinstance(owner, fx.Node) and owner.op == "get_attr" and owner.target in tensors
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from miofind.torch.fused.graph_steps import is_changed, is_convolution
 from miofind.torch.fused.module import FusedConvolution
-from miofind.torch.fused.sizes import NUMBERS, STEPS, ceiling, floor
+from miofind.torch.fused.sizes import EXTREMES, NUMBERS, ROUNDING
 from miofind.torch.fused.writes import IN_PLACE_OPERATORS
 
 Kind = type | None
@@ -54,17 +54,19 @@ _MODULES = {
         *("normalization", "padding", "pixelshuffle", "pooling", "sparse", "upsampling"),
     )
 }
+_OF_NUMBERS = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod),
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
+    *(operator.neg, operator.pos),
+)
+"""Operators that give numbers of numbers, and of integers alone integers where they do not divide."""
 _ARITHMETIC = (
-    *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.pow, operator.truediv),
-    *(operator.matmul, operator.neg, operator.pos, operator.abs, operator.and_, operator.or_, operator.xor),
+    *_OF_NUMBERS,
+    *(operator.pow, operator.matmul, operator.abs, operator.and_, operator.or_, operator.xor),
     *(operator.invert, operator.lshift, operator.rshift, operator.lt, operator.le, operator.gt, operator.ge),
     *IN_PLACE_OPERATORS,
 )
 _OF_TUPLES = (operator.add, operator.mul)
-_OF_NUMBERS = (
-    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow),
-    *(operator.neg, operator.pos, *STEPS.values()),
-)
 
 
 def kind_of(node: fx.Node, kinds: Mapping[fx.Node, Kind], root: Any) -> Kind:
@@ -145,19 +147,15 @@ def _of_function(node: fx.Node, given: list[Kind]) -> Kind:
             return tuple
         if any(is_tensor(each) for each in given):
             return TENSOR
-    if function in _OF_NUMBERS and all(each in NUMBERS for each in given):
-        return _of_numbers(function, set(given))
+    if all(each in NUMBERS for each in given):
+        if function in ROUNDING:
+            return int
+        if function in _OF_NUMBERS:
+            is_float = float in given or function in (operator.truediv, operator.itruediv)
+            return float if is_float else int
+        if function in EXTREMES and len(set(given)) == 1:
+            return given[0]
     return _of_pytorchs(function)
-
-
-def _of_numbers(function: Any, given: set[Kind]) -> Kind:
-    """What a function gives of numbers; None where it may be one of several kinds."""
-    if function in (ceiling, floor):
-        return int
-    if function is operator.truediv:
-        return float
-    is_known = len(given) == 1 and (int in given or function is not operator.pow)
-    return given.pop() if is_known else None
 
 
 def _of_item(kind: Kind, index: Any) -> Kind:

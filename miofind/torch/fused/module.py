@@ -56,8 +56,8 @@ class _Ready:
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
         """y, by the short operator's arguments; by PyTorch's own operations at once where those are known to do it."""
-        if _is_looked_for(arguments[0]):
-            return _by_operator(arguments)
+        if _wants_long_operator(arguments[0]):
+            return _convolution(*ShortForward.of(*arguments))
         if self.settled is not None:
             call = ShortForward.of(*arguments)
             if self.settled.holds(call):
@@ -239,12 +239,19 @@ class FusedConvolution(torch.nn.Module):
         return self._run(given, None, dtype)
 
     def _run(self, given: Tensors, of_channels: Any, dtype: Any) -> Any:
-        """y in a dtype, as later calls with such inputs are run."""
-        if _is_traced() or type(given.w) not in (torch.Tensor, _Parameter):
-            return _convolution(*given, *self._arguments, None, of_channels)
+        """y in a dtype, as later calls with such inputs are run.
+
+        Without weights that are ready, too, by the operator of these calls: each operator has plans of its own, and
+        while a CUDA graph is captured none is made.
+        """
         arguments = (*given, of_channels, None, self._words)
-        ready = self._ready.of_inputs.get(_form(given.x, dtype))
-        return _by_operator(arguments) if ready is None or ready.weight is not given.w else ready.run(arguments)
+        is_traced = _is_traced()
+        ready = None if is_traced else self._ready.of_inputs.get(_form(given.x, dtype))
+        if ready is not None and ready.weight is given.w:
+            return ready.run(arguments)
+        if is_traced or _wants_long_operator(given.x):
+            return _convolution(*given, *self._arguments, None, of_channels)
+        return _short_convolution(*arguments)
 
     def _with_other(self, residual: Any, given: Tensors, dtype: Any) -> Any:
         """The same with a residual that is unlike the convolution's result: PyTorch adds it, if not of channels."""
@@ -344,18 +351,9 @@ class FusedConvolution(torch.nn.Module):
         return ", ".join(parts)
 
 
-def _is_looked_for(x: Any) -> bool:
-    """Whether x is a fake tensor or another kind of its own, or somebody looks for the operators that are called."""
+def _wants_long_operator(x: Any) -> bool:
+    """Whether somebody reads the operators that are called: a class of tensors of its own, as fake ones, or a mode."""
     return type(x) is not torch.Tensor or bool(torch._C._len_torch_dispatch_stack())
-
-
-def _by_operator(arguments: tuple[Any, ...]) -> Any:
-    """y, by the short operator's arguments.
-
-    By that operator: each has plans of its own, and who captures a CUDA graph finds those that earlier runs made.
-    """
-    x = arguments[0]
-    return _convolution(*ShortForward.of(*arguments)) if _is_looked_for(x) else _short_convolution(*arguments)
 
 
 def _is_traced() -> bool:

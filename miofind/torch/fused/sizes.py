@@ -1,7 +1,7 @@
 """What a network's code computes of sizes by Python's functions, as steps of its graph.
 
-`max` and `min` ask which number is the larger one, which torch.fx cannot tell. Their answer is a number again, with
-which code can only compute: it shares no memory with anything. So do layers that pad by the size of their input.
+`max` and `min` ask which number is the larger one, which torch.fx cannot tell; their answer is a number again, which
+shares no memory with anything. Layers that pad by the size of their input compute with such numbers alone.
 
 While torch.jit.trace runs a graph, sizes are tensors, of which Python's functions would make constants.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-_MAX, _MIN, _CEIL, _FLOOR = max, min, math.ceil, math.floor  # while a network is traced others are in their places
+_MAX, _MIN, _CEIL, _FLOOR = max, min, math.ceil, math.floor  # others are in their places while a network is traced
 
 
 def _step(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def _step(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_step
 def largest(first: Any, second: Any) -> Any:
-    """`max` of two numbers."""
+    """`max` of two numbers, of the kind of the larger one."""
     if _is_tensor(first, second):
         return torch.where(second > first, second, first)
     return _MAX(first, second)
@@ -42,7 +42,7 @@ def largest(first: Any, second: Any) -> Any:
 
 @_step
 def smallest(first: Any, second: Any) -> Any:
-    """`min` of two numbers."""
+    """`min` of two numbers, of the kind of the smaller one."""
     if _is_tensor(first, second):
         return torch.where(second < first, second, first)
     return _MIN(first, second)
@@ -64,7 +64,9 @@ def _is_tensor(*numbers: Any) -> bool:
     return any(isinstance(each, torch.Tensor) for each in numbers)
 
 
-STEPS: Mapping[Any, Callable[..., Any]] = {_MAX: largest, _MIN: smallest, _CEIL: ceiling, _FLOOR: floor}
-"""By Python's function, the step that computes the same of numbers."""
 NUMBERS = (int, float)
-"""The kinds of what they are given."""
+"""The kinds of what these steps are given."""
+EXTREMES = (largest, smallest)
+ROUNDING = (ceiling, floor)
+STEPS: Mapping[Any, Callable[..., Any]] = {_CEIL: ceiling, _FLOOR: floor}
+"""By the function that torch.fx makes a step of, the one that is the step of a number."""

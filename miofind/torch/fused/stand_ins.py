@@ -6,25 +6,23 @@ whatever it answered would decide which of the code's branches are in the graph.
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from torch import fx
-from torch.fx.proxy import TraceError
 
 from miofind.torch.fused.bytecode import instructions, opname_at
 from miofind.torch.fused.kinds import Kind, is_tensor, kind_of_attribute
-from miofind.torch.fused.sizes import NUMBERS, STEPS
+from miofind.torch.fused.refusals import Refusal
 from miofind.torch.fused.watch import called_by
 from miofind.torch.fused.writes import IN_PLACE_OPERATORS
 
 _ASK_FOR_OTHERS = ("abc", "typing", "torch", "torch.nn.parameter")
 """Python modules of `isinstance` of abstract classes and parameters, and of `torch.is_tensor`."""
+_ASK_FOR_CODE = (f"{__package__}.extremes",)
+"""Python modules whose functions stand in the places of Python's, which have no frames of their own."""
 _MAY_BE_NONE = ("grad", "grad_fn", "_grad", "_grad_fn", "_base", "_backward_hooks")
 """Attributes of tensors."""
 _GIVES_A_DEFAULT = ("get", "pop", "popitem", "setdefault")
@@ -53,9 +51,9 @@ class StandIn(fx.Proxy):
         abstract: Any = asker.f_locals.get("cls") if asker.f_globals.get("__name__") == "abc" else None
         is_misleading = isinstance(abstract, type) and issubclass(type(self), abstract)  # which counts for those, too
         if kind is None or (is_misleading and not issubclass(kind, abstract)):
-            raise TraceError("its code asks for the class of something that is not known")
+            raise Refusal("its code asks for the class of something that is not known")
         if not _asks_for_class(asker):
-            raise TraceError("its code gives a tensor to code of C or TorchScript, which reads its memory")
+            raise Refusal("its code gives a tensor to code of C or TorchScript, which reads its memory")
         return kind
 
     def __getattr__(self, name: str) -> Any:
@@ -67,27 +65,29 @@ class StandIn(fx.Proxy):
         kind = self.stands_for
         if kind is not None and hasattr(kind, name):
             if name in _MAY_BE_NONE:
-                raise TraceError(f"its code asks for {name} of a tensor")
+                raise Refusal(f"its code asks for {name} of a tensor")
             return Attribute(self, name)
         if kind is not None and not self.is_given:
             raise AttributeError(f"a {kind.__name__} has no {name}")
         if not _is_written(asker):
-            raise TraceError(f"its code asks whether something has {name}")
+            raise Refusal(f"its code asks whether something has {name}")
         return self.tracer.attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not _is_asked_by_torch(sys._getframe(1)):
-            raise TraceError(f"its code sets {name}")
+            raise Refusal(f"its code sets {name}")
         super().__setattr__(name, value)
 
     def __hash__(self) -> int:
         if not is_tensor(self.stands_for) and not _is_asked_by_torch(sys._getframe(1)):
-            raise TraceError("its code looks up what it computes")
+            raise Refusal("its code looks up what it computes")
         return object.__hash__(self)
 
     def __len__(self) -> int:
-        count = self.tracer.number_of_parts(self)
-        return int(super().__len__()) if count is None else count
+        count: int | None = self.tracer.number_of_parts(self)
+        if count is None:
+            raise Refusal("its code asks how many there are of something that is not known")
+        return count
 
     def __repr__(self) -> str:
         text: str = super().__repr__()
@@ -113,7 +113,7 @@ class Attribute(StandIn, fx.proxy.Attribute):
         owner = self.root.stands_for
         is_known = owner is not None and hasattr(owner, self.attr)
         if self.attr in _GIVES_A_DEFAULT or (self.root.is_given and not is_known):
-            raise TraceError(f"its code calls {self.attr} of something other than a tensor")
+            raise Refusal(f"its code calls {self.attr} of something other than a tensor")
         return super().__call__(*args, **kwargs)
 
 
@@ -129,7 +129,7 @@ class NoArguments(tuple[Any, ...]):
         return _none_if_handed_on(sys._getframe(1))
 
     def _asked(self, *_: Any) -> Any:
-        raise TraceError(_ASKS_FOR_MORE)
+        raise Refusal(_ASKS_FOR_MORE)
 
     __getitem__ = __contains__ = __eq__ = __add__ = __hash__ = _asked
 
@@ -138,7 +138,7 @@ class NoNames(dict[str, Any]):
     """The same by names (`f(**named)`)."""
 
     def _asked(self, *_: Any) -> Any:
-        raise TraceError(_ASKS_FOR_MORE)
+        raise Refusal(_ASKS_FOR_MORE)
 
     __getitem__ = __setitem__ = __len__ = __contains__ = __eq__ = __or__ = __hash__ = _asked  # type: ignore[assignment]
     get = pop = setdefault = update = items = keys = values = copy = _asked  # type: ignore[assignment]
@@ -159,7 +159,7 @@ def _none_if_handed_on(asker: FrameType) -> int:
         ["LIST_EXTEND", "LIST_TO_TUPLE"],
         ["LIST_EXTEND", "CALL_INTRINSIC_1"],
     ):
-        raise TraceError(_ASKS_FOR_MORE)
+        raise Refusal(_ASKS_FOR_MORE)
     return 0
 
 
@@ -170,44 +170,19 @@ def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return method
 
 
+def _as_number(self: Any, *_: Any) -> Any:
+    raise Refusal("its code makes a number of what it computes")
+
+
+for _name in ("__float__", "__int__", "__index__", "__complex__", "__round__", "__divmod__", "__rdivmod__"):
+    setattr(StandIn, _name, _as_number)
 for _operator in IN_PLACE_OPERATORS:
     setattr(StandIn, f"__{_operator.__name__}__", _in_place(_operator))
 
 
-@contextlib.contextmanager
-def extremes_are_steps() -> Iterator[None]:
-    """Have `max` and `min` of stand-ins for numbers be steps; those of all else, in every thread, are Python's."""
-    for name, extreme in _EXTREMES.items():
-        setattr(builtins, name, extreme)
-    try:
-        yield
-    finally:
-        for name, extreme in _EXTREMES.items():
-            setattr(builtins, name, extreme.__wrapped__)
-
-
-def _extreme(function: Any) -> Any:
-    @functools.wraps(function)
-    def extreme(*given: Any, **named: Any) -> Any:
-        values = given[0] if len(given) == 1 and type(given[0]) in (list, tuple) else given
-        is_step = not named and len(values) > 1 and any(issubclass(type(each), StandIn) for each in values)
-        if not is_step or not all(map(_is_number, values)):
-            return function(*given, **named)
-        return functools.reduce(STEPS[function], values)
-
-    return extreme
-
-
-def _is_number(value: Any) -> bool:
-    return (value.stands_for if issubclass(type(value), StandIn) else type(value)) in NUMBERS
-
-
-_EXTREMES = {each.__name__: _extreme(each) for each in (max, min)}
-
-
 def _is_asked_by_torch(asker: FrameType | None) -> bool:
     """Whether code of PyTorch's asks, which is to know stand-ins for what they are."""
-    while asker is not None and asker.f_globals.get("__name__") in _ASK_FOR_OTHERS:
+    while asker is not None and asker.f_globals.get("__name__") in (*_ASK_FOR_OTHERS, *_ASK_FOR_CODE):
         asker = asker.f_back
     name = "" if asker is None else asker.f_globals.get("__name__", "")
     return name.startswith("torch.") or name == __name__

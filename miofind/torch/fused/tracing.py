@@ -11,6 +11,8 @@ import inspect
 import math
 import operator
 import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -19,8 +21,10 @@ import torch
 from torch import fx
 from torch.fx.proxy import TraceError
 
+from miofind.process.forks import ForkedLock
 from miofind.torch.fused.bytecode import raised_at
 from miofind.torch.fused.checks import Check, check_of, must_be, must_have
+from miofind.torch.fused.extremes import extremes_are_steps
 from miofind.torch.fused.graph_steps import (
     ACTIVATION_CALLS,
     CONVOLUTIONS,
@@ -31,13 +35,24 @@ from miofind.torch.fused.graph_steps import (
 )
 from miofind.torch.fused.kinds import Kind, kind_of, needs_tensor
 from miofind.torch.fused.module import FusedConvolution
+from miofind.torch.fused.refusals import Refusal, noted_refusals
 from miofind.torch.fused.sizes import NUMBERS, STEPS
-from miofind.torch.fused.stand_ins import Attribute, NoArguments, NoNames, StandIn, extremes_are_steps
+from miofind.torch.fused.stand_ins import Attribute, NoArguments, NoNames, StandIn
 from miofind.torch.fused.watch import Surroundings, modes, watched
 from miofind.torch.fused.writes import is_told_by_name, name_of
 
-_ASKING = ("torch.fx.proxy", StandIn.__module__)
-"""Python modules by which a network's code asks."""
+_ASKING = ("torch.fx.proxy", extremes_are_steps.__module__)
+"""Python modules whose frames are passed over to find the code that asks."""
+_PLAIN = (
+    list,
+    tuple,
+    dict,
+    torch.Size,
+    fx.immutable_collections.immutable_list,
+    fx.immutable_collections.immutable_dict,
+)
+_one_at_a_time = ForkedLock()
+"""What is patched while code is traced is so in all threads."""
 _MOST_CHECKS = 64  # each takes two more runs of what is before it
 
 
@@ -222,6 +237,8 @@ class Tracer(fx.Tracer):
         self.constants: list[str] = []
         self._modes = modes()
         self._surroundings: Surroundings | None = None
+        self._refusals: list[TraceError] = []
+        self._thread = threading.get_ident()
 
     def run(self, root: Any) -> None:
         """Trace a network's code, whose graph is `graph` then, and leave no trace of that where it fails.
@@ -229,10 +246,11 @@ class Tracer(fx.Tracer):
         Raises:
             TraceError: its code does what a graph does not tell.
         """
-        self._surroundings = Surroundings(root)
+        self._thread, self._surroundings = threading.get_ident(), Surroundings(root)
         before, in_training = set(vars(root)), {module for module in root.modules() if module.training}
         try:
-            with watched(self._surroundings.memory), extremes_are_steps(), self._heeded():
+            watching = watched(self._surroundings.memory)
+            with _one_at_a_time, noted_refusals() as self._refusals, watching, extremes_are_steps(), self._heeded():
                 self.trace(root)
                 self._check(root)
         except Exception:
@@ -271,8 +289,18 @@ class Tracer(fx.Tracer):
         return function, arguments
 
     def create_arg(self, a: Any) -> Any:
-        """What a step is given: NumPy's float64 as the float that it is, since code that names NumPy does not run."""
-        return float(a) if issubclass(type(a), float) else super().create_arg(a)
+        """What a step is given: NumPy's float64 as the float that it is, since code that names NumPy does not run.
+
+        Raises:
+            TraceError: it is a list, tuple or dictionary with more to it, which torch.fx makes a plain one of.
+        """
+        kind = type(a)
+        if kind is OrderedDict:
+            return self.create_proxy("call_function", OrderedDict, ([*a.items()],), {}).node
+        is_more = issubclass(kind, (list, tuple, dict)) and kind not in _PLAIN and not hasattr(kind, "_fields")
+        if is_more:
+            raise Refusal(f"its code makes a {kind.__name__}, which is more than its contents")
+        return float(a) if issubclass(kind, float) else super().create_arg(a)
 
     def forget(self, root: Any) -> None:
         """Take off a network what tracing it has set there."""
@@ -354,7 +382,7 @@ class Tracer(fx.Tracer):
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> fx.Node:
         """A step; none where code has changed a mode for it, which a graph does not tell."""
         if modes() != self._modes:
-            raise TraceError("its code changes autocast or the recording of gradients, or has a backward of its own")
+            raise Refusal("its code changes autocast or the recording of gradients, or has a backward of its own")
         if target is torch._assert:
             told = [str(each) for each in (*args[1:], *kwargs.values())]
             self.texts = {text for text in self.texts if not any(text in each for each in told)}
@@ -389,6 +417,8 @@ class Tracer(fx.Tracer):
         return is_single or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:  # torch.fx takes the calls of all threads for those of the network
+            return forward(*args, **kwargs)
         if args and args[0] is None and needs_tensor(m):
             raise TypeError(f"a {type(m).__name__} is given None")
         self._check_modes(m)
@@ -407,6 +437,12 @@ class Tracer(fx.Tracer):
             self.failed = m if self.failed is None and is_part else self.failed
             raise
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """What code gets of a module, which is itself in other threads."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
     def _check_modes(self, module: Any) -> None:
         """Refuse code that has put a module of the network, or one in it, into training mode."""
         is_training = any(each.training for each in module.modules())
@@ -415,6 +451,8 @@ class Tracer(fx.Tracer):
 
     def _check(self, module: Any) -> None:
         """Refuse what the code of a module, which has run, did beside computing."""
+        if self._refusals:
+            raise self._refusals[0]
         self._check_modes(module)
         if self._surroundings is not None:
             changed = self._surroundings.changed(module, self._is_memory)

@@ -8,20 +8,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import operator
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.fx.proxy import Proxy, TraceError
+from torch.fx.proxy import Proxy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from miofind.torch.fused.bytecode import instructions
+from miofind.torch.fused.bytecode import first_variable, instructions, operand
+from miofind.torch.fused.refusals import Refusal
 from miofind.torch.fused.writes import storage_of, written
 
 _ASKED = (
@@ -33,8 +35,11 @@ _ASKED = (
     "is_grad_enabled",
     "is_inference_mode_enabled",
 )
-_QUESTIONS = {id(getattr(torch, name)): name for name in _ASKED if hasattr(torch, name)}
-"""By identity, since code may have functions of PyTorch's by other names."""
+_QUESTIONS = {
+    **{id(getattr(torch, name)): f"torch.{name}" for name in _ASKED if hasattr(torch, name)},
+    **{id(function): f"operator.{function.__name__}" for function in (operator.is_, operator.is_not)},
+}
+"""By identity, since code may have functions by other names."""
 _NOT_ENTERED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 """What has attributes of its own, which are no contents of what refers to it."""
 
@@ -60,6 +65,7 @@ class Surroundings:
 
     def __init__(self, root: Any) -> None:
         self._contents = {module: _contents(module) for module in root.modules()}
+        self._attributes = {owner: _plain_attributes(owner) for module in root.modules() for owner in _owners(module)}
         held = [
             *root.parameters(),
             *root.buffers(),
@@ -79,6 +85,9 @@ class Surroundings:
         """
         if random.getstate() != self._random or not _is_same_state(np.random.get_state(), self._numpys):
             return "draws random numbers"
+        for owner in _owners(module):
+            if changed := _plain_attributes(owner).items() ^ self._attributes[owner].items():
+                return f"sets {min(name for name, _ in changed)}"
         for name, held, before in self._contents[module]:
             now = _listed(held)
             if not _is_same(now, before):
@@ -93,6 +102,15 @@ class Surroundings:
             random.setstate(self._random)
         if not _is_same_state(np.random.get_state(), self._numpys):
             np.random.set_state(self._numpys)
+        for owner, attributes in self._attributes.items():
+            now = _plain_attributes(owner)
+            for name in now.keys() - attributes.keys():
+                type.__delattr__(owner, name) if isinstance(owner, type) else vars(owner).pop(name)
+            for name, value in attributes.items():
+                if name not in now or now[name] is not value:
+                    type.__setattr__(owner, name, value) if isinstance(owner, type) else vars(owner).update(
+                        {name: value}
+                    )
         for contents in self._contents.values():
             for _, held, before in contents:
                 if not _is_same(_listed(held), before):
@@ -129,6 +147,19 @@ def _contents(module: Any) -> list[tuple[str, Any, list[Any]]]:
         elif isinstance(getattr(value, "__dict__", None), dict):
             pending.append((name, vars(value)))
     return found
+
+
+def _owners(module: Any) -> list[Any]:
+    """A module and its classes that are none of PyTorch's."""
+    return [module, *(cls for cls in type(module).__mro__ if cls is not object and not is_torchs(cls.__module__))]
+
+
+def _plain_attributes(owner: Any) -> dict[str, Any]:
+    """The numbers and texts that a module or class has, but for whether it is in training mode."""
+    return {name: value for name, value in vars(owner).items() if isinstance(value, _PLAIN) and name != "training"}
+
+
+_PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def _held(cls: Any) -> list[tuple[str, Any]]:
@@ -171,9 +202,9 @@ class _NothingUntold(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_imported(sys._getframe(1)):
-            raise TraceError("its code draws random numbers")
+            raise Refusal("its code draws random numbers")
         if not self._memory.isdisjoint(map(storage_of, written(func, args, kwargs or {}))):
-            raise TraceError("its code writes to a tensor that it has")
+            raise Refusal("its code writes to a tensor that it has")
         return func(*args, **(kwargs or {}))
 
 
@@ -189,14 +220,14 @@ def watched(memory: frozenset[int]) -> Iterator[None]:
 
     def entered(self: Any) -> Any:
         if threading.get_ident() == thread:  # also a block that switches off what is off now
-            raise TraceError("its code has a block of autocast")
+            raise Refusal("its code has a block of autocast")
         return enter(self)
 
     def set_to(self: Any, name: str, value: Any) -> None:
         setter = sys._getframe(1)
         is_of_torch = is_torchs(setter.f_globals.get("__name__", ""))
         if threading.get_ident() == thread and not is_of_torch and not _is_imported(setter):
-            raise TraceError(f"its code sets {name}")
+            raise Refusal(f"its code sets {name}")
         set_attribute(self, name, value)
 
     autocast.__enter__, nn.Module.__setattr__ = entered, set_to
@@ -230,19 +261,18 @@ def _refuse_questions(frame: Any, event: str, called: Any) -> None:
     is_asked = event == "c_call" and id(called) in _QUESTIONS
     if not (is_asked or event in ("call", "return")) or _package(frame) in _NO_NETWORKS:
         return
-    is_refused = is_asked or (asks_what_is(frame.f_code) if event == "call" else _has_compared_stand_ins(frame))
+    is_refused = is_asked or (asks_what_is(frame.f_code) if event == "call" else _asked_of_stand_ins(frame))
     if not is_refused or _is_imported(frame):
         return
     if is_asked:
-        raise TraceError(f"its code asks for torch.{_QUESTIONS[id(called)]}")
+        raise Refusal(f"its code asks for {_QUESTIONS[id(called)]}")
     name = frame.f_code.co_qualname
-    raise TraceError(f"{name} asks what something is by `is` or `type`, not by == or isinstance")
+    raise Refusal(f"{name} asks what something is by `is` or `type`, not by == or isinstance")
 
 
-def _has_compared_stand_ins(frame: Any) -> bool:
-    """Whether code that ran compared variables by `is`, and has a stand-in in one of them."""
-    names = compared_variables(frame.f_code)
-    return any(issubclass(type(frame.f_locals.get(name)), Proxy) for name in names)
+def _asked_of_stand_ins(frame: Any) -> bool:
+    """Whether code that ran asked what its variables are, and has a stand-in in one of them."""
+    return any(issubclass(type(frame.f_locals.get(name)), Proxy) for name in asked_variables(frame.f_code))
 
 
 def _package(frame: Any) -> str:
@@ -276,50 +306,49 @@ def asks_what_is(code: CodeType) -> bool:
     """Whether code compares a dtype, a class or an argument by its identity: stand-ins are other things.
 
     Such as `x.dtype is torch.half`, `type(x) == torch.Tensor` and `flag is True`; `x is None` is asked for elsewhere.
+    Patterns of sequences and dictionaries ask likewise.
     """
     steps = instructions(code)
-    for place, each in enumerate(steps):
-        if each.opname in ("IS_OP", "COMPARE_OP"):
-            start = place - 1  # of what is on the right: a name, and attributes of it
-            while start > 0 and steps[start].opname == "LOAD_ATTR":
-                start -= 1
-            left, right = steps[start - 1], steps[place - 1]
-            is_class = right.opname != "LOAD_CONST" and right.argval in _CLASSES
-            if is_class or (each.opname == "IS_OP" and _asks_what_is(left, right)):
-                return True
-    return False
+    return any(
+        each.opname in _PATTERNS or (each.opname in ("IS_OP", "COMPARE_OP") and _compares_what_is(steps, place))
+        for place, each in enumerate(steps)
+    )
+
+
+_PATTERNS = ("MATCH_SEQUENCE", "MATCH_MAPPING")
+
+
+def _compares_what_is(steps: Sequence[Any], place: int) -> bool:
+    right, left = operand(steps, place), operand(steps, place, 1)
+    last = right.last
+    if last.opname != "LOAD_CONST" and last.argval in _CLASSES:
+        return True
+    if steps[place].opname != "IS_OP":
+        return False
+    if last.opname == "LOAD_CONST":
+        return last.argval is not None and bool(left.variable)
+    if any(each.last.opname == "LOAD_ATTR" and each.last.argval in _OF_KINDS for each in (left, right)):
+        return True
+    if isinstance(last.argval, str) and isinstance(getattr(torch, last.argval, None), _KINDS):
+        return True
+    is_kept = all(each.root and not each.variable for each in (left, right))  # in what variables refer to
+    return is_kept and {left.root, right.root} != {"self"}
 
 
 @functools.lru_cache(maxsize=4096)
-def compared_variables(code: CodeType) -> frozenset[str]:
-    """The variables that code compares with each other by their identity, as in `height is width`."""
-    found = set[str]()
-    for place, each in enumerate(steps := instructions(code)):
-        if each.opname == "IS_OP":
-            last = steps[place - 1]
-            names = _variables(last) if _is_of_two(last) else _variables(steps[place - 2])[-1:] + _variables(last)
-            found |= set(names) if len(names) == 2 else set()
-    return frozenset(found)
+def asked_variables(code: CodeType) -> frozenset[str]:
+    """The variables of which code asks what they are, or what is in them, as `height is width` and `type(x)` do."""
+    found, steps = set[str](), instructions(code)
+    for place, each in enumerate(steps):
+        if each.opname == "IS_OP" and steps[place - 1].opname != "LOAD_CONST":
+            found |= {operand(steps, place).root, operand(steps, place, 1).root}
+        elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval in _ASK_WHAT_IS:
+            found.add(first_variable(steps[place + 1]))
+    return frozenset(found - {""})
 
 
-def _is_of_two(instruction: Any) -> bool:
-    return bool(instruction.opname.count("LOAD_FAST") == 2)  # of Python 3.13 on
-
-
-def _variables(instruction: Any) -> tuple[str, ...]:
-    """The variables that an instruction loads."""
-    if not instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")):
-        return ()
-    named = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-    return named if _is_of_two(instruction) else named[-1:]
-
-
-def _asks_what_is(left: Any, right: Any) -> bool:
-    """The same of the last instructions of both sides of `is`."""
-    if right.opname == "LOAD_CONST":
-        return right.argval is not None and left.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST"))
-    is_kind = isinstance(right.argval, str) and isinstance(getattr(torch, right.argval, None), _KINDS)
-    return is_kind or any(each.opname == "LOAD_ATTR" and each.argval in _OF_KINDS for each in (left, right))
+_ASK_WHAT_IS = ("type", "id", "callable")
+"""Functions that ask nobody."""
 
 
 @contextlib.contextmanager

@@ -20,8 +20,6 @@ from miofind.torch import FusedConvolution, fuse
 
 
 def padding_of(size: int, filter_size: int, stride: int, dilation: int) -> Any:
-    if isinstance(size, torch.Tensor):
-        return torch.clamp(((size / stride).ceil() - 1) * stride + (filter_size - 1) * dilation + 1 - size, min=0)
     return max((math.ceil(size / stride) - 1) * stride + (filter_size - 1) * dilation + 1 - size, 0)
 
 
@@ -45,8 +43,9 @@ def network() -> Any:
     )
     for module in made:
         if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean), nn.init.uniform_(module.running_var, 0.5, 2)
-            nn.init.normal_(module.weight), nn.init.normal_(module.bias)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            for each in (module.running_mean, module.weight, module.bias):
+                nn.init.normal_(each)
     return made.double().eval()
 
 
@@ -92,15 +91,6 @@ def test_graphs_of_other_tools_pad_by_the_size_of_each_input(is_dynamic: bool) -
         assert_same(compiled, model, image(*size))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
-def test_torchscript_of_one_size_pads_by_that_of_each_input() -> None:
-    """While torch.jit.trace runs sizes are tensors, of which Python's functions would make constants."""
-    model = network()
-    traced = torch.jit.trace(fuse(model), image(8, 8))
-    for size in ((8, 8), (9, 9), (13, 6), (6, 13)):
-        assert_same(traced, model, image(*size))
-
-
 class Sized(nn.Module):
     """A convolution and an activation, with padding that is computed of a height and a width between them."""
 
@@ -128,6 +118,13 @@ def is_asserted(height: Any, width: Any, size: Any) -> Any:
     return max(height, width)
 
 
+def in_place(height: Any, width: Any, size: Any) -> Any:
+    padding = height * 2
+    padding += 1
+    padding //= 2
+    return max(padding, 0)
+
+
 TRACED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "max": lambda height, width, size: max(height, width),
     "min": lambda height, width, size: min(height, width),
@@ -136,6 +133,9 @@ TRACED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "a tuple": of_tuple,
     "floats": lambda height, width, size: math.ceil(max(height / 2, 4.0)) + math.floor(min(width / 3, height / 2)),
     "an imported function": lambda height, width, size: ceil(height / 2),
+    "floats with integers": lambda height, width, size: math.ceil(height * 0.5) + math.floor(20 - height / 2),
+    "a float or an integer": lambda height, width, size: int(max(1.5, 2)) + math.ceil(max(height * 0.5, 4.0)),
+    "in place": in_place,
     "its kind": is_asserted,
     "numbers alone": lambda height, width, size: max(2, 3) + max([1, 2], key=abs) + min([], default=1),
 }
@@ -153,8 +153,24 @@ def test_what_code_computes_of_sizes(case: str) -> None:
             assert_same(each, model, image(*size))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python:torch.jit.TracerWarning")
+@pytest.mark.parametrize("case", TRACED)
+def test_torchscript_of_one_size_computes_with_that_of_each_input(case: str) -> None:
+    """While torch.jit.trace runs sizes are tensors, of which Python's functions would make constants."""
+    model = Sized(TRACED[case]).double().eval()
+    traced = torch.jit.trace(fuse(model), image(8, 8))
+    for size in SIZES:
+        assert_same(traced, model, image(*size))
+
+
 REFUSED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "a key": lambda height, width, size: max(height, width, key=lambda each: -each),
+    "a key of Python's": lambda height, width, size: max(height, width, key=str),
+    "a key of a list": lambda height, width, size: max([height, width], key=repr),
+    "a key that looks up": lambda height, width, size: max(height, width, key=hash),
+    "texts": lambda height, width, size: len(max(map(str, (height, width)))),
+    "a power": lambda height, width, size: 1 if isinstance(height**-1, int) else 2,
     "a default": lambda height, width, size: max([height, width], default=0),
     "an argument of which nothing is known": lambda height, width, size: max(height, size),
     "a branch": lambda height, width, size: 1 if max(height, width) > 8 else 0,
@@ -170,6 +186,20 @@ def test_what_is_not_known_to_be_a_number_is_not_traced(case: str) -> None:
     assert len(fused.fusion_report.fused) == 1
     for size in SIZES:
         assert_same(fused, model, image(*size))
+
+
+class OfTensorness(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+
+    def forward(self, x: Any) -> Any:
+        return self.made(x) * (2 if max(map(torch.is_tensor, (x, x))) else 3)
+
+
+def test_functions_that_max_calls_are_asked_as_if_it_had_no_code() -> None:
+    model = OfTensorness().double().eval()
+    assert_same(fuse(model), model, image(5, 5))
 
 
 class OfTensors(nn.Module):
@@ -252,6 +282,29 @@ def test_the_size_of_a_weight_that_is_fused_is_a_constant() -> None:
     fused = fuse(model)
     assert set(fused.state_dict()) == {"convolution_1.weight", "convolution_1.bias"}
     assert isinstance(fused.convolution_1, FusedConvolution)
+    assert_same(fused, model, image(5, 4))
+
+
+FACTORS = {"of a size": 1}
+
+
+@torch.fx.wrap
+def scaled(size: int) -> int:
+    return size * FACTORS["of a size"]
+
+
+class Scaled(Padded):
+    """Pads by what a function, of which nothing is known, makes of the size of a filter."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(functional.pad(x, (scaled(self.made.weight.shape[2]), self.made.weight.numel() // 20)))
+
+
+def test_what_unknown_code_makes_of_a_size_is_computed_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Scaled().double().eval()
+    fused = fuse(model)
+    assert_same(fused, model, image(5, 4))
+    monkeypatch.setitem(FACTORS, "of a size", 2)
     assert_same(fused, model, image(5, 4))
 
 

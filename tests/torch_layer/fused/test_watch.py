@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import importlib
+import operator
+import pickle
 import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,51 +82,250 @@ def test_both_answers_are_computed() -> None:
             torch.testing.assert_close(fused(x, flag), network(x, flag))
 
 
-class Compares(nn.Module):
-    """Compares what two variables are."""
+class Asked(nn.Module):
+    """Ends as a function has it, which is given the network, x, and what convolutions made of it."""
 
-    def __init__(self, compare: Callable[..., Any]) -> None:
+    total = 0
+
+    def __init__(self, ends: Callable[..., Any]) -> None:
         super().__init__()
-        self.conv, self.drop, self.compare = nn.Conv2d(3, 4, 3), nn.Identity(), compare
+        self.conv, self.drop, self.calls = nn.Conv2d(3, 4, 3), nn.Identity(), 0
+        self.ends = ends
 
     def forward(self, x: Any) -> Any:
-        return self.compare(self, torch.relu(self.conv(x)))
+        return self.ends(self, x, torch.relu(self.conv(x)))
 
 
-def compare_sizes(self: Any, y: Any) -> Any:
+def compares_sizes(self: Any, x: Any, y: Any) -> Any:
     height, width = y.shape[2], y.shape[3]
     return y if height is width else -y
 
 
-def compare_tensors(self: Any, y: Any) -> Any:
+def compares_sizes_at_once(self: Any, x: Any, y: Any) -> Any:
+    return y if y.shape[2] is y.shape[3] else -y
+
+
+def compares_in_a_function_of_its_own(self: Any, x: Any, y: Any) -> Any:
+    size = y.shape[3]
+    return y if (lambda: y.shape[2] is size)() else -y
+
+
+def compares_in_a_loop(self: Any, x: Any, y: Any) -> Any:
+    first = y.shape[2]
+    for size in y.shape[2:]:
+        y = y if size is first else -y
+    return y
+
+
+def compares_tensors(self: Any, x: Any, y: Any) -> Any:
     z = self.drop(y)
     if z is not y:
         z = z * 2
     return z
 
 
-def compare_modules(self: Any, y: Any) -> Any:
+def compares_a_result(self: Any, x: Any, y: Any) -> Any:
+    return y if self.drop(y) is y else -y
+
+
+def compares_what_is_kept(self: Any, x: Any, y: Any) -> Any:
+    kept = {"a": self.drop(y), "b": y}
+    return y if kept["a"] is kept["b"] else -y
+
+
+def compares_by_a_function(self: Any, x: Any, y: Any) -> Any:
+    return y if operator.is_(self.drop(y), y) else -y
+
+
+def compares_addresses(self: Any, x: Any, y: Any) -> Any:
+    z = self.drop(y)
+    return y if id(z) == id(y) else -y
+
+
+def asks_for_the_class_of_a_number(self: Any, x: Any, y: Any) -> Any:
+    size = y.shape[2]
+    return y if type(size) in (int, float) else -y
+
+
+def asks_for_the_name_of_a_class(self: Any, x: Any, y: Any) -> Any:
+    return y if type(x).__name__ == "Tensor" else -y
+
+
+def asks_whether_a_number_is_called(self: Any, x: Any, y: Any) -> Any:
+    size = y.shape[2]
+    return -y if callable(size) else y
+
+
+def matches_sizes(self: Any, x: Any, y: Any) -> Any:
+    match y.shape:
+        case [_, _, height, _]:
+            return y * height
+        case _:
+            return y
+
+
+def sets_a_number(self: Any, x: Any, y: Any) -> Any:
+    object.__setattr__(self, "calls", self.calls + 1)
+    return y * self.calls
+
+
+def sets_a_number_in_its_attributes(self: Any, x: Any, y: Any) -> Any:
+    self.__dict__["calls"] += 1
+    return y * self.calls
+
+
+def sets_a_number_of_its_class(self: Any, x: Any, y: Any) -> Any:
+    type(self).total += 1
+    return y * type(self).total
+
+
+def does_without_a_number(self: Any, x: Any, y: Any) -> Any:
+    try:
+        return y * float(x.shape[2])
+    except TypeError:
+        return y
+
+
+def does_without_a_loop(self: Any, x: Any, y: Any) -> Any:
+    with contextlib.suppress(TypeError):
+        for _ in range(x.shape[2]):
+            y = y + 1
+    return y
+
+
+def does_without_random_numbers(self: Any, x: Any, y: Any) -> Any:
+    try:
+        return y + 0 * torch.rand(1)
+    except Exception:
+        return -y
+
+
+def does_without_autocast(self: Any, x: Any, y: Any) -> Any:
+    try:
+        with torch.autocast("cpu", enabled=False):
+            return self.conv(x)
+    except Exception:
+        return y
+
+
+UNTRACED = [
+    *(compares_sizes, compares_sizes_at_once, compares_in_a_function_of_its_own, compares_in_a_loop, compares_tensors),
+    *(compares_a_result, compares_what_is_kept, compares_by_a_function, compares_addresses, matches_sizes),
+    *(asks_for_the_class_of_a_number, asks_for_the_name_of_a_class, asks_whether_a_number_is_called),
+    *(sets_a_number, sets_a_number_in_its_attributes, sets_a_number_of_its_class),
+    *(does_without_a_number, does_without_a_loop, does_without_random_numbers, does_without_autocast),
+]
+
+
+@pytest.mark.parametrize("ends", UNTRACED)
+def test_code_that_a_stand_in_would_answer_wrongly_is_not_traced(ends: Callable[..., Any]) -> None:
+    """Nobody is asked, or code goes on where it was refused."""
+    network = Asked(ends).eval()
+    fused = fuse(network)
+    assert "" in fused.fusion_report.untraced
+    for size in ((5, 5), (5, 6)):
+        x = torch.randn(2, 3, *size)
+        Asked.total = 0
+        found, Asked.total = fused(x), 0
+        torch.testing.assert_close(found, network(x))
+
+
+def compares_modules(self: Any, x: Any, y: Any) -> Any:
     last = self.drop
     for each in (self.conv, self.drop):
-        if each is last:
+        if each is last and self.drop is not self.conv and type(each) is nn.Identity and callable(each):
             y = each(y)
     return y
 
 
-@pytest.mark.parametrize("compare", [compare_sizes, compare_tensors])
-def test_code_that_compares_what_two_stand_ins_are_is_not_traced(compare: Callable[..., Any]) -> None:
-    """They are never the same."""
-    network, x = Compares(compare).eval(), torch.randn(2, 3, 5, 5)
+def catches_an_error_of_its_own(self: Any, x: Any, y: Any) -> Any:
+    try:
+        return y * {"a": 2}["b"]
+    except KeyError:
+        return y
+
+
+@pytest.mark.parametrize("ends", [compares_modules, catches_an_error_of_its_own])
+def test_other_code_is_traced(ends: Callable[..., Any]) -> None:
+    network, x = Asked(ends).eval(), torch.randn(2, 3, 5, 5)
     fused = fuse(network)
-    assert "by `is` or `type`" in fused.fusion_report.untraced[""]
+    assert fused.fusion_report.untraced == {}
     torch.testing.assert_close(fused(x), network(x))
 
 
-def test_code_that_compares_modules_is() -> None:
-    network, x = Compares(compare_modules).eval(), torch.randn(2, 3, 5, 5)
+class Output(dict[str, Any]):
+    """Has attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Gives(nn.Module):
+    """Gives tensors in a container."""
+
+    def __init__(self, container: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.conv, self.container = nn.Conv2d(3, 4, 3), container
+
+    def forward(self, x: Any) -> Any:
+        return self.container(torch.relu(self.conv(x)))
+
+
+def test_a_container_with_more_to_it_stays_what_it_is() -> None:
+    network, x = Gives(lambda y: Output(y=y)).eval(), torch.randn(2, 3, 5, 5)
     fused = fuse(network)
-    assert fused.fusion_report.fused
-    torch.testing.assert_close(fused(x), network(x))
+    assert "Output" in fused.fusion_report.untraced[""]
+    assert type(fused(x)) is Output
+
+
+def test_ordered_dictionaries_are_made_in_each_call() -> None:
+    network, x = Gives(lambda y: OrderedDict(b=y, a=[y * 2])).eval(), torch.randn(2, 3, 5, 5)
+    fused = fuse(network)
+    assert len(fused.fusion_report.fused) == 1
+    del fused.container
+    for each in (fused, pickle.loads(pickle.dumps(fused))):
+        found = each(x)
+        assert type(found) is OrderedDict
+        assert [*found] == ["b", "a"]
+        torch.testing.assert_close(found, network(x))
+
+
+def test_other_threads_go_on_while_a_network_is_traced() -> None:
+    """torch.fx took their modules for the network's, and what two traces had patched stayed so."""
+    others, x, failed = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.randn(2, 3), []
+    expected, patched = others(x), (nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__, builtins.max)
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            try:
+                assert torch.equal(others(x), expected)
+                nn.Linear(1, 1).extra = 1
+            except BaseException as error:
+                failed.append(error)
+                return
+
+    def trace() -> None:
+        try:
+            for _ in range(5):
+                assert fuse(Asked(compares_modules).eval()).fusion_report.untraced == {}
+        except BaseException as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        server, tracers = threading.Thread(target=serve), [threading.Thread(target=trace) for _ in range(3)]
+        for thread in (server, *tracers):
+            thread.start()
+        for thread in tracers:
+            thread.join()
+        is_over.set()
+        server.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failed == []
+    assert (nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__, builtins.max) == patched
 
 
 class Imports(nn.Module):
