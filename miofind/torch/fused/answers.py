@@ -17,11 +17,9 @@ from miofind.core.epilogue import EpilogueParameters
 from miofind.core.problem import ProblemDescription
 from miofind.errors import LaunchError, NoSolutionError, described
 from miofind.launch.invoker import Invoker
-from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.torch.fused.packed_filters import packed_filters
 from miofind.torch.override.calls import COMPUTED_OF, DIRECTION_OF, Unserved, is_depthwise
-from miofind.torch.override.counts import CPU_IS_PYTORCHS
 from miofind.torch.override.dispatcher import Override, current
 from miofind.torch.override.flags import Flags
 from miofind.torch.override.launches import ReadySolutions, first_line
@@ -31,21 +29,7 @@ from miofind.torch.override.settings import MissPolicy, Settings
 
 logger = logging.getLogger(__name__)
 
-class _DefaultPlanner(Planner):
-    """`enable`'s defaults, by which CPU tensors are PyTorch's."""
-
-    def handle_of(self, device: Any) -> Handle:
-        """The handle for a PyTorch device.
-
-        Raises:
-            Unserved: there is none.
-        """
-        if device.type == "cpu":
-            raise Unserved(CPU_IS_PYTORCHS)
-        return super().handle_of(device)
-
-
-_unset = _DefaultPlanner(Settings())
+_unset = Planner(Settings(takes_cpu=False))
 
 
 def planner_of(override: Override | None) -> Planner:

@@ -10,8 +10,8 @@ from typing import Protocol
 from miofind.core.problem import ProblemDescription
 from miofind.torch.override.calls import DIRECTION_OF
 from miofind.torch.override.plans import Part
+from miofind.torch.override.settings import CPU_IS_PYTORCHS
 
-CPU_IS_PYTORCHS = 'calls on CPU tensors are PyTorch\'s own, unless miofind.torch.enable(devices="cpu") asks for them'
 _MISALIGNED = "its tensors begin at other addresses"
 _WITHOUT_MEMORY = "there was no memory for its workspace"
 

@@ -43,7 +43,7 @@ from miofind.torch.override.comparisons import Comparison
 from miofind.torch.override.flags import Flags
 from miofind.torch.override.launches import Arguments, Launch, Launches, ReadySolutions, first_line
 from miofind.torch.override.memory import Backoff, is_capturing, make_room
-from miofind.torch.override.settings import MissPolicy, Settings
+from miofind.torch.override.settings import CPU_IS_PYTORCHS, MissPolicy, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -336,6 +336,8 @@ class Planner:
         Raises:
             Unserved: there is none.
         """
+        if device.type == "cpu" and not self.settings.takes_cpu:
+            raise Unserved(CPU_IS_PYTORCHS)
         given = self.settings.handle
         index = device.index or 0
         if given is not None:

@@ -19,6 +19,9 @@ DEFAULT_WORKSPACE_LIMIT_BYTES = 2 << 30
 """What turns images of large batches and volumes to channels last and back needs, as PyTorch's own kernels do."""
 
 
+CPU_IS_PYTORCHS = 'calls on CPU tensors are PyTorch\'s own, unless miofind.torch.enable(devices="cpu") asks for them'
+
+
 class MissPolicy(StrEnum):
     """What becomes of a call whose problem no FindDB has an answer to.
 
@@ -39,6 +42,10 @@ class MissPolicy(StrEnum):
 class Settings:
     """Arguments of `miofind.torch.enable`, which tells of them.
 
+    Attributes:
+        takes_cpu: CPU tensors are miofind's, too: what `enable` was not asked for does not come this far, but fused
+            operators do, with nothing enabled.
+
     Raises:
         InvalidOptionError: the message names the argument and the value.
         UnknownSolverError: a name in `only` or `exclude` is no solver, algorithm or library.
@@ -54,6 +61,7 @@ class Settings:
     time_budget_s: float | None = None
     background: bool = True
     handle: Handle | None = None
+    takes_cpu: bool = True
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__

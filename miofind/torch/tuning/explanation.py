@@ -14,11 +14,11 @@ from miofind.text.printable import printable_name
 from miofind.text.sheet import Sheet
 from miofind.torch.fused import plans as fused_plans
 from miofind.torch.fused.answers import answer
-from miofind.torch.override.counts import CPU_IS_PYTORCHS, CallReport
+from miofind.torch.override.counts import CallReport
 from miofind.torch.override.dispatcher import current, enabled
 from miofind.torch.override.flags import Flags, state
 from miofind.torch.override.plans import Part, Planner
-from miofind.torch.override.settings import MissPolicy, Settings
+from miofind.torch.override.settings import CPU_IS_PYTORCHS, MissPolicy, Settings
 from miofind.torch.recording.network import problems, refuse_inputs
 from miofind.torch.recording.recording import RecordedCall, Recording
 from miofind.torch.tuning.tables import as_text, described, milliseconds, shortened

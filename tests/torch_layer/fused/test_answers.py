@@ -14,10 +14,10 @@ from torch_layer.ready_solutions import FakeInvoker, FakeSolutions
 from miofind import Handle
 from miofind.core.problem import ProblemDescription
 from miofind.torch.fused.answers import Answer, answer, planner_of
-from miofind.torch.override.counts import CPU_IS_PYTORCHS
+from miofind.torch.override import plans
 from miofind.torch.override.flags import Flags, state
 from miofind.torch.override.plans import Part, Planner
-from miofind.torch.override.settings import Settings
+from miofind.torch.override.settings import CPU_IS_PYTORCHS, Settings
 
 PROBLEM = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 1, 1), epilogue="relu")
 
@@ -60,7 +60,7 @@ def test_cpu_tensors_are_pytorchs_unless_settings_take_them(
     cpu_handle: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fused network became slower on a CPU once it was tuned, which nothing had asked for."""
-    monkeypatch.setattr(Planner, "handle_of", lambda self, device: cpu_handle)
+    monkeypatch.setattr(plans, "default_handle", lambda device: cpu_handle)
     flags = Flags.of(state(), on_gpu=False)
     left, taken = (
         answer(PROBLEM, torch.device("cpu"), flags, planner)
