@@ -10,7 +10,7 @@ from miofind.api.solutions import measures_always, wrong_argument
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
-from miofind.errors import NoSolutionError
+from miofind.errors import InvalidOptionError, NoSolutionError, brief
 from miofind.find.lookup import records
 from miofind.find.pipeline import find, find_mode
 from miofind.options import FindMode, FindOptions, OnMiss
@@ -45,6 +45,8 @@ def find_many(
     """
     options = FindOptions() if options is None else options
     handle = default_handle() if handle is None else handle
+    if isinstance(problems, ProblemDescription) or not isinstance(problems, Iterable):
+        raise InvalidOptionError(f"problems={brief(problems)} must be a list of problems, such as [problem]")
     wanted = list(problems)
     for problem in wanted:
         if not (

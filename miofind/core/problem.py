@@ -417,9 +417,8 @@ def _checked_epilogue(problem: ProblemDescription) -> Epilogue:
     if dtype is not problem.accumulator:
         what = "the bias gradient is" if epilogue.bias_gradient else "scale and bias are"
         output = "dw" if epilogue.bias_gradient else "y"
-        raise InvalidProblemError(
-            f"epilogue={epilogue.text}: {what} {own} as {output} or {problem.accumulator}, not {dtype}"
-        )
+        kinds = f"{own} as {output}" + ("" if own is problem.accumulator else f" or {problem.accumulator}")
+        raise InvalidProblemError(f"epilogue={epilogue.text}: {what} {kinds}, not {dtype}: convert one")
     return epilogue
 
 
@@ -456,10 +455,19 @@ def _check_shapes(problem: ProblemDescription) -> None:
     if w.shape[1] != c // groups:
         raise InvalidProblemError(
             f"w={w.shape} has {w.shape[1]} channels a filter: x={x.shape} with groups={groups} wants {c // groups}"
+            f"{_of_channels_last(x.shape, w.shape, groups)}"
         )
     out = tuple(conv.output_size(x.shape[i + 2], w.shape[i + 2], i) for i in range(rank))
     if y.shape != (x.shape[0], k, *out):
         raise InvalidProblemError(f"y={y.shape} must be {(x.shape[0], k, *out)} for x={x.shape} and w={w.shape}")
+
+
+def _of_channels_last(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> str:
+    """What to do with an image whose shape has its channels last, as other frameworks have it; "" for others."""
+    if x[-1] != groups * w[1]:
+        return ""
+    axes = (0, len(x) - 1, *range(1, len(x) - 1))
+    return f"; shapes are (n, c, *spatial) in any layout: give x.transpose{axes} for (n, *spatial, c)"
 
 
 def _check_types(problem: ProblemDescription) -> None:
@@ -467,4 +475,6 @@ def _check_types(problem: ProblemDescription) -> None:
     if problem.math is MathMode.TF32 and dtypes != {DataType.FLOAT32}:
         raise InvalidProblemError(f"math=tf32 needs float32 tensors, not {', '.join(sorted(dtypes))}")
     if DataType.FLOAT64 in dtypes and len(dtypes) > 1:
-        raise InvalidProblemError(f"dtype: float64 does not mix with {', '.join(sorted(dtypes - {DataType.FLOAT64}))}")
+        others = ", ".join(sorted(dtypes - {DataType.FLOAT64}))
+        told = ", ".join(f"{name} is {getattr(problem, name).dtype}" for name in ("x", "w", "y"))
+        raise InvalidProblemError(f"dtype: float64 does not mix with {others}, and {told}: convert one")

@@ -84,7 +84,8 @@ def read_driver_line(text: str) -> DriverLine:
     arguments = _without_program(_words(text))
     base = arguments[0] if arguments else ""
     if base not in OPERATIONS:
-        raise InvalidProblemError(f"{base!r} is not an operation: a line begins with {', '.join(OPERATIONS)}")
+        advice = f"; a FindDB is named by --db {base}" if base.endswith(".db") else ""
+        raise InvalidProblemError(f"{base!r} is not an operation: a line begins with {', '.join(OPERATIONS)}{advice}")
     if base in _FUSED:
         return _fused(_FUSED[base], read_flags(arguments[1:], of_fusion=True))
     flags = read_flags(arguments[1:])

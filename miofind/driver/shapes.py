@@ -111,6 +111,8 @@ def _padding(text: str) -> Padding:
         return "same"
     if text == "valid":
         return "valid"
+    if re.search("[a-wyzA-Z]", text):
+        raise InvalidProblemError(f"--padding {text!r} must be same, valid, or numbers such as 1, 1,2 and 0:1,0:1")
     if ":" not in text:
         return _one_or_each("padding", text)
     pairs = [part.split(":") for part in text.split(",")]

@@ -156,6 +156,7 @@ class Solution:
         binary cache have their own.
 
         Raises:
+            InvalidOptionError: the handle is none.
             SolutionFileError: the file is damaged, of another architecture or of other sources.
         """
         from miofind.runtime.solution_file import load_solution

@@ -20,10 +20,12 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place, device_text
 from miofind.errors import (
     InvalidConfigError,
+    InvalidOptionError,
     InvalidProblemError,
     LaunchError,
     SolutionFileError,
     UnknownSolverError,
+    brief,
     described,
     raise_if_interrupted,
 )
@@ -101,7 +103,9 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
     Raises:
         SolutionFileError: the file is missing, damaged, of another architecture, version or sources.
     """
-    handle = handle or default_handle()
+    handle = default_handle() if handle is None else handle
+    if not isinstance(handle, Handle):
+        raise InvalidOptionError(f"handle={brief(handle)} must be a Handle, such as miofind.Handle('cpu')")
     payload = _read(path)
     device = handle.device
     if payload["arch"] != device.arch:

@@ -28,6 +28,12 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[miofind.
         yield made
 
 
+@pytest.mark.parametrize("problems", [FIRST, 3])
+def test_problems_are_several(problems: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="must be a list of problems"):
+        miofind.find_many(problems)
+
+
 def test_each_is_found_once_and_answered_in_order(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, again = miofind.find_many([FIRST, SECOND, FIRST], handle=handle)
     assert [solutions[0].problem for solutions in (first, second, again)] == [FIRST, SECOND, FIRST]

@@ -206,6 +206,7 @@ def test_unknown_command_is_a_usage_error() -> None:
         (("find", "conv", "--frob", "1"), 2, "--frob"),
         (("find", "-n", "1"), 2, "-n is no option here"),
         (("find", "conv3"), 2, "'conv3' is not an operation"),
+        (("find", "mine.db"), 2, "a FindDB is named by --db mine.db"),
         (("find", "conv2d-forward-n1"), 2, "is not a network_config"),
         (("find", *FORWARD, "--only", "ConvNone"), 2, "'--only': 'ConvNone' is no solver"),
         (("find", *FORWARD, "--device", "tpu"), 2, "'tpu' is no device"),

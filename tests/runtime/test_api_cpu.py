@@ -358,6 +358,8 @@ def test_run_refuses_a_small_workspace(handle: miofind.Handle) -> None:
 def test_save_and_load(handle: miofind.Handle, tmp_path: Path) -> None:
     solution = miofind.find_solutions(PROBLEM, handle=handle)[0]
     solution.save(tmp_path / "solution.json")
+    with pytest.raises(InvalidOptionError, match="must be a Handle"):
+        miofind.Solution.load(tmp_path / "solution.json", "cpu")  # type: ignore[arg-type]
     loaded = miofind.Solution.load(tmp_path / "solution.json", handle)
     given = operands(PROBLEM)
     assert loaded.id == solution.id

@@ -150,7 +150,8 @@ def _unfollowed(model: Any, error: Exception, given: Any) -> InvalidOptionError:
             'one, such as torch.empty(shape, device="cuda"), or its shape as a tuple of two sizes or more'
         )
     return InvalidOptionError(
-        f"{type(model).__name__} cannot be followed without values and memory: {described(error)}. {_INSTEAD}"
+        f"{type(model).__name__} does not run with such inputs, or not without values and memory: {described(error)}. "
+        f"Where the network itself runs with them: {_INSTEAD[0].lower()}{_INSTEAD[1:]}"
     )
 
 
