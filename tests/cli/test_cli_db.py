@@ -278,7 +278,8 @@ def test_show_tells_how_the_last_race_ended(filled: Path) -> None:
     winner, tied, behind = "ConvCpuDirect:{}", 'ConvA:{"tile":1}', "ConvB:{}"
     compared = (Comparison(candidate=behind, low=1.02, high=1.05), Comparison(candidate=tied, low=0.99, high=1.004))
     ruling = Verdict(winner=winner, ties=(winner, tied), comparisons=compared, blocks=30, protocol="cuda-2")
-    altered(filled, contended=True, dropped_samples=4, samples=41, time_ms=9.0, config='{"a":1}')
+    measured = {"status": "ok", "samples": 41, "dropped_samples": 4, "time_ms": 9.0}  # busy machines cut off
+    altered(filled, contended=True, config='{"a":1}', **measured)
     with Store(filled) as store:
         store.record(Device.cpu().identity, PROBLEM.network_config, verdict=ruling)
     text = run("db", "show", *FORWARD, "--all").stdout  # of a solver three are answers, and the new row is slow
