@@ -271,8 +271,9 @@ def _refuse_questions(frame: Any, event: str, called: Any) -> None:
 
 
 def _asked_of_stand_ins(frame: Any) -> bool:
-    """Whether code that ran asked what its variables are, and has a stand-in in one of them."""
-    return any(issubclass(type(frame.f_locals.get(name)), Proxy) for name in asked_variables(frame.f_code))
+    """Whether code that ran asked what its variables are, and has a stand-in, or what has one elsewhere, in one."""
+    kinds = (Proxy, torch.Tensor)
+    return any(issubclass(type(frame.f_locals.get(name)), kinds) for name in asked_variables(frame.f_code))
 
 
 def _package(frame: Any) -> str:

@@ -137,6 +137,14 @@ def compares_by_a_function(self: Any, x: Any, y: Any) -> Any:
     return y if operator.is_(self.drop(y), y) else -y
 
 
+def compares_parameters(self: Any, x: Any, y: Any) -> Any:
+    return y if any(each is self.conv.weight for each in self.parameters()) else -y
+
+
+def counts_tensors(self: Any, x: Any, y: Any) -> Any:
+    return y * len({y, self.drop(y)})
+
+
 def compares_addresses(self: Any, x: Any, y: Any) -> Any:
     z = self.drop(y)
     return y if id(z) == id(y) else -y
@@ -210,7 +218,15 @@ def does_without_autocast(self: Any, x: Any, y: Any) -> Any:
 
 UNTRACED = [
     *(compares_sizes, compares_sizes_at_once, compares_in_a_function_of_its_own, compares_in_a_loop, compares_tensors),
-    *(compares_a_result, compares_what_is_kept, compares_by_a_function, compares_addresses, matches_sizes),
+    *(
+        compares_parameters,
+        counts_tensors,
+        compares_a_result,
+        compares_what_is_kept,
+        compares_by_a_function,
+        compares_addresses,
+        matches_sizes,
+    ),
     *(asks_for_the_class_of_a_number, asks_for_the_name_of_a_class, asks_whether_a_number_is_called),
     *(sets_a_number, sets_a_number_in_its_attributes, sets_a_number_of_its_class),
     *(does_without_a_number, does_without_a_loop, does_without_random_numbers, does_without_autocast),
