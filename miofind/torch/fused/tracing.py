@@ -246,7 +246,7 @@ class Tracer(fx.Tracer):
         Raises:
             TraceError: its code does what a graph does not tell.
         """
-        self._thread, self._surroundings = threading.get_ident(), Surroundings(root)
+        self._surroundings = Surroundings(root)
         before, in_training = set(vars(root)), {module for module in root.modules() if module.training}
         try:
             watching = watched(self._surroundings.memory)
@@ -333,7 +333,9 @@ class Tracer(fx.Tracer):
             TraceError: nobody knows how many there are.
         """
         count = self.number_of_parts(obj)
-        return super().iter(obj) if count is None else iter([obj[place] for place in range(count)])
+        if count is None:
+            raise Refusal("its code takes one after another of something of which nobody knows how many there are")
+        return iter([obj[place] for place in range(count)])
 
     def number_of_parts(self, obj: fx.Proxy) -> int | None:
         """Into how many parts a step cuts a tensor, which the graph checks; None where that is not told."""
@@ -447,7 +449,7 @@ class Tracer(fx.Tracer):
         """Refuse code that has put a module of the network, or one in it, into training mode."""
         is_training = any(each.training for each in module.modules())
         if is_training and any(each is module for each in self.root.modules()):  # others are made in that mode
-            raise TraceError("its code puts a module into training mode")
+            raise Refusal("its code puts a module into training mode")
 
     def _check(self, module: Any) -> None:
         """Refuse what the code of a module, which has run, did beside computing."""
@@ -457,9 +459,9 @@ class Tracer(fx.Tracer):
         if self._surroundings is not None:
             changed = self._surroundings.changed(module, self._is_memory)
             if changed:
-                raise TraceError(f"its code {changed}")
+                raise Refusal(f"its code {changed}")
         if self.texts:
-            raise TraceError("its code makes a text of what it computes")
+            raise Refusal("its code makes a text of what it computes")
 
     def _is_memory(self, key: Any, value: Any) -> bool:
         """Whether code keeps what it makes of parameters alone, by a text such as that of a device.

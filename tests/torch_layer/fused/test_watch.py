@@ -89,7 +89,7 @@ class Asked(nn.Module):
 
     def __init__(self, ends: Callable[..., Any]) -> None:
         super().__init__()
-        self.conv, self.drop, self.calls = nn.Conv2d(3, 4, 3), nn.Identity(), 0
+        self.conv, self.drop, self.part, self.calls = nn.Conv2d(3, 4, 3), nn.Identity(), Counts(), 0
         self.ends = ends
 
     def forward(self, x: Any) -> Any:
@@ -216,7 +216,34 @@ def does_without_autocast(self: Any, x: Any, y: Any) -> Any:
         return y
 
 
+class Counts(nn.Module):
+    """Sets a number around PyTorch, in code that another module's calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, y: Any) -> Any:
+        object.__setattr__(self, "calls", self.calls + 1)
+        return y * self.calls
+
+
+def does_without_a_part(self: Any, x: Any, y: Any) -> Any:
+    try:
+        return self.part(y)
+    except Exception:
+        return -y
+
+
+def does_without_a_loop_over_images(self: Any, x: Any, y: Any) -> Any:
+    try:
+        return torch.stack([image * 2 for image in y])
+    except Exception:
+        return -y
+
+
 UNTRACED = [
+    does_without_a_loop_over_images,
     *(compares_sizes, compares_sizes_at_once, compares_in_a_function_of_its_own, compares_in_a_loop, compares_tensors),
     *(
         compares_parameters,
@@ -244,6 +271,15 @@ def test_code_that_a_stand_in_would_answer_wrongly_is_not_traced(ends: Callable[
         Asked.total = 0
         found, Asked.total = fused(x), 0
         torch.testing.assert_close(found, network(x))
+
+
+def test_a_part_that_is_refused_is_so_whatever_its_caller_catches() -> None:
+    """It is a single operation of the graph, which the handler was in place of."""
+    network, x = Asked(does_without_a_part).eval(), torch.randn(2, 3, 5, 5)
+    fused = fuse(network)
+    assert len(fused.fusion_report.fused) == 1
+    for _ in range(2):
+        torch.testing.assert_close(fused(x), network(x))
 
 
 def compares_modules(self: Any, x: Any, y: Any) -> Any:
