@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from types import CodeType, TracebackType
 from typing import NamedTuple
 
@@ -29,23 +30,21 @@ class Operand(NamedTuple):
     variable: str
 
 
-def operand(steps: Sequence[dis.Instruction], place: int, depth: int = 0) -> Operand:
-    """An operand of the instruction at a place of code without branches there, counted from the last one."""
-    end, skipped = place, 0
-    while True:
+def operands(steps: Sequence[dis.Instruction], place: int) -> Iterator[Operand]:
+    """The operands of the instruction at a place of code without branches there, the last one first."""
+    end = place
+    while end > 0:
         begin, pushed = end, 0
         while begin > 0 and pushed < 1:
             begin -= 1
             pushed += _pushed(steps[begin])
         variables = _variables(steps[begin])[-pushed:] if pushed > 0 else ()
-        for at, name in enumerate(reversed(variables or ("",))):
-            if skipped == depth:
-                is_alone = begin == end - 1 or at > 0
-                return Operand(steps[begin if at else end - 1], name, name if is_alone else "")
-            skipped += 1
-        if begin == 0:
-            return Operand(steps[0], "", "")
+        *others, root = variables or ("",)  # an instruction may load operands of their own before this one
+        yield Operand(steps[end - 1], root, root if begin == end - 1 else "")
+        for name in reversed(others):
+            yield Operand(steps[begin], name, name)
         end = begin
+    yield from itertools.repeat(Operand(steps[0], "", ""))
 
 
 def first_variable(step: dis.Instruction) -> str:

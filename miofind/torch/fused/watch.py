@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import operator
 import random
 import sys
@@ -22,7 +23,7 @@ from torch import nn
 from torch.fx.proxy import Proxy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from miofind.torch.fused.bytecode import first_variable, instructions, operand
+from miofind.torch.fused.bytecode import first_variable, instructions, operands
 from miofind.torch.fused.refusals import Refusal
 from miofind.torch.fused.writes import storage_of, written
 
@@ -103,14 +104,12 @@ class Surroundings:
         if not _is_same_state(np.random.get_state(), self._numpys):
             np.random.set_state(self._numpys)
         for owner, attributes in self._attributes.items():
-            now = _plain_attributes(owner)
+            now, kind = _plain_attributes(owner), type if isinstance(owner, type) else object
             for name in now.keys() - attributes.keys():
-                type.__delattr__(owner, name) if isinstance(owner, type) else vars(owner).pop(name)
+                kind.__delattr__(owner, name)
             for name, value in attributes.items():
                 if name not in now or now[name] is not value:
-                    type.__setattr__(owner, name, value) if isinstance(owner, type) else vars(owner).update(
-                        {name: value}
-                    )
+                    kind.__setattr__(owner, name, value)
         for contents in self._contents.values():
             for _, held, before in contents:
                 if not _is_same(_listed(held), before):
@@ -320,7 +319,7 @@ _PATTERNS = ("MATCH_SEQUENCE", "MATCH_MAPPING")
 
 
 def _compares_what_is(steps: Sequence[Any], place: int) -> bool:
-    right, left = operand(steps, place), operand(steps, place, 1)
+    right, left = itertools.islice(operands(steps, place), 2)
     last = right.last
     if last.opname != "LOAD_CONST" and last.argval in _CLASSES:
         return True
@@ -342,7 +341,7 @@ def asked_variables(code: CodeType) -> frozenset[str]:
     found, steps = set[str](), instructions(code)
     for place, each in enumerate(steps):
         if each.opname == "IS_OP" and steps[place - 1].opname != "LOAD_CONST":
-            found |= {operand(steps, place).root, operand(steps, place, 1).root}
+            found |= {each.root for each in itertools.islice(operands(steps, place), 2)}
         elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval in _ASK_WHAT_IS:
             found.add(first_variable(steps[place + 1]))
     return frozenset(found - {""})
