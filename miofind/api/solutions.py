@@ -9,7 +9,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidOptionError, brief
 from miofind.find.pipeline import find, find_mode
 from miofind.options import FindEnforce, FindMode, FindOptions
-from miofind.runtime.handle import Handle, default_handle
+from miofind.runtime.handle import Handle, default_handle, no_handle
 from miofind.runtime.solution import Solution
 
 _DEFAULT_OPTIONS = FindOptions()
@@ -58,7 +58,7 @@ def wrong_argument(problem: object, options: object, handle: object) -> InvalidO
         return InvalidOptionError(f"problem={brief(problem)} must be a ProblemDescription")
     if not isinstance(options, FindOptions):
         return InvalidOptionError(f"options={brief(options)} must be FindOptions")
-    return InvalidOptionError(f"handle={brief(handle)} must be a Handle, such as miofind.Handle('cpu')")
+    return no_handle(handle)
 
 
 def measures_always(options: FindOptions | None) -> bool:

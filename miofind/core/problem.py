@@ -467,7 +467,7 @@ def _of_channels_last(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> st
     if x[-1] != groups * w[1]:
         return ""
     axes = (0, len(x) - 1, *range(1, len(x) - 1))
-    return f"; shapes are (n, c, *spatial) in any layout: give x.transpose{axes} for (n, *spatial, c)"
+    return f"; shapes are (n, c, *spatial) in any layout: permute the axes of (n, *spatial, c) by {axes}"
 
 
 def _check_types(problem: ProblemDescription) -> None:

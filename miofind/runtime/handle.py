@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from miofind.compiler import BinaryCache, Compiler, kernel_hash
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place, check_fork
-from miofind.errors import InvalidOptionError, LaunchError, described, raise_if_interrupted, with_known_keywords
+from miofind.errors import InvalidOptionError, LaunchError, brief, described, raise_if_interrupted, with_known_keywords
 from miofind.evaluate.executors import Executor, InProcess, Isolated
 from miofind.finddb import LayeredStore, open_layered
 from miofind.launch.invoker import Invoker, InvokerCache, make_invoker
@@ -249,6 +249,11 @@ def check_serves(solver: Solver, problem: ProblemDescription, device: Device) ->
 @functools.cache
 def _default_handles() -> dict[int, Handle]:
     return {}
+
+
+def no_handle(given: object) -> InvalidOptionError:
+    """The error that says that an argument is no handle."""
+    return InvalidOptionError(f"handle={brief(given)} must be a Handle, such as miofind.Handle('cpu')")
 
 
 def known_handle(index: int) -> Handle | None:

@@ -20,18 +20,16 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place, device_text
 from miofind.errors import (
     InvalidConfigError,
-    InvalidOptionError,
     InvalidProblemError,
     LaunchError,
     SolutionFileError,
     UnknownSolverError,
-    brief,
     described,
     raise_if_interrupted,
 )
 from miofind.files import read_bounded, replacing
 from miofind.finddb import is_of_database
-from miofind.runtime.handle import Handle, check_kernels, check_serves, default_handle
+from miofind.runtime.handle import Handle, check_kernels, check_serves, default_handle, no_handle
 from miofind.runtime.solution import Solution, SolutionList, Source, alone
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep
@@ -105,7 +103,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
     """
     handle = default_handle() if handle is None else handle
     if not isinstance(handle, Handle):
-        raise InvalidOptionError(f"handle={brief(handle)} must be a Handle, such as miofind.Handle('cpu')")
+        raise no_handle(handle)
     payload = _read(path)
     device = handle.device
     if payload["arch"] != device.arch:

@@ -71,7 +71,7 @@ def test_several_directions(text: str, directions: list[Direction]) -> None:
         ("--x 2,4,9,9 --w", "--w needs a value"),
         ("--x , --w 8,4,3,3", "--x '' must be a whole number"),
         ("--x 1,4,6,6 --w 8,4,3,3 --padding sme", "--padding 'sme' must be same, valid, or numbers"),
-        ("--x 1,8,8,4 --w 8,4,3,3", "give x.transpose(0, 3, 1, 2) for (n, *spatial, c)"),
+        ("--x 1,8,8,4 --w 8,4,3,3", "in any layout: permute the axes of (n, *spatial, c) by (0, 3, 1, 2)"),
     ],
 )
 def test_a_refusal_names_flag_and_value(line: str, told: str) -> None:

@@ -207,10 +207,10 @@ def _packed_filters(weights: Sequence[Any], solutions: Sequence[str], sizes_byte
 
 
 def _handle_for(weight: Any) -> Handle:
-    """The handle in force for a weight's device; the default one where that in force is for another device."""
+    """The handle in force for a weight's device; the default one where none is."""
     try:
         return planner_of(override_of(weight)).handle_of(weight.device)
-    except Unserved:  # the graph was compiled before it came into force
+    except Unserved:  # the graph was compiled when others were in force
         return Planner(Settings()).handle_of(weight.device)
 
 

@@ -17,8 +17,6 @@ from miofind.torch.override.flags import Flags
 
 DEFAULT_WORKSPACE_LIMIT_BYTES = 2 << 30
 """What turns images of large batches and volumes to channels last and back needs, as PyTorch's own kernels do."""
-
-
 CPU_IS_PYTORCHS = 'calls on CPU tensors are PyTorch\'s own, unless miofind.torch.enable(devices="cpu") asks for them'
 
 

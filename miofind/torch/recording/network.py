@@ -151,7 +151,7 @@ def _unfollowed(model: Any, error: Exception, given: Any) -> InvalidOptionError:
         )
     return InvalidOptionError(
         f"{type(model).__name__} does not run with such inputs, or not without values and memory: {described(error)}. "
-        f"Where the network itself runs with them: {_INSTEAD[0].lower()}{_INSTEAD[1:]}"
+        f"{_INSTEAD}, where the network itself runs with them"
     )
 
 
