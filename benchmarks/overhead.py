@@ -177,12 +177,16 @@ def launches(handle: miofind.Handle, problem: miofind.ProblemDescription) -> dic
 def _facades(
     library: str, arrays: tuple[Any, ...], options: miofind.FindOptions, handle: miofind.Handle
 ) -> dict[str, Callable[[], Any]]:
-    """The calls over run_solution, of the problem of PROBLEM, with out and workspace."""
+    """The calls over run_solution, of the problem of PROBLEM, with out and workspace; the handle is the default one."""
     x, w, y, workspace = arrays
     bound = miofind.Convolution.of(x, w, padding=1, options=options, handle=handle)
-    keywords = {"padding": 1, "options": options, "handle": handle, "out": y, "workspace": workspace}
     return {
-        f"convolution_{library}": lambda: miofind.convolution(x, w, **keywords),
+        f"convolution_{library}": lambda: miofind.convolution(
+            x, w, padding=1, options=options, handle=handle, out=y, workspace=workspace
+        ),
+        f"convolution_without_handle_{library}": lambda: miofind.convolution(
+            x, w, padding=1, options=options, out=y, workspace=workspace
+        ),
         f"bound_{library}": lambda: bound(x, w, out=y, workspace=workspace),
     }
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack, overload
 from miofind.api.array_call import call
 from miofind.api.directions import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD
 from miofind.api.keywords import CallArguments, DataArguments, ForwardArguments, spelled_out
+from miofind.api.repeated import MISS, like_last
 from miofind.core.arguments import A
 from miofind.runtime.runner import OutputStatistics, ParameterGradients
 
@@ -26,7 +27,9 @@ def convolution(
     **arguments: Unpack[ForwardArguments],
 ) -> OutputStatistics[A]: ...
 @spelled_out(ForwardArguments, "out", "statistics")
-def convolution(x: Any, w: Any, **arguments: Any) -> Any:
+def convolution(
+    x: Any, w: Any, *, out: Any = None, workspace: Any = None, stream: Any = None, handle: Any = None, **arguments: Any
+) -> Any:
     """y = x * w, with an epilogue where one is asked for: the fastest solution, found once for each problem.
 
     An epilogue computes activation(alpha * (x * w) * scale + bias + channel_bias + beta * residual) in the type that
@@ -48,7 +51,11 @@ def convolution(x: Any, w: Any, **arguments: Any) -> Any:
         (n, k, *out_spatial), of the kind of x; its layout follows `out` if given, else x. With statistics an
         `OutputStatistics`: y, and sum and sum_of_squares, (k,), float32 (float64 for float64), of y as it is stored.
     """
-    return call(FORWARD, {"x": x, "w": w}, None, arguments)
+    result = like_last(x, w, out, workspace, stream, handle, arguments)
+    if result is not MISS:
+        return result
+    of_run = {"out": out, "workspace": workspace, "stream": stream, "handle": handle}
+    return call(FORWARD, x, w, None, of_run | arguments)
 
 
 @spelled_out(DataArguments)
@@ -71,7 +78,7 @@ def convolution_backward_data(
     Returns:
         (n, c, *spatial), of the kind of dy.
     """
-    result: A = call(BACKWARD_DATA, {"y": dy, "w": w}, x_shape, {"out": out, **arguments})
+    result: A = call(BACKWARD_DATA, dy, w, x_shape, {"out": out, **arguments})
     return result
 
 
@@ -110,4 +117,4 @@ def convolution_backward_weights(dy: Any, x: Any, w_shape: Sequence[int], **argu
         (k, c/groups, *filter), of the kind of dy. With bias_gradient a `ParameterGradients`: dw, and bias_gradient,
         (k,), of dw's dtype, or of the dtype that it has in `out`.
     """
-    return call(BACKWARD_WEIGHTS, {"y": dy, "x": x}, w_shape, arguments)
+    return call(BACKWARD_WEIGHTS, dy, x, w_shape, arguments)

@@ -2,12 +2,15 @@
 
 A handle forgets it with its answers. A runner checks its arrays on every run: what a key leaves out (devices,
 addresses, gradients) is refused there, and such a call goes the long way.
+
+A forward call into a given output, with the very keyword values that the last one of its shapes had, needs no key of
+all that: what else its arrays are, the runner's checks say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,18 +46,55 @@ class Known(NamedTuple):
     options: FindOptions | None
 
 
-def repeated(direction: Direction, given: Mapping[str, Any], missing_shape: Any, arguments: Mapping[str, Any]) -> Any:
+class Last(NamedTuple):
+    """The last forward call into a given output, of its shapes and names of keywords.
+
+    Attributes:
+        values: of its keywords: none of a type whose values change.
+        runner: what ran it.
+    """
+
+    values: tuple[Any, ...]
+    runner: Runner
+
+
+def like_last(
+    x: Any, w: Any, out: Any, workspace: Any, stream: Any, handle: Handle | None, arguments: Mapping[str, Any]
+) -> Any:
+    """What a forward call returns that is like the last of its shapes; MISS where none was, or its arrays are refused.
+
+    Args:
+        x, w, out, workspace, stream, handle: of the call.
+        arguments: its other keywords.
+    """
+    if out is None:
+        return MISS
+    try:
+        calls = _calls(x, None) if handle is None else handle.calls
+        values, runner = calls[x.shape, w.shape, *arguments]
+    except (KeyError, TypeError, AttributeError):  # none was, several were, or these are no arrays
+        return MISS
+    if not all(map(is_, values, arguments.values())):
+        return MISS
+    try:
+        return runner.run(x, w, None, out, workspace, stream)
+    except InvalidArrayError:
+        return MISS
+
+
+def repeated(direction: Direction, first: Any, second: Any, missing_shape: Any, arguments: Mapping[str, Any]) -> Any:
     """What a call returns that is like an earlier one; MISS where none was, or a runner refuses its arrays.
 
     Args:
         direction: which tensor is computed.
-        given: the two inputs by tensor name, in the order of the direction.
+        first, second: the two inputs, in the order of the direction.
         missing_shape: of the output where the inputs leave it open.
         arguments: all keywords of the call.
     """
-    first, second = given.values()
+    get = arguments.get
     try:
-        known = _calls(first, arguments).get(_key(direction, first, second, missing_shape, arguments))
+        calls = _calls(first, get("handle"))
+        known = calls.get(_key(direction, first, second, missing_shape, arguments))
     except (TypeError, AttributeError):  # no array, or a value that no key has: told of on the long way
         return MISS
     if known is None:
@@ -65,49 +105,60 @@ def repeated(direction: Direction, given: Mapping[str, Any], missing_shape: Any,
         x, w, dy = None, second, first
     else:
         x, w, dy = second, None, first
-    run, get = known.runner, arguments.get
+    run, out = known.runner, get("out")
     try:
-        if _OF_RUN.isdisjoint(arguments):
-            return run.run(x, w, dy, get("out"), get("workspace"), get("stream"))
-        read = {name: arguments[name] for name in _OF_RUN.intersection(arguments) if arguments[name] is not None}
-        return run.run_fused(read, x, w, dy, get("out"), get("workspace"), get("stream"))
+        if not _OF_RUN.isdisjoint(arguments):
+            read = {name: arguments[name] for name in _OF_RUN.intersection(arguments) if arguments[name] is not None}
+            return run.run_fused(read, x, w, dy, out, get("workspace"), get("stream"))
+        if direction is FORWARD and out is not None:
+            _keep_last(calls, x, w, arguments, run)
+        return run.run(x, w, dy, out, get("workspace"), get("stream"))
     except InvalidArrayError:
         return MISS
+
+
+def _keep_last(calls: dict[object, Any], x: Any, w: Any, arguments: Mapping[str, Any], runner: Runner) -> None:
+    """Remember a call for `like_last`, but where another one was: those are told apart by their keys."""
+    of_problem = {name: value for name, value in arguments.items() if name not in _LEFT_OUT}
+    place = (x.shape, w.shape, *of_problem)
+    _keep(calls, place, None if place in calls else Last(tuple(of_problem.values()), runner))
+
+
+def _keep(calls: dict[object, Any], key: object, value: object) -> None:
+    if len(calls) >= _MAX_CALLS:
+        calls.clear()
+    calls[key] = value
 
 
 class Place(NamedTuple):
     """Where what runs a call is remembered."""
 
-    calls: dict[object, Known]
+    calls: dict[object, Any]
     key: object
 
     def keep(self, runner: Runner, options: FindOptions | None) -> None:
         """Remember it, but where the options have every call measure."""
         if not measures_always(options):
-            if len(self.calls) >= _MAX_CALLS:
-                self.calls.clear()
-            self.calls[self.key] = Known(runner, options)
+            _keep(self.calls, self.key, Known(runner, options))
 
 
 def place_of(
-    direction: Direction, given: Mapping[str, Any], missing_shape: Any, arguments: Mapping[str, Any]
+    direction: Direction, first: Any, second: Any, missing_shape: Any, arguments: Mapping[str, Any]
 ) -> Place | None:
     """Where what runs a call is remembered; None where calls of its form are not.
 
     Taken before solutions are looked up: where answers change meanwhile, what is put there is forgotten with them.
     """
-    first, second = given.values()
     try:
         key = _key(direction, first, second, missing_shape, arguments)
         hash(key)
-        return Place(_calls(first, arguments), key)
+        return Place(_calls(first, arguments.get("handle")), key)
     except (TypeError, AttributeError):
         return None
 
 
-def _calls(first: Any, arguments: Mapping[str, Any]) -> dict[object, Known]:
-    """Where the handle of a call keeps what runs it."""
-    handle: Handle | None = arguments.get("handle")
+def _calls(first: Any, handle: Handle | None) -> dict[object, Any]:
+    """Where the handle of a call keeps what runs it: a `Known` by `_key`, and a `Last` by shapes and names."""
     if handle is None:
         handle = known_handle(_device_index(first))
         if handle is None:

@@ -10,7 +10,7 @@ import pytest
 
 import miofind
 from miofind.api import array_call
-from miofind.errors import InvalidOptionError, InvalidProblemError
+from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError
 
 FAST = miofind.FindOptions(find_mode="fast", on_miss="estimate")
 GENERATOR = np.random.default_rng(0)
@@ -99,6 +99,39 @@ def test_what_is_refused_is_refused_though_an_equal_call_is_remembered(
     for _ in range(2):
         with pytest.raises((InvalidProblemError, InvalidOptionError), match=told):
             miofind.convolution(X, W, **{**run, **arguments})
+
+
+def test_calls_into_outputs_that_differ_in_what_their_shapes_leave_open_are_told_apart(run: dict[str, Any]) -> None:
+    """Layouts, dtypes, keywords that say as much, their order, and their values."""
+    last = np.moveaxis(np.ascontiguousarray(np.moveaxis(X, 1, -1)), -1, 1)
+    wide = X.astype(np.float64), W.astype(np.float64)
+    pairs = ({"stride": 1}, {"stride": 1, "dilation": 1}, {"dilation": 1, "stride": 1}, {"stride": (1, 1)})
+    y = miofind.convolution(X, W, **run)
+    for x, w, more in [(X, W, {}), (last, W, {}), (*wide, {}), (X, W, {}), *((X, W, pair) for pair in pairs)] * 3:
+        out = np.full(y.shape, np.nan, x.dtype)
+        assert miofind.convolution(x, w, out=out, **run, **more) is out
+        np.testing.assert_allclose(out, y, rtol=1e-4, atol=1e-4)
+    one, two = np.empty_like(y), np.empty_like(y)
+    for _ in range(3):
+        miofind.convolution(X, W, out=one, **{**run, "padding": ((1, 1), (0, 2))})
+        miofind.convolution(X, W, out=two, **{**run, "padding": ((1, 1), (2, 0))})
+        np.testing.assert_allclose(one[..., :-2], two[..., 2:], rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_last_call_of_its_shapes_was_not_is_refused(
+    run: dict[str, Any], long_ways: list[miofind.Direction]
+) -> None:
+    out = np.empty_like(DY)
+    for _ in range(3):
+        for _ in range(3):
+            miofind.convolution(X, W, out=out, **run)
+        assert len(long_ways) == 1
+        with pytest.raises(InvalidArrayError, match="y has shape"):
+            miofind.convolution(X, W, out=np.empty((2, 4, 6, 6), np.float32), **run)
+        for refused in (True, 1.0):
+            with pytest.raises(InvalidProblemError, match=f"padding={refused} must be an integer"):
+                miofind.convolution(X, W, out=out, **{**run, "padding": refused})
+        del long_ways[1:]
 
 
 def test_new_answers_are_looked_up(run: dict[str, Any], long_ways: list[miofind.Direction]) -> None:
