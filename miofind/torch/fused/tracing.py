@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import operator
 import sys
@@ -237,6 +238,7 @@ class Tracer(fx.Tracer):
         self.constants: list[str] = []
         self._modes = modes()
         self._surroundings: Surroundings | None = None
+        self._names: dict[int, str] = {}
         self._refusals: list[TraceError] = []
         self._thread = threading.get_ident()
 
@@ -247,6 +249,8 @@ class Tracer(fx.Tracer):
             TraceError: its code does what a graph does not tell.
         """
         self._surroundings = Surroundings(root)
+        held = itertools.chain(root.named_buffers(), root.named_parameters())  # which live as long as the network
+        self._names = {id(tensor): name for name, tensor in held}
         before, in_training = set(vars(root)), {module for module in root.modules() if module.training}
         try:
             watching = watched(self._surroundings.memory)
@@ -440,10 +444,18 @@ class Tracer(fx.Tracer):
             raise
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """What code gets of a module, which is itself in other threads."""
-        if threading.get_ident() != self._thread:
+        """What code gets of a module, which is itself in other threads.
+
+        Of a parameter or buffer what torch.fx gives, which looks through all that the network has each time.
+        """
+        if threading.get_ident() != self._thread or not isinstance(attr_val, torch.Tensor):
             return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
+        name = self._names.get(id(attr_val))
+        if name is None:
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
 
     def _check_modes(self, module: Any) -> None:
         """Refuse code that has put a module of the network, or one in it, into training mode."""

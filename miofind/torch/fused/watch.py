@@ -246,6 +246,10 @@ _called: dict[Any, Any] = {}
 """Of frames that are traced, the function of C that each calls now."""
 
 
+_torchs: dict[int, Any] = {}
+"""Globals of PyTorch's modules by their identity, held so that no others have it."""
+
+
 def called_by(frame: Any) -> Any:
     """The function of C that a frame of traced code calls now; None where it calls none, or an object of C's."""
     return _called.get(frame)
@@ -253,12 +257,18 @@ def called_by(frame: Any) -> Any:
 
 def _refuse_questions(frame: Any, event: str, called: Any) -> None:
     """Refuse questions for modes: the answers of now would be constants of the graph; and `is`, which asks nobody."""
+    names = frame.f_globals
+    if id(names) in _torchs:  # most of all calls, and none of the network's
+        return
+    if is_torchs(name := names.get("__name__", "")):
+        _torchs[id(names)] = names
+        return
     if event == "c_call":
         _called[frame] = called
     elif event in ("c_return", "c_exception"):
         _called.pop(frame, None)
     is_asked = event == "c_call" and id(called) in _QUESTIONS
-    if not (is_asked or event in ("call", "return")) or _package(frame) in _NO_NETWORKS:
+    if not (is_asked or event in ("call", "return")) or _package(name) in _NO_NETWORKS:
         return
     is_refused = is_asked or (asks_what_is(frame.f_code) if event == "call" else _asked_of_stand_ins(frame))
     if not is_refused or _is_imported(frame):
@@ -275,8 +285,8 @@ def _asked_of_stand_ins(frame: Any) -> bool:
     return any(issubclass(type(frame.f_locals.get(name)), kinds) for name in asked_variables(frame.f_code))
 
 
-def _package(frame: Any) -> str:
-    return str(frame.f_globals.get("__name__", "").partition(".")[0])
+def _package(module: Any) -> str:
+    return str(module).partition(".")[0]
 
 
 def _is_imported(frame: Any) -> bool:
@@ -284,9 +294,10 @@ def _is_imported(frame: Any) -> bool:
 
     It is given no stand-ins, and an error would leave the module half imported for the whole process.
     """
-    while frame is not None and _package(frame) != "miofind":
-        if _package(frame) in _IMPORTING:
-            return True
+    while frame is not None:
+        package = _package(frame.f_globals.get("__name__", ""))
+        if package == "miofind" or package in _IMPORTING:
+            return package != "miofind"
         frame = frame.f_back
     return False
 
