@@ -40,7 +40,7 @@ class Constant(torch.nn.Module):
 
 
 def keep_constants(made: fx.GraphModule, module: Any) -> None:
-    """Have a graph read what is no buffer of the module that it is of from a `Constant`."""
+    """Have a graph, whose code is yet to be generated, read what is no buffer of its module from a `Constant`."""
     constants: dict[str, str] = {}
     for node in list(made.graph.find_nodes(op="get_attr")):
         path, _, name = node.target.rpartition(".")
@@ -53,8 +53,6 @@ def keep_constants(made: fx.GraphModule, module: Any) -> None:
         with made.graph.inserting_before(node):
             node.replace_all_uses_with(made.graph.call_module(constants[node.target]))
         made.graph.erase_node(node)
-    if constants:
-        made.recompile()
 
 
 def _free(made: fx.GraphModule, name: str) -> str:

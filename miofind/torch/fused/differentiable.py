@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _is_any_autocast_enabled
 from torch.autograd import forward_ad
 
 from miofind.core.epilogue import Activation, EpilogueParameters, ResidualPosition
@@ -120,6 +121,8 @@ class Tensors(NamedTuple):
 
 def autocast_dtype(x: Any) -> Any:
     """The dtype of autocast on a tensor's device; None where that is off."""
+    if not _is_any_autocast_enabled():
+        return None
     kind = x.device.type
     is_on = kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None

@@ -24,6 +24,7 @@ from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.compiled import is_compiled, is_exported, path_without
 from miofind.torch.fused.computed_weights import Constants, call_as_modules, calls_convolution, free_name
 from miofind.torch.fused.constants import keep_constants
+from miofind.torch.fused.generated import find_submodules_quickly
 from miofind.torch.fused.graph_steps import ADDITIONS, AFFINE, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
@@ -277,6 +278,8 @@ def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
     }
     _Rewriting(made, module, path, work).run()
     keep_constants(made, module)
+    find_submodules_quickly(made.graph)
+    made.recompile()
     _drop_unread(made, has_own=not path)
     for each in made.modules():
         each.training = False  # torch.fx makes modules of its own, in place of lists of modules
@@ -399,7 +402,6 @@ class _Rewriting:
         self.constants.drop_unread()
         self.made.graph.lint()
         self.made.delete_all_unused_submodules()
-        self.made.recompile()
 
     def _written(self) -> set[Any]:
         """Names of the memory that the graph's steps may write to."""

@@ -64,14 +64,22 @@ class Turned(NamedTuple):
 class Memory:
     """Where a weight lies; another memory at the same address, once that was freed, is told from it."""
 
-    __slots__ = ("_place", "_storage")
+    __slots__ = ("_address", "_dtype", "_shape", "_storage", "_strides")
 
     def __init__(self, weight: Any) -> None:
-        self._place, self._storage = _place(weight), StorageWeakRef(weight.untyped_storage())
+        self._address, self._dtype = weight.data_ptr(), weight.dtype
+        self._shape, self._strides = weight.shape, weight.stride()
+        self._storage = StorageWeakRef(weight.untyped_storage())
 
     def is_of(self, weight: Any) -> bool:
-        """Whether a weight lies there."""
-        return self._place == _place(weight) and not self._storage.expired()
+        """Whether a weight lies there. Written out: it is asked at every run."""
+        return bool(
+            weight.data_ptr() == self._address
+            and weight.dtype is self._dtype
+            and weight.shape == self._shape
+            and weight.stride() == self._strides
+            and not self._storage.expired()
+        )
 
 
 class _Copies:
@@ -101,11 +109,6 @@ _copies: dict[int, _Copies] = {}
 """By the identity of the weight."""
 _turns = ForkedLock()
 """One thread at a time makes and writes copies: a weight's forms have one version together."""
-
-
-def _place(weight: Any) -> tuple[Any, ...]:
-    """What tells a weight's memory from others that there are at the same time."""
-    return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
 
 
 def kept(weight: Any, form: Form) -> Any:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C import _is_any_autocast_enabled, _is_tracing, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from miofind.errors import LaunchError
 from miofind.torch.direct import times_forgotten
 from miofind.torch.fused.calls import ShortForward
-from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, run
+from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, has_tangents, run
 from miofind.torch.fused.kept_weights import Memory, Turned, forget_if_swapped, is_of_processes, kept, may_keep, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.plans import Settled, decided, packing, planned, settled
@@ -23,7 +25,7 @@ from miofind.torch.override.memory import is_capturing
 
 logger = logging.getLogger(__name__)
 
-_Parameter = torch.nn.Parameter
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _convolution = torch.ops.miofind.convolution.default
 _short_convolution = torch.ops.miofind.short_convolution.default
 _MAX_INPUTS = 64
@@ -105,7 +107,8 @@ class _ReadyInputs:
 
     def are_of(self, weight: Any) -> bool:
         """Whether they were made of a weight, and it was not written to since."""
-        return self.version == weight._version and self.memory is not None and self.memory.is_of(weight)
+        memory = self.memory
+        return memory is not None and self.version == weight._version and memory.is_of(weight)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """None of them in copies and pickles, whoever makes these: parametrizations copy a module by its attributes."""
@@ -180,12 +183,12 @@ class FusedConvolution(torch.nn.Module):
         if not _is_traced():
             ready = self._ready.of_inputs.get(_form(x, x.dtype))
             if ready is not None and self._is_plain(ready, x, residual):
-                given = Tensors(x, ready.weight, self._parameters["bias"], None, residual)
-                if not given.need_derivatives:
-                    if residual is None or residual.shape == ready.output_shape:
-                        return ready.run((*given, None, None, self._words))
-                    given = given._replace(residual=None)
-                    return ready.run((*given, residual.flatten(1), None, self._words))
+                weight, bias, of_channels = ready.weight, self._parameters["bias"], None
+                is_grad_off = not torch.is_grad_enabled() and not has_tangents()
+                if is_grad_off or not Tensors(x, weight, bias, None, residual).need_derivatives:
+                    if residual is not None and residual.shape != ready.output_shape:
+                        residual, of_channels = None, residual.flatten(1)
+                    return ready.run((x, weight, bias, None, residual, of_channels, None, self._words))
         return self._general(x, residual)
 
     def _is_plain(self, ready: _Ready, x: Any, residual: Any) -> bool:
@@ -205,7 +208,7 @@ class FusedConvolution(torch.nn.Module):
                     return False
             elif self.residual_first and residual.stride() not in ready.residual_strides:
                 return False
-        return x.dtype == weight.dtype and autocast_dtype(x) is None
+        return x.dtype is weight.dtype and (not _is_any_autocast_enabled() or autocast_dtype(x) is None)
 
     def _general(self, x: Any, residual: Any) -> Any:
         """The same for whatever there may be."""
@@ -353,12 +356,12 @@ class FusedConvolution(torch.nn.Module):
 
 def _wants_long_operator(x: Any) -> bool:
     """Whether somebody reads the operators that are called: a class of tensors of its own, as fake ones, or a mode."""
-    return type(x) is not torch.Tensor or bool(torch._C._len_torch_dispatch_stack())
+    return type(x) is not _Tensor or _len_torch_dispatch_stack() > 0
 
 
 def _is_traced() -> bool:
     """Whether torch.compile or TorchScript writes down what is done, which is to be the same in each call."""
-    return bool(torch.compiler.is_compiling() or torch._C._is_tracing())
+    return bool(is_compiling() or _is_tracing())
 
 
 def _is_read_itself(weight: Any) -> bool:
