@@ -4,13 +4,13 @@ A handle forgets it with its answers. A runner checks its arrays on every run: w
 addresses, gradients) is refused there, and such a call goes the long way.
 
 A forward call into a given output, with the very keyword values that the last one of its shapes had, needs no key of
-all that: what else its arrays are, the runner's checks say.
+all that (`Last`): what else its arrays are, the runner's checks say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +47,9 @@ class Known(NamedTuple):
 
 
 class Last(NamedTuple):
-    """The last forward call into a given output, of its shapes and names of keywords.
+    """The last forward call into a given output, of its shapes and names of keywords, by which `calls_of` has it.
+
+    Another one is like it whose values are these very objects.
 
     Attributes:
         values: of its keywords: none of a type whose values change.
@@ -56,30 +58,6 @@ class Last(NamedTuple):
 
     values: tuple[Any, ...]
     runner: Runner
-
-
-def like_last(
-    x: Any, w: Any, out: Any, workspace: Any, stream: Any, handle: Handle | None, arguments: Mapping[str, Any]
-) -> Any:
-    """What a forward call returns that is like the last of its shapes; MISS where none was, or its arrays are refused.
-
-    Args:
-        x, w, out, workspace, stream, handle: of the call.
-        arguments: its other keywords.
-    """
-    if out is None:
-        return MISS
-    try:
-        calls = _calls(x, None) if handle is None else handle.calls
-        values, runner = calls[x.shape, w.shape, *arguments]
-    except (KeyError, TypeError, AttributeError):  # none was, several were, or these are no arrays
-        return MISS
-    if not all(map(is_, values, arguments.values())):
-        return MISS
-    try:
-        return runner.run(x, w, None, out, workspace, stream)
-    except InvalidArrayError:
-        return MISS
 
 
 def repeated(direction: Direction, first: Any, second: Any, missing_shape: Any, arguments: Mapping[str, Any]) -> Any:
@@ -93,7 +71,7 @@ def repeated(direction: Direction, first: Any, second: Any, missing_shape: Any, 
     """
     get = arguments.get
     try:
-        calls = _calls(first, get("handle"))
+        calls = calls_of(first, get("handle"))
         known = calls.get(_key(direction, first, second, missing_shape, arguments))
     except (TypeError, AttributeError):  # no array, or a value that no key has: told of on the long way
         return MISS
@@ -118,7 +96,7 @@ def repeated(direction: Direction, first: Any, second: Any, missing_shape: Any, 
 
 
 def _keep_last(calls: dict[object, Any], x: Any, w: Any, arguments: Mapping[str, Any], runner: Runner) -> None:
-    """Remember a call for `like_last`, but where another one was: those are told apart by their keys."""
+    """Remember a call as the last of its shapes, but where another one was: those are told apart by their keys."""
     of_problem = {name: value for name, value in arguments.items() if name not in _LEFT_OUT}
     place = (x.shape, w.shape, *of_problem)
     _keep(calls, place, None if place in calls else Last(tuple(of_problem.values()), runner))
@@ -152,13 +130,20 @@ def place_of(
     try:
         key = _key(direction, first, second, missing_shape, arguments)
         hash(key)
-        return Place(_calls(first, arguments.get("handle")), key)
+        return Place(calls_of(first, arguments.get("handle")), key)
     except (TypeError, AttributeError):
         return None
 
 
-def _calls(first: Any, handle: Handle | None) -> dict[object, Any]:
-    """Where the handle of a call keeps what runs it: a `Known` by `_key`, and a `Last` by shapes and names."""
+def calls_of(first: Any, handle: Handle | None = None) -> dict[object, Any]:
+    """Where the handle of a call, or the default one, keeps what runs it: a `Known` by its key, a `Last` by shapes.
+
+    Args:
+        first: the first of its arrays.
+
+    Raises:
+        TypeError, AttributeError: there is no handle yet, or the array is none.
+    """
     if handle is None:
         handle = known_handle(_device_index(first))
         if handle is None:

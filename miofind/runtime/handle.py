@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,9 +245,8 @@ def check_serves(solver: Solver, problem: ProblemDescription, device: Device) ->
         raise LaunchError(f"{solver.id} does not serve {problem} on {device.name}: {applicability.reason}. Find again")
 
 
-@functools.cache
-def _default_handles() -> dict[int, Handle]:
-    return {}
+_default_handles: dict[int, Handle] = {}
+"""By the index of their device."""
 
 
 def no_handle(given: object) -> InvalidOptionError:
@@ -258,14 +256,14 @@ def no_handle(given: object) -> InvalidOptionError:
 
 def known_handle(index: int) -> Handle | None:
     """The handle that `default_handle` has given for a device; None where it has given none."""
-    return _default_handles().get(index)
+    return _default_handles.get(index)
 
 
 def default_handle(device: Device | None = None) -> Handle:
     """The handle that this process shares for a device; for None the current GPU's, else the CPU place's."""
     chosen = Device.default() if device is None else device
-    handles = _default_handles()
-    handle = handles.get(chosen.index)
+    handle = _default_handles.get(chosen.index)
     if handle is None:
-        handle = handles.setdefault(chosen.index, Handle(chosen))  # the first of two threads makes the one there is
+        made = Handle(chosen)
+        handle = _default_handles.setdefault(chosen.index, made)  # the first of two threads makes the one there is
     return handle
