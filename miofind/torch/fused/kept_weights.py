@@ -62,7 +62,10 @@ class Turned(NamedTuple):
 
 
 class Memory:
-    """Where a weight lies; another memory at the same address, once that was freed, is told from it."""
+    """Where a weight lies; another memory at the same address, once that was freed, is told from it.
+
+    What a storage is known by is no other one's while a weak reference to it is held.
+    """
 
     __slots__ = ("_address", "_dtype", "_shape", "_storage", "_strides")
 
@@ -78,7 +81,7 @@ class Memory:
             and weight.dtype is self._dtype
             and weight.shape == self._shape
             and weight.stride() == self._strides
-            and not self._storage.expired()
+            and weight.untyped_storage()._cdata == self._storage.cdata
         )
 
 
