@@ -24,7 +24,7 @@ from miofind.process.garbage import without_what_is_loaded
 from miofind.torch.fused.compiled import is_compiled, is_exported, path_without
 from miofind.torch.fused.computed_weights import Constants, call_as_modules, calls_convolution, free_name
 from miofind.torch.fused.constants import keep_constants
-from miofind.torch.fused.generated import find_submodules_quickly
+from miofind.torch.fused.generated import look_up_holders_once
 from miofind.torch.fused.graph_steps import ADDITIONS, AFFINE, CONVOLUTIONS, Steps, has_hooks, is_convolution, is_rank
 from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.nonlinearity import Nonlinearity
@@ -278,8 +278,7 @@ def _rewritten(module: Any, graph: fx.Graph, path: str, work: _Work) -> Any:
     }
     _Rewriting(made, module, path, work).run()
     keep_constants(made, module)
-    find_submodules_quickly(made.graph)
-    made.recompile()
+    look_up_holders_once(made)  # the code of all that was rewritten
     _drop_unread(made, has_own=not path)
     for each in made.modules():
         each.training = False  # torch.fx makes modules of its own, in place of lists of modules
