@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from miofind.api.directions import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD
+from miofind.api.directions import INPUTS
 from miofind.api.keywords import KEYWORDS
 from miofind.api.repeated import MISS, Place, place_of, repeated
 from miofind.api.solutions import find_solutions, run_solution
@@ -53,16 +53,12 @@ class Roles(NamedTuple):
 _PLAIN = Roles()
 
 
-_GIVEN = {FORWARD: ("x", "w"), BACKWARD_DATA: ("y", "w"), BACKWARD_WEIGHTS: ("y", "x")}
-"""The inputs of a direction by tensor name."""
-
-
 def call(direction: Direction, first: Any, second: Any, missing_shape: Any, arguments: dict[str, Any]) -> Any:
     """The output of a direction: by what ran the last call of such arrays, else as `run_call` finds it.
 
     Args:
         direction: which tensor is computed.
-        first, second: its inputs: x and w, dy and w, or dy and x.
+        first, second: its inputs, as `INPUTS` has them.
         missing_shape: as in `run_call`.
         arguments: all keywords of the call.
     """
@@ -70,7 +66,7 @@ def call(direction: Direction, first: Any, second: Any, missing_shape: Any, argu
     if result is not MISS:
         return result
     place = place_of(direction, first, second, missing_shape, arguments)
-    given = dict(zip(_GIVEN[direction], (first, second), strict=True))
+    given = dict(zip(INPUTS[direction], (first, second), strict=True))
     return run_call(direction, given, missing_shape, Roles(place=place), **arguments)
 
 
@@ -79,6 +75,7 @@ def run_call(
     given: dict[str, Any],
     missing_shape: Sequence[int] | None = None,
     roles: Roles = _PLAIN,
+    /,
     *,
     options: FindOptions | None = None,
     handle: Handle | None = None,

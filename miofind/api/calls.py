@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any, Literal, Unpack, overload
 
 from miofind.api.array_call import call
 from miofind.api.directions import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD
 from miofind.api.keywords import CallArguments, DataArguments, ForwardArguments, spelled_out
-from miofind.api.repeated import calls_of
+from miofind.api.repeated import MISS, by_values
 from miofind.core.arguments import A
-from miofind.errors import InvalidArrayError
 from miofind.runtime.runner import OutputStatistics, ParameterGradients
 
 
@@ -53,18 +51,15 @@ def convolution(
         (n, k, *out_spatial), of the kind of x; its layout follows `out` if given, else x. With statistics an
         `OutputStatistics`: y, and sum and sum_of_squares, (k,), float32 (float64 for float64), of y as it is stored.
     """
-    try:  # written out here: calls of functions are most of what this costs
-        values, runner = (calls_of(x) if handle is None else handle.calls)[x.shape, w.shape, *arguments]
-        is_like_last = out is not None and all(map(is_, values, arguments.values()))
-    except (KeyError, TypeError, AttributeError):  # none was, several were, or these are no arrays
-        is_like_last = False
-    if is_like_last:
-        try:
-            return runner.run(x, w, None, out, workspace, stream)
-        except InvalidArrayError:  # told of on the long way
-            pass
-    of_run = {"out": out, "workspace": workspace, "stream": stream, "handle": handle}
-    return call(FORWARD, x, w, None, of_run | arguments)
+    if out is not None:
+        made = by_values(x, w, out, workspace, stream, handle, arguments)
+        if made is not MISS:
+            return made
+        arguments["out"] = out
+    if workspace is not None or stream is not None:
+        arguments |= {"workspace": workspace, "stream": stream}
+    arguments["handle"] = handle
+    return call(FORWARD, x, w, None, arguments)
 
 
 @spelled_out(DataArguments)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, Unpack, overload
 
 from miofind.api.array_call import Roles, device_of, run_call
+from miofind.api.directions import INPUTS
 from miofind.api.keywords import KEYWORDS, CallArguments, check_keywords, spelled_out
 from miofind.arrays import arrays, operands
 from miofind.arrays.array_problem import posed
@@ -147,7 +148,7 @@ class _Call:
         refuse_unfit(self._given, self._arguments)
 
     def data(self, out: Any) -> Any:
-        return self._run(Direction.BACKWARD_DATA, ("y", "w"), "x", out)
+        return self._run(Direction.BACKWARD_DATA, "x", out)
 
     def parameters(self, names: Sequence[str], outs: Mapping[str, Any]) -> tuple[Any, Any]:
         """dw and the bias gradient; None for what is not wanted."""
@@ -155,13 +156,13 @@ class _Call:
         if "w" not in names:
             return None, self._summed(bias) if "bias" in names else None
         if "bias" not in names:
-            return self._run(Direction.BACKWARD_WEIGHTS, ("y", "x"), "w", dw), None
+            return self._run(Direction.BACKWARD_WEIGHTS, "w", dw), None
         both = None if dw is None and bias is None else (dw, bias)
-        result = self._run(Direction.BACKWARD_WEIGHTS, ("y", "x"), "w", both, bias_gradient=True)
+        result = self._run(Direction.BACKWARD_WEIGHTS, "w", both, bias_gradient=True)
         return result.dw, result.bias_gradient
 
-    def _run(self, direction: Direction, inputs: tuple[str, str], like: str, out: Any, **more: Any) -> Any:
-        given = {name: self._given[name] for name in inputs}
+    def _run(self, direction: Direction, like: str, out: Any, **more: Any) -> Any:
+        given = {name: self._given[name] for name in INPUTS[direction]}
         roles = Roles(like=self._given[like])
         result = run_call(direction, given, None, roles, out=out, **{**self._arguments, **more})
         self._given |= given

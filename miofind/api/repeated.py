@@ -3,14 +3,15 @@
 A handle forgets it with its answers. A runner checks its arrays on every run: what a key leaves out (devices,
 addresses, gradients) is refused there, and such a call goes the long way.
 
-A forward call into a given output, with the very keyword values that the last one of its shapes had, needs no key of
-all that (`Last`): what else its arrays are, the runner's checks say.
+A forward call with `out` costs less yet, if its keywords have the very values that the last one of its shapes had
+(`by_values`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
+from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from miofind.core.epilogue import EPILOGUE_NUMBERS, EPILOGUE_OPERANDS
 from miofind.core.problem import Direction
 from miofind.errors import InvalidArrayError
 from miofind.options import FindOptions
-from miofind.runtime.handle import Handle, known_handle
+from miofind.runtime.handle import Handle, RememberedCalls, known_handle
 from miofind.runtime.runner import EPILOGUE_NAMES, Runner
 
 MISS = object()
@@ -34,30 +35,57 @@ _LEFT_OUT = frozenset({"out", "workspace", "stream", "handle"})
 _strides_attribute: Callable[[Any], Any] = attrgetter("strides")
 
 
-class Known(NamedTuple):
-    """What runs a call.
-
-    Attributes:
-        runner: of the solution that was found.
-        options: that it was found with: held, as the key has no more of them than their address.
-    """
-
-    runner: Runner
-    options: FindOptions | None
-
-
 class Last(NamedTuple):
-    """The last forward call into a given output, of its shapes and names of keywords, by which `calls_of` has it.
+    """The last forward call with `out`, kept by the shapes of x and w and the names of its keywords.
 
-    Another one is like it whose values are these very objects.
+    Another one is like it if each keyword has the same object as its value. The runner checks the rest.
 
     Attributes:
-        values: of its keywords: none of a type whose values change.
+        values: of its keywords, without those of `_LEFT_OUT`; numbers, texts, tuples and options, which cannot change.
         runner: what ran it.
     """
 
     values: tuple[Any, ...]
     runner: Runner
+
+
+@dataclass(slots=True)
+class Known:
+    """What runs a call.
+
+    Attributes:
+        runner: of the solution that was found.
+        options: that it was found with: held, as the key has no more of them than their address.
+        last: as which `by_values` may have it, and where, of a forward call with `out`.
+    """
+
+    runner: Runner
+    options: FindOptions | None
+    last: tuple[object, Last] | None = None
+
+
+def by_values(
+    x: Any, w: Any, out: Any, workspace: Any, stream: Any, handle: Handle | None, arguments: Mapping[str, Any]
+) -> Any:
+    """What a forward call returns that is like the last one of its shapes; MISS where none was.
+
+    Args:
+        x, w, out, workspace, stream, handle: of the call.
+        arguments: its other keywords.
+    """
+    try:
+        last = _calls(x, handle).last.get((x.shape, w.shape, *arguments))
+    except (TypeError, AttributeError):  # these are no arrays
+        return MISS
+    if last is None:
+        return MISS
+    values, runner = last
+    if not all(map(is_, values, arguments.values())):
+        return MISS
+    try:
+        return runner.run(x, w, None, out, workspace, stream)
+    except InvalidArrayError:
+        return MISS
 
 
 def repeated(direction: Direction, first: Any, second: Any, missing_shape: Any, arguments: Mapping[str, Any]) -> Any:
@@ -71,8 +99,8 @@ def repeated(direction: Direction, first: Any, second: Any, missing_shape: Any, 
     """
     get = arguments.get
     try:
-        calls = calls_of(first, get("handle"))
-        known = calls.get(_key(direction, first, second, missing_shape, arguments))
+        calls = _calls(first, get("handle"))
+        known = calls.by_key.get(_key(direction, first, second, missing_shape, arguments))
     except (TypeError, AttributeError):  # no array, or a value that no key has: told of on the long way
         return MISS
     if known is None:
@@ -83,41 +111,52 @@ def repeated(direction: Direction, first: Any, second: Any, missing_shape: Any, 
         x, w, dy = None, second, first
     else:
         x, w, dy = second, None, first
-    run, out = known.runner, get("out")
+    runner, out = known.runner, get("out")
     try:
         if not _OF_RUN.isdisjoint(arguments):
             read = {name: arguments[name] for name in _OF_RUN.intersection(arguments) if arguments[name] is not None}
-            return run.run_fused(read, x, w, dy, out, get("workspace"), get("stream"))
-        if direction is FORWARD and out is not None:
-            _keep_last(calls, x, w, arguments, run)
-        return run.run(x, w, dy, out, get("workspace"), get("stream"))
+            return runner.run_fused(read, x, w, dy, out, get("workspace"), get("stream"))
+        made = runner.run(x, w, dy, out, get("workspace"), get("stream"))
     except InvalidArrayError:
         return MISS
+    if direction is FORWARD and out is not None:
+        if known.last is None:
+            of_problem = {name: value for name, value in arguments.items() if name not in _LEFT_OUT}
+            known.last = (x.shape, w.shape, *of_problem), Last(tuple(of_problem.values()), runner)
+        _keep_last(calls.last, *known.last)
+    return made
 
 
-def _keep_last(calls: dict[object, Any], x: Any, w: Any, arguments: Mapping[str, Any], runner: Runner) -> None:
-    """Remember a call as the last of its shapes, but where another one was: those are told apart by their keys."""
-    of_problem = {name: value for name, value in arguments.items() if name not in _LEFT_OUT}
-    place = (x.shape, w.shape, *of_problem)
-    _keep(calls, place, None if place in calls else Last(tuple(of_problem.values()), runner))
+def _keep_last(kept: dict[object, Last | None], place: object, last: Last) -> None:
+    """Have `by_values` know a call that ran.
+
+    Where calls of equal values are of several problems, as those of several dtypes are, it knows none from then on.
+    """
+    before = kept.get(place, MISS)
+    if before is last or before is None:
+        return
+    if isinstance(before, Last) and before.values == last.values:
+        kept[place] = None
+    else:
+        _keep(kept, place, last)
 
 
-def _keep(calls: dict[object, Any], key: object, value: object) -> None:
-    if len(calls) >= _MAX_CALLS:
-        calls.clear()
-    calls[key] = value
+def _keep(kept: dict[object, Any], key: object, value: object) -> None:
+    if len(kept) >= _MAX_CALLS and key not in kept:
+        kept.clear()
+    kept[key] = value
 
 
 class Place(NamedTuple):
     """Where what runs a call is remembered."""
 
-    calls: dict[object, Any]
+    calls: RememberedCalls
     key: object
 
     def keep(self, runner: Runner, options: FindOptions | None) -> None:
         """Remember it, but where the options have every call measure."""
         if not measures_always(options):
-            _keep(self.calls, self.key, Known(runner, options))
+            _keep(self.calls.by_key, self.key, Known(runner, options))
 
 
 def place_of(
@@ -130,19 +169,16 @@ def place_of(
     try:
         key = _key(direction, first, second, missing_shape, arguments)
         hash(key)
-        return Place(calls_of(first, arguments.get("handle")), key)
+        return Place(_calls(first, arguments.get("handle")), key)
     except (TypeError, AttributeError):
         return None
 
 
-def calls_of(first: Any, handle: Handle | None = None) -> dict[object, Any]:
-    """Where the handle of a call, or the default one, keeps what runs it: a `Known` by its key, a `Last` by shapes.
-
-    Args:
-        first: the first of its arrays.
+def _calls(first: Any, handle: Handle | None) -> RememberedCalls:
+    """What is remembered of calls by the handle of a call, whose first array is given; by the default one for None.
 
     Raises:
-        TypeError, AttributeError: there is no handle yet, or the array is none.
+        TypeError, AttributeError: there is no default handle yet, or the first is no array.
     """
     if handle is None:
         handle = known_handle(_device_index(first))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,19 @@ MAX_ANSWERS = 10_000
 wait_for_imports()  # here, since FindDBs have forks wait, too, and know those alone that are there by then
 
 
+@dataclass(slots=True)
+class RememberedCalls:
+    """What runs calls over arrays that are like earlier ones (miofind/api/repeated.py).
+
+    Attributes:
+        by_key: by all that poses a call's problem.
+        last: of forward calls with `out`, by their shapes and the names of their keywords.
+    """
+
+    by_key: dict[object, Any] = field(default_factory=dict)
+    last: dict[object, Any] = field(default_factory=dict)
+
+
 class Handle:
     """A device and solvers, their kernels and invokers, answers so far and the FindDB. Safe to share between threads.
 
@@ -43,7 +57,7 @@ class Handle:
 
     Attributes:
         answers: answers of this process by (network_config, options).
-        calls: what runs calls over arrays, by what of them poses their problems; a new one where answers change.
+        calls: what runs calls over arrays; a new one where answers change.
         measuring: held while something is measured: two measurements at a time would slow each other.
 
     Raises:
@@ -65,7 +79,7 @@ class Handle:
         self.compiler = compiler or Compiler(BinaryCache())
         self.invokers = InvokerCache()
         self.answers: dict[tuple[str, FindOptions], list[Solution]] = {}
-        self.calls: dict[object, Any] = {}
+        self.calls = RememberedCalls()
         self._refusals: dict[str, Refusals] = {}
         self.lock = threading.RLock()
         self.measuring = threading.RLock()
@@ -153,13 +167,13 @@ class Handle:
         for key in list(self.answers):
             if key[0] == network_config:
                 self.answers.pop(key, None)
-        self.calls = {}
+        self.calls = RememberedCalls()
 
     def remember(self, key: tuple[str, FindOptions], solutions: list[Solution]) -> None:
         """Keep an answer for this process; the oldest are dropped beyond MAX_ANSWERS."""
         with self.lock:
             if key in self.answers:
-                self.calls = {}
+                self.calls = RememberedCalls()
             self.answers[key] = solutions
             while len(self.answers) > MAX_ANSWERS:
                 self.answers.pop(next(iter(self.answers)))
@@ -167,7 +181,7 @@ class Handle:
     def forget(self) -> None:
         """Drop answers, invokers and what solvers said of rows in this process; FindDB and binary cache stay."""
         self.answers.clear()
-        self.calls = {}
+        self.calls = RememberedCalls()
         self._refusals.clear()
         self.invokers.clear()
 
@@ -175,7 +189,7 @@ class Handle:
         """Part from the process this one was forked from, whose locks may be held and whose children are not ours."""
         self.lock, self.measuring = threading.RLock(), threading.RLock()
         self.invokers = InvokerCache()
-        self.calls = {}
+        self.calls = RememberedCalls()
         self._executors, self._background = {}, None
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import miofind
-from miofind.api import array_call
+from miofind.api import array_call, repeated
 from miofind.errors import InvalidArrayError, InvalidOptionError, InvalidProblemError
 
 FAST = miofind.FindOptions(find_mode="fast", on_miss="estimate")
@@ -86,6 +86,7 @@ def test_values_that_differ_are_told_apart(run: dict[str, Any]) -> None:
         ({"statistics": 1}, "statistics=1 must be True or False"),
         ({"activation": "relu6", "high": 5.0}, "relu6 has the bounds 0 and 6"),
         ({"pading": 1}, "Did you mean padding"),
+        ({"given": 1, "roles": None}, "unknown arguments .'given', 'roles'."),
     ],
 )
 def test_what_is_refused_is_refused_though_an_equal_call_is_remembered(
@@ -101,7 +102,7 @@ def test_what_is_refused_is_refused_though_an_equal_call_is_remembered(
             miofind.convolution(X, W, **{**run, **arguments})
 
 
-def test_calls_into_outputs_that_differ_in_what_their_shapes_leave_open_are_told_apart(run: dict[str, Any]) -> None:
+def test_calls_with_out_that_differ_in_what_their_shapes_leave_open_are_told_apart(run: dict[str, Any]) -> None:
     """Layouts, dtypes, keywords that say as much, their order, and their values."""
     last = np.moveaxis(np.ascontiguousarray(np.moveaxis(X, 1, -1)), -1, 1)
     wide = X.astype(np.float64), W.astype(np.float64)
@@ -132,6 +133,40 @@ def test_what_the_last_call_of_its_shapes_was_not_is_refused(
             with pytest.raises(InvalidProblemError, match=f"padding={refused} must be an integer"):
                 miofind.convolution(X, W, out=out, **{**run, "padding": refused})
         del long_ways[1:]
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of x in calls of which a key was made."""
+    made: list[tuple[int, ...]] = []
+    real = repeated._key
+    monkeypatch.setattr(repeated, "_key", lambda way, x, *args: made.append(x.shape) or real(way, x, *args))
+    return made
+
+
+def test_a_call_with_out_and_the_values_of_the_last_needs_no_key(
+    run: dict[str, Any], keys: list[tuple[int, ...]]
+) -> None:
+    """As long as calls of its shapes and values are of one layout and dtype; what was refused changes nothing."""
+    y = miofind.convolution(X, W, **run)
+    out, others = np.empty_like(y), {**run, "padding": ((1, 1), (2, 0))}
+    for given in (run, others, run):
+        for _ in range(2):
+            miofind.convolution(X, W, out=out, **given)
+        with pytest.raises(InvalidArrayError):
+            miofind.convolution(X, W, out=out[:, :, :-1], **given)
+        keys.clear()
+        miofind.convolution(X, W, out=out, **given)
+        assert keys == []
+    np.testing.assert_array_equal(out, y)
+    wide = X.astype(np.float64), W.astype(np.float64), np.empty_like(y, np.float64)
+    for _ in range(3):
+        miofind.convolution(*wide[:2], out=wide[2], **run)
+        miofind.convolution(X, W, out=out, **run)
+        np.testing.assert_allclose(out, wide[2], rtol=1e-4, atol=1e-4)
+    keys.clear()
+    miofind.convolution(X, W, out=out, **run)
+    assert keys == [X.shape]
 
 
 def test_new_answers_are_looked_up(run: dict[str, Any], long_ways: list[miofind.Direction]) -> None:

@@ -110,11 +110,9 @@ class Tensors(NamedTuple):
     @property
     def need_derivatives(self) -> bool:
         """Whether a gradient of any of them may be asked for, or tangents are computed."""
-        if has_tangents():
-            return True
-        if not torch.is_grad_enabled():
+        if derivatives_are_off():
             return False
-        if _in_transform():  # tensors of vmap do not tell
+        if has_tangents() or _in_transform():  # tensors of vmap do not tell
             return True
         return any(each is not None and each.requires_grad for each in self)
 
@@ -136,6 +134,11 @@ def _without_autocast(x: Any) -> AbstractContextManager[Any]:
 def _in_transform() -> bool:
     """Whether code runs in a transform of torch.func; torch.compile has no gradients of autograd.Functions in one."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def derivatives_are_off() -> bool:
+    """Whether no gradient is asked for, and no tangents are computed, of any tensors."""
+    return not (torch.is_grad_enabled() or has_tangents())
 
 
 def has_tangents() -> bool:

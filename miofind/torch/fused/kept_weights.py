@@ -75,7 +75,7 @@ class Memory:
         self._storage = StorageWeakRef(weight.untyped_storage())
 
     def is_of(self, weight: Any) -> bool:
-        """Whether a weight lies there. Written out: it is asked at every run."""
+        """Whether a weight lies there."""
         return bool(
             weight.data_ptr() == self._address
             and weight.dtype is self._dtype

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C import _is_any_autocast_enabled, _is_tracing, _len_torch_dispatch_stack
+from torch._C import _is_tracing, _len_torch_dispatch_stack  # asked at each run: by their names alone
 from torch.compiler import is_compiling
 
 from miofind.errors import LaunchError
 from miofind.torch.direct import times_forgotten
 from miofind.torch.fused.calls import ShortForward
-from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, has_tangents, run
+from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, derivatives_are_off, run
 from miofind.torch.fused.kept_weights import Memory, Turned, forget_if_swapped, is_of_processes, kept, may_keep, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.plans import Settled, decided, packing, planned, settled
@@ -25,7 +25,7 @@ from miofind.torch.override.memory import is_capturing
 
 logger = logging.getLogger(__name__)
 
-_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter  # likewise
 _convolution = torch.ops.miofind.convolution.default
 _short_convolution = torch.ops.miofind.short_convolution.default
 _MAX_INPUTS = 64
@@ -184,8 +184,7 @@ class FusedConvolution(torch.nn.Module):
             ready = self._ready.of_inputs.get(_form(x, x.dtype))
             if ready is not None and self._is_plain(ready, x, residual):
                 weight, bias, of_channels = ready.weight, self._parameters["bias"], None
-                is_grad_off = not torch.is_grad_enabled() and not has_tangents()
-                if is_grad_off or not Tensors(x, weight, bias, None, residual).need_derivatives:
+                if derivatives_are_off() or not Tensors(x, weight, bias, None, residual).need_derivatives:
                     if residual is not None and residual.shape != ready.output_shape:
                         residual, of_channels = None, residual.flatten(1)
                     return ready.run((x, weight, bias, None, residual, of_channels, None, self._words))
@@ -208,7 +207,7 @@ class FusedConvolution(torch.nn.Module):
                     return False
             elif self.residual_first and residual.stride() not in ready.residual_strides:
                 return False
-        return x.dtype is weight.dtype and (not _is_any_autocast_enabled() or autocast_dtype(x) is None)
+        return x.dtype is weight.dtype and autocast_dtype(x) is None
 
     def _general(self, x: Any, residual: Any) -> Any:
         """The same for whatever there may be."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -46,12 +46,14 @@ class StandIn(fx.Proxy):
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         asker, kind = sys._getframe(1), self.stands_for
+        if _asks_for_network(asker):
+            return kind if kind is not None else _unknown()
         if _is_asked_by_torch(asker):
             return type(self)
         abstract: Any = asker.f_locals.get("cls") if asker.f_globals.get("__name__") == "abc" else None
         is_misleading = isinstance(abstract, type) and issubclass(type(self), abstract)  # which counts for those, too
         if kind is None or (is_misleading and not issubclass(kind, abstract)):
-            raise Refusal("its code asks for the class of something that is not known")
+            _unknown()
         if not _asks_for_class(asker):
             raise Refusal("its code gives a tensor to code of C or TorchScript, which reads its memory")
         return kind
@@ -186,6 +188,15 @@ def _is_asked_by_torch(asker: FrameType | None) -> bool:
         asker = asker.f_back
     name = "" if asker is None else asker.f_globals.get("__name__", "")
     return name.startswith("torch.") or name == __name__
+
+
+def _asks_for_network(asker: FrameType) -> bool:
+    """Whether it is `tree_map_only` of PyTorch's that asks, by a class that the network's code has given it."""
+    return asker.f_code.co_name == "pred" and asker.f_globals.get("__name__") == "torch.utils._pytree"
+
+
+def _unknown() -> NoReturn:
+    raise Refusal("its code asks for the class of something that is not known")
 
 
 def _asks_for_class(asker: FrameType) -> bool:

@@ -238,7 +238,7 @@ class Tracer(fx.Tracer):
         self.constants: list[str] = []
         self._modes = modes()
         self._surroundings: Surroundings | None = None
-        self._names: dict[int, str] = {}
+        self._names: dict[int, tuple[str, Any]] = {}
         self._refusals: list[TraceError] = []
         self._thread = threading.get_ident()
 
@@ -249,8 +249,8 @@ class Tracer(fx.Tracer):
             TraceError: its code does what a graph does not tell.
         """
         self._surroundings = Surroundings(root)
-        held = itertools.chain(root.named_buffers(), root.named_parameters())  # which live as long as the network
-        self._names = {id(tensor): name for name, tensor in held}
+        held = itertools.chain(root.named_buffers(), root.named_parameters())
+        self._names = {id(tensor): (name, tensor) for name, tensor in held}
         before, in_training = set(vars(root)), {module for module in root.modules() if module.training}
         try:
             watching = watched(self._surroundings.memory)
@@ -446,12 +446,13 @@ class Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """What code gets of a module, which is itself in other threads.
 
-        Of a parameter or buffer what torch.fx gives, which looks through all that the network has each time.
+        As torch.fx does (`_module_getattr` of torch/fx/_symbolic_trace.py), but for parameters and buffers that the
+        network had before, by an index in place of a search among all of them.
         """
         if threading.get_ident() != self._thread or not isinstance(attr_val, torch.Tensor):
             return attr_val
-        name = self._names.get(id(attr_val))
-        if name is None:
+        name, _ = self._names.get(id(attr_val), ("", None))
+        if not name:
             return super().getattr(attr, attr_val, parameter_proxy_cache)
         if name not in parameter_proxy_cache:
             parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})

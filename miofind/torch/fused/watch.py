@@ -243,32 +243,34 @@ def is_torchs(module: object) -> bool:
 
 
 _called: dict[Any, Any] = {}
-"""Of frames that are traced, the function of C that each calls now."""
-
-
-_torchs: dict[int, Any] = {}
-"""Globals of PyTorch's modules by their identity, held so that no others have it."""
+"""Of frames that are traced, but for those of PyTorch's code, the function of C that each calls now."""
+_globals_of_torch: dict[int, Any] = {}
+"""Those of PyTorch's Python modules that were called meanwhile, by identity; held so that no others have it."""
 
 
 def called_by(frame: Any) -> Any:
-    """The function of C that a frame of traced code calls now; None where it calls none, or an object of C's."""
+    """The function of C that a frame of traced code calls now; None where it calls none, or an object of C's.
+
+    None, too, for the code of PyTorch's modules, which knows stand-ins for what they are.
+    """
     return _called.get(frame)
 
 
 def _refuse_questions(frame: Any, event: str, called: Any) -> None:
     """Refuse questions for modes: the answers of now would be constants of the graph; and `is`, which asks nobody."""
     names = frame.f_globals
-    if id(names) in _torchs:  # most of all calls, and none of the network's
+    if id(names) in _globals_of_torch:  # most of all calls, and none of the network's
         return
-    if is_torchs(name := names.get("__name__", "")):
-        _torchs[id(names)] = names
+    module = names.get("__name__", "")
+    if is_torchs(module):
+        _globals_of_torch[id(names)] = names
         return
     if event == "c_call":
         _called[frame] = called
     elif event in ("c_return", "c_exception"):
         _called.pop(frame, None)
     is_asked = event == "c_call" and id(called) in _QUESTIONS
-    if not (is_asked or event in ("call", "return")) or _package(name) in _NO_NETWORKS:
+    if not (is_asked or event in ("call", "return")) or _package(module) in _NO_NETWORKS:
         return
     is_refused = is_asked or (asks_what_is(frame.f_code) if event == "call" else _asked_of_stand_ins(frame))
     if not is_refused or _is_imported(frame):
@@ -285,7 +287,7 @@ def _asked_of_stand_ins(frame: Any) -> bool:
     return any(issubclass(type(frame.f_locals.get(name)), kinds) for name in asked_variables(frame.f_code))
 
 
-def _package(module: Any) -> str:
+def _package(module: object) -> str:
     return str(module).partition(".")[0]
 
 
@@ -372,5 +374,6 @@ def _profiled(function: Callable[[Any, str, Any], None]) -> Iterator[None]:
     finally:
         sys.setprofile(before if callable(before) else None)
         _called.clear()
+        _globals_of_torch.clear()
         if before is not None and hasattr(before, "enable"):  # cProfile's, before Python 3.12
             before.enable()

@@ -20,6 +20,7 @@ import torch.nn.functional as functional
 from helpers.runs.fused_answers import answers_of
 from torch import fx, nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils import _pytree as pytree
 
 from miofind import Handle
 from miofind.errors import InvalidOptionError
@@ -1911,6 +1912,51 @@ def test_a_sum_with_nothing_raises_as_before(add: Callable[[Any, Any], Any]) -> 
             network(x, None)
     with torch.no_grad(), pytest.raises(TypeError):
         torch.compile(fused, backend="eager")(x, None)
+
+
+def test_a_function_that_is_mapped_over_tensors_alone_is_mapped_over_what_stands_for_them() -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x: Any) -> Any:
+            y, count = pytree.tree_map_only(torch.Tensor, lambda each: each * 2, [self.conv(x).relu(), 3])
+            return y + count
+
+    model = Doubles().eval()
+    fused = fuse(model)
+    assert parts(fused) == {"conv": "bias relu"}
+    check_same(fused, model, torch.randn(2, 4, 6, 7))
+
+
+def test_tensors_that_code_reads_have_the_names_that_torch_fx_gives_them() -> None:
+    """One that has two, a parameter that is a buffer, too, and one of a part that nobody calls."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+            self.second.weight = self.first.weight
+            self.shift = nn.Parameter(torch.randn(4, 1, 1))
+            self.register_buffer("same_shift", self.shift)
+            self.register_buffer("factor", torch.randn(4, 1, 1))
+            self.idle = nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            y = functional.relu(self.first(x)) * self.factor + self.same_shift
+            return functional.silu(self.second(y)) * self.second.weight.mean() + self.idle.bias.sum()
+
+    model = Reads().eval()
+    fused, plain = fuse(model), torch.fx.symbolic_trace(model)
+    assert {node.target for node in plain.graph.find_nodes(op="get_attr")} <= {
+        node.target for node in fused.graph.find_nodes(op="get_attr")
+    }
+    with torch.no_grad():
+        for each in (model.shift, model.factor, model.idle.bias):
+            each.add_(0.5)
+        fused.load_state_dict(model.state_dict(), strict=False)
+    check_same(fused, model, torch.randn(2, 4, 6, 7))
 
 
 def test_a_convolution_that_is_called_with_a_sum_and_without_becomes_two() -> None:
