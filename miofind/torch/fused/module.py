@@ -118,10 +118,12 @@ class _ReadyInputs:
 class FusedConvolution(torch.nn.Module):
     """activation(x * weight + bias + beta * residual) for inference, by `miofind.torch.convolution`.
 
-    state_dict has `weight`, (k, c/groups, *filter), and `bias`, (k,), where there is one: batch norms are in them. Both
-    are parameters that require no gradient; x may. Weights in the dtype of autocast or in the memory format of x are
-    made once, kept beside them, and written anew, in place, where the weights change; they are in no state_dict and in
-    no pickle. Loading a state_dict does so at once, for captured CUDA graphs; other changes reach these by a run.
+    state_dict has `weight`, (k, c/groups, *filter), and `bias`, (k,), where there is one: batch norms are in them.
+    Where numbers of the network's code are, too, it has `has_constants`, true; a state_dict of the network itself
+    lacks that, and is refused. Weight and bias are parameters that require no gradient; x may. Weights in the dtype of
+    autocast or in the memory format of x are made once, kept beside them, and written anew, in place, where the
+    weights change; they are in no state_dict and in no pickle. Loading a state_dict does so at once, for captured CUDA
+    graphs; other changes reach these by a run.
 
     Args:
         weight: (k, c/groups, *filter).
@@ -133,6 +135,7 @@ class FusedConvolution(torch.nn.Module):
         widens: y has the weights' dtype under autocast, too, as the product with a constant of theirs has.
         has_residual: it takes a residual, without which it raises what the addition of None raises.
         residual_first: the sum is that of the residual and the convolution's result: in memory it lies as the residual.
+        has_constants: numbers of the network's code are folded into the weights.
     """
 
     __module__ = "miofind.torch"  # by which networks are pickled
@@ -149,6 +152,7 @@ class FusedConvolution(torch.nn.Module):
         widens: bool = False,
         has_residual: bool = False,
         residual_first: bool = False,
+        has_constants: bool = False,
     ) -> None:
         super().__init__()
         self.has_residual = has_residual
@@ -157,6 +161,8 @@ class FusedConvolution(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
         given = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", given)
+        if has_constants:
+            self.register_buffer("has_constants", torch.ones((), dtype=torch.bool, device=weight.device))
         self.window = window
         self.numbers = numbers
         self._ready = _ReadyInputs()
@@ -180,7 +186,7 @@ class FusedConvolution(torch.nn.Module):
             TypeError: an addition was fused, and there is no residual.
             ValueError: a batch norm was fused, and x is unbatched, (c, *spatial).
         """
-        if not _is_traced():
+        if not _is_traced(x):
             ready = self._ready.of_inputs.get(_form(x, x.dtype))
             if ready is not None and self._is_plain(ready, x, residual):
                 weight, bias, of_channels = ready.weight, self._parameters["bias"], None
@@ -247,7 +253,7 @@ class FusedConvolution(torch.nn.Module):
         while a CUDA graph is captured none is made.
         """
         arguments = (*given, of_channels, None, self._words)
-        is_traced = _is_traced()
+        is_traced = _is_traced(given.x)
         ready = None if is_traced else self._ready.of_inputs.get(_form(given.x, dtype))
         if ready is not None and ready.weight is given.w:
             return ready.run(arguments)
@@ -283,7 +289,7 @@ class FusedConvolution(torch.nn.Module):
         """Whether a sum lies in the order of the convolution's result."""
         if not self.residual_first:
             return True
-        if _is_traced():  # and torch.compile has no order of its own of one dimension
+        if _is_traced(x):  # and torch.compile has no order of its own of one dimension
             last = x.dim() > 3 and (is_last(x) or is_last(self.weight))
             return is_spread(residual, layout_like(x, channels_last=last))
         ready = self._ready.of_inputs.get(_form(x, dtype))
@@ -304,7 +310,7 @@ class FusedConvolution(torch.nn.Module):
     def _weight_for(self, x: Any, dtype: Any) -> Any:
         """The weight in the dtype and the memory format that a run with x needs, from those kept."""
         weight = self.weight
-        if _is_traced() or type(weight) is not _Parameter or _is_read_itself(weight):
+        if _is_traced(x) or type(weight) is not _Parameter or _is_read_itself(weight):
             return weight
         if not self._ready.are_of(weight):
             self._ready = _ReadyInputs(Memory(weight), weight._version)
@@ -324,10 +330,16 @@ class FusedConvolution(torch.nn.Module):
             made.of_inputs[key] = ready
         return ready.weight
 
-    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+    def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any, **named: Any) -> None:
         """Load weights, and have what was captured in CUDA graphs read them, too."""
         forget_if_swapped(self.weight)
-        super()._load_from_state_dict(*arguments, **named)
+        if "has_constants" in self._buffers and f"{prefix}weight" in state and f"{prefix}has_constants" not in state:
+            *_, errors = arguments
+            errors.append(
+                f"{prefix}weight is that of a network before `fuse`, which folded numbers of its code into the weight: "
+                "load it into that network, and fuse it anew"
+            )
+        super()._load_from_state_dict(state, prefix, *arguments, **named)
         renew(self.weight)
 
     def _apply(self, *arguments: Any, **named: Any) -> Any:
@@ -358,9 +370,14 @@ def _wants_long_operator(x: Any) -> bool:
     return type(x) is not _Tensor or _len_torch_dispatch_stack() > 0
 
 
-def _is_traced() -> bool:
-    """Whether torch.compile or TorchScript writes down what is done, which is to be the same in each call."""
-    return bool(is_compiling() or _is_tracing())
+def _is_traced(x: Any) -> bool:
+    """Whether torch.compile, TorchScript or `make_fx` writes down what is done, to be the same in each call."""
+    return bool(is_compiling() or _is_tracing() or (type(x) is not _Tensor and _is_symbolic(x)))
+
+
+def _is_symbolic(x: Any) -> bool:
+    """Whether a tensor, of a class of its own, has sizes that are no numbers."""
+    return any(type(size) is not int for size in x.shape)
 
 
 def _is_read_itself(weight: Any) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from miofind.torch import fuse
 
@@ -60,12 +61,34 @@ def test_frozen_batch_norms() -> None:
         "conv1: convolution + mul + add + relu\nconv2: convolution + mul + add + residual + relu"
     )
     assert {type(each).__name__ for each in fused.children()} == {"FusedConvolution"}
-    assert not {*fused.buffers()}
+    assert [name for name, _ in fused.named_buffers()] == ["conv1.has_constants", "conv2.has_constants"]
     same(fused, model, x)
     same(copy.deepcopy(fused), model, x)
     same(pickle.loads(pickle.dumps(fused)), model, x)
     with pytest.raises(ValueError, match="unbatched"):
         fused(x[0])
+
+
+def test_the_state_of_a_network_whose_code_has_numbers_is_refused_once_they_are_folded() -> None:
+    """It was loaded without them, and without a word."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.plain = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Any) -> Any:
+            return functional.relu(self.plain(self.conv(x) * 0.5 + 1))
+
+    model, x = Halves().eval(), torch.randn(2, 4, 6, 5)
+    fused = fuse(model)
+    with pytest.raises(RuntimeError, match=r"conv.weight is that of a network before `fuse`.*\n?"):
+        fused.load_state_dict(model.state_dict())
+    other = Halves().eval()
+    fused.load_state_dict(fuse(other).state_dict())
+    same(fused, other, x)
+    fused.half().float().load_state_dict(fuse(model).state_dict(), assign=True)
+    same(fused, model, x)
 
 
 def test_their_results_keep_the_dtype_of_the_network_under_autocast() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as functional
 from helpers.runs.fused_answers import answers_of
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, prune
 from torch.utils import _pytree as pytree
 
@@ -1928,6 +1929,16 @@ def test_a_function_that_is_mapped_over_tensors_alone_is_mapped_over_what_stands
     fused = fuse(model)
     assert parts(fused) == {"conv": "bias relu"}
     check_same(fused, model, torch.randn(2, 4, 6, 7))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_writes_a_fused_network_down(mode: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    fused = fuse(model)
+    with torch.no_grad():
+        graph = make_fx(fused, tracing_mode=mode, _allow_non_fake_inputs=True)(torch.randn(2, 4, 6, 7))
+    assert graph.graph.find_nodes(op="call_function", target=torch.ops.miofind.convolution.default)
+    check_same(graph, model, torch.randn(2, 4, 6, 7))
 
 
 def test_tensors_that_code_reads_have_the_names_that_torch_fx_gives_them() -> None:

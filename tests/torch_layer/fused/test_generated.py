@@ -68,14 +68,13 @@ def test_steps_that_a_graph_gets_later_run() -> None:
     model, x = network(), torch.randn(2, 4, 8, 8)
     fused = fuse(model)
     last = next(node for node in fused.graph.nodes if node.op == "output")
-    fused.get_submodule("1.0").add_module("negated", nn.ReLU())
+    fused.get_submodule("1.0").add_module("bounded", nn.Tanh())
     with fused.graph.inserting_before(last):
-        again = fused.graph.call_module("1.0.negated", (last.args[0],))
+        again = fused.graph.call_module("1.0.bounded", (last.args[0],))
     last.args = (again,)
     fused.recompile()
     assert isinstance(fused.get_submodule("0.conv"), FusedConvolution)
-    assert (model(x) < 0).any()
-    torch.testing.assert_close(fused(x), model(x).relu(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fused(x), model(x).tanh(), rtol=1e-4, atol=1e-4)
 
 
 def test_variables_have_names_of_their_own() -> None:
