@@ -258,7 +258,7 @@ def test_miofind_torch_without_torch_names_its_extra(tmp_path: Path) -> None:
         check=False,
     )
     assert told.stderr == ""
-    assert "install miofind's extra torch, as in `pip install -e '.[cuda12,torch]'`" in told.stdout
+    assert "install miofind's extra torch, as in `pip install -e '.[torch]'`" in told.stdout
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ except ModuleNotFoundError as error:
         raise
     raise MissingLibraryError(
         "miofind.torch needs PyTorch 2.9 or newer, which is not installed: install miofind's extra torch, as in "
-        "`pip install -e '.[cuda12,torch]'` in its clone, `pip install 'FILE.whl[cuda12,torch]'` for its wheel"
+        "`pip install -e '.[torch]'` in its clone, `pip install 'FILE.whl[torch]'` for its wheel; for a GPU "
+        "[cuda13,torch] or [cuda12,torch], by the version of CUDA that PyTorch is built for"
     ) from error
 
 with _without_garbage_collection():

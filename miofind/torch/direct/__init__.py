@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from miofind.compiler.directory import default_directory, private_folder
+from miofind.compiler.directory import CACHE_VARIABLE, default_directory, private_folder
 from miofind.errors import CompileError, LaunchError, MissingLibraryError, described
 from miofind.launch.bound_steps import BasedAddress
 from miofind.launch.flat import FlatConvolution, FlatKernel, FlatProduct, FlatStep
@@ -408,14 +408,20 @@ def build() -> Path:
 
     Raises:
         MissingLibraryError: there is no compiler, or no ninja.
-        CompileError: it cannot be compiled.
+        CompileError: it cannot be compiled, or kept.
     """
     path = _path()
     if path.is_file():
         return path
     from torch.utils import cpp_extension
 
-    private_folder(path.parent)
+    try:
+        private_folder(path.parent)
+    except OSError as error:
+        told = f"the direct path is kept in {path.parent}, which cannot be made: {described(error)}"
+        raise CompileError(
+            f"{told}. Name another folder by {CACHE_VARIABLE}", source=SOURCE.name, options=(), log=""
+        ) from error
     try:
         # Of its own: one that was killed leaves a lock behind, and nobody may load a file that is being written.
         with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:

@@ -678,9 +678,6 @@ def _are_finite(tensors: tuple[Any, ...]) -> bool:
     return all(each is None or bool(each.isfinite().all()) for each in tensors)
 
 
-_CONSTANT_PARTS = frozenset(AFFINE.values())
-
-
 def _module(module: Any, chain: _Chain) -> Any:
     """What computes a chain."""
     weight, bias = chain.folded or _weights(module)
@@ -694,5 +691,5 @@ def _module(module: Any, chain: _Chain) -> Any:
         widens=chain.widens,
         has_residual=chain.residual is not None,
         residual_first=chain.residual_first,
-        has_constants=not _CONSTANT_PARTS.isdisjoint(chain.parts),
+        is_folded=chain.folded is not None,
     ).eval()

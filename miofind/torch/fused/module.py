@@ -118,9 +118,9 @@ class _ReadyInputs:
 class FusedConvolution(torch.nn.Module):
     """activation(x * weight + bias + beta * residual) for inference, by `miofind.torch.convolution`.
 
-    state_dict has `weight`, (k, c/groups, *filter), and `bias`, (k,), where there is one: batch norms are in them.
-    Where numbers of the network's code are, too, it has `has_constants`, true; a state_dict of the network itself
-    lacks that, and is refused. Weight and bias are parameters that require no gradient; x may. Weights in the dtype of
+    state_dict has `weight`, (k, c/groups, *filter), and `bias`, (k,), where there is one. Where a batch norm or
+    numbers of the network's code are in these, it has `folded`, true; a state_dict of the network before `fuse` lacks
+    that, and is refused. Weight and bias are parameters that require no gradient; x may. Weights in the dtype of
     autocast or in the memory format of x are made once, kept beside them, and written anew, in place, where the
     weights change; they are in no state_dict and in no pickle. Loading a state_dict does so at once, for captured CUDA
     graphs; other changes reach these by a run.
@@ -135,7 +135,7 @@ class FusedConvolution(torch.nn.Module):
         widens: y has the weights' dtype under autocast, too, as the product with a constant of theirs has.
         has_residual: it takes a residual, without which it raises what the addition of None raises.
         residual_first: the sum is that of the residual and the convolution's result: in memory it lies as the residual.
-        has_constants: numbers of the network's code are folded into the weights.
+        is_folded: a batch norm, or numbers of the network's code, are in the weights.
     """
 
     __module__ = "miofind.torch"  # by which networks are pickled
@@ -152,7 +152,7 @@ class FusedConvolution(torch.nn.Module):
         widens: bool = False,
         has_residual: bool = False,
         residual_first: bool = False,
-        has_constants: bool = False,
+        is_folded: bool = False,
     ) -> None:
         super().__init__()
         self.has_residual = has_residual
@@ -161,8 +161,8 @@ class FusedConvolution(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
         given = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", given)
-        if has_constants:
-            self.register_buffer("has_constants", torch.ones((), dtype=torch.bool, device=weight.device))
+        if is_folded:
+            self.register_buffer("folded", torch.ones((), dtype=torch.bool, device=weight.device))
         self.window = window
         self.numbers = numbers
         self._ready = _ReadyInputs()
@@ -333,12 +333,10 @@ class FusedConvolution(torch.nn.Module):
     def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any, **named: Any) -> None:
         """Load weights, and have what was captured in CUDA graphs read them, too."""
         forget_if_swapped(self.weight)
-        if "has_constants" in self._buffers and f"{prefix}weight" in state and f"{prefix}has_constants" not in state:
+        if "folded" in self._buffers and f"{prefix}weight" in state and f"{prefix}folded" not in state:
             *_, errors = arguments
-            errors.append(
-                f"{prefix}weight is that of a network before `fuse`, which folded numbers of its code into the weight: "
-                "load it into that network, and fuse it anew"
-            )
+            errors.append(f"{prefix}weight is of a network before `fuse`: load it into that one, and fuse it anew")
+            return
         super()._load_from_state_dict(state, prefix, *arguments, **named)
         renew(self.weight)
 
@@ -361,7 +359,10 @@ class FusedConvolution(torch.nn.Module):
         parts += [f"dilation={window.dilation}"] if max(window.dilation) > 1 else []
         parts += [f"groups={window.groups}"] if window.groups > 1 else []
         parts += ["bias"] if self.bias is not None else []
-        parts += [self.numbers.activation] if self.numbers.activation != "none" else []
+        named = [self.numbers.activation] if self.numbers.activation != "none" else []
+        if self.has_residual:
+            named.insert(0 if self.numbers.residual_position == "before" else len(named), "residual")
+        parts += named
         return ", ".join(parts)
 
 
@@ -376,7 +377,13 @@ def _is_traced(x: Any) -> bool:
 
 
 def _is_symbolic(x: Any) -> bool:
-    """Whether a tensor, of a class of its own, has sizes that are no numbers."""
+    """Whether a tensor, of a class of its own, has sizes that are no numbers.
+
+    Raises:
+        TypeError: it is no tensor.
+    """
+    if not isinstance(x, _Tensor):
+        raise TypeError(f"x must be a tensor, not {type(x).__name__}")
     return any(type(size) is not int for size in x.shape)
 
 

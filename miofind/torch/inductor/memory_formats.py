@@ -28,14 +28,15 @@ _TURNED = "miofind_turned_to_channels_last"
 def constrain_layouts() -> None:
     """Have Inductor give the operators their tensors in the memory format that they were put in with.
 
-    Operators of a pass have no strides recorded: without this their inputs come in any order, and are copied.
+    Operators of a pass have no strides recorded: without this their inputs come in any order, and are copied. Inductor
+    may have met one before, in a fused network that was compiled without the pass, and have a constraint of its own,
+    which needs what is recorded.
     """
     from torch._inductor import lowering
 
     for overload in OPERATORS.values():
-        if overload not in lowering.lowerings:
-            lowering.make_fallback(overload, layout_constraint=_constrained, warn=False)
-            lowering.register_lowering(overload, type_promotion_kind=None)(_shortened(overload))
+        lowering.make_fallback(overload, layout_constraint=_constrained, warn=False)
+        lowering.register_lowering(overload, type_promotion_kind=None)(_shortened(overload))
 
 
 def _shortened(overload: Any) -> Callable[..., Any]:

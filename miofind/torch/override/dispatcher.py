@@ -93,7 +93,10 @@ class Override:
         _switch_off(self)
 
     def report(self) -> CallReport:
-        """What ran the calls so far, and why; a call counts once for each result that was asked for."""
+        """What ran PyTorch's convolutions so far, and why; a call counts once for each result that was asked for.
+
+        Without fused modules and graphs, whose calls `miofind.torch.report()` has, too.
+        """
         return CallReport.of(self.plans, self.devices)
 
     def forget_plans(self) -> None:

@@ -546,6 +546,14 @@ def test_a_source_that_does_not_compile_is_told(tmp_path: Path, monkeypatch: pyt
     assert direct.direct_path() is None
 
 
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(direct, "_path", direct._path.__wrapped__)
+    with pytest.raises(CompileError, match=r"cannot be made: .*Name another folder by MIOFIND_CACHE_DIR"):
+        direct.build()
+
+
 def test_it_can_be_switched_off(path: DirectPath, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(direct.VARIABLE, raising=False)
     monkeypatch.setattr(direct, "_loaded", [path])

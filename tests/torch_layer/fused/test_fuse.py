@@ -911,7 +911,7 @@ def test_submodules_keep_their_classes_where_the_network_is_not_traced() -> None
     for made in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), pickle.loads(pickle.dumps(again))):
         check_same(made, model, x)
         assert isinstance(made.blocks[0], Scaled)
-        assert [*made.blocks[0].state_dict()] == ["scale", "conv.weight", "conv.bias"]
+        assert [*made.blocks[0].state_dict()] == ["scale", "conv.weight", "conv.bias", "conv.folded"]
     torch._dynamo.reset()
     check_same(torch.compile(fused, backend="aot_eager"), model, x)
     check_same(fused.double(), model.double(), x.double())

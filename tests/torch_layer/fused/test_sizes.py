@@ -78,7 +78,7 @@ def test_layers_that_pad_by_the_size_of_their_input_are_fused() -> None:
 def test_a_weight_is_not_held_for_its_size() -> None:
     """Padding reads the size of the filter, which the fused layer's weight has beside the convolution's."""
     fused = fuse(network())
-    assert set(fused.state_dict()) == {f"{layer}.{name}" for layer in (0, 3) for name in ("weight", "bias")}
+    assert set(fused.state_dict()) == {f"{layer}.{name}" for layer in (0, 3) for name in ("weight", "bias", "folded")}
     assert all(isinstance(each, FusedConvolution) for each in fused.children())
 
 

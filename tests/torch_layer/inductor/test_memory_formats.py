@@ -12,12 +12,16 @@ import pytest
 import torch
 from helpers.runs.fused_answers import answers_of
 from torch import fx, nn
+from torch._inductor import lowering
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch_layer.inductor.compiled_graphs import Compiled
 
 import miofind.torch
 from miofind import Handle
+from miofind.torch.fused.ops import OPERATORS
+from miofind.torch.inductor import memory_formats
 from miofind.torch.override import formats
 
 aten = torch.ops.aten
@@ -298,3 +302,22 @@ def test_gradients_that_read_one_channel_are_given_what_they_would_be() -> None:
     compiled = Compiled(network)
     gradients(network, compiled, torch.randn(2, 1, 6, 5))
     assert [image.meta["val"].is_contiguous() for image in backward_reads(compiled.graphs[1])] == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor's own making
+@pytest.mark.usefixtures("cpu_handle")
+def test_operators_that_inductor_met_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused network that was compiled without the pass, by Inductor as it was before."""
+    for overload in OPERATORS.values():
+        monkeypatch.delitem(lowering.lowerings, overload, raising=False)
+        monkeypatch.delitem(lowering._maybe_layout_constraints, overload, raising=False)
+    memory_formats.constrain_layouts.cache_clear()
+    model, x = (
+        nn.Sequential(nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6), nn.SiLU()).eval(),
+        torch.randn(2, 4, 7, 6),
+    )
+    with torch.no_grad(), fresh_cache():
+        for options in ({}, {"backend": "miofind"}):
+            torch._dynamo.reset()
+            compiled = torch.compile(miofind.torch.fuse(model), dynamic=False, **options)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
