@@ -40,7 +40,7 @@ class ConfigTable(Mapping[str, Any]):
     def at(self, places: Integers) -> ConfigTable:
         """Those at some places."""
         columns = {name: column[places] if is_table(column) else column for name, column in self._columns.items()}
-        return ConfigTable(_Picked([(self.configs, place) for place in places.tolist()]), columns)
+        return ConfigTable(_Some(self.configs, places), columns)
 
     @staticmethod
     def product(rows: Mapping[str | tuple[str, ...], Sequence[Any]]) -> ConfigTable:
@@ -93,6 +93,19 @@ class ConfigTable(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._columns)
+
+
+class _Some(Sequence[Config]):
+    """Configurations of another sequence, by their places there."""
+
+    def __init__(self, configs: Sequence[Config], places: Integers) -> None:
+        self._configs, self._places = configs, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._configs[int(self._places[place])]
 
 
 class _Picked(Sequence[Config]):
