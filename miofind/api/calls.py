@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 from miofind.api.array_call import call
 from miofind.api.directions import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD
 from miofind.api.keywords import CallArguments, DataArguments, ForwardArguments, spelled_out
-from miofind.api.repeated import MISS, by_values
+from miofind.api.repeated import MISS, like_last
 from miofind.core.arguments import A
 from miofind.runtime.runner import OutputStatistics, ParameterGradients
 
@@ -52,7 +52,7 @@ def convolution(
         `OutputStatistics`: y, and sum and sum_of_squares, (k,), float32 (float64 for float64), of y as it is stored.
     """
     if out is not None:
-        made = by_values(x, w, out, workspace, stream, handle, arguments)
+        made = like_last(x, w, out, workspace, stream, handle, arguments)
         if made is not MISS:
             return made
         arguments["out"] = out

@@ -3,15 +3,14 @@
 A handle forgets it with its answers. A runner checks its arrays on every run: what a key leaves out (devices,
 addresses, gradients) is refused there, and such a call goes the long way.
 
-A forward call with `out` costs less yet, if its keywords have the very values that the last one of its shapes had
-(`by_values`).
+A forward call with `out` costs less yet, if its keywords are those of the last one of its shapes (`like_last`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,17 +35,29 @@ _strides_attribute: Callable[[Any], Any] = attrgetter("strides")
 
 
 class Last(NamedTuple):
-    """The last forward call with `out`, kept by the shapes of x and w and the names of its keywords.
+    """The last forward call with `out`, kept by the shapes of x and w.
 
-    Another one is like it if each keyword has the same object as its value. The runner checks the rest.
+    Another one is like it if its keywords are. The runner checks the rest.
 
     Attributes:
-        values: of its keywords, without those of `_LEFT_OUT`; numbers, texts, tuples and options, which cannot change.
+        arguments: its keywords, without those of `_LEFT_OUT`; numbers, texts, tuples and options, which cannot change.
+        has_same: whether keywords that equal these have the same numbers and tuples: True equals 1, and is refused.
         runner: what ran it.
     """
 
-    values: tuple[Any, ...]
+    arguments: Mapping[str, Any]
+    has_same: Callable[[Mapping[str, Any]], bool]
     runner: Runner
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any], runner: Runner) -> Last:
+        """That of a call with such keywords, of `_LEFT_OUT`, too."""
+        kept = {name: value for name, value in arguments.items() if name not in _LEFT_OUT}
+        numbers = [(n, v) for n, v in kept.items() if not (v is None or isinstance(v, (str, FindOptions)))]
+        if len(numbers) != 1:
+            return Last(kept, lambda given: all(given[name] is value for name, value in numbers), runner)
+        ((name, value),) = numbers
+        return Last(kept, lambda given: given[name] is value, runner)
 
 
 @dataclass(slots=True)
@@ -56,15 +67,15 @@ class Known:
     Attributes:
         runner: of the solution that was found.
         options: that it was found with: held, as the key has no more of them than their address.
-        last: as which `by_values` may have it, and where, of a forward call with `out`.
+        last: as which `like_last` may have it, of a forward call with `out`.
     """
 
     runner: Runner
     options: FindOptions | None
-    last: tuple[object, Last] | None = None
+    last: Last | None = None
 
 
-def by_values(
+def like_last(
     x: Any, w: Any, out: Any, workspace: Any, stream: Any, handle: Handle | None, arguments: Mapping[str, Any]
 ) -> Any:
     """What a forward call returns that is like the last one of its shapes; MISS where none was.
@@ -74,16 +85,13 @@ def by_values(
         arguments: its other keywords.
     """
     try:
-        last = _calls(x, handle).last.get((x.shape, w.shape, *arguments))
-    except (TypeError, AttributeError):  # these are no arrays
-        return MISS
-    if last is None:
-        return MISS
-    values, runner = last
-    if not all(map(is_, values, arguments.values())):
+        last = (_calls(x, None) if handle is None else handle.calls).last.get((x.shape, w.shape))
+        if last is None or arguments != last.arguments or not last.has_same(arguments):
+            return MISS
+    except (TypeError, AttributeError, ValueError):  # these are no arrays, or a keyword is one
         return MISS
     try:
-        return runner.run(x, w, None, out, workspace, stream)
+        return last.runner.run(x, w, None, out, workspace, stream)
     except InvalidArrayError:
         return MISS
 
@@ -121,24 +129,23 @@ def repeated(direction: Direction, first: Any, second: Any, missing_shape: Any, 
         return MISS
     if direction is FORWARD and out is not None:
         if known.last is None:
-            of_problem = {name: value for name, value in arguments.items() if name not in _LEFT_OUT}
-            known.last = (x.shape, w.shape, *of_problem), Last(tuple(of_problem.values()), runner)
-        _keep_last(calls.last, *known.last)
+            known.last = Last.of(arguments, runner)
+        _keep_last(calls.last, (x.shape, w.shape), known.last)
     return made
 
 
-def _keep_last(kept: dict[object, Last | None], place: object, last: Last) -> None:
-    """Have `by_values` know a call that ran.
+def _keep_last(kept: dict[object, Last | None], shapes: object, last: Last) -> None:
+    """Have `like_last` know a call that ran.
 
-    Where calls of equal values are of several problems, as those of several dtypes are, it knows none from then on.
+    Where calls of equal keywords are of several problems, as those of several dtypes are, it knows none from then on.
     """
-    before = kept.get(place, MISS)
+    before = kept.get(shapes, MISS)
     if before is last or before is None:
         return
-    if isinstance(before, Last) and before.values == last.values:
-        kept[place] = None
+    if isinstance(before, Last) and before.arguments == last.arguments:
+        kept[shapes] = None
     else:
-        _keep(kept, place, last)
+        _keep(kept, shapes, last)
 
 
 def _keep(kept: dict[object, Any], key: object, value: object) -> None:

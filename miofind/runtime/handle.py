@@ -37,7 +37,7 @@ class RememberedCalls:
 
     Attributes:
         by_key: by all that poses a call's problem.
-        last: of forward calls with `out`, by their shapes and the names of their keywords.
+        last: of forward calls with `out`, by their shapes.
     """
 
     by_key: dict[object, Any] = field(default_factory=dict)
