@@ -137,8 +137,10 @@ def enum_value(kind: type[_E], value: object, field_name: str) -> _E:
     if isinstance(value, kind):
         return value
     name = str(value).lower()
-    with contextlib.suppress(ValueError):
-        return kind(name)  # Dynamo traces this, and in older releases no loop over an enum
+    try:  # Dynamo traces this, and in older releases no loop over an enum, nor contextlib.suppress
+        return kind(name)
+    except ValueError:
+        pass
     for member in kind:
         if name == member.value.lower():
             return member

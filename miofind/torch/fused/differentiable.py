@@ -107,14 +107,14 @@ class Tensors(NamedTuple):
     scale: Any
     residual: Any
 
-    @property
-    def need_derivatives(self) -> bool:
-        """Whether a gradient of any of them may be asked for, or tangents are computed."""
-        if derivatives_are_off():
-            return False
-        if has_tangents() or _in_transform():  # tensors of vmap do not tell
-            return True
-        return any(each is not None and each.requires_grad for each in self)
+
+def need_derivatives(tensors: Tensors) -> bool:
+    """Whether a gradient of any of them may be asked for, or tangents are computed."""
+    if derivatives_are_off():
+        return False
+    if has_tangents() or _in_transform():  # tensors of vmap do not tell
+        return True
+    return any(each is not None and each.requires_grad for each in tensors)
 
 
 def autocast_dtype(x: Any) -> Any:
@@ -159,7 +159,7 @@ def run(given: Tensors, window: Window, numbers: Nonlinearity, *, may_be_written
             return run(given, window, numbers, may_be_written=may_be_written)
     if has_tangents() or (torch.compiler.is_compiling() and _in_transform()):
         return unfused.convolution(given.x, given.w, (given.bias, given.scale, given.residual, None), window, numbers)
-    if not given.need_derivatives:
+    if not need_derivatives(given):
         return torch.ops.miofind.convolution(*given, *arguments_of(window, numbers))
     return _recorded(given, window, numbers, may_be_written)
 
@@ -249,19 +249,20 @@ class _Gradients(NamedTuple):
 
     def of_data(self) -> Any:
         """dx."""
-        return torch.ops.miofind.convolution_backward_data(self.dy, self.x, self.w, None, None, "none", *self._geometry)
+        return torch.ops.miofind.convolution_backward_data(
+            self.dy, self.x, self.w, None, None, "none", *self._geometry()
+        )
 
     def of_weights(self, bias_dtype: Any, wants_w: bool) -> tuple[Any, Any]:
         """dw and the bias gradient, each None where it is not wanted."""
         if not wants_w:
             return None, None if bias_dtype is None else unfused.channel_sums(self.dy)
         dw, of_bias = torch.ops.miofind.convolution_backward_weights(
-            self.dy, self.x, self.w, *self._geometry, bias_dtype
+            self.dy, self.x, self.w, *self._geometry(), bias_dtype
         )
         return dw, None if bias_dtype is None else of_bias
 
-    @property
-    def _geometry(self) -> tuple[Any, ...]:
+    def _geometry(self) -> tuple[Any, ...]:  # no property, which Dynamo of PyTorch 2.9 does not read of a named tuple
         window = self.window
         return window.stride, window.padding, window.dilation, window.groups
 

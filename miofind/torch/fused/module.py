@@ -13,7 +13,14 @@ from torch.compiler import is_compiling
 from miofind.errors import LaunchError
 from miofind.torch.direct import times_forgotten
 from miofind.torch.fused.calls import ShortForward
-from miofind.torch.fused.differentiable import Tensors, arguments_of, autocast_dtype, derivatives_are_off, run
+from miofind.torch.fused.differentiable import (
+    Tensors,
+    arguments_of,
+    autocast_dtype,
+    derivatives_are_off,
+    need_derivatives,
+    run,
+)
 from miofind.torch.fused.kept_weights import Memory, Turned, forget_if_swapped, is_of_processes, kept, may_keep, renew
 from miofind.torch.fused.nonlinearity import Nonlinearity
 from miofind.torch.fused.plans import Settled, decided, packing, planned, settled
@@ -190,7 +197,7 @@ class FusedConvolution(torch.nn.Module):
             ready = self._ready.of_inputs.get(_form(x, x.dtype))
             if ready is not None and self._is_plain(ready, x, residual):
                 weight, bias, of_channels = ready.weight, self._parameters["bias"], None
-                if derivatives_are_off() or not Tensors(x, weight, bias, None, residual).need_derivatives:
+                if derivatives_are_off() or not need_derivatives(Tensors(x, weight, bias, None, residual)):
                     if residual is not None and residual.shape != ready.output_shape:
                         residual, of_channels = None, residual.flatten(1)
                     return ready.run((x, weight, bias, None, residual, of_channels, None, self._words))
@@ -242,7 +249,7 @@ class FusedConvolution(torch.nn.Module):
         if residual is not None and not (self._is_alike(residual, x, dtype) and self._lies_alike(residual, x, dtype)):
             return self._with_other(residual, Tensors(x, weight, bias, None, None), dtype)
         given = Tensors(x, weight, bias, None, residual)
-        if has_autocast or given.need_derivatives:
+        if has_autocast or need_derivatives(given):
             return run(given, self.window, numbers, may_be_written=True)
         return self._run(given, None, dtype)
 
@@ -264,7 +271,7 @@ class FusedConvolution(torch.nn.Module):
     def _with_other(self, residual: Any, given: Tensors, dtype: Any) -> Any:
         """The same with a residual that is unlike the convolution's result: PyTorch adds it, if not of channels."""
         is_of_channels = given.x.dtype == dtype and self._is_of_channels(residual, given.x, dtype)
-        if is_of_channels and not given._replace(residual=residual).need_derivatives:
+        if is_of_channels and not need_derivatives(given._replace(residual=residual)):
             return self._run(given, residual.flatten(1), dtype)
         numbers = self.numbers
         y = run(given, self.window, Nonlinearity())

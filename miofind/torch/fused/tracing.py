@@ -255,7 +255,7 @@ class Tracer(fx.Tracer):
         try:
             watching = watched(self._surroundings.memory)
             with _one_at_a_time, noted_refusals() as self._refusals, watching, extremes_are_steps(), self._heeded():
-                self.trace(root)
+                self._trace(root)
                 self._check(root)
         except Exception:
             for name in vars(root).keys() - before:
@@ -266,6 +266,15 @@ class Tracer(fx.Tracer):
             for module in root.modules():
                 module.training = module in in_training
         self.constants = [name for name in vars(root) if name not in before]
+
+    def _trace(self, root: Any) -> None:
+        try:
+            self.trace(root)
+        except IndexError as error:  # PyTorch 2.9 asks for the text of any RuntimeError, which may have none
+            raised = error.__context__
+            if isinstance(raised, RuntimeError) and not raised.args:
+                raise raised from None
+            raise
 
     @contextlib.contextmanager
     def _heeded(self) -> Iterator[None]:

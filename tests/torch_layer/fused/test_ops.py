@@ -171,6 +171,7 @@ def test_the_report_counts_what_miofind_has_no_problem_for(cpu_handle: Handle) -
     assert count.reason == "its element type is int32"
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API:UserWarning")  # of PyTorch 2.9's own flags
 def test_pytorchs_switch_for_cudnn_is_miofinds_too(ran: list[str]) -> None:
     x, w = drawn(X, W)
     with torch.backends.cudnn.flags(enabled=False):
