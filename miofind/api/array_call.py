@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from miofind.api.directions import INPUTS
 from miofind.api.keywords import KEYWORDS
 from miofind.api.repeated import MISS, Place, place_of, repeated
 from miofind.api.solutions import find_solutions, run_solution
@@ -58,7 +57,7 @@ def call(direction: Direction, first: Any, second: Any, missing_shape: Any, argu
 
     Args:
         direction: which tensor is computed.
-        first, second: its inputs, as `INPUTS` has them.
+        first, second: its inputs, as `Direction.inputs` has them.
         missing_shape: as in `run_call`.
         arguments: all keywords of the call.
     """
@@ -66,7 +65,7 @@ def call(direction: Direction, first: Any, second: Any, missing_shape: Any, argu
     if result is not MISS:
         return result
     place = place_of(direction, first, second, missing_shape, arguments)
-    given = dict(zip(INPUTS[direction], (first, second), strict=True))
+    given = dict(zip(direction.inputs, (first, second), strict=True))
     return run_call(direction, given, missing_shape, Roles(place=place), **arguments)
 
 

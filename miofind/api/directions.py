@@ -9,6 +9,3 @@ from miofind.core.problem import Direction
 FORWARD: Final = Direction.FORWARD
 BACKWARD_DATA: Final = Direction.BACKWARD_DATA
 BACKWARD_WEIGHTS: Final = Direction.BACKWARD_WEIGHTS
-
-INPUTS: Final = {FORWARD: ("x", "w"), BACKWARD_DATA: ("y", "w"), BACKWARD_WEIGHTS: ("y", "x")}
-"""What each reads, by tensor name, dy as "y", in the order of its call's arguments."""

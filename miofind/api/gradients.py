@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, Unpack, overload
 
 from miofind.api.array_call import Roles, device_of, run_call
-from miofind.api.directions import INPUTS
 from miofind.api.keywords import KEYWORDS, CallArguments, check_keywords, spelled_out
 from miofind.arrays import arrays, operands
 from miofind.arrays.array_problem import posed
@@ -162,7 +161,7 @@ class _Call:
         return result.dw, result.bias_gradient
 
     def _run(self, direction: Direction, like: str, out: Any, **more: Any) -> Any:
-        given = {name: self._given[name] for name in INPUTS[direction]}
+        given = {name: self._given[name] for name in direction.inputs}
         roles = Roles(like=self._given[like])
         result = run_call(direction, given, None, roles, out=out, **{**self._arguments, **more})
         self._given |= given
