@@ -38,8 +38,8 @@ _TAP_CYCLES = 40  # between products of one tap and of the next, where filters d
 _RATE = 1.15  # of what products take to what they would at the rates of tensor cores and of shared memory
 
 
-def _span(channels: int) -> int:
-    """The channels of the least swizzle that has so many, or of the widest."""
+def span_of(channels: int) -> int:
+    """The channels of 16 bits of the least swizzle that has so many, or of the widest."""
     return next((span for span in _SPANS if channels <= span), _SPANS[-1])
 
 
@@ -80,9 +80,9 @@ class HaloProduct:
         axes = [backward_axes(problem, dim)[0] if is_data else forward_axis(problem, dim) for dim in dims]
         rows_are_images = len(axes) < 3
         if rows_are_images:
-            axes.insert(-1, _without_taps(problem.n))
+            axes.insert(-1, without_taps(problem.n))
         if len(axes) < 3:
-            axes.insert(0, _without_taps(1))
+            axes.insert(0, without_taps(1))
         sums, results = (problem.k, problem.c) if is_data else (problem.c, problem.k)
         filter_tiles = ceil_div(results, _MAX_N)
         tile_n = round_up(ceil_div(results, filter_tiles), 8)
@@ -94,11 +94,11 @@ class HaloProduct:
             images=1 if rows_are_images else problem.n,
             sums=sums,
             results=results,
-            channels=_span(sums),
+            channels=span_of(sums),
             k_steps=ceil_div(sums, 16),
             tile_n=tile_n,
             filter_tiles=ceil_div(results, tile_n),
-            filter_columns=_span(tile_n),
+            filter_columns=span_of(tile_n),
         )
 
     @property
@@ -124,11 +124,13 @@ class HaloProduct:
         return round_up(rows * row_bytes, _PATTERN)
 
 
-def _without_taps(size: int) -> Axis:
+def without_taps(size: int) -> Axis:
+    """An axis along which nothing is summed."""
     return Axis(size=size, outputs=size, taps=1, pad=0, stride=1, dilation=1)
 
 
-def _halo(axis: Axis) -> int:
+def halo(axis: Axis) -> int:
+    """The inputs that a row of outputs meets beyond one for each."""
     return (axis.taps - 1) * axis.dilation
 
 
@@ -163,7 +165,7 @@ class HaloTiling:
         tile_w = ceil_div(width, ceil_div(width, config["tile_w"]))
         is_odd = (width > tile_w) & (tile_w > _ATOM) & (tile_w % _ATOM > 0)
         tile_w = chosen(is_odd, round_up(tile_w, 8), tile_w)
-        row_pixels = tile_w + _halo(product.width)
+        row_pixels = tile_w + halo(product.width)
         across_rows = ceil_div((tile_h - 1) * row_pixels + tile_w, _ATOM)
         atoms = ceil_div(chosen(tile_w % _ATOM == 0, tile_h * tile_w // _ATOM, across_rows), config["consumers"])
         slices = product.depth.taps + config["slices_ahead"]
@@ -187,12 +189,12 @@ class HaloTiling:
     @property
     def row_pixels(self) -> int:
         """Pixels of a row of a slice, with its halo."""
-        return self.tile_w + _halo(self.product.width)
+        return self.tile_w + halo(self.product.width)
 
     @property
     def rows(self) -> int:
         """Of a slice, with its halo."""
-        return self.tile_h + _halo(self.product.height)
+        return self.tile_h + halo(self.product.height)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -233,8 +235,8 @@ class HaloTiling:
         of_row = larger(1, self.tile_w // _ATOM)
         by_rows = last // of_row * self.row_pixels + last % of_row * _ATOM
         begins = chosen(self.tile_w % _ATOM == 0, by_rows, _ATOM * last)
-        halo = _halo(self.product.height) * self.row_pixels + _halo(self.product.width)
-        met = 2 * self.product.channels * (begins + _ATOM + halo)
+        reach = halo(self.product.height) * self.row_pixels + halo(self.product.width)
+        met = 2 * self.product.channels * (begins + _ATOM + reach)
         beyond = met - self.slice_bytes
         return (
             (registers <= register_limit(self.resident, self.threads))
@@ -261,11 +263,11 @@ class HaloTiling:
 
 def is_least(product: HaloProduct, config: Config) -> bool:
     """Whether no smaller limit of rows or of columns cuts a product into as many tiles."""
-    limits = _least(product.height, TILES_H, config["tile_h"]), _least(product.width, TILES_W, config["tile_w"])
+    limits = least_limit(product.height, TILES_H, config["tile_h"]), least_limit(product.width, TILES_W, config["tile_w"])
     return limits == (config["tile_h"], config["tile_w"])
 
 
-def _least(axis: Axis, limits: tuple[int, ...], limit: int) -> int:
+def least_limit(axis: Axis, limits: tuple[int, ...], limit: int) -> int:
     """The least limit that cuts an axis into as many tiles as this one does."""
     tiles = ceil_div(axis.outputs, limit)
     return next(least for least in limits if ceil_div(axis.outputs, least) == tiles)
@@ -273,8 +275,8 @@ def _least(axis: Axis, limits: tuple[int, ...], limit: int) -> int:
 
 def short_list(product: HaloProduct) -> ConfigTable:
     """Configurations worth an estimate, as they cut a product, which has no smaller limits for any."""
-    heights = dict.fromkeys(_least(product.height, TILES_H, limit) for limit in _LIKELY_H)
-    widths = dict.fromkeys(_least(product.width, TILES_W, limit) for limit in TILES_W)
+    heights = dict.fromkeys(least_limit(product.height, TILES_H, limit) for limit in _LIKELY_H)
+    widths = dict.fromkeys(least_limit(product.width, TILES_W, limit) for limit in TILES_W)
     return _of_limits(tuple(heights), tuple(widths))
 
 

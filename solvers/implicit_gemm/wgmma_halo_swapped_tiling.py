@@ -1,0 +1,277 @@
+"""Tiles of kernels_src/implicit_gemm/wgmma_halo_swapped.cu: pixels with their halo, and how long a configuration takes.
+
+Pure arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
+from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
+from miofind.solver.steps import Config
+from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
+from miofind.solvers.implicit_gemm.wgmma_halo_tiling import halo, least_limit, span_of, without_taps
+
+TILES_H = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20)
+TILES_W = (8, 16, 20, 28, 40, 56, 64, 80, 120, 248)
+FILTER_STAGES = (0, 4, 6, 8)
+"""Filters of taps that are held at a time; 0 for all."""
+_BLOCK = 64  # filters that an instruction multiplies
+_PATTERN = 1024  # bytes at which swizzles repeat
+_BARRIER_BYTES = 8
+_UNUSED_BYTES = 16
+_MAX_BOX = 256
+_MAX_N = 256
+_REGISTERS = 72  # of a thread beside its accumulators
+
+# First principles, for an H200.
+_LAUNCH_MS = 0.003
+_START_CYCLES = 5000  # of a block until its first products, and after its last
+_ITEM_CYCLES = 150  # between one consumer's products and the next one's
+_LOADED_BYTES = 36  # a cycle that a multiprocessor loads from the L2 cache
+_PIXEL_CYCLES = 14  # of a pixel's results until they are staged
+_RATE = 1.03  # of what products take to what they would at the rates of tensor cores and of shared memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedHaloProduct:
+    """A problem as the kernel sees it: forward, or backward data as a correlation of dy.
+
+    Attributes:
+        height, width: its spatial dimensions; in one, images are the rows.
+        images: of which a tile has one.
+        sums, results: channels that are summed over, and those of the output.
+        channels, chunks: of a pixel that a slot holds, zeros beyond those that there are, and how many slots hold all.
+        last_k_steps: steps of 16 channels of the last chunk.
+        filter_blocks: of 64 filters.
+        out_channels: of a pixel of results that are staged together.
+    """
+
+    problem: ProblemDescription
+    height: Axis
+    width: Axis
+    images: int
+    sums: int
+    results: int
+    channels: int
+    chunks: int
+    last_k_steps: int
+    filter_blocks: int
+    out_channels: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of(problem: ProblemDescription) -> SwappedHaloProduct:
+        """That of a problem of stride 1 in one or two dimensions."""
+        is_data = problem.direction is Direction.BACKWARD_DATA
+        dims = range(len(problem.spatial))
+        axes = [backward_axes(problem, dim)[0] if is_data else forward_axis(problem, dim) for dim in dims]
+        is_line = len(axes) == 1
+        if is_line:
+            axes.insert(0, without_taps(problem.n))
+        sums, results = (problem.k, problem.c) if is_data else (problem.c, problem.k)
+        channels = span_of(sums)
+        chunks = ceil_div(sums, channels)
+        return SwappedHaloProduct(
+            problem=problem,
+            height=axes[0],
+            width=axes[1],
+            images=1 if is_line else problem.n,
+            sums=sums,
+            results=results,
+            channels=channels,
+            chunks=chunks,
+            last_k_steps=ceil_div(sums - (chunks - 1) * channels, 16),
+            filter_blocks=ceil_div(results, _BLOCK),
+            out_channels=span_of(results),
+        )
+
+    @property
+    def is_data(self) -> bool:
+        return self.problem.direction is Direction.BACKWARD_DATA
+
+    @property
+    def taps(self) -> int:
+        """Of a filter."""
+        return self.height.taps * self.width.taps
+
+    @property
+    def k_steps(self) -> int:
+        """Of 16 channels, over all taps."""
+        return self.taps * ((self.chunks - 1) * self.channels // 16 + self.last_k_steps)
+
+    @property
+    def filter_bytes(self) -> int:
+        """Shared memory of 64 filters of a tap of a chunk."""
+        return 2 * _BLOCK * self.channels
+
+    @property
+    def tensors(self) -> int:
+        """Buffers of a consumer: one for results and what is read with them, two if that is two tensors."""
+        epilogue = self.problem.epilogue
+        return 2 if epilogue.has_residual and "saved" in epilogue.operands else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedHaloTiling:
+    """A configuration applied to a product.
+
+    Attributes:
+        tile_h, tile_w: pixels of outputs of a tile, as equal for all tiles as may be.
+        tile_n: pixels that are multiplied, with the halo between rows.
+        unit_blocks: blocks of filters of a unit.
+        consumers: warpgroups that multiply by turns.
+        slots, filter_stages: of the rings.
+        blocks: of the grid, each of which takes units until there are none left.
+    """
+
+    product: SwappedHaloProduct
+    tile_h: int
+    tile_w: int
+    tile_n: int
+    unit_blocks: int
+    consumers: int
+    slots: int
+    filter_stages: int
+    blocks: int
+
+    @staticmethod
+    def of(product: SwappedHaloProduct, config: Config, device: Device) -> SwappedHaloTiling:
+        """Tiles of at most `tile_h` rows and `tile_w` columns."""
+        height, width = product.height.outputs, product.width.outputs
+        tile_h = ceil_div(height, ceil_div(height, config["tile_h"]))
+        tile_w = ceil_div(width, ceil_div(width, config["tile_w"]))
+        tile_n = round_up((tile_h - 1) * (tile_w + halo(product.width)) + tile_w, 8)
+        unit_blocks, stages = config["unit_blocks"], config["filter_stages"]
+        held = chosen(unit_blocks > 1, product.chunks, 1)
+        tiles = product.images * ceil_div(height, tile_h) * ceil_div(width, tile_w)
+        units = tiles * ceil_div(product.filter_blocks, unit_blocks)
+        return SwappedHaloTiling(
+            product=product,
+            tile_h=tile_h,
+            tile_w=tile_w,
+            tile_n=tile_n,
+            unit_blocks=unit_blocks,
+            consumers=config["consumers"],
+            slots=held + config["slots_ahead"],
+            filter_stages=chosen(stages == 0, unit_blocks * product.chunks * product.taps, stages),
+            blocks=smaller(units, device.sm_count),
+        )
+
+    @property
+    def row_pixels(self) -> int:
+        """Pixels of a row of a slot, with its halo."""
+        return self.tile_w + halo(self.product.width)
+
+    @property
+    def rows(self) -> int:
+        """Of a slot, with its halo."""
+        return self.tile_h + halo(self.product.height)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Of rows and of columns."""
+        return ceil_div(self.product.height.outputs, self.tile_h), ceil_div(self.product.width.outputs, self.tile_w)
+
+    @property
+    def parts(self) -> int:
+        """Units that share a tile of pixels."""
+        return ceil_div(self.product.filter_blocks, self.unit_blocks)
+
+    @property
+    def units(self) -> int:
+        """Of all blocks."""
+        return self.product.images * math.prod(self.tiles) * self.parts
+
+    @property
+    def threads(self) -> int:
+        """Of a block: consumers, two warps that load and one that copies results."""
+        return 128 * self.consumers + 96
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory of a chunk of a tile."""
+        return round_up(self.rows * self.row_pixels * 2 * self.product.channels, _PATTERN)
+
+    @property
+    def out_bytes(self) -> int:
+        """Shared memory of a tile's results."""
+        return round_up(self.tile_h * self.tile_w * 2 * self.product.out_channels, _PATTERN)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: both rings, and results of all consumers."""
+        rings = self.slots * self.slot_bytes + self.filter_stages * self.product.filter_bytes
+        return _PATTERN + rings + self.consumers * self.product.tensors * self.out_bytes
+
+    @property
+    def static_bytes(self) -> int:
+        """Shared memory that the kernel itself declares."""
+        return _BARRIER_BYTES * (2 * (self.slots + self.filter_stages) + 3 * self.consumers) + _UNUSED_BYTES
+
+    def is_valid(self, device: Device) -> bool:
+        """Whether a block can run, and rings hold what is needed at once."""
+        registers = self.tile_n // 2 + _REGISTERS
+        fitting = resident_blocks(registers, self.threads, self.shared_bytes + self.static_bytes, SmLimits.of(device))
+        all_filters = self.filter_stages == self.unit_blocks * self.product.chunks * self.product.taps
+        return (
+            (self.tile_n <= _MAX_N)
+            & (larger(self.row_pixels, self.rows) <= _MAX_BOX)
+            & (self.product.filter_blocks % self.unit_blocks == 0)
+            & (all_filters <= (self.parts == 1))  # else they would have to change
+            & (registers <= register_limit(1, self.threads))
+            & (fitting >= 1)
+        )
+
+    @property
+    def _loaded_bytes(self) -> int:
+        """Of a turn: a tile's pixels for one of the blocks of filters that they stay for, and filters that do not."""
+        product = self.product
+        kept = self.filter_stages == self.unit_blocks * product.chunks * product.taps
+        pixels = product.chunks * self.slot_bytes / self.unit_blocks
+        return pixels + chosen(kept, 0, product.taps * product.chunks * product.filter_bytes)
+
+    def estimate_ms(self, device: Device) -> float:
+        """Milliseconds: consumers' products one after the other, or their results at once, or all bytes."""
+        product = self.product
+        step_cycles = larger(self.tile_n / 2, 16 + self.tile_n / 4)
+        products = product.k_steps * step_cycles * _RATE + _ITEM_CYCLES
+        results = self.tile_n * _PIXEL_CYCLES
+        item = larger(larger(products, self._loaded_bytes / _LOADED_BYTES), (products + results) / self.consumers)
+        items = ceil_div(self.units, self.blocks) * self.unit_blocks
+        busy_ms = 1e3 * (_START_CYCLES + items * item + results) / device.clock_hz
+        moved_ms = 1e3 * product.problem.bytes / device.bandwidth_bytes_per_s
+        return _LAUNCH_MS + larger(busy_ms, moved_ms) + 0.2 * smaller(busy_ms, moved_ms)
+
+
+def is_least(product: SwappedHaloProduct, config: Config) -> bool:
+    """Whether no smaller limit of rows or of columns cuts a product into as many tiles."""
+    limits = least_limit(product.height, TILES_H, config["tile_h"]), least_limit(product.width, TILES_W, config["tile_w"])
+    return limits == (config["tile_h"], config["tile_w"])
+
+
+def short_list(product: SwappedHaloProduct) -> ConfigTable:
+    """Configurations worth an estimate, as they cut a product, which has no smaller limits for any."""
+    heights = dict.fromkeys(least_limit(product.height, TILES_H, limit) for limit in TILES_H)
+    widths = dict.fromkeys(least_limit(product.width, TILES_W, limit) for limit in TILES_W)
+    blocks = tuple(blocks for blocks in (1, 2, 4) if product.filter_blocks % blocks == 0)
+    return _of_limits(tuple(heights), tuple(widths), blocks)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_limits(heights: tuple[int, ...], widths: tuple[int, ...], blocks: tuple[int, ...]) -> ConfigTable:
+    return ConfigTable.product(
+        {
+            "tile_h": heights,
+            "tile_w": widths,
+            "consumers": (2, 3),
+            "unit_blocks": blocks,
+            "slots_ahead": (1, 2),
+            "filter_stages": FILTER_STAGES,
+        }
+    )
