@@ -12,8 +12,8 @@
 // turns, each with all of the tensor cores until its products are begun: one writes results, activation and all, while
 // the next one multiplies. Filters of a chunk's tap arrive in a ring of FILTER_STAGES; if that holds all of them they
 // stay. Results leave by TMA, which cuts off what is outside of the output; the residual, or what is saved for a
-// derivative, comes by TMA to where they will be staged. A warp each loads pixels and filters, and copies results. Grid: persistent blocks; units are column tiles, row tiles,
-// images and parts of the filters, these first.
+// derivative, comes by TMA to where they will be staged. A warp each loads pixels and filters, and copies results.
+// Grid: persistent blocks; units are column tiles, row tiles, images and parts of the filters, these first.
 #include "common/divisor.cuh"
 #include "common/tile.cuh"
 
@@ -93,7 +93,8 @@ __device__ __forceinline__ Unit unit_at(const Shape& shape, int number) {
 
 // Addresses in shared memory.
 struct Shared {
-  unsigned slots, filters, places, slots_full, slots_empty, filters_full, filters_empty, turns, places_ready, places_staged, unused;
+  unsigned slots, filters, places, slots_full, slots_empty, filters_full, filters_empty, turns, places_ready,
+      places_staged, unused;
 };
 
 __device__ __forceinline__ void tma_load(unsigned to, const TensorMap* map, unsigned barrier, int c, int w, int h,
@@ -247,8 +248,8 @@ __device__ __forceinline__ int first_filters(const Item& item) {
   return (kKeepsFilters ? item.filters : item.number) * CHUNKS * kTaps;
 }
 
-// Adds the products of a chunk, `kChunkSteps` steps of 16 channels of it, after those of the chunks before. Two taps are
-// under way while the next one is begun: between two a warp would else wait for its turn to issue instructions.
+// Adds the products of a chunk, `kChunkSteps` steps of 16 channels of it, after those of the chunks before. Two taps
+// are under way while the next one is begun: between two a warp would else wait for its turn to issue instructions.
 template <int kChunkSteps>
 __device__ __forceinline__ void multiply_chunk(Accumulators& acc, const Item& item, int chunk, const Shared& at) {
   const bool signals = threadIdx.x % 32 == 0;
@@ -397,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     fence_mbarrier_init();
   }
-  __syncthreads();  // mbarriers are initialised
+  __syncthreads();                                                      // mbarriers are initialised
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // known to be the same in a warp
   if (warpgroup < CONSUMERS) {
 #ifdef EPILOGUE

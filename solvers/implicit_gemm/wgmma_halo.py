@@ -6,7 +6,6 @@ Kernel: kernels_src/implicit_gemm/wgmma_halo.cu.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -27,12 +26,11 @@ from miofind.solvers.implicit_gemm.wgmma_halo_tiling import (
     HaloProduct,
     HaloTiling,
     is_least,
+    of_various_tiles,
     short_list,
 )
 
 _SOURCE = "implicit_gemm/wgmma_halo.cu"
-_DEFAULTS = 8
-_MOST_ALIKE = 2  # of equal tiles
 
 SHAPE = StructType(
     "Shape",
@@ -172,16 +170,8 @@ class ConvImplicitGemmHalo(Solver):
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         product = HaloProduct.of(problem)
-        chosen: list[EstimatedConfig] = []
-        alike: Counter[tuple[int, int]] = Counter()
-        for each in self._ranked(problem, device):
-            tiling = HaloTiling.of(product, each.config, device)
-            alike[tiling.tile_h, tiling.tile_w] += 1
-            if alike[tiling.tile_h, tiling.tile_w] <= _MOST_ALIKE:
-                chosen.append(each)
-            if len(chosen) == _DEFAULTS:
-                break
-        return tuple(chosen)
+        ranked = self._ranked(problem, device)
+        return of_various_tiles(ranked, lambda config: HaloTiling.of(product, config, device).tile)
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         """The short list as far as it is valid, the least estimate first."""

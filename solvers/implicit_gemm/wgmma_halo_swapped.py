@@ -6,7 +6,6 @@ Kernel: kernels_src/implicit_gemm/wgmma_halo_swapped.cu.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -16,16 +15,7 @@ from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
-from miofind.solver.steps import (
-    Box,
-    Config,
-    ConfigValue,
-    ConvSolution,
-    EpilogueArgument,
-    KernelStep,
-    Pointer,
-    TensorMap,
-)
+from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, EpilogueArgument, KernelStep, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map
 from miofind.solvers.common.divisor import DIVISOR, divide_by
@@ -39,10 +29,9 @@ from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import (
     is_least,
     short_list,
 )
+from miofind.solvers.implicit_gemm.wgmma_halo_tiling import of_various_tiles
 
 _SOURCE = "implicit_gemm/wgmma_halo_swapped.cu"
-_DEFAULTS = 8
-_MOST_ALIKE = 2  # of equal tiles
 
 SHAPE = StructType(
     "Shape",
@@ -114,7 +103,9 @@ class ConvImplicitGemmHaloSwapped(Solver):
             conv(data, x=(2, 64, 12, 40), w=(64, 64, 3, 3), padding=1, dtype=brain),
             conv(data, x=(2, 72, 10, 11), w=(136, 72, 2, 3), padding=((1, 0), (2, 1)), dilation=(2, 1)),
             conv(x=(2, 64, 12, 20), w=(64, 64, 3, 3), padding=1, epilogue="bias.residual.relu"),
-            conv(x=(2, 96, 9, 20), w=(80, 96, 3, 3), padding=1, dtype=brain, epilogue="float32.scale.bias.silu.residual"),
+            conv(
+                x=(2, 96, 9, 20), w=(80, 96, 3, 3), padding=1, dtype=brain, epilogue="float32.scale.bias.silu.residual"
+            ),
             conv(x=(2, 32, 9, 20), w=(32, 32, 3, 3), padding=1, epilogue="channel_bias.residual.leaky_relu"),
             conv(data, x=(2, 64, 12, 20), w=(64, 64, 3, 3), padding=1, epilogue="residual.drelu"),
             conv(data, x=(2, 128, 7, 9), w=(64, 128, 3, 3), padding=1, epilogue="dsilu"),
@@ -149,16 +140,12 @@ class ConvImplicitGemmHaloSwapped(Solver):
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         product = SwappedHaloProduct.of(problem)
-        chosen: list[EstimatedConfig] = []
-        alike: Counter[tuple[int, int]] = Counter()
-        for each in self.ranked_table(problem, device, _valid_list(product, device)):
-            tiling = SwappedHaloTiling.of(product, each.config, device)
-            alike[tiling.tile_h, tiling.tile_w] += 1
-            if alike[tiling.tile_h, tiling.tile_w] <= _MOST_ALIKE:
-                chosen.append(each)
-            if len(chosen) == _DEFAULTS:
-                break
-        return tuple(chosen)
+        ranked = self._ranked(problem, device)
+        return of_various_tiles(ranked, lambda config: SwappedHaloTiling.of(product, config, device).tile)
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        """The short list as far as it is valid, the least estimate first."""
+        return self.ranked_table(problem, device, _valid_list(SwappedHaloProduct.of(problem), device))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return SwappedHaloTiling.of(SwappedHaloProduct.of(problem), config, device).estimate_ms(device)

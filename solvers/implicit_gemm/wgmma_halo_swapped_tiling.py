@@ -19,7 +19,7 @@ from miofind.solvers.implicit_gemm.wgmma_halo_tiling import halo, least_limit, s
 
 TILES_H = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20)
 TILES_W = (8, 16, 20, 28, 40, 56, 64, 80, 120, 248)
-FILTER_STAGES = (0, 4, 6, 8)
+FILTER_STAGES = (0, 6, 8)
 """Filters of taps that are held at a time; 0 for all."""
 _BLOCK = 64  # filters that an instruction multiplies
 _PATTERN = 1024  # bytes at which swizzles repeat
@@ -31,11 +31,11 @@ _REGISTERS = 72  # of a thread beside its accumulators
 
 # First principles, for an H200.
 _LAUNCH_MS = 0.003
-_START_CYCLES = 5000  # of a block until its first products, and after its last
+_START_CYCLES = 3500  # of a block until its first products, and after its last
 _ITEM_CYCLES = 150  # between one consumer's products and the next one's
 _LOADED_BYTES = 36  # a cycle that a multiprocessor loads from the L2 cache
 _PIXEL_CYCLES = 14  # of a pixel's results until they are staged
-_RATE = 1.03  # of what products take to what they would at the rates of tensor cores and of shared memory
+_RATE = 1.12  # of what products take to what they would at the rates of tensor cores and of shared memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +174,11 @@ class SwappedHaloTiling:
         return self.tile_h + halo(self.product.height)
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        return self.tile_h, self.tile_w
+
+    @property
     def tiles(self) -> tuple[int, int]:
         """Of rows and of columns."""
         return ceil_div(self.product.height.outputs, self.tile_h), ceil_div(self.product.width.outputs, self.tile_w)
@@ -229,7 +234,7 @@ class SwappedHaloTiling:
         )
 
     @property
-    def _loaded_bytes(self) -> int:
+    def _loaded_bytes(self) -> float:
         """Of a turn: a tile's pixels for one of the blocks of filters that they stay for, and filters that do not."""
         product = self.product
         kept = self.filter_stages == self.unit_blocks * product.chunks * product.taps
@@ -246,13 +251,13 @@ class SwappedHaloTiling:
         items = ceil_div(self.units, self.blocks) * self.unit_blocks
         busy_ms = 1e3 * (_START_CYCLES + items * item + results) / device.clock_hz
         moved_ms = 1e3 * product.problem.bytes / device.bandwidth_bytes_per_s
-        return _LAUNCH_MS + larger(busy_ms, moved_ms) + 0.2 * smaller(busy_ms, moved_ms)
+        return _LAUNCH_MS + larger(busy_ms, moved_ms) + 0.3 * smaller(busy_ms, moved_ms)
 
 
 def is_least(product: SwappedHaloProduct, config: Config) -> bool:
     """Whether no smaller limit of rows or of columns cuts a product into as many tiles."""
-    limits = least_limit(product.height, TILES_H, config["tile_h"]), least_limit(product.width, TILES_W, config["tile_w"])
-    return limits == (config["tile_h"], config["tile_w"])
+    height = least_limit(product.height, TILES_H, config["tile_h"])
+    return (height, least_limit(product.width, TILES_W, config["tile_w"])) == (config["tile_h"], config["tile_w"])
 
 
 def short_list(product: SwappedHaloProduct) -> ConfigTable:
@@ -271,7 +276,7 @@ def _of_limits(heights: tuple[int, ...], widths: tuple[int, ...], blocks: tuple[
             "tile_w": widths,
             "consumers": (2, 3),
             "unit_blocks": blocks,
-            "slots_ahead": (1, 2),
+            "slots_ahead": (1,),
             "filter_stages": FILTER_STAGES,
         }
     )

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, register_limit, resident_blocks
+from miofind.solver.solver import EstimatedConfig
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
 
@@ -29,6 +32,8 @@ _MAX_BOX = 256
 _MAX_N = 64
 _MAX_STAGES = 8  # of filters that do not stay
 _MAX_PARTS = 64
+_DEFAULTS = 8
+_MOST_ALIKE = 2  # defaults of equal tiles
 
 # First principles, for an H200.
 _LAUNCH_MS = 0.004
@@ -197,6 +202,11 @@ class HaloTiling:
         return self.tile_h + halo(self.product.height)
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        return self.tile_h, self.tile_w
+
+    @property
     def tiles(self) -> tuple[int, int]:
         """Of rows and of columns."""
         return ceil_div(self.product.height.outputs, self.tile_h), ceil_div(self.product.width.outputs, self.tile_w)
@@ -263,8 +273,24 @@ class HaloTiling:
 
 def is_least(product: HaloProduct, config: Config) -> bool:
     """Whether no smaller limit of rows or of columns cuts a product into as many tiles."""
-    limits = least_limit(product.height, TILES_H, config["tile_h"]), least_limit(product.width, TILES_W, config["tile_w"])
-    return limits == (config["tile_h"], config["tile_w"])
+    height = least_limit(product.height, TILES_H, config["tile_h"])
+    return (height, least_limit(product.width, TILES_W, config["tile_w"])) == (config["tile_h"], config["tile_w"])
+
+
+def of_various_tiles(
+    ranked: Iterable[EstimatedConfig], tile_of: Callable[[Config], tuple[int, int]]
+) -> tuple[EstimatedConfig, ...]:
+    """The first few of a ranking, no more than two of equal tiles, whose estimates err alike."""
+    chosen: list[EstimatedConfig] = []
+    alike: Counter[tuple[int, int]] = Counter()
+    for each in ranked:
+        tile = tile_of(each.config)
+        alike[tile] += 1
+        if alike[tile] <= _MOST_ALIKE:
+            chosen.append(each)
+        if len(chosen) == _DEFAULTS:
+            break
+    return tuple(chosen)
 
 
 def least_limit(axis: Axis, limits: tuple[int, ...], limit: int) -> int:

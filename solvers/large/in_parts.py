@@ -35,6 +35,7 @@ from miofind.solvers.large.parts import Part, parts
 _INNER = (
     "ConvImplicitGemmWgmma",
     "ConvImplicitGemmHalo",
+    "ConvImplicitGemmHaloSwapped",
     "ConvImplicitGemmMma",
     "ConvChannelsLast",
     "ConvChannelsLastMma",

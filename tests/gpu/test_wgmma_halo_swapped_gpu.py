@@ -1,0 +1,86 @@
+"""ConvImplicitGemmHaloSwapped on a GPU: the host's reference bit for bit, within guard bands, over its whole space."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.problems.drawn_configs import spread
+from helpers.values.both_gates import check_both_gates
+from helpers.values.exact_results import check_exact
+
+from miofind.compiler import Compiler
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.registry import Registry
+from miofind.solver.steps import Config
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+SOLVER = Registry.default().named("ConvImplicitGemmHaloSwapped")
+SHAPES: dict[str, dict[str, Any]] = {
+    "one_block": {"x": (5, 64, 14, 28), "w": (64, 64, 3, 3), "padding": 1},
+    "two_blocks": {"x": (3, 128, 13, 19), "w": (128, 128, 3, 3), "padding": 1},
+    "many_chunks": {"x": (2, 264, 9, 11), "w": (72, 264, 3, 3), "padding": 1},
+    "many_blocks": {"x": (2, 40, 9, 30), "w": (328, 40, 3, 3), "padding": ((0, 2), (1, 3))},
+    "few_channels": {"x": (4, 16, 25, 40), "w": (16, 16, 5, 5), "padding": 2},
+    "large_filter": {"x": (2, 24, 20, 33), "w": (32, 24, 11, 7), "padding": (5, 3)},
+    "dilated": {"x": (2, 64, 21, 34), "w": (64, 64, 3, 3), "padding": (2, 3), "dilation": (2, 3)},
+    "wide_padding": {"x": (2, 32, 7, 9), "w": (40, 32, 2, 2), "padding": 4},
+    "one_pixel": {"x": (3, 64, 3, 3), "w": (64, 64, 3, 3), "padding": 0},
+    "1d": {"x": (3, 32, 300), "w": (32, 32, 7), "padding": 9, "dilation": 3},
+    "1d_deep": {"x": (4, 200, 130), "w": (136, 200, 3), "padding": 1},
+}
+FUSED = {
+    "bias.silu": {},
+    "scale.bias.gelu_tanh.residual": {},
+    "channel_bias.residual.relu": {"dtype": DataType.BFLOAT16},
+    "float32.bias.hardswish": {"dtype": DataType.BFLOAT16},
+    "residual.drelu": {"direction": Direction.BACKWARD_DATA},
+    "dsilu": {"direction": Direction.BACKWARD_DATA, "dtype": DataType.BFLOAT16},
+}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    found = Device.cuda()
+    if found.arch != "90a":
+        pytest.skip(f"needs compute capability 9.0, {found.name} has {found.sm / 10:.1f}")
+    return found
+
+
+def problem_of(shape: str, **fields: Any) -> ProblemDescription:
+    layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=True)
+    return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
+
+
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_small_integers_are_exact(
+    shape: str, direction: Direction, dtype: DataType, device: Device, compiler: Compiler
+) -> None:
+    problem = problem_of(shape, direction=direction, dtype=dtype)
+    assert SOLVER.applicability(problem, device)
+    for config in spread(SOLVER, problem, device, 4, defaults=3):
+        check_exact(problem, SOLVER, config, device, compiler)
+
+
+@pytest.mark.parametrize("epilogue", FUSED)
+@pytest.mark.parametrize("shape", ["one_block", "two_blocks", "few_channels", "1d"])
+def test_fused_results_pass_both_gates(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
+    problem = problem_of(shape, epilogue=epilogue, **({"dtype": DataType.FLOAT16} | FUSED[epilogue]))
+    assert SOLVER.applicability(problem, device)
+    for config in spread(SOLVER, problem, device, 3, defaults=2):
+        check_both_gates(problem, SOLVER, config, device, compiler)
+
+
+def test_a_pixel_of_the_halo_leaves_no_trace_in_its_neighbour(device: Device, compiler: Compiler) -> None:
+    """Rows of 27 pixels: a reciprocal that two share was once that of a row's last pixel and one of the halo's."""
+    problem = ProblemDescription.convolution(
+        x=(32, 64, 80, 80), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC", epilogue="bias.silu"
+    )
+    values = {"tile_h": 5, "tile_w": 28, "consumers": 2, "unit_blocks": 1, "slots_ahead": 1, "filter_stages": 8}
+    for _ in range(3):
+        check_both_gates(problem, SOLVER, Config(values), device, compiler)
