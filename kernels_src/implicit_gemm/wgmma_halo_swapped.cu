@@ -8,6 +8,8 @@
 // a tile one after another, with the halo between them, whose results are not written. The largest N has one
 // instruction read least of shared memory for its products, and that many pixels are read once for 64 filters.
 //
+// In one dimension the rows of a tile are of different images, ROWS_ARE_IMAGES.
+//
 // Persistent blocks take units: a tile of pixels with UNIT_BLOCKS blocks of filters, which CONSUMERS warpgroups take by
 // turns, each with all of the tensor cores until its products are begun: one writes results, activation and all, while
 // the next one multiplies. Filters of a chunk's tap arrive in a ring of FILTER_STAGES; if that holds all of them they
@@ -25,6 +27,9 @@
 #endif
 #if !defined(CHANNELS) || !defined(CHUNKS) || !defined(LAST_K_STEPS) || !defined(OUT_CHANNELS)
 #error "define CHANNELS, CHUNKS, LAST_K_STEPS and OUT_CHANNELS"
+#endif
+#ifndef ROWS_ARE_IMAGES
+#error "define ROWS_ARE_IMAGES"
 #endif
 #if !defined(UNIT_BLOCKS) || !defined(CONSUMERS) || !defined(SLOTS) || !defined(FILTER_STAGES) || !defined(SHARED_BYTES)
 #error "define UNIT_BLOCKS, CONSUMERS, SLOTS, FILTER_STAGES and SHARED_BYTES"
@@ -179,9 +184,12 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 }
 
 #ifdef EPILOGUE
+static_assert(!ROWS_ARE_IMAGES || !kHasChannelBias || TILE_H == 1, "a tile has channel_bias of one image");
+
 // Terms of a thread's two filters.
 __device__ __forceinline__ void read_terms(ChannelTerms (&terms)[2], const Shape& shape, const Epilogue& epilogue,
-                                           int image, int first) {
+                                           const Unit& unit, int first) {
+  const int image = ROWS_ARE_IMAGES ? unit.row : unit.image;
 #pragma unroll
   for (int below = 0; below < 2; ++below) {
     const int filter = first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * below;
@@ -303,7 +311,7 @@ __device__ __forceinline__ void consume(const Shape& shape, int consumer,
 #ifdef EPILOGUE
     const Unit unit = unit_at(shape, number);
     ChannelTerms terms[2];
-    read_terms(terms, shape, epilogue, unit.image, unit.filter + 64 * item.filters);
+    read_terms(terms, shape, epilogue, unit, unit.filter + 64 * item.filters);
 #endif
     wgmma_wait_group<0>();
     if (signals) {

@@ -31,6 +31,8 @@ from miofind.solvers.implicit_gemm.wgmma_halo_tiling import (
 )
 
 _SOURCE = "implicit_gemm/wgmma_halo.cu"
+_DEFAULTS = 8
+_MOST_ALIKE = 2  # of equal tiles
 
 SHAPE = StructType(
     "Shape",
@@ -171,7 +173,12 @@ class ConvImplicitGemmHalo(Solver):
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         product = HaloProduct.of(problem)
         ranked = self._ranked(problem, device)
-        return of_various_tiles(ranked, lambda config: HaloTiling.of(product, config, device).tile)
+        return of_various_tiles(
+            ranked,
+            lambda config: HaloTiling.of(product, config, device).tile,
+            count=_DEFAULTS,
+            most_alike=_MOST_ALIKE,
+        )
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         """The short list as far as it is valid, the least estimate first."""

@@ -32,6 +32,8 @@ from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import (
 from miofind.solvers.implicit_gemm.wgmma_halo_tiling import of_various_tiles
 
 _SOURCE = "implicit_gemm/wgmma_halo_swapped.cu"
+_DEFAULTS = 6
+_MOST_ALIKE = 1  # of equal tiles
 
 SHAPE = StructType(
     "Shape",
@@ -110,6 +112,7 @@ class ConvImplicitGemmHaloSwapped(Solver):
             conv(data, x=(2, 64, 12, 20), w=(64, 64, 3, 3), padding=1, epilogue="residual.drelu"),
             conv(data, x=(2, 128, 7, 9), w=(64, 128, 3, 3), padding=1, epilogue="dsilu"),
             conv(x=(3, 32, 300), w=(32, 32, 7), padding=9, dilation=3, layout=Layout.NWC, epilogue="bias.leaky_relu"),
+            conv(x=(3, 40, 70), w=(72, 40, 3), padding=1, layout=Layout.NWC, epilogue="channel_bias.residual.relu"),
             conv(data, x=(3, 128, 130), w=(56, 128, 11), padding=5, dtype=brain, layout=Layout.NWC),
         )
 
@@ -141,7 +144,12 @@ class ConvImplicitGemmHaloSwapped(Solver):
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         product = SwappedHaloProduct.of(problem)
         ranked = self._ranked(problem, device)
-        return of_various_tiles(ranked, lambda config: SwappedHaloTiling.of(product, config, device).tile)
+        return of_various_tiles(
+            ranked,
+            lambda config: SwappedHaloTiling.of(product, config, device).tile,
+            count=_DEFAULTS,
+            most_alike=_MOST_ALIKE,
+        )
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         """The short list as far as it is valid, the least estimate first."""
@@ -226,6 +234,7 @@ def _defines(tiling: SwappedHaloTiling) -> tuple[tuple[str, str | int], ...]:
         ("CHUNKS", product.chunks),
         ("LAST_K_STEPS", product.last_k_steps),
         ("OUT_CHANNELS", product.out_channels),
+        ("ROWS_ARE_IMAGES", int(product.rows_are_images)),
         ("UNIT_BLOCKS", tiling.unit_blocks),
         ("CONSUMERS", tiling.consumers),
         ("SLOTS", tiling.slots),

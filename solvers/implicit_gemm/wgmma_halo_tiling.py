@@ -32,8 +32,6 @@ _MAX_BOX = 256
 _MAX_N = 64
 _MAX_STAGES = 8  # of filters that do not stay
 _MAX_PARTS = 64
-_DEFAULTS = 8
-_MOST_ALIKE = 2  # defaults of equal tiles
 
 # First principles, for an H200.
 _LAUNCH_MS = 0.004
@@ -278,17 +276,17 @@ def is_least(product: HaloProduct, config: Config) -> bool:
 
 
 def of_various_tiles(
-    ranked: Iterable[EstimatedConfig], tile_of: Callable[[Config], tuple[int, int]]
+    ranked: Iterable[EstimatedConfig], tile_of: Callable[[Config], tuple[int, int]], *, count: int, most_alike: int
 ) -> tuple[EstimatedConfig, ...]:
-    """The first few of a ranking, no more than two of equal tiles, whose estimates err alike."""
+    """The first few of a ranking; few of equal tiles, whose estimates err alike."""
     chosen: list[EstimatedConfig] = []
     alike: Counter[tuple[int, int]] = Counter()
     for each in ranked:
         tile = tile_of(each.config)
         alike[tile] += 1
-        if alike[tile] <= _MOST_ALIKE:
+        if alike[tile] <= most_alike:
             chosen.append(each)
-        if len(chosen) == _DEFAULTS:
+        if len(chosen) == count:
             break
     return tuple(chosen)
 
