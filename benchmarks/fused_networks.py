@@ -7,9 +7,9 @@ Times the suites `*_fused` and the passes of `resnet50_training`, the most telli
 answer is found first, within --budget seconds of measuring a problem, and recorded in --db; cuDNN's sides are the
 fastest of what its heuristics propose, or of a search of --search-cudnn seconds each. Each GPU has a process of its own
 (CUDA_VISIBLE_DEVICES) for its share. The files of --folder keep what was timed: the same command goes on with what is
-left, and begins anew where they are of another commit. The last lines are a table of the networks: sums of a forward
-pass in milliseconds, and the others' time over miofind's by the sums (in brackets: the geometric mean over the distinct
-layers).
+left. Each row names its commit; what is asked for and is of another one is timed anew and takes its row's place. The
+last lines are a table of the networks: sums of a forward pass in milliseconds, and the others' time over miofind's by
+the sums (in brackets: the geometric mean over the distinct layers).
 """
 
 from __future__ import annotations
@@ -126,14 +126,18 @@ def suite_of(network: str) -> str:
     return network if network in TRAINING else network + ENDING
 
 
-def kept_rows(folder: Path, of: str) -> dict[str, dict[str, Any]]:
-    """The rows of a folder's files that are of a commit, by key; a row without a time of ours is tried again."""
+def kept_rows(folder: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a folder's files, by key, each with its commit."""
     found = {}
     for path in sorted(folder.glob(f"{NAME}_*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["commit"] == of:
-            found |= {key_of(row): row for row in content["rows"] if row["time_ms"] is not None}
+        found |= {key_of(row): {"commit": content["commit"]} | row for row in content["rows"]}
     return found
+
+
+def timed_keys(rows: Mapping[str, Mapping[str, Any]], of: str) -> set[str]:
+    """The keys of the rows that are of a commit; a row without a time of ours is tried again."""
+    return {key for key, row in rows.items() if row["commit"] == of and row["time_ms"] is not None}
 
 
 def key_of(row: Mapping[str, Any]) -> str:
@@ -145,7 +149,7 @@ def time_share(arguments: argparse.Namespace) -> None:
     """Time a share of the layers on this process's GPU; a line of JSON for each."""
     deadline = time.monotonic() + arguments.stop_after
     first, every = arguments.share
-    known = kept_rows(arguments.folder, arguments.commit)
+    known = timed_keys(kept_rows(arguments.folder), arguments.commit)
     left = [each for each in asked(arguments) if each.key not in known][first::every]
     with (
         miofind.Handle(Device.cuda(), database=arguments.db or MEMORY) as handle,
@@ -234,19 +238,20 @@ def share_command(arguments: argparse.Namespace, number: int, file: Path) -> lis
 
 
 def merge(told: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> int:
-    """Add rows to those of the folder that are of the same commit, and write its files; returns how many are left."""
-    rows = kept_rows(arguments.folder, arguments.commit) | {key_of(line["row"]): line["row"] for line in told}
+    """Put rows into the places of earlier ones in the folder's files; returns how many are left."""
+    timed = {key_of(line["row"]): line["row"] | {"commit": arguments.commit} for line in told}
+    rows = kept_rows(arguments.folder) | timed
     layers = asked(argparse.Namespace(networks=(*NETWORKS, *TRAINING), dtypes=DTYPES, layouts=LAYOUTS, batches=BATCHES))
     files: dict[Case, list[dict[str, Any]]] = {}
     for each in layers:
         if each.key in rows:
             files.setdefault(each.case, []).append(rows[each.key])
-    if told:
-        for case, some in files.items():
+    for case, some in files.items():
+        if any(key_of(row) in timed for row in some):
             text = json.dumps(content_of(case, some, told[0], arguments), indent=1, allow_nan=False)
             (arguments.folder / case.file_of(told[0]["gpu"])).write_text(text + "\n", encoding="utf-8")
-    timed = {key for key, row in rows.items() if row["time_ms"] is not None}
-    return sum(each.key not in timed for each in asked(arguments))
+    of_commit = timed_keys(rows, arguments.commit)
+    return sum(each.key not in of_commit for each in asked(arguments))
 
 
 def content_of(
