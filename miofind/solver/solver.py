@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from miofind.core.problem import MAX_INT32_ELEMENTS, DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import INSTALL_CUDA, Device, Library, Place
@@ -200,6 +201,33 @@ class EstimatedConfig(NamedTuple):
     estimate_ms: float
 
 
+class _RankedTable(Sequence[EstimatedConfig]):
+    """Configurations with their estimates, in an order of their places."""
+
+    __slots__ = ("_configs", "_order", "_times")
+
+    def __init__(self, configs: Sequence[Config], times: NDArray[np.float64], order: NDArray[np.int64]) -> None:
+        self._configs, self._times, self._order = configs, times, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, at: int) -> EstimatedConfig: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[EstimatedConfig]: ...
+    def __getitem__(self, at: int | slice) -> EstimatedConfig | list[EstimatedConfig]:
+        if isinstance(at, slice):
+            return [self._made(place) for place in self._order[at].tolist()]
+        return self._made(int(self._order[at]))
+
+    def __iter__(self) -> Iterator[EstimatedConfig]:
+        return map(self._made, self._order.tolist())
+
+    def _made(self, place: int) -> EstimatedConfig:
+        return EstimatedConfig(self._configs[place], float(self._times[place]))
+
+
 class Solver(ABC):
     """One way to compute convolutions.
 
@@ -356,18 +384,17 @@ class Solver(ABC):
 
     def ranked_table(
         self, problem: ProblemDescription, device: Device, table: ConfigTable
-    ) -> tuple[EstimatedConfig, ...]:
+    ) -> Sequence[EstimatedConfig]:
         """What `ranked` gives of a table of valid configurations, all different, with the estimates.
 
-        For solvers whose `estimate_ms` takes a table for a configuration.
+        For solvers whose `estimate_ms` takes a table for a configuration. Each is made when it is asked for.
         """
         times = np.broadcast_to(self.estimate_ms(problem, device, table.as_config), len(table.configs))
-        order = np.argsort(times, kind="stable").tolist()
-        return tuple(EstimatedConfig(table.configs[place], float(times[place])) for place in order)
+        return _RankedTable(table.configs, times, np.argsort(times, kind="stable"))
 
     def ranked_valid(
         self, problem: ProblemDescription, device: Device, table: ConfigTable
-    ) -> tuple[EstimatedConfig, ...]:
+    ) -> Sequence[EstimatedConfig]:
         """What `ranked` gives of a table of configurations, all different, with the estimates.
 
         For solvers whose `is_valid_config` and `estimate_ms` take a table for a configuration.

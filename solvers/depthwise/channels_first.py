@@ -262,13 +262,13 @@ class ConvDepthwiseChannelsFirst(Solver):
         others = [place for place, each in enumerate(ranked) if not each.config["rolled"]]
         return tuple(ranked[place] for place in sorted(rolled + others[: MAX_DEFAULTS - len(rolled)]))
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""
         return self.ranked_valid(problem, device, _short_list())
 
     @staticmethod
     def _strided_defaults(
-        problem: ProblemDescription, ranked: tuple[EstimatedConfig, ...]
+        problem: ProblemDescription, ranked: Sequence[EstimatedConfig]
     ) -> tuple[EstimatedConfig, ...]:
         """One of each register tile, and what else is likely: estimates of one tile err alike.
 

@@ -267,7 +267,7 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
         others = [place for place, each in enumerate(ranked) if not each.config["clustered"]]
         return tuple(ranked[place] for place in sorted(clustered + others[: MAX_DEFAULTS - len(clustered)]))
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""
         return self.ranked_valid(problem, device, _short_list())
 

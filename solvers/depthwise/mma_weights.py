@@ -282,7 +282,7 @@ class ConvDepthwiseMmaWeights(Solver):
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         return tuple(_varied(self._ranked(problem, device))[:_DEFAULTS])
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""
         return self.ranked_valid(problem, device, _short_list())
 

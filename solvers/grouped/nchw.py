@@ -308,7 +308,7 @@ class ConvGroupedPlanes(Solver):
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         return _varied(self._ranked(problem, device))
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""
         return self.ranked_table(problem, device, _valid_list(problem, device))
 

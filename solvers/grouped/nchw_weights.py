@@ -317,7 +317,7 @@ class ConvGroupedPlanesWeights(Solver):
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         return _varied(self._ranked(problem, device, _likely(problem, device)))
 
-    def _ranked(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> tuple[EstimatedConfig, ...]:
+    def _ranked(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> Sequence[EstimatedConfig]:
         """The valid ones of a table, the least estimate first."""
         return self.ranked_table(problem, device, _valid(problem, device, table))
 

@@ -323,7 +323,7 @@ class ConvGrouped(Solver):
         plain = _varied([each for each in ranked if each.config["stages"] == 1])[: _DEFAULTS - len(staged)]
         return tuple(sorted([*plain, *staged], key=lambda each: each.estimate_ms))
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""
         of_size = _short_list().valid(functools.partial(_is_of_size, problem))
         return self.ranked_table(

@@ -305,7 +305,7 @@ class ConvGroupedWeights(Solver):
         best = itertools.islice(others, _DEFAULTS - len(firsts))
         return tuple(sorted([*firsts, *best], key=lambda each: each.estimate_ms))
 
-    def _ranked(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> tuple[EstimatedConfig, ...]:
+    def _ranked(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> Sequence[EstimatedConfig]:
         """The valid ones of a table, the least estimate first."""
         return self.ranked_table(problem, device, _valid(problem, device, table))
 

@@ -180,7 +180,7 @@ class ConvImplicitGemmHalo(Solver):
             most_alike=_MOST_ALIKE,
         )
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""
         return self.ranked_table(problem, device, _valid_list(HaloProduct.of(problem), device))
 

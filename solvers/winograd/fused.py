@@ -190,7 +190,7 @@ class ConvWinogradFused(Solver):
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         return _varied(self._ranked(problem, device))
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""
         of_size = _short_list().valid(lambda config: _is_of_size(FusedTiling.of(problem, config)))
         fitting = of_size.valid(lambda config: _fits(FusedTiling.of(problem, config), device))
