@@ -126,13 +126,24 @@ def suite_of(network: str) -> str:
     return network if network in TRAINING else network + ENDING
 
 
-def kept_rows(folder: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a folder's files, by key, each with its commit."""
-    found = {}
-    for path in sorted(folder.glob(f"{NAME}_*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found |= {key_of(row): {"commit": content["commit"]} | row for row in content["rows"]}
-    return found
+def kept_files(folder: Path, gpu: str) -> list[dict[str, Any]]:
+    """What a folder's files of a GPU say."""
+    files = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{NAME}_*.json")))
+    return [content for content in files if content["gpu"] == gpu]
+
+
+def kept_rows(files: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The rows of files by key, each with its commit."""
+    return {key_of(row): {"commit": content["commit"]} | row for content in files for row in content["rows"]}
+
+
+def kept_runs(files: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By commit how the rows of files were timed."""
+    runs: dict[str, dict[str, Any]] = {}
+    for content in files:
+        runs |= content.get("earlier", {})
+        runs[content["commit"]] = {name: content[name] for name in ("command", "versions")}
+    return runs
 
 
 def timed_keys(rows: Mapping[str, Mapping[str, Any]], of: str) -> set[str]:
@@ -149,12 +160,12 @@ def time_share(arguments: argparse.Namespace) -> None:
     """Time a share of the layers on this process's GPU; a line of JSON for each."""
     deadline = time.monotonic() + arguments.stop_after
     first, every = arguments.share
-    known = timed_keys(kept_rows(arguments.folder), arguments.commit)
-    left = [each for each in asked(arguments) if each.key not in known][first::every]
     with (
         miofind.Handle(Device.cuda(), database=arguments.db or MEMORY) as handle,
         arguments.rows.open("w", encoding="utf-8") as file,
     ):
+        known = timed_keys(kept_rows(kept_files(arguments.folder, handle.device.name)), arguments.commit)
+        left = [each for each in asked(arguments) if each.key not in known][first::every]
 
         def take(row: BenchRow) -> None:
             told = {"gpu": handle.device.name, "versions": bench_versions(handle.device), "row": row_json(row)}
@@ -238,32 +249,49 @@ def share_command(arguments: argparse.Namespace, number: int, file: Path) -> lis
 
 
 def merge(told: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> int:
-    """Put rows into the places of earlier ones in the folder's files; returns how many are left."""
-    timed = {key_of(line["row"]): line["row"] | {"commit": arguments.commit} for line in told}
-    rows = kept_rows(arguments.folder) | timed
+    """Put rows into the places of earlier ones in the files of their GPU; returns how many are left to be timed.
+
+    A row without a time of ours takes no place of one that has it.
+    """
+    if not told:
+        return len(asked(arguments))
+    gpu = told[0]["gpu"]
+    files = kept_files(arguments.folder, gpu)
+    rows, timed = kept_rows(files), set()
+    for row in (line["row"] for line in told):
+        if row["time_ms"] is not None or rows.get(key_of(row), row)["time_ms"] is None:
+            rows[key_of(row)] = row | {"commit": arguments.commit}
+            timed.add(key_of(row))
     layers = asked(argparse.Namespace(networks=(*NETWORKS, *TRAINING), dtypes=DTYPES, layouts=LAYOUTS, batches=BATCHES))
-    files: dict[Case, list[dict[str, Any]]] = {}
+    cases: dict[Case, list[dict[str, Any]]] = {}
     for each in layers:
         if each.key in rows:
-            files.setdefault(each.case, []).append(rows[each.key])
-    for case, some in files.items():
+            cases.setdefault(each.case, []).append(rows[each.key])
+    for case, some in cases.items():
         if any(key_of(row) in timed for row in some):
-            text = json.dumps(content_of(case, some, told[0], arguments), indent=1, allow_nan=False)
-            (arguments.folder / case.file_of(told[0]["gpu"])).write_text(text + "\n", encoding="utf-8")
+            content = content_of(case, some, told[0], arguments, kept_runs(files))
+            text = json.dumps(content, indent=1, allow_nan=False)
+            (arguments.folder / case.file_of(gpu)).write_text(text + "\n", encoding="utf-8")
     of_commit = timed_keys(rows, arguments.commit)
     return sum(each.key not in of_commit for each in asked(arguments))
 
 
 def content_of(
-    case: Case, rows: Sequence[dict[str, Any]], told: Mapping[str, Any], arguments: argparse.Namespace
+    case: Case,
+    rows: Sequence[dict[str, Any]],
+    told: Mapping[str, Any],
+    arguments: argparse.Namespace,
+    runs: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What a file says: provenance, networks, rows."""
+    """What a file says: provenance, that of rows of earlier commits, networks, rows."""
+    earlier = {row["commit"] for row in rows} - {arguments.commit}
     return {
         "gpu": told["gpu"],
         "commit": arguments.commit,
         "command": f"python benchmarks/{NAME}.py --budget {arguments.budget:g} "
         f"--search-cudnn {arguments.search_cudnn:g}",
         "versions": told["versions"],
+        "earlier": {commit: runs[commit] for commit in sorted(earlier)},
         "networks": [network_json(network) for network in networks_of(case, rows)],
         "rows": list(rows),
     }
@@ -295,14 +323,16 @@ def bench_row_of(row: Mapping[str, Any]) -> BenchRow:
 
 
 def table(arguments: argparse.Namespace) -> str:
-    """The networks of the folder's files that are of the commit."""
+    """The networks of the folder's files of which all rows are of the commit."""
     lines = [f"{'':36}{'ours':>9}" + "".join(f"{rival:>9}{'ratio':>15}" for rival in AGAINST)]
     for path in sorted(arguments.folder.glob(f"{NAME}_*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["commit"] != arguments.commit:
+        others = {row["suite"] for row in content["rows"] if row.get("commit", content["commit"]) != arguments.commit}
+        whole = [network for network in content["networks"] if network["suite"] not in others]
+        if not whole:
             continue
         lines.append(path.stem.removeprefix(f"{NAME}_"))
-        for network in content["networks"]:
+        for network in whole:
             name = network["suite"].removesuffix(ENDING)
             batch = f" (batch {LARGEST_BATCH[name]})" if name in LARGEST_BATCH and "_b32_" in path.stem else ""
             cells = [f"  {name + batch:34}{number(network['sums_ms']['miofind']):>9}"]

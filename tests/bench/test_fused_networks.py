@@ -104,6 +104,40 @@ def test_rows_become_files_that_the_same_commit_goes_on_with(fused: ModuleType, 
     assert fused.merge([line(asked[0])], first) == 8
 
 
+def test_rows_of_another_commit_stay_until_they_are_timed_anew(fused: ModuleType, tmp_path: Path) -> None:
+    given = {"networks": ["vgg16"], "dtypes": ["float16"], "layouts": ["NHWC"], "batches": ["32"]}
+    first, second = (arguments(fused, tmp_path, commit=commit, **given) for commit in ("abc", "def"))
+    asked = fused.asked(first)
+    fused.merge([line(each, 3.0) for each in asked], first)
+    (path,) = tmp_path.iterdir()
+    content = json.loads(path.read_text())
+    for row in content["rows"]:
+        del row["commit"]  # as files were once
+    path.write_text(json.dumps(content))
+    second.budget = 1.0
+    assert fused.merge([line(asked[0], 2.0), line(asked[1], None)], second) == len(asked) - 1
+    content = json.loads(path.read_text())
+    assert [row["time_ms"] for row in content["rows"]] == [2.0] + [3.0] * (len(asked) - 1), "a failure takes no place"
+    assert [row["commit"] for row in content["rows"]] == ["def"] + ["abc"] * (len(asked) - 1)
+    assert (content["commit"], list(content["earlier"])) == ("def", ["abc"])
+    assert "--budget 1 " in content["command"]
+    assert "--budget 6 " in content["earlier"]["abc"]["command"]
+    for told in (first, second):
+        assert len(fused.table(told).splitlines()) == 1, "no commit has the whole network"
+    assert fused.merge([line(each, 1.0) for each in asked], second) == 0
+    assert json.loads(path.read_text())["earlier"] == {}
+    assert len(fused.table(second).splitlines()) == 3
+
+
+def test_files_of_another_gpu_are_left_alone(fused: ModuleType, tmp_path: Path) -> None:
+    given = arguments(fused, tmp_path, networks=["vgg16"], dtypes=["float16"], layouts=["NHWC"], batches=["32"])
+    asked = fused.asked(given)
+    fused.merge([line(each) | {"gpu": "NVIDIA A100"} for each in asked], given)
+    assert fused.merge([line(asked[0])], given) == len(asked) - 1
+    rows = {path.name: len(json.loads(path.read_text())["rows"]) for path in tmp_path.iterdir()}
+    assert sorted(rows.values()) == [1, len(asked)], rows
+
+
 def test_layers_are_timed_until_it_is_late(fused: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On the CPU place, with tiny problems and without PyTorch and cuDNN."""
     monkeypatch.setattr(fused, "measure_ceilings", lambda device: Ceilings(copy_bytes_per_s=1e12, flops_per_s={}))
