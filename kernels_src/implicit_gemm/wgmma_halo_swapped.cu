@@ -1,21 +1,14 @@
 // y[n, i, j, k] = sum_{r, s, c} x[n, i - pad_h + r * DILATION_H, j - pad_w + s * DILATION_W, c] * w[k, r, s, c],
 // channels last, on Hopper's tensor cores (wgmma) with float32 accumulators; or, if DATA, dx likewise from dy, with the
-// filter turned around and w[c, r, s, k] read as its transpose.
-//
-// A pixel is loaded once for all taps, as in wgmma_halo.cu: TMA puts TILE_H x TILE_W pixels with the halo that the
-// filter's window needs, padding as zeros, into a slot of shared memory, CHANNELS of their channels, a chunk; another
-// tap is the same pixels from another address on. Here filters are M, 64 of them a block, and pixels are N: the rows of
-// a tile one after another, with the halo between them, whose results are not written. The largest N has one
-// instruction read least of shared memory for its products, and that many pixels are read once for 64 filters.
-//
-// In one dimension the rows of a tile are of different images, ROWS_ARE_IMAGES.
-//
-// Persistent blocks take units: a tile of pixels with UNIT_BLOCKS blocks of filters, which CONSUMERS warpgroups take by
-// turns, each with all of the tensor cores until its products are begun: one writes results, activation and all, while
-// the next one multiplies. Filters of a chunk's tap arrive in a ring of FILTER_STAGES; if that holds all of them they
-// stay. Results leave by TMA, which cuts off what is outside of the output; the residual, or what is saved for a
-// derivative, comes by TMA to where they will be staged. A warp each loads pixels and filters, and copies results.
-// Grid: persistent blocks; units are column tiles, row tiles, images and parts of the filters, these first.
+// filter turned around and w[c, r, s, k] read as its transpose. In one dimension ROWS_ARE_IMAGES.
+// A pixel is loaded once for all taps, as in wgmma_halo.cu: TMA puts TILE_H x TILE_W pixels with their halo, padding as
+// zeros, and CHANNELS of their channels, a chunk, into a stage (slot) of shared memory, where taps are other addresses.
+// Filters are M, 64 a block; pixels are N, row after row, with the halo between rows, whose results go nowhere.
+// Persistent blocks take units, tiles of pixels for UNIT_BLOCKS blocks of filters. Ping-pong: CONSUMERS warpgroups take
+// a block of filters each by turns, one issues its products while the one before it applies the epilogue. A warp each
+// loads pixels, loads filters of taps into a ring of FILTER_STAGES, which stay if it holds all, and stores results by
+// TMA, from where the residual, or what is saved for a derivative, was loaded to. Grid: units are parts of the filters,
+// column tiles, row tiles, images. Source: PTX ISA, wgmma; CUTLASS's description of ping-pong kernels.
 #include "common/divisor.cuh"
 #include "common/tile.cuh"
 

@@ -13,26 +13,24 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, KernelKey
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map
+from miofind.solvers.common.correlation import Axis
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.limits import refuse_tensors
+from miofind.solvers.implicit_gemm.wgmma_halo_shared import HaloSolver
 from miofind.solvers.implicit_gemm.wgmma_halo_tiling import (
     MOST_CHANNELS,
     TILES_H,
     TILES_W,
     HaloProduct,
     HaloTiling,
-    is_least,
-    of_various_tiles,
     short_list,
 )
 
 _SOURCE = "implicit_gemm/wgmma_halo.cu"
-_DEFAULTS = 8
-_MOST_ALIKE = 2  # of equal tiles
 
 SHAPE = StructType(
     "Shape",
@@ -57,7 +55,7 @@ SHAPE = StructType(
 """All numbers of a launch; the kernel's source says what each is."""
 
 
-class ConvImplicitGemmHalo(Solver):
+class ConvImplicitGemmHalo(HaloSolver):
     """Implicit GEMM by wgmma whose operand of pixels is a tile of the input with its halo: taps are other addresses in
     it.
 
@@ -89,6 +87,9 @@ class ConvImplicitGemmHalo(Solver):
     )
     alignment_bytes = 16
     sources = (_SOURCE,)
+    limits = (TILES_H, TILES_W)
+    defaults = 8
+    most_alike = 2
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": TILES_H,
         "tile_w": TILES_W,
@@ -163,32 +164,18 @@ class ConvImplicitGemmHalo(Solver):
             return Applicability("has filters too large for a block's shared memory")
         return APPLICABLE
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+    def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> HaloTiling:
+        return HaloTiling.of(HaloProduct.of(problem), config, device)
+
+    def axes(self, problem: ProblemDescription) -> tuple[Axis, Axis]:
         product = HaloProduct.of(problem)
-        return is_least(product, config) and bool(HaloTiling.of(product, config, device).is_valid(device))
+        return product.height, product.width
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(each.config for each in self.estimated_defaults(problem, device))
-
-    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
-        product = HaloProduct.of(problem)
-        ranked = self._ranked(problem, device)
-        return of_various_tiles(
-            ranked,
-            lambda config: HaloTiling.of(product, config, device).tile,
-            count=_DEFAULTS,
-            most_alike=_MOST_ALIKE,
-        )
-
-    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
-        """The short list as far as it is valid, the least estimate first."""
-        return self.ranked_table(problem, device, _valid_list(HaloProduct.of(problem), device))
-
-    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return HaloTiling.of(HaloProduct.of(problem), config, device).estimate_ms(device)
+    def valid_list(self, problem: ProblemDescription, device: Device) -> ConfigTable:
+        return _valid_list(HaloProduct.of(problem), device)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = HaloTiling.of(HaloProduct.of(problem), config, device)
+        tiling = self.tiling(problem, device, config)
         step = KernelStep(
             source=_SOURCE,
             entry="implicit_gemm_wgmma_halo",

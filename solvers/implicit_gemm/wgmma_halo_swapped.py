@@ -6,6 +6,7 @@ Kernel: kernels_src/implicit_gemm/wgmma_halo_swapped.cu.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -14,26 +15,25 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, KernelKey
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, EpilogueArgument, KernelStep, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map
+from miofind.solvers.common.correlation import Axis
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.limits import refuse_tensors
+from miofind.solvers.implicit_gemm.wgmma_halo_shared import HaloSolver
 from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import (
     FILTER_STAGES,
+    MOST_COLUMNS,
     TILES_H,
     TILES_W,
     SwappedHaloProduct,
     SwappedHaloTiling,
-    is_least,
     short_list,
 )
-from miofind.solvers.implicit_gemm.wgmma_halo_tiling import of_various_tiles
 
 _SOURCE = "implicit_gemm/wgmma_halo_swapped.cu"
-_DEFAULTS = 6
-_MOST_ALIKE = 1  # of equal tiles
 
 SHAPE = StructType(
     "Shape",
@@ -48,7 +48,7 @@ SHAPE = StructType(
 """All numbers of a launch; the kernel's source says what each is."""
 
 
-class ConvImplicitGemmHaloSwapped(Solver):
+class ConvImplicitGemmHaloSwapped(HaloSolver):
     """Implicit GEMM by wgmma whose operand of filters is A, and of pixels, a tile of the input with its halo, is B:
     taps are other addresses in it, and warpgroups take turns, so that one writes results while another multiplies.
 
@@ -56,10 +56,10 @@ class ConvImplicitGemmHaloSwapped(Solver):
     stride 1; channels and filters are multiples of 8. Accumulators are float32. Padding is multiplied as zeros: an
     infinity or NaN of the filter spreads to outputs at the border.
 
-    Configuration: tiles of at most `tile_h` rows (in one dimension, of as many images) by `tile_w` columns, up to 256
-    pixels with the halo between rows; `consumers` warpgroups take turns; a tile stays for `unit_blocks` times 64
-    filters, and `slots_ahead` chunks of channels are loaded ahead; filters of `filter_stages` taps are held, of all if
-    that is 0.
+    Configuration: tiles of at most `tile_h` rows (in one dimension, of as many images) by `tile_w` columns, up to 192
+    pixels with the halo between rows where two warpgroups (`consumers`) take turns, 112 where three do; a tile stays
+    for `unit_blocks` times 64 filters, and `slots_ahead` chunks of channels are loaded ahead; filters of
+    `filter_stages` taps are held, of all if that is 0.
 
     Source: PTX ISA, wgmma, matrix descriptors and swizzling modes, for addresses of shifted tiles; CUTLASS's public
     description of warp-specialised ping-pong kernels for warpgroups that take turns.
@@ -81,6 +81,9 @@ class ConvImplicitGemmHaloSwapped(Solver):
     )
     alignment_bytes = 16
     sources = (_SOURCE,)
+    limits = (TILES_H, TILES_W)
+    defaults = 6
+    most_alike = 1
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": TILES_H,
         "tile_w": TILES_W,
@@ -122,8 +125,10 @@ class ConvImplicitGemmHaloSwapped(Solver):
             return Applicability(f"serves one group, not {problem.groups}")
         if any(stride != 1 for stride in conv.stride):
             return Applicability(f"needs stride 1, not {conv.stride}")
-        if problem.is_1x1:
+        if math.prod(problem.filter) == 1:
             return Applicability("has no halo where filters have one tap")
+        if problem.filter[-1] > MOST_COLUMNS:
+            return Applicability(f"takes too long to compile for filters of over {MOST_COLUMNS} columns")
         if problem.c % 8 or problem.k % 8:
             return Applicability(f"copies 16 bytes: {problem.c} channels or {problem.k} filters are no multiple of 8")
         if (answer := refuse_tensors(problem)).refused:
@@ -134,32 +139,18 @@ class ConvImplicitGemmHaloSwapped(Solver):
             return Applicability("has a halo too large for a block's shared memory")
         return APPLICABLE
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+    def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> SwappedHaloTiling:
+        return SwappedHaloTiling.of(SwappedHaloProduct.of(problem), config, device)
+
+    def axes(self, problem: ProblemDescription) -> tuple[Axis, Axis]:
         product = SwappedHaloProduct.of(problem)
-        return is_least(product, config) and bool(SwappedHaloTiling.of(product, config, device).is_valid(device))
+        return product.height, product.width
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(each.config for each in self.estimated_defaults(problem, device))
-
-    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
-        product = SwappedHaloProduct.of(problem)
-        ranked = self._ranked(problem, device)
-        return of_various_tiles(
-            ranked,
-            lambda config: SwappedHaloTiling.of(product, config, device).tile,
-            count=_DEFAULTS,
-            most_alike=_MOST_ALIKE,
-        )
-
-    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
-        """The short list as far as it is valid, the least estimate first."""
-        return self.ranked_table(problem, device, _valid_list(SwappedHaloProduct.of(problem), device))
-
-    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return SwappedHaloTiling.of(SwappedHaloProduct.of(problem), config, device).estimate_ms(device)
+    def valid_list(self, problem: ProblemDescription, device: Device) -> ConfigTable:
+        return _valid_list(SwappedHaloProduct.of(problem), device)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = SwappedHaloTiling.of(SwappedHaloProduct.of(problem), config, device)
+        tiling = self.tiling(problem, device, config)
         step = KernelStep(
             source=_SOURCE,
             entry="implicit_gemm_wgmma_halo_swapped",

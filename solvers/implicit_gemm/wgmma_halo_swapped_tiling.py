@@ -15,18 +15,26 @@ from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
-from miofind.solvers.implicit_gemm.wgmma_halo_tiling import halo, least_limit, span_of, without_taps
+from miofind.solvers.implicit_gemm.wgmma_halo_shared import (
+    BARRIER_BYTES,
+    MAX_BOX,
+    PATTERN,
+    HaloTile,
+    halo,
+    least_limit,
+    span_of,
+    without_taps,
+)
 
 TILES_H = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20)
 TILES_W = (8, 16, 20, 28, 40, 56, 64, 80, 120, 248)
 FILTER_STAGES = (0, 8, 6)
 """Filters of taps that are held at a time; 0 for all."""
+MOST_COLUMNS = 32
+"""Of a filter: a row of taps is unrolled."""
+
 _BLOCK = 64  # filters that an instruction multiplies
-_PATTERN = 1024  # bytes at which swizzles repeat
-_BARRIER_BYTES = 8
 _UNUSED_BYTES = 16
-_MAX_BOX = 256
-_MAX_N = 256
 _REGISTERS = 72  # of a thread beside its accumulators
 
 # Of 1,247 configurations of 80 problems on an H200, whose times were 1.00 times the estimates in the median, and 0.91
@@ -126,26 +134,25 @@ class SwappedHaloProduct:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedHaloTiling:
+class SwappedHaloTiling(HaloTile):
     """A configuration applied to a product.
 
     Attributes:
-        tile_h, tile_w: pixels of outputs of a tile, as equal for all tiles as may be.
         tile_n: pixels that are multiplied, with the halo between rows.
         unit_blocks: blocks of filters of a unit.
         consumers: warpgroups that multiply by turns.
         slots, filter_stages: of the rings.
+        keeps_filters: whether all filters are loaded once and stay.
         blocks: of the grid, each of which takes units until there are none left.
     """
 
     product: SwappedHaloProduct
-    tile_h: int
-    tile_w: int
     tile_n: int
     unit_blocks: int
     consumers: int
     slots: int
     filter_stages: int
+    keeps_filters: bool
     blocks: int
 
     @staticmethod
@@ -161,6 +168,8 @@ class SwappedHaloTiling:
         units = tiles * ceil_div(product.filter_blocks, unit_blocks)
         return SwappedHaloTiling(
             product=product,
+            height=product.height,
+            width=product.width,
             tile_h=tile_h,
             tile_w=tile_w,
             tile_n=tile_n,
@@ -168,28 +177,9 @@ class SwappedHaloTiling:
             consumers=config["consumers"],
             slots=held + config["slots_ahead"],
             filter_stages=chosen(stages == 0, unit_blocks * product.chunks * product.taps, stages),
+            keeps_filters=stages == 0,
             blocks=smaller(units, device.sm_count),
         )
-
-    @property
-    def row_pixels(self) -> int:
-        """Pixels of a row of a slot, with its halo."""
-        return self.tile_w + halo(self.product.width)
-
-    @property
-    def rows(self) -> int:
-        """Of a slot, with its halo."""
-        return self.tile_h + halo(self.product.height)
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
-        return self.tile_h, self.tile_w
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Of rows and of columns."""
-        return ceil_div(self.product.height.outputs, self.tile_h), ceil_div(self.product.width.outputs, self.tile_w)
 
     @property
     def parts(self) -> int:
@@ -209,50 +199,46 @@ class SwappedHaloTiling:
     @property
     def slot_bytes(self) -> int:
         """Shared memory of a chunk of a tile."""
-        return round_up(self.rows * self.row_pixels * 2 * self.product.channels, _PATTERN)
+        return round_up(self.rows * self.row_pixels * 2 * self.product.channels, PATTERN)
 
     @property
     def out_bytes(self) -> int:
         """Shared memory of a tile's results."""
-        return round_up(self.tile_h * self.tile_w * 2 * self.product.out_channels, _PATTERN)
+        return round_up(self.tile_h * self.tile_w * 2 * self.product.out_channels, PATTERN)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: both rings, and results of all consumers."""
         rings = self.slots * self.slot_bytes + self.filter_stages * self.product.filter_bytes
-        return _PATTERN + rings + self.consumers * self.product.tensors * self.out_bytes
+        return PATTERN + rings + self.consumers * self.product.tensors * self.out_bytes
 
     @property
     def static_bytes(self) -> int:
         """Shared memory that the kernel itself declares."""
-        return _BARRIER_BYTES * (2 * (self.slots + self.filter_stages) + 3 * self.consumers) + _UNUSED_BYTES
+        barriers = BARRIER_BYTES * (2 * (self.slots + self.filter_stages) + 3 * self.consumers)
+        return round_up(barriers, _UNUSED_BYTES) + _UNUSED_BYTES
 
     def is_valid(self, device: Device) -> bool:
         """Whether a block can run, and rings hold what is needed at once."""
-        registers = self.tile_n // 2 + _REGISTERS
+        product, registers = self.product, self.tile_n // 2 + _REGISTERS
         fitting = resident_blocks(registers, self.threads, self.shared_bytes + self.static_bytes, SmLimits.of(device))
-        of_one_image = self.product.rows_are_images and self.product.problem.epilogue.channel_bias
+        of_one_image = product.rows_are_images and product.problem.epilogue.channel_bias
         return (
-            (self.tile_n <= _MAX_N)
-            & (larger(self.row_pixels, self.rows) <= _MAX_BOX)
-            & (self.product.filter_blocks % self.unit_blocks == 0)
-            & (self._keeps_filters <= (self.parts == 1))  # else they would have to change
+            (larger(self.row_pixels, self.rows) <= MAX_BOX)
+            & (product.filter_blocks % self.unit_blocks == 0)
+            & ((self.filter_stages == self.unit_blocks * product.chunks * product.taps) == self.keeps_filters)
+            & (self.keeps_filters <= (self.parts == 1))  # else they would have to change
             & (self.tile_h <= (1 if of_one_image else self.tile_h))
             & (registers <= register_limit(1, self.threads))
             & (fitting >= 1)
         )
 
     @property
-    def _keeps_filters(self) -> bool:
-        """Whether filters are loaded once and stay."""
-        return self.filter_stages == self.unit_blocks * self.product.chunks * self.product.taps
-
-    @property
     def _loaded_bytes(self) -> float:
         """Of a turn: a tile's pixels for one of the blocks of filters that they stay for, and filters that do not."""
         product = self.product
         pixels = product.chunks * self.slot_bytes / self.unit_blocks
-        return pixels + chosen(self._keeps_filters, 0, product.taps * product.chunks * product.filter_bytes)
+        return pixels + chosen(self.keeps_filters, 0, product.taps * product.chunks * product.filter_bytes)
 
     def estimate_ms(self, device: Device) -> float:
         """Milliseconds: consumers' products one after the other, or their results at once, or all bytes."""
@@ -260,20 +246,14 @@ class SwappedHaloTiling:
         step_cycles = larger(self.tile_n / 2, 16 + self.tile_n / 4)
         products = product.k_steps * step_cycles * _RATE + _ITEM_CYCLES
         taps = product.taps * product.chunks
-        arrivals = chosen(self._keeps_filters, 0, taps * _STAGE_CYCLES / larger(1, self.filter_stages - 2))
-        results = 0 if epilogue.activation.is_exact else self.tile_n * _PIXEL_CYCLES
+        arrivals = chosen(self.keeps_filters, 0, taps * _STAGE_CYCLES / larger(1, self.filter_stages - 2))
+        results = 0 if epilogue.nonlinearity.is_exact else self.tile_n * _PIXEL_CYCLES
         alone = larger(larger(products, arrivals), self._loaded_bytes / _LOADED_BYTES)
         item = larger(larger(alone, _COPY_CYCLES), (products + results) / self.consumers)
         items = ceil_div(self.units, self.blocks) * self.unit_blocks
         busy_ms = 1e3 * (_START_CYCLES + items * item + results) / device.clock_hz
         moved_ms = 1e3 * product.problem.bytes / device.bandwidth_bytes_per_s * _MOVED
         return _LAUNCH_MS + larger(busy_ms, moved_ms) + 0.2 * smaller(busy_ms, moved_ms)
-
-
-def is_least(product: SwappedHaloProduct, config: Config) -> bool:
-    """Whether no smaller limit of rows or of columns cuts a product into as many tiles."""
-    height = least_limit(product.height, TILES_H, config["tile_h"])
-    return (height, least_limit(product.width, TILES_W, config["tile_w"])) == (config["tile_h"], config["tile_w"])
 
 
 def short_list(product: SwappedHaloProduct) -> ConfigTable:

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, register_limit, resident_blocks
-from miofind.solver.solver import EstimatedConfig
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
+from miofind.solvers.implicit_gemm.wgmma_halo_shared import (
+    BARRIER_BYTES,
+    MAX_BOX,
+    PATTERN,
+    HaloTile,
+    halo,
+    least_limit,
+    span_of,
+    without_taps,
+)
 
 MOST_CHANNELS = 64
 TILES_H = (1, 2, 3, 4, 6, 7, 8, 10, 12, 14, 16)
@@ -25,10 +32,6 @@ TILES_W = (16, 32, 64, 128, 192)
 _LIKELY_H = (1, 2, 4, 8, 16)
 _LIKELY_GROUPS = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2))  # warpgroups of a block, and blocks of a multiprocessor
 _ATOM = 64  # pixels that an instruction multiplies
-_SPANS = (16, 32, 64)  # channels of 16 bits that a swizzle of 32, 64 or 128 bytes spans
-_PATTERN = 1024  # bytes at which swizzles repeat
-_BARRIER_BYTES = 8
-_MAX_BOX = 256
 _MAX_N = 64
 _MAX_STAGES = 8  # of filters that do not stay
 _MAX_PARTS = 64
@@ -39,11 +42,6 @@ _START_CYCLES = 6000  # of a block until its first products
 _SLICE_CYCLES = 1000  # between products of one slice and of the next: the last ones' latency, and results
 _TAP_CYCLES = 40  # between products of one tap and of the next, where filters do not stay
 _RATE = 1.15  # of what products take to what they would at the rates of tensor cores and of shared memory
-
-
-def span_of(channels: int) -> int:
-    """The channels of 16 bits of the least swizzle that has so many, or of the widest."""
-    return next((span for span in _SPANS if channels <= span), _SPANS[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,25 +122,14 @@ class HaloProduct:
         rows, row_bytes = (
             (16 * self.k_steps, 2 * self.filter_columns) if self.is_data else (self.tile_n, 2 * self.channels)
         )
-        return round_up(rows * row_bytes, _PATTERN)
-
-
-def without_taps(size: int) -> Axis:
-    """An axis along which nothing is summed."""
-    return Axis(size=size, outputs=size, taps=1, pad=0, stride=1, dilation=1)
-
-
-def halo(axis: Axis) -> int:
-    """The inputs that a row of outputs meets beyond one for each."""
-    return (axis.taps - 1) * axis.dilation
+        return round_up(rows * row_bytes, PATTERN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HaloTiling:
+class HaloTiling(HaloTile):
     """A configuration applied to a product.
 
     Attributes:
-        tile_h, tile_w: pixels of outputs of a block, as equal for all blocks as may be.
         consumers, atoms: warpgroups that multiply, and atoms of each.
         slices, filter_stages: of the rings.
         resident: blocks that a multiprocessor holds.
@@ -150,8 +137,6 @@ class HaloTiling:
     """
 
     product: HaloProduct
-    tile_h: int
-    tile_w: int
     consumers: int
     atoms: int
     slices: int
@@ -178,6 +163,8 @@ class HaloTiling:
         part_depth = ceil_div(product.depth.outputs, parts)
         return HaloTiling(
             product=product,
+            height=product.height,
+            width=product.width,
             tile_h=tile_h,
             tile_w=tile_w,
             consumers=config["consumers"],
@@ -190,26 +177,6 @@ class HaloTiling:
         )
 
     @property
-    def row_pixels(self) -> int:
-        """Pixels of a row of a slice, with its halo."""
-        return self.tile_w + halo(self.product.width)
-
-    @property
-    def rows(self) -> int:
-        """Of a slice, with its halo."""
-        return self.tile_h + halo(self.product.height)
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile."""
-        return self.tile_h, self.tile_w
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Of rows and of columns."""
-        return ceil_div(self.product.height.outputs, self.tile_h), ceil_div(self.product.width.outputs, self.tile_w)
-
-    @property
     def threads(self) -> int:
         """Of a block: consumers and two warps that load."""
         return 128 * self.consumers + 64
@@ -217,17 +184,17 @@ class HaloTiling:
     @property
     def slice_bytes(self) -> int:
         """Shared memory of a slice."""
-        return round_up(self.rows * self.row_pixels * 2 * self.product.channels, _PATTERN)
+        return round_up(self.rows * self.row_pixels * 2 * self.product.channels, PATTERN)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: both rings."""
-        return _PATTERN + self.slices * self.slice_bytes + self.filter_stages * self.product.filter_bytes
+        return PATTERN + self.slices * self.slice_bytes + self.filter_stages * self.product.filter_bytes
 
     @property
     def static_bytes(self) -> int:
         """Shared memory that the kernel itself declares: two mbarriers for each stage of the rings."""
-        return 2 * _BARRIER_BYTES * (self.slices + self.filter_stages)
+        return 2 * BARRIER_BYTES * (self.slices + self.filter_stages)
 
     @property
     def blocks(self) -> int:
@@ -248,7 +215,7 @@ class HaloTiling:
         beyond = met - self.slice_bytes
         return (
             (registers <= register_limit(self.resident, self.threads))
-            & (larger(self.row_pixels, self.rows) <= _MAX_BOX)
+            & (larger(self.row_pixels, self.rows) <= MAX_BOX)
             & (fitting >= self.resident)
             & (beyond <= self.filter_stages * self.product.filter_bytes)
         )
@@ -267,34 +234,6 @@ class HaloTiling:
         busy_ms = 1e3 * cycles_of_waves(self.blocks, self.resident, device, cycles) / device.clock_hz
         moved_ms = 1e3 * product.problem.bytes / device.bandwidth_bytes_per_s
         return _LAUNCH_MS + larger(busy_ms, moved_ms) + 0.3 * smaller(busy_ms, moved_ms)
-
-
-def is_least(product: HaloProduct, config: Config) -> bool:
-    """Whether no smaller limit of rows or of columns cuts a product into as many tiles."""
-    height = least_limit(product.height, TILES_H, config["tile_h"])
-    return (height, least_limit(product.width, TILES_W, config["tile_w"])) == (config["tile_h"], config["tile_w"])
-
-
-def of_various_tiles(
-    ranked: Iterable[EstimatedConfig], tile_of: Callable[[Config], tuple[int, int]], *, count: int, most_alike: int
-) -> tuple[EstimatedConfig, ...]:
-    """The first few of a ranking; few of equal tiles, whose estimates err alike."""
-    chosen: list[EstimatedConfig] = []
-    alike: Counter[tuple[int, int]] = Counter()
-    for each in ranked:
-        tile = tile_of(each.config)
-        alike[tile] += 1
-        if alike[tile] <= most_alike:
-            chosen.append(each)
-        if len(chosen) == count:
-            break
-    return tuple(chosen)
-
-
-def least_limit(axis: Axis, limits: tuple[int, ...], limit: int) -> int:
-    """The least limit that cuts an axis into as many tiles as this one does."""
-    tiles = ceil_div(axis.outputs, limit)
-    return next(least for least in limits if ceil_div(axis.outputs, least) == tiles)
 
 
 def short_list(product: HaloProduct) -> ConfigTable:

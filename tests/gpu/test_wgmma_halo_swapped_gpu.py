@@ -76,8 +76,8 @@ def test_fused_results_pass_both_gates(shape: str, epilogue: str, device: Device
         check_both_gates(problem, SOLVER, config, device, compiler)
 
 
-def test_a_pixel_of_the_halo_leaves_no_trace_in_its_neighbour(device: Device, compiler: Compiler) -> None:
-    """Rows of 27 pixels: a reciprocal that two share was once that of a row's last pixel and one of the halo's."""
+def test_results_repeat_where_a_row_ends_within_a_pair_of_pixels(device: Device, compiler: Compiler) -> None:
+    """Rows of 27 pixels: one reciprocal served a row's last pixel and one of the halo, and was rounded by both."""
     problem = ProblemDescription.convolution(
         x=(32, 64, 80, 80), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC", epilogue="bias.silu"
     )

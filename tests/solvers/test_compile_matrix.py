@@ -18,6 +18,7 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep
 from miofind.solvers.direct.naive import ConvDirectNaive
+from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import SwappedHaloProduct, SwappedHaloTiling
 from miofind.solvers.implicit_gemm.wgmma_halo_tiling import HaloProduct, HaloTiling
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -213,6 +214,11 @@ LARGEST_BLOCKS = [
         {"x": (32, 40, 130), "w": (32, 40, 5), "padding": 2, "layout": "NWC", "dtype": "float16"},
         "ConvImplicitGemmHalo, one dimension",
     ),
+    (
+        "ConvImplicitGemmHaloSwapped",
+        {"x": (32, 64, 80, 80), "w": (64, 64, 5, 5), "padding": 2, "layout": "NHWC", "dtype": "float16"},
+        "ConvImplicitGemmHaloSwapped",
+    ),
     ("ConvImplicitGemmWgmma", WEIGHTS, "ConvImplicitGemmWgmma"),
     ("ConvImplicitGemmWgmmaTurned", WEIGHTS | {"layout": "NCHW"}, "ConvImplicitGemmWgmmaTurned"),
 ]
@@ -247,6 +253,16 @@ def test_halos_mbarriers_are_as_many_as_its_validity_counts(compiler: Compiler, 
     config = solver.default_configs(problem, device)[0]
     (step,) = solver.solution(problem, device, config).kernels
     tiling = HaloTiling.of(HaloProduct.of(problem), config, device)
+    assert compiler.build(step, "90a").resources[step.entry].shared_bytes == tiling.static_bytes
+
+
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_swapped_halos_mbarriers_are_as_many_as_its_validity_counts(compiler: Compiler, consumers: int) -> None:
+    problem, device = ProblemDescription.convolution(**LARGEST_BLOCKS[2][1]), Device.virtual("90a")
+    values = {"tile_h": 2, "tile_w": 40, "unit_blocks": 1, "slots_ahead": 1, "filter_stages": 8}
+    config = Config({**values, "consumers": consumers})
+    (step,) = Registry.default()["ConvImplicitGemmHaloSwapped"].solution(problem, device, config).kernels
+    tiling = SwappedHaloTiling.of(SwappedHaloProduct.of(problem), config, device)
     assert compiler.build(step, "90a").resources[step.entry].shared_bytes == tiling.static_bytes
 
 

@@ -1,0 +1,147 @@
+"""What solvers share whose kernels load each pixel once for all taps: tiles of pixels with their halo."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable
+from miofind.solver.solver import EstimatedConfig, Solver
+from miofind.solver.steps import Config
+from miofind.solvers.common.correlation import Axis, ceil_div
+
+PATTERN = 1024
+"""Bytes at which swizzles repeat."""
+
+BARRIER_BYTES = 8
+"""Of an mbarrier."""
+
+MAX_BOX = 256
+"""Elements of a copy's box, in each dimension."""
+
+_SPANS = (16, 32, 64)  # channels of 16 bits that a swizzle of 32, 64 or 128 bytes spans
+
+
+def span_of(channels: int) -> int:
+    """The channels of 16 bits of the least swizzle that has so many, or of the widest."""
+    return next((span for span in _SPANS if channels <= span), _SPANS[-1])
+
+
+def without_taps(size: int) -> Axis:
+    """An axis along which nothing is summed."""
+    return Axis(size=size, outputs=size, taps=1, pad=0, stride=1, dilation=1)
+
+
+def halo(axis: Axis) -> int:
+    """The inputs that a row of outputs meets beyond one for each."""
+    return (axis.taps - 1) * axis.dilation
+
+
+def least_limit(axis: Axis, limits: Sequence[int], limit: int) -> int:
+    """The least limit that cuts an axis into as many tiles as this one does."""
+    tiles = ceil_div(axis.outputs, limit)
+    return next(least for least in limits if ceil_div(axis.outputs, least) == tiles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HaloTile:
+    """Pixels of outputs that a block computes together, as equal for all blocks as may be.
+
+    Attributes:
+        height, width: the axes that are cut.
+        tile_h, tile_w: rows and columns of a tile.
+    """
+
+    height: Axis
+    width: Axis
+    tile_h: int
+    tile_w: int
+
+    @property
+    def row_pixels(self) -> int:
+        """Pixels of a row, with its halo."""
+        return self.tile_w + halo(self.width)
+
+    @property
+    def rows(self) -> int:
+        """Rows, with the halo."""
+        return self.tile_h + halo(self.height)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Of rows and of columns."""
+        return ceil_div(self.height.outputs, self.tile_h), ceil_div(self.width.outputs, self.tile_w)
+
+
+class Tiling(Protocol):
+    """A configuration applied to a product, or a table of many."""
+
+    @property
+    def tile_h(self) -> int: ...
+    @property
+    def tile_w(self) -> int: ...
+
+    def is_valid(self, device: Device) -> bool:
+        """Whether a block can run."""
+
+    def estimate_ms(self, device: Device) -> float:
+        """Milliseconds of a run."""
+
+
+class HaloSolver(Solver):
+    """A solver whose configurations are tiles: the likely ones are ranked as a table, few of equal tiles are defaults.
+
+    Class attributes:
+        limits: of the rows and columns of a tile that configurations name, the least first.
+        defaults, most_alike: how many there are, and of equal tiles, whose estimates err alike.
+    """
+
+    limits: ClassVar[tuple[Sequence[int], Sequence[int]]]
+    defaults: ClassVar[int]
+    most_alike: ClassVar[int]
+
+    @abstractmethod
+    def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> Tiling:
+        """A configuration applied to a problem of stride 1."""
+
+    @abstractmethod
+    def axes(self, problem: ProblemDescription) -> tuple[Axis, Axis]:
+        """Those that a tile's rows and columns are of."""
+
+    @abstractmethod
+    def valid_list(self, problem: ProblemDescription, device: Device) -> ConfigTable:
+        """The configurations worth an estimate that can run."""
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        """Whether it can run, and no smaller limit of rows or of columns cuts the output into as many tiles."""
+        for axis, limits, name in zip(self.axes(problem), self.limits, ("tile_h", "tile_w"), strict=True):
+            if least_limit(axis, limits, config[name]) != config[name]:
+                return False
+        return bool(self.tiling(problem, device, config).is_valid(device))
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        chosen: list[EstimatedConfig] = []
+        alike: Counter[tuple[int, int]] = Counter()
+        for each in self._ranked(problem, device):
+            tiling = self.tiling(problem, device, each.config)
+            alike[tiling.tile_h, tiling.tile_w] += 1
+            if alike[tiling.tile_h, tiling.tile_w] <= self.most_alike:
+                chosen.append(each)
+            if len(chosen) == self.defaults:
+                break
+        return tuple(chosen)
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+        """The likely ones as far as they are valid, the least estimate first."""
+        return self.ranked_table(problem, device, self.valid_list(problem, device))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return self.tiling(problem, device, config).estimate_ms(device)
