@@ -152,9 +152,10 @@ def cost_text(folder: Path) -> str:
         costs.setdefault(Activation(row["activation"]).is_exact, []).append(row["cost"])
     cheap, dear = (statistics.geometric_mean(costs[is_exact]) for is_exact in (True, False))
     first, second = (f"({len(costs[is_exact])} layers)" for is_exact in (True, False))
-    return f"""Of miofind's own kernels among these answers a fused one takes {cheap:.2f} of what the same kernel takes
-without an epilogue, and the residual's bytes {first}; with SiLU, GELU or a sigmoid, whose exponentials
-and divisions follow the last product, {dear:.2f} {second}. Float16, batch 32, geometric means.
+    return f"""Of miofind's own kernels that were the answers at {content["commit"]} a fused one takes
+{cheap:.2f} of what the same kernel takes without an epilogue, and the residual's bytes {first}; with
+SiLU, GELU or a sigmoid, whose exponentials and divisions follow the last product, {dear:.2f} {second}.
+Float16, batch 32, geometric means.
 
 """
 
