@@ -35,6 +35,7 @@ MOST_COLUMNS = 32
 
 _BLOCK = 64  # filters that an instruction multiplies
 _UNUSED_BYTES = 16
+_MAX_INT = 2**31 - 1  # taps of all that a block multiplies are counted
 _REGISTERS = 72  # of a thread beside its accumulators
 
 # Of 1,247 configurations of 80 problems on an H200, whose times were 1.00 times the estimates in the median, and 0.91
@@ -192,6 +193,11 @@ class SwappedHaloTiling(HaloTile):
         return self.product.images * math.prod(self.tiles) * self.parts
 
     @property
+    def items(self) -> int:
+        """Blocks of filters that are multiplied by, of all units of a block, at most."""
+        return ceil_div(self.units, self.blocks) * self.unit_blocks
+
+    @property
     def threads(self) -> int:
         """Of a block: consumers, two warps that load and one that copies results."""
         return 128 * self.consumers + 96
@@ -231,6 +237,7 @@ class SwappedHaloTiling(HaloTile):
             & (self.tile_h <= (1 if of_one_image else self.tile_h))
             & (registers <= register_limit(1, self.threads))
             & (fitting >= 1)
+            & ((self.items + self.consumers) * product.chunks * product.taps <= _MAX_INT)
         )
 
     @property
@@ -250,8 +257,7 @@ class SwappedHaloTiling(HaloTile):
         results = 0 if epilogue.nonlinearity.is_exact else self.tile_n * _PIXEL_CYCLES
         alone = larger(larger(products, arrivals), self._loaded_bytes / _LOADED_BYTES)
         item = larger(larger(alone, _COPY_CYCLES), (products + results) / self.consumers)
-        items = ceil_div(self.units, self.blocks) * self.unit_blocks
-        busy_ms = 1e3 * (_START_CYCLES + items * item + results) / device.clock_hz
+        busy_ms = 1e3 * (_START_CYCLES + self.items * item + results) / device.clock_hz
         moved_ms = 1e3 * product.problem.bytes / device.bandwidth_bytes_per_s * _MOVED
         return _LAUNCH_MS + larger(busy_ms, moved_ms) + 0.2 * smaller(busy_ms, moved_ms)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,16 @@ def test_numbers_of_a_launch_fit(shape: str, direction: Direction) -> None:
         (step,) = SOLVER.solution(problem, DEVICE, config).steps
         (numbers,) = (each for each in step.args if isinstance(each, Struct))
         numbers.in_memory()  # raises what does not fit
+
+
+def test_taps_of_a_block_are_counted_in_32_bits() -> None:
+    """Minutes of work for one small device; a count beyond would be taken for a stage before the first."""
+    problem = ProblemDescription.convolution(
+        x=(1, 8, 16000, 16000), w=(8, 8, 64, 32), padding=(32, 16), layout=Layout.NHWC, dtype="float16"
+    )
+    values = {"tile_h": 1, "tile_w": 8, "consumers": 2, "unit_blocks": 1, "slots_ahead": 1, "filter_stages": 8}
+    assert SOLVER.is_valid_config(problem, DEVICE, Config(values))
+    assert not SOLVER.is_valid_config(problem, replace(DEVICE, sm_count=16), Config(values))
 
 
 def test_two_tensors_that_are_read_with_results_have_a_place_each() -> None:
