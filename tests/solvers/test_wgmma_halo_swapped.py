@@ -1,15 +1,21 @@
-"""Tiles of ConvImplicitGemmHaloSwapped: outputs have a place each, products stay in their block, rings hold enough."""
+"""ConvImplicitGemmHaloSwapped without a GPU: its launches in NumPy, its tiles, what it needs, what it refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from helpers.in_numpy.wgmma_halo_swapped import Launch
 from helpers.problems.drawn_configs import spread
+from numpy.typing import NDArray
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.reference.convolution import reference_on_host
+from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.occupancy import RESERVED_SHARED_BYTES, SmLimits
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
@@ -38,6 +44,61 @@ def tilings(shape: str, direction: Direction, **fields: Any) -> list[SwappedHalo
     problem = problem_of(shape, direction, **fields)
     product = SwappedHaloProduct.of(problem)
     return [SwappedHaloTiling.of(product, config, DEVICE) for config in spread(SOLVER, problem, DEVICE, 12, defaults=4)]
+
+
+COMPUTED: dict[str, dict[str, Any]] = {
+    "one_block": {"x": (2, 64, 10, 12), "w": (64, 64, 3, 3), "padding": 1},
+    "two_blocks": {"x": (1, 72, 9, 11), "w": (136, 72, 2, 3), "padding": ((1, 0), (2, 1)), "dilation": (2, 1)},
+    "few_channels": {"x": (3, 8, 13, 17), "w": (16, 8, 5, 4), "padding": (2, 3)},
+    "wide_padding": {"x": (2, 16, 5, 6), "w": (24, 16, 2, 2), "padding": 4},
+    "channel_bias": {
+        "x": (2, 32, 9, 14),
+        "w": (40, 32, 3, 3),
+        "padding": 1,
+        "epilogue": "scale.bias.channel_bias.residual.leaky_relu",
+    },
+    "residual_after": {"x": (2, 64, 7, 9), "w": (72, 64, 3, 3), "padding": 1, "epilogue": "bias.silu.residual"},
+    "1d": {"x": (5, 24, 40), "w": (32, 24, 7), "padding": 9, "dilation": 3},
+    "1d_channel_bias": {"x": (3, 16, 30), "w": (24, 16, 3), "epilogue": "channel_bias.residual.relu"},
+}
+BACKWARD = {"one_block": "residual.drelu", "two_blocks": "dsilu", "1d": "residual.dhardswish"}
+CASES = [
+    *(pytest.param(fields, Direction.FORWARD, id=name) for name, fields in COMPUTED.items()),
+    *(pytest.param(COMPUTED[name], Direction.BACKWARD_DATA, id=f"data of {name}") for name in BACKWARD),
+    *(
+        pytest.param(COMPUTED[name] | {"epilogue": epilogue}, Direction.BACKWARD_DATA, id=f"{epilogue} of {name}")
+        for name, epilogue in BACKWARD.items()
+    ),
+]
+
+
+@pytest.mark.parametrize("device", [DEVICE, replace(DEVICE, sm_count=3)], ids=["132 SMs", "3 SMs"])
+@pytest.mark.parametrize(("fields", "direction"), CASES)
+def test_launches_compute_the_convolution(fields: dict[str, Any], direction: Direction, device: Device) -> None:
+    """By their maps, numbers and defines, as the kernel counts with them; on few multiprocessors rings wrap around."""
+    layout = Layout.of(len(fields["x"]) - 2, channels_last=True)
+    problem = ProblemDescription.convolution(**fields, layout=layout, direction=direction, dtype="float16")
+    generator = np.random.default_rng(len(problem.network_config))
+
+    def drawn(shape: Sequence[int]) -> NDArray[np.float64]:
+        return generator.integers(-3, 4, shape).astype(np.float64)
+
+    inputs = {name: drawn(problem.tensor(name).shape) for name in direction.inputs}
+    operands = {each.name: drawn(each.shape) for each in problem.operands if each.name in problem.epilogue.operands}
+    expected = apply_epilogue(problem, reference_on_host(problem, **inputs), operands)
+    for config in spread(SOLVER, problem, device, 4, defaults=2):
+        memory = {name: channels_last(tensor).ravel() for name, tensor in (inputs | operands).items()}
+        memory[direction.output] = np.full(expected.size, np.nan)
+        (step,) = SOLVER.solution(problem, device, config).kernels
+        Launch(problem, step, memory).run()
+        shape = channels_last(expected).shape
+        found = np.moveaxis(memory[direction.output].reshape(shape), -1, 1)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9, err_msg=config.json)
+
+
+def channels_last(tensor: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Vectors and matrices of channels as they are."""
+    return np.ascontiguousarray(np.moveaxis(tensor, min(1, tensor.ndim - 1), -1))
 
 
 @EITHER

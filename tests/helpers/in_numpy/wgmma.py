@@ -28,7 +28,7 @@ def viewed(tensor_map: TensorMap, memory: Array) -> Array:
     return np.lib.stride_tricks.as_strided(memory, sizes, [memory.itemsize * stride for stride in strides])
 
 
-def _overlap(sizes: tuple[int, ...], box: tuple[int, ...], at: tuple[int, ...]) -> tuple[Any, Any]:
+def overlap(sizes: tuple[int, ...], box: tuple[int, ...], at: tuple[int, ...]) -> tuple[Any, Any]:
     """Where a box meets a tensor, in the tensor and in the box."""
     first = [max(0, start) for start in at]
     last = [max(f, min(size, start + length)) for f, size, start, length in zip(first, sizes, at, box, strict=True)]
@@ -41,7 +41,7 @@ def copied_box(tensor_map: TensorMap, memory: Array, *at: int) -> Array:
     assert isinstance(tensor_map.copy, Box)
     tensor, sizes = viewed(tensor_map, memory), tensor_map.copy.sizes[::-1]
     copied = np.zeros(sizes)
-    there, here = _overlap(tensor.shape, sizes, at[::-1])
+    there, here = overlap(tensor.shape, sizes, at[::-1])
     copied[here] = tensor[there]
     return _matrix(copied)
 
@@ -78,7 +78,7 @@ def store_box(tensor_map: TensorMap, memory: Array, values: Array, *at: int) -> 
     tensor, sizes = viewed(tensor_map, memory), tensor_map.copy.sizes[::-1]
     box = values.reshape(sizes)
     assert _matrix(box).shape == values.shape
-    there, here = _overlap(tensor.shape, sizes, at[::-1])
+    there, here = overlap(tensor.shape, sizes, at[::-1])
     assert np.isnan(tensor[there]).all()
     tensor[there] = box[here]
 
