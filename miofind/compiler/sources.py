@@ -29,6 +29,7 @@ _IF_FUSED = re.compile(r"\s*#\s*ifdef\s+EPILOGUE\b")
 
 # Words come first among the short tokens, so that the apostrophe of 1'000 opens no literal and `FOOR"(` no raw string.
 # What is kept is matched in long runs, single spaces between words included: a call a token would take most of a hash.
+# No possessive quantifier: before Python 3.11.5 (Debian 12 has 3.11.2) one around groups matches to the end.
 _TOKEN = re.compile(
     r"""
     (?P<gap>   (?: \s | //(?:\\\r?\n|[^\n])* | /\*.*?\*/ )+ )
@@ -39,7 +40,7 @@ _TOKEN = re.compile(
                | '(?:\\.|[^'\\\n])*'
                | [ ](?![\s/])
                | [^\s/]
-               | /(?!/|\*.*?\*/) )++)
+               | /(?!/|\*.*?\*/) )+)
     """,
     re.VERBOSE | re.DOTALL,
 )
