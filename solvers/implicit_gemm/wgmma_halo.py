@@ -5,7 +5,6 @@ Kernel: kernels_src/implicit_gemm/wgmma_halo.cu.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -13,13 +12,11 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, KernelKey
+from miofind.solver.solver import OF_IMAGES, Algorithm, Applicability, KernelKey
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map
-from miofind.solvers.common.correlation import Axis
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.implicit_gemm.wgmma_halo_shared import HaloSolver
 from miofind.solvers.implicit_gemm.wgmma_halo_tiling import (
     MOST_CHANNELS,
@@ -138,41 +135,21 @@ class ConvImplicitGemmHalo(HaloSolver):
             conv(data, x=(3, 24, 130), w=(56, 24, 11), padding=5, dtype=brain, layout=Layout.NWC),
         )
 
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+    def refuse(self, problem: ProblemDescription) -> Applicability:
         conv = problem.conv
-        if problem.groups != 1:
-            return Applicability(f"serves one group, not {problem.groups}")
-        if any(stride != 1 for stride in conv.stride):
-            return Applicability(f"needs stride 1, not {conv.stride}")
         if len(problem.spatial) > 1 and conv.dilation[0] != 1:
             return Applicability(f"goes along the first dimension slice by slice: no dilation {conv.dilation[0]} there")
-        if problem.is_1x1:
-            return Applicability("has no halo where filters have one tap")
-        if problem.c % 8 or problem.k % 8:
-            return Applicability(f"copies 16 bytes: {problem.c} channels or {problem.k} filters are no multiple of 8")
         pads = zip(conv.pad_before, conv.pad_after, problem.filter, conv.dilation, strict=True)
         if any(max(before, after) > (taps - 1) * dilation for before, after, taps, dilation in pads):
             return Applicability("needs outputs that each meet a pixel: padding is larger than the filter reaches")
-        if (answer := refuse_tensors(problem)).refused:
-            return answer
-        if problem.output.size == 0 or problem.flops == 0:
-            return Applicability("has no empty products")
-        product = HaloProduct.of(problem)
-        if product.sums > MOST_CHANNELS:
-            return Applicability(f"sums over up to {MOST_CHANNELS} channels, not {product.sums}")
-        if not _valid_list(product, device).configs:
-            return Applicability("has filters too large for a block's shared memory")
-        return APPLICABLE
+        sums = HaloProduct.of(problem).sums
+        return Applicability(f"sums over up to {MOST_CHANNELS} channels, not {sums}" if sums > MOST_CHANNELS else "")
 
     def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> HaloTiling:
         return HaloTiling.of(HaloProduct.of(problem), config, device)
 
-    def axes(self, problem: ProblemDescription) -> tuple[Axis, Axis]:
-        product = HaloProduct.of(problem)
-        return product.height, product.width
-
-    def valid_list(self, problem: ProblemDescription, device: Device) -> ConfigTable:
-        return _valid_list(HaloProduct.of(problem), device)
+    def short_list(self, problem: ProblemDescription) -> ConfigTable:
+        return short_list(HaloProduct.of(problem))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = self.tiling(problem, device, config)
@@ -192,12 +169,6 @@ class ConvImplicitGemmHalo(HaloSolver):
             ),
         )
         return ConvSolution(steps=(step,))
-
-
-@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
-def _valid_list(product: HaloProduct, device: Device) -> ConfigTable:
-    """The short list as far as it is valid."""
-    return short_list(product).valid(lambda config: HaloTiling.of(product, config, device).is_valid(device))
 
 
 def _pixels(tiling: HaloTiling) -> TensorMap:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -11,9 +13,10 @@ from typing import ClassVar, Protocol
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable
-from miofind.solver.solver import EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig, Solver, first_refusal
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, ceil_div
+from miofind.solvers.common.limits import refuse_tensors
 
 PATTERN = 1024
 """Bytes at which swizzles repeat."""
@@ -79,8 +82,12 @@ class HaloTile:
 
 
 class Tiling(Protocol):
-    """A configuration applied to a product, or a table of many."""
+    """A configuration applied to a problem, or a table of many."""
 
+    @property
+    def height(self) -> Axis: ...
+    @property
+    def width(self) -> Axis: ...
     @property
     def tile_h(self) -> int: ...
     @property
@@ -106,23 +113,40 @@ class HaloSolver(Solver):
     most_alike: ClassVar[int]
 
     @abstractmethod
+    def refuse(self, problem: ProblemDescription) -> Applicability:
+        """Why it does not serve a problem of one group, stride 1 and several taps, whose channels fill 16 bytes."""
+
+    @abstractmethod
     def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> Tiling:
         """A configuration applied to a problem of stride 1."""
 
     @abstractmethod
-    def axes(self, problem: ProblemDescription) -> tuple[Axis, Axis]:
-        """Those that a tile's rows and columns are of."""
+    def short_list(self, problem: ProblemDescription) -> ConfigTable:
+        """The configurations worth an estimate."""
 
-    @abstractmethod
-    def valid_list(self, problem: ProblemDescription, device: Device) -> ConfigTable:
-        """The configurations worth an estimate that can run."""
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.groups != 1:
+            return Applicability(f"serves one group, not {problem.groups}")
+        if any(stride != 1 for stride in problem.conv.stride):
+            return Applicability(f"needs stride 1, not {problem.conv.stride}")
+        if math.prod(problem.filter) == 1:
+            return Applicability("has no halo where filters have one tap")
+        if problem.c % 8 or problem.k % 8:
+            return Applicability(f"copies 16 bytes: {problem.c} channels or {problem.k} filters are no multiple of 8")
+        if (answer := first_refusal(self.refuse(problem), refuse_tensors(problem))).refused:
+            return answer
+        if problem.output.size == 0 or problem.flops == 0:
+            return Applicability("has no empty products")
+        if not _valid_list(self, problem, device).configs:
+            return Applicability("has filters or a halo too large for a block's shared memory")
+        return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         """Whether it can run, and no smaller limit of rows or of columns cuts the output into as many tiles."""
-        for axis, limits, name in zip(self.axes(problem), self.limits, ("tile_h", "tile_w"), strict=True):
-            if least_limit(axis, limits, config[name]) != config[name]:
-                return False
-        return bool(self.tiling(problem, device, config).is_valid(device))
+        tiling, (heights, widths) = self.tiling(problem, device, config), self.limits
+        limits = config["tile_h"], config["tile_w"]
+        least = least_limit(tiling.height, heights, limits[0]), least_limit(tiling.width, widths, limits[1])
+        return limits == least and bool(tiling.is_valid(device))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(each.config for each in self.estimated_defaults(problem, device))
@@ -141,7 +165,13 @@ class HaloSolver(Solver):
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The likely ones as far as they are valid, the least estimate first."""
-        return self.ranked_table(problem, device, self.valid_list(problem, device))
+        return self.ranked_table(problem, device, _valid_list(self, problem, device))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return self.tiling(problem, device, config).estimate_ms(device)
+
+
+@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
+def _valid_list(solver: HaloSolver, problem: ProblemDescription, device: Device) -> ConfigTable:
+    """The short list as far as it can run."""
+    return solver.short_list(problem).valid(lambda config: solver.tiling(problem, device, config).is_valid(device))

@@ -5,8 +5,6 @@ Kernel: kernels_src/implicit_gemm/wgmma_halo_swapped.cu.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -19,9 +17,7 @@ from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicabilit
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, EpilogueArgument, KernelStep, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map
-from miofind.solvers.common.correlation import Axis
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.implicit_gemm.wgmma_halo_shared import HaloSolver
 from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import (
     FILTER_STAGES,
@@ -119,35 +115,16 @@ class ConvImplicitGemmHaloSwapped(HaloSolver):
             conv(data, x=(3, 128, 130), w=(56, 128, 11), padding=5, dtype=brain, layout=Layout.NWC),
         )
 
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        conv = problem.conv
-        if problem.groups != 1:
-            return Applicability(f"serves one group, not {problem.groups}")
-        if any(stride != 1 for stride in conv.stride):
-            return Applicability(f"needs stride 1, not {conv.stride}")
-        if math.prod(problem.filter) == 1:
-            return Applicability("has no halo where filters have one tap")
+    def refuse(self, problem: ProblemDescription) -> Applicability:
         if problem.filter[-1] > MOST_COLUMNS:
             return Applicability(f"takes too long to compile for filters of over {MOST_COLUMNS} columns")
-        if problem.c % 8 or problem.k % 8:
-            return Applicability(f"copies 16 bytes: {problem.c} channels or {problem.k} filters are no multiple of 8")
-        if (answer := refuse_tensors(problem)).refused:
-            return answer
-        if problem.output.size == 0 or problem.flops == 0:
-            return Applicability("has no empty products")
-        if not _valid_list(SwappedHaloProduct.of(problem), device).configs:
-            return Applicability("has a halo too large for a block's shared memory")
         return APPLICABLE
 
     def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> SwappedHaloTiling:
         return SwappedHaloTiling.of(SwappedHaloProduct.of(problem), config, device)
 
-    def axes(self, problem: ProblemDescription) -> tuple[Axis, Axis]:
-        product = SwappedHaloProduct.of(problem)
-        return product.height, product.width
-
-    def valid_list(self, problem: ProblemDescription, device: Device) -> ConfigTable:
-        return _valid_list(SwappedHaloProduct.of(problem), device)
+    def short_list(self, problem: ProblemDescription) -> ConfigTable:
+        return short_list(SwappedHaloProduct.of(problem))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = self.tiling(problem, device, config)
@@ -167,12 +144,6 @@ class ConvImplicitGemmHaloSwapped(HaloSolver):
             ),
         )
         return ConvSolution(steps=(step,))
-
-
-@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
-def _valid_list(product: SwappedHaloProduct, device: Device) -> ConfigTable:
-    """The short list as far as it is valid."""
-    return short_list(product).valid(lambda config: SwappedHaloTiling.of(product, config, device).is_valid(device))
 
 
 def _pixels(tiling: SwappedHaloTiling) -> TensorMap:
