@@ -151,7 +151,7 @@ class Reading:
         own, chain = set[str](), tuple[str, ...]()
         before: Any = None
         steps = instructions(code)
-        if any(each.opname.startswith(_STORES) and not set(_names(each)).isdisjoint(owner) for each in steps):
+        if any(not set(_stored(each)).isdisjoint(owner) for each in steps):
             owner = ()  # it is another one later
         for number, each in enumerate(steps):
             after = steps[number + 1 : number + 3]
@@ -205,6 +205,13 @@ def _has_parts(module: Any, asked: Iterable[str]) -> bool:
 def _given(instruction: Any) -> tuple[Any, ...]:
     """The names of the variables that an instruction gives."""
     return () if instruction is None or not instruction.opname.startswith(_LOADS) else _names(instruction)
+
+
+def _stored(instruction: Any) -> tuple[Any, ...]:
+    """The names of the variables that an instruction sets; of Python 3.13 on it may give one besides."""
+    if not instruction.opname.startswith(_STORES):
+        return ()
+    return _names(instruction)[: instruction.opname.count("STORE_")]
 
 
 def _names(instruction: Any) -> tuple[Any, ...]:
