@@ -139,7 +139,7 @@ class _DeviceThread(threading.Thread):
     ) -> None:
         super().__init__(name=f"miofind-device-{setup.number}", daemon=True)
         self._setup = setup
-        self._handle = handle
+        self._tuning_handle = handle  # a thread has a `_handle` of its own from Python 3.13 on
         self._queue = queue
         self._tell = tell
         self._stopping = stopping
@@ -178,7 +178,7 @@ class _DeviceThread(threading.Thread):
         Raises:
             MiofindError: what would fail every problem.
         """
-        setup, uuid = self._setup, self._handle.device.uuid
+        setup, uuid = self._setup, self._tuning_handle.device.uuid
         self._process = process = Service(self._serve, setup, gpu=uuid, silence_s=SILENCE_S)
         if self._stopping.is_set():  # those who stop may not have seen it
             process.kill()
@@ -219,13 +219,13 @@ class _DeviceThread(threading.Thread):
 
     def _ours(self, result: TuneResult) -> TuneResult:
         """A result with solutions that run here."""
-        solutions = (replace(solution, device=self._handle.device) for solution in result.solutions)
-        return replace(result, solutions=tuple(reordered(solutions, self._handle)))
+        solutions = (replace(solution, device=self._tuning_handle.device) for solution in result.solutions)
+        return replace(result, solutions=tuple(reordered(solutions, self._tuning_handle)))
 
     def _ended(self, end: End) -> bool:
         """Note a process that came to that end by itself; whether the device is given up over it."""
         how = f"failed: {end.message}" if isinstance(end, Failed) else end.message
-        told = f"the process that tuned on {self._handle.device.name} {how}"
+        told = f"the process that tuned on {self._tuning_handle.device.name} {how}"
         task, self._task = self._task, None
         number = self._setup.number
         if task is not None and not self._queue.give_back(task):

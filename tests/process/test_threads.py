@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers.processes.waiting import LIMIT_S
 
+import miofind
 from miofind.process.threads import Helper, in_threads
 
 
@@ -109,3 +112,26 @@ def test_a_helper_without_a_thread_does_nothing(helper: Helper) -> None:
     helper.submit(lambda: done.append(1))
     helper.finish()
     assert done == []
+
+
+OWN_OF_THREADS = frozenset(vars(threading.Thread(target=int))) | {
+    *("_args", "_context", "_daemonic", "_handle", "_ident", "_initialized", "_invoke_excepthook", "_is_stopped"),
+    *("_kwargs", "_name", "_native_id", "_os_name", "_started", "_stderr", "_target", "_tstate_lock"),
+}
+"""Attributes that threading.Thread sets of itself, of Python 3.11 to 3.14 and of this one."""
+
+
+def test_threads_of_ours_set_nothing_that_threads_have() -> None:
+    """Tuning by a process a device once set `_handle`, and no such thread began from Python 3.13 on."""
+    found = {}
+    for path in Path(miofind.__file__).parent.rglob("*.py"):
+        for each in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(each, ast.ClassDef) and any(ast.unparse(base).endswith("Thread") for base in each.bases):
+                set_ones = {
+                    node.attr
+                    for node in ast.walk(each)
+                    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                }
+                found[each.name] = set_ones & OWN_OF_THREADS
+    assert len(found) >= 4, "there are threads of ours"
+    assert not any(found.values()), found
