@@ -257,7 +257,7 @@ def merge(told: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> i
         return len(asked(arguments))
     gpu = told[0]["gpu"]
     files = kept_files(arguments.folder, gpu)
-    rows, timed = kept_rows(files), set()
+    rows, runs, timed = kept_rows(files), kept_runs(files), set()
     for row in (line["row"] for line in told):
         if row["time_ms"] is not None or rows.get(key_of(row), row)["time_ms"] is None:
             rows[key_of(row)] = row | {"commit": arguments.commit}
@@ -269,7 +269,7 @@ def merge(told: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> i
             cases.setdefault(each.case, []).append(rows[each.key])
     for case, some in cases.items():
         if any(key_of(row) in timed for row in some):
-            content = content_of(case, some, told[0], arguments, kept_runs(files))
+            content = content_of(case, some, told[0], arguments, runs)
             text = json.dumps(content, indent=1, allow_nan=False)
             (arguments.folder / case.file_of(gpu)).write_text(text + "\n", encoding="utf-8")
     of_commit = timed_keys(rows, arguments.commit)

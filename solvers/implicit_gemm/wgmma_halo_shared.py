@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from miofind.core.problem import ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable
+from miofind.solver.columns import ConfigTable, Each
 from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig, Solver, first_refusal
 from miofind.solver.steps import Config
-from miofind.solvers.common.correlation import Axis, ceil_div
+from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis
 from miofind.solvers.common.limits import refuse_tensors
 
 PATTERN = 1024
@@ -43,6 +43,24 @@ def without_taps(size: int) -> Axis:
 def halo(axis: Axis) -> int:
     """The inputs that a row of outputs meets beyond one for each."""
     return (axis.taps - 1) * axis.dilation
+
+
+def correlation_axes(problem: ProblemDescription) -> list[Axis]:
+    """The spatial dimensions of a problem of stride 1: forward, or of backward data as a correlation of dy."""
+    dims = range(len(problem.spatial))
+    if problem.direction is Direction.BACKWARD_DATA:
+        return [backward_axes(problem, dim)[0] for dim in dims]
+    return [forward_axis(problem, dim) for dim in dims]
+
+
+def even_tile(axis: Axis, limit: Each) -> Each:
+    """The outputs of a tile, at most a limit, where an axis is cut into as equal ones as may be."""
+    return ceil_div(axis.outputs, ceil_div(axis.outputs, limit))
+
+
+def least_limits(axis: Axis, limits: Sequence[int], likely: Sequence[int]) -> tuple[int, ...]:
+    """The limits that cut an axis as the likely ones do, each once."""
+    return tuple(dict.fromkeys(least_limit(axis, limits, limit) for limit in likely))
 
 
 def least_limit(axis: Axis, limits: Sequence[int], limit: int) -> int:

@@ -14,14 +14,16 @@ from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
 from miofind.solver.steps import Config
-from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
+from miofind.solvers.common.correlation import Axis, ceil_div, round_up
 from miofind.solvers.implicit_gemm.wgmma_halo_shared import (
     BARRIER_BYTES,
     MAX_BOX,
     PATTERN,
     HaloTile,
+    correlation_axes,
+    even_tile,
     halo,
-    least_limit,
+    least_limits,
     span_of,
     without_taps,
 )
@@ -82,8 +84,7 @@ class SwappedHaloProduct:
     def of(problem: ProblemDescription) -> SwappedHaloProduct:
         """That of a problem of stride 1 in one or two dimensions."""
         is_data = problem.direction is Direction.BACKWARD_DATA
-        dims = range(len(problem.spatial))
-        axes = [backward_axes(problem, dim)[0] if is_data else forward_axis(problem, dim) for dim in dims]
+        axes = correlation_axes(problem)
         if len(axes) == 1:
             axes.insert(0, without_taps(problem.n))
         sums, results = (problem.k, problem.c) if is_data else (problem.c, problem.k)
@@ -93,7 +94,7 @@ class SwappedHaloProduct:
             problem=problem,
             height=axes[0],
             width=axes[1],
-            images=1 if len(dims) == 1 else problem.n,
+            images=1 if len(problem.spatial) == 1 else problem.n,
             sums=sums,
             results=results,
             channels=channels,
@@ -160,8 +161,8 @@ class SwappedHaloTiling(HaloTile):
     def of(product: SwappedHaloProduct, config: Config, device: Device) -> SwappedHaloTiling:
         """Tiles of at most `tile_h` rows and `tile_w` columns."""
         height, width = product.height.outputs, product.width.outputs
-        tile_h = ceil_div(height, ceil_div(height, config["tile_h"]))
-        tile_w = ceil_div(width, ceil_div(width, config["tile_w"]))
+        tile_h = even_tile(product.height, config["tile_h"])
+        tile_w = even_tile(product.width, config["tile_w"])
         tile_n = round_up((tile_h - 1) * (tile_w + halo(product.width)) + tile_w, 8)
         unit_blocks, stages = config["unit_blocks"], config["filter_stages"]
         held = chosen(unit_blocks > 1, product.chunks, 1)
@@ -234,7 +235,7 @@ class SwappedHaloTiling(HaloTile):
             & (product.filter_blocks % self.unit_blocks == 0)
             & ((self.filter_stages == self.unit_blocks * product.chunks * product.taps) == self.keeps_filters)
             & (self.keeps_filters <= (self.parts == 1))  # else they would have to change
-            & (self.tile_h <= (1 if of_one_image else self.tile_h))
+            & ((self.tile_h == 1) | (not of_one_image))
             & (registers <= register_limit(1, self.threads))
             & (fitting >= 1)
             & ((self.items + self.consumers) * product.chunks * product.taps <= _MAX_INT)
@@ -264,10 +265,9 @@ class SwappedHaloTiling(HaloTile):
 
 def short_list(product: SwappedHaloProduct) -> ConfigTable:
     """Configurations worth an estimate, as they cut a product, which has no smaller limits for any."""
-    heights = dict.fromkeys(least_limit(product.height, TILES_H, limit) for limit in TILES_H)
-    widths = dict.fromkeys(least_limit(product.width, TILES_W, limit) for limit in TILES_W)
+    heights = least_limits(product.height, TILES_H, TILES_H)
     blocks = tuple(blocks for blocks in (1, 2, 4) if product.filter_blocks % blocks == 0)
-    return _of_limits(tuple(heights), tuple(widths), blocks)
+    return _of_limits(heights, least_limits(product.width, TILES_W, TILES_W), blocks)
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,14 +14,16 @@ from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, register_limit, resident_blocks
 from miofind.solver.steps import Config
-from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis, round_up
+from miofind.solvers.common.correlation import Axis, ceil_div, round_up
 from miofind.solvers.implicit_gemm.wgmma_halo_shared import (
     BARRIER_BYTES,
     MAX_BOX,
     PATTERN,
     HaloTile,
+    correlation_axes,
+    even_tile,
     halo,
-    least_limit,
+    least_limits,
     span_of,
     without_taps,
 )
@@ -77,8 +79,7 @@ class HaloProduct:
     def of(problem: ProblemDescription) -> HaloProduct:
         """That of a problem of stride 1."""
         is_data = problem.direction is Direction.BACKWARD_DATA
-        dims = range(len(problem.spatial))
-        axes = [backward_axes(problem, dim)[0] if is_data else forward_axis(problem, dim) for dim in dims]
+        axes = correlation_axes(problem)
         rows_are_images = len(axes) < 3
         if rows_are_images:
             axes.insert(-1, without_taps(problem.n))
@@ -149,8 +150,8 @@ class HaloTiling(HaloTile):
     def of(product: HaloProduct, config: Config, device: Device) -> HaloTiling:
         """Tiles of at most `tile_h` rows and `tile_w` columns; parts of the depth that keep the device busy."""
         height, width = product.height.outputs, product.width.outputs
-        tile_h = ceil_div(height, ceil_div(height, config["tile_h"]))
-        tile_w = ceil_div(width, ceil_div(width, config["tile_w"]))
+        tile_h = even_tile(product.height, config["tile_h"])
+        tile_w = even_tile(product.width, config["tile_w"])
         is_odd = (width > tile_w) & (tile_w > _ATOM) & (tile_w % _ATOM > 0)
         tile_w = chosen(is_odd, round_up(tile_w, 8), tile_w)
         row_pixels = tile_w + halo(product.width)
@@ -238,9 +239,8 @@ class HaloTiling(HaloTile):
 
 def short_list(product: HaloProduct) -> ConfigTable:
     """Configurations worth an estimate, as they cut a product, which has no smaller limits for any."""
-    heights = dict.fromkeys(least_limit(product.height, TILES_H, limit) for limit in _LIKELY_H)
-    widths = dict.fromkeys(least_limit(product.width, TILES_W, limit) for limit in TILES_W)
-    return _of_limits(tuple(heights), tuple(widths))
+    heights = least_limits(product.height, TILES_H, _LIKELY_H)
+    return _of_limits(heights, least_limits(product.width, TILES_W, TILES_W))
 
 
 @functools.lru_cache(maxsize=256)

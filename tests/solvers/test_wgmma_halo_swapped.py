@@ -209,7 +209,7 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], values: dict[str, in
     [
         ({"w": (64, 64, 1, 1)}, "one tap"),
         ({"x": (4, 64, 30), "w": (64, 64, 1), "layout": Layout.NWC}, "one tap"),
-        ({"x": (4, 64, 300), "w": (64, 64, 33), "layout": Layout.NWC}, "33 columns|over 32 columns"),
+        ({"x": (4, 64, 300), "w": (64, 64, 33), "layout": Layout.NWC}, "over 32 columns"),
         ({"stride": 2}, "stride 1"),
     ],
     ids=["1x1", "one tap of a line", "a long line", "strided"],
@@ -219,4 +219,4 @@ def test_problems_that_it_does_not_serve(fields: dict[str, Any], reason: str) ->
     shape = {"x": (4, 64, 30, 30), "w": (64, 64, 3, 3), "padding": 1, "layout": Layout.NHWC, "dtype": "float16"}
     answer = SOLVER.applicability(ProblemDescription.convolution(**shape | fields), DEVICE)
     assert answer.refused
-    assert any(part in answer.reason for part in reason.split("|"))
+    assert reason in answer.reason
