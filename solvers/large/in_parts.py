@@ -36,6 +36,7 @@ _INNER = (
     "ConvImplicitGemmWgmma",
     "ConvImplicitGemmHalo",
     "ConvImplicitGemmHaloSwapped",
+    "ConvImplicitGemmPingPong",
     "ConvImplicitGemmMma",
     "ConvChannelsLast",
     "ConvChannelsLastMma",

@@ -20,6 +20,7 @@ from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep
 from miofind.solvers.direct.naive import ConvDirectNaive
 from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import SwappedHaloProduct, SwappedHaloTiling
 from miofind.solvers.implicit_gemm.wgmma_halo_tiling import HaloProduct, HaloTiling
+from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import PingPongProduct, PingPongTiling
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -219,6 +220,11 @@ LARGEST_BLOCKS = [
         {"x": (32, 64, 80, 80), "w": (64, 64, 5, 5), "padding": 2, "layout": "NHWC", "dtype": "float16"},
         "ConvImplicitGemmHaloSwapped",
     ),
+    (
+        "ConvImplicitGemmPingPong",
+        {"x": (32, 64, 80, 80), "w": (128, 64, 3, 3), "padding": 1, "layout": "NHWC", "dtype": "float16"},
+        "ConvImplicitGemmPingPong",
+    ),
     ("ConvImplicitGemmWgmma", WEIGHTS, "ConvImplicitGemmWgmma"),
     ("ConvImplicitGemmWgmmaTurned", WEIGHTS | {"layout": "NCHW"}, "ConvImplicitGemmWgmmaTurned"),
 ]
@@ -263,6 +269,15 @@ def test_swapped_halos_mbarriers_are_as_many_as_its_validity_counts(compiler: Co
     config = Config({**values, "consumers": consumers})
     (step,) = Registry.default()["ConvImplicitGemmHaloSwapped"].solution(problem, device, config).kernels
     tiling = SwappedHaloTiling.of(SwappedHaloProduct.of(problem), config, device)
+    assert compiler.build(step, "90a").resources[step.entry].shared_bytes == tiling.static_bytes
+
+
+@pytest.mark.parametrize("keeps_filters", [0, 1])
+def test_ping_pongs_mbarriers_are_as_many_as_its_validity_counts(compiler: Compiler, keeps_filters: int) -> None:
+    problem, device = ProblemDescription.convolution(**LARGEST_BLOCKS[3][1]), Device.virtual("90a")
+    config = Config({"rows": 1, "tile_n": 128, "places": 1, "keeps_filters": keeps_filters})
+    (step,) = Registry.default()["ConvImplicitGemmPingPong"].solution(problem, device, config).kernels
+    tiling = PingPongTiling.of(PingPongProduct.of(problem), config, device)
     assert compiler.build(step, "90a").resources[step.entry].shared_bytes == tiling.static_bytes
 
 

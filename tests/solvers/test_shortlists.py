@@ -24,6 +24,8 @@ from miofind.solvers.grouped import nchw, nchw_weights, nhwc, nhwc_weights
 from miofind.solvers.implicit_gemm import (
     wgmma_halo_swapped_tiling,
     wgmma_halo_tiling,
+    wgmma_ping_pong,
+    wgmma_ping_pong_tiling,
     wgmma_shortlist,
     wgmma_transposed_tiling,
 )
@@ -287,6 +289,20 @@ def test_a_table_of_halos_is_ranked_as_each_configuration_by_itself(of: str, dev
         plain = solver.ranked(problem, device, short_list(problem).configs)
         estimates = [solver.estimate_ms(problem, device, config) for config in plain]
         assert list(solver._ranked(problem, device)) == list(zip(plain, estimates, strict=True)), problem
+
+
+@pytest.mark.parametrize("device", [H200, replace(H200, sm_count=20)], ids=["H200", "small"])
+def test_a_table_of_ping_pong_is_ranked_as_each_configuration_by_itself(device: Device) -> None:
+    """Valid or not: filters stay or do not, and rings have as many stages as there is room for."""
+    solver = wgmma_ping_pong.ConvImplicitGemmPingPong()
+    problems = [problem for problem in (*solver.examples(), *drawn(300, 12)) if solver.applicability(problem, device)]
+    assert len(problems) > len(solver.examples())
+    for problem in problems[:40]:
+        table = wgmma_ping_pong_tiling.short_list(wgmma_ping_pong_tiling.PingPongProduct.of(problem))
+        plain = solver.ranked(problem, device, table.configs)
+        estimates = [solver.estimate_ms(problem, device, config) for config in plain]
+        ranked = solver.ranked_table(problem, device, wgmma_ping_pong._valid_list(problem, device))
+        assert list(ranked) == list(zip(plain, estimates, strict=True)), problem
 
 
 def of_few_channels(problem: ProblemDescription) -> ProblemDescription:

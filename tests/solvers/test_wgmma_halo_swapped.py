@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
+from helpers.in_numpy.launches import check_launches
 from helpers.in_numpy.wgmma_halo_swapped import Launch
 from helpers.problems.drawn_configs import spread
-from numpy.typing import NDArray
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.reference.convolution import reference_on_host
-from miofind.reference.epilogue import apply_epilogue
 from miofind.solver.occupancy import RESERVED_SHARED_BYTES, SmLimits
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
@@ -78,27 +74,8 @@ def test_launches_compute_the_convolution(fields: dict[str, Any], direction: Dir
     """By their maps, numbers and defines, as the kernel counts with them; on few multiprocessors rings wrap around."""
     layout = Layout.of(len(fields["x"]) - 2, channels_last=True)
     problem = ProblemDescription.convolution(**fields, layout=layout, direction=direction, dtype="float16")
-    generator = np.random.default_rng(len(problem.network_config))
-
-    def drawn(shape: Sequence[int]) -> NDArray[np.float64]:
-        return generator.integers(-3, 4, shape).astype(np.float64)
-
-    inputs = {name: drawn(problem.tensor(name).shape) for name in direction.inputs}
-    operands = {each.name: drawn(each.shape) for each in problem.operands if each.name in problem.epilogue.operands}
-    expected = apply_epilogue(problem, reference_on_host(problem, **inputs), operands)
-    for config in spread(SOLVER, problem, device, 4, defaults=2):
-        memory = {name: channels_last(tensor).ravel() for name, tensor in (inputs | operands).items()}
-        memory[direction.output] = np.full(expected.size, np.nan)
-        (step,) = SOLVER.solution(problem, device, config).kernels
-        Launch(problem, step, memory).run()
-        shape = channels_last(expected).shape
-        found = np.moveaxis(memory[direction.output].reshape(shape), -1, 1)
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9, err_msg=config.json)
-
-
-def channels_last(tensor: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Vectors and matrices of channels as they are."""
-    return np.ascontiguousarray(np.moveaxis(tensor, min(1, tensor.ndim - 1), -1))
+    configs = spread(SOLVER, problem, device, 4, defaults=2)
+    check_launches(SOLVER, problem, device, configs, lambda step, memory: Launch(step, memory).run())
 
 
 @EITHER

@@ -40,11 +40,16 @@ class Finish:
         assert (argument is None) == ("EPILOGUE" not in defines)
         return Finish(argument, defines)
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """What it reads of the output's shape, in the order of computation."""
+        return tuple(name for name in EPILOGUE_TENSORS if getattr(self.argument, name, None) is not None)
+
     def __call__(self, sums: Array, place: tuple[Any, Any, Any], channels: int, buffers: Mapping[str, Array]) -> Array:
         """The results of sums.
 
         Args:
-            place: image, channel and element of memory of each.
+            place: image, channel and element of memory of each; `...` for all that is given of tensors of its shape.
             channels: of the output.
             buffers: operands in the order of their memory.
         """

@@ -1,9 +1,8 @@
 """The kernel of ConvImplicitGemmHaloSwapped in NumPy: what its launch copies into shared memory, meets and stores.
 
 Knows a launch by its maps, numbers and defines alone, and how kernels_src/implicit_gemm/wgmma_halo_swapped.cu counts
-with them. Shared memory is an array of elements whose addresses are swizzled as copies and descriptors have it; what
-nobody wrote is large, so that a result that meets it is wrong. Rings are filled when a consumer comes to a stage: that
-is in order, but says nothing of whether a stage was free.
+with them. Rings are filled when a consumer comes to a stage: that is in order, but says nothing of whether a stage was
+free.
 """
 
 from __future__ import annotations
@@ -11,20 +10,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from helpers.in_numpy.wgmma import Array, overlap, viewed
+from helpers.in_numpy.epilogue import Finish
+from helpers.in_numpy.shared_memory import ELEMENT, PATTERN, Addresses, SharedMemory, round_up, swizzled
+from helpers.in_numpy.wgmma import Array
 from helpers.problems.struct_fields import fields_of
-from numpy.typing import NDArray
 
-from miofind.core.epilogue import DEFAULT_PARAMETERS, Activation, ResidualPosition
-from miofind.core.problem import ProblemDescription
-from miofind.reference.epilogue import activated, differentiated
-from miofind.solver.steps import Box, KernelStep, TensorMap
+from miofind.solver.steps import EpilogueArgument, KernelStep, TensorMap
 from miofind.solver.structs import Struct
-
-Addresses = NDArray[np.int64]
-
-ELEMENT = 2
-"""Bytes of an element."""
 
 
 class Unit(NamedTuple):
@@ -36,15 +28,6 @@ class Unit(NamedTuple):
     filter: int
 
 
-def round_up(a: int, b: int) -> int:
-    return -(-a // b) * b
-
-
-def swizzled(addresses: Addresses, span: int) -> Addresses:
-    """Where elements of a pattern of so many bytes are: 16-byte words by the bits of their 128-byte line."""
-    return addresses ^ ((addresses >> 7 & (span // 16 - 1)) << 4)
-
-
 class Launch:
     """One launch of the kernel.
 
@@ -52,12 +35,13 @@ class Launch:
         memory: tensors by name, flat, channels last; the output is all NaN.
     """
 
-    def __init__(self, problem: ProblemDescription, step: KernelStep, memory: dict[str, Array]) -> None:
+    def __init__(self, step: KernelStep, memory: dict[str, Array]) -> None:
         maps = [arg for arg in step.args if isinstance(arg, TensorMap)]
         [struct] = [arg for arg in step.args if isinstance(arg, Struct)]
         self.pixels, self.filters, self.target, *self.read = maps
-        self.problem, self.memory, self.shape, self.blocks = problem, memory, fields_of(struct), step.grid[0]
+        self.shape, self.blocks = fields_of(struct), step.grid[0]
         defines: dict[str, Any] = dict(step.defines)
+        self.finish = Finish.of(next((arg for arg in step.args if isinstance(arg, EpilogueArgument)), None), defines)
         names = ("FILTER_H", "FILTER_W", "DILATION_H", "DILATION_W", "TILE_H", "TILE_W", "TILE_N", "CHANNELS", "CHUNKS")
         self.filter_h, self.filter_w, self.dilation_h, self.dilation_w = (int(defines[name]) for name in names[:4])
         self.tile_h, self.tile_w, self.tile_n, self.channels, self.chunks = (int(defines[name]) for name in names[4:])
@@ -67,24 +51,22 @@ class Launch:
         self.stages, self.rows_are_images = int(defines["FILTER_STAGES"]), bool(defines["ROWS_ARE_IMAGES"])
         self.taps = self.filter_h * self.filter_w
         self.keeps_filters = self.stages == self.unit_blocks * self.chunks * self.taps
-        epilogue = problem.epilogue
-        self.tensors = [name for name in ("residual", "saved") if name in epilogue.operands]
+        self.tensors = self.finish.tensors
         self.pixel_bytes, self.row_pixels = ELEMENT * self.channels, self.tile_w + (self.filter_w - 1) * self.dilation_w
         rows = self.tile_h + (self.filter_h - 1) * self.dilation_h
-        self.slot_bytes = round_up(rows * self.row_pixels * self.pixel_bytes, 1024)
+        self.slot_bytes = round_up(rows * self.row_pixels * self.pixel_bytes, PATTERN)
         self.filter_bytes, self.filter_row = 128 * self.channels, 128 if self.is_data else self.pixel_bytes
         self.out_pixel = ELEMENT * self.out_channels
-        self.place_bytes = round_up(self.tile_h * self.tile_w * self.out_pixel, 1024)
+        self.place_bytes = round_up(self.tile_h * self.tile_w * self.out_pixel, PATTERN)
         places = self.consumers * max(1, len(self.tensors)) * self.place_bytes
         rings = self.slots * self.slot_bytes + self.stages * self.filter_bytes
-        assert step.shared_bytes == 1024 + rings + places
-        self.shared = np.empty((step.shared_bytes + 1024) // ELEMENT)
-        self.base = 1024
+        assert step.shared_bytes == PATTERN + rings + places
+        self.shared = SharedMemory(step.shared_bytes, memory)
 
     def run(self) -> None:
         """Stores all results; each is stored once."""
         for block in range(self.blocks):
-            self.shared[:] = 1e9
+            self.shared.forget()
             self.slots_loaded = self.filters_loaded = item = 0
             while block + item // self.unit_blocks * self.blocks < self.shape["units"]:
                 self._take(block, item)
@@ -108,95 +90,55 @@ class Launch:
             terms = np.arange(16 * (self.last_k_steps if is_last else self.channels // 16))
             for tap in range(self.taps):
                 number = (filters if self.keeps_filters else item) * self.chunks * self.taps + chunk * self.taps + tap
-                a = self._rows_of_filters(self._stage(number, first_filter, chunk, tap), terms)
+                stage = self._stage(number, first_filter, chunk, tap)
+                a = self.shared.rows_of_filters(stage, terms, self.filter_row, are_columns=self.is_data)
                 r, s = divmod(tap, self.filter_w)
                 start = slot + (r * self.dilation_h * self.row_pixels + s * self.dilation_w) * self.pixel_bytes
                 pixels = start + np.arange(self.tile_n)[:, None] * self.pixel_bytes + ELEMENT * terms
-                sums += a @ self._met(pixels, self.pixel_bytes).T
+                sums += a @ self.shared.met(pixels, self.pixel_bytes).T
         self._store(unit, first_filter, item % self.consumers, sums)
 
     def _slot(self, unit: Unit, number: int, chunk: int) -> int:
         """Where a chunk of a tile is; it is loaded when it is first met, in order."""
-        slot = self.base + number % self.slots * self.slot_bytes
+        slot = self.shared.base + number % self.slots * self.slot_bytes
         if number == self.slots_loaded:
             corner = (chunk * self.channels, unit.column - self.shape["pad_w"], unit.row - self.shape["pad_h"])
-            self._load(self.pixels, slot, (*corner, unit.image))
+            self.shared.load_box(self.pixels, slot, (*corner, unit.image))
             self.slots_loaded += 1
         assert self.slots_loaded - self.slots <= number < self.slots_loaded
         return slot
 
     def _stage(self, number: int, first_filter: int, chunk: int, tap: int) -> int:
         """Where the filters of a tap of a chunk are."""
-        stage = self.base + self.slots * self.slot_bytes + number % self.stages * self.filter_bytes
+        stage = self.shared.base + self.slots * self.slot_bytes + number % self.stages * self.filter_bytes
         if number == self.filters_loaded:
             term = chunk * self.channels
             corner = (first_filter, self.taps - 1 - tap, term) if self.is_data else (term, tap, first_filter)
-            self._load(self.filters, stage, corner)
+            self.shared.load_box(self.filters, stage, corner)
             self.filters_loaded += 1
         assert self.filters_loaded - self.stages <= number < self.filters_loaded
         return stage
-
-    def _rows_of_filters(self, stage: int, terms: Addresses) -> Array:
-        """64 filters by terms, as the descriptor of a K-major or an MN-major matrix has them."""
-        rows = np.arange(64)[:, None]
-        if self.is_data:
-            return self._met(stage + terms * self.filter_row + ELEMENT * rows, self.filter_row)
-        return self._met(stage + rows * self.filter_row + ELEMENT * terms, self.filter_row)
-
-    def _met(self, addresses: Addresses, span: int) -> Array:
-        assert addresses.max() < ELEMENT * len(self.shared), "beyond shared memory"
-        met: Array = self.shared[swizzled(addresses, span) // ELEMENT]
-        return met
-
-    def _load(self, tensor_map: TensorMap, to: int, corner: tuple[int, ...]) -> None:
-        """Copies a box, zeros beyond the tensor."""
-        assert isinstance(tensor_map.copy, Box)
-        assert max(tensor_map.copy.sizes) <= 256
-        tensor = viewed(tensor_map, self.memory[tensor_map.pointer.buffer])
-        box = np.zeros(tensor_map.copy.sizes[::-1])
-        there, here = overlap(tensor.shape, box.shape, corner[::-1])
-        box[here] = tensor[there]
-        self.shared[swizzled(to + ELEMENT * np.arange(box.size), tensor_map.swizzle_bytes) // ELEMENT] = box.ravel()
 
     def _store(self, unit: Unit, first_filter: int, consumer: int, sums: Array) -> None:
         """Stages a tile's results where what is read with them is, and copies them out."""
         corner = (first_filter, unit.column, unit.row, unit.image)
         rings = self.slots * self.slot_bytes + self.stages * self.filter_bytes
-        place = self.base + rings + consumer * max(1, len(self.tensors)) * self.place_bytes
+        place = self.shared.base + rings + consumer * max(1, len(self.tensors)) * self.place_bytes
         for number, name in enumerate(self.tensors):
             assert self.read[number].pointer.buffer == name
-            self._load(self.read[number], place + number * self.place_bytes, corner)
+            self.shared.load_box(self.read[number], place + number * self.place_bytes, corner)
         rows, columns = np.divmod(np.arange(self.tile_n), self.row_pixels)
         inside = np.flatnonzero((rows < self.tile_h) & (columns < self.tile_w))  # not the halo between rows
         offsets = (rows * self.tile_w + columns)[inside] * self.out_pixel
         channels = np.arange(self.out_channels)
         addresses = swizzled(place + offsets[:, None] + ELEMENT * channels, self.out_pixel)
         results = self._finished(sums[: self.out_channels, inside].T, addresses, first_filter + channels, unit)
-        self.shared[addresses // ELEMENT] = results
-        assert isinstance(self.target.copy, Box)
-        sizes = self.target.copy.sizes[::-1]
-        staged = self._met(place + ELEMENT * np.arange(np.prod(sizes)), self.target.swizzle_bytes).reshape(sizes)
-        tensor = viewed(self.target, self.memory[self.target.pointer.buffer])
-        there, here = overlap(tensor.shape, sizes, corner[::-1])
-        assert np.isnan(tensor[there]).all(), "stored twice"
-        tensor[there] = staged[here]
+        self.shared.elements[addresses // ELEMENT] = results
+        self.shared.store_box(self.target, place, corner)
 
     def _finished(self, sums: Array, addresses: Addresses, filters: Addresses, unit: Unit) -> Array:
         """What the epilogue makes of sums, pixels by filters."""
-        epilogue = self.problem.epilogue
         filters = np.minimum(filters, self.shape["filters"] - 1)
-        place_of = {name: number * self.place_bytes for number, name in enumerate(self.tensors)}
-        read = {name: self.shared[(addresses + offset) // ELEMENT] for name, offset in place_of.items()}
-        if epilogue.scale:
-            sums = sums * self.memory["scale"][filters]
-        if epilogue.bias:
-            sums = sums + self.memory["bias"][filters]
-        if epilogue.channel_bias:
-            image = unit.row if self.rows_are_images else unit.image
-            sums = sums + self.memory["channel_bias"][image * self.shape["filters"] + filters]
-        if epilogue.residual is ResidualPosition.BEFORE:
-            sums = sums + read["residual"]
-        if epilogue.derivative is not Activation.NONE:
-            return differentiated(sums, read["saved"], epilogue.derivative, DEFAULT_PARAMETERS)
-        results = activated(sums, epilogue.activation, DEFAULT_PARAMETERS)
-        return results + read["residual"] if epilogue.residual is ResidualPosition.AFTER else results
+        places = {name: addresses + number * self.place_bytes for number, name in enumerate(self.tensors)}
+        image = unit.row if self.rows_are_images else unit.image
+        return self.finish(sums, (image, filters, ...), self.shape["filters"], self.shared.beside(places))

@@ -1,0 +1,430 @@
+// y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c], channels last, on Hopper's tensor cores (wgmma) with float32
+// accumulators; or, if DATA, dx likewise from dy, with the filter turned around and w[k, tap, c] read as its transpose.
+// Filters are M, 64 * ROWS a tile; output pixels, counted over all images, are N, TILE_N a tile. TMA loads pixels in
+// im2col mode, padding as zeros; in boxes where they are POINTWISE: one tap, stride 1, no padding. A k-tile is CHANNELS
+// channels of one tap; a stage of a ring of STAGES has its pixels and its filters, but for filters that stay in shared
+// memory: KEPT_TILES k-tiles of them, which a block loads once, as all its tiles are of the same filters.
+// Persistent and ping-pong: two warpgroups take tiles by turns, one issues its products while the other applies the
+// epilogue to its own. A warp each loads pixels, loads filters, and stores results by TMA, from one of PLACES to which
+// the residual, or what is saved for a derivative, was loaded.
+// Source: PTX ISA, wgmma and setmaxnreg; CUTLASS's description of ping-pong kernels.
+#include "common/tile.cuh"
+#include "implicit_gemm/tile_scheduler.cuh"
+
+#if !defined(ELEMENT) || !defined(DATA) || !defined(POINTWISE)
+#error "define ELEMENT, DATA and POINTWISE"
+#endif
+#if !defined(ROWS) || !defined(TILE_N) || !defined(CHANNELS) || !defined(LAST_K_STEPS) || !defined(OUT_CHANNELS)
+#error "define ROWS, TILE_N, CHANNELS, LAST_K_STEPS and OUT_CHANNELS"
+#endif
+#if !defined(STAGES) || !defined(KEPT_TILES) || !defined(PLACES)
+#error "define STAGES, KEPT_TILES and PLACES"
+#endif
+#if !defined(SHARED_BYTES) || !defined(SHAPE_FIELDS)
+#error "define SHARED_BYTES, and SHAPE_FIELDS as SHAPE of solvers/implicit_gemm/wgmma_ping_pong.py declares them"
+#endif
+#define WGMMA_N TILE_N
+#include "common/hopper.cuh"
+#include "common/mma.cuh"
+#include "common/wgmma.cuh"
+#ifdef EPILOGUE
+#include "common/epilogue.cuh"
+#endif
+
+// Blocks take `tiles`: of some pixels, `filter_tiles` tiles of filters one after another; the grid is a multiple of
+// these where filters stay. A tap has `chunks` k-tiles. `filters` and `image_pixels` are those of the output, of
+// `images`.
+struct Shape {
+  SHAPE_FIELDS
+};
+
+constexpr int kConsumers = 2, kThreads = 128 * kConsumers + 128, kSteps = CHANNELS / 16;
+constexpr bool kKeepsFilters = KEPT_TILES > 0;
+
+// A stage: pixels of CHANNELS channels, swizzled over as many bytes as these are, then filters if they do not stay.
+constexpr int kPixelBytes = 2 * CHANNELS, kPixelsBytes = TILE_N * kPixelBytes;
+static_assert(TILE_N % 16 == 0, "results are staged 16 pixels at a time");
+static_assert(kPixelBytes == 32 || kPixelBytes == 64 || kPixelBytes == 128, "a pixel is a span of a swizzle");
+
+// 64 filters of a tap: rows of CHANNELS; of DATA rows of 64, a row for each of the CHANNELS terms.
+constexpr int kFilterRowBytes = DATA ? 128 : kPixelBytes, kFilterStepBytes = DATA ? 16 * kFilterRowBytes : 32;
+constexpr int kBlockBytes = 128 * CHANNELS, kFiltersBytes = ROWS * kBlockBytes;
+constexpr int kFiltersAt = round_up(kPixelsBytes, 1024);
+constexpr int kStageBytes = kFiltersAt + (kKeepsFilters ? 0 : kFiltersBytes);
+
+// A place for results: of each 64 filters, pixels of OUT_CHANNELS channels, swizzled over as many bytes, of which a
+// warp writes 16. What is read with results comes to there; `saved` to a second one if there is a residual, too.
+constexpr int kWritingWarps = OUT_CHANNELS / 16;
+constexpr int kOutPixelBytes = 2 * OUT_CHANNELS, kLoadedOutBytes = TILE_N * kOutPixelBytes;
+constexpr int kOutBytes = round_up(kLoadedOutBytes, 1024);
+static_assert(ROWS == 1 || OUT_CHANNELS == 64, "one block of filters where these are fewer than 64");
+#ifdef EPILOGUE
+constexpr bool kLoadsTensors = kHasResidual || kHasSaved, kLoadsBoth = kHasResidual && kHasSaved;
+#else
+constexpr bool kLoadsTensors = false, kLoadsBoth = false;
+#endif
+constexpr int kTensors = kLoadsBoth ? 2 : 1, kPlaceBytes = kTensors * ROWS * kOutBytes;
+static_assert(SHARED_BYTES == 1024 + STAGES * kStageBytes + KEPT_TILES * kFiltersBytes + PLACES * kPlaceBytes,
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
+
+// Descriptors without addresses: eight rows side by side are a pattern of the swizzle.
+constexpr unsigned long long kPixelDescriptor = matrix_descriptor(16, 8 * kPixelBytes, kPixelBytes);
+constexpr unsigned long long kFilterDescriptor = matrix_descriptor(16, 8 * kFilterRowBytes, kFilterRowBytes);
+
+// Of a thread that multiplies, and of one that does not.
+constexpr int kRegisters = 232, kFewRegisters = 40;
+
+// Groups of products, a k-tile each, that are under way while the next one is begun.
+constexpr int kUnderWay = ROWS == 1 ? 2 : 1;
+static_assert(STAGES > kUnderWay, "stages that are multiplied are not loaded");
+
+// What a block computes at a time: from which output pixel and from which filter on.
+struct OutputTile {
+  int pixel, filter;
+};
+
+// The number of a block's `item`-th tile.
+__device__ __forceinline__ int tile_number(int item) {
+  return static_cast<int>(blockIdx.x + static_cast<unsigned>(item) * gridDim.x);
+}
+
+__device__ __forceinline__ OutputTile tile_at(const Shape& shape, int number) {
+  const int pixels = number / shape.filter_tiles, filters = number - pixels * shape.filter_tiles.by;
+  return {pixels * TILE_N, filters * 64 * ROWS};
+}
+
+// Addresses in shared memory.
+struct Shared {
+  unsigned stages, filters, places, full, empty, filters_full, turns, places_ready, places_staged;
+};
+
+// The next stage of the ring, and the parity of its phase.
+struct Ring {
+  int stage;
+  unsigned parity;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The ring after `k_tiles` of it have been used.
+__device__ __forceinline__ Ring ring_after(int k_tiles) {
+  const int rounds = k_tiles / STAGES;
+  return {k_tiles - rounds * STAGES, static_cast<unsigned>(rounds) & 1};
+}
+
+// The pixels of all tiles' k-tiles, in order.
+__device__ __forceinline__ void load_pixels(const Shape& shape, const TensorMap* map, const Shared& at) {
+  Ring ring = {0, 1};  // in the first round all stages are empty
+  for (int item = 0, number; (number = tile_number(item)) < shape.tiles; ++item) {
+    const int first = tile_at(shape, number).pixel;
+    const Pixel pixel = pixel_at(shape.walk, first);
+    const int w = pixel.w * shape.walk.stride_w + shape.walk.low_w;
+    const int h = pixel.h * shape.walk.stride_h + shape.walk.low_h;
+    for (int r = 0; r < shape.taps_h; ++r)
+      for (int s = 0; s < shape.taps_w; ++s)
+        for (int chunk = 0; chunk < shape.chunks; ++chunk) {
+          const unsigned full = at.full + 8 * ring.stage, to = at.stages + ring.stage * kStageBytes;
+          mbarrier_wait(at.empty + 8 * ring.stage, ring.parity);
+          mbarrier_arrive_expect_tx(full, kPixelsBytes);
+          if constexpr (POINTWISE)
+            tma_load_tiled(to, map, full, chunk * CHANNELS, 0, first);
+          else
+            tma_load_im2col(to, map, full, chunk * CHANNELS, w, h, pixel.n, s * shape.walk.dilation_w,
+                            r * shape.walk.dilation_h);
+          ring.next();
+        }
+  }
+}
+
+// The filters of a k-tile.
+__device__ __forceinline__ void load_filter_tile(const Shape& shape, const TensorMap* map, unsigned to, unsigned full,
+                                                 int filter, int tap, int chunk) {
+  mbarrier_arrive_expect_tx(full, kFiltersBytes);
+  if constexpr (DATA) {
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+      tma_load_tiled(to + row * kBlockBytes, map, full, filter + 64 * row, shape.taps_h * shape.taps_w - 1 - tap,
+                     chunk * CHANNELS);
+  } else {
+    tma_load_tiled(to, map, full, chunk * CHANNELS, tap, filter);
+  }
+}
+
+// The filters of all tiles' k-tiles, in order; once, if they stay.
+__device__ __forceinline__ void load_filters(const Shape& shape, const TensorMap* map, const Shared& at) {
+  Ring ring = {0, 1};
+  for (int item = 0, number; (number = tile_number(item)) < shape.tiles; ++item) {
+    const int filter = tile_at(shape, number).filter;
+    int k_tile = 0;
+    for (int tap = 0; tap < shape.taps_h * shape.taps_w; ++tap)
+      for (int chunk = 0; chunk < shape.chunks; ++chunk, ++k_tile) {
+        if constexpr (kKeepsFilters) {
+          load_filter_tile(shape, map, at.filters + k_tile * kFiltersBytes, at.filters_full + 8 * k_tile, filter, tap,
+                           chunk);
+        } else {
+          mbarrier_wait(at.empty + 8 * ring.stage, ring.parity);
+          load_filter_tile(shape, map, at.stages + ring.stage * kStageBytes + kFiltersAt, at.full + 8 * ring.stage,
+                           filter, tap, chunk);
+          ring.next();
+        }
+      }
+    if constexpr (kKeepsFilters) break;
+  }
+}
+
+// Where a lane's row of 16 bytes of a group of 16 pixels is staged, as `stmatrix_trans` takes it: a pixel's 8 filters.
+__device__ __forceinline__ unsigned staged_row(unsigned place, int group) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, word = 2 * warp + lane / 8 % 2;
+  const int pixel = 16 * group + lane / 16 * 8 + lane % 8, offset = pixel * kOutPixelBytes;
+  return place + offset + 16 * (word ^ (offset / 128 & (kOutPixelBytes / 16 - 1)));
+}
+
+__device__ __forceinline__ unsigned pack(float first, float second) {
+  const Vector<ELEMENT, 2> pair = {convert<ELEMENT>(first), convert<ELEMENT>(second)};
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+#ifdef EPILOGUE
+// Of 64 filters from the first on, those of a thread: the upper one, and 8 `below` it.
+__device__ __forceinline__ int filter_of_thread(const Shape& shape, int first, int below) {
+  const int filter = first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * below;
+  return min(filter, shape.filters - 1);
+}
+
+// Two neighbouring elements of a register.
+__device__ __forceinline__ void unpack(float (&to)[2], unsigned word) {
+  const Vector<EpilogueElement, 2> pair = *reinterpret_cast<const Vector<EpilogueElement, 2>*>(&word);
+  to[0] = convert<float>(pair.at[0]), to[1] = convert<float>(pair.at[1]);
+}
+
+// The terms of a filter for a pixel: channel_bias is of its image.
+__device__ __forceinline__ ChannelTerms terms_of(const Shape& shape, const Epilogue& epilogue, ChannelTerms terms,
+                                                 int filter, int pixel) {
+  if constexpr (kHasChannelBias) {
+    const int64 image = min(pixel / shape.image_pixels, shape.images - 1);
+    terms.channel_bias = convert<EpilogueNumber>(epilogue.channel_bias[image * shape.filters + filter]);
+  }
+  return terms;
+}
+#endif
+
+// Stages the results of 64 filters, 16 pixels at a time.
+__device__ __forceinline__ void stage_results(
+#ifdef EPILOGUE
+    const Shape& shape, const OutputTile& tile, unsigned place, const ChannelTerms (&terms)[2],
+    const Epilogue& epilogue, const float (&acc)[TILE_N / 2]) {
+#else
+    unsigned place, const float (&acc)[TILE_N / 2]) {
+#endif
+#pragma unroll
+  for (int group = 0; group < TILE_N / 16; ++group) {
+    const unsigned to = staged_row(place, group);
+    unsigned words[4] = {};
+#ifdef EPILOGUE
+    unsigned read[4] = {}, saved[4] = {};
+    if constexpr (kLoadsTensors) load_transposed(read, to);
+    if constexpr (kLoadsBoth) load_transposed(saved, to + ROWS * kOutBytes);
+#endif
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // a filter's two pixels
+      const int first = 8 * group + 2 * i;
+      float pair[2] = {acc[first], acc[first + 1]};
+#ifdef EPILOGUE
+      float added[2] = {}, argument[2] = {};
+      if constexpr (kHasResidual) unpack(added, read[i]);
+      if constexpr (kHasSaved) unpack(argument, kLoadsBoth ? saved[i] : read[i]);
+      const int filter = filter_of_thread(shape, tile.filter, i % 2);
+      const int pixel = tile.pixel + 16 * group + i / 2 * 8 + threadIdx.x % 4 * 2;
+      const ChannelTerms left = terms_of(shape, epilogue, terms[i % 2], filter, pixel);
+      const ChannelTerms right = terms_of(shape, epilogue, terms[i % 2], filter, pixel + 1);
+      finish_pair(pair[0], pair[1], left, right, added, argument, epilogue);
+#endif
+      words[i] = pack(pair[0], pair[1]);
+    }
+    stmatrix_trans(to, words[0], words[1], words[2], words[3]);
+  }
+}
+
+// Tells that a stage is empty.
+__device__ __forceinline__ void release(const Shared& at, int stage) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(at.empty + 8 * stage);
+}
+
+// Adds the products of a k-tile, the `k_tile`-th of its item, of which it multiplies `kTileSteps` steps of 16 channels.
+template <int kTileSteps>
+__device__ __forceinline__ void multiply_tile(float (&acc)[ROWS][TILE_N / 2], Ring& ring, int k_tile,
+                                              const Shared& at) {
+  const unsigned b = at.stages + ring.stage * kStageBytes;
+  const unsigned a = kKeepsFilters ? at.filters + k_tile * kFiltersBytes : b + kFiltersAt;
+  mbarrier_wait(at.full + 8 * ring.stage, ring.parity);
+  if constexpr (kKeepsFilters) mbarrier_wait(at.filters_full + 8 * k_tile, 0);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kTileSteps; ++k)
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+      Wgmma<ELEMENT>::ss<DATA ? Major::MN : Major::K, Major::K>(
+          acc[row], descriptor_at(kFilterDescriptor, a + row * kBlockBytes + k * kFilterStepBytes),
+          descriptor_at(kPixelDescriptor, b + 32 * k), k_tile + k > 0);
+  wgmma_commit_group();
+  wgmma_wait_group<kUnderWay>();  // all k-tiles but these have been multiplied
+  if (k_tile >= kUnderWay) release(at, (ring.stage + STAGES - kUnderWay) % STAGES);
+  ring.next();
+}
+
+__device__ __forceinline__ void consume(const Shape& shape, int consumer,
+#ifdef EPILOGUE
+                                        const Epilogue& epilogue,
+#endif
+                                        const Shared& at) {
+  const int lane = threadIdx.x % 32, taps = shape.taps_h * shape.taps_w, k_tiles = taps * shape.chunks;
+  int turn = 0;
+  for (int item = consumer, number; (number = tile_number(item)) < shape.tiles; item += kConsumers, ++turn) {
+    float acc[ROWS][TILE_N / 2];
+    Ring ring = ring_after(item * k_tiles);
+    mbarrier_wait(at.turns + 8 * consumer, (turn + (consumer == 0)) & 1);
+    int k_tile = 0;
+    for (int tap = 0; tap < taps; ++tap) {
+      for (int chunk = 0; chunk < shape.chunks - (LAST_K_STEPS < kSteps); ++chunk, ++k_tile)
+        multiply_tile<kSteps>(acc, ring, k_tile, at);
+      if constexpr (LAST_K_STEPS < kSteps) multiply_tile<LAST_K_STEPS>(acc, ring, k_tile++, at);
+    }
+    if (lane == 0) mbarrier_arrive(at.turns + 8 * (1 - consumer));
+#ifdef EPILOGUE
+    const OutputTile tile = tile_at(shape, number);
+    ChannelTerms terms[ROWS][2];
+#pragma unroll
+    for (int i = 0; i < 2 * ROWS; ++i)
+      terms[i / 2][i % 2] =
+          channel_terms(epilogue, 0, filter_of_thread(shape, tile.filter + 64 * (i / 2), i % 2), shape.filters);
+#endif
+    wgmma_wait_group<0>();
+    for (int last = min(kUnderWay, k_tiles); last > 0; --last) release(at, (ring.stage + STAGES - last) % STAGES);
+    if (threadIdx.x % 128 / 32 >= kWritingWarps) continue;
+    mbarrier_wait(at.places_ready + 8 * consumer, turn & 1);
+    const unsigned place = at.places + item % PLACES * kPlaceBytes;
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+#ifdef EPILOGUE
+      stage_results(shape, {tile.pixel, tile.filter + 64 * row}, place + row * kOutBytes, terms[row], epilogue,
+                    acc[row]);
+#else
+      stage_results(place + row * kOutBytes, acc[row]);
+#endif
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(at.places_staged + 8 * consumer);
+  }
+}
+
+// Stores results once they are staged, and makes their place ready again, with what is read with the next ones.
+__device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap* map_out, const TensorMap* map_read,
+                                             const TensorMap* map_saved, const Shared& at) {
+  const auto make_ready = [&](int item) {
+    const int number = tile_number(item);
+    const unsigned ready = at.places_ready + 8 * (item % kConsumers), to = at.places + item % PLACES * kPlaceBytes;
+    if (number >= shape.tiles) return;
+    if constexpr (kLoadsTensors) {
+      const OutputTile tile = tile_at(shape, number);
+      mbarrier_arrive_expect_tx(ready, kTensors * ROWS * kLoadedOutBytes);
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) {
+        const int filter = tile.filter + 64 * row;
+        tma_load_tiled(to + row * kOutBytes, map_read, ready, filter, 0, tile.pixel);
+        if constexpr (kLoadsBoth)
+          tma_load_tiled(to + (ROWS + row) * kOutBytes, map_saved, ready, filter, 0, tile.pixel);
+      }
+    } else {
+      mbarrier_arrive(ready);
+    }
+  };
+  for (int item = 0; item < PLACES; ++item) make_ready(item);
+  for (int item = 0, number; (number = tile_number(item)) < shape.tiles; ++item) {
+    const OutputTile tile = tile_at(shape, number);
+    const unsigned place = at.places + item % PLACES * kPlaceBytes;
+    mbarrier_wait(at.places_staged + 8 * (item % kConsumers), item / kConsumers & 1);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+      tma_store(map_out, place + row * kOutBytes, tile.filter + 64 * row, 0, tile.pixel);
+    tma_store_commit_group();
+    tma_store_wait_group_read();
+    make_ready(item + PLACES);
+  }
+}
+
+// Takes registers from warps that load for those that multiply: the kernel begins with as many for all.
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+template <int kCount>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    implicit_gemm_wgmma_ping_pong(const __grid_constant__ TensorMap map_pixels,
+                                  const __grid_constant__ TensorMap map_filters,
+#ifdef EPILOGUE
+                                  const __grid_constant__ TensorMap map_out, const __grid_constant__ Shape shape,
+                                  const __grid_constant__ TensorMap map_read,
+                                  const __grid_constant__ TensorMap map_saved,
+                                  const __grid_constant__ Epilogue epilogue) {
+#else
+                                  const __grid_constant__ TensorMap map_out, const __grid_constant__ Shape shape) {
+#endif
+  extern __shared__ char shared[];
+  __shared__ alignas(8) unsigned long long barriers[2 * STAGES + KEPT_TILES + 3 * kConsumers];
+  Shared at;
+  at.stages = (shared_address(shared) + 1023) / 1024 * 1024;
+  at.filters = at.stages + STAGES * kStageBytes;
+  at.places = at.filters + KEPT_TILES * kFiltersBytes;
+  at.full = shared_address(barriers);
+  at.empty = at.full + 8 * STAGES;
+  at.filters_full = at.empty + 8 * STAGES;
+  at.turns = at.filters_full + 8 * KEPT_TILES;
+  at.places_ready = at.turns + 8 * kConsumers;
+  at.places_staged = at.places_ready + 8 * kConsumers;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(at.full + 8 * i, kKeepsFilters ? 1 : 2);
+      mbarrier_init(at.empty + 8 * i, 4);
+    }
+    for (int i = 0; i < KEPT_TILES; ++i) mbarrier_init(at.filters_full + 8 * i, 1);
+    for (int i = 0; i < kConsumers; ++i) {
+      mbarrier_init(at.turns + 8 * i, 4);
+      mbarrier_init(at.places_ready + 8 * i, 1);
+      mbarrier_init(at.places_staged + 8 * i, kWritingWarps);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();                                                      // mbarriers are initialised
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // known to be the same in a warp
+  if (warpgroup < kConsumers) {
+    take_registers<kRegisters>();
+#ifdef EPILOGUE
+    consume(shape, warpgroup, epilogue, at);
+#else
+    consume(shape, warpgroup, at);
+#endif
+  } else {
+    give_registers<kFewRegisters>();
+    if (threadIdx.x == 128 * kConsumers) {
+      load_pixels(shape, &map_pixels, at);
+    } else if (threadIdx.x == 128 * kConsumers + 32) {
+      load_filters(shape, &map_filters, at);
+    } else if (threadIdx.x == 128 * kConsumers + 64) {
+#ifdef EPILOGUE
+      copy_results(shape, &map_out, &map_read, &map_saved, at);
+#else
+      copy_results(shape, &map_out, nullptr, nullptr, at);
+#endif
+    }
+  }
+}

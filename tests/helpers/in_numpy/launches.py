@@ -1,0 +1,37 @@
+"""Whether a solver's launches in NumPy compute what the reference does, of tensors that are channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from helpers.in_numpy.epilogue import Array, operands_in_memory, results_of
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import Solver
+from miofind.solver.steps import Config, KernelStep
+
+Run = Callable[[KernelStep, dict[str, Array]], None]
+"""Carries out a launch on tensors by name, flat, channels last; the output is all NaN before."""
+
+
+def check_launches(
+    solver: Solver, problem: ProblemDescription, device: Device, configs: Iterable[Config], run: Run
+) -> None:
+    """On small integers; a solution is one launch."""
+    generator = np.random.default_rng(len(problem.network_config))
+
+    def drawn(shape: Sequence[int]) -> Array:
+        return generator.integers(-3, 4, shape).astype(np.float64)
+
+    inputs = {name: drawn(problem.tensor(name).shape) for name in problem.direction.inputs}
+    operands = {each.name: drawn(each.shape) for each in problem.operands if each.name in problem.epilogue.operands}
+    wanted = np.moveaxis(results_of(problem, inputs | operands), 1, -1)
+    memory = {name: np.ascontiguousarray(np.moveaxis(tensor, 1, -1)).ravel() for name, tensor in inputs.items()}
+    memory |= operands_in_memory(problem, operands)
+    for config in configs:
+        found = np.full(wanted.size, np.nan)
+        (step,) = solver.solution(problem, device, config).kernels
+        run(step, memory | {problem.direction.output: found})
+        np.testing.assert_allclose(found.reshape(wanted.shape), wanted, rtol=1e-9, atol=1e-9, err_msg=config.json)

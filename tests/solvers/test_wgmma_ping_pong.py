@@ -1,0 +1,330 @@
+"""ConvImplicitGemmPingPong without a GPU: its launches in NumPy, its tiles, its mbarriers, what it refuses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers.in_numpy.launches import check_launches
+from helpers.in_numpy.wgmma_ping_pong import Launch
+from helpers.problems.drawn_configs import spread
+from helpers.runs.ping_pong_barriers import Block, Place, Sizes
+
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.occupancy import RESERVED_SHARED_BYTES, SmLimits
+from miofind.solver.registry import Registry
+from miofind.solver.steps import Config, KernelStep
+from miofind.solver.structs import Struct
+from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import PingPongProduct, PingPongTiling
+
+DEVICE, SOLVER = Device.virtual("90a"), Registry.default().named("ConvImplicitGemmPingPong")
+FORWARD, DATA = Direction.FORWARD, Direction.BACKWARD_DATA
+SHAPES: dict[str, dict[str, Any]] = {
+    "pointwise": {"x": (32, 256, 40, 40), "w": (512, 256, 1, 1)},
+    "three_blocks": {"x": (32, 192, 28, 28), "w": (192, 192, 3, 3), "padding": 1},
+    "odd": {"x": (3, 40, 13, 29), "w": (200, 40, 3, 4), "padding": ((1, 1), (2, 1)), "dilation": (2, 1)},
+    "few_channels": {"x": (8, 16, 40, 40), "w": (24, 16, 5, 5), "padding": 2},
+    "large_image": {"x": (1, 64, 512, 512), "w": (64, 64, 3, 3), "padding": 1},
+    "small_images": {"x": (300, 512, 3, 3), "w": (512, 512, 3, 3), "padding": 1},
+    "1d": {"x": (16, 32, 65536), "w": (32, 32, 11), "padding": 25, "dilation": 5},
+    "strided": {"x": (32, 64, 57, 60), "w": (136, 64, 3, 3), "padding": 1, "stride": (2, 3)},
+}
+CUT = pytest.mark.parametrize(
+    ("shape", "direction"),
+    [*((shape, FORWARD) for shape in SHAPES), *((shape, DATA) for shape in SHAPES if shape != "strided")],
+)
+
+
+def problem_of(fields: dict[str, Any], direction: Direction = FORWARD) -> ProblemDescription:
+    layout = Layout.of(len(fields["x"]) - 2, channels_last=True)
+    return ProblemDescription.convolution(**{"layout": layout, "direction": direction, "dtype": "float16"} | fields)
+
+
+def tilings(shape: str, direction: Direction) -> Iterator[PingPongTiling]:
+    problem = problem_of(SHAPES[shape], direction)
+    for config in spread(SOLVER, problem, DEVICE, 12, defaults=4):
+        yield PingPongTiling.of(PingPongProduct.of(problem), config, DEVICE)
+
+
+COMPUTED: dict[str, dict[str, Any]] = {
+    "pointwise": {"x": (2, 72, 9, 11), "w": (136, 72, 1, 1)},
+    "pointwise_padded": {"x": (2, 32, 6, 7), "w": (32, 32, 1, 1), "padding": (2, 1)},
+    "square": {"x": (2, 64, 10, 12), "w": (64, 64, 3, 3), "padding": 1},
+    "dilated": {"x": (1, 40, 9, 21), "w": (192, 40, 2, 3), "padding": ((1, 0), (2, 1)), "dilation": (2, 1)},
+    "strided": {"x": (3, 72, 15, 9), "w": (200, 72, 3, 2), "padding": ((1, 2), (0, 1)), "stride": (2, 3)},
+    "strided_pointwise": {"x": (2, 24, 17, 21), "w": (40, 24, 1, 1), "stride": 2},
+    "wide_padding": {"x": (2, 16, 5, 6), "w": (24, 16, 2, 2), "padding": 4},
+    "8_channels": {"x": (3, 8, 13, 17), "w": (16, 8, 5, 4), "padding": (2, 3)},
+    "24_channels": {"x": (1, 24, 9, 13), "w": (32, 24, 3, 3), "padding": 1},
+    "40_channels": {"x": (1, 40, 8, 9), "w": (8, 40, 3, 1)},
+    "small_images": {
+        "x": (23, 32, 2, 3),
+        "w": (40, 32, 3, 3),
+        "padding": 1,
+        "epilogue": "scale.bias.channel_bias.residual.leaky_relu",
+    },
+    "one_pixel": {"x": (70, 16, 1, 1), "w": (136, 16, 1, 1), "epilogue": "channel_bias.relu"},
+    "residual_after": {"x": (2, 64, 7, 9), "w": (192, 64, 1, 1), "epilogue": "bias.silu.residual"},
+    "1d": {"x": (5, 24, 40), "w": (32, 24, 7), "padding": 9, "dilation": 3},
+    "1d_strided": {
+        "x": (3, 40, 70),
+        "w": (72, 40, 3),
+        "padding": 1,
+        "stride": 2,
+        "epilogue": "channel_bias.residual.relu",
+    },
+}
+GRADIENTS = ("pointwise", "pointwise_padded", "square", "dilated", "8_channels", "24_channels", "40_channels", "1d")
+FUSED_GRADIENTS = {
+    "dilated": "residual.drelu",
+    "pointwise": "dsilu",
+    "small_images": "residual.dhardswish",
+    "1d": "residual",
+}
+CASES = [
+    *(pytest.param(fields, FORWARD, id=name) for name, fields in COMPUTED.items()),
+    *(pytest.param(COMPUTED[name], DATA, id=f"data of {name}") for name in GRADIENTS),
+    *(
+        pytest.param(COMPUTED[name] | {"epilogue": epilogue}, DATA, id=f"{epilogue} of {name}")
+        for name, epilogue in FUSED_GRADIENTS.items()
+    ),
+]
+
+
+def run(step: KernelStep, memory: dict[str, Any]) -> None:
+    Launch(step, memory).run()
+
+
+@pytest.mark.parametrize("sm_count", [132, 5, 2])
+@pytest.mark.parametrize(("fields", "direction"), CASES)
+def test_launches_compute_the_convolution(fields: dict[str, Any], direction: Direction, sm_count: int) -> None:
+    """By their maps, numbers and defines, as the kernel counts with them; on few multiprocessors rings wrap around."""
+    problem, device = problem_of(fields, direction), replace(DEVICE, sm_count=sm_count)
+    configs = list(SOLVER.configs(problem, device))
+    chosen = spread(SOLVER, problem, device, 4, defaults=2)
+    stays = [next((config for config in configs if config["keeps_filters"] == keeps), None) for keeps in (0, 1)]
+    two_rows = next((config for config in configs if config["rows"] == 2), None)
+    check_launches(SOLVER, problem, device, dict.fromkeys(filter(None, (*chosen, *stays, two_rows))), run)
+
+
+@CUT
+def test_tiles_cover_all_outputs_once(shape: str, direction: Direction) -> None:
+    for tiling in tilings(shape, direction):
+        problem, filters, pixels = tiling.product.problem, 64 * tiling.rows, tiling.product.pixels
+        assert pixels * tiling.product.results == problem.output.size, tiling
+        of_pixels, rest = divmod(tiling.tiles, tiling.filter_tiles)
+        assert rest == 0, tiling
+        assert (of_pixels - 1) * tiling.tile_n < pixels <= of_pixels * tiling.tile_n, tiling
+        assert (tiling.filter_tiles - 1) * filters < tiling.product.results <= tiling.filter_tiles * filters, tiling
+        assert 0 < tiling.blocks <= min(tiling.tiles, DEVICE.sm_count), tiling  # none is idle
+        assert (tiling.items - 1) * tiling.blocks < tiling.tiles <= tiling.items * tiling.blocks, tiling
+
+
+@CUT
+def test_rings_hold_what_is_needed_at_once_and_fill_a_block(shape: str, direction: Direction) -> None:
+    most = SmLimits.of(DEVICE).shared_bytes - RESERVED_SHARED_BYTES
+    for tiling in tilings(shape, direction):
+        assert 3 <= tiling.stages <= 8, tiling  # two are multiplied by
+        assert tiling.kept_tiles in (0, tiling.product.k_tiles), tiling
+        assert tiling.shared_bytes + tiling.static_bytes <= most, tiling
+        more = replace(tiling, stages=tiling.stages + 1)
+        assert tiling.stages == 8 or more.shared_bytes + more.static_bytes > most, tiling
+
+
+@pytest.mark.parametrize("sm_count", [132, 7])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_filters_stay_where_all_tiles_of_a_block_have_them(rows: int, sm_count: int) -> None:
+    problem, device = problem_of({"x": (8, 64, 28, 28), "w": (320, 64, 1, 1)}), replace(DEVICE, sm_count=sm_count)
+    config = Config({"rows": rows, "tile_n": 64, "places": 1, "keeps_filters": 1})
+    assert SOLVER.is_valid_config(problem, device, config)
+    tiling = PingPongTiling.of(PingPongProduct.of(problem), config, device)
+    assert tiling.filter_tiles == (5 if rows == 1 else 3)
+    for block in range(tiling.blocks):
+        of_block = {number % tiling.filter_tiles for number in range(block, tiling.tiles, tiling.blocks)}
+        assert len(of_block) == 1, tiling
+    assert tiling.blocks > sm_count - tiling.filter_tiles  # no more are idle than have to be
+
+
+@pytest.mark.parametrize(("filters", "sm_count"), [(192, 2), (8512, 132)])
+def test_filters_cannot_stay_where_their_tiles_are_more_than_multiprocessors(filters: int, sm_count: int) -> None:
+    """Which once was a division by zero: by the number of blocks."""
+    problem, device = problem_of({"x": (8, 64, 7, 7), "w": (filters, 64, 1, 1)}), replace(DEVICE, sm_count=sm_count)
+    assert SOLVER.applicability(problem, device)
+    values = {"rows": 1, "tile_n": 64, "places": 1}
+    assert SOLVER.is_valid_config(problem, device, Config(values | {"keeps_filters": 0}))
+    assert not SOLVER.is_valid_config(problem, device, Config(values | {"keeps_filters": 1}))
+
+
+@CUT
+def test_numbers_of_a_launch_fit(shape: str, direction: Direction) -> None:
+    problem = problem_of(SHAPES[shape], direction)
+    for config in spread(SOLVER, problem, DEVICE, 12, defaults=4):
+        (step,) = SOLVER.solution(problem, DEVICE, config).kernels
+        (numbers,) = (each for each in step.args if isinstance(each, Struct))
+        numbers.in_memory()  # raises what does not fit
+
+
+def test_k_tiles_of_a_block_are_counted_in_32_bits() -> None:
+    """Minutes of work for one small device; a count beyond would be taken for a stage before the first."""
+    problem = problem_of({"x": (1, 8, 16000, 16000), "w": (8, 8, 64, 64), "padding": 32})
+    assert SOLVER.applicability(problem, DEVICE)
+    answer = SOLVER.applicability(problem, replace(DEVICE, sm_count=1))
+    assert answer.refused
+    assert "more k-tiles" in answer.reason
+
+
+def test_two_tensors_that_are_read_with_results_have_a_place_each() -> None:
+    one, two = (
+        PingPongProduct.of(problem_of(COMPUTED["square"] | {"epilogue": epilogue}, DATA))
+        for epilogue in ("drelu", "residual.drelu")
+    )
+    assert (one.tensors, two.tensors) == (1, 2)
+
+
+def drawn_sizes(places: int, k_tiles: int, items: int, generator: random.Random) -> Sizes:
+    return Sizes(
+        items=items,
+        k_tiles=k_tiles,
+        stages=generator.randint(3, 8),
+        rows=generator.choice((1, 2)),
+        places=places,
+        keeps_filters=generator.random() < 0.4,
+        writing=generator.choice((1, 2, 4)),
+        loads=generator.choice((0, 1, 2, 4)),
+    )
+
+
+@pytest.mark.parametrize("k_tiles", [1, 2, 3, 4, 8, 9, 25])
+@pytest.mark.parametrize("places", [1, 2])
+def test_mbarriers_keep_the_order(places: int, k_tiles: int) -> None:
+    """All ends, and nothing is multiplied, staged or stored but what is there, in whatever order warps go on."""
+    for seed in range(5):
+        for items in range(1, 10):
+            generator = random.Random(f"{places} {k_tiles} {items} {seed}")
+            sizes = drawn_sizes(places, k_tiles, items, generator)
+            run_block(Block(sizes, generator))
+
+
+def run_block(block: Block) -> None:
+    try:
+        block.run()
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {block.sizes}") from error
+
+
+class TakesNoTurns(Block):
+    """Its second consumer begins at once."""
+
+    def first_parity(self, consumer: int) -> int:
+        return 1
+
+
+class NobodyBegins(Block):
+    def first_parity(self, consumer: int) -> int:
+        return 0
+
+
+class ReleasesEarly(Block):
+    """A stage that is under way."""
+
+    def released(self, number: int) -> int:
+        return number
+
+
+class StagesElsewhere(Block):
+    """In the other consumer's place, where there are two."""
+
+    def place_of(self, item: int) -> Place:
+        return self.places[(item + 1) % self.sizes.places]
+
+
+class MakesReadyTooMuch(Block):
+    """Of two places the one whose results have not left."""
+
+    def following(self, item: int) -> int:
+        return item + 1
+
+
+@pytest.mark.parametrize("wrong", [TakesNoTurns, NobodyBegins, ReleasesEarly, StagesElsewhere, MakesReadyTooMuch])
+def test_a_wrong_order_is_seen(wrong: Callable[[Sizes, random.Random], Block]) -> None:
+    """In some order that mbarriers allow, or in all: what lets a kernel hang, or compute nonsense, now and then."""
+
+    def in_some_orders() -> None:
+        for seed in range(50):
+            generator = random.Random(seed)
+            wrong(drawn_sizes(2, generator.randint(4, 9), 9, generator), generator).run()
+
+    with pytest.raises(AssertionError):
+        in_some_orders()
+
+
+def test_a_ring_as_short_as_what_is_under_way_hangs() -> None:
+    """Which the kernel asserts that it is not, and tilings keep a stage away from."""
+    sizes = Sizes(items=1, k_tiles=5, stages=2, rows=1, places=1, keeps_filters=False, writing=4, loads=0)
+    with pytest.raises(AssertionError, match="deadlock"):
+        Block(sizes, random.Random(1)).run()
+
+
+RUNS = {"rows": 1, "tile_n": 192, "places": 2, "keeps_filters": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "valid", "values"),
+    [
+        ({"x": (4, 64, 40, 40)}, {}, {"keeps_filters": 1}),
+        ({"w": (64, 64, 3, 3)}, {}, {"rows": 2}),
+        ({}, {"rows": 2, "places": 1}, {"tile_n": 208}),
+        ({"x": (32, 256, 40, 40), "w": (64, 256, 3, 3)}, {}, {"keeps_filters": 1}),
+        (
+            {"x": (32, 128, 40, 40), "w": (64, 128, 3, 3), "direction": DATA, "epilogue": "residual.drelu"},
+            {"rows": 2, "places": 1},
+            {"places": 2},
+        ),
+    ],
+    ids=[
+        "filters stay for one tile",
+        "there is one block of filters",
+        "more accumulators than registers",
+        "filters that stay leave no room for stages",
+        "a second place leaves no room for stages",
+    ],
+)
+def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int], values: dict[str, int]) -> None:
+    """Each for one reason: without it they run."""
+    problem = problem_of({"x": (32, 64, 40, 40), "w": (128, 64, 3, 3), "padding": 1} | fields)
+    runs, refused = (Config(RUNS | valid | changed) for changed in ({}, values))
+    assert SOLVER.is_valid_config(problem, DEVICE, runs)
+    assert not SOLVER.is_valid_config(problem, DEVICE, refused)
+    tiling = PingPongTiling.of(PingPongProduct.of(problem), refused, DEVICE)
+    reasons = (
+        tiling.stages < 3,
+        tiling.rows > tiling.product.filter_blocks,
+        tiling.rows * tiling.tile_n // 2 > 192,
+        tiling.kept_tiles > 0 and tiling.items == 1,
+    )
+    assert sum(reasons) == 1, tiling
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"w": (64, 32, 3, 3), "groups": 2}, "one group, not 2"),
+        ({"stride": (1, 2), "direction": DATA}, "backward data needs stride 1"),
+        ({"x": (4, 60, 30, 30), "w": (64, 60, 3, 3)}, "60 channels"),
+        ({"w": (68, 64, 3, 3)}, "68 filters"),
+        ({"padding": 128}, "padding or filter is too large"),
+        ({"x": (4, 64, 300, 9), "dilation": (70, 1)}, "padding or filter is too large"),
+        ({"stride": 9}, "stride (9, 9) is more than 8"),
+    ],
+    ids=["groups", "strided data", "channels", "filters", "padding", "dilation", "stride"],
+)
+def test_problems_that_it_does_not_serve(fields: dict[str, Any], reason: str) -> None:
+    shape = {"x": (4, 64, 30, 30), "w": (64, 64, 3, 3), "padding": 1}
+    answer = SOLVER.applicability(problem_of(shape | fields), DEVICE)
+    assert answer.refused
+    assert reason in answer.reason
+    assert SOLVER.applicability(problem_of(shape), DEVICE)
