@@ -36,7 +36,6 @@ _INNER = (
     "ConvImplicitGemmWgmma",
     "ConvImplicitGemmHalo",
     "ConvImplicitGemmHaloSwapped",
-    "ConvImplicitGemmPingPong",
     "ConvImplicitGemmMma",
     "ConvChannelsLast",
     "ConvChannelsLastMma",
