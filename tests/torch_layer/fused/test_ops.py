@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as functional
+from helpers.processes.waiting import LIMIT_S
 from helpers.runs.fused_answers import answers_of
 
 import miofind.torch
@@ -522,3 +525,15 @@ def test_forms_of_pytorchs_functions(padding: str) -> None:
     y = miofind.torch.convolution(x, w, padding=padding, groups=2, dilation=(1, 2), activation="relu6")
     expected = functional.relu6(functional.conv2d(x, w, padding=padding, groups=2, dilation=(1, 2)))
     torch.testing.assert_close(y, expected)
+
+
+def test_a_first_result_loads_nothing_that_traces_symbols() -> None:
+    """`torch._check` loads sympy to ask of a condition: a third of a second before a new process's first result."""
+    script = (
+        "import sys, torch, miofind.torch as m; from torch import nn;"
+        "net = m.fuse(nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU()).eval());"
+        "m.enable('estimate', devices='cpu'); net(torch.zeros(1, 4, 6, 6));"
+        "sys.exit(', '.join({'sympy', 'torch.fx.experimental.symbolic_shapes'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr) == (0, "")
