@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -76,8 +77,13 @@ def find(
         dynamic_only = mode is FindMode.DYNAMIC_HYBRID
         is_immediate = _is_immediate(mode, options)
         coverage = _coverage(dynamic_only)
-        queue = mode is not FindMode.FAST or handle.database.is_recorded  # it only reads, so it makes no FindDB
-        hit = records.look_up(problem, options, handle, coverage=coverage, queue=queue)
+        answers = handle.database.answers(handle.device.identity, problem.network_config)
+        first = next(answers, None)
+        hit = None
+        if first is not None:
+            answers = itertools.chain((first,), answers)
+            queue = mode is not FindMode.FAST or handle.database.is_recorded  # it only reads, so it makes no FindDB
+            hit = records.look_up(problem, options, handle, coverage=coverage, queue=queue, answers=answers)
         if hit is not None:
             logger.debug("the FindDB has %d solutions: %s", len(hit), problem)
             if is_immediate:
@@ -92,7 +98,9 @@ def find(
                 f"tune it with `miofind tune`, or allow a find. Problem: {driver_line(problem)}"
             )
         if is_immediate or options.on_miss is OnMiss.ESTIMATE:
-            return _ordered(predicted(problem, options, handle, dynamic_only=dynamic_only), options)
+            is_known = first is not None
+            found = predicted(problem, options, handle, dynamic_only=dynamic_only, is_known=is_known)
+            return _ordered(found, options)
         with handle.measuring:
             # another thread may have measured it meanwhile
             answer = records.look_up(problem, options, handle, coverage=coverage)

@@ -162,6 +162,7 @@ def make_plan(
     trusts_own: bool = False,
     in_haste: bool = False,
     best_ms: float = math.inf,
+    is_known: bool = True,
 ) -> Plan:
     """The candidates of a request: configurations of the handle's solvers.
 
@@ -175,6 +176,7 @@ def make_plan(
             composed forms of solvers that fuse; do not ask those whether they serve the problem that the options leave
             no configuration of if they do, and do not count which forms of solvers serve a fused problem.
         best_ms: the best estimate of candidates beside the plan's.
+        is_known: whether a FindDB may have an answer to the problem: else none is asked for configurations of it.
 
     Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults. Of a
     fused problem the configurations that are fastest without the epilogue are candidates, too, and the composed forms
@@ -191,14 +193,14 @@ def make_plan(
     def taken(facts: SolverFacts) -> bool:
         return (facts.is_dynamic or not dynamic_only) and asks(facts)
 
-    earlier = _earlier(problem, handle)
+    earlier = _earlier(problem, handle, is_known=is_known)
     bare = _bare(problem, options, handle, taken) if problem.epilogue else ()
     slow = out_of_reach(bare, options)
     few = {solution.solver_id for solution in bare if is_light(problem.epilogue) and not options.searches}
     in_haste = in_haste and options.order is Order.TIME and not options.searches
     of_combination = AnswersOfCombination.of(handle.registry, problem, device)
     for facts in _asked_in_turn(handle.registry, in_haste):
-        if not options.allows(facts) or not taken(facts):
+        if not taken(facts) or not options.allows(facts):
             draft.left_out.append(facts.id)
             continue
         is_possible, answer = of_combination[facts.id]
@@ -245,9 +247,9 @@ def nothing_found(problem: ProblemDescription, plan: Plan, outcomes: Sequence[Ou
     return kind(f"no solution of {problem} is usable ({driver_line(problem)}):\n{listed}")
 
 
-def _earlier(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Config, ...]]:
+def _earlier(problem: ProblemDescription, handle: Handle, *, is_known: bool) -> dict[str, tuple[Config, ...]]:
     """By solver, configurations that FindDBs have for the problem, measured with earlier code, or without epilogue."""
-    earlier = earlier_configs(problem, handle)
+    earlier = earlier_configs(problem, handle) if is_known else {}
     if problem.epilogue:
         for solver_id, configs in stored_configs(problem.bare, handle).items():
             earlier[solver_id] = tuple(dict.fromkeys((*configs[:_BARE_WINNERS], *earlier.get(solver_id, ()))))

@@ -6,13 +6,14 @@ are no better than a guess, while our own best is within 0.3 % of theirs (geomet
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library
-from miofind.find.immediate.ranker import Estimated, Prediction
+from miofind.find.immediate.ranker import Estimated, Prediction, Ranker
 from miofind.find.immediate.shipped import ranker_of
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.stored import answers_no_more
@@ -21,11 +22,16 @@ from miofind.options import FindOptions, Order
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, SolutionList, Source, copied, without_steps
 from miofind.solver.facts import SolverFacts
-from miofind.solver.registry import inner_id
+from miofind.solver.registry import Registry, inner_id
 
 
 def predicted(
-    problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool = False
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    *,
+    dynamic_only: bool = False,
+    is_known: bool | None = None,
 ) -> list[Solution]:
     """Solutions of a problem that the FindDB has no answer to, fastest first: predictions, and rows that it has.
 
@@ -33,45 +39,42 @@ def predicted(
 
     Args:
         dynamic_only: leave out solvers that compile for each shape.
+        is_known: whether a FindDB has an answer that does not serve; None to ask.
 
     Raises:
         NoSolutionError: no solver applies.
     """
-    is_known = handle.database.answer(handle.device.identity, problem.network_config) is not None
+    if is_known is None:
+        is_known = handle.database.answer(handle.device.identity, problem.network_config) is not None
     stored = records.all_rows(problem, options, handle) if is_known else []
     known = {solution.solver_id for solution in stored}
     tried = _tried(problem, handle) if is_known else {}
 
-    def plan_of(asks: Callable[[SolverFacts], bool], *, in_haste: bool = True) -> Plan:
+    def plan_of(asked: Set[str], *, in_haste: bool = True) -> Plan:
         return _plan(
             problem,
             options,
             handle,
-            lambda facts: facts.id not in known and asks(facts),
+            asked - known,
             dynamic_only=dynamic_only,
             tried=tried,
             in_haste=in_haste,
+            is_known=is_known,
         )
 
-    plan = None
-    if not tried and not dynamic_only and (asks := _worth_asking(problem, options, handle)) is not None:
-        plan = plan_of(asks)
+    plan, every = None, handle.registry.facts.keys()
+    if not tried and not dynamic_only and (asked := _worth_asking(problem, options, handle)) is not None:
+        plan = plan_of(asked)
     if plan is None or not plan.candidates:
-        plan = plan_of(_all)
+        plan = plan_of(every)
     if not plan.candidates and not stored:  # each reason is told
-        plan = _of_last_resort(problem, options, handle, plan_of(_all, in_haste=False), dynamic_only=dynamic_only)
+        plan = _of_last_resort(problem, options, handle, plan_of(every, in_haste=False), dynamic_only=dynamic_only)
     if not plan.candidates and not stored:
         raise nothing_found(problem, plan)
     return _merged(stored, plan.candidates, problem, handle)
 
 
-def _all(_facts: SolverFacts) -> bool:
-    return True
-
-
-def _worth_asking(
-    problem: ProblemDescription, options: FindOptions, handle: Handle
-) -> Callable[[SolverFacts], bool] | None:
+def _worth_asking(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Set[str] | None:
     """Which solvers to ask of a problem: those that won near it, and those that the model does not know as they are.
 
     None where all are: nothing near is known, or under the request's limits others may be the fastest.
@@ -85,7 +88,13 @@ def _worth_asking(
     known = handle.registry.facts
     if near is None or not all(name in known and options.allows(known[name]) for name in near):
         return None
-    return lambda facts: facts.id in near or not ranker.knows(facts)
+    return near | _not_learnt(ranker, handle.registry)
+
+
+@functools.lru_cache(maxsize=16)
+def _not_learnt(ranker: Ranker, registry: Registry) -> frozenset[str]:
+    """The solvers that a model was not trained with as they are."""
+    return frozenset(name for name, facts in registry.facts.items() if not ranker.knows(facts))
 
 
 def with_predictions(
@@ -110,7 +119,7 @@ def with_predictions(
         problem,
         options,
         handle,
-        lambda facts: facts.id in lacking,
+        lacking,
         dynamic_only=dynamic_only,
         tried=tried,
         in_haste=True,
@@ -126,16 +135,17 @@ def _plan(
     problem: ProblemDescription,
     options: FindOptions,
     handle: Handle,
-    asks: Callable[[SolverFacts], bool],
+    asked: Set[str],
     *,
     dynamic_only: bool,
     tried: Mapping[str, str],
     in_haste: bool,
+    is_known: bool = True,
 ) -> Plan:
     """The candidates of those solvers but cuDNN, without those that were tried."""
 
     def is_asked(facts: SolverFacts) -> bool:
-        return facts.library is not Library.CUDNN and asks(facts)
+        return facts.id in asked and facts.library is not Library.CUDNN
 
     plan = make_plan(
         problem,
@@ -145,8 +155,9 @@ def _plan(
         asks=is_asked,
         trusts_own=True,
         in_haste=in_haste and not tried,  # what is left out may be what others are far behind
+        is_known=is_known,
     )
-    return plan.without(tried)
+    return plan.without(tried) if tried else plan
 
 
 def _of_last_resort(

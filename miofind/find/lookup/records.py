@@ -60,6 +60,7 @@ def look_up(
     coverage: Coverage = Coverage.PARTIAL,
     queue: bool = True,
     in_full: bool = False,
+    answers: Iterable[Answer] | None = None,
 ) -> list[Solution] | None:
     """Solutions that FindDBs have for a request, fastest first; None where no FindDB has any or has looked far enough.
 
@@ -71,6 +72,7 @@ def look_up(
         coverage: what an answer must have measured to count.
         queue: note for a re-check what is stale or incomplete.
         in_full: finds of the likeliest alone do not count, unless they are what is asked for.
+        answers: what the FindDBs have of the problem, where that was asked before.
     """
     partial = coverage is not Coverage.ALL
     dynamic_only = coverage is Coverage.DYNAMIC
@@ -80,7 +82,9 @@ def look_up(
         request = replace(request, complete=True)
     asked = _Request(problem, options, handle, request, frozenset(measured), partial)
     device = handle.device.identity
-    found, *others = _chosen(map(asked.held, handle.database.answers(device, problem.network_config)))
+    if answers is None:
+        answers = handle.database.answers(device, problem.network_config)
+    found, *others = _chosen(map(asked.held, answers))
     if found is None or (found.late and not partial):
         return None
     if others and (whole := asked.of_all_histories()).solutions:
