@@ -9,7 +9,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeGuard, TypeVar
 
@@ -62,12 +62,12 @@ class Layout(StrEnum):
     @property
     def spatial_dims(self) -> int:
         """Number of spatial dimensions, 1 to 3."""
-        return len(self.value) - 2
+        return len(self) - 2
 
     @property
     def channels_last(self) -> bool:
         """Whether channels are the innermost dimension."""
-        return self.value.endswith("C")
+        return self.endswith("C")
 
     @staticmethod
     def of(spatial_dims: int, *, channels_last: bool) -> Layout:
@@ -231,6 +231,8 @@ class TensorDescriptor:
         shape: (n, c, *spatial) for x and y, (k, c/groups, *filter) for w; logical order whatever the layout.
         dtype: element type.
         layout: memory order; its rank is the shape's.
+        size: number of elements.
+        bytes: of the packed tensor.
 
     Raises:
         InvalidProblemError: a size below 1 or above 2**31 - 1, a tensor above 2**47 bytes, a layout of another rank.
@@ -239,6 +241,8 @@ class TensorDescriptor:
     shape: tuple[int, ...]
     dtype: DataType = DataType.FLOAT32
     layout: Layout = Layout.NCHW
+    size: int = field(init=False, repr=False, compare=False, default=0)
+    bytes: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         shape = sizes(self.shape, "shape")
@@ -249,18 +253,10 @@ class TensorDescriptor:
             raise InvalidProblemError(
                 f"shape={shape} has {len(shape)} dimensions, layout={self.layout} wants {self.layout.spatial_dims + 2}"
             )
+        object.__setattr__(self, "size", math.prod(shape))
+        object.__setattr__(self, "bytes", self.size * self.dtype.itemsize)
         if self.bytes > MAX_TENSOR_BYTES:
             raise InvalidProblemError(f"shape={shape} takes {self.bytes} bytes: the limit is {MAX_TENSOR_BYTES}")
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the packed tensor."""
-        return self.size * self.dtype.itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:

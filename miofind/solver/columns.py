@@ -11,11 +11,12 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from miofind.core.cached import cached_property
 from miofind.solver.steps import Config, ConfigProduct
 
 Integers = NDArray[np.int64]
@@ -149,18 +150,8 @@ class Columns:
         return self
 
 
-class column(Generic[Made]):  # noqa: N801  # named as the decorators that it is one of
-    """What follows from the attributes of `Columns`, reckoned once.
-
-    A `functools.cached_property` has a lock in Python 3.11, which takes as long as arithmetic on a small table.
-    """
-
-    def __init__(self, function: Callable[[Any], Made]) -> None:
-        self._function, self._name, self.__doc__ = function, function.__name__, function.__doc__
-
-    def __get__(self, instance: Any, owner: Any = None) -> Made:
-        found = vars(instance)[self._name] = self._function(instance)
-        return found
+class column(cached_property[Made]):  # noqa: N801  # named as the decorators that it is one of
+    """What follows from the attributes of `Columns`."""
 
 
 def _at(value: Any, places: Integers) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.solvers.common.correlation import ceil_div
 
@@ -134,7 +135,7 @@ class WgmmaProduct:
         """The product of a problem of one or two spatial dimensions; the last one asked for is kept."""
         return _product(problem)
 
-    @functools.cached_property
+    @cached_property
     def kind(self) -> ProductKind:
         """What tiles depend on."""
         widths = [swizzle // self.element_bytes for swizzle in SWIZZLES_BYTES]
@@ -148,28 +149,28 @@ class WgmmaProduct:
             widest_n=min(fitting, default=max(widths)),
         )
 
-    @functools.cached_property
+    @cached_property
     def is_weights(self) -> bool:
         """Whether the problem is backward weights."""
         return self.problem.direction is Direction.BACKWARD_WEIGHTS
 
-    @functools.cached_property
+    @cached_property
     def is_pointwise(self) -> bool:
         """Whether each output meets one pixel, in order: one tap, stride 1, no padding."""
         conv = self.problem.conv
         return math.prod(self.taps) == max(conv.stride) == 1 and not any((*conv.pad_before, *conv.pad_after))
 
-    @functools.cached_property
+    @cached_property
     def is_strided(self) -> bool:
         """Whether it is strided backward data, cut into phases."""
         return len(self.phases) > 1
 
-    @functools.cached_property
+    @cached_property
     def phase_taps(self) -> tuple[int, ...]:
         """Taps of each phase that has any; the others' pixels are zeros."""
         return tuple(phase.taps for phase in self.phases if phase.taps)
 
-    @functools.cached_property
+    @cached_property
     def keeps_to_groups(self) -> bool:
         """Whether loads beyond the end of a group's K give zeros instead of the next group's elements.
 
@@ -179,39 +180,39 @@ class WgmmaProduct:
             return True
         return self.is_pointwise and self.has_k_major_filters and self.nchw is not NchwTensors.ALL
 
-    @functools.cached_property
+    @cached_property
     def has_nchw_n(self) -> bool:
         """Whether N is pixels of an NCHW tensor."""
         return self.nchw is NchwTensors.ALL and not self.is_weights
 
-    @functools.cached_property
+    @cached_property
     def has_nchw_k(self) -> bool:
         """Whether K is pixels of NCHW tensors."""
         return self.nchw is NchwTensors.ALL and self.is_weights
 
-    @functools.cached_property
+    @cached_property
     def image(self) -> int:
         """Pixels of an image of y, or of x for backward data."""
         problem = self.problem
         of = problem.spatial if problem.direction is Direction.BACKWARD_DATA else problem.out_spatial
         return math.prod(of)
 
-    @functools.cached_property
+    @cached_property
     def element_bytes(self) -> int:
         """Of x, w and y alike."""
         return self.problem.x.dtype.itemsize
 
-    @functools.cached_property
+    @cached_property
     def transposes_filters(self) -> bool:
         """Whether the filter is transposed first: wgmma takes TF32 operands K-major only."""
         return self.problem.direction is Direction.BACKWARD_DATA and self.element_bytes == 4
 
-    @functools.cached_property
+    @cached_property
     def has_k_major_filters(self) -> bool:
         """Whether the filter is K-major as the kernel takes it."""
         return self.problem.direction is Direction.FORWARD or self.transposes_filters
 
-    @functools.cached_property
+    @cached_property
     def channels(self) -> int:
         """K of one tap, but for backward weights: channels of one group, for backward data filters."""
         of = self.problem.k if self.problem.direction is Direction.BACKWARD_DATA else self.problem.c

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger
@@ -83,21 +84,21 @@ class _Tiling(RegisterTiling):
         """Whether results pass through shared memory: where threads cannot write 16 bytes at once (an H200: 2x)."""
         return self.vector * self.itemsize < COPY_BYTES
 
-    @functools.cached_property
+    @cached_property
     def items(self) -> int:
         """Tiles of a block."""
         return self.channel_images * self.row_block_tiles * self.across.count
 
-    @functools.cached_property
+    @cached_property
     def threads(self) -> int:
         """Of a block: one a tile, up to a limit."""
         return round_up(ceil_div(self.items, ceil_div(self.items, _MAX_THREADS)), 32)
 
-    @functools.cached_property
+    @cached_property
     def blocks(self) -> int:
         return ceil_div(self.all_channel_images, self.channel_images) * self.row_blocks
 
-    @functools.cached_property
+    @cached_property
     def shared_bytes(self) -> int:
         together = padded_size(self.itemsize, self.sources * self.source_elements)
         read = chosen(self.row_blocks == 1, together, self.sources * padded_size(self.itemsize, self.source_elements))
@@ -106,7 +107,7 @@ class _Tiling(RegisterTiling):
             self.zeros + read + written
         )
 
-    @functools.cached_property
+    @cached_property
     def registers(self) -> int:
         """Registers of a thread that spills nothing: sums, taps, a window's row, and addresses."""
         taps = chosen(self.rolled, self.across.taps, self.taps)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger
@@ -73,17 +74,17 @@ class _Tiling(RegisterTiling):
             **{name: config[name] for name in ("units", "buffers", "splits", "clustered")},
         )
 
-    @functools.cached_property
+    @cached_property
     def items(self) -> int:
         """Tiles of a stage of a block."""
         return self.channel_images * self.units * self.row_block_tiles * self.across.count
 
-    @functools.cached_property
+    @cached_property
     def threads(self) -> int:
         """Of a block: one a tile, up to a limit."""
         return round_up(ceil_div(self.items, ceil_div(self.items, _MAX_THREADS)), 32)
 
-    @functools.cached_property
+    @cached_property
     def stages(self) -> int:
         """Of all blocks that share filters."""
         return ceil_div(self.problem.n * self.row_blocks, self.units)
@@ -93,23 +94,23 @@ class _Tiling(RegisterTiling):
         """What the reduction adds; a cluster adds the partials of its blocks itself."""
         return SplitK.of(self.problem, chosen(self.clustered, 1, self.splits))
 
-    @functools.cached_property
+    @cached_property
     def blocks(self) -> int:
         return ceil_div(self.problem.k, self.channel_images) * self.splits
 
-    @functools.cached_property
+    @cached_property
     def stage_elements(self) -> int:
         """Elements of shared memory for a stage."""
         x, dy = self.sources * self.source_elements, self.channel_images * self.elements
         return self.units * (_odd_padded_size(self.itemsize, x) + _odd_padded_size(self.itemsize, dy))
 
-    @functools.cached_property
+    @cached_property
     def shared_bytes(self) -> int:
         totals = chosen(self.clustered, round_up(self.channel_images * self.taps, 4), 0)
         staged = self.itemsize * (self.zeros + self.buffers * self.stage_elements)
         return larger(staged, 4 * (self.taps * self.threads + totals))
 
-    @functools.cached_property
+    @cached_property
     def registers(self) -> int:
         """Registers of a thread that spills nothing: sums, a tile, a window's row, and addresses."""
         return round_up(self.down.length * self.across.length + self.taps + self.across.met + 54, 8)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Library, Place
 from miofind.solver.columns import chosen, divisor, larger, made, smaller
@@ -107,27 +108,27 @@ class RegisterTileAxis:
             met=met,
         )
 
-    @functools.cached_property
+    @cached_property
     def count(self) -> int:
         """Tiles of the axis."""
         return ceil_div(self.outputs, self.length)
 
-    @functools.cached_property
+    @cached_property
     def step(self) -> int:
         """Sources from one tile's origin to the next's."""
         return self.length // self.stride if self.transposed else self.length * self.stride
 
-    @functools.cached_property
+    @cached_property
     def window(self) -> int:
         """Sources from the first that a tile meets to the last."""
         return self.last - self.first + 1
 
-    @functools.cached_property
+    @cached_property
     def leaves(self) -> bool:
         """Whether what some tiles meet lies outside, and other tiles differ."""
         return self.count > 1 and (self.first < 0 or self.last + (self.count - 1) * self.step >= self.size)
 
-    @functools.cached_property
+    @cached_property
     def products(self) -> int:
         """Pairs of an output of a tile and a tap that meet in a source, which the compiler cannot rule out."""
         size = self.size if self.count == 1 else None
@@ -191,7 +192,7 @@ class RegisterTiling:
     channel_images: int
     row_blocks: int
 
-    @functools.cached_property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return self.problem.x.dtype.itemsize
@@ -205,22 +206,22 @@ class RegisterTiling:
         """Filters of a channel."""
         return self.problem.k // self.problem.c
 
-    @functools.cached_property
+    @cached_property
     def taps(self) -> int:
         """Of a filter."""
         return self.down.taps * self.across.taps
 
-    @functools.cached_property
+    @cached_property
     def products(self) -> int:
         """Multiplications of a tile and a filter."""
         return self.down.products * self.across.products
 
-    @functools.cached_property
+    @cached_property
     def row_block_tiles(self) -> int:
         """Tiles down a row block."""
         return ceil_div(self.down.count, self.row_blocks)
 
-    @functools.cached_property
+    @cached_property
     def sources(self) -> int:
         """Channels of images that a block reads at most to compute its own, or of x beside those of dy."""
         images, multiplier = self.channel_images, self.multiplier
@@ -229,23 +230,23 @@ class RegisterTiling:
         apart = (images - 1 + chosen(images % multiplier > 0, multiplier - 1, 0)) // multiplier + 1
         return chosen(multiplier % images == 0, 1, apart)
 
-    @functools.cached_property
+    @cached_property
     def source_elements(self) -> int:
         """Elements of a source that a row block meets at most."""
         down, reach = self.down, (self.row_block_tiles - 1) * self.down.step + self.down.window
         return chosen(self.row_blocks == 1, down.size, smaller(down.size, reach)) * self.across.size
 
-    @functools.cached_property
+    @cached_property
     def elements(self) -> int:
         """Elements of a channel of an image that a row block has at most."""
         return smaller(self.down.outputs, self.row_block_tiles * self.down.length) * self.across.outputs
 
-    @functools.cached_property
+    @cached_property
     def zeros(self) -> int:
         """Elements of a row of zeros, if some tiles meet rows outside their image."""
         return chosen(self.down.leaves, round_up(self.across.size, COPY_BYTES // self.itemsize), 0)
 
-    @functools.cached_property
+    @cached_property
     def vector(self) -> int:
         """Elements that a thread moves at once."""
         return vector(self.itemsize, self.across.outputs, self.across.length)

@@ -5,11 +5,11 @@ M is channels of a tap, N is filters, K is pixels.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from miofind.core.cached import cached_property
 from miofind.device.device import Device
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
@@ -122,47 +122,47 @@ class TransposedTiling:
             blocks=self.blocks,
         )
 
-    @functools.cached_property
+    @cached_property
     def tile_m(self) -> int:
         """Rows of a tile."""
         return WGMMA_M * self.consumers * self.row_blocks
 
-    @functools.cached_property
+    @cached_property
     def filters(self) -> int:
         """Columns of one group."""
         return self.product.size_m
 
-    @functools.cached_property
+    @cached_property
     def tap_blocks(self) -> int:
         """Blocks of rows of a tap."""
         return ceil_div(self.product.size_n, BLOCK)
 
-    @functools.cached_property
+    @cached_property
     def padded_m(self) -> int:
         """Rows of one group in whole blocks, all taps together."""
         return BLOCK * self.tap_blocks * math.prod(self.product.taps)
 
-    @functools.cached_property
+    @cached_property
     def tiles(self) -> tuple[int, int]:
         """Tiles of one group along rows and columns."""
         return ceil_div(self.padded_m, self.tile_m), ceil_div(self.filters, self.tile_n)
 
-    @functools.cached_property
+    @cached_property
     def k_tiles(self) -> int:
         """Of the whole K, all pixels."""
         return ceil_div(self.product.size_k, TILE_K)
 
-    @functools.cached_property
+    @cached_property
     def work_tiles(self) -> int:
         """Tiles, or splits of them, that blocks or clusters compute."""
         return math.prod(self.tiles) * self.product.problem.groups * self.splits
 
-    @functools.cached_property
+    @cached_property
     def threads(self) -> int:
         """Of a block: those that multiply, and a warpgroup that loads and transposes."""
         return 128 * (self.consumers + 1)
 
-    @functools.cached_property
+    @cached_property
     def stage_bytes(self) -> int:
         """Of both operands of a k-tile."""
         return 4 * (self.tile_m + self.tile_n) * TILE_K
@@ -203,7 +203,7 @@ class TransposedTiling:
         """Whether a tile is not mostly empty."""
         return self.tile_n < 2 * max(BLOCK, self.filters) and self.tile_m < 2 * max(WGMMA_M, self.padded_m)
 
-    @functools.cached_property
+    @cached_property
     def together(self) -> int:
         """wgmma instructions along K that are begun at once: as many as registers hold beside accumulators, or 0."""
         if (self.consumers, self.row_blocks) not in _WARPGROUPS or (self.blocks > 1 and self.consumers > 1):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
@@ -87,8 +88,8 @@ class ConvInParts(Solver):
         if most_elements != MAX_ELEMENTS:
             vars(self)["is_for_large"] = False  # of the class otherwise: what is small to others is cut, too
 
-    @functools.cached_property
-    def sources(self) -> tuple[str, ...]:  # type: ignore[override]
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
         """Those of all other solvers."""
         return tuple(dict.fromkeys(source for name in _INNER for source in Registry.default()[name].sources))
 
@@ -214,18 +215,18 @@ class _Cut:
         """The problem of the first part."""
         return self.parts[0].problem
 
-    @functools.cached_property
+    @cached_property
     def counts(self) -> Counter[ProblemDescription]:
         """The problems of the parts, each once, and of how many: the first, those within, the last."""
         return Counter(part.problem for part in self.parts)
 
-    @functools.cached_property
+    @cached_property
     def serving(self) -> tuple[Solver, ...]:
         """The solvers that serve all parts."""
         known = (Registry.default()[name] for name in _INNER)
         return tuple(each for each in known if all(each.applicability(part, self.device) for part in self.counts))
 
-    @functools.cached_property
+    @cached_property
     def defaults(self) -> tuple[EstimatedConfig, ...]:
         """The solvers' default configurations for the first part that serve all parts, likely best first."""
         found = [

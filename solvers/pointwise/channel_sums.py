@@ -6,7 +6,6 @@ the bias gradient. Partial sums of blocks in the workspace, then each result fro
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.reference.convolution import round_once
@@ -71,7 +71,7 @@ class _ChannelSums:
     problem: ProblemDescription
     device: Device
 
-    @functools.cached_property
+    @cached_property
     def plane(self) -> int:
         """Elements of a channel of an image."""
         return math.prod(self.problem.out_spatial)
@@ -106,25 +106,25 @@ class _ChannelSums:
         """Rows, or vectors of a channel, that a block takes side by side."""
         return 1 << (_THREADS // self.lanes).bit_length() - 1 if self.is_last else _THREADS
 
-    @functools.cached_property
+    @cached_property
     def plane_vectors(self) -> int:
         """Vectors that a plane touches at most, channels first."""
         return ceil_div(self.plane, self.vector) + (self.plane % self.vector != 0)
 
-    @functools.cached_property
+    @cached_property
     def length(self) -> int:
         """Rows of the tensor, or vectors of a channel."""
         if not self.is_last:
             return self.problem.n * self.plane_vectors
         return ceil_div(ceil_div(self.problem.y.size, self.vector), self.columns)
 
-    @functools.cached_property
+    @cached_property
     def unroll(self) -> int:
         """Vectors that a thread has under way: fewer where that leaves multiprocessors idle."""
         blocks = self.strips * ceil_div(self.length, 4 * self.side)
         return 4 if blocks >= 2 * self.device.sm_count else 2
 
-    @functools.cached_property
+    @cached_property
     def part(self) -> int:
         """Rows, or vectors of a channel, of a block."""
         batch = self.side * self.unroll

@@ -5,13 +5,13 @@ Sizes are arguments: few kernels serve all shapes.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from miofind.core.cached import cached_property
 from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import ProblemDescription, TensorDescriptor
 from miofind.device.device import Device, Place
@@ -70,7 +70,7 @@ class _Pass:
     problem: ProblemDescription
     device: Device
 
-    @functools.cached_property
+    @cached_property
     def walk(self) -> Walk:
         epilogue = self.problem.epilogue
         if not (epilogue.scale or epilogue.bias or epilogue.channel_bias):
@@ -78,23 +78,23 @@ class _Pass:
         is_last = self.problem.y.layout.channels_last or self.plane == 1
         return Walk.CHANNELS_LAST if is_last else Walk.CHANNELS_FIRST
 
-    @functools.cached_property
+    @cached_property
     def plane(self) -> int:
         """Elements of a channel of an image."""
         return math.prod(self.problem.out_spatial)
 
-    @functools.cached_property
+    @cached_property
     def images(self) -> int:
         """Parts of the output that are walked each by itself: where channels last have terms of each image, those."""
         goes_by_image = self.walk is Walk.CHANNELS_LAST and self.problem.epilogue.channel_bias
         return self.problem.n if goes_by_image else 1
 
-    @functools.cached_property
+    @cached_property
     def elements(self) -> int:
         """Of a part."""
         return self.problem.output.size // self.images
 
-    @functools.cached_property
+    @cached_property
     def vector(self) -> int:
         """Elements of a vector: parts of several begin at one, and a vector meets two planes at most."""
         widest = VECTOR_BYTES // self.problem.output.dtype.itemsize
@@ -112,7 +112,7 @@ class _Pass:
         run = {Walk.FLAT: 0, Walk.CHANNELS_LAST: self.problem.k, Walk.CHANNELS_FIRST: self.plane}[self.walk]
         return run % self.vector == 0
 
-    @functools.cached_property
+    @cached_property
     def unroll(self) -> int:
         """Vectors of a thread: fewer where that leaves multiprocessors idle."""
         threads = ceil_div(self.problem.output.size, self.vector)

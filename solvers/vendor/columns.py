@@ -6,11 +6,11 @@ kernels_src/vendor/im2col.cu in the workspace, or are x itself where a filter of
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from miofind.core.cached import cached_property
 from miofind.core.epilogue import Activation, ResidualPosition
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
@@ -59,28 +59,28 @@ class ColumnPlan:
     images: int
     slots: int = 1
 
-    @functools.cached_property
+    @cached_property
     def in_place(self) -> bool:
         """Whether x itself is the column matrix."""
         return self.problem.is_1x1 and self.problem.spatial == self.problem.out_spatial
 
-    @functools.cached_property
+    @cached_property
     def taps(self) -> int:
         """Taps of the filter."""
         return math.prod(self.problem.filter)
 
-    @functools.cached_property
+    @cached_property
     def pixels(self) -> int:
         """Output pixels of an image."""
         return math.prod(self.problem.out_spatial)
 
-    @functools.cached_property
+    @cached_property
     def column_dtype(self) -> DataType:
         """Element type of the columns: float32 where several taps are summed from them."""
         summed = self.problem.direction is Direction.BACKWARD_DATA and self.taps > 1
         return DataType.FLOAT32 if summed else self.problem.x.dtype
 
-    @functools.cached_property
+    @cached_property
     def column_bytes(self) -> int:
         """Bytes of one image's columns, 0 where x is the column matrix."""
         return 0 if self.in_place else self._column_elements * self.column_dtype.itemsize
@@ -94,7 +94,7 @@ class ColumnPlan:
         """Elements of one filter."""
         return self.problem.w.shape[1] * self.taps
 
-    @functools.cached_property
+    @cached_property
     def depth(self) -> int:
         """`width`, padded with zeros to 16 bytes where that costs little: the library is slow on unaligned rows."""
         multiple = 16 // self.problem.x.dtype.itemsize
@@ -106,7 +106,7 @@ class ColumnPlan:
         """Whether columns and filters are padded with zeros."""
         return self.depth != self.width
 
-    @functools.cached_property
+    @cached_property
     def products(self) -> ColumnProducts:
         """The products over the columns."""
         p = self.problem
@@ -125,7 +125,7 @@ class ColumnPlan:
             math=p.math,
         )
 
-    @functools.cached_property
+    @cached_property
     def needs_slots(self) -> bool:
         """Whether backward weights is one product an image."""
         return self.problem.direction is Direction.BACKWARD_WEIGHTS and not self.products.merges_images
@@ -135,7 +135,7 @@ class ColumnPlan:
         """The partial sums of backward weights, in float32, a slot each."""
         return SplitK(results=self.products.filter_size, splits=self.slots, region=PARTIALS)
 
-    @functools.cached_property
+    @cached_property
     def writes_partials(self) -> bool:
         """Whether backward weights goes to a float32 region before w."""
         if self.problem.direction is not Direction.BACKWARD_WEIGHTS:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.solver import APPLICABLE, Applicability
@@ -120,18 +121,18 @@ class WinogradPlan:
     vector: int = 1
     places_within: bool = False
 
-    @functools.cached_property
+    @cached_property
     def is_weights(self) -> bool:
         """Whether filters are the result."""
         return self.problem.direction is Direction.BACKWARD_WEIGHTS
 
-    @functools.cached_property
+    @cached_property
     def taps(self) -> tuple[int, int]:
         """Of a filter, down and across."""
         _, down, across = self.problem.filter
         return down, across
 
-    @functools.cached_property
+    @cached_property
     def transform(self) -> TiledTransform:
         """What it has in common with all plans of such tiles."""
         return TiledTransform.of(self.problem, self.tile)
@@ -184,18 +185,18 @@ class WinogradPlan:
         """Tiles of the whole batch."""
         return self.transform.all_tiles
 
-    @functools.cached_property
+    @cached_property
     def slice_tiles(self) -> int:
         """Tiles of a slice, with zeros behind the last so that matrices begin at whole vectors."""
         tiles = ceil_div(self.tiles, self.slices)
         return round_up(tiles, 32 if tiles >= 256 else 8)
 
-    @functools.cached_property
+    @cached_property
     def chunk_count(self) -> int:
         """Chunks of all tiles."""
         return ceil_div(self.all_tiles, self.tiles)
 
-    @functools.cached_property
+    @cached_property
     def lanes(self) -> int:
         """Channels of the widest vector that a thread transforms."""
         return max(self._lanes(self.problem.x), self._lanes(self.problem.y))
@@ -215,7 +216,7 @@ class WinogradPlan:
         """Workspace for transformed operands and products."""
         return self._regions
 
-    @functools.cached_property
+    @cached_property
     def _regions(self) -> tuple[Region, ...]:
         p = self.problem
         tiles, pairs = self.places * self.slices * self.slice_tiles, self.places * p.w.size // math.prod(p.filter)
