@@ -189,7 +189,6 @@ class _Tile(NamedTuple):
     images: float
 
 
-@functools.lru_cache(maxsize=1 << 12)
 def _tile(config: Config) -> _Tile:
     sides = {name.rpartition(".")[2]: number for name, number in parameters(config).items()}
 
@@ -224,9 +223,9 @@ class _Tiled:
         self._images, self._groups, self._itemsize = problem.n, problem.groups, problem.x.dtype.itemsize
         self._processors = max(1, device.sm_count)
 
-    def features(self, config: Config) -> tuple[float, ...]:
+    def features(self, tile: _Tile) -> tuple[float, ...]:
         """Those of `_TILING`."""
-        tile, filled, blocks, steps = _tile(config), [1.0] * 6, 1.0, 1.0
+        filled, blocks, steps = [1.0] * 6, 1.0, 1.0
         if tile.n:
             m, n, k = self._product
             sides = [(n, tile.m), (m, tile.n)] if tile.is_swapped else [(m, tile.m), (n, tile.n)]
@@ -257,6 +256,18 @@ def feature_names(problem: Mapping[str, float], guesses: Sequence[Guess]) -> tup
     return (*sorted(problem), *_CANDIDATE, *_TILING, _COMPOSED, *own)
 
 
+class _Known(NamedTuple):
+    """What is known of a candidate, whatever the problem.
+
+    Attributes:
+        row: its features, 0 where others stand.
+        tile: of its configuration.
+    """
+
+    row: NDArray[np.float32]
+    tile: _Tile
+
+
 class Columns:
     """The features of a model by name.
 
@@ -267,38 +278,33 @@ class Columns:
     def __init__(self, names: Sequence[str]) -> None:
         self._width = len(names)
         self._places = {name: place for place, name in enumerate(names)}
-        self._of_times = [self._places.get(name) for name in _CANDIDATE]
-        self._of_tiling = [self._places.get(name) for name in _TILING]
+        own = [(self._places[name], at) for at, name in enumerate((*_CANDIDATE, *_TILING)) if name in self._places]
+        self._own_places, self._own = np.array(own, np.intp).reshape(-1, 2).T
         # Of all problems together: near ones have near candidates.
         self._known = functools.lru_cache(maxsize=1 << 12)(self._known_of)
 
-    def _known_of(self, solver_id: str, config: Config) -> dict[int, float]:
-        """The features that a candidate has in all problems, by their places."""
+    def _known_of(self, solver_id: str, config: Config) -> _Known:
         own = {_SOLVER + inner_id(solver_id): 1.0, _COMPOSED: float(is_composed(solver_id))}
         own |= {_PARAMETER + name: value for name, value in parameters(config).items()}
-        return {place: value for name, value in own.items() if (place := self._places.get(name)) is not None}
+        return _Known(self._row(own), _tile(config))
+
+    def _row(self, features: Mapping[str, float]) -> NDArray[np.float32]:
+        """A row with these features where the model has them, and nothing else."""
+        found = np.zeros(self._width, np.float32)
+        for name, value in features.items():
+            if (place := self._places.get(name)) is not None:
+                found[place] = value
+        return found
 
     def matrix(self, problem: ProblemDescription, device: Device, guesses: Sequence[Guess]) -> NDArray[np.float32]:
         """Features of candidates of one problem: a row a candidate, a column a feature."""
-        shared, columns = problem_features(problem, device), self._places
-        of_problem = {columns[name]: number for name, number in shared.items() if name in columns}
-        found = np.zeros((len(guesses), self._width), np.float32)
-        found[:, list(of_problem)] = list(of_problem.values())
-        places: list[int] = []
-        values: list[float] = []
-        for first, guess in zip(range(0, found.size, self._width), guesses, strict=True):
-            known = self._known(guess.solver_id, guess.config)
-            places += [first + place for place in known]
-            values += known.values()
-        found.put(places, values)
-        of_times = zip(self._of_times, _time_features(shared["floor"], guesses), strict=True)
-        tiled = _Tiled(problem, device)
-        of_tiling = zip(
-            self._of_tiling, zip(*(tiled.features(each.config) for each in guesses), strict=True), strict=True
-        )
-        for place, column in (*of_times, *of_tiling):
-            if place is not None:
-                found[:, place] = column
+        shared, tiled = problem_features(problem, device), _Tiled(problem, device)
+        known = [self._known(guess.solver_id, guess.config) for guess in guesses]
+        found = np.array([each.row for each in known])
+        found += self._row(shared)
+        times = _time_features(shared["floor"], guesses)
+        own = np.array([*times, *zip(*(tiled.features(each.tile) for each in known), strict=True)], np.float32)
+        found[:, self._own_places] = own.take(self._own, axis=0).T
         return found
 
 
