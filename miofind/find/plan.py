@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.driver.line import driver_line
@@ -79,12 +80,12 @@ class Planned:
     problem: ProblemDescription
     device: Device
 
-    @functools.cached_property
+    @cached_property
     def solution(self) -> ConvSolution:
         """Its steps."""
         return self.solver.solution(self.problem, self.device, self.candidate.config)
 
-    @functools.cached_property
+    @cached_property
     def workspace_bytes(self) -> int:
         """Bytes of workspace that it needs; many solvers tell without making their steps."""
         return self.solver.workspace_bytes(self.problem, self.device, self.candidate.config)
@@ -346,6 +347,12 @@ class _Request:
         """Whether a FindDB can keep its candidates, whatever steps they have."""
         return self.trusts_own and is_own(self.solver)
 
+    def applicability(self) -> Applicability:
+        """Whether the solver serves the problem."""
+        if self.is_trusted:
+            return own_applicability(self.solver, self.problem, self.device)
+        return self.solver.applicability(self.problem, self.device)
+
     def bare_applicability(self) -> Applicability:
         """Whether the solver serves the problem without its epilogue; yes where it fails over the question."""
         answer = applicability_of(self.solver, self.problem.bare, self.device)
@@ -556,7 +563,7 @@ class _Draft:
         solver = request.solver
         self._count(solver, is_possible=is_possible(solver, request.device))
         spoils = request.options.max_error is None and solver.least_reach > Reach.INPUTS
-        answer = _SPOILS if spoils and in_haste else solver.applicability(request.problem, request.device)
+        answer = _SPOILS if spoils and in_haste else request.applicability()
         if answer and spoils:
             answer = _SPOILS
         if not answer:
@@ -600,6 +607,12 @@ def _not_estimated(configs: Iterable[Config]) -> list[tuple[Config, float | None
 
 
 # A tuning of the likeliest plans each problem twice, a fused one with its bare form, and to list takes milliseconds.
+@functools.lru_cache(maxsize=1 << 12)
+def own_applicability(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability:
+    """Whether one of our own solvers serves a problem, which is the same each time."""
+    return solver.applicability(problem, device)
+
+
 @functools.lru_cache(maxsize=1 << 12)
 def own_defaults(solver: Solver, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
     """Default configurations of one of our own solvers with their estimates, which are the same each time."""
