@@ -186,7 +186,7 @@ class Epilogue:
             )
 
     def __bool__(self) -> bool:
-        return self != NO_EPILOGUE
+        return self is not NO_EPILOGUE and self != NO_EPILOGUE
 
     @property
     def has_residual(self) -> bool:

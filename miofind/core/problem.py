@@ -90,8 +90,11 @@ class ProblemDescription:
         _check_shapes(self)
         _check_types(self)
         object.__setattr__(self, "epilogue", _checked_epilogue(self))
-        object.__setattr__(self, "operands", (*_operands(self), *_epilogue_operands(self), *_second_outputs(self)))
-        object.__setattr__(self, "bytes", sum(operand.tensor.bytes for operand in self.operands))
+        operands = _operands(self)
+        if self.epilogue:
+            operands += (*_epilogue_operands(self), *_second_outputs(self))
+        object.__setattr__(self, "operands", operands)
+        object.__setattr__(self, "bytes", sum(operand.tensor.bytes for operand in operands))
         tensors = {"x": self.x, "w": self.w, "y": self.y}
         text = write_network_config(self.direction, tensors, self.conv, self.math, self.epilogue)
         object.__setattr__(self, "network_config", text)
@@ -274,7 +277,7 @@ class ProblemDescription:
     @property
     def trains(self) -> bool:
         """Whether its epilogue is one of training: of a gradient, or with outputs of its own."""
-        return bool(self.epilogue.outputs) or (bool(self.epilogue) and self.direction is not Direction.FORWARD)
+        return bool(self.epilogue) and (bool(self.epilogue.outputs) or self.direction is not Direction.FORWARD)
 
     def tensor(self, name: str) -> TensorDescriptor:
         """The descriptor of the operand of that name.
@@ -404,6 +407,8 @@ def _second_outputs(problem: ProblemDescription) -> Iterator[Operand]:
 def _checked_epilogue(problem: ProblemDescription) -> Epilogue:
     """The problem's epilogue as its key has it: the output's own dtype is the default one."""
     epilogue = Epilogue.of(problem.epilogue)
+    if not epilogue:
+        return epilogue
     if problem.direction not in epilogue.directions:
         known = " and ".join(epilogue.directions)
         raise InvalidProblemError(f"epilogue={epilogue.text} is of {known} problems, not of {problem.direction} ones")

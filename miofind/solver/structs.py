@@ -30,6 +30,8 @@ NUMBERS: dict[str, tuple[str, Any]] = {
 }
 """C++ type and ctypes' type of each number that a kernel may be given."""
 
+_NUMBER_TYPES = frozenset({int, float})
+
 
 def number_in_memory(kind: str, value: int | float) -> Any:
     """A number as a launch reads it; `kind` is a key of `NUMBERS`.
@@ -53,11 +55,14 @@ class StructType:
         name: of the C++ type.
         fields: what each is, by name: a key of `NUMBERS` or another structure, or an array as (one of these, length).
 
+    Attributes:
+        define: the define that a step passes to its source: the fields' C++ declarations.
+
     Raises:
         ValueError: no fields, one of no such type or of no name in C++, or an array of no whole number of elements.
     """
 
-    __slots__ = ("_names", "fields", "name")
+    __slots__ = ("_names", "define", "fields", "name")
 
     def __init__(self, name: str, **fields: _Kind | tuple[_Kind, int]) -> None:
         self.name = name
@@ -75,15 +80,11 @@ class StructType:
             f for f, _, length in self.fields if length is not None and (type(length) is not int or length < 1)
         ]:
             raise ValueError(f"struct {name}: {', '.join(empty)} has no elements; an array has a whole number of them")
-
-    @property
-    def define(self) -> tuple[str, str]:
-        """The define that a step passes to its source: the fields' C++ declarations."""
         declared = (
             f"{kind.name if isinstance(kind, StructType) else NUMBERS[kind][0]} {field}{_brackets(length)};"
             for field, kind, length in self.fields
         )
-        return f"{self.name.upper()}_FIELDS", " ".join(declared)
+        self.define = (f"{name.upper()}_FIELDS", " ".join(declared))
 
     def __call__(self, **values: _Value | Sequence[_Value]) -> Struct:
         """A value of the structure, every field by name.
@@ -98,19 +99,31 @@ class StructType:
             raise TypeError(f"struct {self.name} {' and '.join(said)}")
         given: list[_Value | tuple[_Value, ...]] = []
         for field, kind, length in self.fields:
-            value = values[field]
-            if length is None and isinstance(value, (int, float)) and isinstance(kind, str):
-                given.append(value)  # most are, and look-ups make thousands
-                continue
-            elements = tuple(value) if isinstance(value, Sequence) else (value,)
-            if len(elements) != (length or 1) or isinstance(value, Sequence) is (length is None):
-                raise TypeError(f"{field} of struct {self.name} is {value!r:.80}, declared {field}{_brackets(length)}")
-            for element in elements:
-                if (element.type if isinstance(element, Struct) else kind if isinstance(kind, str) else None) != kind:
-                    wanted = kind.name if isinstance(kind, StructType) else kind
-                    raise TypeError(f"{field} of struct {self.name} is {element!r:.80}, not of type {wanted}")
-            given.append(elements[0] if length is None else elements)
+            value: Any = values[field]
+            if length is None:
+                is_plain = isinstance(value, (int, float) if isinstance(kind, str) else Struct)
+                is_plain = is_plain and (isinstance(kind, str) or value.type is kind)
+            else:
+                is_plain = type(value) is tuple and len(value) == length and isinstance(kind, str)
+                is_plain = is_plain and _NUMBER_TYPES.issuperset(map(type, value))
+            given.append(value if is_plain else self._checked(field, value))  # most are, and look-ups make thousands
         return Struct(self, tuple(given))
+
+    def _checked(self, name: str, value: _Value | Sequence[_Value]) -> _Value | tuple[_Value, ...]:
+        """A field's value as a structure has it.
+
+        Raises:
+            TypeError: it is of another type or length.
+        """
+        kind, length = next((kind, length) for field, kind, length in self.fields if field == name)
+        elements = tuple(value) if isinstance(value, Sequence) else (value,)
+        if len(elements) != (length or 1) or isinstance(value, Sequence) is (length is None):
+            raise TypeError(f"{name} of struct {self.name} is {value!r:.80}, declared {name}{_brackets(length)}")
+        for element in elements:
+            if (element.type if isinstance(element, Struct) else kind if isinstance(kind, str) else None) != kind:
+                wanted = kind.name if isinstance(kind, StructType) else kind
+                raise TypeError(f"{name} of struct {self.name} is {element!r:.80}, not of type {wanted}")
+        return elements[0] if length is None else elements
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StructType) and (self.name, self.fields) == (other.name, other.fields)

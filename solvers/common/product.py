@@ -296,12 +296,16 @@ def _merged(index: Index, uses: tuple[Strides, Strides]) -> tuple[Index, tuple[S
 
 def linear_stride(index: Index, strides: Strides) -> int | None:
     """Elements between neighbours along an index; None where they are not equally far apart."""
-    digits = [(size, stride) for size, stride in zip(index.sizes, strides, strict=True) if size != 1]
-    if not digits:
-        return 1
-    if any(after[1] != size * stride for (size, stride), after in itertools.pairwise(digits)):
-        return None
-    return digits[0][1]
+    first = after = None
+    for size, stride in zip(index.sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if first is None:
+            first = stride
+        elif stride != after:
+            return None
+        after = size * stride
+    return 1 if first is None else first
 
 
 def vector_length(most: int, along: Index, strides: Strides, others: Iterable[int]) -> int:

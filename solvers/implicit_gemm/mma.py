@@ -31,6 +31,7 @@ from miofind.solvers.common.product import Index, Operand, Product, Strides, Win
 from miofind.solvers.common.product_tiles import (
     BlockKind,
     ProductBlock,
+    block_kinds,
     products_of_tf32,
     tf32_error_growth,
     threads_of,
@@ -223,8 +224,8 @@ def _product(problem: ProblemDescription, product: Product, config: Config) -> S
     )
 
 
-def _launch(problem: ProblemDescription, product: Product, config: Config) -> KernelStep:
-    block = ProductBlock.of(BlockKind.of(problem, product), config)
+def _launch(problem: ProblemDescription, product: Product, kind: BlockKind, config: Config) -> KernelStep:
+    block = ProductBlock.of(kind, config)
     return KernelStep(
         source="implicit_gemm/mma.cu",
         entry="implicit_gemm_mma",
@@ -365,7 +366,8 @@ class ConvImplicitGemmMma(Solver):
         return _workspace(problem, config).bytes
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        steps = tuple(_launch(problem, product, config) for product in products(problem))
+        launches = zip(products(problem), block_kinds(problem), strict=True)
+        steps = tuple(_launch(problem, product, kind, config) for product, kind in launches)
         if config["splits"] == 1:
             return ConvSolution(steps=steps)
         split_k = _split_k(problem, config)

@@ -60,6 +60,8 @@ _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Directi
 
 PHASE_AXIS = StructType("PhaseAxis", at="int32", first="int32", taps="int32", offset="int32")
 PHASE = StructType("Phase", h=PHASE_AXIS, w=PHASE_AXIS, log2_cluster_k="int32")
+_NO_AXIS = PHASE_AXIS(at=0, first=0, taps=0, offset=0)
+_NO_PHASE = PHASE(h=_NO_AXIS, w=_NO_AXIS, log2_cluster_k=0)
 SHAPE = StructType(
     "Shape",
     walk=PIXEL_WALK,
@@ -165,8 +167,7 @@ def _phase(tiling: WgmmaTiling, number: int) -> Struct:
     """A phase by its rank; zeros, which no kernel reads, beyond the last."""
     product = tiling.product
     if number >= len(product.phases):
-        nothing = PHASE_AXIS(at=0, first=0, taps=0, offset=0)
-        return PHASE(h=nothing, w=nothing, log2_cluster_k=0)
+        return _NO_PHASE
     phase, cluster_k = product.phases[number], (*tiling.phase_cluster_k, *(1 for _ in product.phases))[number]
     h, w = (
         PHASE_AXIS(at=axis.at, first=axis.first, taps=axis.taps, offset=axis.offset)
@@ -319,9 +320,10 @@ def _epilogue(tiling: WgmmaTiling) -> tuple[TensorMap | Pointer | EpilogueArgume
 
     Two maps, laid out as the output: of the residual and of `saved`, of one of them first, else of the output.
     """
-    problem, target = tiling.product.problem, _maps(tiling)[2]
+    problem = tiling.product.problem
     if not problem.epilogue:
         return ()
+    target = _maps(tiling)[2]
     read = [name for name in EPILOGUE_TENSORS if name in problem.epilogue.operands]
     if target.pointer.buffer != problem.direction.output:
         read = []
