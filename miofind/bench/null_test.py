@@ -288,7 +288,7 @@ def _invoker(problem: ProblemDescription, device: Device, compiler: Compiler, op
     plan = make_plan(problem, options, Handle(device, compiler=compiler))
     for planned in (*plan.candidates, *plan.last_resort):
         try:
-            return make_invoker(problem, device, planned.solver, planned.candidate.config, compiler)
+            return make_invoker(problem, device, planned.solver, planned.config, compiler)
         except MiofindError as error:
             logger.info("%s is left out: %s", planned.candidate.id, error)
     raise NoSolutionError(f"no solver can be tested with {problem} on {device.name}")

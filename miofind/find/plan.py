@@ -74,21 +74,26 @@ _NOTHING_TO_ASK = "  no solver is registered, or the FindDB holds nothing to mea
 class Planned:
     """One candidate and its estimate; its steps are asked for once, by who wants to know of them."""
 
-    candidate: Candidate
-    solver: Solver
-    estimate_ms: float
     problem: ProblemDescription
     device: Device
+    solver: Solver
+    config: Config
+    estimate_ms: float
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        """What names it outside this process."""
+        return Candidate(network_config=self.problem.network_config, solver_id=self.solver.id, config=self.config)
 
     @cached_property
     def solution(self) -> ConvSolution:
         """Its steps."""
-        return self.solver.solution(self.problem, self.device, self.candidate.config)
+        return self.solver.solution(self.problem, self.device, self.config)
 
     @cached_property
     def workspace_bytes(self) -> int:
         """Bytes of workspace that it needs; many solvers tell without making their steps."""
-        return self.solver.workspace_bytes(self.problem, self.device, self.candidate.config)
+        return self.solver.workspace_bytes(self.problem, self.device, self.config)
 
     @property
     def deterministic(self) -> bool:
@@ -97,7 +102,7 @@ class Planned:
 
     def kernels(self, device: Device) -> tuple[KernelStep, ...]:
         """What it launches of our own kernels."""
-        return self.solver.solution(self.problem, device, self.candidate.config).kernels
+        return self.solver.solution(self.problem, device, self.config).kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +294,7 @@ def _estimated_bare(
         best_ms=min((each.estimate_ms for each in fusing), default=math.inf),
     )
     planned = plan.candidates or plan.last_resort
-    return first_of_each(((each.solver.id, each.candidate.config) for each in planned), options)
+    return first_of_each(((each.solver.id, each.config) for each in planned), options)
 
 
 def stored_plan(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Plan:
@@ -379,11 +384,11 @@ class _Request:
         if not isinstance(config, Config):
             raise InvalidConfigError(f"{self.solver.id}: config {config!r} must be a Config")
         return Planned(
-            candidate=Candidate(network_config=self.problem.network_config, solver_id=self.solver.id, config=config),
-            solver=self.solver,
-            estimate_ms=self.estimate_ms(config) if estimate_ms is None else estimate_ms,
             problem=self.problem,
             device=self.device,
+            solver=self.solver,
+            config=config,
+            estimate_ms=self.estimate_ms(config) if estimate_ms is None else estimate_ms,
         )
 
     def within_limits(
@@ -451,7 +456,7 @@ class _Request:
 
     def space(self, winners: Iterable[Config], refusals: dict[str, str]) -> Space:
         """The solver's configurations for a search."""
-        allowed = [planned.candidate.config for planned in self.within_limits(self.defaults(), refusals)]
+        allowed = [planned.config for planned in self.within_limits(self.defaults(), refusals)]
         every = _by_estimate(self.solver, self.problem, self.device)
         is_cut = _points(self.solver) > MAX_ESTIMATED or len(every) >= MAX_ESTIMATED
         listed = tuple(itertools.islice(filter(self.admits, every), _LISTED))
@@ -520,7 +525,7 @@ class _Draft:
             planned = list(request.within_limits(request.still_taken(), self.refusals))
             self.planned += planned
             if planned and request.options.searches and not request.solver.is_last_resort:
-                self.spaces.append(request.listed_space([each.candidate.config for each in planned]))
+                self.spaces.append(request.listed_space([each.config for each in planned]))
 
     def count_forms(self, requests: Iterable[_Request]) -> None:
         """Have `considered` name those solvers that were asked in all forms, and `refusals` say why none of one serves.
@@ -637,7 +642,7 @@ def _by_estimate(solver: Solver, problem: ProblemDescription, device: Device) ->
 def refuse_unrecordable(planned: Planned) -> Applicability:
     """Why a FindDB could not keep what became of a candidate, "" where it could."""
     found: tuple[object, ...] = (planned.workspace_bytes, planned.deterministic)
-    chars, (workspace, deterministic) = len(planned.candidate.config.json), found
+    chars, (workspace, deterministic) = len(planned.config.json), found
     if chars > MAX_JSON_CHARS:
         return Applicability(
             f"its configuration takes {chars} characters of JSON, of which a FindDB keeps {MAX_JSON_CHARS} at most"
@@ -671,10 +676,10 @@ def refuse_beyond_limits(planned: Planned, problem: ProblemDescription, options:
         return Applicability(f"needs {planned.workspace_bytes} bytes of workspace, the limit is {limit}")
     if options.deterministic and not planned.deterministic:
         return Applicability("is not deterministic")
-    if options.strict_nonfinite and planned.solver.spreads_nonfinite(problem, planned.candidate.config):
+    if options.strict_nonfinite and planned.solver.spreads_nonfinite(problem, planned.config):
         return Applicability("may spread an infinity or NaN to results that do not sum it")
     if options.max_error is None:
-        return _refuse_wide_bound(planned.solver, problem, planned.candidate.config)
+        return _refuse_wide_bound(planned.solver, problem, planned.config)
     return APPLICABLE
 
 

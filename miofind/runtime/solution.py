@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,17 +170,15 @@ _OF_STEPS = ("workspace_bytes", "deterministic")
 def without_steps(**values: Any) -> Solution:
     """A solution of whose fields those that its steps tell are asked for when somebody reads them."""
     made = object.__new__(Solution)
-    for name, set_field, default in _TOLD_FIELDS:
-        set_field(made, values.get(name, default))
+    for name, value in (_DEFAULTS | values).items():
+        _SETTERS[name](made, value)
     return made
 
 
-_TOLD_FIELDS = tuple(
-    (item.name, Solution.__dict__[item.name].__set__, item.default)
-    for item in fields(Solution)
-    if item.name not in _OF_STEPS
-)
-"""Fields of a solution without steps: their names, what sets them, which is all that takes time, and their defaults."""
+_TOLD = tuple(item for item in fields(Solution) if item.name not in _OF_STEPS)
+_SETTERS = {item.name: vars(Solution)[item.name].__set__ for item in _TOLD}
+_DEFAULTS = {item.name: item.default for item in _TOLD if item.default is not MISSING}
+"""Fields of a solution without steps: what sets them, which is all that takes time, and what those left out are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

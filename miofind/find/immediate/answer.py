@@ -217,7 +217,7 @@ class Ranked(NamedTuple):
 
 def ranked(planned: Sequence[Planned], problem: ProblemDescription, handle: Handle) -> list[Ranked]:
     """Candidates with the least predicted time first."""
-    estimated = [Estimated(each.solver, each.candidate.config, each.estimate_ms) for each in planned]
+    estimated = [Estimated(each.solver, each.config, each.estimate_ms) for each in planned]
     predictions = ranker_of(handle.device).predictions(problem, handle.device, estimated)
     found = itertools.starmap(Ranked, zip(planned, predictions, strict=True))
     return sorted(found, key=lambda each: each.prediction.time_ms)
@@ -232,7 +232,7 @@ def _as_solution(which: Ranked, found: SolutionList, more: int = 0) -> Solution:
         solver_id=planned.solver.id,
         algorithm=planned.solver.algorithm,
         library=planned.solver.library,
-        config=planned.candidate.config,
+        config=planned.config,
         time_ms=prediction.time_ms,
         max_error=None,
         source=Source.PREDICTED,

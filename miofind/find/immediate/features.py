@@ -92,6 +92,7 @@ def problem_features(problem: ProblemDescription, device: Device) -> dict[str, f
     taps, outputs = math.prod(problem.filter), math.prod(problem.out_spatial)
     group_c, group_k = problem.c // problem.groups, problem.k // problem.groups
     m, n, k = _product(problem)
+    flops, moved, operands = problem.flops, problem.bytes, problem.epilogue.operands
     tiles = problem.groups * math.ceil(m / 128) * math.ceil(n / 128)
     waves = tiles / device.sm_count
     logs = {
@@ -107,9 +108,9 @@ def problem_features(problem: ProblemDescription, device: Device) -> dict[str, f
         "m_gemm": m,
         "n_gemm": n,
         "k_gemm": k,
-        "flops": problem.flops,
-        "bytes": problem.bytes,
-        "intensity": problem.flops / problem.bytes,
+        "flops": flops,
+        "bytes": moved,
+        "intensity": flops / moved,
         "tiles": tiles,
         "floor": floor_ms(problem, device),
     }
@@ -136,8 +137,8 @@ def problem_features(problem: ProblemDescription, device: Device) -> dict[str, f
         "padded": float(any(problem.conv.pad_before)),
         "largest_filter": float(max(problem.filter)),
         "depthwise": float(problem.groups > 1 and group_c == 1),
-        "epilogue": float(len(problem.epilogue.operands)),
-        "epilogue_tensors": float(sum(name in EPILOGUE_TENSORS for name in problem.epilogue.operands)),
+        "epilogue": float(len(operands)),
+        "epilogue_tensors": float(sum(name in EPILOGUE_TENSORS for name in operands)),
         "inexact_activation": float(not problem.epilogue.activation.is_exact),
     }
     return found
@@ -189,6 +190,7 @@ class _Tile(NamedTuple):
     images: float
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def _tile(config: Config) -> _Tile:
     sides = {name.rpartition(".")[2]: number for name, number in parameters(config).items()}
 

@@ -92,14 +92,14 @@ class Ranker:
         if model is None or not candidates:
             return [Prediction(candidate.estimate_ms, None) for candidate in candidates]
         kind, trees = Kind.of(problem), model.trees
-        factors = model.table.factors(kind)
-        guesses, known = [], []
-        for place, (solver, config, estimate_ms) in enumerate(candidates):
-            factor = 1.0
-            if self.knows(solver):
-                factor = factors.get(inner_id(solver.id), factor)
-                known.append(place)
-            guesses.append(Guess(solver.id, config, estimate_ms, factor * estimate_ms))
+        table = model.table.factors(kind)
+        solvers = {candidate.solver for candidate in candidates}
+        factors = {solver.id: table.get(inner_id(solver.id), 1.0) for solver in solvers if self.knows(solver)}
+        known = [place for place, candidate in enumerate(candidates) if candidate.solver.id in factors]
+        guesses = [
+            Guess(solver.id, config, estimate_ms, factors.get(solver.id, 1.0) * estimate_ms)
+            for solver, config, estimate_ms in candidates
+        ]
         if trees is None or not known or not trees.reaches(kind, position(problem)):
             calibration = model.table_calibration if len(known) == len(candidates) else model.estimate_calibration
             return self._calibrated([guess.table_ms for guess in guesses], calibration)

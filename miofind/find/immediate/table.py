@@ -47,6 +47,7 @@ class Table:
 
     def __init__(self, corrections: Mapping[Key, float]) -> None:
         self.corrections = dict(corrections)
+        self._solvers = frozenset(key[0] for key in self.corrections)
         self.factors = functools.lru_cache(maxsize=512)(self._factors_of)
 
     def log2(self, solver_id: str, kind: Kind) -> float:
@@ -59,9 +60,7 @@ class Table:
 
     def _factors_of(self, kind: Kind) -> dict[str, float]:
         """By solver, what estimates for a kind of problem are multiplied by; kept in `factors`: all problems ask."""
-        return {
-            solver_id: float(2.0 ** self.log2(solver_id, kind)) for solver_id in {key[0] for key in self.corrections}
-        }
+        return {solver_id: float(2.0 ** self.log2(solver_id, kind)) for solver_id in self._solvers}
 
     @staticmethod
     def of(ratios: Iterable[Ratio]) -> Table:
