@@ -67,7 +67,6 @@ class ProblemDescription:
         epilogue: what is done to the sums before they are written, and what is written besides them.
         operands: the tensors that a run is given, in the order of their addresses: x, w, y, whatever the direction,
             then what the epilogue reads, then what it writes.
-        bytes: least bytes through device memory: each operand once.
 
     Raises:
         InvalidProblemError: the message names the field and the value.
@@ -82,7 +81,6 @@ class ProblemDescription:
     epilogue: Epilogue = NO_EPILOGUE
     network_config: str = field(init=False, repr=False, compare=False, default="")
     operands: tuple[Operand, ...] = field(init=False, repr=False, compare=False, default=())
-    bytes: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "direction", enum_value(Direction, self.direction, "direction"))
@@ -94,7 +92,6 @@ class ProblemDescription:
         if self.epilogue:
             operands += (*_epilogue_operands(self), *_second_outputs(self))
         object.__setattr__(self, "operands", operands)
-        object.__setattr__(self, "bytes", sum(operand.tensor.bytes for operand in operands))
         tensors = {"x": self.x, "w": self.w, "y": self.y}
         text = write_network_config(self.direction, tensors, self.conv, self.math, self.epilogue)
         object.__setattr__(self, "network_config", text)
@@ -236,6 +233,11 @@ class ProblemDescription:
     def flops(self) -> int:
         """Floating-point operations of direct arithmetic, a multiply-add counted as two; the same in each direction."""
         return 2 * self.y.size * self.w.shape[1] * _math.prod(self.filter)
+
+    @property
+    def bytes(self) -> int:
+        """Least bytes through device memory: each operand once."""
+        return sum(operand.tensor.bytes for operand in self.operands)
 
     @property
     def accumulator(self) -> DataType:

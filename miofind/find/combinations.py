@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.facts import SolverFacts, is_own_module
+from miofind.solver.facts import SolverFacts
 from miofind.solver.registry import Registry
 from miofind.solver.solver import APPLICABLE, Applicability, Combination, Solver, refuse_combination
-from miofind.solvers.pointwise.composed import Composed
 
 
 class OfCombination(NamedTuple):
@@ -57,12 +56,6 @@ class AnswersOfCombination(dict[str, OfCombination]):
 @functools.lru_cache(maxsize=64)
 def _answers(registry: Registry, combination: Combination, device: Device) -> AnswersOfCombination:
     return AnswersOfCombination(registry, combination.problem, device)
-
-
-def is_own(solver: Solver) -> bool:
-    """Whether a solver is miofind's, so that its steps are sound."""
-    module = type(solver.inner if isinstance(solver, Composed) else solver).__module__
-    return is_own_module(module)
 
 
 @functools.lru_cache(maxsize=256)

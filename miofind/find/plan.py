@@ -24,7 +24,7 @@ from miofind.errors import (
     described,
     raise_if_interrupted,
 )
-from miofind.find.combinations import AnswersOfCombination, is_own, is_possible
+from miofind.find.combinations import AnswersOfCombination, is_possible
 from miofind.find.composition import (
     Choices,
     bare_request,
@@ -88,7 +88,7 @@ class Planned:
     @cached_property
     def solution(self) -> ConvSolution:
         """Its steps."""
-        return self.solver.solution(self.problem, self.device, self.config)
+        return self.solver.kept_solution(self.problem, self.device, self.config)
 
     @cached_property
     def workspace_bytes(self) -> int:
@@ -350,7 +350,7 @@ class _Request:
     @property
     def is_trusted(self) -> bool:
         """Whether a FindDB can keep its candidates, whatever steps they have."""
-        return self.trusts_own and is_own(self.solver)
+        return self.trusts_own and self.solver.is_own
 
     def applicability(self) -> Applicability:
         """Whether the solver serves the problem."""

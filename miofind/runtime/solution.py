@@ -89,7 +89,7 @@ class Solution:
             if name not in _OF_STEPS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             solver = self.solution_list.handle.registry[self.solver_id]
-            steps = solver.solution(self.problem, self.device, self.config)
+            steps = solver.kept_solution(self.problem, self.device, self.config)
             object.__setattr__(self, "workspace_bytes", steps.workspace.bytes)
             object.__setattr__(self, "deterministic", steps.deterministic)
             return getattr(self, name)

@@ -22,7 +22,7 @@ from typing import Any
 from miofind.core.problem import DataType, Direction, Layout
 from miofind.device.device import Library, Place
 from miofind.files import write_whole
-from miofind.solver.solver import KernelKey, Solver
+from miofind.solver.solver import KernelKey, Solver, is_own_module
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +74,6 @@ class SolverFacts:
     def is_own(self) -> bool:
         """Whether the solver is miofind's."""
         return is_own_module(self.module)
-
-
-def is_own_module(name: str) -> bool:
-    """Whether a module is one of miofind's solvers, by its name."""
-    return name.startswith("miofind.solvers.")
 
 
 def read_index(sources: str) -> dict[str, SolverFacts]:

@@ -194,6 +194,16 @@ def _refuse_combination(solver: Solver, combination: Combination, device: Device
     return refuse_combination(solver, combination.problem, device)
 
 
+def is_own_module(name: str) -> bool:
+    """Whether a module is one of miofind's solvers, by its name."""
+    return name.startswith("miofind.solvers.")
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _own_solution(solver: Solver, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+    return solver.solution(problem, device, config)
+
+
 class EstimatedConfig(NamedTuple):
     """A configuration and the solver's estimate of it."""
 
@@ -271,6 +281,11 @@ class Solver(ABC):
         return self.keys[0].library
 
     @property
+    def is_own(self) -> bool:
+        """Whether it is miofind's, so that its answers are sound and the same each time."""
+        return is_own_module(type(self).__module__)
+
+    @property
     def names(self) -> frozenset[str]:
         """What `only` and `exclude` know it by, in lower case: its id, its algorithm and its library."""
         return frozenset({self.id.lower(), self.algorithm.value, self.library.value})
@@ -298,6 +313,12 @@ class Solver(ABC):
     @abstractmethod
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         """The steps that compute an applicable problem with a valid configuration."""
+
+    def kept_solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        """What `solution` gives, kept of our own solvers: whoever answers makes it, others ask for more of it."""
+        if self.is_own:
+            return _own_solution(self, problem, device, config)
+        return self.solution(problem, device, config)
 
     def least_ms(self, problem: ProblemDescription, device: Device) -> float:
         """A time that its estimates of an applicable problem all reach, known without its configurations; 0 for none.

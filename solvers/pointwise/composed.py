@@ -55,6 +55,10 @@ class Composed(Solver):
         return self.inner.library
 
     @property
+    def is_own(self) -> bool:
+        return self.inner.is_own
+
+    @property
     def names(self) -> frozenset[str]:
         return super().names | self.inner.names
 

@@ -485,7 +485,7 @@ def kernels_of(solution: Solution, handle: Handle) -> tuple[KernelStep, ...]:
     if solver.library is Library.CUDNN:  # which may take long to say what it launches
         return ()
     try:
-        return solver.solution(solution.problem, solution.device, solution.config).kernels
+        return solver.kept_solution(solution.problem, solution.device, solution.config).kernels
     except BaseException as error:  # a solver's own code may raise anything; who launches it says so
         raise_if_interrupted(error)
         logger.debug("%s has no kernels: %s", solution.id, described(error))
