@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
@@ -38,7 +39,7 @@ class DelegatingSolver(Solver):
 
     def inner_config(self, config: Config) -> Config:
         """The other solver's part of a configuration."""
-        return Config(config[self.inner_name])
+        return _part(config, self.inner_name)
 
     def check_inner_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         """Do nothing for a configuration whose part the other solver takes for a problem.
@@ -67,6 +68,12 @@ class DelegatingSolver(Solver):
 
     def is_exact(self, config: Config) -> bool:
         return self.inner_solver.is_exact(self.inner_config(config))
+
+
+@functools.lru_cache(maxsize=1 << 12)  # few serve all problems, and to write one as JSON takes longest
+def _part(config: Config, name: str) -> Config:
+    """The configuration that is a value of another."""
+    return Config(config[name])
 
 
 def kernels_on(solution: ConvSolution, names: Mapping[str, str]) -> tuple[KernelStep, ...]:

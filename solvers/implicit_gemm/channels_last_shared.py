@@ -104,6 +104,12 @@ class _Around(NamedTuple):
         )
 
 
+@functools.lru_cache(maxsize=1 << 12)  # few serve all problems, and to write one as JSON takes longest
+def _config_around(inner: str, config: Config) -> Config:
+    """The configuration that has another solver's in it."""
+    return Config.of(solver=inner, config=dict(config))
+
+
 class ChannelsLastSolver(DelegatingSolver):
     """Channels-first convolution in three parts: operands to channels last, another solver's kernels, and back.
 
@@ -195,7 +201,7 @@ class ChannelsLastSolver(DelegatingSolver):
         )
 
     def _outer(self, config: Config) -> Config:
-        return Config.of(solver=self.inner, config=dict(config))
+        return _config_around(self.inner, config)
 
     def _refusal(self, problem: ProblemDescription, device: Device) -> str:
         answer = self.inner_solver.applicability(_with_last(problem, _TENSORS), device)

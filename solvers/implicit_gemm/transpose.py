@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import DataType, ProblemDescription
 from miofind.solver.steps import Argument, KernelStep, Pointer, int32s
 from miofind.solver.structs import StructType
@@ -28,7 +29,7 @@ _LONGEST_ODD = 256  # elements of a line that is taken whole so that its vectors
 _TILE_BYTES = 8 << 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Transposition:
     """One tensor's transposition: rows x columns, for each matrix of a batch, to columns x rows.
 
@@ -72,7 +73,7 @@ class Transposition:
         """The inverse transposition."""
         return replace(self, source=self.target, target=self.source, rows=self.columns, columns=self.rows)
 
-    @property
+    @cached_property
     def tile(self) -> TransposeTile:
         """What a block moves.
 
