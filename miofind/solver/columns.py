@@ -218,6 +218,9 @@ def mapped(function: Callable[..., Number], *values: int) -> Number:
     """What a function gives; it is asked once for equal values."""
     if not is_table(*values):
         return function(*values)
+    if len(values) == 1:
+        distinct, places = np.unique(values[0], return_inverse=True)
+        return cast(Number, np.array([function(each) for each in distinct.tolist()])[places])
     rows = list(zip(*(column.tolist() for column in np.broadcast_arrays(*values)), strict=True))
     found = {row: function(*row) for row in set(rows)}
     return cast(Number, np.array([found[row] for row in rows]))

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import ClassVar, NamedTuple, Protocol, overload
+from typing import Any, ClassVar, NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,13 +211,18 @@ class EstimatedConfig(NamedTuple):
     estimate_ms: float
 
 
-class _RankedTable(Sequence[EstimatedConfig]):
-    """Configurations with their estimates, in an order of their places."""
+class RankedTable(Sequence[EstimatedConfig]):
+    """A table's configurations with their estimates, the least first; each is made when it is asked for."""
 
-    __slots__ = ("_configs", "_order", "_times")
+    __slots__ = ("_order", "_table", "_times")
 
-    def __init__(self, configs: Sequence[Config], times: NDArray[np.float64], order: NDArray[np.int64]) -> None:
-        self._configs, self._times, self._order = configs, times, order
+    def __init__(self, table: ConfigTable, times: NDArray[np.float64]) -> None:
+        self._table, self._times, self._order = table, times, np.argsort(times, kind="stable")
+
+    def values(self, name: str) -> list[Any]:
+        """A parameter's values in order, without the configurations that have them."""
+        found: list[Any] = np.broadcast_to(self._table[name], len(self))[self._order].tolist()
+        return found
 
     def __len__(self) -> int:
         return len(self._order)
@@ -235,7 +240,7 @@ class _RankedTable(Sequence[EstimatedConfig]):
         return map(self._made, self._order.tolist())
 
     def _made(self, place: int) -> EstimatedConfig:
-        return EstimatedConfig(self._configs[place], float(self._times[place]))
+        return EstimatedConfig(self._table.configs[place], float(self._times[place]))
 
 
 class Solver(ABC):
@@ -403,25 +408,22 @@ class Solver(ABC):
         valid = dict.fromkeys(config for config in configs if self.is_valid_config(problem, device, config))
         return sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
 
-    def ranked_table(
-        self, problem: ProblemDescription, device: Device, table: ConfigTable
-    ) -> Sequence[EstimatedConfig]:
+    def ranked_table(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> RankedTable:
         """What `ranked` gives of a table of valid configurations, all different, with the estimates.
 
-        For solvers whose `estimate_ms` takes a table for a configuration. Each is made when it is asked for.
+        For solvers whose `estimate_ms` takes a table for a configuration.
         """
-        times = np.broadcast_to(self.estimate_ms(problem, device, table.as_config), len(table.configs))
-        return _RankedTable(table.configs, times, np.argsort(times, kind="stable"))
+        return RankedTable(
+            table, np.broadcast_to(self.estimate_ms(problem, device, table.as_config), len(table.configs))
+        )
 
-    def ranked_valid(
-        self, problem: ProblemDescription, device: Device, table: ConfigTable
-    ) -> Sequence[EstimatedConfig]:
+    def ranked_valid(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> RankedTable:
         """What `ranked` gives of a table of configurations, all different, with the estimates.
 
         For solvers whose `is_valid_config` and `estimate_ms` take a table for a configuration.
         """
         valid = table.valid(functools.partial(self.is_valid_config, problem, device))
-        return self.ranked_table(problem, device, valid) if valid.configs else ()
+        return self.ranked_table(problem, device, valid) if valid.configs else RankedTable(valid, np.empty(0))
 
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         """Do nothing for a configuration of the schema.

@@ -16,7 +16,7 @@ from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, RankedTable, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
@@ -259,11 +259,12 @@ class ConvDepthwiseChannelsFirst(Solver):
         ranked = self._ranked(problem, device)
         if problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1:
             return self._strided_defaults(problem, ranked)
-        rolled = [place for place, each in enumerate(ranked) if each.config["rolled"]][:_ROLLED_DEFAULTS]
-        others = [place for place, each in enumerate(ranked) if not each.config["rolled"]]
+        are_rolled = ranked.values("rolled")
+        rolled = [place for place, is_rolled in enumerate(are_rolled) if is_rolled][:_ROLLED_DEFAULTS]
+        others = [place for place, is_rolled in enumerate(are_rolled) if not is_rolled]
         return tuple(ranked[place] for place in sorted(rolled + others[: MAX_DEFAULTS - len(rolled)]))
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> RankedTable:
         """The short list as far as it is valid, the least estimate first."""
         return self.ranked_valid(problem, device, _short_list())
 

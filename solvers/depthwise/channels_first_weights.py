@@ -16,7 +16,7 @@ from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, RankedTable, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.examples import depthwise_example
@@ -264,11 +264,12 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         ranked = self._ranked(problem, device)
-        clustered = [place for place, each in enumerate(ranked) if each.config["clustered"]][:_CLUSTERED_DEFAULTS]
-        others = [place for place, each in enumerate(ranked) if not each.config["clustered"]]
+        are_clustered = ranked.values("clustered")
+        clustered = [place for place, is_clustered in enumerate(are_clustered) if is_clustered][:_CLUSTERED_DEFAULTS]
+        others = [place for place, is_clustered in enumerate(are_clustered) if not is_clustered]
         return tuple(ranked[place] for place in sorted(clustered + others[: MAX_DEFAULTS - len(clustered)]))
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> RankedTable:
         """The short list as far as it is valid, the least estimate first."""
         return self.ranked_valid(problem, device, _short_list())
 

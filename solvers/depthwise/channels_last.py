@@ -6,7 +6,9 @@ Kernel: kernels_src/depthwise/channels_last.cu. ConvDepthwiseChannelsLastWeights
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import heapq
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,6 +45,7 @@ from miofind.solvers.depthwise.channels_last_rows import (
 _SHARED_BYTES = 48 << 10
 _MAX_REGISTERS = 232
 _MAX_PRODUCTS = 3200
+_DEFAULTS = 8
 
 SHAPE = StructType(
     "Shape",
@@ -365,15 +368,19 @@ class ConvDepthwiseChannelsLast(Solver):
         best: dict[tuple[int, int], EstimatedConfig] = {}
         for each in ranked:
             best.setdefault((each.config["vector"], each.config["columns"]), each)
-        return tuple(best.values())[:8]
+            if len(best) == _DEFAULTS:
+                break
+        return tuple(best.values())
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> list[EstimatedConfig]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Iterator[EstimatedConfig]:
         """The fallbacks and the short list as far as they are valid, the least estimate first."""
         fallbacks = (config for config in _FALLBACKS if self.is_valid_config(problem, device, config))
-        last = [EstimatedConfig(config, self.estimate_ms(problem, device, config)) for config in fallbacks]
+        last = (EstimatedConfig(config, self.estimate_ms(problem, device, config)) for config in fallbacks)
         economical = _short_list().valid(functools.partial(_is_economical, problem))
         fitting = economical.valid(lambda config: _fits(_Tiling.of(problem, config), device))
-        return sorted((*last, *self.ranked_table(problem, device, fitting)), key=lambda each: each.estimate_ms)
+        ranked = self.ranked_table(problem, device, fitting)
+        by_time = operator.attrgetter("estimate_ms")
+        return heapq.merge(sorted(last, key=by_time), ranked, key=by_time)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)

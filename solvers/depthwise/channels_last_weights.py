@@ -365,8 +365,10 @@ class ConvDepthwiseChannelsLastWeights(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, (*_FALLBACKS, *_SHORT_LIST))
         # The best of each shape of a thread's work: estimates of one shape err alike.
-        best = {(config["vector"], config["columns"], config["rows"]): config for config in reversed(ranked)}
-        return tuple(sorted(best.values(), key=ranked.index)[:8])
+        best: dict[tuple[int, int, int], Config] = {}
+        for config in ranked:
+            best.setdefault((config["vector"], config["columns"], config["rows"]), config)
+        return tuple(best.values())[:8]
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)

@@ -215,8 +215,10 @@ class ConvDepthwiseMma(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, _SHORT_LIST)
         # The best of each shape of a warp's and a block's work: estimates of one shape err alike.
-        best = {(config["warp_channels"], config["rows"], config["channels"]): config for config in reversed(ranked)}
-        return tuple(sorted(best.values(), key=ranked.index)[:_DEFAULTS])
+        best: dict[tuple[int, int, int], Config] = {}
+        for config in ranked:
+            best.setdefault((config["warp_channels"], config["rows"], config["channels"]), config)
+        return tuple(best.values())[:_DEFAULTS]
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = DepthwiseTiling.of(problem, config)

@@ -294,8 +294,10 @@ class ConvDepthwiseBands(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, (*_SHORT_LIST, *_FALLBACKS))
         # The best of each shape of a block: estimates of one shape err alike.
-        best = {tuple(config[name] for name in _SHAPE): config for config in reversed(ranked)}
-        return tuple(sorted(best.values(), key=ranked.index)[:8])
+        best: dict[tuple[int, ...], Config] = {}
+        for config in ranked:
+            best.setdefault(tuple(config[name] for name in _SHAPE), config)
+        return tuple(best.values())[:8]
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         (conv,) = correlations(problem)

@@ -295,8 +295,10 @@ class ConvDepthwiseBandsWeights(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, _SHORT_LIST)
         # The best of each division of images and rows: how many channels a block has matters least.
-        best = {tuple(config[name] for name in _DIVISION): config for config in reversed(ranked)}
-        return tuple(sorted(best.values(), key=ranked.index)[:8])
+        best: dict[tuple[int, ...], Config] = {}
+        for config in ranked:
+            best.setdefault(tuple(config[name] for name in _DIVISION), config)
+        return tuple(best.values())[:8]
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)

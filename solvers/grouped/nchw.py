@@ -173,7 +173,9 @@ def _varied(ranked: Sequence[EstimatedConfig]) -> tuple[EstimatedConfig, ...]:
         if taken[shape] < _MOST_ALIKE:
             kept.append(each)
         taken[shape] += 1
-    return tuple(kept[:_DEFAULTS])
+        if len(kept) == _DEFAULTS:
+            break
+    return tuple(kept)
 
 
 def _is_of_size(problem: ProblemDescription, config: Config) -> bool:

@@ -202,7 +202,9 @@ def _varied(ranked: Sequence[EstimatedConfig]) -> tuple[EstimatedConfig, ...]:
         if taken[deal] < _MOST_ALIKE:
             kept.append(each)
         taken[deal] += 1
-    return tuple(kept[:_DEFAULTS])
+        if len(kept) == _DEFAULTS:
+            break
+    return tuple(kept)
 
 
 def _is_of_size(problem: ProblemDescription, config: Config) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
@@ -223,19 +223,23 @@ def _fits(problem: ProblemDescription, tiling: GroupedTiling, device: Device) ->
     )
 
 
-def _varied(ranked: Sequence[EstimatedConfig]) -> list[EstimatedConfig]:
-    """The first few, then the first of each number of rows and units, a few of each number of rows.
+def _varied(ranked: Iterable[EstimatedConfig], most: int) -> list[EstimatedConfig]:
+    """The first few, then the first of each number of rows and units, a few of each number of rows, so many in all.
 
     Registers, and so blocks at once, depend on rows most, and what segments of channels cost on units.
     """
     likely: dict[tuple[int, int], EstimatedConfig] = {}
     taken: Counter[int] = Counter()
+    firsts: list[EstimatedConfig] = []
     for each in ranked:
+        firsts += [each] * (len(firsts) < _FIRST)
         rows, units = each.config["rows"], each.config["units"]
         if (rows, units) not in likely and taken[rows] < _MOST_ALIKE:
             likely[rows, units] = each
             taken[rows] += 1
-    return list(dict.fromkeys([*ranked[:_FIRST], *likely.values()]))
+        if len(likely) == most:
+            break
+    return list(dict.fromkeys([*firsts, *likely.values()]))[:most]
 
 
 class ConvGrouped(Solver):
@@ -319,8 +323,8 @@ class ConvGrouped(Solver):
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         ranked = self._ranked(problem, device)
-        staged = _varied([each for each in ranked if each.config["stages"] > 1])[: _DEFAULTS // 2]
-        plain = _varied([each for each in ranked if each.config["stages"] == 1])[: _DEFAULTS - len(staged)]
+        staged = _varied((each for each in ranked if each.config["stages"] > 1), _DEFAULTS // 2)
+        plain = _varied((each for each in ranked if each.config["stages"] == 1), _DEFAULTS - len(staged))
         return tuple(sorted([*plain, *staged], key=lambda each: each.estimate_ms))
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:

@@ -16,7 +16,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, RankedTable, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -299,13 +299,13 @@ class ConvGroupedWeights(Solver):
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         ranked = self._ranked(problem, device, _likely(problem, device))
-        of_shares = {each.config["shares"]: each for each in reversed(ranked)}
-        firsts = list(of_shares.values())
+        of_shares = {shares: place for place, shares in reversed([*enumerate(ranked.values("shares"))])}
+        firsts = [ranked[place] for place in of_shares.values()]
         others = (each for each in ranked if each not in firsts)
         best = itertools.islice(others, _DEFAULTS - len(firsts))
         return tuple(sorted([*firsts, *best], key=lambda each: each.estimate_ms))
 
-    def _ranked(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> Sequence[EstimatedConfig]:
+    def _ranked(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> RankedTable:
         """The valid ones of a table, the least estimate first."""
         return self.ranked_table(problem, device, _valid(problem, device, table))
 

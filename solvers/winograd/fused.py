@@ -231,7 +231,9 @@ def _varied(ranked: Sequence[EstimatedConfig]) -> tuple[EstimatedConfig, ...]:
         if taken[shape] < _MOST_ALIKE:
             likely.append(each)
         taken[shape] += 1
-    return tuple(likely[:_DEFAULTS])
+        if len(likely) == _DEFAULTS:
+            break
+    return tuple(likely)
 
 
 def _is_of_size(tiling: FusedTiling) -> bool:
