@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from miofind.solver.columns import Columns, ConfigTable, column, holds_all, is_config, larger, made, smaller
+from miofind.solver.columns import Columns, ConfigTable, column, holds_all, is_config, larger, made, mapped, smaller
 from miofind.solver.steps import Config
 
 ROWS = {"rows": (1, 2, 4), ("columns", "images"): ((8, 1), (16, 2)), "stages": (3,)}
@@ -107,3 +107,19 @@ def test_conditions_of_one_configuration_are_looked_at_until_one_does_not_hold()
     assert holds_all(looked) is False
     assert list(looked) == [True]
     assert holds_all((np.array([True, True]), False, np.array([True, False]))).tolist() == [False, False]
+
+
+def test_a_function_is_asked_once_for_equal_values() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def total(*values: int) -> int:
+        asked.append(values)
+        return sum(values)
+
+    column, other = np.array([4, 1, 4, 1, 2]), np.array([0, 5, 0, 6, 0])
+    assert mapped(total, column).tolist() == [4, 1, 4, 1, 2]  # type: ignore[arg-type]
+    assert sorted(asked) == [(1,), (2,), (4,)]
+    asked.clear()
+    assert mapped(total, column, other, 1).tolist() == [5, 7, 5, 8, 3]  # type: ignore[arg-type]
+    assert sorted(asked) == [(1, 5, 1), (1, 6, 1), (2, 0, 1), (4, 0, 1)]
+    assert mapped(total, 3, 4) == 7

@@ -61,6 +61,27 @@ def test_what_fuses_is_not_composed_unless_it_is_named(only: tuple[str, ...], mo
     assert not any(composed_id(name) in ids for name in ids) or only
 
 
+def test_a_problem_that_no_finddb_knows_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    asked: list[str] = []
+    with miofind.Handle(H200, database=":memory:") as handle:
+        real = handle.database.answers
+        monkeypatch.setattr(handle.database, "answers", lambda *key: asked.append(key[1]) or real(*key))
+        monkeypatch.setattr(handle.database, "histories", lambda *key: pytest.fail("rows were read"))
+        assert miofind.find_solutions(PROBLEMS["3x3"], options=FAST, handle=handle)
+    assert asked == [PROBLEMS["3x3"].network_config]
+
+
+def test_the_first_one_s_workspace_is_told_by_the_steps_that_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    with miofind.Handle(H200, database=":memory:") as handle:
+        first, *_ = miofind.find_solutions(PROBLEMS["1x1"], options=FAST, handle=handle)
+        solver = handle.registry[first.solver_id]
+        expected = solver.solution(first.problem, first.device, first.config).workspace.bytes
+        monkeypatch.setattr(type(solver), "solution", lambda *given: pytest.fail("steps were made again"))
+        assert first.workspace_bytes == expected
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_an_answer_prices_few_configurations_one_by_one_and_makes_the_first_one_s_steps(
     name: str, monkeypatch: pytest.MonkeyPatch
