@@ -106,8 +106,9 @@ class Forest:
         """Each tree's value for each row of features: a row a row, a column a tree."""
         flat, (count, width) = rows.reshape(-1), rows.shape
         starts = np.repeat(np.arange(count) * width, len(self.roots))
-        at = np.tile(self.roots, count)
-        for _ in range(self.depth):  # `take` takes two thirds of the time of an index
+        goes_left = rows.take(self.features[self.roots], axis=1) <= self.thresholds[self.roots]
+        at = self.below.take(2 * self.roots + goes_left).reshape(-1)
+        for _ in range(self.depth - 1):  # `take` takes two thirds of the time of an index
             goes_left = flat.take(starts + self.features.take(at)) <= self.thresholds.take(at)
             at = self.below.take(2 * at + goes_left)
         return self.values.take(at).reshape(count, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Kind:
     shape: str
 
     @staticmethod
+    @functools.lru_cache(maxsize=64)  # an answer asks for that of its problem twice
     def of(problem: ProblemDescription) -> Kind:
         """The kind of a problem; its epilogue plays no part."""
         tensors = (problem.x, problem.w, problem.y)
@@ -58,6 +60,7 @@ AXES = 7
 """Numbers of a position."""
 
 
+@functools.lru_cache(maxsize=64)  # an answer asks for that of its problem twice
 def position(problem: ProblemDescription) -> tuple[float, ...]:
     """Where a problem's shape lies among others: logarithms of its sizes, to base 2.
 

@@ -118,8 +118,8 @@ class Ranker:
         rows = self._columns.matrix(problem, device, asked)
         times, ranks = trees.sums(rows)
         logs = np.array([math.log2(max(guess.table_ms, 1e-30)) for guess in asked]) + times
-        logs = np.clip(logs, -_MOST_LOG2, _MOST_LOG2)
-        order = np.argsort(logs - trees.rank_weight * ranks, kind="stable")
+        logs = logs.clip(-_MOST_LOG2, _MOST_LOG2)
+        order = (logs - trees.rank_weight * ranks).argsort(kind="stable")
         # Times are those of the one forest, in the order of both; what has equal ones keeps that order.
         times_ms = 2.0 ** np.sort(logs) * (1 + _STEP * np.arange(len(logs)))
         found = {ordered[place]: time_ms for place, time_ms in zip(order.tolist(), times_ms.tolist(), strict=True)}
