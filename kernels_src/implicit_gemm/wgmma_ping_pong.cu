@@ -5,9 +5,9 @@
 // channels of one tap; a stage of a ring of STAGES has its pixels and its filters, but for filters that stay in shared
 // memory: KEPT_TILES k-tiles of them, which a block loads once, as all its tiles are of the same filters.
 // Persistent and ping-pong: two warpgroups take tiles by turns, one issues its products while the other applies the
-// epilogue to its own. A warp each loads pixels, loads filters, and stores results by TMA, from one of PLACES to which
-// the residual, or what is saved for a derivative, was loaded.
-// Source: PTX ISA, wgmma and setmaxnreg; CUTLASS's description of ping-pong kernels.
+// epilogue to its own. A warp each loads pixels, loads filters, and stores results by TMA, from one of OUT_STAGES
+// places to which the residual, or what is saved for a derivative, was loaded. Source: PTX ISA, wgmma and setmaxnreg;
+// CUTLASS's description of ping-pong kernels.
 #include "common/tile.cuh"
 #include "implicit_gemm/tile_scheduler.cuh"
 
@@ -17,8 +17,8 @@
 #if !defined(ROWS) || !defined(TILE_N) || !defined(CHANNELS) || !defined(LAST_K_STEPS) || !defined(OUT_CHANNELS)
 #error "define ROWS, TILE_N, CHANNELS, LAST_K_STEPS and OUT_CHANNELS"
 #endif
-#if !defined(STAGES) || !defined(KEPT_TILES) || !defined(PLACES)
-#error "define STAGES, KEPT_TILES and PLACES"
+#if !defined(STAGES) || !defined(KEPT_TILES) || !defined(OUT_STAGES)
+#error "define STAGES, KEPT_TILES and OUT_STAGES"
 #endif
 #if !defined(SHARED_BYTES) || !defined(SHAPE_FIELDS)
 #error "define SHARED_BYTES, and SHAPE_FIELDS as SHAPE of solvers/implicit_gemm/wgmma_ping_pong.py declares them"
@@ -64,15 +64,17 @@ constexpr bool kLoadsTensors = kHasResidual || kHasSaved, kLoadsBoth = kHasResid
 constexpr bool kLoadsTensors = false, kLoadsBoth = false;
 #endif
 constexpr int kTensors = kLoadsBoth ? 2 : 1, kPlaceBytes = kTensors * ROWS * kOutBytes;
-static_assert(SHARED_BYTES == 1024 + STAGES * kStageBytes + KEPT_TILES * kFiltersBytes + PLACES * kPlaceBytes,
+static_assert(SHARED_BYTES == 1024 + STAGES * kStageBytes + KEPT_TILES * kFiltersBytes + OUT_STAGES * kPlaceBytes,
               "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
 // Descriptors without addresses: eight rows side by side are a pattern of the swizzle.
 constexpr unsigned long long kPixelDescriptor = matrix_descriptor(16, 8 * kPixelBytes, kPixelBytes);
 constexpr unsigned long long kFilterDescriptor = matrix_descriptor(16, 8 * kFilterRowBytes, kFilterRowBytes);
 
-// Of a thread that multiplies, and of one that does not.
-constexpr int kRegisters = 232, kFewRegisters = 40;
+// Of a thread that multiplies, and of one that does not, of what all have at launch.
+constexpr int kRegisters = 232, kFewRegisters = 40, kLaunchRegisters = 65536 / kThreads / 8 * 8;
+static_assert(kConsumers * kRegisters + kFewRegisters <= (kConsumers + 1) * kLaunchRegisters,
+              "warps that multiply get the registers that the others give back");
 
 // Groups of products, a k-tile each, that are under way while the next one is begun.
 constexpr int kUnderWay = ROWS == 1 ? 2 : 1;
@@ -202,22 +204,23 @@ __device__ __forceinline__ void unpack(float (&to)[2], unsigned word) {
   to[0] = convert<float>(pair.at[0]), to[1] = convert<float>(pair.at[1]);
 }
 
-// The terms of a filter for a pixel: channel_bias is of its image.
-__device__ __forceinline__ ChannelTerms terms_of(const Shape& shape, const Epilogue& epilogue, ChannelTerms terms,
-                                                 int filter, int pixel) {
-  if constexpr (kHasChannelBias) {
-    const int64 image = min(pixel / shape.image_pixels, shape.images - 1);
-    terms.channel_bias = convert<EpilogueNumber>(epilogue.channel_bias[image * shape.filters + filter]);
+// Puts channel_bias of a pixel's image into terms of a thread's filters. Images have multiples of 16 pixels.
+__device__ __forceinline__ void read_channel_bias(ChannelTerms (&terms)[2], const Shape& shape,
+                                                  const Epilogue& epilogue, int first_filter, int pixel) {
+  const int64 image = min(pixel / shape.image_pixels, shape.images - 1);
+#pragma unroll
+  for (int below = 0; below < 2; ++below) {
+    const int filter = filter_of_thread(shape, first_filter, below);
+    terms[below].channel_bias = convert<EpilogueNumber>(epilogue.channel_bias[image * shape.filters + filter]);
   }
-  return terms;
 }
 #endif
 
 // Stages the results of 64 filters, 16 pixels at a time.
 __device__ __forceinline__ void stage_results(
 #ifdef EPILOGUE
-    const Shape& shape, const OutputTile& tile, unsigned place, const ChannelTerms (&terms)[2],
-    const Epilogue& epilogue, const float (&acc)[TILE_N / 2]) {
+    const Shape& shape, const OutputTile& tile, unsigned place, ChannelTerms (&terms)[2], const Epilogue& epilogue,
+    const float (&acc)[TILE_N / 2]) {
 #else
     unsigned place, const float (&acc)[TILE_N / 2]) {
 #endif
@@ -227,6 +230,7 @@ __device__ __forceinline__ void stage_results(
     unsigned words[4] = {};
 #ifdef EPILOGUE
     unsigned read[4] = {}, saved[4] = {};
+    if constexpr (kHasChannelBias) read_channel_bias(terms, shape, epilogue, tile.filter, tile.pixel + 16 * group);
     if constexpr (kLoadsTensors) load_transposed(read, to);
     if constexpr (kLoadsBoth) load_transposed(saved, to + ROWS * kOutBytes);
 #endif
@@ -238,11 +242,7 @@ __device__ __forceinline__ void stage_results(
       float added[2] = {}, argument[2] = {};
       if constexpr (kHasResidual) unpack(added, read[i]);
       if constexpr (kHasSaved) unpack(argument, kLoadsBoth ? saved[i] : read[i]);
-      const int filter = filter_of_thread(shape, tile.filter, i % 2);
-      const int pixel = tile.pixel + 16 * group + i / 2 * 8 + threadIdx.x % 4 * 2;
-      const ChannelTerms left = terms_of(shape, epilogue, terms[i % 2], filter, pixel);
-      const ChannelTerms right = terms_of(shape, epilogue, terms[i % 2], filter, pixel + 1);
-      finish_pair(pair[0], pair[1], left, right, added, argument, epilogue);
+      finish_pair(pair[0], pair[1], terms[i % 2], terms[i % 2], added, argument, epilogue);
 #endif
       words[i] = pack(pair[0], pair[1]);
     }
@@ -307,7 +307,7 @@ __device__ __forceinline__ void consume(const Shape& shape, int consumer,
     for (int last = min(kUnderWay, k_tiles); last > 0; --last) release(at, (ring.stage + STAGES - last) % STAGES);
     if (threadIdx.x % 128 / 32 >= kWritingWarps) continue;
     mbarrier_wait(at.places_ready + 8 * consumer, turn & 1);
-    const unsigned place = at.places + item % PLACES * kPlaceBytes;
+    const unsigned place = at.places + item % OUT_STAGES * kPlaceBytes;
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
 #ifdef EPILOGUE
@@ -327,7 +327,7 @@ __device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap
                                              const TensorMap* map_saved, const Shared& at) {
   const auto make_ready = [&](int item) {
     const int number = tile_number(item);
-    const unsigned ready = at.places_ready + 8 * (item % kConsumers), to = at.places + item % PLACES * kPlaceBytes;
+    const unsigned ready = at.places_ready + 8 * (item % kConsumers), to = at.places + item % OUT_STAGES * kPlaceBytes;
     if (number >= shape.tiles) return;
     if constexpr (kLoadsTensors) {
       const OutputTile tile = tile_at(shape, number);
@@ -343,29 +343,18 @@ __device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap
       mbarrier_arrive(ready);
     }
   };
-  for (int item = 0; item < PLACES; ++item) make_ready(item);
+  for (int item = 0; item < OUT_STAGES; ++item) make_ready(item);
   for (int item = 0, number; (number = tile_number(item)) < shape.tiles; ++item) {
     const OutputTile tile = tile_at(shape, number);
-    const unsigned place = at.places + item % PLACES * kPlaceBytes;
+    const unsigned place = at.places + item % OUT_STAGES * kPlaceBytes;
     mbarrier_wait(at.places_staged + 8 * (item % kConsumers), item / kConsumers & 1);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
       tma_store(map_out, place + row * kOutBytes, tile.filter + 64 * row, 0, tile.pixel);
     tma_store_commit_group();
     tma_store_wait_group_read();
-    make_ready(item + PLACES);
+    make_ready(item + OUT_STAGES);
   }
-}
-
-// Takes registers from warps that load for those that multiply: the kernel begins with as many for all.
-template <int kCount>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-
-template <int kCount>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -407,14 +396,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();                                                      // mbarriers are initialised
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // known to be the same in a warp
   if (warpgroup < kConsumers) {
-    take_registers<kRegisters>();
+    setmaxnreg_inc<kRegisters>();
 #ifdef EPILOGUE
     consume(shape, warpgroup, epilogue, at);
 #else
     consume(shape, warpgroup, at);
 #endif
   } else {
-    give_registers<kFewRegisters>();
+    setmaxnreg_dec<kFewRegisters>();
     if (threadIdx.x == 128 * kConsumers) {
       load_pixels(shape, &map_pixels, at);
     } else if (threadIdx.x == 128 * kConsumers + 32) {

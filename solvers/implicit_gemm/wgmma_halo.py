@@ -136,6 +136,8 @@ class ConvImplicitGemmHalo(HaloSolver):
         )
 
     def refuse(self, problem: ProblemDescription) -> Applicability:
+        if (answer := super().refuse(problem)).refused:
+            return answer
         conv = problem.conv
         if len(problem.spatial) > 1 and conv.dilation[0] != 1:
             return Applicability(f"goes along the first dimension slice by slice: no dilation {conv.dilation[0]} there")

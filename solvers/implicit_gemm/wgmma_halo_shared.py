@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import abstractmethod
 from collections import Counter
@@ -12,27 +11,15 @@ from typing import ClassVar, Protocol
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, Each
-from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig, Solver, first_refusal
+from miofind.solver.columns import Each
+from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis
-from miofind.solvers.common.limits import refuse_tensors
-
-PATTERN = 1024
-"""Bytes at which swizzles repeat."""
-
-BARRIER_BYTES = 8
-"""Of an mbarrier."""
+from miofind.solvers.implicit_gemm import wgmma_shared
+from miofind.solvers.implicit_gemm.wgmma_shared import TiledSolver
 
 MAX_BOX = 256
 """Elements of a copy's box, in each dimension."""
-
-_SPANS = (16, 32, 64)  # channels of 16 bits that a swizzle of 32, 64 or 128 bytes spans
-
-
-def span_of(channels: int) -> int:
-    """The channels of 16 bits of the least swizzle that has so many, or of the widest."""
-    return next((span for span in _SPANS if channels <= span), _SPANS[-1])
 
 
 def without_taps(size: int) -> Axis:
@@ -99,7 +86,7 @@ class HaloTile:
         return ceil_div(self.height.outputs, self.tile_h), ceil_div(self.width.outputs, self.tile_w)
 
 
-class Tiling(Protocol):
+class Tiling(wgmma_shared.Tiling, Protocol):
     """A configuration applied to a problem, or a table of many."""
 
     @property
@@ -111,52 +98,27 @@ class Tiling(Protocol):
     @property
     def tile_w(self) -> int: ...
 
-    def is_valid(self, device: Device) -> bool:
-        """Whether a block can run."""
 
-    def estimate_ms(self, device: Device) -> float:
-        """Milliseconds of a run."""
-
-
-class HaloSolver(Solver):
-    """A solver whose configurations are tiles: the likely ones are ranked as a table, few of equal tiles are defaults.
+class HaloSolver(TiledSolver):
+    """A solver of stride 1 whose configurations are tiles with a halo: few of equal tiles are defaults.
 
     Class attributes:
         limits: of the rows and columns of a tile that configurations name, the least first.
-        defaults, most_alike: how many there are, and of equal tiles, whose estimates err alike.
+        most_alike: how many defaults have equal tiles, whose estimates err alike.
     """
 
     limits: ClassVar[tuple[Sequence[int], Sequence[int]]]
-    defaults: ClassVar[int]
     most_alike: ClassVar[int]
+    none_valid = "has filters or a halo too large for a block's shared memory"
 
     @abstractmethod
+    def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> Tiling: ...
+
     def refuse(self, problem: ProblemDescription) -> Applicability:
-        """Why it does not serve a problem of one group, stride 1 and several taps, whose channels fill 16 bytes."""
-
-    @abstractmethod
-    def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> Tiling:
-        """A configuration applied to a problem of stride 1."""
-
-    @abstractmethod
-    def short_list(self, problem: ProblemDescription) -> ConfigTable:
-        """The configurations worth an estimate."""
-
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.groups != 1:
-            return Applicability(f"serves one group, not {problem.groups}")
         if any(stride != 1 for stride in problem.conv.stride):
             return Applicability(f"needs stride 1, not {problem.conv.stride}")
         if math.prod(problem.filter) == 1:
             return Applicability("has no halo where filters have one tap")
-        if problem.c % 8 or problem.k % 8:
-            return Applicability(f"copies 16 bytes: {problem.c} channels or {problem.k} filters are no multiple of 8")
-        if (answer := first_refusal(self.refuse(problem), refuse_tensors(problem))).refused:
-            return answer
-        if problem.output.size == 0 or problem.flops == 0:
-            return Applicability("has no empty products")
-        if not _valid_list(self, problem, device).configs:
-            return Applicability("has filters or a halo too large for a block's shared memory")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
@@ -165,9 +127,6 @@ class HaloSolver(Solver):
         limits = config["tile_h"], config["tile_w"]
         least = least_limit(tiling.height, heights, limits[0]), least_limit(tiling.width, widths, limits[1])
         return limits == least and bool(tiling.is_valid(device))
-
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(each.config for each in self.estimated_defaults(problem, device))
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         chosen: list[EstimatedConfig] = []
@@ -180,16 +139,3 @@ class HaloSolver(Solver):
             if len(chosen) == self.defaults:
                 break
         return tuple(chosen)
-
-    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
-        """The likely ones as far as they are valid, the least estimate first."""
-        return self.ranked_table(problem, device, _valid_list(self, problem, device))
-
-    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return self.tiling(problem, device, config).estimate_ms(device)
-
-
-@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
-def _valid_list(solver: HaloSolver, problem: ProblemDescription, device: Device) -> ConfigTable:
-    """The short list as far as it can run."""
-    return solver.short_list(problem).valid(lambda config: solver.tiling(problem, device, config).is_valid(device))

@@ -5,16 +5,16 @@ Kernel: kernels_src/implicit_gemm/wgmma_halo_swapped.cu.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
-from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
+from miofind.solver.epilogue import epilogue_defines
 from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, KernelKey
-from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, EpilogueArgument, KernelStep, TensorMap
+from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map
 from miofind.solvers.common.divisor import DIVISOR, divide_by
@@ -28,6 +28,7 @@ from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import (
     SwappedHaloTiling,
     short_list,
 )
+from miofind.solvers.implicit_gemm.wgmma_shared import epilogue_maps
 
 _SOURCE = "implicit_gemm/wgmma_halo_swapped.cu"
 
@@ -116,6 +117,8 @@ class ConvImplicitGemmHaloSwapped(HaloSolver):
         )
 
     def refuse(self, problem: ProblemDescription) -> Applicability:
+        if (answer := super().refuse(problem)).refused:
+            return answer
         if problem.filter[-1] > MOST_COLUMNS:
             return Applicability(f"takes too long to compile for filters of over {MOST_COLUMNS} columns")
         return APPLICABLE
@@ -140,7 +143,7 @@ class ConvImplicitGemmHaloSwapped(HaloSolver):
                 _filters(tiling.product),
                 _results(tiling, problem.direction.output),
                 _shape(tiling),
-                *_epilogue(tiling),
+                *epilogue_maps(problem, functools.partial(_results, tiling)),
             ),
         )
         return ConvSolution(steps=(step,))
@@ -167,17 +170,6 @@ def _results(tiling: SwappedHaloTiling, buffer: str) -> TensorMap:
     box = Box(sizes=(product.out_channels, tiling.tile_w, tiling.tile_h, 1))
     sizes = (product.results, product.width.outputs, product.height.outputs, product.images)
     return packed_map(product.problem, buffer, sizes, box)
-
-
-def _epilogue(tiling: SwappedHaloTiling) -> tuple[TensorMap | EpilogueArgument, ...]:
-    """Maps of what is read with the output, which takes the places of those that are not there, and the epilogue."""
-    problem = tiling.product.problem
-    if not problem.epilogue:
-        return ()
-    read = [_results(tiling, name) for name in EPILOGUE_TENSORS if name in problem.epilogue.operands]
-    output = _results(tiling, problem.direction.output)
-    first, second, *_ = (*read, output, output)
-    return first, second, *epilogue_arguments(problem)
 
 
 def _defines(tiling: SwappedHaloTiling) -> tuple[tuple[str, str | int], ...]:

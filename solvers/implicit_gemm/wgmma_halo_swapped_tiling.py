@@ -9,24 +9,22 @@ import functools
 import math
 from dataclasses import dataclass
 
-from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, ceil_div, round_up
 from miofind.solvers.implicit_gemm.wgmma_halo_shared import (
-    BARRIER_BYTES,
     MAX_BOX,
-    PATTERN,
     HaloTile,
     correlation_axes,
     even_tile,
     halo,
     least_limits,
-    span_of,
     without_taps,
 )
+from miofind.solvers.implicit_gemm.wgmma_shared import BARRIER_BYTES, PATTERN, FiltersAsA
 
 TILES_H = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20)
 TILES_W = (8, 16, 20, 28, 40, 56, 64, 80, 120, 248)
@@ -35,7 +33,6 @@ FILTER_STAGES = (0, 8, 6)
 MOST_COLUMNS = 32
 """Of a filter: a row of taps is unrolled."""
 
-_BLOCK = 64  # filters that an instruction multiplies
 _UNUSED_BYTES = 16
 _MAX_INT = 2**31 - 1  # taps of all that a block multiplies are counted
 _REGISTERS = 72  # of a thread beside its accumulators
@@ -53,86 +50,38 @@ _RATE = 1.25  # of what products take to what they would at the rates of tensor 
 _MOVED = 1.6  # of what all bytes take to what they would at the memory's rate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedHaloProduct:
+@dataclass(frozen=True, kw_only=True)
+class SwappedHaloProduct(FiltersAsA):
     """A problem as the kernel sees it: forward, or backward data as a correlation of dy.
 
     Attributes:
         height, width: its spatial dimensions; in one, images are the rows.
         images: of which a tile has one.
-        sums, results: channels that are summed over, and those of the output.
-        channels, chunks: of a pixel that a slot holds, zeros beyond those that there are, and how many slots hold all.
-        last_k_steps: steps of 16 channels of the last chunk.
-        filter_blocks: of 64 filters.
-        out_channels: of a pixel of results that are staged together.
     """
 
-    problem: ProblemDescription
     height: Axis
     width: Axis
     images: int
-    sums: int
-    results: int
-    channels: int
-    chunks: int
-    last_k_steps: int
-    filter_blocks: int
-    out_channels: int
 
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def of(problem: ProblemDescription) -> SwappedHaloProduct:
         """That of a problem of stride 1 in one or two dimensions."""
-        is_data = problem.direction is Direction.BACKWARD_DATA
         axes = correlation_axes(problem)
         if len(axes) == 1:
             axes.insert(0, without_taps(problem.n))
-        sums, results = (problem.k, problem.c) if is_data else (problem.c, problem.k)
-        channels = span_of(sums)
-        chunks = ceil_div(sums, channels)
         return SwappedHaloProduct(
             problem=problem,
+            taps=axes[0].taps * axes[1].taps,
             height=axes[0],
             width=axes[1],
             images=1 if len(problem.spatial) == 1 else problem.n,
-            sums=sums,
-            results=results,
-            channels=channels,
-            chunks=chunks,
-            last_k_steps=ceil_div(sums - (chunks - 1) * channels, 16),
-            filter_blocks=ceil_div(results, _BLOCK),
-            out_channels=span_of(results),
         )
 
     @property
     def rows_are_images(self) -> bool:
         """Whether the rows of a tile are of different images."""
         return len(self.problem.spatial) == 1
-
-    @property
-    def is_data(self) -> bool:
-        return self.problem.direction is Direction.BACKWARD_DATA
-
-    @property
-    def taps(self) -> int:
-        """Of a filter."""
-        return self.height.taps * self.width.taps
-
-    @property
-    def k_steps(self) -> int:
-        """Of 16 channels, over all taps."""
-        return self.taps * ((self.chunks - 1) * self.channels // 16 + self.last_k_steps)
-
-    @property
-    def filter_bytes(self) -> int:
-        """Shared memory of 64 filters of a tap of a chunk."""
-        return 2 * _BLOCK * self.channels
-
-    @property
-    def tensors(self) -> int:
-        """Buffers of a consumer: one for results and what is read with them, two if that is two tensors."""
-        epilogue = self.problem.epilogue
-        return 2 if epilogue.has_residual and "saved" in epilogue.operands else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +166,7 @@ class SwappedHaloTiling(HaloTile):
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: both rings, and results of all consumers."""
         rings = self.slots * self.slot_bytes + self.filter_stages * self.product.filter_bytes
-        return PATTERN + rings + self.consumers * self.product.tensors * self.out_bytes
+        return PATTERN + rings + self.consumers * self.product.out_buffers * self.out_bytes
 
     @property
     def static_bytes(self) -> int:

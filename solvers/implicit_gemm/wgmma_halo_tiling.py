@@ -16,17 +16,15 @@ from miofind.solver.occupancy import SmLimits, cycles_of_waves, register_limit, 
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, ceil_div, round_up
 from miofind.solvers.implicit_gemm.wgmma_halo_shared import (
-    BARRIER_BYTES,
     MAX_BOX,
-    PATTERN,
     HaloTile,
     correlation_axes,
     even_tile,
     halo,
     least_limits,
-    span_of,
     without_taps,
 )
+from miofind.solvers.implicit_gemm.wgmma_shared import BARRIER_BYTES, PATTERN, span_of
 
 MOST_CHANNELS = 64
 TILES_H = (1, 2, 3, 4, 6, 7, 8, 10, 12, 14, 16)

@@ -6,49 +6,29 @@ Kernel: kernels_src/implicit_gemm/wgmma_ping_pong.cu.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
-from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
-from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import (
-    APPLICABLE,
-    OF_IMAGES,
-    Algorithm,
-    Applicability,
-    EstimatedConfig,
-    KernelKey,
-    Solver,
-)
-from miofind.solver.steps import (
-    Box,
-    Config,
-    ConfigValue,
-    ConvSolution,
-    EpilogueArgument,
-    Im2col,
-    KernelStep,
-    TensorMap,
-)
+from miofind.solver.epilogue import epilogue_defines
+from miofind.solver.solver import OF_IMAGES, Algorithm, Applicability, KernelKey
+from miofind.solver.steps import Box, Config, ConvSolution, Im2col, KernelStep, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
 from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import (
+    PARAMETERS,
     THREADS,
-    WIDTHS,
     PingPongProduct,
     PingPongTiling,
     short_list,
 )
+from miofind.solvers.implicit_gemm.wgmma_shared import TiledSolver, epilogue_maps
 
 _SOURCE = "implicit_gemm/wgmma_ping_pong.cu"
-_DEFAULTS = 6
+_GROUP = 16  # pixels whose results are staged together
 
 SHAPE = StructType(
     "Shape",
@@ -65,17 +45,18 @@ SHAPE = StructType(
 """All numbers of a launch; the kernel's source says what each is."""
 
 
-class ConvImplicitGemmPingPong(Solver):
+class ConvImplicitGemmPingPong(TiledSolver):
     """Implicit GEMM by wgmma and TMA whose operand of filters is A, and of pixels is B: two warpgroups take turns, so
     that one writes results while the other multiplies.
 
-    Serves channels-last tensors of 16 bits in one and two dimensions, forward, and backward data of stride 1, of one
-    group; channels and filters are multiples of 8. Accumulators are float32. Padding is multiplied as zeros: an
-    infinity or NaN of the filter spreads to outputs at the border.
+    Serves channels-last tensors of 16 bits in one and two dimensions, forward with strides up to 8, and backward data
+    of stride 1, of one group; channels and filters are multiples of 8, and padding and filters reach up to 127 pixels
+    beyond an image; with channel_bias images have multiples of 16 pixels. Accumulators are float32. Padding is
+    multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border.
 
-    Configuration: tiles of `rows` times 64 filters by `tile_n` pixels, counted over all images; results have `places`
-    in shared memory, one for both warpgroups or one each; where `keeps_filters`, a block loads its only tile of
-    filters once. The ring of loads has as many stages as there is room for.
+    Configuration: tiles of `rows` times 64 filters by `tile_n` pixels, counted over all images; `out_stages` for
+    results, one for both warpgroups or one each; where `keeps_filters`, all tiles of a block are of the same filters,
+    which it loads once. The ring of loads has as many stages as there is room for.
 
     Source: PTX ISA, wgmma, setmaxnreg and copies in im2col mode; CUTLASS's public description of warp-specialised
     ping-pong kernels.
@@ -97,12 +78,9 @@ class ConvImplicitGemmPingPong(Solver):
     )
     alignment_bytes = 16
     sources = (_SOURCE,)
-    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "rows": (1, 2),
-        "tile_n": WIDTHS,
-        "places": (1, 2),
-        "keeps_filters": (0, 1),
-    }
+    parameters = PARAMETERS
+    defaults = 6
+    none_valid = "counts the k-tiles that a block multiplies in 32 bits"
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def conv(direction: Direction = Direction.FORWARD, **values: object) -> ProblemDescription:
@@ -120,45 +98,29 @@ class ConvImplicitGemmPingPong(Solver):
             conv(data, x=(2, 64, 12, 20), w=(64, 64, 1, 1), dtype=brain),
             conv(x=(2, 64, 14, 14), w=(256, 64, 3, 3), padding=1, stride=2, epilogue="bias.residual.relu"),
             conv(x=(2, 96, 9, 20), w=(80, 96, 1, 1), dtype=brain, epilogue="float32.scale.bias.silu.residual"),
-            conv(x=(5, 32, 3, 7), w=(32, 32, 3, 3), padding=1, epilogue="channel_bias.residual.leaky_relu"),
+            conv(x=(5, 32, 4, 4), w=(32, 32, 3, 3), padding=1, epilogue="channel_bias.residual.leaky_relu"),
             conv(data, x=(2, 256, 12, 11), w=(136, 256, 1, 1), epilogue="residual.drelu"),
             conv(data, x=(2, 128, 7, 9), w=(64, 128, 3, 3), padding=1, epilogue="dsilu"),
             conv(x=(3, 40, 70), w=(72, 40, 3), padding=1, stride=2, layout=Layout.NWC, epilogue="bias.gelu_tanh"),
         )
 
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+    def refuse(self, problem: ProblemDescription) -> Applicability:
         conv = problem.conv
-        if problem.groups != 1:
-            return Applicability(f"serves one group, not {problem.groups}")
         if problem.direction is Direction.BACKWARD_DATA and any(stride != 1 for stride in conv.stride):
             return Applicability(f"backward data needs stride 1, not {conv.stride}")
-        if problem.c % 8 or problem.k % 8:
-            return Applicability(f"copies 16 bytes: {problem.c} channels or {problem.k} filters are no multiple of 8")
-        if (answer := refuse_tensors(problem)).refused:
-            return answer
-        if problem.output.size == 0 or problem.flops == 0:
-            return Applicability("has no empty products")
-        if (answer := refuse_copies(WgmmaProduct.of(problem))).refused:
-            return answer
-        if not _valid_list(problem, device).configs:
-            return Applicability("has more k-tiles, or pixels, than its kernel counts")
-        return APPLICABLE
+        product = WgmmaProduct.of(problem)
+        if problem.epilogue.channel_bias and product.image % _GROUP:
+            return Applicability(f"finishes {_GROUP} pixels of an image at a time: {product.image} are no multiple")
+        return refuse_copies(product)
 
-    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        return bool(_tiling(problem, device, config).is_valid())
+    def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> PingPongTiling:
+        return PingPongTiling.of(PingPongProduct.of(problem), config, device)
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(each.config for each in self.estimated_defaults(problem, device))
-
-    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
-        return tuple(self.ranked_table(problem, device, _valid_list(problem, device))[:_DEFAULTS])
-
-    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        times: float = _tiling(problem, device, config).estimate_ms(device)
-        return times
+    def short_list(self, problem: ProblemDescription) -> ConfigTable:
+        return short_list()
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = _tiling(problem, device, config)
+        tiling = self.tiling(problem, device, config)
         step = KernelStep(
             source=_SOURCE,
             entry="implicit_gemm_wgmma_ping_pong",
@@ -171,37 +133,32 @@ class ConvImplicitGemmPingPong(Solver):
                 _filters(tiling),
                 _results(tiling, problem.direction.output),
                 _shape(tiling),
-                *_epilogue(tiling),
+                *epilogue_maps(problem, functools.partial(_results, tiling)),
             ),
         )
         return ConvSolution(steps=(step,))
 
 
-def _tiling(problem: ProblemDescription, device: Device, config: Config) -> PingPongTiling:
-    return PingPongTiling.of(PingPongProduct.of(problem), config, device)
-
-
-@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
-def _valid_list(problem: ProblemDescription, device: Device) -> ConfigTable:
-    """The short list as far as it can run."""
-    return short_list(PingPongProduct.of(problem)).valid(lambda config: _tiling(problem, device, config).is_valid())
-
-
 def _pixels(tiling: PingPongTiling) -> TensorMap:
-    """A block's slice of a tile's pixels, of a chunk's channels."""
+    """A tile's pixels, of a chunk's channels."""
     product, channels, count = tiling.product.product, tiling.product.channels, tiling.tile_n
     problem = product.problem
     _, depth, height, width = problem.tensor(product.pixels).shape
     if product.is_pointwise:
         sizes = (depth, 1, height * width * problem.n)
         return packed_map(problem, product.pixels, sizes, Box(sizes=(channels, 1, count)))
-    strides = (1, 1) if tiling.product.is_data else problem.conv.stride[::-1]
-    walk = Im2col(lower=product.low[::-1], upper=product.high[::-1], strides=strides, channels=channels, pixels=count)
+    walk = Im2col(
+        lower=product.low[::-1],
+        upper=product.high[::-1],
+        strides=problem.conv.stride[::-1],
+        channels=channels,
+        pixels=count,
+    )
     return packed_map(problem, product.pixels, (depth, width, height, problem.n), walk)
 
 
 def _filters(tiling: PingPongTiling) -> TensorMap:
-    """A block's slice of a tile's filters of one tap; of backward data 64 columns of rows of filters."""
+    """A tile's filters of one tap; of backward data 64 columns of rows of filters."""
     product = tiling.product
     problem, channels = product.problem, product.channels
     box = (64, 1, channels) if product.is_data else (channels, 1, 64 * tiling.rows)
@@ -209,21 +166,10 @@ def _filters(tiling: PingPongTiling) -> TensorMap:
 
 
 def _results(tiling: PingPongTiling, buffer: str) -> TensorMap:
-    """A tile of the output, of 64 channels, or of what is laid out as that."""
+    """A tile of the output, of `out_channels`, or of what is laid out as that."""
     product = tiling.product
     box = Box(sizes=(product.out_channels, 1, tiling.tile_n))
     return packed_map(product.problem, buffer, (product.results, 1, product.pixels), box)
-
-
-def _epilogue(tiling: PingPongTiling) -> tuple[TensorMap | EpilogueArgument, ...]:
-    """Maps of what is read with the output, which takes the places of those that are not there, and the epilogue."""
-    problem = tiling.product.problem
-    if not problem.epilogue:
-        return ()
-    read = [_results(tiling, name) for name in EPILOGUE_TENSORS if name in problem.epilogue.operands]
-    output = _results(tiling, problem.direction.output)
-    first, second, *_ = (*read, output, output)
-    return first, second, *epilogue_arguments(problem)
 
 
 def _defines(tiling: PingPongTiling) -> tuple[tuple[str, str | int], ...]:
@@ -239,9 +185,9 @@ def _defines(tiling: PingPongTiling) -> tuple[tuple[str, str | int], ...]:
         ("OUT_CHANNELS", product.out_channels),
         ("STAGES", tiling.stages),
         ("KEPT_TILES", tiling.kept_tiles),
-        ("PLACES", tiling.places),
+        ("OUT_STAGES", tiling.out_stages),
         ("SHARED_BYTES", tiling.shared_bytes),
-        *(struct.define for struct in (PIXEL_WALK, TILE_GRID, SHAPE)),
+        *(struct.define for struct in (PIXEL_WALK, TILE_GRID, SHAPE)),  # TILE_GRID is the walk's header's
     )
 
 

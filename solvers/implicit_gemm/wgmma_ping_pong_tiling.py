@@ -7,31 +7,39 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.cached import cached_property
+from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, Each, chosen, larger, smaller
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.occupancy import RESERVED_SHARED_BYTES, SmLimits
-from miofind.solver.steps import Config
+from miofind.solver.steps import Config, ConfigValue
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.wgmma_product import WgmmaProduct
-from miofind.solvers.implicit_gemm.wgmma_halo_shared import BARRIER_BYTES, PATTERN, span_of
+from miofind.solvers.implicit_gemm.wgmma_shared import BARRIER_BYTES, FILTER_BLOCK, PATTERN, FiltersAsA
 
-WIDTHS = tuple(range(64, 257, 16))
-"""Pixels of a tile: results are staged 16 at a time."""
+PARAMETERS: Mapping[str, Sequence[ConfigValue]] = {
+    "rows": (1, 2),
+    "tile_n": tuple(range(64, 257, 16)),  # results are staged 16 pixels at a time
+    "out_stages": (1, 2),
+    "keeps_filters": (0, 1),
+}
+"""The values of configurations."""
+
 THREADS = 384
 """Of a block: two warpgroups that multiply, and warps that load and store."""
 
 _CONSUMERS = 2
 _ALIGNMENT = 16  # of what a kernel declares
-_BLOCK = 64  # filters that an instruction multiplies
-_ACCUMULATORS = 192  # of a thread, of the 232 registers that it has
 _LEAST_STAGES, _MOST_STAGES = 3, 8
+_K_STEP_BYTES = 32  # of 16 channels
 _MAX_INT = 2**31 - 1
 
-# Of 1,322 configurations of 59 problems on an H200, whose times were met within 10 % (root mean square, with a
-# configuration's weight falling with the square of its time): the best of the first six was 0.4 % off the best.
+# Effective rates, fitted to 1,322 configurations of 59 problems on an H200, a configuration's weight falling with the
+# square of its time: their times are met within 10 % (root mean square), and of the same problems the best of the six
+# least estimates is 0.4 % off the best.
 _LAUNCH_MS = 0.002
 _START_CYCLES = 800  # of a block until its first products, and after its last
 _ITEM_CYCLES = 470  # between one consumer's products and the next one's
@@ -41,32 +49,21 @@ _LOADED_BYTES = 64  # a cycle that copies bring
 _LATENCY_CYCLES = 1570  # of a copy, of which as many are under way as there are stages that are not multiplied
 _IM2COL_CYCLES = 220  # that a copy in im2col mode takes, and bytes a cycle that it brings
 _IM2COL_BYTES = 70
-_PIXEL_CYCLES = 12  # of 64 results of a pixel until they are staged
+_PIXEL_CYCLES = 12  # of 64 results of a pixel until they are staged, whatever the epilogue
 _RATE = 1.25  # of what products take to what they would at the rate of tensor cores
 _BOTH = 0.33  # of the shorter of both, computing and moving all bytes, which overlap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PingPongProduct:
-    """A problem as the kernel sees it.
+@dataclass(frozen=True, kw_only=True)
+class PingPongProduct(FiltersAsA):
+    """A problem as the kernel sees it, lifted to two dimensions.
 
     Attributes:
         product: as a matrix product.
-        results: channels of the output.
-        channels, chunks: of a pixel that a stage holds, zeros beyond those that there are, and how many are all.
-        last_k_steps: steps of 16 channels of the last chunk.
-        filter_blocks: of 64 filters.
-        out_channels: of a pixel of results that are staged together.
         pixels: of the output, over all images.
     """
 
     product: WgmmaProduct
-    results: int
-    channels: int
-    chunks: int
-    last_k_steps: int
-    filter_blocks: int
-    out_channels: int
     pixels: int
 
     @staticmethod
@@ -74,49 +71,25 @@ class PingPongProduct:
     def of(problem: ProblemDescription) -> PingPongProduct:
         """That of a problem in one or two dimensions."""
         product = WgmmaProduct.of(problem)
-        results = problem.c if problem.direction is Direction.BACKWARD_DATA else problem.k
-        channels = span_of(product.channels)
-        chunks = ceil_div(product.channels, channels)
         return PingPongProduct(
+            problem=product.problem,
+            taps=math.prod(product.taps),
             product=product,
-            results=results,
-            channels=channels,
-            chunks=chunks,
-            last_k_steps=ceil_div(product.channels - (chunks - 1) * channels, 16),
-            filter_blocks=ceil_div(results, _BLOCK),
-            out_channels=span_of(results),
             pixels=product.image * problem.n,
         )
 
-    @property
-    def problem(self) -> ProblemDescription:
-        """Lifted to two dimensions."""
-        return self.product.problem
-
-    @property
-    def is_data(self) -> bool:
-        return self.problem.direction is Direction.BACKWARD_DATA
-
-    @property
-    def taps(self) -> int:
-        """Of a filter."""
-        return math.prod(self.product.taps)
-
-    @property
+    @cached_property
     def k_tiles(self) -> int:
         """Chunks of all taps."""
         return self.taps * self.chunks
 
-    @property
-    def k_steps(self) -> int:
-        """Of 16 channels, over all taps."""
-        return self.taps * ((self.chunks - 1) * self.channels // 16 + self.last_k_steps)
-
-    @property
-    def tensors(self) -> int:
-        """Buffers of a place: one for results and what is read with them, two if that is two tensors."""
+    @cached_property
+    def most_accumulators(self) -> int:
+        """Of a thread, which has 232 registers: as many as the epilogue leaves without a spill."""
         epilogue = self.problem.epilogue
-        return 2 if epilogue.has_residual and "saved" in epilogue.operands else 1
+        if epilogue.channel_bias:
+            return 144
+        return 192 if epilogue.nonlinearity.is_exact else 176
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +99,9 @@ class PingPongTiling:
     Attributes:
         rows: blocks of 64 filters of a tile.
         tile_n: pixels of a tile.
-        places: for results.
+        out_stages: places for results.
         kept_tiles: k-tiles of filters that are loaded once and stay; 0 if they do not. A block's tiles are then all of
-            the same filters: there is a multiple of `filter_tiles` of blocks.
+            the same filters: `blocks` is a multiple of `filter_tiles`.
         stages: of the ring, as many as there is shared memory for.
         blocks: of the grid, each of which takes tiles until there are none left.
     """
@@ -136,29 +109,28 @@ class PingPongTiling:
     product: PingPongProduct
     rows: int
     tile_n: int
-    places: int
+    out_stages: int
     kept_tiles: int
     stages: int
     blocks: int
 
     @staticmethod
     def of(product: PingPongProduct, config: Config, device: Device) -> PingPongTiling:
-        rows, tile_n, places = config["rows"], config["tile_n"], config["places"]
+        rows, tile_n = config["rows"], config["tile_n"]
         kept_tiles = product.k_tiles * config["keeps_filters"]
         filter_tiles = ceil_div(product.filter_blocks, rows)
         tiles = filter_tiles * ceil_div(product.pixels, tile_n)
         alike = chosen(kept_tiles > 0, filter_tiles, 1)
-        blocks = larger(device.sm_count // alike * alike, 1)
         empty = PingPongTiling(
             product=product,
             rows=rows,
             tile_n=tile_n,
-            places=places,
+            out_stages=config["out_stages"],
             kept_tiles=kept_tiles,
             stages=0,
-            blocks=smaller(tiles, blocks),
+            blocks=smaller(tiles, larger(device.sm_count // alike * alike, 1)),
         )
-        room = SmLimits.of(device).shared_bytes - RESERVED_SHARED_BYTES - empty.shared_bytes - empty.static_bytes
+        room = _room(device) - empty.shared_bytes - empty.static_bytes
         return replace(empty, stages=smaller(_MOST_STAGES, room // (empty.stage_bytes + 2 * BARRIER_BYTES)))
 
     @property
@@ -177,15 +149,24 @@ class PingPongTiling:
         return ceil_div(self.tiles, self.blocks)
 
     @property
+    def pixels_bytes(self) -> int:
+        """Of a k-tile of pixels."""
+        return 2 * self.product.channels * self.tile_n
+
+    @property
     def filters_bytes(self) -> int:
-        """Shared memory of a k-tile of filters."""
-        return 2 * _BLOCK * self.product.channels * self.rows
+        """Of a k-tile of filters."""
+        return self.product.filter_bytes * self.rows
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of a k-tile of pixels, and of filters that do not stay."""
+        return self.pixels_bytes + chosen(self.kept_tiles > 0, 0, self.filters_bytes)
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a k-tile, of pixels alone where filters stay."""
-        pixels = round_up(2 * self.product.channels * self.tile_n, PATTERN)
-        return pixels + chosen(self.kept_tiles > 0, 0, self.filters_bytes)
+        """Shared memory of a stage."""
+        return round_up(self.loaded_bytes, PATTERN)
 
     @property
     def out_bytes(self) -> int:
@@ -196,7 +177,7 @@ class PingPongTiling:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         loaded = self.stages * self.stage_bytes + self.kept_tiles * self.filters_bytes
-        return PATTERN + loaded + self.places * self.product.tensors * self.rows * self.out_bytes
+        return PATTERN + loaded + self.out_stages * self.product.out_buffers * self.rows * self.out_bytes
 
     @property
     def static_bytes(self) -> int:
@@ -204,48 +185,56 @@ class PingPongTiling:
         barriers = BARRIER_BYTES * (2 * self.stages + self.kept_tiles + 3 * _CONSUMERS)
         return round_up(barriers, _ALIGNMENT)
 
-    def is_valid(self) -> bool:
+    @property
+    def under_way(self) -> int:
+        """Stages that are multiplied while the next one's products are begun."""
+        return chosen(self.rows == 1, 2, 1)
+
+    def is_valid(self, device: Device) -> bool:
         """Whether a block can run."""
         product = self.product
         return (
             (self.stages >= _LEAST_STAGES)
-            & (self.rows * self.tile_n // 2 <= _ACCUMULATORS)
+            & (self.shared_bytes + self.static_bytes <= _room(device))
+            & (self.rows * self.tile_n // 2 <= product.most_accumulators)
             & (self.rows <= product.filter_blocks)
             & ((self.kept_tiles == 0) | ((self.blocks % self.filter_tiles == 0) & (self.items > 1)))
-            & ((self.items + _CONSUMERS) * product.k_tiles <= _MAX_INT)
-            & (self.tiles * self.tile_n <= _MAX_INT)
+            & (self.items * product.k_tiles <= _MAX_INT)
         )
 
     @property
-    def _product_cycles(self) -> Each:
-        """Of a tile's products: at the tensor cores' rate, or at shared memory's, which copies are written to, too."""
-        product = self.product
-        steps, pixels = product.k_steps * self.rows, 2 * product.channels * self.tile_n
-        loaded = pixels + chosen(self.kept_tiles > 0, 0, self.filters_bytes)
-        copies = larger(loaded / _LOADED_BYTES, _LATENCY_CYCLES / (self.stages - (_LEAST_STAGES - self.rows)))
-        if not product.product.is_pointwise:
-            copies = larger(copies, _IM2COL_CYCLES + pixels / _IM2COL_BYTES)
-        shared = (32 * steps * (_BLOCK + self.tile_n) + product.k_tiles * loaded) / _SHARED_BYTES
-        multiplied = larger(steps * self.tile_n / 2 * _RATE, shared)
-        return larger(multiplied, product.k_tiles * copies) + _ITEM_CYCLES
+    def _copy_cycles(self) -> float:
+        """Between one k-tile's arrival and the next one's."""
+        cycles = larger(self.loaded_bytes / _LOADED_BYTES, _LATENCY_CYCLES / larger(self.stages - self.under_way, 1))
+        if self.product.product.is_pointwise:
+            return cycles
+        return larger(cycles, _IM2COL_CYCLES + self.pixels_bytes / _IM2COL_BYTES)
 
-    def estimate_ms(self, device: Device) -> Each:
+    @property
+    def _product_cycles(self) -> float:
+        """Of a tile's products: as copies arrive, as tensor cores multiply, or as shared memory is read and written."""
+        k_tiles, steps = self.product.k_tiles, self.product.k_steps * self.rows
+        read = steps * _K_STEP_BYTES * (FILTER_BLOCK + self.tile_n)
+        shared = (read + k_tiles * self.loaded_bytes) / _SHARED_BYTES
+        return larger(larger(steps * self.tile_n / 2 * _RATE, shared), k_tiles * self._copy_cycles) + _ITEM_CYCLES
+
+    def estimate_ms(self, device: Device) -> float:
         """Milliseconds: products one after the other, or both consumers' results at once, or all bytes."""
-        product = self.product
         alone = self._product_cycles
         results = self.rows * self.tile_n * _PIXEL_CYCLES
-        copied = chosen(self.places == 1, results + _COPY_CYCLES, _COPY_CYCLES)
+        copied = chosen(self.out_stages == 1, results + _COPY_CYCLES, _COPY_CYCLES)
         item = larger(larger(alone, copied), (alone + results + _COPY_CYCLES) / _CONSUMERS)
         busy_ms = 1e3 * (_START_CYCLES + self.items * item + results) / device.clock_hz
-        moved_ms = 1e3 * product.problem.bytes / device.bandwidth_bytes_per_s
+        moved_ms = 1e3 * self.product.problem.bytes / device.bandwidth_bytes_per_s
         return _LAUNCH_MS + larger(busy_ms, moved_ms) + _BOTH * smaller(busy_ms, moved_ms)
 
 
-def short_list(product: PingPongProduct) -> ConfigTable:
-    """Configurations worth an estimate."""
-    return _of_rows(tuple(rows for rows in (1, 2) if rows <= product.filter_blocks))
+def _room(device: Device) -> int:
+    """Shared memory of the largest block."""
+    return SmLimits.of(device).shared_bytes - RESERVED_SHARED_BYTES
 
 
-@functools.lru_cache(maxsize=2)
-def _of_rows(rows: tuple[int, ...]) -> ConfigTable:
-    return ConfigTable.product({"rows": rows, "tile_n": WIDTHS, "places": (1, 2), "keeps_filters": (0, 1)})
+@functools.cache
+def short_list() -> ConfigTable:
+    """All configurations that there are of any product."""
+    return ConfigTable.product({name: PARAMETERS[name] for name in PARAMETERS})

@@ -33,8 +33,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "wide_padding": {"x": (2, 32, 7, 9), "w": (40, 32, 2, 2), "padding": 4},
     "small_images": {"x": (1200, 128, 3, 3), "w": (136, 128, 3, 3), "padding": 1},
     "one_pixel": {"x": (300, 64, 3, 3), "w": (64, 64, 3, 3), "padding": 0},
-    "one_pixel_more": {"x": (1, 64, 13, 59), "w": (64, 64, 1, 1)},
+    "one_pixel_fewer": {"x": (1, 64, 13, 59), "w": (64, 64, 1, 1)},
+    "one_pixel_more": {"x": (1, 64, 1, 769), "w": (64, 64, 1, 1)},
     "many_tiles": {"x": (32, 64, 56, 56), "w": (192, 64, 1, 1)},
+    "tiny_images": {"x": (1100, 64, 4, 4), "w": (136, 64, 3, 3), "padding": 1},
+    "many_images": {"x": (30, 64, 20, 28), "w": (192, 64, 1, 1)},
+    "1d_images": {"x": (9, 40, 336), "w": (72, 40, 3), "padding": 1},
     "1d": {"x": (40, 32, 300), "w": (32, 32, 7), "padding": 9, "dilation": 3},
     "1d_deep": {"x": (4, 200, 130), "w": (136, 200, 3), "padding": 1},
 }
@@ -51,7 +55,6 @@ CASES = [
 FUSED = {
     "bias.silu": {},
     "scale.bias.gelu_tanh.residual": {},
-    "channel_bias.residual.relu": {"dtype": DataType.BFLOAT16},
     "float32.bias.hardswish": {"dtype": DataType.BFLOAT16},
     "residual.drelu": {"direction": DATA},
     "dsilu": {"direction": DATA, "dtype": DataType.BFLOAT16},
@@ -97,12 +100,22 @@ def test_fused_results_pass_both_gates(shape: str, epilogue: str, device: Device
         check_both_gates(problem, SOLVER, config, device, compiler)
 
 
+@pytest.mark.parametrize("epilogue", ["channel_bias.residual.relu", "scale.bias.channel_bias.silu"])
+@pytest.mark.parametrize("shape", ["tiny_images", "many_images", "1d_images"])
+def test_terms_of_images_pass_both_gates(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
+    """Images of multiples of 16 pixels, of which a tile has parts, or several."""
+    problem = problem_of(shape, epilogue=epilogue, dtype=DataType.BFLOAT16)
+    assert SOLVER.applicability(problem, device)
+    for config in configs_of(problem, device, 3, defaults=3):
+        check_both_gates(problem, SOLVER, config, device, compiler)
+
+
 @pytest.mark.parametrize("keeps_filters", [0, 1])
-@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("out_stages", [1, 2])
 def test_a_residual_is_read_and_written_though_half_a_tiles_filters_are_beyond_the_last(
-    places: int, keeps_filters: int, device: Device, compiler: Compiler
+    out_stages: int, keeps_filters: int, device: Device, compiler: Compiler
 ) -> None:
     """192 filters by 128: copies of the second tile's second row lie wholly outside, and still complete."""
     problem = problem_of("many_tiles", epilogue="bias.residual.relu", dtype=DataType.FLOAT16)
-    config = Config({"rows": 2, "tile_n": 128, "places": places, "keeps_filters": keeps_filters})
+    config = Config({"rows": 2, "tile_n": 128, "out_stages": out_stages, "keeps_filters": keeps_filters})
     check_both_gates(problem, SOLVER, config, device, compiler)

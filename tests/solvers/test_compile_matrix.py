@@ -146,6 +146,35 @@ def test_wgmmas_full_tiles_do_not_spill(
             check(compiler, steps, "90a")
 
 
+WIDEST = (
+    "",
+    "scale.bias.residual.relu",
+    "bias.silu",
+    "float32.scale.bias.gelu",
+    "scale.bias.gelu_tanh.residual",
+    "bias.mish",
+    "channel_bias.relu",
+    "scale.bias.channel_bias.residual.gelu_tanh",
+    "residual.dgelu",
+    "residual.drelu",
+)
+"""Epilogues of ConvImplicitGemmPingPong."""
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("epilogue", WIDEST)
+def test_ping_pongs_widest_tiles_do_not_spill(compiler: Compiler, epilogue: str, rows: int) -> None:
+    """As wide as is offered: terms of each pixel's image, or an activation, leave registers for fewer accumulators."""
+    direction = "backward_data" if ".d" in f".{epilogue}" else "forward"
+    problem = ProblemDescription.convolution(
+        x=(32, 128, 40, 40), w=(128, 128, 3, 3), padding=1, direction=direction, epilogue=epilogue, **STEM
+    )
+    solver, device = Registry.default()["ConvImplicitGemmPingPong"], Device.virtual("90a")
+    offered = [config for config in solver.configs(problem, device) if config["rows"] == rows]
+    widest = max(offered, key=lambda config: config["tile_n"])
+    check(compiler, list(solver.solution(problem, device, widest).kernels), "90a")
+
+
 DEPTHWISE = {"direction": "backward_weights", "dtype": "bfloat16"}
 LARGE = {"images": 1, "channels": 1, "splits": 4, "whole_filter": False}
 STEM = {"dtype": "bfloat16", "layout": "NHWC"}
@@ -275,7 +304,7 @@ def test_swapped_halos_mbarriers_are_as_many_as_its_validity_counts(compiler: Co
 @pytest.mark.parametrize("keeps_filters", [0, 1])
 def test_ping_pongs_mbarriers_are_as_many_as_its_validity_counts(compiler: Compiler, keeps_filters: int) -> None:
     problem, device = ProblemDescription.convolution(**LARGEST_BLOCKS[3][1]), Device.virtual("90a")
-    config = Config({"rows": 1, "tile_n": 128, "places": 1, "keeps_filters": keeps_filters})
+    config = Config({"rows": 1, "tile_n": 128, "out_stages": 1, "keeps_filters": keeps_filters})
     (step,) = Registry.default()["ConvImplicitGemmPingPong"].solution(problem, device, config).kernels
     tiling = PingPongTiling.of(PingPongProduct.of(problem), config, device)
     assert compiler.build(step, "90a").resources[step.entry].shared_bytes == tiling.static_bytes

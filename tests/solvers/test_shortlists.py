@@ -21,19 +21,14 @@ from miofind.solvers.depthwise import channels_first, channels_first_weights, ch
 from miofind.solvers.direct import tiled_weights
 from miofind.solvers.few_channels.solver import FewChannelsSolver
 from miofind.solvers.grouped import nchw, nchw_weights, nhwc, nhwc_weights
-from miofind.solvers.implicit_gemm import (
-    wgmma_halo_swapped_tiling,
-    wgmma_halo_tiling,
-    wgmma_ping_pong,
-    wgmma_ping_pong_tiling,
-    wgmma_shortlist,
-    wgmma_transposed_tiling,
-)
+from miofind.solvers.implicit_gemm import wgmma_shortlist, wgmma_transposed_tiling
 from miofind.solvers.implicit_gemm.mma_shortlist import short_list, short_listed
 from miofind.solvers.implicit_gemm.wgmma import ConvImplicitGemmWgmma
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
 from miofind.solvers.implicit_gemm.wgmma_halo import ConvImplicitGemmHalo
 from miofind.solvers.implicit_gemm.wgmma_halo_swapped import ConvImplicitGemmHaloSwapped
+from miofind.solvers.implicit_gemm.wgmma_ping_pong import ConvImplicitGemmPingPong
+from miofind.solvers.implicit_gemm.wgmma_shared import TiledSolver
 from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaGrid, WgmmaTile, WgmmaTiling
 from miofind.solvers.implicit_gemm.wgmma_transposed import ConvImplicitGemmWgmmaTurned
 from miofind.solvers.winograd import fused
@@ -266,43 +261,20 @@ def test_a_table_of_grouped_weights_is_ranked_as_each_configuration_by_itself(fa
         assert list(solver._ranked(problem, device, table)) == list(zip(plain, estimates, strict=True)), problem
 
 
-HALOS = {
-    "halo": (
-        ConvImplicitGemmHalo(),
-        lambda problem: wgmma_halo_tiling.short_list(wgmma_halo_tiling.HaloProduct.of(problem)),
-    ),
-    "swapped": (
-        ConvImplicitGemmHaloSwapped(),
-        lambda problem: wgmma_halo_swapped_tiling.short_list(wgmma_halo_swapped_tiling.SwappedHaloProduct.of(problem)),
-    ),
-}
-
-
 @pytest.mark.parametrize("device", [H200, replace(H200, sm_count=20)], ids=["H200", "small"])
-@pytest.mark.parametrize("of", HALOS)
-def test_a_table_of_halos_is_ranked_as_each_configuration_by_itself(of: str, device: Device) -> None:
-    """Its limits of rows and columns differ by problem."""
-    solver, short_list = HALOS[of]
+@pytest.mark.parametrize(
+    "solver",
+    [ConvImplicitGemmHalo(), ConvImplicitGemmHaloSwapped(), ConvImplicitGemmPingPong()],
+    ids=["halo", "swapped", "ping-pong"],
+)
+def test_a_table_of_tilings_is_ranked_as_each_configuration_by_itself(solver: TiledSolver, device: Device) -> None:
+    """Limits of rows and columns differ by problem, and rings have as many stages as there is room for."""
     problems = [problem for problem in (*solver.examples(), *drawn(300, 12)) if solver.applicability(problem, device)]
     assert len(problems) > 8
     for problem in problems[:20]:
-        plain = solver.ranked(problem, device, short_list(problem).configs)
+        plain = solver.ranked(problem, device, solver.short_list(problem).configs)
         estimates = [solver.estimate_ms(problem, device, config) for config in plain]
         assert list(solver._ranked(problem, device)) == list(zip(plain, estimates, strict=True)), problem
-
-
-@pytest.mark.parametrize("device", [H200, replace(H200, sm_count=20)], ids=["H200", "small"])
-def test_a_table_of_ping_pong_is_ranked_as_each_configuration_by_itself(device: Device) -> None:
-    """Valid or not: filters stay or do not, and rings have as many stages as there is room for."""
-    solver = wgmma_ping_pong.ConvImplicitGemmPingPong()
-    problems = [problem for problem in (*solver.examples(), *drawn(300, 12)) if solver.applicability(problem, device)]
-    assert len(problems) > len(solver.examples())
-    for problem in problems[:40]:
-        table = wgmma_ping_pong_tiling.short_list(wgmma_ping_pong_tiling.PingPongProduct.of(problem))
-        plain = solver.ranked(problem, device, table.configs)
-        estimates = [solver.estimate_ms(problem, device, config) for config in plain]
-        ranked = solver.ranked_table(problem, device, wgmma_ping_pong._valid_list(problem, device))
-        assert list(ranked) == list(zip(plain, estimates, strict=True)), problem
 
 
 def of_few_channels(problem: ProblemDescription) -> ProblemDescription:

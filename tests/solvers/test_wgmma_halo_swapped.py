@@ -146,7 +146,7 @@ def test_two_tensors_that_are_read_with_results_have_a_place_each() -> None:
         tilings("one_block", data, epilogue="drelu"),
         tilings("one_block", data, epilogue="residual.drelu"),
     )
-    assert (one.product.tensors, two.product.tensors) == (1, 2)
+    assert (one.product.out_buffers, two.product.out_buffers) == (1, 2)
 
 
 RUNS = {"tile_h": 4, "tile_w": 20, "consumers": 2, "unit_blocks": 1, "slots_ahead": 1, "filter_stages": 6}

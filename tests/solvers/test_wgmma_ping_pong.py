@@ -62,16 +62,17 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "24_channels": {"x": (1, 24, 9, 13), "w": (32, 24, 3, 3), "padding": 1},
     "40_channels": {"x": (1, 40, 8, 9), "w": (8, 40, 3, 1)},
     "small_images": {
-        "x": (23, 32, 2, 3),
+        "x": (23, 32, 4, 4),
         "w": (40, 32, 3, 3),
         "padding": 1,
         "epilogue": "scale.bias.channel_bias.residual.leaky_relu",
     },
-    "one_pixel": {"x": (70, 16, 1, 1), "w": (136, 16, 1, 1), "epilogue": "channel_bias.relu"},
+    "one_pixel": {"x": (70, 16, 1, 1), "w": (136, 16, 1, 1), "epilogue": "bias.relu"},
+    "long_images": {"x": (3, 16, 2, 24), "w": (136, 16, 1, 1), "epilogue": "channel_bias.relu"},
     "residual_after": {"x": (2, 64, 7, 9), "w": (192, 64, 1, 1), "epilogue": "bias.silu.residual"},
     "1d": {"x": (5, 24, 40), "w": (32, 24, 7), "padding": 9, "dilation": 3},
     "1d_strided": {
-        "x": (3, 40, 70),
+        "x": (3, 40, 63),
         "w": (72, 40, 3),
         "padding": 1,
         "stride": 2,
@@ -106,30 +107,21 @@ def test_launches_compute_the_convolution(fields: dict[str, Any], direction: Dir
     problem, device = problem_of(fields, direction), replace(DEVICE, sm_count=sm_count)
     configs = list(SOLVER.configs(problem, device))
     chosen = spread(SOLVER, problem, device, 4, defaults=2)
-    stays = [next((config for config in configs if config["keeps_filters"] == keeps), None) for keeps in (0, 1)]
+    stays = next((config for config in configs if config["keeps_filters"]), None)
     two_rows = next((config for config in configs if config["rows"] == 2), None)
-    check_launches(SOLVER, problem, device, dict.fromkeys(filter(None, (*chosen, *stays, two_rows))), run)
+    check_launches(SOLVER, problem, device, dict.fromkeys(filter(None, (*chosen, stays, two_rows))), run)
 
 
 @CUT
-def test_tiles_cover_all_outputs_once(shape: str, direction: Direction) -> None:
+def test_no_block_is_idle(shape: str, direction: Direction) -> None:
     for tiling in tilings(shape, direction):
-        problem, filters, pixels = tiling.product.problem, 64 * tiling.rows, tiling.product.pixels
-        assert pixels * tiling.product.results == problem.output.size, tiling
-        of_pixels, rest = divmod(tiling.tiles, tiling.filter_tiles)
-        assert rest == 0, tiling
-        assert (of_pixels - 1) * tiling.tile_n < pixels <= of_pixels * tiling.tile_n, tiling
-        assert (tiling.filter_tiles - 1) * filters < tiling.product.results <= tiling.filter_tiles * filters, tiling
-        assert 0 < tiling.blocks <= min(tiling.tiles, DEVICE.sm_count), tiling  # none is idle
-        assert (tiling.items - 1) * tiling.blocks < tiling.tiles <= tiling.items * tiling.blocks, tiling
+        assert 0 < tiling.blocks <= min(tiling.tiles, DEVICE.sm_count), tiling
 
 
 @CUT
-def test_rings_hold_what_is_needed_at_once_and_fill_a_block(shape: str, direction: Direction) -> None:
+def test_rings_fill_a_block(shape: str, direction: Direction) -> None:
     most = SmLimits.of(DEVICE).shared_bytes - RESERVED_SHARED_BYTES
     for tiling in tilings(shape, direction):
-        assert 3 <= tiling.stages <= 8, tiling  # two are multiplied by
-        assert tiling.kept_tiles in (0, tiling.product.k_tiles), tiling
         assert tiling.shared_bytes + tiling.static_bytes <= most, tiling
         more = replace(tiling, stages=tiling.stages + 1)
         assert tiling.stages == 8 or more.shared_bytes + more.static_bytes > most, tiling
@@ -139,7 +131,7 @@ def test_rings_hold_what_is_needed_at_once_and_fill_a_block(shape: str, directio
 @pytest.mark.parametrize("rows", [1, 2])
 def test_filters_stay_where_all_tiles_of_a_block_have_them(rows: int, sm_count: int) -> None:
     problem, device = problem_of({"x": (8, 64, 28, 28), "w": (320, 64, 1, 1)}), replace(DEVICE, sm_count=sm_count)
-    config = Config({"rows": rows, "tile_n": 64, "places": 1, "keeps_filters": 1})
+    config = Config({"rows": rows, "tile_n": 64, "out_stages": 1, "keeps_filters": 1})
     assert SOLVER.is_valid_config(problem, device, config)
     tiling = PingPongTiling.of(PingPongProduct.of(problem), config, device)
     assert tiling.filter_tiles == (5 if rows == 1 else 3)
@@ -154,7 +146,7 @@ def test_filters_cannot_stay_where_their_tiles_are_more_than_multiprocessors(fil
     """Which once was a division by zero: by the number of blocks."""
     problem, device = problem_of({"x": (8, 64, 7, 7), "w": (filters, 64, 1, 1)}), replace(DEVICE, sm_count=sm_count)
     assert SOLVER.applicability(problem, device)
-    values = {"rows": 1, "tile_n": 64, "places": 1}
+    values = {"rows": 1, "tile_n": 64, "out_stages": 1}
     assert SOLVER.is_valid_config(problem, device, Config(values | {"keeps_filters": 0}))
     assert not SOLVER.is_valid_config(problem, device, Config(values | {"keeps_filters": 1}))
 
@@ -174,15 +166,7 @@ def test_k_tiles_of_a_block_are_counted_in_32_bits() -> None:
     assert SOLVER.applicability(problem, DEVICE)
     answer = SOLVER.applicability(problem, replace(DEVICE, sm_count=1))
     assert answer.refused
-    assert "more k-tiles" in answer.reason
-
-
-def test_two_tensors_that_are_read_with_results_have_a_place_each() -> None:
-    one, two = (
-        PingPongProduct.of(problem_of(COMPUTED["square"] | {"epilogue": epilogue}, DATA))
-        for epilogue in ("drelu", "residual.drelu")
-    )
-    assert (one.tensors, two.tensors) == (1, 2)
+    assert "k-tiles" in answer.reason
 
 
 def drawn_sizes(places: int, k_tiles: int, items: int, generator: random.Random) -> Sizes:
@@ -224,6 +208,8 @@ class TakesNoTurns(Block):
 
 
 class NobodyBegins(Block):
+    """Its first consumer waits for a turn that the second would give it."""
+
     def first_parity(self, consumer: int) -> int:
         return 0
 
@@ -249,14 +235,31 @@ class MakesReadyTooMuch(Block):
         return item + 1
 
 
-@pytest.mark.parametrize("wrong", [TakesNoTurns, NobodyBegins, ReleasesEarly, StagesElsewhere, MakesReadyTooMuch])
-def test_a_wrong_order_is_seen(wrong: Callable[[Sizes, random.Random], Block]) -> None:
+class MakesReadyForTheSame(Block):
+    """One place for the consumer whose results have left, though the other one's are next."""
+
+    def following(self, item: int) -> int:
+        return item + 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "places"),
+    [
+        (TakesNoTurns, 2),
+        (NobodyBegins, 2),
+        (ReleasesEarly, 2),
+        (StagesElsewhere, 2),
+        (MakesReadyTooMuch, 2),
+        (MakesReadyForTheSame, 1),
+    ],
+)
+def test_a_wrong_order_is_seen(wrong: Callable[[Sizes, random.Random], Block], places: int) -> None:
     """In some order that mbarriers allow, or in all: what lets a kernel hang, or compute nonsense, now and then."""
 
     def in_some_orders() -> None:
         for seed in range(50):
             generator = random.Random(seed)
-            wrong(drawn_sizes(2, generator.randint(4, 9), 9, generator), generator).run()
+            wrong(drawn_sizes(places, generator.randint(4, 9), 9, generator), generator).run()
 
     with pytest.raises(AssertionError):
         in_some_orders()
@@ -269,7 +272,7 @@ def test_a_ring_as_short_as_what_is_under_way_hangs() -> None:
         Block(sizes, random.Random(1)).run()
 
 
-RUNS = {"rows": 1, "tile_n": 192, "places": 2, "keeps_filters": 0}
+RUNS = {"rows": 1, "tile_n": 192, "out_stages": 2, "keeps_filters": 0}
 
 
 @pytest.mark.parametrize(
@@ -277,18 +280,22 @@ RUNS = {"rows": 1, "tile_n": 192, "places": 2, "keeps_filters": 0}
     [
         ({"x": (4, 64, 40, 40)}, {}, {"keeps_filters": 1}),
         ({"w": (64, 64, 3, 3)}, {}, {"rows": 2}),
-        ({}, {"rows": 2, "places": 1}, {"tile_n": 208}),
+        ({}, {"rows": 2, "out_stages": 1}, {"tile_n": 208}),
+        ({"epilogue": "bias.silu"}, {"rows": 2, "out_stages": 1, "tile_n": 176}, {"tile_n": 192}),
+        ({"epilogue": "channel_bias"}, {"rows": 2, "out_stages": 1, "tile_n": 144}, {"tile_n": 160}),
         ({"x": (32, 256, 40, 40), "w": (64, 256, 3, 3)}, {}, {"keeps_filters": 1}),
         (
             {"x": (32, 128, 40, 40), "w": (64, 128, 3, 3), "direction": DATA, "epilogue": "residual.drelu"},
-            {"rows": 2, "places": 1},
-            {"places": 2},
+            {"rows": 2, "out_stages": 1},
+            {"out_stages": 2},
         ),
     ],
     ids=[
         "filters stay for one tile",
         "there is one block of filters",
         "more accumulators than registers",
+        "more accumulators than an activation leaves registers for",
+        "more accumulators than terms of images leave registers for",
         "filters that stay leave no room for stages",
         "a second place leaves no room for stages",
     ],
@@ -303,7 +310,7 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
     reasons = (
         tiling.stages < 3,
         tiling.rows > tiling.product.filter_blocks,
-        tiling.rows * tiling.tile_n // 2 > 192,
+        tiling.rows * tiling.tile_n // 2 > tiling.product.most_accumulators,
         tiling.kept_tiles > 0 and tiling.items == 1,
     )
     assert sum(reasons) == 1, tiling
@@ -319,8 +326,9 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         ({"padding": 128}, "padding or filter is too large"),
         ({"x": (4, 64, 300, 9), "dilation": (70, 1)}, "padding or filter is too large"),
         ({"stride": 9}, "stride (9, 9) is more than 8"),
+        ({"x": (4, 64, 30, 31), "epilogue": "channel_bias"}, "930 are no multiple"),
     ],
-    ids=["groups", "strided data", "channels", "filters", "padding", "dilation", "stride"],
+    ids=["groups", "strided data", "channels", "filters", "padding", "dilation", "stride", "images"],
 )
 def test_problems_that_it_does_not_serve(fields: dict[str, Any], reason: str) -> None:
     shape = {"x": (4, 64, 30, 30), "w": (64, 64, 3, 3), "padding": 1}

@@ -41,7 +41,7 @@ class Launch:
         self.k_tiles = self.taps * self.shape["chunks"]
         defines: dict[str, Any] = dict(step.defines)
         self.finish = Finish.of(next((arg for arg in step.args if isinstance(arg, EpilogueArgument)), None), defines)
-        names = ("ROWS", "TILE_N", "CHANNELS", "LAST_K_STEPS", "OUT_CHANNELS", "STAGES", "KEPT_TILES", "PLACES")
+        names = ("ROWS", "TILE_N", "CHANNELS", "LAST_K_STEPS", "OUT_CHANNELS", "STAGES", "KEPT_TILES", "OUT_STAGES")
         self.rows, self.tile_n, self.channels, self.last_k_steps = (int(defines[name]) for name in names[:4])
         self.out_channels, self.stages, self.kept_tiles, self.places = (int(defines[name]) for name in names[4:])
         self.is_data, self.is_pointwise = bool(defines["DATA"]), bool(defines["POINTWISE"])

@@ -287,7 +287,13 @@ def test_what_pytorch_was_faster_at_is_found_among_all(
 def test_what_was_known_is_compiled_for_the_step_that_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path))
     problem = ProblemDescription.convolution(
-        x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC", epilogue="bias.relu"
+        x=(1, 144, 56, 56),
+        w=(144, 1, 3, 3),
+        padding=1,
+        groups=144,
+        dtype="float16",
+        layout="NHWC",
+        epilogue="bias.clamp",
     )
     request = SuiteProblem(problem=problem, suite="one", layer="layer", count=1)
     with Handle(described(H200.identity), database=MEMORY) as handle, CompilePool() as pool:
@@ -298,7 +304,7 @@ def test_what_was_known_is_compiled_for_the_step_that_follows(tmp_path: Path, mo
         assert steps
         assert all(Compiler(BinaryCache()).is_at_hand(step, handle.device) for step in steps)
         solver = type(handle.registry.named(result.solutions[0].solver_id))
-        monkeypatch.setattr(solver, "solution", lambda *_: pytest.fail("a solver's own failure"))
+        monkeypatch.setattr(solver, "kept_solution", lambda *_: pytest.fail("a solver's own failure"))
         assert tuning._kernels(result, handle) == (), "the step that needs it says so"
 
 
