@@ -284,7 +284,7 @@ __device__ __forceinline__ void consume(const Shape& shape, int consumer,
                                         const Shared& at) {
   const int lane = threadIdx.x % 32, taps = shape.taps_h * shape.taps_w, k_tiles = taps * shape.chunks;
   int turn = 0;
-  for (int item = consumer, number; (number = tile_number(item)) < shape.tiles; item += kConsumers, ++turn) {
+  for (int item = consumer; tile_number(item) < shape.tiles; item += kConsumers, ++turn) {
     float acc[ROWS][TILE_N / 2];
     Ring ring = ring_after(item * k_tiles);
     mbarrier_wait(at.turns + 8 * consumer, (turn + (consumer == 0)) & 1);
@@ -296,7 +296,7 @@ __device__ __forceinline__ void consume(const Shape& shape, int consumer,
     }
     if (lane == 0) mbarrier_arrive(at.turns + 8 * (1 - consumer));
 #ifdef EPILOGUE
-    const OutputTile tile = tile_at(shape, number);
+    const OutputTile tile = tile_at(shape, tile_number(item));
     ChannelTerms terms[ROWS][2];
 #pragma unroll
     for (int i = 0; i < 2 * ROWS; ++i)

@@ -80,7 +80,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
     sources = (_SOURCE,)
     parameters = PARAMETERS
     defaults = 6
-    none_valid = "counts the k-tiles that a block multiplies in 32 bits"
+    none_valid = "needs three stages in a block's shared memory, and fewer than 2^31 k-tiles a block"
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def conv(direction: Direction = Direction.FORWARD, **values: object) -> ProblemDescription:

@@ -154,6 +154,7 @@ WIDEST = (
     "scale.bias.gelu_tanh.residual",
     "bias.mish",
     "channel_bias.relu",
+    "float32.scale.bias.channel_bias.elu",
     "scale.bias.channel_bias.residual.gelu_tanh",
     "residual.dgelu",
     "residual.drelu",
