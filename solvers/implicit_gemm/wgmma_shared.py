@@ -179,6 +179,9 @@ class TiledSolver(Solver):
         """The likely ones as far as they are valid, the least estimate first."""
         return self.ranked_table(problem, device, _valid_list(self, problem, device))
 
+    def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
+        return 0  # one kernel computes all
+
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return self.tiling(problem, device, config).estimate_ms(device)
 

@@ -65,7 +65,7 @@ def predicted(
     plan, every = None, handle.registry.facts.keys()
     if not tried and not dynamic_only and (asked := _worth_asking(problem, options, handle)) is not None:
         plan = plan_of(asked)
-    if plan is None or not plan.candidates:
+    if plan is None or not plan.candidates or _is_cut(plan, handle):
         plan = plan_of(every)
     if not plan.candidates and not stored:  # each reason is told
         plan = _of_last_resort(problem, options, handle, plan_of(every, in_haste=False), dynamic_only=dynamic_only)
@@ -77,11 +77,11 @@ def predicted(
 def _worth_asking(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Set[str] | None:
     """Which solvers to ask of a problem: those that won near it, and those that the model does not know as they are.
 
-    None where all are: nothing near is known, or under the request's limits others may be the fastest.
+    None where all are: nothing near is known, or under the request's limits others may be the fastest. Whether a limit
+    of workspace has left candidates out is seen then.
     """
-    is_limited = (options.workspace_limit_bytes, options.max_error) != (None, None)
-    is_filtered = options.deterministic or options.strict_nonfinite
-    if is_limited or is_filtered or options.searches or options.order is not Order.TIME:
+    is_limited = options.max_error is not None or options.deterministic or options.strict_nonfinite
+    if is_limited or options.searches or options.order is not Order.TIME:
         return None
     ranker = ranker_of(handle.device)
     near = ranker.winners_near(problem)
@@ -89,6 +89,11 @@ def _worth_asking(problem: ProblemDescription, options: FindOptions, handle: Han
     if near is None or not all(name in known and options.allows(known[name]) for name in near):
         return None
     return near | _not_learnt(ranker, handle.registry)
+
+
+def _is_cut(plan: Plan, handle: Handle) -> bool:
+    """Whether a limit of the request left candidates out of a plan, not only solvers."""
+    return not plan.refusals.keys() <= handle.registry.facts.keys()
 
 
 @functools.lru_cache(maxsize=16)

@@ -107,7 +107,6 @@ def test_an_answer_is_of_near_winners(gpu: miofind.Handle) -> None:
     [
         {"only": ("ConvImplicitGemmMma",)},
         {"exclude": ("ConvDirectTiled",)},
-        {"workspace_limit_bytes": 0},
         {"deterministic": True},
         {"strict_nonfinite": True},
         {"max_error": 1e-3},
@@ -131,3 +130,14 @@ def test_all_are_asked_where_no_winner_serves(gpu: miofind.Handle, monkeypatch: 
 
 def test_positions_have_as_many_numbers_as_a_model_keeps() -> None:
     assert len(position(NEAR)) == AXES
+
+
+def test_a_limit_of_workspace_matters_where_it_leaves_near_winners_out(
+    gpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's calls have one of 2 GiB, and had all solvers asked for each of them."""
+    assert answered(gpu, workspace_limit_bytes=0) == {"ConvDirectTiled"}
+    columns = replace(won([1] * LEAST), solvers=("ConvIm2colGemm",))
+    monkeypatch.setattr(answer, "ranker_of", lambda device: Ranker(small_model(columns)))
+    assert answered(gpu, workspace_limit_bytes=2 << 30) == {"ConvIm2colGemm"}
+    assert "ConvImplicitGemmMma" in answered(gpu, workspace_limit_bytes=1)
