@@ -15,8 +15,7 @@ from miofind.solver.columns import Each
 from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, backward_axes, ceil_div, forward_axis
-from miofind.solvers.implicit_gemm import wgmma_shared
-from miofind.solvers.implicit_gemm.wgmma_shared import TiledSolver
+from miofind.solvers.implicit_gemm.wgmma_shared import TiledSolver, Tiling
 
 MAX_BOX = 256
 """Elements of a copy's box, in each dimension."""
@@ -86,8 +85,8 @@ class HaloTile:
         return ceil_div(self.height.outputs, self.tile_h), ceil_div(self.width.outputs, self.tile_w)
 
 
-class Tiling(wgmma_shared.Tiling, Protocol):
-    """A configuration applied to a problem, or a table of many."""
+class CutTiling(Tiling, Protocol):
+    """A tiling that cuts the output's rows and columns."""
 
     @property
     def height(self) -> Axis: ...
@@ -112,7 +111,7 @@ class HaloSolver(TiledSolver):
     none_valid = "has filters or a halo too large for a block's shared memory"
 
     @abstractmethod
-    def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> Tiling: ...
+    def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> CutTiling: ...
 
     def refuse(self, problem: ProblemDescription) -> Applicability:
         if any(stride != 1 for stride in problem.conv.stride):
