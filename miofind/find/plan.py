@@ -88,7 +88,7 @@ class Planned:
     @cached_property
     def solution(self) -> ConvSolution:
         """Its steps."""
-        return self.solver.kept_solution(self.problem, self.device, self.config)
+        return self.solver.solution(self.problem, self.device, self.config)
 
     @cached_property
     def workspace_bytes(self) -> int:
@@ -114,6 +114,7 @@ class Plan:
         last_resort: measured only where no candidate is usable.
         spaces: what a search may measure, one a solver; () for a request that searches nothing.
         is_part: whether candidates were left out that only seem less likely to be the fastest.
+        is_cut: whether a limit of workspace left candidates out, or what others would have been made of.
         considered: version by id of every solver that was asked.
         is_filtered: whether the find mode, not only `only` and `exclude`, kept solvers out.
         left_out: solvers that any of these kept out.
@@ -132,6 +133,7 @@ class Plan:
     failing: frozenset[str] = frozenset()
     spaces: tuple[Space, ...] = ()
     is_part: bool = False
+    is_cut: bool = False
 
     def without(self, reasons: Mapping[str, str]) -> Plan:
         """The same less candidates, given by id with the reason; does not keep a search from proposing them."""
@@ -222,7 +224,10 @@ def make_plan(
             draft.ask(request, (winners or {}).get(solver.id, ()), in_haste=in_haste)
     if problem.epilogue:
         fusing = draft.fitting if in_haste and not options.only else ()
-        choices = fastest_bare(bare, options) if bare else _estimated_bare(problem, options, handle, taken, fusing)
+        if bare:
+            choices = fastest_bare(bare, options)
+        else:
+            choices = draft.choices_of(_estimated_bare(problem, options, handle, taken, fusing), options)
         for solver_id, configs in choices.items():
             solver = composed(handle.registry[solver_id])
             request = _Request(problem, device, solver, options, configs, trusts_own=trusts_own)
@@ -276,15 +281,15 @@ def _estimated_bare(
     handle: Handle,
     asks: Callable[[SolverFacts], bool],
     fusing: Sequence[Planned],
-) -> Choices:
-    """What is composed for a fused problem of whose bare one nothing is known: what estimates have first there.
+) -> Plan:
+    """The bare problem's plan, of a fused problem of whose bare one nothing is known.
 
     Args:
         fusing: candidates whose solvers are not composed.
     """
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
     fuse = {each.solver.id for each in fusing}
-    plan = make_plan(
+    return make_plan(
         problem.bare,
         request,
         handle,
@@ -293,8 +298,6 @@ def _estimated_bare(
         in_haste=True,
         best_ms=min((each.estimate_ms for each in fusing), default=math.inf),
     )
-    planned = plan.candidates or plan.last_resort
-    return first_of_each(((each.solver.id, each.config) for each in planned), options)
 
 
 def stored_plan(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Plan:
@@ -391,10 +394,8 @@ class _Request:
             estimate_ms=self.estimate_ms(config) if estimate_ms is None else estimate_ms,
         )
 
-    def within_limits(
-        self, configs: Iterable[tuple[Config, float | None]], refusals: dict[str, str]
-    ) -> Iterator[Planned]:
-        """The configurations that keep the caller's limits; reasons of the others go into `refusals`.
+    def within_limits(self, configs: Iterable[tuple[Config, float | None]], draft: _Draft) -> Iterator[Planned]:
+        """The configurations that keep the caller's limits; a draft is told of the others.
 
         Args:
             configs: with their estimates, where they are at hand.
@@ -407,8 +408,9 @@ class _Request:
                 _tell_once(self.solver.id, answer.reason)
             else:
                 answer = refuse_beyond_limits(planned, self.problem, self.options)
+                draft.is_cut |= is_beyond_workspace(planned, self.options)
             if answer.refused:
-                refusals[f"{planned.candidate.id:.{_LONGEST_NAME}}"] = answer.reason
+                draft.refusals[f"{planned.candidate.id:.{_LONGEST_NAME}}"] = answer.reason
             else:
                 yield planned
 
@@ -454,9 +456,9 @@ class _Request:
             estimate_ms=self.guess_ms,
         )
 
-    def space(self, winners: Iterable[Config], refusals: dict[str, str]) -> Space:
+    def space(self, winners: Iterable[Config], draft: _Draft) -> Space:
         """The solver's configurations for a search."""
-        allowed = [planned.config for planned in self.within_limits(self.defaults(), refusals)]
+        allowed = [planned.config for planned in self.within_limits(self.defaults(), draft)]
         every = _by_estimate(self.solver, self.problem, self.device)
         is_cut = _points(self.solver) > MAX_ESTIMATED or len(every) >= MAX_ESTIMATED
         listed = tuple(itertools.islice(filter(self.admits, every), _LISTED))
@@ -484,6 +486,13 @@ class _Draft:
     left_out: list[str] = field(default_factory=list)
     absent: set[str] = field(default_factory=set)
     failing: set[str] = field(default_factory=set)
+    is_cut: bool = False
+
+    def choices_of(self, bare: Plan, options: FindOptions) -> Choices:
+        """What is composed of a bare problem's plan: what estimates have first there."""
+        self.is_cut |= bare.is_cut
+        planned = bare.candidates or bare.last_resort
+        return first_of_each(((each.solver.id, each.config) for each in planned), options)
 
     def ask(self, request: _Request, winners: Iterable[Config], *, in_haste: bool) -> None:
         """Take in what one solver has for a problem."""
@@ -494,12 +503,12 @@ class _Draft:
             if applies and in_haste and self._is_behind(request):
                 self.refusals[request.solver.id] = _FAR_BEHIND
             elif applies and request.options.searches and not request.solver.is_last_resort:
-                space = request.space(winners, self.refusals)
+                space = request.space(winners, self)
                 first = itertools.islice(dict.fromkeys((*space.seeds, *space.listed)), SEARCH_LIMIT)
                 self.planned += map(request.planned, first)
                 self.spaces.append(space)
             elif applies:
-                self.planned += request.within_limits(request.defaults(), self.refusals)
+                self.planned += request.within_limits(request.defaults(), self)
 
     @property
     def fitting(self) -> list[Planned]:
@@ -522,7 +531,7 @@ class _Draft:
         with self._blaming(request):
             if not self._applies(request):
                 return
-            planned = list(request.within_limits(request.still_taken(), self.refusals))
+            planned = list(request.within_limits(request.still_taken(), self))
             self.planned += planned
             if planned and request.options.searches and not request.solver.is_last_resort:
                 self.spaces.append(request.listed_space([each.config for each in planned]))
@@ -549,7 +558,7 @@ class _Draft:
         """Take in a solver's earlier configurations, and nothing besides."""
         with self._blaming(request):
             if self._applies(request):
-                self.planned += request.within_limits(request.still_taken(), self.refusals)
+                self.planned += request.within_limits(request.still_taken(), self)
 
     def refuse(self, facts: SolverFacts, reason: str, *, is_possible: bool) -> None:
         """Take in why a solver serves no problem like this one."""
@@ -604,6 +613,7 @@ class _Draft:
             absent=frozenset(self.absent),
             failing=frozenset(self.failing),
             spaces=tuple(self.spaces),
+            is_cut=self.is_cut,
         )
 
 
@@ -611,13 +621,13 @@ def _not_estimated(configs: Iterable[Config]) -> list[tuple[Config, float | None
     return [(config, None) for config in configs]
 
 
-# A tuning of the likeliest plans each problem twice, a fused one with its bare form, and to list takes milliseconds.
 @functools.lru_cache(maxsize=1 << 12)
 def own_applicability(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability:
     """Whether one of our own solvers serves a problem, which is the same each time."""
     return solver.applicability(problem, device)
 
 
+# A tuning of the likeliest plans each problem twice, a fused one with its bare form, and to list takes milliseconds.
 @functools.lru_cache(maxsize=1 << 12)
 def own_defaults(solver: Solver, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
     """Default configurations of one of our own solvers with their estimates, which are the same each time."""
@@ -669,10 +679,16 @@ def _tell_once(solver_id: str, reason: str) -> None:
     logger.warning("a candidate of solver %s is left out: %s", solver_id, reason)
 
 
+def is_beyond_workspace(planned: Planned, options: FindOptions) -> bool:
+    """Whether a candidate needs more workspace than the caller allows."""
+    limit = options.workspace_limit_bytes
+    return limit is not None and planned.workspace_bytes > limit
+
+
 def refuse_beyond_limits(planned: Planned, problem: ProblemDescription, options: FindOptions) -> Applicability:
     """Which of the caller's limits a candidate breaks, "" if none."""
-    limit = options.workspace_limit_bytes
-    if limit is not None and planned.workspace_bytes > limit:
+    if is_beyond_workspace(planned, options):
+        limit = options.workspace_limit_bytes
         return Applicability(f"needs {planned.workspace_bytes} bytes of workspace, the limit is {limit}")
     if options.deterministic and not planned.deterministic:
         return Applicability("is not deterministic")

@@ -199,7 +199,7 @@ def is_own_module(name: str) -> bool:
     return name.startswith("miofind.solvers.")
 
 
-@functools.lru_cache(maxsize=1 << 10)
+@functools.lru_cache(maxsize=64)  # steps may be thousands, by the batch
 def _own_solution(solver: Solver, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
     return solver.solution(problem, device, config)
 

@@ -65,7 +65,7 @@ def predicted(
     plan, every = None, handle.registry.facts.keys()
     if not tried and not dynamic_only and (asked := _worth_asking(problem, options, handle)) is not None:
         plan = plan_of(asked)
-    if plan is None or not plan.candidates or _is_cut(plan, handle):
+    if plan is None or not plan.candidates or plan.is_cut:
         plan = plan_of(every)
     if not plan.candidates and not stored:  # each reason is told
         plan = _of_last_resort(problem, options, handle, plan_of(every, in_haste=False), dynamic_only=dynamic_only)
@@ -89,11 +89,6 @@ def _worth_asking(problem: ProblemDescription, options: FindOptions, handle: Han
     if near is None or not all(name in known and options.allows(known[name]) for name in near):
         return None
     return near | _not_learnt(ranker, handle.registry)
-
-
-def _is_cut(plan: Plan, handle: Handle) -> bool:
-    """Whether a limit of the request left candidates out of a plan, not only solvers."""
-    return not plan.refusals.keys() <= handle.registry.facts.keys()
 
 
 @functools.lru_cache(maxsize=16)
@@ -202,7 +197,8 @@ def _merged(
     found = SolutionList(handle)
     predictions = ranked(list(planned), problem, handle)
     if predictions:  # it is what runs: known to be sound before it is answered
-        _ = predictions[0].planned.solution
+        first = predictions[0].planned
+        first.solver.kept_solution(problem, handle.device, first.config)
     at = 0
     for solution in stored:
         while at < len(predictions) and predictions[at].prediction.time_ms < solution.time_ms:

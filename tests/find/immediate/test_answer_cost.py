@@ -12,8 +12,9 @@ from miofind import FindOptions
 from miofind.core.epilogue import Epilogue
 from miofind.core.problem import ProblemDescription
 from miofind.find.immediate.devices import described
-from miofind.find.plan import own_defaults
+from miofind.find.plan import own_applicability, own_defaults
 from miofind.solver.registry import Registry, composed_id
+from miofind.solver.solver import _own_solution
 from miofind.solver.steps import Config
 
 H200 = described("NVIDIA H200|132|9.0|")
@@ -102,7 +103,8 @@ def test_an_answer_prices_few_configurations_one_by_one_and_makes_the_first_one_
             if method in vars(solver):
                 counted(solver, method)
     monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
-    own_defaults.cache_clear()
+    for kept in (own_defaults, own_applicability, _own_solution):
+        kept.cache_clear()
     with miofind.Handle(H200, database=":memory:") as handle:
         assert miofind.find_solutions(PROBLEMS[name], options=FAST, handle=handle)
     assert asked["estimate_ms"] + asked["is_valid_config"] <= MOST_PRICED, asked

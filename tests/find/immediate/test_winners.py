@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -132,12 +132,30 @@ def test_positions_have_as_many_numbers_as_a_model_keeps() -> None:
     assert len(position(NEAR)) == AXES
 
 
+@pytest.mark.parametrize(
+    ("other", "problem"), [("ConvDirectTiled", NEAR), ("ConvImplicitGemmMma", replace(NEAR, epilogue="bias.relu"))]
+)
 def test_a_limit_of_workspace_matters_where_it_leaves_near_winners_out(
+    other: str, problem: ProblemDescription, gpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's calls have one of 2 GiB, and had all solvers asked for each of them; also what is composed."""
+    assert answered(gpu, workspace_limit_bytes=0) == {"ConvDirectTiled"}
+    winners = {"ConvIm2colGemm", other}
+    near_winners = replace(won([3] * LEAST), solvers=tuple(sorted(winners)))
+    monkeypatch.setattr(answer, "ranker_of", lambda device: Ranker(small_model(near_winners)))
+    planned: list[Set[str]] = []
+    real = answer._plan
+    monkeypatch.setattr(answer, "_plan", lambda *given, **how: planned.append(given[3]) or real(*given, **how))
+    assert answered(gpu, problem, workspace_limit_bytes=2 << 30) == winners
+    assert planned == [winners]
+    assert answered(gpu, problem, workspace_limit_bytes=1)
+    assert planned[1:] == [winners, gpu.registry.facts.keys()]
+
+
+def test_a_bound_on_errors_that_leaves_candidates_out_has_nobody_else_asked(
     gpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's calls have one of 2 GiB, and had all solvers asked for each of them."""
-    assert answered(gpu, workspace_limit_bytes=0) == {"ConvDirectTiled"}
-    columns = replace(won([1] * LEAST), solvers=("ConvIm2colGemm",))
-    monkeypatch.setattr(answer, "ranker_of", lambda device: Ranker(small_model(columns)))
-    assert answered(gpu, workspace_limit_bytes=2 << 30) == {"ConvIm2colGemm"}
-    assert "ConvImplicitGemmMma" in answered(gpu, workspace_limit_bytes=1)
+    wide = miofind.Handle(H200).registry["ConvDirectTiled"]
+    configs = wide.default_configs(NEAR, H200)
+    monkeypatch.setattr(type(wide), "error_growth", lambda self, problem, config: 2.0 if config == configs[0] else 1.0)
+    assert answered(gpu) == {"ConvDirectTiled"}
