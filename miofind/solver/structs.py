@@ -100,12 +100,12 @@ class StructType:
         given: list[_Value | tuple[_Value, ...]] = []
         for field, kind, length in self.fields:
             value: Any = values[field]
-            if length is None:
-                is_plain = isinstance(value, (int, float) if isinstance(kind, str) else Struct)
-                is_plain = is_plain and (isinstance(kind, str) or value.type is kind)
+            if isinstance(kind, StructType):
+                is_plain = length is None and isinstance(value, Struct) and value.type is kind
+            elif length is None:
+                is_plain = isinstance(value, (int, float))
             else:
-                is_plain = type(value) is tuple and len(value) == length and isinstance(kind, str)
-                is_plain = is_plain and _NUMBER_TYPES.issuperset(map(type, value))
+                is_plain = type(value) is tuple and len(value) == length and _NUMBER_TYPES.issuperset(map(type, value))
             given.append(value if is_plain else self._checked(field, value))  # most are, and look-ups make thousands
         return Struct(self, tuple(given))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from miofind.core.problem import ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Box, Im2col, Pointer, TensorMap
 from miofind.solvers.common.wgmma_product import WgmmaProduct
@@ -33,6 +33,29 @@ def packed_map(
         copy=copy,
         swizzle_bytes=itemsize * innermost,
     )
+
+
+def pixels_map(product: WgmmaProduct, channels: int, pixels: int) -> TensorMap:
+    """The map of copies of a product's pixels as one tap meets them, one after another over all images.
+
+    In boxes where each output meets one pixel, else in im2col mode, padding as zeros.
+
+    Args:
+        channels, pixels: of a copy.
+    """
+    problem, conv = product.problem, product.problem.conv
+    _, depth, height, width = problem.tensor(product.pixels).shape
+    if product.is_pointwise:
+        sizes = (depth // problem.groups, problem.groups, height * width * problem.n)
+        return packed_map(problem, product.pixels, sizes, Box(sizes=(channels, 1, pixels)))
+    walk = Im2col(
+        lower=product.low[::-1],
+        upper=product.high[::-1],
+        strides=(1, 1) if problem.direction is Direction.BACKWARD_DATA else conv.stride[::-1],
+        channels=channels,
+        pixels=pixels,
+    )
+    return packed_map(problem, product.pixels, (depth, width, height, problem.n), walk)
 
 
 def refuse_copies(product: WgmmaProduct) -> Applicability:

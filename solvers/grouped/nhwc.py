@@ -232,7 +232,8 @@ def _varied(ranked: Iterable[EstimatedConfig], most: int) -> list[EstimatedConfi
     taken: Counter[int] = Counter()
     firsts: list[EstimatedConfig] = []
     for each in ranked:
-        firsts += [each] * (len(firsts) < _FIRST)
+        if len(firsts) < _FIRST:
+            firsts.append(each)
         rows, units = each.config["rows"], each.config["units"]
         if (rows, units) not in likely and taken[rows] < _MOST_ALIKE:
             likely[rows, units] = each

@@ -34,7 +34,7 @@ from miofind.solver.steps import (
     int32s,
 )
 from miofind.solver.structs import Struct, StructType
-from miofind.solvers.common.copies import packed_map, refuse_copies
+from miofind.solvers.common.copies import packed_map, pixels_map, refuse_copies
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
@@ -95,7 +95,6 @@ def _map(
 def _pixels(tiling: WgmmaTiling) -> TensorMap:
     """Tensor map of the operand of pixels."""
     product, tile = tiling.product, tiling.tile
-    problem = product.problem
     if product.has_nchw_n:
         return _nchw_map(product, product.pixels, tile.block_n, tile.k)
     if product.has_nchw_k:
@@ -104,18 +103,7 @@ def _pixels(tiling: WgmmaTiling) -> TensorMap:
         wide, count = tile.block_n, tile.k // tiling.cluster_m
     else:
         wide, count = tile.k, (tile.n if tile.has_pixels_as_n else tile.m // tiling.cluster_n)
-    _, channels, height, width = problem.tensor(product.pixels).shape
-    if product.is_pointwise:
-        sizes = (channels // problem.groups, problem.groups, height * width * problem.n)
-        return _map(product, product.pixels, sizes, Box(sizes=(wide, 1, count)))
-    walk = Im2col(
-        lower=product.low[::-1],
-        upper=product.high[::-1],
-        strides=(1, 1) if problem.direction is Direction.BACKWARD_DATA else _strides(product)[::-1],
-        channels=wide,
-        pixels=count,
-    )
-    return _map(product, product.pixels, (channels, width, height, problem.n), walk)
+    return pixels_map(product, wide, count)
 
 
 def _nchw_map(product: WgmmaProduct, buffer: str, pixels: int, channels: int, *, loads: bool = True) -> TensorMap:

@@ -12,14 +12,15 @@ from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_defines
 from miofind.solver.solver import OF_IMAGES, Algorithm, Applicability, KernelKey
-from miofind.solver.steps import Box, Config, ConvSolution, Im2col, KernelStep, TensorMap
+from miofind.solver.steps import Box, Config, ConvSolution, KernelStep, TensorMap
 from miofind.solver.structs import Struct, StructType
-from miofind.solvers.common.copies import packed_map, refuse_copies
+from miofind.solvers.common.copies import packed_map, pixels_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
 from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import (
     PARAMETERS,
+    STAGED_PIXELS,
     THREADS,
     PingPongProduct,
     PingPongTiling,
@@ -28,7 +29,6 @@ from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import (
 from miofind.solvers.implicit_gemm.wgmma_shared import TiledSolver, epilogue_maps
 
 _SOURCE = "implicit_gemm/wgmma_ping_pong.cu"
-_GROUP = 16  # pixels whose results are staged together
 
 SHAPE = StructType(
     "Shape",
@@ -109,8 +109,10 @@ class ConvImplicitGemmPingPong(TiledSolver):
         if problem.direction is Direction.BACKWARD_DATA and any(stride != 1 for stride in conv.stride):
             return Applicability(f"backward data needs stride 1, not {conv.stride}")
         product = WgmmaProduct.of(problem)
-        if problem.epilogue.channel_bias and product.image % _GROUP:
-            return Applicability(f"finishes {_GROUP} pixels of an image at a time: {product.image} are no multiple")
+        if problem.epilogue.channel_bias and product.image % STAGED_PIXELS:
+            return Applicability(
+                f"finishes {STAGED_PIXELS} pixels of an image at a time: {product.image} are no multiple"
+            )
         return refuse_copies(product)
 
     def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> PingPongTiling:
@@ -129,7 +131,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
             shared_bytes=tiling.shared_bytes,
             defines=(*_defines(tiling), *epilogue_defines(problem)),
             args=(
-                _pixels(tiling),
+                pixels_map(tiling.product.product, tiling.product.channels, tiling.tile_n),
                 _filters(tiling),
                 _results(tiling, problem.direction.output),
                 _shape(tiling),
@@ -137,24 +139,6 @@ class ConvImplicitGemmPingPong(TiledSolver):
             ),
         )
         return ConvSolution(steps=(step,))
-
-
-def _pixels(tiling: PingPongTiling) -> TensorMap:
-    """A tile's pixels, of a chunk's channels."""
-    product, channels, count = tiling.product.product, tiling.product.channels, tiling.tile_n
-    problem = product.problem
-    _, depth, height, width = problem.tensor(product.pixels).shape
-    if product.is_pointwise:
-        sizes = (depth, 1, height * width * problem.n)
-        return packed_map(problem, product.pixels, sizes, Box(sizes=(channels, 1, count)))
-    walk = Im2col(
-        lower=product.low[::-1],
-        upper=product.high[::-1],
-        strides=problem.conv.stride[::-1],
-        channels=channels,
-        pixels=count,
-    )
-    return packed_map(problem, product.pixels, (depth, width, height, problem.n), walk)
 
 
 def _filters(tiling: PingPongTiling) -> TensorMap:

@@ -20,9 +20,12 @@ from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_shared import BARRIER_BYTES, FILTER_BLOCK, PATTERN, FiltersAsA
 
+STAGED_PIXELS = 16
+"""Whose results are staged together."""
+
 PARAMETERS: Mapping[str, Sequence[ConfigValue]] = {
     "rows": (1, 2),
-    "tile_n": tuple(range(64, 257, 16)),  # results are staged 16 pixels at a time
+    "tile_n": tuple(range(64, 257, STAGED_PIXELS)),
     "out_stages": (1, 2),
     "keeps_filters": (0, 1),
 }
@@ -60,23 +63,21 @@ class PingPongProduct(FiltersAsA):
 
     Attributes:
         product: as a matrix product.
-        pixels: of the output, over all images.
     """
 
     product: WgmmaProduct
-    pixels: int
 
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def of(problem: ProblemDescription) -> PingPongProduct:
         """That of a problem in one or two dimensions."""
         product = WgmmaProduct.of(problem)
-        return PingPongProduct(
-            problem=product.problem,
-            taps=math.prod(product.taps),
-            product=product,
-            pixels=product.image * problem.n,
-        )
+        return PingPongProduct(problem=product.problem, taps=math.prod(product.taps), product=product)
+
+    @cached_property
+    def pixels(self) -> int:
+        """Of the output, over all images."""
+        return self.product.image * self.problem.n
 
     @cached_property
     def k_tiles(self) -> int:

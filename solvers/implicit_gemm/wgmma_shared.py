@@ -125,6 +125,10 @@ def epilogue_maps(
 class Tiling(Protocol):
     """A configuration applied to a problem, or a table of many."""
 
+    @property
+    def static_bytes(self) -> int:
+        """Shared memory that the kernel itself declares."""
+
     def is_valid(self, device: Device) -> bool:
         """Whether a block can run."""
 

@@ -27,13 +27,12 @@ from miofind.solver.steps import (
     Config,
     ConfigValue,
     ConvSolution,
-    Im2col,
     KernelStep,
     Pointer,
     TensorMap,
 )
 from miofind.solver.structs import Struct, StructType
-from miofind.solvers.common.copies import packed_map, refuse_copies
+from miofind.solvers.common.copies import packed_map, pixels_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.limits import refuse_mixed, refuse_oversized
 from miofind.solvers.common.split_k import SplitK
@@ -67,23 +66,6 @@ SHAPE = StructType(
     out_size="int32",
 )
 """All numbers of a launch; filters and channels of one group, `tap_blocks` blocks of 32 channels a tap."""
-
-
-def _pixels(product: WgmmaProduct) -> TensorMap:
-    """Map of x: 32 channels of 32 pixels, as one tap meets them."""
-    problem = product.problem
-    _, channels, height, width = problem.x.shape
-    if product.is_pointwise:
-        sizes = (channels // problem.groups, problem.groups, height * width * problem.n)
-        return packed_map(problem, "x", sizes, Box(sizes=(BLOCK, 1, TILE_K)))
-    walk = Im2col(
-        lower=product.low[::-1],
-        upper=product.high[::-1],
-        strides=tuple(reversed(problem.conv.stride)),
-        channels=BLOCK,
-        pixels=TILE_K,
-    )
-    return packed_map(problem, "x", (channels, width, height, problem.n), walk)
 
 
 def _filters(product: WgmmaProduct) -> TensorMap:
@@ -141,7 +123,7 @@ def _multiply(tiling: TransposedTiling, device: Device) -> KernelStep:
         shared_bytes=tiling.shared_bytes(stages),
         defines=_defines(tiling, stages),
         args=(
-            _pixels(product),
+            pixels_map(product, BLOCK, TILE_K),
             _filters(product),
             Pointer(buffer=_split_k(tiling).target),
             _shape(tiling),

@@ -18,9 +18,7 @@ from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep
 from miofind.solvers.direct.naive import ConvDirectNaive
-from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import SwappedHaloProduct, SwappedHaloTiling
-from miofind.solvers.implicit_gemm.wgmma_halo_tiling import HaloProduct, HaloTiling
-from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import PingPongProduct, PingPongTiling
+from miofind.solvers.implicit_gemm.wgmma_shared import TiledSolver
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -280,34 +278,28 @@ def test_mbarriers_fit_beside_the_most_dynamic_shared_memory(
     assert 0 < static_bytes <= device.shared_bytes - steps[-1].shared_bytes
 
 
+HALO_RUNS = {"tile_h": 2, "tile_w": 40, "unit_blocks": 1, "slots_ahead": 1, "filter_stages": 8}
+PING_PONG_RUNS = {"rows": 1, "tile_n": 128, "out_stages": 1}
+
+
 @pytest.mark.parametrize(
-    "fields", [case[1] for case in LARGEST_BLOCKS[:2]], ids=[case[2] for case in LARGEST_BLOCKS[:2]]
+    ("case", "values"),
+    [
+        ("ConvImplicitGemmHalo, 125 taps", {}),
+        ("ConvImplicitGemmHalo, one dimension", {}),
+        *(("ConvImplicitGemmHaloSwapped", {**HALO_RUNS, "consumers": consumers}) for consumers in (2, 3)),
+        *(("ConvImplicitGemmPingPong", {**PING_PONG_RUNS, "keeps_filters": keeps}) for keeps in (0, 1)),
+    ],
 )
-def test_halos_mbarriers_are_as_many_as_its_validity_counts(compiler: Compiler, fields: dict[str, Any]) -> None:
+def test_mbarriers_are_as_many_as_validity_counts(compiler: Compiler, case: str, values: dict[str, int]) -> None:
+    """Of the first default where no values are given."""
+    ((solver_id, fields),) = (each[:2] for each in LARGEST_BLOCKS if each[2] == case)
     problem, device = ProblemDescription.convolution(**fields), Device.virtual("90a")
-    solver = Registry.default()["ConvImplicitGemmHalo"]
-    config = solver.default_configs(problem, device)[0]
+    solver = Registry.default()[solver_id]
+    assert isinstance(solver, TiledSolver)
+    config = Config(values) if values else solver.default_configs(problem, device)[0]
     (step,) = solver.solution(problem, device, config).kernels
-    tiling = HaloTiling.of(HaloProduct.of(problem), config, device)
-    assert compiler.build(step, "90a").resources[step.entry].shared_bytes == tiling.static_bytes
-
-
-@pytest.mark.parametrize("consumers", [2, 3])
-def test_swapped_halos_mbarriers_are_as_many_as_its_validity_counts(compiler: Compiler, consumers: int) -> None:
-    problem, device = ProblemDescription.convolution(**LARGEST_BLOCKS[2][1]), Device.virtual("90a")
-    values = {"tile_h": 2, "tile_w": 40, "unit_blocks": 1, "slots_ahead": 1, "filter_stages": 8}
-    config = Config({**values, "consumers": consumers})
-    (step,) = Registry.default()["ConvImplicitGemmHaloSwapped"].solution(problem, device, config).kernels
-    tiling = SwappedHaloTiling.of(SwappedHaloProduct.of(problem), config, device)
-    assert compiler.build(step, "90a").resources[step.entry].shared_bytes == tiling.static_bytes
-
-
-@pytest.mark.parametrize("keeps_filters", [0, 1])
-def test_ping_pongs_mbarriers_are_as_many_as_its_validity_counts(compiler: Compiler, keeps_filters: int) -> None:
-    problem, device = ProblemDescription.convolution(**LARGEST_BLOCKS[3][1]), Device.virtual("90a")
-    config = Config({"rows": 1, "tile_n": 128, "out_stages": 1, "keeps_filters": keeps_filters})
-    (step,) = Registry.default()["ConvImplicitGemmPingPong"].solution(problem, device, config).kernels
-    tiling = PingPongTiling.of(PingPongProduct.of(problem), config, device)
+    tiling = solver.tiling(problem, device, config)
     assert compiler.build(step, "90a").resources[step.entry].shared_bytes == tiling.static_bytes
 
 
