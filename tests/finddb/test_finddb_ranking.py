@@ -291,6 +291,10 @@ def test_a_stored_answer_is_the_one_its_rows_give(history):
         stored = store.history(history.device, history.network_config)
         if stored is not None:
             answer = store.answer(history.device, history.network_config)
+            others = stored.scopes or stored.verdicts or not all(each.is_rival for each in stored.rows)
+            if stored.rows and not others:
+                assert answer is None, "times of other libraries alone are no answer"
+                return
             assert list(answer.rows) == best_rows(stored.rows, stored.verdicts)
             assert list(answer.scopes) == widest_scopes(with_failures(stored.scopes, stored.rows))
 
