@@ -1,9 +1,11 @@
 // y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c], channels last, on Hopper's tensor cores (wgmma) with float32
-// accumulators; or, if DATA, dx likewise from dy, with the filter turned around and w[k, tap, c] read as its transpose.
-// Filters are M, 64 * ROWS a tile; output pixels, counted over all images, are N, TILE_N a tile. TMA loads pixels in
-// im2col mode, padding as zeros; in boxes where they are POINTWISE: one tap, stride 1, no padding. A k-tile is CHANNELS
-// channels of one tap; a stage of a ring of STAGES has its pixels and its filters, but for filters that stay in shared
-// memory: KEPT_TILES k-tiles of them, which a block loads once, as all its tiles are of the same filters.
+// accumulators; or, if DATA, dx likewise from dy, with w[k, tap, c] read as its transpose. Strided DATA is cut into
+// PHASES, pixels of dx that are equal modulo the stride, which meet the same taps.
+// Filters are M, 64 * ROWS a tile; output pixels, counted over all images, of a phase over those of its own, are N,
+// TILE_N a tile. TMA loads pixels in im2col mode, padding as zeros; in boxes where they are ORDERED: each output meets
+// the pixel of its own number and no other. A k-tile is CHANNELS channels of one tap; a stage of a ring of STAGES has
+// its pixels and its filters, but for filters that stay in shared memory: KEPT_TILES k-tiles of them, which a block
+// loads once, as all its tiles are of the same filters.
 // Persistent and ping-pong: two warpgroups take tiles by turns, one issues its products while the other applies the
 // epilogue to its own. A warp each loads pixels, loads filters, and stores results by TMA, from one of OUT_STAGES
 // places to which the residual, or what is saved for a derivative, was loaded. Source: PTX ISA, wgmma and setmaxnreg;
@@ -11,8 +13,8 @@
 #include "common/tile.cuh"
 #include "implicit_gemm/tile_scheduler.cuh"
 
-#if !defined(ELEMENT) || !defined(DATA) || !defined(POINTWISE)
-#error "define ELEMENT, DATA and POINTWISE"
+#if !defined(ELEMENT) || !defined(DATA) || !defined(ORDERED) || !defined(PHASES) || !defined(PHASES_IN_TURN)
+#error "define ELEMENT, DATA, ORDERED, PHASES and PHASES_IN_TURN"
 #endif
 #if !defined(ROWS) || !defined(TILE_N) || !defined(CHANNELS) || !defined(LAST_K_STEPS) || !defined(OUT_CHANNELS)
 #error "define ROWS, TILE_N, CHANNELS, LAST_K_STEPS and OUT_CHANNELS"
@@ -20,8 +22,8 @@
 #if !defined(STAGES) || !defined(KEPT_TILES) || !defined(OUT_STAGES)
 #error "define STAGES, KEPT_TILES and OUT_STAGES"
 #endif
-#if !defined(SHARED_BYTES) || !defined(SHAPE_FIELDS)
-#error "define SHARED_BYTES, and SHAPE_FIELDS as SHAPE of solvers/implicit_gemm/wgmma_ping_pong.py declares them"
+#if !defined(SHARED_BYTES) || !defined(PHASEAXIS_FIELDS) || !defined(PHASE_FIELDS) || !defined(SHAPE_FIELDS)
+#error "define SHARED_BYTES, and fields as solvers/implicit_gemm/wgmma_ping_pong.py declares them"
 #endif
 #define WGMMA_N TILE_N
 #include "common/hopper.cuh"
@@ -31,15 +33,28 @@
 #include "common/epilogue.cuh"
 #endif
 
-// Blocks take `tiles`: of some pixels, `filter_tiles` tiles of filters one after another; the grid is a multiple of
-// these where filters stay. A tap has `chunks` k-tiles. `filters` and `image_pixels` are those of the output, of
+// A phase along an axis: its pixels are those from `at` on, a stride apart, and its `taps` those of the filter from
+// `first` on. The first meets the pixel `offset` behind the one that the walk is at. All else has one phase, all taps.
+struct PhaseAxis {
+  PHASEAXIS_FIELDS
+};
+
+struct Phase {
+  PHASE_FIELDS
+};
+
+// Blocks take `tiles`: of some pixels of a phase, `filter_tiles` tiles of filters one after another; the grid is a
+// multiple of these where filters stay. PHASES_IN_TURN, the phases of those pixels follow, `phase_step` of them; else
+// the phase's other pixels, of which that are the tiles. A tap has `chunks` k-tiles. Of a phase taps are `tap_step_h`
+// and `tap_step_w` apart in a filter of rows of `filter_w`. `filters` and `image_pixels` are those of the output, of
 // `images`.
 struct Shape {
   SHAPE_FIELDS
 };
 
 constexpr int kConsumers = 2, kThreads = 128 * kConsumers + 128, kSteps = CHANNELS / 16;
-constexpr bool kKeepsFilters = KEPT_TILES > 0;
+constexpr bool kKeepsFilters = KEPT_TILES > 0, kStrided = PHASES > 1;
+static_assert(DATA || !kStrided, "only pixels of dx are cut into phases");
 
 // A stage: pixels of CHANNELS channels, swizzled over as many bytes as these are, then filters if they do not stay.
 constexpr int kPixelBytes = 2 * CHANNELS, kPixelsBytes = TILE_N * kPixelBytes;
@@ -80,9 +95,9 @@ static_assert(kConsumers * kRegisters + kFewRegisters <= (kConsumers + 1) * kLau
 constexpr int kUnderWay = ROWS == 1 ? 2 : 1;
 static_assert(STAGES > kUnderWay, "stages that are multiplied are not loaded");
 
-// What a block computes at a time: from which output pixel and from which filter on.
+// What a block computes at a time: from which of a phase's pixels and from which filter on.
 struct OutputTile {
-  int pixel, filter;
+  int pixel, filter, phase;
 };
 
 // The number of a block's `item`-th tile.
@@ -91,8 +106,23 @@ __device__ __forceinline__ int tile_number(int item) {
 }
 
 __device__ __forceinline__ OutputTile tile_at(const Shape& shape, int number) {
-  const int pixels = number / shape.filter_tiles, filters = number - pixels * shape.filter_tiles.by;
-  return {pixels * TILE_N, filters * 64 * ROWS};
+  const int group = number / shape.filter_tiles, filters = number - group * shape.filter_tiles.by;
+  if constexpr (!kStrided) return {group * TILE_N, filters * 64 * ROWS, 0};
+  const int quotient = group / shape.phase_step, rest = group - quotient * shape.phase_step.by;
+  const int pixels = PHASES_IN_TURN ? quotient : rest, phase = PHASES_IN_TURN ? rest : quotient;
+  return {pixels * TILE_N, filters * 64 * ROWS, phase};
+}
+
+__device__ __forceinline__ const Phase& phase_of(const Shape& shape, const OutputTile& tile) {
+  return shape.phases[kStrided ? tile.phase : 0];
+}
+
+// The k-tiles of a block's `item`-th tile, 0 behind the last one.
+__device__ __forceinline__ int k_tiles_of(const Shape& shape, int item) {
+  const int number = tile_number(item);
+  if (kStrided && number >= shape.tiles) return 0;
+  const Phase& phase = phase_of(shape, tile_at(shape, number));
+  return phase.h.taps * phase.w.taps * shape.chunks;
 }
 
 // Addresses in shared memory.
@@ -119,39 +149,41 @@ __device__ __forceinline__ Ring ring_after(int k_tiles) {
   return {k_tiles - rounds * STAGES, static_cast<unsigned>(rounds) & 1};
 }
 
-// The pixels of all tiles' k-tiles, in order.
+// The pixels of all tiles' k-tiles, in order. Taps of DATA meet pixels further and further back.
 __device__ __forceinline__ void load_pixels(const Shape& shape, const TensorMap* map, const Shared& at) {
+  constexpr int kSign = DATA ? -1 : 1;
   Ring ring = {0, 1};  // in the first round all stages are empty
   for (int item = 0, number; (number = tile_number(item)) < shape.tiles; ++item) {
-    const int first = tile_at(shape, number).pixel;
-    const Pixel pixel = pixel_at(shape.walk, first);
-    const int w = pixel.w * shape.walk.stride_w + shape.walk.low_w;
-    const int h = pixel.h * shape.walk.stride_h + shape.walk.low_h;
-    for (int r = 0; r < shape.taps_h; ++r)
-      for (int s = 0; s < shape.taps_w; ++s)
+    const OutputTile tile = tile_at(shape, number);
+    const Phase& phase = phase_of(shape, tile);
+    const Pixel pixel = pixel_at(shape.walk, tile.pixel);
+    const int w = pixel.w * (DATA ? 1 : shape.walk.stride_w) + shape.walk.low_w;
+    const int h = pixel.h * (DATA ? 1 : shape.walk.stride_h) + shape.walk.low_h;
+    for (int r = 0; r < phase.h.taps; ++r)
+      for (int s = 0; s < phase.w.taps; ++s)
         for (int chunk = 0; chunk < shape.chunks; ++chunk) {
           const unsigned full = at.full + 8 * ring.stage, to = at.stages + ring.stage * kStageBytes;
           mbarrier_wait(at.empty + 8 * ring.stage, ring.parity);
           mbarrier_arrive_expect_tx(full, kPixelsBytes);
-          if constexpr (POINTWISE)
-            tma_load_tiled(to, map, full, chunk * CHANNELS, 0, first);
+          if constexpr (ORDERED)
+            tma_load_tiled(to, map, full, chunk * CHANNELS, 0, tile.pixel);
           else
-            tma_load_im2col(to, map, full, chunk * CHANNELS, w, h, pixel.n, s * shape.walk.dilation_w,
-                            r * shape.walk.dilation_h);
+            tma_load_im2col(to, map, full, chunk * CHANNELS, w, h, pixel.n,
+                            phase.w.offset + kSign * s * shape.walk.dilation_w,
+                            phase.h.offset + kSign * r * shape.walk.dilation_h);
           ring.next();
         }
   }
 }
 
 // The filters of a k-tile.
-__device__ __forceinline__ void load_filter_tile(const Shape& shape, const TensorMap* map, unsigned to, unsigned full,
-                                                 int filter, int tap, int chunk) {
+__device__ __forceinline__ void load_filter_tile(const TensorMap* map, unsigned to, unsigned full, int filter, int tap,
+                                                 int chunk) {
   mbarrier_arrive_expect_tx(full, kFiltersBytes);
   if constexpr (DATA) {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
-      tma_load_tiled(to + row * kBlockBytes, map, full, filter + 64 * row, shape.taps_h * shape.taps_w - 1 - tap,
-                     chunk * CHANNELS);
+      tma_load_tiled(to + row * kBlockBytes, map, full, filter + 64 * row, tap, chunk * CHANNELS);
   } else {
     tma_load_tiled(to, map, full, chunk * CHANNELS, tap, filter);
   }
@@ -161,17 +193,19 @@ __device__ __forceinline__ void load_filter_tile(const Shape& shape, const Tenso
 __device__ __forceinline__ void load_filters(const Shape& shape, const TensorMap* map, const Shared& at) {
   Ring ring = {0, 1};
   for (int item = 0, number; (number = tile_number(item)) < shape.tiles; ++item) {
-    const int filter = tile_at(shape, number).filter;
+    const OutputTile tile = tile_at(shape, number);
+    const Phase& phase = phase_of(shape, tile);
     int k_tile = 0;
-    for (int tap = 0; tap < shape.taps_h * shape.taps_w; ++tap)
-      for (int chunk = 0; chunk < shape.chunks; ++chunk, ++k_tile) {
-        if constexpr (kKeepsFilters) {
-          load_filter_tile(shape, map, at.filters + k_tile * kFiltersBytes, at.filters_full + 8 * k_tile, filter, tap,
-                           chunk);
-        } else {
-          mbarrier_wait(at.empty + 8 * ring.stage, ring.parity);
-          load_filter_tile(shape, map, at.stages + ring.stage * kStageBytes + kFiltersAt, at.full + 8 * ring.stage,
-                           filter, tap, chunk);
+    for (int r = 0; r < phase.h.taps; ++r)
+      for (int s = 0; s < phase.w.taps; ++s) {
+        const int row = phase.h.first + r * shape.tap_step_h, column = phase.w.first + s * shape.tap_step_w;
+        for (int chunk = 0; chunk < shape.chunks; ++chunk, ++k_tile) {
+          unsigned to = at.filters + k_tile * kFiltersBytes, full = at.filters_full + 8 * k_tile;
+          if constexpr (!kKeepsFilters) {
+            to = at.stages + ring.stage * kStageBytes + kFiltersAt, full = at.full + 8 * ring.stage;
+            mbarrier_wait(at.empty + 8 * ring.stage, ring.parity);
+          }
+          load_filter_tile(map, to, full, tile.filter, row * shape.filter_w + column, chunk);
           ring.next();
         }
       }
@@ -282,14 +316,19 @@ __device__ __forceinline__ void consume(const Shape& shape, int consumer,
                                         const Epilogue& epilogue,
 #endif
                                         const Shared& at) {
-  const int lane = threadIdx.x % 32, taps = shape.taps_h * shape.taps_w, k_tiles = taps * shape.chunks;
-  int turn = 0;
+  const int lane = threadIdx.x % 32;
+  int turn = 0, before = consumer == 0 ? 0 : k_tiles_of(shape, 0);  // k-tiles of the items before
   for (int item = consumer; tile_number(item) < shape.tiles; item += kConsumers, ++turn) {
+    const int k_tiles = k_tiles_of(shape, item);
     float acc[ROWS][TILE_N / 2];
-    Ring ring = ring_after(item * k_tiles);
+    Ring ring = ring_after(before);
+    before += k_tiles + k_tiles_of(shape, item + 1);
     mbarrier_wait(at.turns + 8 * consumer, (turn + (consumer == 0)) & 1);
-    int k_tile = 0;
-    for (int tap = 0; tap < taps; ++tap) {
+    if (kStrided && k_tiles == 0) {
+#pragma unroll
+      for (int i = 0; i < ROWS * TILE_N / 2; ++i) acc[i / (TILE_N / 2)][i % (TILE_N / 2)] = 0.0f;
+    }
+    for (int k_tile = 0; k_tile < k_tiles;) {  // tap after tap
       for (int chunk = 0; chunk < shape.chunks - (LAST_K_STEPS < kSteps); ++chunk, ++k_tile)
         multiply_tile<kSteps>(acc, ring, k_tile, at);
       if constexpr (LAST_K_STEPS < kSteps) multiply_tile<LAST_K_STEPS>(acc, ring, k_tile++, at);
@@ -311,8 +350,8 @@ __device__ __forceinline__ void consume(const Shape& shape, int consumer,
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
 #ifdef EPILOGUE
-      stage_results(shape, {tile.pixel, tile.filter + 64 * row}, place + row * kOutBytes, terms[row], epilogue,
-                    acc[row]);
+      stage_results(shape, {tile.pixel, tile.filter + 64 * row, tile.phase}, place + row * kOutBytes, terms[row],
+                    epilogue, acc[row]);
 #else
       stage_results(place + row * kOutBytes, acc[row]);
 #endif
@@ -322,9 +361,70 @@ __device__ __forceinline__ void consume(const Shape& shape, int consumer,
   }
 }
 
+// The maps of a tensor of results by phase; of two phases there are four, too.
+struct ResultMaps {
+  const TensorMap* maps[kStrided ? 4 : 1];
+
+  __device__ __forceinline__ const TensorMap* of(int phase) const {
+    if constexpr (!kStrided)
+      return maps[0];
+    else
+      return phase < 2 ? (phase == 0 ? maps[0] : maps[1]) : (phase == 2 ? maps[2] : maps[3]);
+  }
+};
+
+template <class... Maps>
+__device__ __forceinline__ ResultMaps maps_at(const Maps&... maps) {
+  return {{&maps...}};
+}
+
+// As parameters of a kernel, and as one value.
+#if PHASES > 1
+#define RESULT_MAPS(name)                                                             \
+  const __grid_constant__ TensorMap name, const __grid_constant__ TensorMap name##_1, \
+      const __grid_constant__ TensorMap name##_2, const __grid_constant__ TensorMap name##_3
+#define ALL_MAPS(name) maps_at(name, name##_1, name##_2, name##_3)
+#else
+#define RESULT_MAPS(name) const __grid_constant__ TensorMap name
+#define ALL_MAPS(name) maps_at(name)
+#endif
+
+// Where a tile's first pixel is in dx.
+__device__ __forceinline__ Pixel strided_pixel(const Shape& shape, const OutputTile& tile) {
+  const Phase& phase = phase_of(shape, tile);
+  const Pixel pixel = pixel_at(shape.walk, tile.pixel);
+  return {pixel.n, pixel.h * shape.walk.stride_h + phase.h.at, pixel.w * shape.walk.stride_w + phase.w.at};
+}
+
+// Loads what is laid out as the results of 64 filters of a tile.
+__device__ __forceinline__ void load_results(unsigned to, const ResultMaps& maps, unsigned barrier, const Shape& shape,
+                                             const OutputTile& tile, int filter) {
+  if constexpr (kStrided) {
+    const Pixel pixel = strided_pixel(shape, tile);
+    tma_load_im2col(to, maps.of(tile.phase), barrier, filter, pixel.w, pixel.h, pixel.n, 0, 0);
+  } else {
+    tma_load_tiled(to, maps.of(0), barrier, filter, 0, tile.pixel);
+  }
+}
+
+// Stores the results of 64 filters of a tile.
+__device__ __forceinline__ void store_results(const ResultMaps& maps, unsigned from, const Shape& shape,
+                                              const OutputTile& tile, int filter) {
+  if constexpr (kStrided) {
+    const Pixel pixel = strided_pixel(shape, tile);
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            maps.of(tile.phase)),
+        "r"(from), "r"(filter), "r"(pixel.w), "r"(pixel.h), "r"(pixel.n)
+        : "memory");
+  } else {
+    tma_store(maps.of(0), from, filter, 0, tile.pixel);
+  }
+}
+
 // Stores results once they are staged, and makes their place ready again, with what is read with the next ones.
-__device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap* map_out, const TensorMap* map_read,
-                                             const TensorMap* map_saved, const Shared& at) {
+__device__ __forceinline__ void copy_results(const Shape& shape, const ResultMaps& out, const ResultMaps& read,
+                                             const ResultMaps& saved, const Shared& at) {
   const auto make_ready = [&](int item) {
     const int number = tile_number(item);
     const unsigned ready = at.places_ready + 8 * (item % kConsumers), to = at.places + item % OUT_STAGES * kPlaceBytes;
@@ -334,10 +434,9 @@ __device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap
       mbarrier_arrive_expect_tx(ready, kTensors * ROWS * kLoadedOutBytes);
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) {
-        const int filter = tile.filter + 64 * row;
-        tma_load_tiled(to + row * kOutBytes, map_read, ready, filter, 0, tile.pixel);
+        load_results(to + row * kOutBytes, read, ready, shape, tile, tile.filter + 64 * row);
         if constexpr (kLoadsBoth)
-          tma_load_tiled(to + (ROWS + row) * kOutBytes, map_saved, ready, filter, 0, tile.pixel);
+          load_results(to + (ROWS + row) * kOutBytes, saved, ready, shape, tile, tile.filter + 64 * row);
       }
     } else {
       mbarrier_arrive(ready);
@@ -350,7 +449,7 @@ __device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap
     mbarrier_wait(at.places_staged + 8 * (item % kConsumers), item / kConsumers & 1);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
-      tma_store(map_out, place + row * kOutBytes, tile.filter + 64 * row, 0, tile.pixel);
+      store_results(out, place + row * kOutBytes, shape, tile, tile.filter + 64 * row);
     tma_store_commit_group();
     tma_store_wait_group_read();
     make_ready(item + OUT_STAGES);
@@ -361,12 +460,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     implicit_gemm_wgmma_ping_pong(const __grid_constant__ TensorMap map_pixels,
                                   const __grid_constant__ TensorMap map_filters,
 #ifdef EPILOGUE
-                                  const __grid_constant__ TensorMap map_out, const __grid_constant__ Shape shape,
-                                  const __grid_constant__ TensorMap map_read,
-                                  const __grid_constant__ TensorMap map_saved,
-                                  const __grid_constant__ Epilogue epilogue) {
+                                  RESULT_MAPS(map_out), const __grid_constant__ Shape shape, RESULT_MAPS(map_read),
+                                  RESULT_MAPS(map_saved), const __grid_constant__ Epilogue epilogue) {
 #else
-                                  const __grid_constant__ TensorMap map_out, const __grid_constant__ Shape shape) {
+                                  RESULT_MAPS(map_out), const __grid_constant__ Shape shape) {
 #endif
   extern __shared__ char shared[];
   __shared__ alignas(8) unsigned long long barriers[2 * STAGES + KEPT_TILES + 3 * kConsumers];
@@ -410,9 +507,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       load_filters(shape, &map_filters, at);
     } else if (threadIdx.x == 128 * kConsumers + 64) {
 #ifdef EPILOGUE
-      copy_results(shape, &map_out, &map_read, &map_saved, at);
+      copy_results(shape, ALL_MAPS(map_out), ALL_MAPS(map_read), ALL_MAPS(map_saved), at);
 #else
-      copy_results(shape, &map_out, nullptr, nullptr, at);
+      copy_results(shape, ALL_MAPS(map_out), ALL_MAPS(map_out), ALL_MAPS(map_out), at);
 #endif
     }
   }

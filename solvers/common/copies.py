@@ -35,17 +35,17 @@ def packed_map(
     )
 
 
-def pixels_map(product: WgmmaProduct, channels: int, pixels: int) -> TensorMap:
+def pixels_map(product: WgmmaProduct, channels: int, pixels: int, *, boxes: bool) -> TensorMap:
     """The map of copies of a product's pixels as one tap meets them, one after another over all images.
-
-    In boxes where each output meets one pixel, else in im2col mode, padding as zeros.
 
     Args:
         channels, pixels: of a copy.
+        boxes: whether copies are boxes, which is enough where each output meets one pixel, in order; else they are in
+            im2col mode, padding as zeros.
     """
     problem, conv = product.problem, product.problem.conv
     _, depth, height, width = problem.tensor(product.pixels).shape
-    if product.is_pointwise:
+    if boxes:
         sizes = (depth // problem.groups, problem.groups, height * width * problem.n)
         return packed_map(problem, product.pixels, sizes, Box(sizes=(channels, 1, pixels)))
     walk = Im2col(

@@ -1,10 +1,13 @@
-"""The structures of kernels_src/implicit_gemm/tile_scheduler.cuh: the walk over pixels, and the grid of work tiles."""
+"""The structures of kernels_src/implicit_gemm/tile_scheduler.cuh: the walk over pixels, and the grid of work tiles.
+
+And of what kernels cut strided backward data into.
+"""
 
 from __future__ import annotations
 
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.common.wgmma_product import Phase, PhaseAxis, WgmmaProduct
 
 PIXEL_WALK = StructType(
     "PixelWalk",
@@ -20,6 +23,18 @@ PIXEL_WALK = StructType(
 TILE_GRID = StructType(
     "TileGrid", tiles_m=DIVISOR, tiles_n=DIVISOR, splits=DIVISOR, k_tiles="int32", work_tiles="int32"
 )
+PHASE_AXIS = StructType("PhaseAxis", at="int32", first="int32", taps="int32", offset="int32")
+NO_PHASE_AXIS = PHASE_AXIS(at=0, first=0, taps=0, offset=0)
+
+
+def phase_axes(product: WgmmaProduct, phase: Phase) -> tuple[Struct, Struct]:
+    """The `PHASE_AXIS` of a phase along the height and the width."""
+    height, width = product.phase_axes[0][phase.row], product.phase_axes[1][phase.column]
+    return _phase_axis(height), _phase_axis(width)
+
+
+def _phase_axis(axis: PhaseAxis) -> Struct:
+    return PHASE_AXIS(at=axis.at, first=axis.first, taps=axis.taps, offset=axis.offset)
 
 
 def pixel_walk(product: WgmmaProduct, walked: tuple[int, int]) -> Struct:

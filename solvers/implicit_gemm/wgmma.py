@@ -40,7 +40,14 @@ from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
 from miofind.solvers.common.statistics import PARTIAL_STATISTICS, partial_statistics, with_statistics
 from miofind.solvers.common.wgmma_product import SWIZZLES_BYTES, NchwTensors, WgmmaProduct
-from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
+from miofind.solvers.implicit_gemm.tile_scheduler import (
+    NO_PHASE_AXIS,
+    PHASE_AXIS,
+    PIXEL_WALK,
+    TILE_GRID,
+    phase_axes,
+    pixel_walk,
+)
 from miofind.solvers.implicit_gemm.transpose import SOURCE as _TRANSPOSE
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
@@ -58,10 +65,8 @@ _DEFAULTS = 8
 _MAX_PHASES = 4  # strides of backward data are up to 2 along each axis
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
 
-PHASE_AXIS = StructType("PhaseAxis", at="int32", first="int32", taps="int32", offset="int32")
 PHASE = StructType("Phase", h=PHASE_AXIS, w=PHASE_AXIS, log2_cluster_k="int32")
-_NO_AXIS = PHASE_AXIS(at=0, first=0, taps=0, offset=0)
-_NO_PHASE = PHASE(h=_NO_AXIS, w=_NO_AXIS, log2_cluster_k=0)
+_NO_PHASE = PHASE(h=NO_PHASE_AXIS, w=NO_PHASE_AXIS, log2_cluster_k=0)
 SHAPE = StructType(
     "Shape",
     walk=PIXEL_WALK,
@@ -103,7 +108,7 @@ def _pixels(tiling: WgmmaTiling) -> TensorMap:
         wide, count = tile.block_n, tile.k // tiling.cluster_m
     else:
         wide, count = tile.k, (tile.n if tile.has_pixels_as_n else tile.m // tiling.cluster_n)
-    return pixels_map(product, wide, count)
+    return pixels_map(product, wide, count, boxes=product.is_pointwise)
 
 
 def _nchw_map(product: WgmmaProduct, buffer: str, pixels: int, channels: int, *, loads: bool = True) -> TensorMap:
@@ -157,10 +162,7 @@ def _phase(tiling: WgmmaTiling, number: int) -> Struct:
     if number >= len(product.phases):
         return _NO_PHASE
     phase, cluster_k = product.phases[number], (*tiling.phase_cluster_k, *(1 for _ in product.phases))[number]
-    h, w = (
-        PHASE_AXIS(at=axis.at, first=axis.first, taps=axis.taps, offset=axis.offset)
-        for axis in (product.phase_axes[0][phase.row], product.phase_axes[1][phase.column])
-    )
+    h, w = phase_axes(product, phase)
     return PHASE(h=h, w=w, log2_cluster_k=cluster_k.bit_length() - 1)
 
 

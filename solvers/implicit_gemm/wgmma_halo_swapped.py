@@ -141,7 +141,7 @@ class ConvImplicitGemmHaloSwapped(HaloSolver):
             args=(
                 _pixels(tiling),
                 _filters(tiling.product),
-                _results(tiling, problem.direction.output),
+                *_results(tiling, problem.direction.output),
                 _shape(tiling),
                 *epilogue_maps(problem, functools.partial(_results, tiling)),
             ),
@@ -164,12 +164,12 @@ def _filters(product: SwappedHaloProduct) -> TensorMap:
     return packed_map(problem, "w", (problem.c, product.taps, problem.k), box)
 
 
-def _results(tiling: SwappedHaloTiling, buffer: str) -> TensorMap:
+def _results(tiling: SwappedHaloTiling, buffer: str) -> tuple[TensorMap]:
     """Boxes of a tile of the output, or of what is laid out as that."""
     product = tiling.product
     box = Box(sizes=(product.out_channels, tiling.tile_w, tiling.tile_h, 1))
     sizes = (product.results, product.width.outputs, product.height.outputs, product.images)
-    return packed_map(product.problem, buffer, sizes, box)
+    return (packed_map(product.problem, buffer, sizes, box),)
 
 
 def _defines(tiling: SwappedHaloTiling) -> tuple[tuple[str, str | int], ...]:

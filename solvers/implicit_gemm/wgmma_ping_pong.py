@@ -11,13 +11,20 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_defines
-from miofind.solver.solver import OF_IMAGES, Algorithm, Applicability, KernelKey
-from miofind.solver.steps import Box, Config, ConvSolution, KernelStep, TensorMap
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, KernelKey
+from miofind.solver.steps import Box, Config, ConvSolution, Im2col, KernelStep, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, pixels_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.wgmma_product import WgmmaProduct
-from miofind.solvers.implicit_gemm.tile_scheduler import PIXEL_WALK, TILE_GRID, pixel_walk
+from miofind.solvers.common.wgmma_product import Phase, WgmmaProduct
+from miofind.solvers.implicit_gemm.tile_scheduler import (
+    NO_PHASE_AXIS,
+    PHASE_AXIS,
+    PIXEL_WALK,
+    TILE_GRID,
+    phase_axes,
+    pixel_walk,
+)
 from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import (
     PARAMETERS,
     STAGED_PIXELS,
@@ -29,15 +36,21 @@ from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import (
 from miofind.solvers.implicit_gemm.wgmma_shared import TiledSolver, epilogue_maps
 
 _SOURCE = "implicit_gemm/wgmma_ping_pong.cu"
+_MAX_DATA_STRIDE, _MAX_PHASES = 2, 4
 
+PHASE = StructType("Phase", h=PHASE_AXIS, w=PHASE_AXIS)
+_NO_PHASE = PHASE(h=NO_PHASE_AXIS, w=NO_PHASE_AXIS)
 SHAPE = StructType(
     "Shape",
     walk=PIXEL_WALK,
     filter_tiles=DIVISOR,
     image_pixels=DIVISOR,
+    phase_step=DIVISOR,
+    phases=(PHASE, _MAX_PHASES),
     tiles="int32",
-    taps_h="int32",
-    taps_w="int32",
+    tap_step_h="int32",
+    tap_step_w="int32",
+    filter_w="int32",
     chunks="int32",
     filters="int32",
     images="int32",
@@ -50,9 +63,11 @@ class ConvImplicitGemmPingPong(TiledSolver):
     that one writes results while the other multiplies.
 
     Serves channels-last tensors of 16 bits in one and two dimensions, forward with strides up to 8, and backward data
-    of stride 1, of one group; channels and filters are multiples of 8, and padding and filters reach up to 127 pixels
-    beyond an image; with channel_bias images have multiples of 16 pixels. Accumulators are float32. Padding is
-    multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border.
+    with strides of 1 and 2 that divide its sizes, of one group; channels and filters are multiples of 8, and padding
+    and filters reach up to 127 pixels beyond an image; with channel_bias images have multiples of 16 pixels.
+    Accumulators are float32. Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the
+    border. Strided backward data is cut into phases, pixels of dx that meet the same taps, which are stored a stride
+    apart.
 
     Configuration: tiles of `rows` times 64 filters by `tile_n` pixels, counted over all images; `out_stages` for
     results, one for both warpgroups or one each; where `keeps_filters`, all tiles of a block are of the same filters,
@@ -96,18 +111,20 @@ class ConvImplicitGemmPingPong(TiledSolver):
             conv(x=(2, 32, 19, 14), w=(72, 32, 3, 5), padding=(1, 2), dilation=(2, 1), stride=(1, 3)),
             conv(data, x=(2, 72, 12, 11), w=(136, 72, 5, 3), padding=(2, 1)),
             conv(data, x=(2, 64, 12, 20), w=(64, 64, 1, 1), dtype=brain),
+            conv(data, x=(3, 64, 16, 20), w=(128, 64, 2, 2), stride=2),
+            conv(data, x=(2, 40, 14, 18), w=(72, 40, 3, 3), padding=1, stride=2, dtype=brain),
             conv(x=(2, 64, 14, 14), w=(256, 64, 3, 3), padding=1, stride=2, epilogue="bias.residual.relu"),
             conv(x=(2, 96, 9, 20), w=(80, 96, 1, 1), dtype=brain, epilogue="float32.scale.bias.silu.residual"),
             conv(x=(5, 32, 4, 4), w=(32, 32, 3, 3), padding=1, epilogue="channel_bias.residual.leaky_relu"),
             conv(data, x=(2, 256, 12, 11), w=(136, 256, 1, 1), epilogue="residual.drelu"),
             conv(data, x=(2, 128, 7, 9), w=(64, 128, 3, 3), padding=1, epilogue="dsilu"),
+            conv(data, x=(2, 64, 14, 14), w=(64, 64, 1, 1), stride=2, epilogue="residual.drelu"),
             conv(x=(3, 40, 70), w=(72, 40, 3), padding=1, stride=2, layout=Layout.NWC, epilogue="bias.gelu_tanh"),
         )
 
     def refuse(self, problem: ProblemDescription) -> Applicability:
-        conv = problem.conv
-        if problem.direction is Direction.BACKWARD_DATA and any(stride != 1 for stride in conv.stride):
-            return Applicability(f"backward data needs stride 1, not {conv.stride}")
+        if problem.direction is Direction.BACKWARD_DATA and (answer := _refuse_strides(problem)).refused:
+            return answer
         product = WgmmaProduct.of(problem)
         if problem.epilogue.channel_bias and product.image % STAGED_PIXELS:
             return Applicability(
@@ -123,6 +140,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = self.tiling(problem, device, config)
+        product = tiling.product
         step = KernelStep(
             source=_SOURCE,
             entry="implicit_gemm_wgmma_ping_pong",
@@ -131,9 +149,9 @@ class ConvImplicitGemmPingPong(TiledSolver):
             shared_bytes=tiling.shared_bytes,
             defines=(*_defines(tiling), *epilogue_defines(problem)),
             args=(
-                pixels_map(tiling.product.product, tiling.product.channels, tiling.tile_n),
+                pixels_map(product.product, product.channels, tiling.tile_n, boxes=product.is_ordered),
                 _filters(tiling),
-                _results(tiling, problem.direction.output),
+                *_results(tiling, problem.direction.output),
                 _shape(tiling),
                 *epilogue_maps(problem, functools.partial(_results, tiling)),
             ),
@@ -149,11 +167,42 @@ def _filters(tiling: PingPongTiling) -> TensorMap:
     return packed_map(problem, "w", (problem.c, product.taps, problem.k), Box(sizes=box))
 
 
-def _results(tiling: PingPongTiling, buffer: str) -> TensorMap:
-    """A tile of the output, of `out_channels`, or of what is laid out as that."""
+def _results(tiling: PingPongTiling, buffer: str) -> tuple[TensorMap, ...]:
+    """A tile of the output, of `out_channels`, or of what is laid out as that; of each phase, if there are several."""
+    if tiling.product.phases > 1:
+        phases = tiling.product.product.phases
+        return tuple(_phase_results(tiling, buffer, phases[i % len(phases)]) for i in range(_MAX_PHASES))
     product = tiling.product
     box = Box(sizes=(product.out_channels, 1, tiling.tile_n))
-    return packed_map(product.problem, buffer, (product.results, 1, product.pixels), box)
+    return (packed_map(product.problem, buffer, (product.results, 1, product.pixels), box),)
+
+
+def _phase_results(tiling: PingPongTiling, buffer: str, phase: Phase) -> TensorMap:
+    """A tile of a phase's pixels, which are a stride apart and end inside the tensor."""
+    product = tiling.product.product
+    (height, width), (stride_h, stride_w) = product.problem.spatial, product.problem.conv.stride
+    at_h, at_w = product.phase_axes[0][phase.row].at, product.phase_axes[1][phase.column].at
+    walk = Im2col(
+        lower=(at_w, at_h),
+        upper=(at_w + 1 - stride_w, at_h + 1 - stride_h),
+        strides=(stride_w, stride_h),
+        channels=tiling.product.out_channels,
+        pixels=tiling.tile_n,
+    )
+    return packed_map(product.problem, buffer, (tiling.product.results, width, height, product.problem.n), walk)
+
+
+def _refuse_strides(problem: ProblemDescription) -> Applicability:
+    """Why pixels of dx are not stored phase by phase; APPLICABLE if they are.
+
+    Stores in im2col mode must not leave the tensor: all phases have as many pixels.
+    """
+    strides = problem.conv.stride
+    if max(strides) > _MAX_DATA_STRIDE:
+        return Applicability(f"backward data needs strides of at most {_MAX_DATA_STRIDE}, not {strides}")
+    if any(size % stride for size, stride in zip(problem.spatial, strides, strict=True)):
+        return Applicability(f"backward data needs sizes that are multiples of its strides: {problem.spatial}")
+    return APPLICABLE
 
 
 def _defines(tiling: PingPongTiling) -> tuple[tuple[str, str | int], ...]:
@@ -161,7 +210,9 @@ def _defines(tiling: PingPongTiling) -> tuple[tuple[str, str | int], ...]:
     return (
         ("ELEMENT", product.problem.x.dtype.value),
         ("DATA", int(product.is_data)),
-        ("POINTWISE", int(product.product.is_pointwise)),
+        ("ORDERED", int(product.is_ordered)),
+        ("PHASES", product.phases),
+        ("PHASES_IN_TURN", int(product.phases_in_turn)),
         ("ROWS", tiling.rows),
         ("TILE_N", tiling.tile_n),
         ("CHANNELS", product.channels),
@@ -171,20 +222,24 @@ def _defines(tiling: PingPongTiling) -> tuple[tuple[str, str | int], ...]:
         ("KEPT_TILES", tiling.kept_tiles),
         ("OUT_STAGES", tiling.out_stages),
         ("SHARED_BYTES", tiling.shared_bytes),
-        *(struct.define for struct in (PIXEL_WALK, TILE_GRID, SHAPE)),  # TILE_GRID is the walk's header's
+        *(struct.define for struct in (PIXEL_WALK, TILE_GRID, PHASE_AXIS, PHASE, SHAPE)),  # a header has TILE_GRID
     )
 
 
 def _shape(tiling: PingPongTiling) -> Struct:
     product = tiling.product
-    taps_h, taps_w = product.product.taps
+    phases = [PHASE(h=h, w=w) for h, w in (phase_axes(product.product, phase) for phase in product.product.phases)]
+    step_h, step_w = product.product.tap_strides
     return SHAPE(
         walk=pixel_walk(product.product, product.product.walked),
         filter_tiles=divide_by(tiling.filter_tiles),
         image_pixels=divide_by(product.product.image),
+        phase_step=divide_by(product.phases if product.phases_in_turn else tiling.pixel_tiles),
+        phases=(*phases, *[_NO_PHASE] * (_MAX_PHASES - len(phases))),
         tiles=tiling.tiles,
-        taps_h=taps_h,
-        taps_w=taps_w,
+        tap_step_h=step_h,
+        tap_step_w=step_w,
+        filter_w=product.product.taps[1],
         chunks=product.chunks,
         filters=product.results,
         images=product.problem.n,

@@ -75,13 +75,36 @@ class PingPongProduct(FiltersAsA):
         return PingPongProduct(problem=product.problem, taps=math.prod(product.taps), product=product)
 
     @cached_property
+    def phases(self) -> int:
+        """Of strided backward data; all else has one."""
+        return len(self.product.phases)
+
+    @cached_property
+    def phases_in_turn(self) -> bool:
+        """Whether all phases of some pixels follow each other, while these are in the cache: they take as long.
+
+        Otherwise all pixels of the longest phase come first.
+        """
+        return len({phase.taps for phase in self.product.phases}) == 1
+
+    @cached_property
+    def is_ordered(self) -> bool:
+        """Whether each output meets one pixel, of its own number."""
+        product = self.product
+        if product.is_pointwise or not product.is_strided:
+            return product.is_pointwise
+        axes = [axis for axes in product.phase_axes for axis in axes]
+        corners = (*product.low, *product.high)
+        return all(axis.taps <= 1 and axis.offset == 0 for axis in axes) and not any(corners)
+
+    @cached_property
     def pixels(self) -> int:
-        """Of the output, over all images."""
-        return self.product.image * self.problem.n
+        """Of a phase of the output, over all images."""
+        return math.prod(self.product.walked) * self.problem.n
 
     @cached_property
     def k_tiles(self) -> int:
-        """Chunks of all taps."""
+        """Chunks of all taps, of all phases together."""
         return self.taps * self.chunks
 
     @cached_property
@@ -120,7 +143,7 @@ class PingPongTiling:
         rows, tile_n = config["rows"], config["tile_n"]
         kept_tiles = product.k_tiles * config["keeps_filters"]
         filter_tiles = ceil_div(product.filter_blocks, rows)
-        tiles = filter_tiles * ceil_div(product.pixels, tile_n)
+        tiles = filter_tiles * ceil_div(product.pixels, tile_n) * product.phases
         alike = chosen(kept_tiles > 0, filter_tiles, 1)
         empty = PingPongTiling(
             product=product,
@@ -140,9 +163,14 @@ class PingPongTiling:
         return ceil_div(self.product.filter_blocks, self.rows)
 
     @property
+    def pixel_tiles(self) -> int:
+        """Tiles of a phase's pixels."""
+        return ceil_div(self.product.pixels, self.tile_n)
+
+    @property
     def tiles(self) -> int:
         """Of all blocks."""
-        return self.filter_tiles * ceil_div(self.product.pixels, self.tile_n)
+        return self.filter_tiles * self.pixel_tiles * self.product.phases
 
     @property
     def items(self) -> int:
@@ -200,6 +228,7 @@ class PingPongTiling:
             & (self.rows * self.tile_n // 2 <= product.most_accumulators)
             & (self.rows <= product.filter_blocks)
             & ((self.kept_tiles == 0) | ((self.blocks % self.filter_tiles == 0) & (self.items > 1)))
+            & ((self.kept_tiles == 0) | (product.phases == 1))
             & (self.items * product.k_tiles <= _MAX_INT)
         )
 
@@ -207,14 +236,18 @@ class PingPongTiling:
     def _copy_cycles(self) -> float:
         """Between one k-tile's arrival and the next one's."""
         cycles = larger(self.loaded_bytes / _LOADED_BYTES, _LATENCY_CYCLES / larger(self.stages - self.under_way, 1))
-        if self.product.product.is_pointwise:
+        if self.product.is_ordered:
             return cycles
         return larger(cycles, _IM2COL_CYCLES + self.pixels_bytes / _IM2COL_BYTES)
 
     @property
     def _product_cycles(self) -> float:
-        """Of a tile's products: as copies arrive, as tensor cores multiply, or as shared memory is read and written."""
-        k_tiles, steps = self.product.k_tiles, self.product.k_steps * self.rows
+        """Of a tile's products: as copies arrive, as tensor cores multiply, or as shared memory is read and written.
+
+        Those of phases of more and of fewer taps are taken to be alike.
+        """
+        phases = self.product.phases
+        k_tiles, steps = self.product.k_tiles / phases, self.product.k_steps * self.rows / phases
         read = steps * _K_STEP_BYTES * (FILTER_BLOCK + self.tile_n)
         shared = (read + k_tiles * self.loaded_bytes) / _SHARED_BYTES
         return larger(larger(steps * self.tile_n / 2 * _RATE, shared), k_tiles * self._copy_cycles) + _ITEM_CYCLES

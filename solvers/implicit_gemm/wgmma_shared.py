@@ -105,21 +105,21 @@ class FiltersAsA:
 
 
 def epilogue_maps(
-    problem: ProblemDescription, results: Callable[[str], TensorMap]
+    problem: ProblemDescription, results: Callable[[str], Sequence[TensorMap]]
 ) -> tuple[TensorMap | EpilogueArgument, ...]:
     """Maps of the two tensors that may be read with the output, and the epilogue; nothing for a bare problem.
 
     The output's map takes the places of tensors that are not there.
 
     Args:
-        results: the map of a tensor that is laid out as the output.
+        results: the maps of a tensor that is laid out as the output.
     """
     if not problem.epilogue:
         return ()
     read = [results(name) for name in EPILOGUE_TENSORS if name in problem.epilogue.operands]
     output = results(problem.direction.output)
     first, second, *_ = (*read, output, output)
-    return first, second, *epilogue_arguments(problem)
+    return *first, *second, *epilogue_arguments(problem)
 
 
 class Tiling(Protocol):

@@ -123,7 +123,7 @@ def _multiply(tiling: TransposedTiling, device: Device) -> KernelStep:
         shared_bytes=tiling.shared_bytes(stages),
         defines=_defines(tiling, stages),
         args=(
-            pixels_map(product, BLOCK, TILE_K),
+            pixels_map(product, BLOCK, TILE_K, boxes=product.is_pointwise),
             _filters(product),
             Pointer(buffer=_split_k(tiling).target),
             _shape(tiling),

@@ -48,9 +48,20 @@ STRIDED: dict[str, dict[str, Any]] = {
     "strided_dilated": {"x": (2, 40, 30, 41), "w": (64, 40, 3, 5), "padding": (2, 3), "stride": (1, 3), "dilation": 2},
     "strided_1d": {"x": (3, 40, 301), "w": (72, 40, 3), "padding": 1, "stride": 4},
 }
+PHASES: dict[str, dict[str, Any]] = {
+    "phases": {"x": (20, 64, 28, 30), "w": (192, 64, 3, 3), "padding": 1, "stride": 2},
+    "phases_apart": {"x": (9, 192, 32, 40), "w": (136, 192, 2, 2), "stride": 2},
+    "phases_without_taps": {"x": (6, 72, 28, 34), "w": (128, 72, 1, 1), "stride": 2},
+    "phases_of_rows": {"x": (3, 40, 30, 41), "w": (64, 40, 4, 3), "padding": ((1, 2), (0, 1)), "stride": (2, 1)},
+    "phases_of_columns": {"x": (3, 24, 13, 52), "w": (264, 24, 2, 5), "padding": (1, 2), "stride": (1, 2)},
+    "phases_dilated": {"x": (2, 40, 36, 48), "w": (72, 40, 3, 2), "padding": (3, 2), "dilation": (3, 2), "stride": 2},
+    "phases_of_one_pixel": {"x": (700, 64, 2, 2), "w": (64, 64, 2, 2), "stride": 2},
+    "phases_of_many_tiles": {"x": (32, 64, 112, 112), "w": (128, 64, 3, 3), "padding": 1, "stride": 2},
+    "phases_1d": {"x": (9, 40, 302), "w": (72, 40, 5), "padding": 2, "stride": 2},
+}
 CASES = [
     *((shape, FORWARD) for shape in SHAPES | STRIDED),
-    *((shape, DATA) for shape in SHAPES),
+    *((shape, DATA) for shape in SHAPES | PHASES),
 ]
 FUSED = {
     "bias.silu": {},
@@ -70,7 +81,7 @@ def device() -> Device:
 
 
 def problem_of(shape: str, **fields: Any) -> ProblemDescription:
-    sizes = (SHAPES | STRIDED)[shape]
+    sizes = (SHAPES | STRIDED | PHASES)[shape]
     return ProblemDescription.convolution(**sizes, layout=Layout.of(len(sizes["x"]) - 2, channels_last=True), **fields)
 
 
@@ -97,6 +108,17 @@ def test_fused_results_pass_both_gates(shape: str, epilogue: str, device: Device
     problem = problem_of(shape, epilogue=epilogue, **({"dtype": DataType.FLOAT16} | FUSED[epilogue]))
     assert SOLVER.applicability(problem, device)
     for config in configs_of(problem, device, 2, defaults=2):
+        check_both_gates(problem, SOLVER, config, device, compiler)
+
+
+@pytest.mark.parametrize("epilogue", ["residual.drelu", "dsilu", "residual", "residual.dgelu"])
+@pytest.mark.parametrize("shape", ["phases", "phases_apart", "phases_without_taps", "phases_1d"])
+def test_phases_are_finished_by_what_lies_a_stride_apart(
+    shape: str, epilogue: str, device: Device, compiler: Compiler
+) -> None:
+    problem = problem_of(shape, epilogue=epilogue, dtype=DataType.FLOAT16, direction=DATA)
+    assert SOLVER.applicability(problem, device)
+    for config in configs_of(problem, device, 3, defaults=2):
         check_both_gates(problem, SOLVER, config, device, compiler)
 
 

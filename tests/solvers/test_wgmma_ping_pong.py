@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small_images": {"x": (300, 512, 3, 3), "w": (512, 512, 3, 3), "padding": 1},
     "1d": {"x": (16, 32, 65536), "w": (32, 32, 11), "padding": 25, "dilation": 5},
     "strided": {"x": (32, 64, 57, 60), "w": (136, 64, 3, 3), "padding": 1, "stride": (2, 3)},
+    "halved": {"x": (32, 64, 56, 60), "w": (136, 64, 3, 3), "padding": 1, "stride": 2},
+    "apart": {"x": (32, 512, 64, 64), "w": (1024, 512, 2, 2), "stride": 2},
 }
 CUT = pytest.mark.parametrize(
     ("shape", "direction"),
@@ -80,17 +82,32 @@ COMPUTED: dict[str, dict[str, Any]] = {
     },
 }
 GRADIENTS = ("pointwise", "pointwise_padded", "square", "dilated", "8_channels", "24_channels", "40_channels", "1d")
+PHASES: dict[str, dict[str, Any]] = {
+    "phases": {"x": (3, 72, 14, 10), "w": (40, 72, 3, 3), "padding": 1, "stride": 2},
+    "phases_apart": {"x": (2, 136, 6, 14), "w": (24, 136, 2, 2), "stride": 2},
+    "phases_moved": {"x": (3, 32, 8, 10), "w": (24, 32, 2, 2), "padding": 1, "stride": 2},
+    "phases_without_taps": {"x": (5, 40, 8, 6), "w": (72, 40, 1, 1), "stride": 2},
+    "phases_of_rows": {"x": (2, 64, 10, 9), "w": (40, 64, 4, 3), "padding": ((1, 2), (0, 1)), "stride": (2, 1)},
+    "phases_of_columns": {"x": (2, 24, 7, 16), "w": (200, 24, 2, 5), "padding": (1, 2), "stride": (1, 2)},
+    "phases_dilated": {"x": (2, 40, 12, 18), "w": (72, 40, 3, 2), "padding": (3, 2), "dilation": (3, 2), "stride": 2},
+    "phases_1d": {"x": (4, 40, 62), "w": (72, 40, 5), "padding": 2, "stride": 2},
+    "phases_of_one_pixel": {"x": (70, 16, 2, 2), "w": (136, 16, 2, 2), "stride": 2},
+}
 FUSED_GRADIENTS = {
     "dilated": "residual.drelu",
     "pointwise": "dsilu",
     "small_images": "residual.dhardswish",
     "1d": "residual",
+    "phases": "residual.dgelu",
+    "phases_apart": "drelu",
+    "phases_without_taps": "residual.dsilu",
+    "phases_1d": "residual",
 }
 CASES = [
     *(pytest.param(fields, FORWARD, id=name) for name, fields in COMPUTED.items()),
-    *(pytest.param(COMPUTED[name], DATA, id=f"data of {name}") for name in GRADIENTS),
+    *(pytest.param((COMPUTED | PHASES)[name], DATA, id=f"data of {name}") for name in (*GRADIENTS, *PHASES)),
     *(
-        pytest.param(COMPUTED[name] | {"epilogue": epilogue}, DATA, id=f"{epilogue} of {name}")
+        pytest.param((COMPUTED | PHASES)[name] | {"epilogue": epilogue}, DATA, id=f"{epilogue} of {name}")
         for name, epilogue in FUSED_GRADIENTS.items()
     ),
 ]
@@ -169,14 +186,13 @@ def test_k_tiles_of_a_block_are_counted_in_32_bits() -> None:
     assert "k-tiles" in answer.reason
 
 
-def drawn_sizes(places: int, k_tiles: int, items: int, generator: random.Random) -> Sizes:
+def drawn_sizes(places: int, k_tiles: Sequence[int], generator: random.Random) -> Sizes:
     return Sizes(
-        items=items,
         k_tiles=k_tiles,
         stages=generator.randint(3, 8),
         rows=generator.choice((1, 2)),
         places=places,
-        keeps_filters=generator.random() < 0.4,
+        keeps_filters=len(set(k_tiles)) == 1 and generator.random() < 0.4,
         writing=generator.choice((1, 2, 4)),
         loads=generator.choice((0, 1, 2, 4)),
     )
@@ -189,8 +205,20 @@ def test_mbarriers_keep_the_order(places: int, k_tiles: int) -> None:
     for seed in range(5):
         for items in range(1, 10):
             generator = random.Random(f"{places} {k_tiles} {items} {seed}")
-            sizes = drawn_sizes(places, k_tiles, items, generator)
-            run_block(Block(sizes, generator))
+            run_block(Block(drawn_sizes(places, [k_tiles] * items, generator), generator))
+
+
+@pytest.mark.parametrize("taps", [(4, 2, 2, 1), (1, 0, 0, 0), (6, 3, 0, 0), (2, 2)])
+@pytest.mark.parametrize("places", [1, 2])
+def test_mbarriers_keep_the_order_of_phases(places: int, taps: Sequence[int]) -> None:
+    """Whose tiles have other numbers of k-tiles, or none: one after another, and in turn."""
+    for seed in range(40):
+        generator = random.Random(f"{places} {taps} {seed}")
+        counts = [generator.randint(1, 3) * count for count in taps]
+        tiles = generator.randint(1, 4)
+        one_after_another, in_turn = [each for each in counts for _ in range(tiles)], counts * tiles
+        for k_tiles in (one_after_another, in_turn):
+            run_block(Block(drawn_sizes(places, k_tiles, generator), generator))
 
 
 def run_block(block: Block) -> None:
@@ -259,7 +287,7 @@ def test_a_wrong_order_is_seen(wrong: Callable[[Sizes, random.Random], Block], p
     def in_some_orders() -> None:
         for seed in range(50):
             generator = random.Random(seed)
-            wrong(drawn_sizes(places, generator.randint(4, 9), 9, generator), generator).run()
+            wrong(drawn_sizes(places, [generator.randint(4, 9)] * 9, generator), generator).run()
 
     with pytest.raises(AssertionError):
         in_some_orders()
@@ -267,7 +295,7 @@ def test_a_wrong_order_is_seen(wrong: Callable[[Sizes, random.Random], Block], p
 
 def test_a_ring_as_short_as_what_is_under_way_hangs() -> None:
     """Which the kernel asserts that it is not, and tilings keep a stage away from."""
-    sizes = Sizes(items=1, k_tiles=5, stages=2, rows=1, places=1, keeps_filters=False, writing=4, loads=0)
+    sizes = Sizes(k_tiles=[5], stages=2, rows=1, places=1, keeps_filters=False, writing=4, loads=0)
     with pytest.raises(AssertionError, match="deadlock"):
         Block(sizes, random.Random(1)).run()
 
@@ -320,7 +348,8 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
     ("fields", "reason"),
     [
         ({"w": (64, 32, 3, 3), "groups": 2}, "one group, not 2"),
-        ({"stride": (1, 2), "direction": DATA}, "backward data needs stride 1"),
+        ({"stride": (1, 3), "direction": DATA}, "backward data needs strides of at most 2, not (1, 3)"),
+        ({"x": (4, 64, 30, 31), "stride": 2, "direction": DATA}, "multiples of its strides: (30, 31)"),
         ({"x": (4, 60, 30, 30), "w": (64, 60, 3, 3)}, "60 channels"),
         ({"w": (68, 64, 3, 3)}, "68 filters"),
         ({"padding": 128}, "padding or filter is too large"),
@@ -328,7 +357,7 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         ({"stride": 9}, "stride (9, 9) is more than 8"),
         ({"x": (4, 64, 30, 31), "epilogue": "channel_bias"}, "930 are no multiple"),
     ],
-    ids=["groups", "strided data", "channels", "filters", "padding", "dilation", "stride", "images"],
+    ids=["groups", "stride of data", "sizes of data", "channels", "filters", "padding", "dilation", "stride", "images"],
 )
 def test_problems_that_it_does_not_serve(fields: dict[str, Any], reason: str) -> None:
     shape = {"x": (4, 64, 30, 30), "w": (64, 64, 3, 3), "padding": 1}

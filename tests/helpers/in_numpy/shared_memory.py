@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from helpers.in_numpy.wgmma import Array, copied_pixels, overlap, viewed
+from helpers.in_numpy.wgmma import Array, copied_pixels, overlap, viewed, walked_pixels
 from numpy.typing import NDArray
 
-from miofind.solver.steps import Box, TensorMap
+from miofind.solver.steps import Box, Im2col, TensorMap
 
 Addresses = NDArray[np.int64]
 
@@ -88,6 +88,19 @@ class SharedMemory:
         staged = self.met(start + ELEMENT * np.arange(math.prod(sizes)), tensor_map.swizzle_bytes).reshape(sizes)
         tensor = viewed(tensor_map, self.memory[tensor_map.pointer.buffer])
         there, here = overlap(tensor.shape, sizes, corner[::-1])
+        assert np.isnan(tensor[there]).all(), "stored twice"
+        tensor[there] = staged[here]
+
+    def store_pixels(self, tensor_map: TensorMap, start: int, corner: tuple[int, int, int, int]) -> None:
+        """Stores pixels in im2col mode from a (channel, w, h, n) on; the walk must not leave an image."""
+        walk = tensor_map.copy
+        assert isinstance(walk, Im2col)
+        assert min(walk.lower) >= 0
+        assert max(walk.upper) <= 0
+        sizes = (walk.pixels, walk.channels)
+        staged = self.met(start + ELEMENT * np.arange(math.prod(sizes)), tensor_map.swizzle_bytes).reshape(sizes)
+        tensor = viewed(tensor_map, self.memory[tensor_map.pointer.buffer])
+        there, here = walked_pixels(tensor_map, tensor, corner, (0, 0))
         assert np.isnan(tensor[there]).all(), "stored twice"
         tensor[there] = staged[here]
 

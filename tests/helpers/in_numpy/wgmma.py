@@ -52,9 +52,13 @@ def _matrix(box: Array) -> Array:
     return np.squeeze(box, axis)
 
 
-def copied_pixels(tensor_map: TensorMap, memory: Array, at: tuple[int, int, int, int], tap: tuple[int, int]) -> Array:
-    """Pixels in the order of a walk from one (channel, w, h, n) on, moved by a tap (w, h): (pixels, channels)."""
-    walk, image = tensor_map.copy, viewed(tensor_map, memory)
+def walked_pixels(
+    tensor_map: TensorMap, image: Array, at: tuple[int, int, int, int], tap: tuple[int, int]
+) -> tuple[Any, Any]:
+    """Where pixels are in a tensor and in a copy (pixels, channels), in the order of a walk from one (channel, w, h, n)
+    on, moved by a tap (w, h); those inside alone.
+    """
+    walk = tensor_map.copy
     assert isinstance(walk, Im2col)
     channel, *corner, n = at
     axes = [range(walk.lower[i], tensor_map.sizes[1 + i] + walk.upper[i], walk.strides[i]) for i in range(2)]
@@ -65,10 +69,18 @@ def copied_pixels(tensor_map: TensorMap, memory: Array, at: tuple[int, int, int,
     columns, rows = np.array(axes[0])[columns] + tap[0], np.array(axes[1])[rows] + tap[1]
     inside = (images < image.shape[0]) & (rows >= 0) & (rows < image.shape[1])
     inside &= (columns >= 0) & (columns < image.shape[2])
-    copied = np.zeros((walk.pixels, walk.channels))
-    channels = min(walk.channels, image.shape[3] - channel)
+    channels = max(0, min(walk.channels, image.shape[3] - channel))
     there = images[inside], rows[inside], columns[inside], slice(channel, channel + channels)
-    copied[inside, :channels] = image[there]
+    return there, (inside, slice(channels))
+
+
+def copied_pixels(tensor_map: TensorMap, memory: Array, at: tuple[int, int, int, int], tap: tuple[int, int]) -> Array:
+    """Pixels in the order of a walk from one (channel, w, h, n) on, moved by a tap (w, h): (pixels, channels)."""
+    image, walk = viewed(tensor_map, memory), tensor_map.copy
+    assert isinstance(walk, Im2col)
+    there, here = walked_pixels(tensor_map, image, at, tap)
+    copied = np.zeros((walk.pixels, walk.channels))
+    copied[here] = image[there]
     return copied
 
 

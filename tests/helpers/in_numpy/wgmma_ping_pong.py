@@ -20,10 +20,11 @@ from miofind.solver.structs import Struct
 
 
 class Tile(NamedTuple):
-    """What a block computes at a time: from which pixel of all images and which filter on."""
+    """What a block computes at a time: from which of a phase's pixels and which filter on."""
 
     pixel: int
     filter: int
+    phase: int
 
 
 class Launch:
@@ -34,17 +35,20 @@ class Launch:
     """
 
     def __init__(self, step: KernelStep, memory: dict[str, Array]) -> None:
-        self.pixels, self.filters, self.target, *self.read = (arg for arg in step.args if isinstance(arg, TensorMap))
+        self.pixels, self.filters, *results = (arg for arg in step.args if isinstance(arg, TensorMap))
         [struct] = [arg for arg in step.args if isinstance(arg, Struct)]
         self.shape, self.blocks = fields_of(struct), step.grid[0]
-        self.walk, self.taps = self.shape["walk"], self.shape["taps_h"] * self.shape["taps_w"]
-        self.k_tiles = self.taps * self.shape["chunks"]
+        self.walk = self.shape["walk"]
         defines: dict[str, Any] = dict(step.defines)
+        self.phases = self.shape["phases"][: int(defines["PHASES"])]
+        self.phases_in_turn = bool(defines["PHASES_IN_TURN"])
+        maps = 1 if len(self.phases) == 1 else 4
+        self.target, *self.read = (results[first : first + maps] for first in range(0, len(results), maps))
         self.finish = Finish.of(next((arg for arg in step.args if isinstance(arg, EpilogueArgument)), None), defines)
         names = ("ROWS", "TILE_N", "CHANNELS", "LAST_K_STEPS", "OUT_CHANNELS", "STAGES", "KEPT_TILES", "OUT_STAGES")
         self.rows, self.tile_n, self.channels, self.last_k_steps = (int(defines[name]) for name in names[:4])
         self.out_channels, self.stages, self.kept_tiles, self.places = (int(defines[name]) for name in names[4:])
-        self.is_data, self.is_pointwise = bool(defines["DATA"]), bool(defines["POINTWISE"])
+        self.is_data, self.is_ordered = bool(defines["DATA"]), bool(defines["ORDERED"])
         self.pixel_bytes, self.out_pixel = ELEMENT * self.channels, ELEMENT * self.out_channels
         self.filter_row = 128 if self.is_data else self.pixel_bytes
         self.block_bytes = 128 * self.channels
@@ -56,24 +60,38 @@ class Launch:
         self.kept_at = SharedMemory.base + self.stages * self.stage_bytes
         self.places_at = self.kept_at + self.kept_tiles * filters_bytes
         assert step.shared_bytes == self.places_at + self.places * self.place_bytes
-        assert self.kept_tiles in (0, self.k_tiles)
+        assert self.kept_tiles in (0, sum(map(self._k_tiles, self.phases)))
         self.shared = SharedMemory(step.shared_bytes, memory)
 
     def run(self) -> None:
         """Stores all results; each is stored once."""
         for block in range(self.blocks):
             self.shared.forget()
+            before = 0
             for item, number in enumerate(range(block, self.shape["tiles"], self.blocks)):
-                pixels, filters = divmod(number, self.shape["filter_tiles"])
-                tile = Tile(pixels * self.tile_n, filters * 64 * self.rows)
-                self._store(tile, item, self._multiply(tile, item))
+                tile = self._tile(number)
+                self._store(tile, item, self._multiply(tile, item, before))
+                before += self._k_tiles(self.phases[tile.phase])
 
-    def _multiply(self, tile: Tile, item: int) -> Array:
-        """The sums of a block's tile, (rows, 64, pixels)."""
-        sums = np.zeros((self.rows, 64, self.tile_n))
-        for k_tile in range(self.k_tiles):
-            tap, chunk = divmod(k_tile, self.shape["chunks"])
-            stage = self.shared.base + (item * self.k_tiles + k_tile) % self.stages * self.stage_bytes
+    def _tile(self, number: int) -> Tile:
+        group, filters = divmod(number, self.shape["filter_tiles"])
+        phase, pixels = 0, group
+        if len(self.phases) > 1:
+            phase, pixels = divmod(group, self.shape["phase_step"])
+            if self.phases_in_turn:
+                phase, pixels = pixels, phase
+        return Tile(pixels * self.tile_n, filters * 64 * self.rows, phase)
+
+    def _k_tiles(self, phase: dict[str, Any]) -> int:
+        return phase["h"]["taps"] * phase["w"]["taps"] * self.shape["chunks"]
+
+    def _multiply(self, tile: Tile, item: int, before: int) -> Array:
+        """The sums of a block's tile, (rows, 64, pixels); `before` k-tiles were multiplied for those before."""
+        sums, phase = np.zeros((self.rows, 64, self.tile_n)), self.phases[tile.phase]
+        for k_tile in range(self._k_tiles(phase)):
+            number, chunk = divmod(k_tile, self.shape["chunks"])
+            tap = divmod(number, phase["w"]["taps"])
+            stage = self.shared.base + (before + k_tile) % self.stages * self.stage_bytes
             self.shared.forget(stage, self.stage_bytes)
             self._load_pixels(stage, tile, tap, chunk)
             filters = (
@@ -90,37 +108,70 @@ class Launch:
                 sums[row] += self.shared.rows_of_filters(start, terms, self.filter_row, are_columns=self.is_data) @ b.T
         return sums
 
-    def _load_pixels(self, stage: int, tile: Tile, tap: int, chunk: int) -> None:
+    def _pixel(self, tile: Tile) -> tuple[int, int, int]:
+        """The image, row and column of a tile's first pixel, among those of its phase."""
+        line, w = divmod(tile.pixel, self.walk["width"])
+        return (*divmod(line, self.walk["height"]), w)
+
+    def _load_pixels(self, stage: int, tile: Tile, tap: tuple[int, int], chunk: int) -> None:
         walk, channel = self.walk, chunk * self.channels
-        if self.is_pointwise:
+        if self.is_ordered:
             self.shared.load_box(self.pixels, stage, (channel, 0, tile.pixel))
             return
-        line, w = divmod(tile.pixel, walk["width"])
-        n, h = divmod(line, walk["height"])
-        r, s = divmod(tap, self.shape["taps_w"])
-        corner = (channel, w * walk["stride_w"] + walk["low_w"], h * walk["stride_h"] + walk["low_h"], n)
-        self.shared.load_pixels(self.pixels, stage, corner, (s * walk["dilation_w"], r * walk["dilation_h"]))
+        n, h, w = self._pixel(tile)
+        step_h, step_w = (1, 1) if self.is_data else (walk["stride_h"], walk["stride_w"])
+        corner = (channel, w * step_w + walk["low_w"], h * step_h + walk["low_h"], n)
+        phase, sign = self.phases[tile.phase], -1 if self.is_data else 1
+        r, s = (
+            axis["offset"] + sign * number * walk[dilation]
+            for axis, number, dilation in zip((phase["h"], phase["w"]), tap, ("dilation_h", "dilation_w"), strict=True)
+        )
+        assert min(r, s) >= 0
+        self.shared.load_pixels(self.pixels, stage, corner, (s, r))
 
-    def _load_filters(self, to: int, tile: Tile, tap: int, chunk: int) -> None:
+    def _load_filters(self, to: int, tile: Tile, tap: tuple[int, int], chunk: int) -> None:
         """All rows at once; of backward data, whose filters lie along a row, 64 of them each."""
+        phase, shape = self.phases[tile.phase], self.shape
+        row = phase["h"]["first"] + tap[0] * shape["tap_step_h"]
+        number = row * shape["filter_w"] + phase["w"]["first"] + tap[1] * shape["tap_step_w"]
         if not self.is_data:
-            self.shared.load_box(self.filters, to, (chunk * self.channels, tap, tile.filter))
+            self.shared.load_box(self.filters, to, (chunk * self.channels, number, tile.filter))
             return
         for row in range(self.rows):
-            corner = (tile.filter + 64 * row, self.taps - 1 - tap, chunk * self.channels)
+            corner = (tile.filter + 64 * row, number, chunk * self.channels)
             self.shared.load_box(self.filters, to + row * self.block_bytes, corner)
+
+    def _copy_results(self, maps: list[TensorMap], place: int, tile: Tile, filter_: int, *, stores: bool) -> None:
+        """What is laid out as results of 64 filters, to a place, or from there."""
+        if len(self.phases) == 1:
+            copy = self.shared.store_box if stores else self.shared.load_box
+            copy(maps[0], place, (filter_, 0, tile.pixel))
+            return
+        n, h, w = self._pixel(tile)
+        phase, walk = self.phases[tile.phase], self.walk
+        corner = (
+            filter_,
+            w * walk["stride_w"] + phase["w"]["at"],
+            h * walk["stride_h"] + phase["h"]["at"],
+            n,
+        )
+        if stores:
+            self.shared.store_pixels(maps[tile.phase], place, corner)
+        else:
+            self.shared.load_pixels(maps[tile.phase], place, corner, (0, 0))
 
     def _store(self, tile: Tile, item: int, sums: Array) -> None:
         """Stages a tile's results where what is read with them is, and copies them out."""
         place = self.places_at + item % self.places * self.place_bytes
         self.shared.forget(place, self.place_bytes)
         for row in range(self.rows):
-            to, corner = place + row * self.out_bytes, (tile.filter + 64 * row, 0, tile.pixel)
+            to, first = place + row * self.out_bytes, tile.filter + 64 * row
             for number, name in enumerate(self.finish.tensors):
-                assert self.read[number].pointer.buffer == name
-                self.shared.load_box(self.read[number], to + number * self.rows * self.out_bytes, corner)
-            self._stage(Tile(tile.pixel, tile.filter + 64 * row), to, sums[row, : self.out_channels].T)
-            self.shared.store_box(self.target, to, corner)
+                assert {each.pointer.buffer for each in self.read[number]} == {name}
+                beside = to + number * self.rows * self.out_bytes
+                self._copy_results(self.read[number], beside, tile, first, stores=False)
+            self._stage(tile._replace(filter=first), to, sums[row, : self.out_channels].T)
+            self._copy_results(self.target, to, tile, first, stores=True)
 
     def _stage(self, tile: Tile, to: int, sums: Array) -> None:
         """What the epilogue makes of sums, pixels by filters; channel_bias is of each pixel's image."""

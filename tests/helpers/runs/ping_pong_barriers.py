@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 CONSUMERS, WARPS = 2, 4
@@ -72,18 +72,22 @@ class Sizes:
     """Of a block: its tiles and their k-tiles, and what the kernel is compiled for.
 
     Attributes:
+        k_tiles: of each of its items; some of strided backward data have none.
         writing: warps of a consumer that stage results.
         loads: copies that come to a place before results are staged.
     """
 
-    items: int
-    k_tiles: int
+    k_tiles: Sequence[int]
     stages: int
     rows: int
     places: int
     keeps_filters: bool
     writing: int
     loads: int
+
+    @property
+    def items(self) -> int:
+        return len(self.k_tiles)
 
     @property
     def under_way(self) -> int:
@@ -96,7 +100,10 @@ class Block:
 
     def __init__(self, sizes: Sizes, generator: random.Random) -> None:
         self.sizes, self.generator = sizes, generator
-        stages, kept = range(sizes.stages), range(sizes.k_tiles if sizes.keeps_filters else 0)
+        stages, kept = range(sizes.stages), range(sizes.k_tiles[0] if sizes.keeps_filters else 0)
+        assert not sizes.keeps_filters or len(set(sizes.k_tiles)) == 1
+        self.order = [(item, k_tile) for item, count in enumerate(sizes.k_tiles) for k_tile in range(count)]
+        self.first = [0, *itertools.accumulate(sizes.k_tiles)]
         self.full = [Mbarrier(1 if kept else 2) for _ in stages]
         self.empty = [Mbarrier(WARPS) for _ in stages]
         self.filters_full = [Mbarrier(1) for _ in kept]
@@ -133,20 +140,20 @@ class Block:
         self._go_on(waiting, is_slow=self.generator.random() < 0.3)
 
     def _load_pixels(self) -> Waiting:
-        for number in range(self.sizes.items * self.sizes.k_tiles):
+        for number, of in enumerate(self.order):
             stage, rounds = number % self.sizes.stages, number // self.sizes.stages
             yield self.empty[stage].past(rounds + 1)
-            self._load(self.pixels[stage], divmod(number, self.sizes.k_tiles), self.full[stage])
+            self._load(self.pixels[stage], of, self.full[stage])
 
     def _load_filters(self) -> Waiting:
         if self.sizes.keeps_filters:
             for k_tile, (filters, full) in enumerate(zip(self.filters, self.filters_full, strict=True)):
                 self._load(filters, (0, k_tile), full)
             return
-        for number in range(self.sizes.items * self.sizes.k_tiles):
+        for number, of in enumerate(self.order):
             stage, rounds = number % self.sizes.stages, number // self.sizes.stages
             yield self.empty[stage].past(rounds + 1)
-            self._load(self.filters[stage], divmod(number, self.sizes.k_tiles), self.full[stage])
+            self._load(self.filters[stage], of, self.full[stage])
 
     def _load(self, operand: Operand, of: tuple[int, int], full: Mbarrier) -> None:
         assert operand.needed == 0, "a stage is overwritten before it was multiplied"
@@ -172,8 +179,8 @@ class Block:
         products: deque[tuple[int, int]] = deque()
         for turn, item in enumerate(range(consumer, sizes.items, CONSUMERS)):
             yield self.turns[consumer].past(turn + self.first_parity(consumer))
-            for k_tile in range(sizes.k_tiles):
-                number = item * sizes.k_tiles + k_tile
+            for k_tile in range(sizes.k_tiles[item]):
+                number = self.first[item] + k_tile
                 yield self.full[number % sizes.stages].past(number // sizes.stages)
                 if sizes.keeps_filters:
                     yield self.filters_full[k_tile].past(0)
@@ -184,8 +191,8 @@ class Block:
                     self.empty[self.released(number) % sizes.stages].arrive()
             self.turns[1 - consumer].arrive()
             yield self._at_most(products, 0)
-            for last in range(min(sizes.under_way, sizes.k_tiles), 0, -1):
-                self.empty[((item + 1) * sizes.k_tiles - last) % sizes.stages].arrive()
+            for last in range(min(sizes.under_way, sizes.k_tiles[item]), 0, -1):
+                self.empty[(self.first[item + 1] - last) % sizes.stages].arrive()
             if warp < sizes.writing:
                 yield from self._write(consumer, warp, turn, item)
 
@@ -195,7 +202,7 @@ class Block:
     def _multiply(self, products: deque[tuple[int, int]], item: int, k_tile: int) -> Waiting:
         """A warp's products of a k-tile; they are made in order."""
         yield lambda: products[0] == (item, k_tile)
-        stage = (item * self.sizes.k_tiles + k_tile) % self.sizes.stages
+        stage = (self.first[item] + k_tile) % self.sizes.stages
         pixels, filters = self.pixels[stage], self.filters[k_tile if self.sizes.keeps_filters else stage]
         expected = [(item, k_tile), (0 if self.sizes.keeps_filters else item, k_tile)]
         assert [pixels.of, filters.of] == expected, "a stage is multiplied that is not there"
