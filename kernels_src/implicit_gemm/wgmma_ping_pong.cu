@@ -44,10 +44,10 @@ struct Phase {
 };
 
 // Blocks take `tiles`: of some pixels of a phase, `filter_tiles` tiles of filters one after another; the grid is a
-// multiple of these where filters stay. PHASES_IN_TURN, the phases of those pixels follow, `phase_step` of them; else
-// the phase's other pixels, of which that are the tiles. A tap has `chunks` k-tiles. Of a phase taps are `tap_step_h`
-// and `tap_step_w` apart in a filter of rows of `filter_w`. `filters` and `image_pixels` are those of the output, of
-// `images`.
+// multiple of these where filters stay. Then come, PHASES_IN_TURN, other phases of those pixels, `phase_step` in all,
+// each time another one first, as a block may come to one place of them alone; else other pixels of the phase, of which
+// `phase_step` tiles are. A tap has `chunks` k-tiles. Of a phase taps are `tap_step_h` and `tap_step_w` apart in a
+// filter of rows of `filter_w`. `filters` and `image_pixels` are those of the output, of `images`.
 struct Shape {
   SHAPE_FIELDS
 };
@@ -109,7 +109,8 @@ __device__ __forceinline__ OutputTile tile_at(const Shape& shape, int number) {
   const int group = number / shape.filter_tiles, filters = number - group * shape.filter_tiles.by;
   if constexpr (!kStrided) return {group * TILE_N, filters * 64 * ROWS, 0};
   const int quotient = group / shape.phase_step, rest = group - quotient * shape.phase_step.by;
-  const int pixels = PHASES_IN_TURN ? quotient : rest, phase = PHASES_IN_TURN ? rest : quotient;
+  const int pixels = PHASES_IN_TURN ? quotient : rest;
+  const int phase = PHASES_IN_TURN ? (quotient + rest) % PHASES : quotient;
   return {pixels * TILE_N, filters * 64 * ROWS, phase};
 }
 

@@ -39,6 +39,7 @@ _ALIGNMENT = 16  # of what a kernel declares
 _LEAST_STAGES, _MOST_STAGES = 3, 8
 _K_STEP_BYTES = 32  # of 16 channels
 _MAX_INT = 2**31 - 1
+_FEW_ITEMS = 7  # of blocks that phases of other lengths keep busy longer one after another than in turn
 
 # Effective rates, fitted to 1,322 configurations of 59 problems on an H200, a configuration's weight falling with the
 # square of its time: their times are met within 10 % (root mean square), and of the same problems the best of the six
@@ -78,14 +79,6 @@ class PingPongProduct(FiltersAsA):
     def phases(self) -> int:
         """Of strided backward data; all else has one."""
         return len(self.product.phases)
-
-    @cached_property
-    def phases_in_turn(self) -> bool:
-        """Whether all phases of some pixels follow each other, while these are in the cache: they take as long.
-
-        Otherwise all pixels of the longest phase come first.
-        """
-        return len({phase.taps for phase in self.product.phases}) == 1
 
     @cached_property
     def is_ordered(self) -> bool:
@@ -176,6 +169,14 @@ class PingPongTiling:
     def items(self) -> int:
         """Tiles of a block, at most."""
         return ceil_div(self.tiles, self.blocks)
+
+    @property
+    def phases_in_turn(self) -> bool:
+        """Whether all phases of some pixels follow each other, and meet what they read in the cache.
+
+        Otherwise all pixels of the longest phase come first, so that blocks of few items end together.
+        """
+        return self.items > _FEW_ITEMS or len({phase.taps for phase in self.product.product.phases}) == 1
 
     @property
     def pixels_bytes(self) -> int:

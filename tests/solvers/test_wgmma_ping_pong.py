@@ -144,6 +144,27 @@ def test_rings_fill_a_block(shape: str, direction: Direction) -> None:
         assert tiling.stages == 8 or more.shared_bytes + more.static_bytes > most, tiling
 
 
+@pytest.mark.parametrize(("name", "batch", "in_turn"), [("halved", 32, True), ("halved", 1, False), ("apart", 1, True)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_phases_of_other_lengths_are_taken_in_turn_by_blocks_of_many_items(
+    name: str, batch: int, rows: int, in_turn: bool
+) -> None:
+    """Whose k-tiles are then as many; those of few items begin with the longest."""
+    fields = SHAPES[name] | {"x": (batch, *SHAPES[name]["x"][1:])}
+    problem = problem_of(fields, DATA)
+    config = Config({"rows": rows, "tile_n": 64, "out_stages": 1, "keeps_filters": 0})
+    tiling = PingPongTiling.of(PingPongProduct.of(problem), config, DEVICE)
+    assert tiling.phases_in_turn is in_turn
+    (step,) = SOLVER.solution(problem, DEVICE, config).kernels
+    launch = Launch(step, {})
+    phases = [launch.tile(number).phase for number in range(tiling.tiles)]
+    k_tiles = [launch.k_tiles(launch.phases[phase]) for phase in phases]
+    if not in_turn:
+        assert k_tiles == sorted(k_tiles, reverse=True)
+    of_blocks = [sum(k_tiles[block :: tiling.blocks]) for block in range(tiling.blocks)]
+    assert max(of_blocks) <= sum(k_tiles) / tiling.blocks + 2 * max(k_tiles)
+
+
 @pytest.mark.parametrize("sm_count", [132, 7])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_filters_stay_where_all_tiles_of_a_block_have_them(rows: int, sm_count: int) -> None:

@@ -60,7 +60,7 @@ class Launch:
         self.kept_at = SharedMemory.base + self.stages * self.stage_bytes
         self.places_at = self.kept_at + self.kept_tiles * filters_bytes
         assert step.shared_bytes == self.places_at + self.places * self.place_bytes
-        assert self.kept_tiles in (0, sum(map(self._k_tiles, self.phases)))
+        assert self.kept_tiles in (0, sum(map(self.k_tiles, self.phases)))
         self.shared = SharedMemory(step.shared_bytes, memory)
 
     def run(self) -> None:
@@ -69,26 +69,29 @@ class Launch:
             self.shared.forget()
             before = 0
             for item, number in enumerate(range(block, self.shape["tiles"], self.blocks)):
-                tile = self._tile(number)
+                tile = self.tile(number)
                 self._store(tile, item, self._multiply(tile, item, before))
-                before += self._k_tiles(self.phases[tile.phase])
+                before += self.k_tiles(self.phases[tile.phase])
 
-    def _tile(self, number: int) -> Tile:
+    def tile(self, number: int) -> Tile:
+        """The tile of that number."""
         group, filters = divmod(number, self.shape["filter_tiles"])
         phase, pixels = 0, group
         if len(self.phases) > 1:
             phase, pixels = divmod(group, self.shape["phase_step"])
             if self.phases_in_turn:
-                phase, pixels = pixels, phase
+                phase, pixels = group % len(self.phases), phase
+                phase = (phase + pixels) % len(self.phases)
         return Tile(pixels * self.tile_n, filters * 64 * self.rows, phase)
 
-    def _k_tiles(self, phase: dict[str, Any]) -> int:
+    def k_tiles(self, phase: dict[str, Any]) -> int:
+        """Of a tile of a phase."""
         return phase["h"]["taps"] * phase["w"]["taps"] * self.shape["chunks"]
 
     def _multiply(self, tile: Tile, item: int, before: int) -> Array:
         """The sums of a block's tile, (rows, 64, pixels); `before` k-tiles were multiplied for those before."""
         sums, phase = np.zeros((self.rows, 64, self.tile_n)), self.phases[tile.phase]
-        for k_tile in range(self._k_tiles(phase)):
+        for k_tile in range(self.k_tiles(phase)):
             number, chunk = divmod(k_tile, self.shape["chunks"])
             tap = divmod(number, phase["w"]["taps"])
             stage = self.shared.base + (before + k_tile) % self.stages * self.stage_bytes
