@@ -6,9 +6,13 @@ serves other types and directions.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
+
+import numpy as np
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
@@ -46,7 +50,7 @@ from miofind.solvers.implicit_gemm.wgmma_transposed_tiling import (
     WIDTHS,
     TransposedTiling,
     estimate_ms,
-    shortlisted_tilings,
+    short_list,
 )
 
 _SOURCE = "implicit_gemm/wgmma_transposed.cu"
@@ -141,6 +145,11 @@ def _shared_bytes(device: Device) -> int:
     return device.shared_bytes or _SHARED_BYTES
 
 
+@functools.lru_cache(maxsize=16)  # of problems: whether there are tilings is asked before which
+def _short_list(problem: ProblemDescription, device: Device) -> TransposedTiling:
+    return short_list(WgmmaProduct.of(problem), device, _shared_bytes(device))
+
+
 class ConvImplicitGemmWgmmaTurned(Solver):
     """Backward weights of float32 as TF32: a matrix product on wgmma and TMA, NHWC, with float32 accumulators.
 
@@ -207,7 +216,7 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         product = WgmmaProduct.of(problem)
         if (answer := refuse_copies(product)).refused:
             return answer
-        if next(shortlisted_tilings(product, device, _shared_bytes(device)), None) is None:
+        if not len(_short_list(problem, device).splits):
             return Applicability("has more tiles or pixels than are counted in 32 bits")
         return APPLICABLE
 
@@ -218,20 +227,21 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         return tuple(each.config for each in self.estimated_defaults(problem, device))
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
-        shared_bytes = _shared_bytes(device)
-        likely = shortlisted_tilings(WgmmaProduct.of(problem), device, shared_bytes)
-        estimated = [(estimate_ms(tiling, device, shared_bytes), tiling) for tiling in likely]
-        seen: dict[tuple[int, int], int] = {}
-        chosen = []
-        for time_ms, tiling in sorted(estimated, key=lambda each: each[0]):
-            tile = (tiling.tile_m, tiling.tile_n)
-            seen[tile] = seen.get(tile, 0) + 1
+        likely = _short_list(problem, device)
+        times = estimate_ms(likely, device, _shared_bytes(device))
+        seen: Counter[tuple[int, int]] = Counter()
+        found: list[EstimatedConfig] = []
+        for place in np.argsort(times, kind="stable").tolist():
+            tile = int(likely.tile_m[place]), int(likely.tile_n[place])
+            seen[tile] += 1
             if seen[tile] <= _ALIKE:
-                chosen.append(EstimatedConfig(tiling.config, time_ms))
-        return tuple(chosen[:_DEFAULTS])
+                found.append(EstimatedConfig(likely.config(place), float(times[place])))
+            if len(found) == _DEFAULTS:
+                break
+        return tuple(found)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return estimate_ms(TransposedTiling.of(WgmmaProduct.of(problem), config), device, _shared_bytes(device))
+        return float(estimate_ms(TransposedTiling.of(WgmmaProduct.of(problem), config), device, _shared_bytes(device)))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = TransposedTiling.of(WgmmaProduct.of(problem), config)

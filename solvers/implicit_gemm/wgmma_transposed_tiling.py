@@ -1,16 +1,21 @@
 """Tilings of kernels_src/implicit_gemm/wgmma_transposed.cu for backward weights, their shortlist and cost model.
 
-M is channels of a tap, N is filters, K is pixels.
+M is channels of a tap, N is filters, K is pixels. A tiling may be a table of many: numbers are arrays then
+(`miofind.solver.columns`).
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from miofind.core.cached import cached_property
+import numpy as np
+
 from miofind.device.device import Device
+from miofind.solver.columns import Columns, Each, chosen, column, holds_all, larger, mapped, smaller
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.wgmma_product import WgmmaProduct
@@ -68,9 +73,9 @@ _EXPOSED = 0.25
 _CLUSTERED = 0.91  # share of the multiprocessors where clusters of four and more find a place
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransposedTiling:
-    """A product cut into tiles as a configuration says. What a ranking asks for often is kept.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TransposedTiling(Columns):
+    """A product cut into tiles as a configuration says.
 
     Attributes:
         product: what is cut.
@@ -83,12 +88,12 @@ class TransposedTiling:
     """
 
     product: WgmmaProduct
-    consumers: int
-    row_blocks: int
-    tile_n: int
-    splits: int
-    cluster_k: int
-    blocks: int
+    consumers: Each
+    row_blocks: Each
+    tile_n: Each
+    splits: Each
+    cluster_k: Each
+    blocks: Each
 
     @staticmethod
     def of(product: WgmmaProduct, config: Config) -> TransposedTiling:
@@ -103,140 +108,143 @@ class TransposedTiling:
             blocks=int(config["blocks"]),
         )
 
-    def split(self, splits: int, cluster_k: int) -> TransposedTiling:
-        """The same with K split otherwise, and with what is kept that this does not change."""
-        made = object.__new__(TransposedTiling)
-        made.__dict__.update(self.__dict__, splits=splits, cluster_k=cluster_k)
-        made.__dict__.pop("work_tiles", None)
-        return made
+    def config(self, place: int) -> Config:
+        """The configuration that one of a table is of."""
+        columns = (self.consumers, self.row_blocks, self.tile_n, self.splits, self.cluster_k, self.blocks)
+        return config_of(*(int(each[place]) for each in columns))
 
-    @property
-    def config(self) -> Config:
-        """The configuration that it is of."""
-        return Config.of(
-            consumers=self.consumers,
-            rows=self.row_blocks,
-            tile_n=self.tile_n,
-            splits=self.splits,
-            shares=self.cluster_k,
-            blocks=self.blocks,
-        )
-
-    @cached_property
-    def tile_m(self) -> int:
+    @column
+    def tile_m(self) -> Each:
         """Rows of a tile."""
         return WGMMA_M * self.consumers * self.row_blocks
 
-    @cached_property
+    @column
     def filters(self) -> int:
         """Columns of one group."""
         return self.product.size_m
 
-    @cached_property
+    @column
     def tap_blocks(self) -> int:
         """Blocks of rows of a tap."""
         return ceil_div(self.product.size_n, BLOCK)
 
-    @cached_property
+    @column
     def padded_m(self) -> int:
         """Rows of one group in whole blocks, all taps together."""
         return BLOCK * self.tap_blocks * math.prod(self.product.taps)
 
-    @cached_property
-    def tiles(self) -> tuple[int, int]:
+    @column
+    def tiles(self) -> tuple[Each, Each]:
         """Tiles of one group along rows and columns."""
         return ceil_div(self.padded_m, self.tile_m), ceil_div(self.filters, self.tile_n)
 
-    @cached_property
+    @column
     def k_tiles(self) -> int:
         """Of the whole K, all pixels."""
         return ceil_div(self.product.size_k, TILE_K)
 
-    @cached_property
-    def work_tiles(self) -> int:
+    @column
+    def work_tiles(self) -> Each:
         """Tiles, or splits of them, that blocks or clusters compute."""
-        return math.prod(self.tiles) * self.product.problem.groups * self.splits
+        along_m, along_n = self.tiles
+        return along_m * along_n * (self.product.problem.groups * self.splits)
 
-    @cached_property
-    def threads(self) -> int:
+    @column
+    def threads(self) -> Each:
         """Of a block: those that multiply, and a warpgroup that loads and transposes."""
         return 128 * (self.consumers + 1)
 
-    @cached_property
-    def stage_bytes(self) -> int:
+    @column
+    def stage_bytes(self) -> Each:
         """Of both operands of a k-tile."""
         return 4 * (self.tile_m + self.tile_n) * TILE_K
 
-    def stages(self, shared_bytes: int) -> int:
+    def stages(self, shared_bytes: int) -> Each:
         """Of the pipeline: as many as a multiprocessor's shared memory holds; 0 if too few."""
         free = (shared_bytes + _ALIGNMENT_BYTES) // self.blocks - 2 * _ALIGNMENT_BYTES - _STATIC_BYTES
-        held = min(free // self.stage_bytes, _STAGES[-1])
-        return held if held >= _STAGES[0] else 0
+        held = smaller(free // self.stage_bytes, _STAGES[-1])
+        return chosen(held >= _STAGES[0], held, 0)
 
-    def shared_bytes(self, stages: int) -> int:
+    def shared_bytes(self, stages: Each) -> Each:
         """Dynamic shared memory."""
         return _ALIGNMENT_BYTES + stages * self.stage_bytes
 
-    def lanes(self, device: Device) -> int:
+    def lanes(self, device: Device) -> Each:
         """Threads of the reduction that add partials of the same elements: more while the device has room for them."""
-        lanes, quads = 1, self.product.problem.output.size // 4
-        while lanes < _MAX_LANES and 2 * lanes * _SPLITS_OF_LANE <= self.splits:
-            if lanes * quads >= max(1, device.sm_count) * _LANES_AT_ONCE:
-                break
-            lanes *= 2
-        return lanes
-
-    def is_valid(self, shared_bytes: int) -> bool:
-        """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
-        return (
-            self.is_filled
-            and self.together > 0
-            and self.stages(shared_bytes) > 0
-            and self._is_divisible()
-            and self._has_cluster(shared_bytes)
-            and max(self.work_tiles, self.k_tiles * self.splits) * self.cluster_k <= _MAX_INT
-            and self.tiles[0] * self.tile_m <= _MAX_INT
-        )
+        quads = self.product.problem.output.size // 4
+        return mapped(functools.partial(_lanes, quads, max(1, device.sm_count) * _LANES_AT_ONCE), self.splits)
 
     @property
-    def is_filled(self) -> bool:
-        """Whether a tile is not mostly empty."""
-        return self.tile_n < 2 * max(BLOCK, self.filters) and self.tile_m < 2 * max(WGMMA_M, self.padded_m)
-
-    @cached_property
     def together(self) -> int:
         """wgmma instructions along K that are begun at once: as many as registers hold beside accumulators, or 0."""
-        if (self.consumers, self.row_blocks) not in _WARPGROUPS or (self.blocks > 1 and self.consumers > 1):
-            return 0
-        return next((count for count in _TOGETHER if self._has_registers(count)), 0)
+        return _together(self.consumers, self.row_blocks, self.tile_n, self.blocks)
 
-    def _has_registers(self, together: int) -> bool:
-        """Whether registers hold the accumulators, and what so many instructions load."""
-        is_long = together > min(_TOGETHER)
-        if self.row_blocks > 1 and (self.tile_n == min(WIDTHS) or is_long):
-            return False  # compilers wait for each product
-        given = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
-        most = (given * (self.consumers + 1) - _COPYING_REGISTERS) // self.consumers // 8 * 8 if given < 248 else given
-        accumulators = self.row_blocks * self.tile_n // 2
-        return accumulators <= 128 and accumulators + 8 * together * self.row_blocks + _OTHER_REGISTERS[is_long] <= most
+    def is_valid(self, shared_bytes: int) -> bool:
+        """Whether the kernel serves one tiling on a multiprocessor with that much shared memory for a block."""
+        return self.together > 0 and bool(self.is_valid_if_held(shared_bytes))
 
-    def _has_cluster(self, shared_bytes: int) -> bool:
+    def is_valid_if_held(self, shared_bytes: int) -> Each:
+        """Whether the kernel serves it if registers hold its accumulators."""
+        return holds_all(self._limits(shared_bytes))
+
+    def _limits(self, shared_bytes: int) -> Iterator[Each]:
+        """Whether each limit is kept."""
+        yield self._is_filled
+        yield self.stages(shared_bytes) > 0
+        yield self._is_divisible
+        yield self._has_cluster(shared_bytes)
+        yield larger(self.work_tiles, self.k_tiles * self.splits) * self.cluster_k <= _MAX_INT
+        yield self.tiles[0] * self.tile_m <= _MAX_INT
+
+    @property
+    def _is_filled(self) -> Each:
+        """Whether a tile is not mostly empty."""
+        return (self.tile_n < 2 * max(BLOCK, self.filters)) & (self.tile_m < 2 * max(WGMMA_M, self.padded_m))
+
+    def _has_cluster(self, shared_bytes: int) -> Each:
         """Whether blocks of a cluster can split K: the pipeline's memory holds their partials."""
-        if self.cluster_k == 1:
-            return True
         pipeline, partials = self.stages(shared_bytes) * self.stage_bytes, 4 * self.tile_n * (self.tile_m + 4)
-        return self.blocks == 1 and self.tile_n % self.cluster_k == 0 and partials <= pipeline
+        may_split = (self.blocks == 1) & (self.tile_n % self.cluster_k == 0) & (partials <= pipeline)
+        return (self.cluster_k == 1) | may_split
 
-    def _is_divisible(self) -> bool:
+    @property
+    def _is_divisible(self) -> Each:
         """Whether K has that many splits, and all partials can be kept."""
-        if self.splits * self.cluster_k == 1:
-            return True
-        if self.k_tiles < 2 * self.splits * self.cluster_k:
-            return False
-        return 4 * self.splits * self.product.problem.output.size <= _MAX_PARTIALS_BYTES
+        is_kept = 4 * self.splits * self.product.problem.output.size <= _MAX_PARTIALS_BYTES
+        parts = self.splits * self.cluster_k
+        return (parts == 1) | ((self.k_tiles >= 2 * parts) & is_kept)
 
 
-def _k_tile_cycles(tiling: TransposedTiling) -> float:
+@functools.lru_cache(maxsize=1 << 12)  # few serve all problems, and to write one as JSON takes longest
+def config_of(consumers: int, rows: int, tile_n: int, splits: int, shares: int, blocks: int) -> Config:
+    """The configuration of ConvImplicitGemmWgmmaTurned with these parameters."""
+    return Config.of(consumers=consumers, rows=rows, tile_n=tile_n, splits=splits, shares=shares, blocks=blocks)
+
+
+def _lanes(quads: int, at_once: int, splits: int) -> int:
+    """Threads that add so many partials of four elements each, where that many run at once."""
+    lanes = 1
+    while lanes < _MAX_LANES and 2 * lanes * _SPLITS_OF_LANE <= splits and lanes * quads < at_once:
+        lanes *= 2
+    return lanes
+
+
+def _together(consumers: int, row_blocks: int, tile_n: int, blocks: int) -> int:
+    """As `TransposedTiling.together`."""
+    if (consumers, row_blocks) not in _WARPGROUPS or (blocks > 1 and consumers > 1):
+        return 0
+    given = min(255, _REGISTERS // (128 * (consumers + 1) * blocks) // 8 * 8)
+    most = (given * (consumers + 1) - _COPYING_REGISTERS) // consumers // 8 * 8 if given < 248 else given
+    accumulators = row_blocks * tile_n // 2
+    for together, others in zip(_TOGETHER, reversed(_OTHER_REGISTERS), strict=True):
+        waits = row_blocks > 1 and (tile_n == min(WIDTHS) or together > min(_TOGETHER))  # compilers, for each product
+        held = accumulators + 8 * together * row_blocks + others
+        if accumulators <= 128 and held <= most and not waits:
+            return together
+    return 0
+
+
+def _k_tile_cycles(tiling: TransposedTiling) -> Each:
     """Cycles of a k-tile where copies are ahead: of moving both operands in shared memory, and of transposing one."""
     tile_m, tile_n = tiling.tile_m, tiling.tile_n
     # Products read columns once for each block of rows; both operands come, rows are read, columns read and written.
@@ -253,58 +261,67 @@ def _moved_ms(product: WgmmaProduct, byte_ms: float) -> float:
     return (problem.bytes - (1 - met) * problem.x.bytes) * byte_ms
 
 
-def estimate_ms(tiling: TransposedTiling, device: Device, shared_bytes: int) -> float:
+def estimate_ms(tiling: TransposedTiling, device: Device, shared_bytes: int) -> Each:
     """Milliseconds of all launches of a tiling on a device with that much shared memory, with a cold L2 cache."""
     problem, byte_ms = tiling.product.problem, 1e3 / device.bandwidth_bytes_per_s
     blocks, splits, cluster_k = tiling.work_tiles * tiling.cluster_k, tiling.splits, tiling.cluster_k
-    processors = max(1, int((_CLUSTERED if cluster_k > 2 else 1) * device.sm_count))
+    clustered = max(1, int(_CLUSTERED * device.sm_count))
+    processors = chosen(cluster_k > 2, clustered, max(1, device.sm_count))
     step = _k_tile_cycles(tiling)
-    alone = max(step, (_LATENCY_CYCLES + step) / max(1, tiling.stages(shared_bytes)))
+    alone = larger(step, (_LATENCY_CYCLES + step) / larger(1, tiling.stages(shared_bytes)))
     steps, tile_bytes = ceil_div(tiling.k_tiles, splits * cluster_k), 4 * tiling.tile_m * tiling.tile_n
     turns = ceil_div(blocks, processors)
     one = ceil_div(blocks, processors * tiling.blocks) * (steps * alone + _TILE_CYCLES)
-    busy = max(one, turns * (steps * step + _SHARED_TILE_CYCLES)) + turns * tile_bytes / cluster_k / _WRITTEN_BYTES
+    busy = larger(one, turns * (steps * step + _SHARED_TILE_CYCLES)) + turns * tile_bytes / cluster_k / _WRITTEN_BYTES
     busy_ms, moved_ms = 1e3 * busy / _CLOCK_HZ, _moved_ms(tiling.product, byte_ms)
-    ms = _FIRST_MS + max(busy_ms, moved_ms) + _EXPOSED * min(busy_ms, moved_ms)
-    if cluster_k > 1:
-        ms += _CLUSTER_MS + 1e3 * tile_bytes / _CLUSTER_PARTIALS_BYTES / _CLOCK_HZ
-        ms += _LARGE_CLUSTER_MS if cluster_k > 4 else 0
-    if splits > 1:
-        lanes = tiling.lanes(device)
-        spared = _SPARED * (splits - splits / lanes - (lanes > 1))
-        ms += (
-            _LAUNCH_MS + _PARTIALS_MOVED * 4 * splits * problem.output.size * byte_ms + _PARTIAL_MS * (splits - spared)
-        )
-    return ms
+    ms = _FIRST_MS + larger(busy_ms, moved_ms) + _EXPOSED * smaller(busy_ms, moved_ms)
+    in_cluster = _CLUSTER_MS + 1e3 * tile_bytes / _CLUSTER_PARTIALS_BYTES / _CLOCK_HZ
+    ms = ms + chosen(cluster_k > 1, in_cluster, 0.0) + chosen(cluster_k > 4, _LARGE_CLUSTER_MS, 0.0)
+    lanes = tiling.lanes(device)
+    spared = _SPARED * (splits - splits / lanes - (lanes > 1))
+    moved = _PARTIALS_MOVED * 4 * splits * problem.output.size * byte_ms
+    return ms + chosen(splits > 1, _LAUNCH_MS + moved + _PARTIAL_MS * (splits - spared), 0.0)
 
 
-def shortlisted_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[TransposedTiling]:
+_TILES = np.array(
+    [
+        (*warpgroups, tile_n, blocks)
+        for warpgroups, tile_n, blocks in itertools.product(_WARPGROUPS, WIDTHS, (1, 2))
+        if _together(*warpgroups, tile_n, blocks)
+    ]
+).T
+_CLUSTER_K, _TURNS = np.array(
+    [
+        (cluster_k, turns)
+        for cluster_k in CLUSTER_SPLITS
+        for turns in range((_FULL_DEVICES if cluster_k == 1 else 1) + 1)
+    ]
+).T[:, :, None]
+"""How a tile's sum may be spread: over a cluster of blocks, and over splits that fill the device in so many turns, of
+which none stands for all pixels at once."""
+
+
+def short_list(product: WgmmaProduct, device: Device, shared_bytes: int) -> TransposedTiling:
     """Valid tilings that are good for some problem: all pixels at once, and in splits that fill the device in turns."""
-    for consumers, row_blocks in _WARPGROUPS:
-        for tile_n in WIDTHS:
-            for blocks in (1, 2) if consumers == 1 else (1,):
-                tile = TransposedTiling(
-                    product=product,
-                    consumers=consumers,
-                    row_blocks=row_blocks,
-                    tile_n=tile_n,
-                    splits=1,
-                    cluster_k=1,
-                    blocks=blocks,
-                )
-                if tile.is_valid(shared_bytes):
-                    yield from _splits(tile, device, shared_bytes)
-
-
-def _splits(tile: TransposedTiling, device: Device, shared_bytes: int) -> Iterator[TransposedTiling]:
-    """All pixels at once, and in splits that fill the device in turns."""
-    at_once = max(1, device.sm_count) * tile.blocks
-    for cluster_k in CLUSTER_SPLITS:
-        found = {1}
-        for turns in range(1, (_FULL_DEVICES if cluster_k == 1 else 1) + 1):
-            most = min(turns * at_once // (tile.work_tiles * cluster_k), tile.k_tiles // (2 * cluster_k))
-            found.add(max((count for count in SPLITS if count <= most), default=1))
-        for splits in sorted(found):
-            tiling = tile.split(splits, cluster_k)
-            if (cluster_k == 1 or tiling.work_tiles * cluster_k <= at_once) and tiling.is_valid(shared_bytes):
-                yield tiling
+    consumers, row_blocks, tile_n, blocks = _TILES
+    tiles = TransposedTiling(
+        product=product, consumers=consumers, row_blocks=row_blocks, tile_n=tile_n, splits=1, cluster_k=1, blocks=blocks
+    )
+    at_once = max(1, device.sm_count) * blocks
+    most = np.minimum(_TURNS * at_once // (tiles.work_tiles * _CLUSTER_K), tiles.k_tiles // (2 * _CLUSTER_K))
+    places = np.searchsorted(SPLITS, most, side="right")
+    splits = np.array(SPLITS)[np.maximum(places, 1) - 1]
+    spread = tiles.but(splits=splits, cluster_k=_CLUSTER_K)
+    is_taken = spread.is_valid_if_held(shared_bytes)
+    is_taken &= (_CLUSTER_K == 1) | (spread.work_tiles * _CLUSTER_K <= at_once)
+    is_taken[1:] &= (splits[1:] > splits[:-1]) | (_CLUSTER_K[1:] > _CLUSTER_K[:-1])  # each number once
+    at, how = np.nonzero(is_taken.T)
+    return TransposedTiling(
+        product=product,
+        consumers=consumers[at],
+        row_blocks=row_blocks[at],
+        tile_n=tile_n[at],
+        splits=splits[how, at],
+        cluster_k=_CLUSTER_K[how, 0],
+        blocks=blocks[at],
+    )

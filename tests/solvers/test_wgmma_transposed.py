@@ -133,7 +133,6 @@ def test_default_configurations_fill_the_device() -> None:
     product = WgmmaProduct.of(problem)
     for config in SOLVER.default_configs(problem, H200)[:3]:
         tiling = TransposedTiling.of(product, config)
-        assert tiling.config == config
         assert tiling.tile_m * tiling.tile_n >= 128 * 128
         assert tiling.work_tiles / (132 * -(-tiling.work_tiles // 132)) > 0.8
 
