@@ -9,9 +9,11 @@ import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.columns import divisor, larger, smaller
+from miofind.solver.columns import Integers, Numbers, divisor, larger, smaller
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Applicability, KernelKey
 from miofind.solver.steps import Config
@@ -160,25 +162,24 @@ def pixel_pitch(channels: int, itemsize: int, vector: int, step: int, runs: int)
         step: pixels between those that neighbouring groups of lanes read.
         runs: lanes of a group, which read one pixel.
     """
-    least, unit = round_up(channels * itemsize, _COPY_BYTES), _COPY_BYTES
-    pitches = range(least, least + _BANK_BYTES, unit)
-    best = min(pitches, key=lambda pitch: (bank_conflicts(pitch, vector * itemsize, step, runs), pitch))
-    return best // itemsize
+    least = round_up(channels * itemsize, _COPY_BYTES)
+    pitches = np.arange(least, least + _BANK_BYTES, _COPY_BYTES)
+    best = np.argmin(bank_conflicts(pitches, vector * itemsize, step, runs))
+    return int(pitches[best]) // itemsize
 
 
-@functools.lru_cache(maxsize=4096)
-def bank_conflicts(pitch_bytes: int, bytes_read: int, step: int, runs: int) -> float:
-    """Cycles of shared memory for a warp's read, over those that as many bytes take at least."""
-    lanes = min(32, max(1, _BANK_BYTES // bytes_read))
-    cycles = 0
-    for first in range(0, 32, lanes):
-        words: dict[int, set[int]] = {}
-        for lane in range(first, first + lanes):
-            at = lane // runs * step * pitch_bytes + lane % runs * bytes_read
-            for word in range(at // 4, (at + bytes_read - 1) // 4 + 1):
-                words.setdefault(word % 32, set()).add(word)
-        cycles += max(len(rows) for rows in words.values())
-    return cycles / (32 // lanes)
+def bank_conflicts(pitches_bytes: Integers, bytes_read: int, step: int, runs: int) -> Numbers:
+    """By pitch, cycles of shared memory for a warp's reads, over those that as many bytes take at least."""
+    lane = np.arange(32)
+    at = np.multiply.outer(pitches_bytes, lane // runs * step) + lane % runs * bytes_read
+    phases = max(1, 32 * bytes_read // _BANK_BYTES)
+    words = np.add.outer(at, np.arange(0, bytes_read, 4)) // 4
+    words = np.sort(words.reshape(len(pitches_bytes) * phases, -1))
+    is_new = np.diff(words, prepend=-1) > 0  # lanes that read the same word read it at once
+    banks = words % 32 + np.arange(0, 32 * len(words), 32)[:, None]
+    met = np.bincount(banks[is_new], minlength=32 * len(words)).reshape(-1, phases, 32)
+    conflicts: Numbers = met.max(axis=2).mean(axis=1)
+    return conflicts
 
 
 def refuse_rows(problem: ProblemDescription) -> Applicability:

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -116,10 +117,12 @@ def test_shares_are_whole_units_within_the_limit(total: int, most: int, unit: in
 
 
 def test_bank_conflicts_of_known_accesses() -> None:
-    assert bank_conflicts(128, 4, 1, 32) == 1  # neighbouring words
-    assert bank_conflicts(128, 4, 1, 1) == 32  # a word of each row of banks
-    assert bank_conflicts(64, 4, 4, 16) == 2  # two halves of a warp a multiple of 128 bytes apart
-    assert bank_conflicts(80, 4, 4, 16) == 1  # and an odd multiple of 64
+    assert bank_conflicts(np.array([128]), 4, 1, 32) == 1  # neighbouring words
+    assert bank_conflicts(np.array([128]), 4, 1, 1) == 32  # a word of each row of banks
+    # Two halves of a warp a multiple of 128 bytes apart, and an odd multiple of 64.
+    assert bank_conflicts(np.array([64, 80]), 4, 4, 16).tolist() == [2, 1]
+    assert bank_conflicts(np.array([128]), 2, 1, 16) == 2  # a row of banks and the next
+    assert bank_conflicts(np.array([256]), 16, 1, 16) == 1  # in as many phases as the bytes take
 
 
 @pytest.mark.parametrize("channels", [16, 32, 48, 64, 72, 112, 128])
@@ -129,7 +132,8 @@ def test_pitches_hold_a_pixel_and_conflict_less_than_tight_ones(channels: int, v
     pitch, runs = pixel_pitch(channels, 2, vector, step, channels // vector), channels // vector
     assert pitch >= channels
     assert pitch % 8 == 0
-    assert bank_conflicts(2 * pitch, 2 * vector, step, runs) <= bank_conflicts(2 * channels, 2 * vector, step, runs)
+    found, tight = bank_conflicts(2 * np.array([pitch, channels]), 2 * vector, step, runs)
+    assert found <= tight
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
