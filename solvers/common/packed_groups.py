@@ -268,11 +268,6 @@ def raw_bytes(tensor: TensorDescriptor, patch: tuple[int, int], first_column: in
     return chosen(whole, 2 * math.prod(tensor.shape[2:]), of_patch)
 
 
-def is_ample(value: int, menu: Sequence[int], needed: int) -> bool:
-    """Whether a smaller choice would do too, so that this one computes the same or more."""
-    return value > least_ample(menu, needed)
-
-
 def least_ample(menu: Sequence[int], needed: int) -> float:
     """The smallest choice that does; infinite where none does."""
     return min((other for other in menu if needed <= other), default=math.inf)

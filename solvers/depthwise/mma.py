@@ -11,14 +11,15 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.examples import depthwise_example
-from miofind.solvers.common.packed_groups import SOURCE, is_ample
+from miofind.solvers.common.packed_groups import SOURCE, least_ample
 from miofind.solvers.depthwise.mma_tiling import KEYS, DepthwiseTiling, refuse_mma, unbalance, unit_axes
 
 _DEFAULTS = 8
@@ -105,20 +106,19 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTilin
     taps = halves * height.taps * width.taps
     slots = walks * (products * _PRODUCT_SLOTS + loads + stores) + copies * _COPY + warps * (taps * _TAP + 100)
     shared = walks * (4 * loads + stores / 4) + 4 * copies
-    busy = max(slots / _SLOTS, shared, walks * products * _PRODUCT)
+    busy = larger(larger(slots / _SLOTS, shared), walks * products * _PRODUCT)
     alone = _BLOCK_LATENCY + taps * _TAP + 32 * copies * _COPY / tiling.threads
     alone += tiling.iterations * (products * _PRODUCT_LATENCY + walked * _ROW_LATENCY * width.phases)
     cycles = cycles_of_waves(
-        tiling.blocks, resident, device, lambda blocks: max(blocks * busy * unbalance(blocks * warps), alone)
+        tiling.blocks, resident, device, lambda blocks: larger(blocks * busy * unbalance(blocks * warps), alone)
     )
     processing = 1e3 * cycles / device.clock_hz
-    again = max(0.0, 512 * copies * tiling.blocks - problem.bytes / 2)
+    again = larger(0.0, 512 * copies * tiling.blocks - problem.bytes / 2)
     through = problem.bytes * (1 + 4 / tiling.channels) + _AGAIN * again
-    if halves == 1:
-        through += problem.output.bytes  # 8 channels are half of a sector, which counts as a whole one
+    through += chosen(halves == 1, problem.output.bytes, 0)  # 8 channels: half of a sector, which counts as a whole one
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    together = min(resident, ceil_div(tiling.blocks, device.sm_count))
-    return max(memory, processing) + min(memory, processing) * (_SERIAL_SHARE + _ALONE / together)
+    together = smaller(resident, ceil_div(tiling.blocks, device.sm_count))
+    return larger(memory, processing) + smaller(memory, processing) * (_SERIAL_SHARE + _ALONE / together)
 
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
@@ -133,6 +133,11 @@ _SHORT_LIST = (
     ),
     Config.of(rows=2, columns=8, images=1, channels=16, warp_channels=8),
 )
+
+
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable(_SHORT_LIST)
 
 
 class ConvDepthwiseMma(Solver):
@@ -197,28 +202,39 @@ class ConvDepthwiseMma(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         height, width = unit_axes(problem)
-        rows, images, channels = (config[name] for name in ("rows", "images", "channels"))
-        if is_ample(rows, _ROWS, height.outputs) or is_ample(config["columns"], _COLUMNS, width.outputs):
-            return False
-        if images >= 2 * problem.n or is_ample(channels, _CHANNELS, problem.c):
-            return False
         tiling = DepthwiseTiling.of(problem, config)
-        if tiling.products > _MAX_PRODUCTS and rows > min(_ROWS):
-            return False
-        if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
-            return False
-        return tiling.registers <= _MAX_REGISTERS and _resident(tiling, device) > 0
+        is_valid: bool = (
+            (tiling.rows <= least_ample(_ROWS, height.outputs))
+            & (config["columns"] <= least_ample(_COLUMNS, width.outputs))
+            & (tiling.images < 2 * problem.n)
+            & (tiling.channels <= least_ample(_CHANNELS, problem.c))
+            & ((tiling.products <= _MAX_PRODUCTS) | (tiling.rows == min(_ROWS)))
+            & (tiling.tiles[1] * tiling.tiles[2] <= _MAX_GRID)
+            & (tiling.tiles[3] <= _MAX_GRID)
+            & (tiling.registers <= _MAX_REGISTERS)
+            & (_resident(tiling, device) > 0)
+        )
+        return is_valid
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, _SHORT_LIST)
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         # The best of each shape of a warp's and a block's work: estimates of one shape err alike.
-        best: dict[tuple[int, int, int], Config] = {}
-        for config in ranked:
-            best.setdefault((config["warp_channels"], config["rows"], config["channels"]), config)
-        return tuple(best.values())[:_DEFAULTS]
+        best: dict[tuple[int, int, int], EstimatedConfig] = {}
+        for each in self._ranked(problem, device):
+            config = each.config
+            best.setdefault((config["warp_channels"], config["rows"], config["channels"]), each)
+            if len(best) == _DEFAULTS:
+                break
+        return tuple(best.values())
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+        """The short list as far as it is valid, the least estimate first."""
+        return self.ranked_valid(problem, device, _short_list())
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = DepthwiseTiling.of(problem, config)

@@ -108,7 +108,8 @@ def pairs_of(outputs: int, columns: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthwiseTiling:
-    """A configuration applied to a problem, forward or backward data: what the kernel's constants come to.
+    """A configuration applied to a problem, forward or backward data: what the kernel's constants come to; of a table
+    of configurations, arrays.
 
     Attributes:
         axes: rows and columns.
@@ -147,26 +148,21 @@ class DepthwiseTiling:
         return math.prod(self.tiles)
 
     @staticmethod
-    @functools.lru_cache(maxsize=1024)  # to be valid and to be estimated, a configuration is asked for twice
     def of(problem: ProblemDescription, config: Config) -> DepthwiseTiling:
         height, width = axes = unit_axes(problem)
         rows, images, channels = (config[name] for name in ("rows", "images", "channels"))
         pairs = pairs_of(width.outputs, config["columns"])
-        row_tiles = ceil_div(height.outputs, rows)
-        met = (rows - 1) * height.stride + height.reach + 1
-        if row_tiles == 1:
-            size = problem.lifted(2).tensor(_source(problem)).shape[2]
-            met = max(1, min(met, size - height.first) - max(0, -height.first))
+        planar, row_tiles = problem.lifted(2), ceil_div(height.outputs, rows)
+        met = _staged_rows(height, rows, planar.tensor(_source(problem)).shape[2])
         pixels = PairedPixels.of(width, images=images, rows=met, pairs=pairs, channels=channels)
-        planar = problem.lifted(2)
         of_phase = width.phases // math.gcd(width.phases, planar.conv.dilation[1])
         taps = ceil_div(width.taps, of_phase)  # of a phase, at most
         halves = config["warp_channels"] // _BLOCK
         fragments = ceil_div(taps, 2)
-        ahead = fragments * (7 if halves * height.taps * width.taps <= _LOADED_AHEAD else 3)
-        sums = min(rows, height.reach // height.stride + 1) * height.phases
+        ahead = fragments * chosen(halves * height.taps * width.taps <= _LOADED_AHEAD, 7, 3)
+        sums = smaller(rows, height.reach // height.stride + 1) * height.phases
         if planar.conv.dilation[0] == 1:
-            sums = min(height.taps, sums)
+            sums = smaller(height.taps, sums)
         held = halves * (4 * sums + 13 * height.taps * taps // 10 + ahead)
         held += epilogue_registers(problem, 2 * halves, 2 * _BLOCK * halves)
         return DepthwiseTiling(
@@ -237,10 +233,7 @@ class DepthwiseWeightsTiling:
         height, width = unit_axes(problem)
         rows, images, channels = config["rows"], config["images"], config["channels"]
         pairs = pairs_of(width.outputs, config["columns"])
-        row_tiles = ceil_div(height.outputs, rows)
-        met = (rows - 1) * height.stride + height.reach + 1
-        inside = smaller(met, problem.lifted(2).spatial[0] - height.first) - max(0, -height.first)
-        met = chosen(row_tiles == 1, larger(1, inside), met)
+        row_tiles, met = ceil_div(height.outputs, rows), _staged_rows(height, rows, problem.lifted(2).spatial[0])
         x = PairedPixels.of(width, images=images, rows=met, pairs=pairs, channels=channels)
         single = replace(width, stride=1, reach=0)
         dy = PairedPixels.of(single, images=images, rows=rows, pairs=pairs, channels=channels)
@@ -264,6 +257,13 @@ class DepthwiseWeightsTiling:
             channel_tiles=ceil_div(problem.c, channels),
             tiles=(row_tiles, ceil_div(width.outputs, 2 * pairs), ceil_div(problem.n, images)),
         )
+
+
+def _staged_rows(height: GroupedAxis, rows: int, size: int) -> int:
+    """Rows of an image of `size` that a tile of so many rows of outputs meets, without padding if there is one tile."""
+    met = (rows - 1) * height.stride + height.reach + 1
+    inside = smaller(met, size - height.first) - max(0, -height.first)
+    return chosen(ceil_div(height.outputs, rows) == 1, larger(1, inside), met)
 
 
 def _dilated(problem: ProblemDescription) -> int:
