@@ -52,12 +52,11 @@ def column_plans(problem: ProblemDescription, device: Device, images: int) -> tu
     They differ in the number of partial sums, powers of two and `images`: each product reads and writes every one, and
     the last step reads them once more, so that few mean many small products and many mean traffic.
     """
-    lifted = problem.lifted(3)
-    plan = ColumnPlan(problem=lifted, images=images)
+    plan = ColumnPlan(problem=problem, images=images)
     if not plan.needs_slots:
         return () if refuse_plan(plan).refused else (plan,)
     counts = sorted({1 << i for i in range(images.bit_length())} | {images})
-    plans = [ColumnPlan(problem=lifted, images=images, slots=count) for count in counts]
+    plans = [ColumnPlan(problem=problem, images=images, slots=count) for count in counts]
     return tuple(
         sorted(
             (plan for plan in plans if not refuse_plan(plan).refused),

@@ -50,7 +50,7 @@ class ColumnPlan:
     What a choice among plans asks for often is kept.
 
     Attributes:
-        problem: lifted to three spatial dimensions.
+        problem: of any number of spatial dimensions; the kernels see three.
         images: images a chunk.
         slots: partial sums of backward weights kept side by side where images do not merge into one matrix.
     """
@@ -289,7 +289,7 @@ class ColumnPlan:
 
     @property
     def _defines(self) -> tuple[tuple[str, str | int], ...]:
-        p = self.problem
+        p = self.problem.lifted(3)
         named = (("FILTER", p.filter), ("STRIDE", p.conv.stride), ("DILATION", p.conv.dilation))
         return (
             ("ELEMENT", p.x.dtype.value),
@@ -324,7 +324,7 @@ class ColumnPlan:
 
     @property
     def _shape(self) -> Struct:
-        p = self.problem
+        p = self.problem.lifted(3)
         depth, height, width = p.spatial
         out_depth, out_height, out_width = p.out_spatial
         pad_front, pad_top, pad_left = p.conv.pad_before

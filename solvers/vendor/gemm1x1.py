@@ -113,7 +113,7 @@ class ConvGemm1x1(Solver):
 
 
 def _plan(problem: ProblemDescription, slots: int) -> ColumnPlan:
-    return ColumnPlan(problem=problem.lifted(3), images=problem.n, slots=slots)
+    return ColumnPlan(problem=problem, images=problem.n, slots=slots)
 
 
 SOLVERS = (ConvGemm1x1(),)

@@ -132,7 +132,7 @@ class ConvIm2colGemm(Solver):
 
 
 def _plan(problem: ProblemDescription, images: int, slots: int = 1) -> ColumnPlan:
-    return ColumnPlan(problem=problem.lifted(3), images=images, slots=slots)
+    return ColumnPlan(problem=problem, images=images, slots=slots)
 
 
 def _plan_of(problem: ProblemDescription, config: Config) -> ColumnPlan:
