@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.columns import ConfigTable, chosen, is_config, larger, smaller
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -48,6 +50,7 @@ _MAX_PRODUCTS = 3200
 _MAX_WINDOW = 32
 _MAX_LANES = 16
 _FEW_THREADS = 128
+_DEFAULTS = 8
 _MAX_WORKSPACE_BYTES = 64 << 20
 
 SHAPE = StructType(
@@ -66,7 +69,7 @@ SHAPE = StructType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tiling:
-    """A configuration applied to a problem: what the kernel's constants come to.
+    """A configuration applied to a problem: what the kernel's constants come to; of a table of them, arrays.
 
     Attributes:
         channels: of x that a block takes.
@@ -106,10 +109,10 @@ class _Tiling:
         column_groups = ceil_div(width.units(backward=False), columns)
         row_blocks = ceil_div(height.units(backward=False), rows)
         items = column_groups * row_blocks * height.y_step * width.y_step * problem.n
-        slots = max(1, min(config["threads"] // lanes, items))
+        slots = larger(1, smaller(config["threads"] // lanes, items))
         window, taps = width.stride * (columns - 1) + width.taps, height.taps * width.taps
         row_bytes = 4 * slots * width.taps * channels * multiplier
-        staged_filter_rows = max(1, min(height.taps, _STAGED_BYTES // row_bytes))
+        staged_filter_rows = larger(1, smaller(height.taps, _STAGED_BYTES // row_bytes))
         words = (height.stride * window + columns) * ceil_div(vector * itemsize, 4)
         return _Tiling(
             channels=channels,
@@ -119,7 +122,7 @@ class _Tiling:
             column_groups=column_groups,
             row_blocks=row_blocks,
             items=items,
-            iterations=min(config["turns"], ceil_div(items, slots)),
+            iterations=smaller(config["turns"], ceil_div(items, slots)),
             window=window,
             steps=rows + height.span - 1,
             staged_filter_rows=staged_filter_rows,
@@ -149,7 +152,7 @@ class _Tiling:
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
+        return larger(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
 
     @property
     def reduction_lanes(self) -> int:
@@ -252,18 +255,19 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     taps, converts = math.prod(problem.filter), problem.x.dtype is not DataType.FLOAT32
     rows = height.units(backward=False) / tiling.row_blocks
     steps = rows + height.span - 1
-    met = min(steps * height.stride, height.x_size / tiling.row_blocks + height.taps - 1)
+    met = smaller(steps * height.stride, height.x_size / tiling.row_blocks + height.taps - 1)
     reads = met * tiling.window + steps * columns
     item = reads * (_READ + _CONVERT * converts * vector) + rows * taps * columns * vector * _PRODUCT
     per_warp = iterations * item + taps * vector * _SUM
     alone = iterations * (_ITEM_WAIT + met * _ROW_WAIT / config["ahead"])
     blocks = ceil_div(tiling.blocks, device.sm_count)
-    waves = max(1.0, blocks / tiling.resident(device))
+    waves = larger(1.0, blocks / tiling.resident(device))
     cycles = blocks * tiling.threads / 128 * per_warp + waves * alone
-    return float(1e3 * cycles / device.clock_hz)
+    busy_ms: float = 1e3 * cycles / device.clock_hz
+    return busy_ms
 
 
-# What default_configs ranks by estimate, after those that are valid wherever one is.
+# What default_configs ranks by estimate: those that are valid wherever one is, then others.
 _FALLBACKS = tuple(
     Config.of(vector=1, channels=32, columns=1, rows=rows, threads=128, turns=turns, ahead=1)
     for rows, turns in ((28, 8), (7, 1))
@@ -284,18 +288,24 @@ _SHORT_LIST = tuple(
 )
 
 
+@functools.cache
+def _short_list() -> ConfigTable:
+    return ConfigTable((*_FALLBACKS, *_SHORT_LIST))
+
+
 def _is_economical(problem: ProblemDescription, config: Config, tiling: _Tiling) -> bool:
     """Whether no smaller value of a parameter does the same, and lanes of a block leave room for several items."""
     height, width = row_axes(problem)
-    if config["channels"] >= 2 * max(32, problem.c) or config["rows"] >= 2 * max(4, height.units(backward=False)):
-        return False
-    if config["columns"] >= 2 * width.units(backward=False) or config["turns"] > tiling.iterations:
-        return False
-    if config["threads"] > _FEW_THREADS and tiling.lanes * tiling.slots <= _FEW_THREADS:
-        return False
-    if tiling.lanes > max(64, 32 * problem.k // problem.c):
-        return False
-    return bool(config["ahead"] < tiling.steps)
+    is_economical: bool = (
+        (config["channels"] < 2 * max(32, problem.c))
+        & (config["rows"] < 2 * max(4, height.units(backward=False)))
+        & (config["columns"] < 2 * width.units(backward=False))
+        & (config["turns"] <= tiling.iterations)
+        & ((config["threads"] <= _FEW_THREADS) | (tiling.lanes * tiling.slots > _FEW_THREADS))
+        & (tiling.lanes <= max(64, 32 * problem.k // problem.c))
+        & (config["ahead"] < tiling.steps)
+    )
+    return is_economical
 
 
 class ConvDepthwiseChannelsLastWeights(Solver):
@@ -347,38 +357,46 @@ class ConvDepthwiseChannelsLastWeights(Solver):
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if problem.c % config["vector"] or (problem.k != problem.c and config["vector"] > 1):
-            return False
-        tiling = _Tiling.of(problem, config)
-        if config not in _FALLBACKS and not _is_economical(problem, config, tiling):
-            return False
-        if tiling.products > _MAX_PRODUCTS or tiling.registers > _MAX_REGISTERS or tiling.window > _MAX_WINDOW:
-            return False
-        if tiling.threads > 1024 or tiling.threads * round_up(tiling.registers, 8) > 65536:
-            return False
-        if tiling.items > MAX_ELEMENTS or tiling.blocks > MAX_ELEMENTS:
-            return False
-        if tiling.split_k(problem).bytes > max(_MAX_WORKSPACE_BYTES, problem.x.bytes):
-            return False
-        return tiling.shared_bytes <= _STAGED_BYTES
+        tiling, vector = _Tiling.of(problem, config), config["vector"]
+        is_fallback = functools.reduce(operator.or_, (is_config(config, fallback) for fallback in _FALLBACKS))
+        is_valid: bool = (
+            (problem.c % vector == 0)
+            & ((problem.k == problem.c) | (vector == 1))
+            & (is_fallback | _is_economical(problem, config, tiling))
+            & (tiling.products <= _MAX_PRODUCTS)
+            & (tiling.registers <= _MAX_REGISTERS)
+            & (tiling.window <= _MAX_WINDOW)
+            & (tiling.threads <= 1024)
+            & (tiling.threads * round_up(tiling.registers, 8) <= 65536)
+            & (larger(tiling.items, tiling.blocks) <= MAX_ELEMENTS)
+            & (tiling.split_k(problem).bytes <= max(_MAX_WORKSPACE_BYTES, problem.x.bytes))
+            & (tiling.shared_bytes <= _STAGED_BYTES)
+        )
+        return is_valid
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, (*_FALLBACKS, *_SHORT_LIST))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         # The best of each shape of a thread's work: estimates of one shape err alike.
-        best: dict[tuple[int, int, int], Config] = {}
-        for config in ranked:
-            best.setdefault((config["vector"], config["columns"], config["rows"]), config)
-        return tuple(best.values())[:8]
+        best: dict[tuple[int, int, int], EstimatedConfig] = {}
+        for each in self._ranked(problem, device):
+            best.setdefault((each.config["vector"], each.config["columns"], each.config["rows"]), each)
+            if len(best) == _DEFAULTS:
+                break
+        return tuple(best.values())
+
+    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+        """The short list as far as it is valid, the least estimate first."""
+        return self.ranked_valid(problem, device, _short_list())
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)
         busy_ms = _busy_ms(problem, config, device)
         moved_ms = 1e3 * problem.bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-        launches_ms = _LAUNCH_MS
-        if tiling.splits > 1:
-            partial_bytes = tiling.split_k(problem).bytes
-            launches_ms += _REDUCTION_MS + 1e3 * _PARTIALS_COST * partial_bytes / device.bandwidth_bytes_per_s
-        return launches_ms + max(busy_ms, moved_ms) + _SERIAL_SHARE * min(busy_ms, moved_ms)
+        partials_ms = 1e3 * _PARTIALS_COST * tiling.split_k(problem).bytes / device.bandwidth_bytes_per_s
+        launches_ms = _LAUNCH_MS + chosen(tiling.splits > 1, _REDUCTION_MS + partials_ms, 0.0)
+        return launches_ms + larger(busy_ms, moved_ms) + _SERIAL_SHARE * smaller(busy_ms, moved_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)

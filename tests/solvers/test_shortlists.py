@@ -17,7 +17,14 @@ from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
 from miofind.solvers.common.product_tiles import ProductBlock, alike, block_kinds
 from miofind.solvers.common.wgmma_product import WgmmaProduct
-from miofind.solvers.depthwise import channels_first, channels_first_weights, channels_last, mma, mma_weights
+from miofind.solvers.depthwise import (
+    channels_first,
+    channels_first_weights,
+    channels_last,
+    channels_last_weights,
+    mma,
+    mma_weights,
+)
 from miofind.solvers.direct import tiled_weights
 from miofind.solvers.few_channels.solver import FewChannelsSolver
 from miofind.solvers.grouped import nchw, nchw_weights, nhwc, nhwc_weights
@@ -188,6 +195,7 @@ LISTED = {
     "ConvDepthwiseChannelsFirst": channels_first._SHORT_LIST,
     "ConvDepthwiseChannelsFirstWeights": channels_first_weights._SHORT_LIST,
     "ConvDepthwiseChannelsLast": (*channels_last._FALLBACKS, *channels_last._SHORT_LIST),
+    "ConvDepthwiseChannelsLastWeights": (*channels_last_weights._FALLBACKS, *channels_last_weights._SHORT_LIST),
     "ConvDepthwiseMma": mma._SHORT_LIST,
     "ConvDepthwiseMmaWeights": mma_weights._SHORT_LIST,
     "ConvGrouped": nhwc._SHORT_LIST,
