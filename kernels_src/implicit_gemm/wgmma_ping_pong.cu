@@ -45,9 +45,9 @@ struct Phase {
 
 // Blocks take `tiles`: of some pixels of a phase, `filter_tiles` tiles of filters one after another; the grid is a
 // multiple of these where filters stay. Then come, PHASES_IN_TURN, other phases of those pixels, `phase_step` in all,
-// each time another one first, as a block may come to one place of them alone; else other pixels of the phase, of which
-// `phase_step` tiles are. A tap has `chunks` k-tiles. Of a phase taps are `tap_step_h` and `tap_step_w` apart in a
-// filter of rows of `filter_w`. `filters` and `image_pixels` are those of the output, of `images`.
+// each time another one first, since a block may come to one place of them alone; else other pixels of the phase, of
+// which `phase_step` tiles are. A tap has `chunks` k-tiles. Of a phase taps are `tap_step_h` and `tap_step_w` apart in
+// a filter of rows of `filter_w`. `filters` and `image_pixels` are those of the output, of `images`.
 struct Shape {
   SHAPE_FIELDS
 };

@@ -1,6 +1,6 @@
 """The structures of kernels_src/implicit_gemm/tile_scheduler.cuh: the walk over pixels, and the grid of work tiles.
 
-And of what kernels cut strided backward data into.
+And an axis of the phases that kernels cut strided backward data into, which they declare themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ TILE_GRID = StructType(
     "TileGrid", tiles_m=DIVISOR, tiles_n=DIVISOR, splits=DIVISOR, k_tiles="int32", work_tiles="int32"
 )
 PHASE_AXIS = StructType("PhaseAxis", at="int32", first="int32", taps="int32", offset="int32")
+MAX_PHASES = 4
+"""Of strides up to 2 along each axis."""
 NO_PHASE_AXIS = PHASE_AXIS(at=0, first=0, taps=0, offset=0)
 
 

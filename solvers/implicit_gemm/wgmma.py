@@ -41,6 +41,7 @@ from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
 from miofind.solvers.common.statistics import PARTIAL_STATISTICS, partial_statistics, with_statistics
 from miofind.solvers.common.wgmma_product import SWIZZLES_BYTES, NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import (
+    MAX_PHASES,
     NO_PHASE_AXIS,
     PHASE_AXIS,
     PIXEL_WALK,
@@ -62,7 +63,6 @@ _MAX_INT = 2**31 - 1
 _SHARED_BYTES = 227 << 10
 _MAX_DATA_STRIDE = 2
 _DEFAULTS = 8
-_MAX_PHASES = 4  # strides of backward data are up to 2 along each axis
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
 
 PHASE = StructType("Phase", h=PHASE_AXIS, w=PHASE_AXIS, log2_cluster_k="int32")
@@ -84,7 +84,7 @@ SHAPE = StructType(
     dx_width="int32",
     tap_stride_h="int32",
     tap_stride_w="int32",
-    phases=(PHASE, _MAX_PHASES),
+    phases=(PHASE, MAX_PHASES),
     phases_with_taps="int32",
     phase_count="int32",
 )
@@ -197,7 +197,7 @@ def _shape(tiling: WgmmaTiling) -> Struct:
         dx_width=width,
         tap_stride_h=tap_stride_h,
         tap_stride_w=tap_stride_w,
-        phases=tuple(_phase(tiling, number) for number in range(_MAX_PHASES)),
+        phases=tuple(_phase(tiling, number) for number in range(MAX_PHASES)),
         phases_with_taps=len(tiling.phase_cluster_k),
         phase_count=len(product.phases),
     )

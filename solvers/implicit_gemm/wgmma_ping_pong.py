@@ -18,6 +18,7 @@ from miofind.solvers.common.copies import packed_map, pixels_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.wgmma_product import Phase, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import (
+    MAX_PHASES,
     NO_PHASE_AXIS,
     PHASE_AXIS,
     PIXEL_WALK,
@@ -36,7 +37,7 @@ from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import (
 from miofind.solvers.implicit_gemm.wgmma_shared import TiledSolver, epilogue_maps
 
 _SOURCE = "implicit_gemm/wgmma_ping_pong.cu"
-_MAX_DATA_STRIDE, _MAX_PHASES = 2, 4
+_MAX_DATA_STRIDE = 2
 
 PHASE = StructType("Phase", h=PHASE_AXIS, w=PHASE_AXIS)
 _NO_PHASE = PHASE(h=NO_PHASE_AXIS, w=NO_PHASE_AXIS)
@@ -46,7 +47,7 @@ SHAPE = StructType(
     filter_tiles=DIVISOR,
     image_pixels=DIVISOR,
     phase_step=DIVISOR,
-    phases=(PHASE, _MAX_PHASES),
+    phases=(PHASE, MAX_PHASES),
     tiles="int32",
     tap_step_h="int32",
     tap_step_w="int32",
@@ -171,7 +172,7 @@ def _results(tiling: PingPongTiling, buffer: str) -> tuple[TensorMap, ...]:
     """A tile of the output, of `out_channels`, or of what is laid out as that; of each phase, if there are several."""
     if tiling.product.phases > 1:
         phases = tiling.product.product.phases
-        return tuple(_phase_results(tiling, buffer, phases[i % len(phases)]) for i in range(_MAX_PHASES))
+        return tuple(_phase_results(tiling, buffer, phases[i % len(phases)]) for i in range(MAX_PHASES))
     product = tiling.product
     box = Box(sizes=(product.out_channels, 1, tiling.tile_n))
     return (packed_map(product.problem, buffer, (product.results, 1, product.pixels), box),)
@@ -235,7 +236,7 @@ def _shape(tiling: PingPongTiling) -> Struct:
         filter_tiles=divide_by(tiling.filter_tiles),
         image_pixels=divide_by(product.product.image),
         phase_step=divide_by(product.phases if tiling.phases_in_turn else tiling.pixel_tiles),
-        phases=(*phases, *[_NO_PHASE] * (_MAX_PHASES - len(phases))),
+        phases=(*phases, *[_NO_PHASE] * (MAX_PHASES - len(phases))),
         tiles=tiling.tiles,
         tap_step_h=step_h,
         tap_step_w=step_w,

@@ -103,7 +103,7 @@ class Forest:
         return sums
 
     def tree_values(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Each tree's value for each row of features: a row a row, a column a tree."""
+        """Each tree's value for each row of features, as many as `of` was told: a row a row, a column a tree."""
         flat, (count, width) = rows.reshape(-1), rows.shape
         starts = np.repeat(np.arange(count) * width, len(self.roots))
         goes_left = rows.take(self.features[self.roots], axis=1) <= self.thresholds[self.roots]
