@@ -10,10 +10,10 @@ import itertools
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, ClassVar, NamedTuple, Protocol, overload
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,6 +241,19 @@ class RankedTable(Sequence[EstimatedConfig]):
 
     def _made(self, place: int) -> EstimatedConfig:
         return EstimatedConfig(self._table.configs[place], float(self._times[place]))
+
+
+Ranked = TypeVar("Ranked", Config, EstimatedConfig)
+
+
+def first_of_kinds(ranked: Iterable[Ranked], kind: Callable[[Ranked], Hashable], most: int) -> tuple[Ranked, ...]:
+    """The first of each kind, in order, of so many kinds at most; no more is looked at than that takes."""
+    found: dict[Hashable, Ranked] = {}
+    for each in ranked:
+        found.setdefault(kind(each), each)
+        if len(found) == most:
+            break
+    return tuple(found.values())
 
 
 class Solver(ABC):

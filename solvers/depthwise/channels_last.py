@@ -16,7 +16,15 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, mapped, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import (
+    APPLICABLE,
+    OF_IMAGES,
+    Algorithm,
+    Applicability,
+    EstimatedConfig,
+    Solver,
+    first_of_kinds,
+)
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solver.structs import StructType
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -363,14 +371,10 @@ class ConvDepthwiseChannelsLast(Solver):
         return tuple(each.config for each in self.estimated_defaults(problem, device))
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
-        ranked = self._ranked(problem, device)
         # The best of each shape of a thread's work: estimates of one shape err alike.
-        best: dict[tuple[int, int], EstimatedConfig] = {}
-        for each in ranked:
-            best.setdefault((each.config["vector"], each.config["columns"]), each)
-            if len(best) == _DEFAULTS:
-                break
-        return tuple(best.values())
+        return first_of_kinds(
+            self._ranked(problem, device), lambda each: (each.config["vector"], each.config["columns"]), _DEFAULTS
+        )
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> Iterator[EstimatedConfig]:
         """The fallbacks and the short list as far as they are valid, the least estimate first."""

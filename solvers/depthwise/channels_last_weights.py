@@ -17,7 +17,15 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, is_config, larger, smaller
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import (
+    APPLICABLE,
+    OF_WEIGHTS,
+    Algorithm,
+    Applicability,
+    EstimatedConfig,
+    Solver,
+    first_of_kinds,
+)
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -379,12 +387,11 @@ class ConvDepthwiseChannelsLastWeights(Solver):
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         # The best of each shape of a thread's work: estimates of one shape err alike.
-        best: dict[tuple[int, int, int], EstimatedConfig] = {}
-        for each in self._ranked(problem, device):
-            best.setdefault((each.config["vector"], each.config["columns"], each.config["rows"]), each)
-            if len(best) == _DEFAULTS:
-                break
-        return tuple(best.values())
+        return first_of_kinds(
+            self._ranked(problem, device),
+            lambda each: (each.config["vector"], each.config["columns"], each.config["rows"]),
+            _DEFAULTS,
+        )
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""

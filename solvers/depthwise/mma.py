@@ -14,7 +14,15 @@ from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import (
+    APPLICABLE,
+    OF_IMAGES,
+    Algorithm,
+    Applicability,
+    EstimatedConfig,
+    Solver,
+    first_of_kinds,
+)
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
@@ -224,13 +232,11 @@ class ConvDepthwiseMma(Solver):
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         # The best of each shape of a warp's and a block's work: estimates of one shape err alike.
-        best: dict[tuple[int, int, int], EstimatedConfig] = {}
-        for each in self._ranked(problem, device):
-            config = each.config
-            best.setdefault((config["warp_channels"], config["rows"], config["channels"]), each)
-            if len(best) == _DEFAULTS:
-                break
-        return tuple(best.values())
+        return first_of_kinds(
+            self._ranked(problem, device),
+            lambda each: (each.config["warp_channels"], each.config["rows"], each.config["channels"]),
+            _DEFAULTS,
+        )
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""

@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver, first_of_kinds
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
@@ -29,6 +29,7 @@ from miofind.solvers.depthwise.toeplitz_tiling import (
 
 _SHARED_BYTES = 48 << 10
 _ITEMSIZE = 2
+_DEFAULTS = 8
 _MAX_WHOLE = 60  # words of an image that a thread keeps
 _MAX_REGISTERS = 208
 _MAX_PRODUCTS = 1200  # of unrolled code
@@ -294,10 +295,7 @@ class ConvDepthwiseBands(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, (*_SHORT_LIST, *_FALLBACKS))
         # The best of each shape of a block: estimates of one shape err alike.
-        best: dict[tuple[int, ...], Config] = {}
-        for config in ranked:
-            best.setdefault(tuple(config[name] for name in _SHAPE), config)
-        return tuple(best.values())[:8]
+        return first_of_kinds(ranked, lambda config: tuple(config[name] for name in _SHAPE), _DEFAULTS)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         (conv,) = correlations(problem)

@@ -15,7 +15,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver, first_of_kinds
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -39,6 +39,7 @@ from miofind.solvers.depthwise.toeplitz_tiling import (
 _SOURCE = "depthwise/toeplitz_weights.cu"
 _SHARED_BYTES = 48 << 10
 _ITEMSIZE = 2
+_DEFAULTS = 8
 _REDUCTION_THREADS = 128
 _MAX_WHOLE = 60  # words of an image of x that a thread keeps
 _MAX_REGISTERS = 216
@@ -295,10 +296,7 @@ class ConvDepthwiseBandsWeights(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, _SHORT_LIST)
         # The best of each division of images and rows: how many channels a block has matters least.
-        best: dict[tuple[int, ...], Config] = {}
-        for config in ranked:
-            best.setdefault(tuple(config[name] for name in _DIVISION), config)
-        return tuple(best.values())[:8]
+        return first_of_kinds(ranked, lambda config: tuple(config[name] for name in _DIVISION), _DEFAULTS)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)

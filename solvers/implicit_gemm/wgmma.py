@@ -118,11 +118,6 @@ def _nchw_map(product: WgmmaProduct, buffer: str, pixels: int, channels: int, *,
     return _map(product, buffer, sizes, Box(sizes=(pixels, channels, 1)), loads=loads)
 
 
-def _strides(product: WgmmaProduct) -> tuple[int, int]:
-    rows, columns = product.problem.conv.stride
-    return rows, columns
-
-
 def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     """Tensor maps of A, B and the output."""
     product, tile = tiling.product, tiling.tile
