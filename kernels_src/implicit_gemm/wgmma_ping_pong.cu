@@ -1,6 +1,8 @@
-// y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c], channels last, on Hopper's tensor cores (wgmma) with float32
-// accumulators; or, if DATA, dx likewise from dy, with w[k, tap, c] read as its transpose. Strided DATA is cut into
-// PHASES, pixels of dx that are equal modulo the stride, which meet the same taps.
+// y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c] on Hopper's tensor cores (wgmma) with float32 accumulators; or,
+// if DATA, dx likewise from dy, with w[k, tap, c] read as its transpose. Strided DATA is cut into PHASES, pixels of dx
+// that are equal modulo the stride, which meet the same taps. Tensors of pixels are channels last, or CHANNELS_FIRST:
+// then each output meets one pixel, and images are counted as whole units of 64 pixels, of which TMA reads those behind
+// an image's last as zeros, and does not write them.
 // Filters are M, 64 * ROWS a tile; output pixels, counted over all images, of a phase over those of its own, are N,
 // TILE_N a tile. TMA loads pixels in im2col mode, padding as zeros; in boxes where they are ORDERED: each output meets
 // the pixel of its own number and no other. A k-tile is CHANNELS channels of one tap; a stage of a ring of STAGES has
@@ -13,8 +15,11 @@
 #include "common/tile.cuh"
 #include "implicit_gemm/tile_scheduler.cuh"
 
-#if !defined(ELEMENT) || !defined(DATA) || !defined(ORDERED) || !defined(PHASES) || !defined(PHASES_IN_TURN)
-#error "define ELEMENT, DATA, ORDERED, PHASES and PHASES_IN_TURN"
+#if !defined(ELEMENT) || !defined(DATA) || !defined(CHANNELS_FIRST) || !defined(ORDERED)
+#error "define ELEMENT, DATA, CHANNELS_FIRST and ORDERED"
+#endif
+#if !defined(PHASES) || !defined(PHASES_IN_TURN)
+#error "define PHASES and PHASES_IN_TURN"
 #endif
 #if !defined(ROWS) || !defined(TILE_N) || !defined(CHANNELS) || !defined(LAST_K_STEPS) || !defined(OUT_CHANNELS)
 #error "define ROWS, TILE_N, CHANNELS, LAST_K_STEPS and OUT_CHANNELS"
@@ -47,7 +52,8 @@ struct Phase {
 // multiple of these where filters stay. Then come, PHASES_IN_TURN, other phases of those pixels, `phase_step` in all,
 // each time another one first, since a block may come to one place of them alone; else other pixels of the phase, of
 // which `phase_step` tiles are. A tap has `chunks` k-tiles. Of a phase taps are `tap_step_h` and `tap_step_w` apart in
-// a filter of rows of `filter_w`. `filters` and `image_pixels` are those of the output, of `images`.
+// a filter of rows of `filter_w`. `filters` and `image_pixels` are those of the output, of `images`; CHANNELS_FIRST the
+// pixels are those of whole units.
 struct Shape {
   SHAPE_FIELDS
 };
@@ -56,8 +62,15 @@ constexpr int kConsumers = 2, kThreads = 128 * kConsumers + 128, kSteps = CHANNE
 constexpr bool kKeepsFilters = KEPT_TILES > 0, kStrided = PHASES > 1;
 static_assert(DATA || !kStrided, "only pixels of dx are cut into phases");
 
-// A stage: pixels of CHANNELS channels, swizzled over as many bytes as these are, then filters if they do not stay.
+// Of CHANNELS_FIRST: pixels that are copied together, a row of a swizzle of each channel.
+constexpr int kUnit = 64, kUnits = TILE_N / kUnit, kUnitRowBytes = 2 * kUnit;
+static_assert(!CHANNELS_FIRST || (ORDERED && !kStrided && TILE_N % kUnit == 0),
+              "with channels first each output meets one pixel, and a tile is whole units");
+
+// A stage: pixels of CHANNELS channels, swizzled over as many bytes as these are, or units of pixels one after another,
+// of a row for each channel; then filters if they do not stay.
 constexpr int kPixelBytes = 2 * CHANNELS, kPixelsBytes = TILE_N * kPixelBytes;
+constexpr int kPixelStepBytes = CHANNELS_FIRST ? 16 * kUnitRowBytes : 32;
 static_assert(TILE_N % 16 == 0, "results are staged 16 pixels at a time");
 static_assert(kPixelBytes == 32 || kPixelBytes == 64 || kPixelBytes == 128, "a pixel is a span of a swizzle");
 
@@ -67,8 +80,9 @@ constexpr int kBlockBytes = 128 * CHANNELS, kFiltersBytes = ROWS * kBlockBytes;
 constexpr int kFiltersAt = round_up(kPixelsBytes, 1024);
 constexpr int kStageBytes = kFiltersAt + (kKeepsFilters ? 0 : kFiltersBytes);
 
-// A place for results: of each 64 filters, pixels of OUT_CHANNELS channels, swizzled over as many bytes, of which a
-// warp writes 16. What is read with results comes to there; `saved` to a second one if there is a residual, too.
+// A place for results: of each 64 filters, pixels of OUT_CHANNELS channels, swizzled over as many bytes, or units of
+// pixels, of a row for each channel. A warp writes 16 channels. What is read with results comes to there; `saved` to a
+// second one if there is a residual, too.
 constexpr int kWritingWarps = OUT_CHANNELS / 16;
 constexpr int kOutPixelBytes = 2 * OUT_CHANNELS, kLoadedOutBytes = TILE_N * kOutPixelBytes;
 constexpr int kOutBytes = round_up(kLoadedOutBytes, 1024);
@@ -83,7 +97,9 @@ static_assert(SHARED_BYTES == 1024 + STAGES * kStageBytes + KEPT_TILES * kFilter
               "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
 // Descriptors without addresses: eight rows side by side are a pattern of the swizzle.
-constexpr unsigned long long kPixelDescriptor = matrix_descriptor(16, 8 * kPixelBytes, kPixelBytes);
+constexpr unsigned long long kPixelDescriptor =
+    CHANNELS_FIRST ? matrix_descriptor(CHANNELS * kUnitRowBytes, 8 * kUnitRowBytes, kUnitRowBytes)
+                   : matrix_descriptor(16, 8 * kPixelBytes, kPixelBytes);
 constexpr unsigned long long kFilterDescriptor = matrix_descriptor(16, 8 * kFilterRowBytes, kFilterRowBytes);
 
 // Of a thread that multiplies, and of one that does not, of what all have at launch.
@@ -126,6 +142,16 @@ __device__ __forceinline__ int k_tiles_of(const Shape& shape, int item) {
   return phase.h.taps * phase.w.taps * shape.chunks;
 }
 
+// Where a unit of pixels is: its image, and its first pixel there.
+struct Unit {
+  int image, pixel;
+};
+
+__device__ __forceinline__ Unit unit_at(const Shape& shape, const OutputTile& tile, int number) {
+  const int pixel = tile.pixel + number * kUnit, image = pixel / shape.image_pixels;
+  return {image, pixel - image * shape.image_pixels.by};
+}
+
 // Addresses in shared memory.
 struct Shared {
   unsigned stages, filters, places, full, empty, filters_full, turns, places_ready, places_staged;
@@ -166,12 +192,19 @@ __device__ __forceinline__ void load_pixels(const Shape& shape, const TensorMap*
           const unsigned full = at.full + 8 * ring.stage, to = at.stages + ring.stage * kStageBytes;
           mbarrier_wait(at.empty + 8 * ring.stage, ring.parity);
           mbarrier_arrive_expect_tx(full, kPixelsBytes);
-          if constexpr (ORDERED)
+          if constexpr (CHANNELS_FIRST) {
+#pragma unroll
+            for (int i = 0; i < kUnits; ++i) {
+              const Unit unit = unit_at(shape, tile, i);
+              tma_load_tiled(to + i * CHANNELS * kUnitRowBytes, map, full, unit.pixel, chunk * CHANNELS, unit.image);
+            }
+          } else if constexpr (ORDERED) {
             tma_load_tiled(to, map, full, chunk * CHANNELS, 0, tile.pixel);
-          else
+          } else {
             tma_load_im2col(to, map, full, chunk * CHANNELS, w, h, pixel.n,
                             phase.w.offset + kSign * s * shape.walk.dilation_w,
                             phase.h.offset + kSign * r * shape.walk.dilation_h);
+          }
           ring.next();
         }
   }
@@ -214,9 +247,16 @@ __device__ __forceinline__ void load_filters(const Shape& shape, const TensorMap
   }
 }
 
-// Where a lane's row of 16 bytes of a group of 16 pixels is staged, as `stmatrix_trans` takes it: a pixel's 8 filters.
+// Where a lane's row of 16 bytes of a group of 16 pixels is staged: a pixel's 8 filters, as `stmatrix_trans` takes it,
+// or, CHANNELS_FIRST, a filter's 8 pixels, as `stmatrix` does.
 __device__ __forceinline__ unsigned staged_row(unsigned place, int group) {
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, word = 2 * warp + lane / 8 % 2;
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  if constexpr (CHANNELS_FIRST) {
+    const int row = 16 * warp + lane % 16, first = 16 * group % kUnit / 8 + lane / 16;
+    const int unit = 16 * group / kUnit * OUT_CHANNELS * kUnitRowBytes;
+    return place + unit + row * kUnitRowBytes + 16 * (first ^ row % 8);
+  }
+  const int word = 2 * warp + lane / 8 % 2;
   const int pixel = 16 * group + lane / 16 * 8 + lane % 8, offset = pixel * kOutPixelBytes;
   return place + offset + 16 * (word ^ (offset / 128 & (kOutPixelBytes / 16 - 1)));
 }
@@ -237,6 +277,14 @@ __device__ __forceinline__ int filter_of_thread(const Shape& shape, int first, i
 __device__ __forceinline__ void unpack(float (&to)[2], unsigned word) {
   const Vector<EpilogueElement, 2> pair = *reinterpret_cast<const Vector<EpilogueElement, 2>*>(&word);
   to[0] = convert<float>(pair.at[0]), to[1] = convert<float>(pair.at[1]);
+}
+
+// Reads four 8 x 8 matrices of what is laid out as the results, as they are staged.
+__device__ __forceinline__ void load_staged(unsigned (&to)[4], unsigned address) {
+  if constexpr (CHANNELS_FIRST)
+    load_matrices(to, address);
+  else
+    load_transposed(to, address);
 }
 
 // Puts channel_bias of a pixel's image into terms of a thread's filters. Images have multiples of 16 pixels.
@@ -266,8 +314,8 @@ __device__ __forceinline__ void stage_results(
 #ifdef EPILOGUE
     unsigned read[4] = {}, saved[4] = {};
     if constexpr (kHasChannelBias) read_channel_bias(terms, shape, epilogue, tile.filter, tile.pixel + 16 * group);
-    if constexpr (kLoadsTensors) load_transposed(read, to);
-    if constexpr (kLoadsBoth) load_transposed(saved, to + ROWS * kOutBytes);
+    if constexpr (kLoadsTensors) load_staged(read, to);
+    if constexpr (kLoadsBoth) load_staged(saved, to + ROWS * kOutBytes);
 #endif
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // a filter's two pixels
@@ -281,7 +329,10 @@ __device__ __forceinline__ void stage_results(
 #endif
       words[i] = pack(pair[0], pair[1]);
     }
-    stmatrix_trans(to, words[0], words[1], words[2], words[3]);
+    if constexpr (CHANNELS_FIRST)
+      stmatrix(to, words[0], words[1], words[2], words[3]);
+    else
+      stmatrix_trans(to, words[0], words[1], words[2], words[3]);
   }
 }
 
@@ -303,9 +354,9 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[ROWS][TILE_N / 2], Ri
   for (int k = 0; k < kTileSteps; ++k)
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
-      Wgmma<ELEMENT>::ss<DATA ? Major::MN : Major::K, Major::K>(
+      Wgmma<ELEMENT>::ss<DATA ? Major::MN : Major::K, CHANNELS_FIRST ? Major::MN : Major::K>(
           acc[row], descriptor_at(kFilterDescriptor, a + row * kBlockBytes + k * kFilterStepBytes),
-          descriptor_at(kPixelDescriptor, b + 32 * k), k_tile + k > 0);
+          descriptor_at(kPixelDescriptor, b + k * kPixelStepBytes), k_tile + k > 0);
   wgmma_commit_group();
   wgmma_wait_group<kUnderWay>();  // all k-tiles but these have been multiplied
   if (k_tile >= kUnderWay) release(at, (ring.stage + STAGES - kUnderWay) % STAGES);
@@ -403,6 +454,12 @@ __device__ __forceinline__ void load_results(unsigned to, const ResultMaps& maps
   if constexpr (kStrided) {
     const Pixel pixel = strided_pixel(shape, tile);
     tma_load_im2col(to, maps.of(tile.phase), barrier, filter, pixel.w, pixel.h, pixel.n, 0, 0);
+  } else if constexpr (CHANNELS_FIRST) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const Unit unit = unit_at(shape, tile, i);
+      tma_load_tiled(to + i * OUT_CHANNELS * kUnitRowBytes, maps.of(0), barrier, unit.pixel, filter, unit.image);
+    }
   } else {
     tma_load_tiled(to, maps.of(0), barrier, filter, 0, tile.pixel);
   }
@@ -418,6 +475,12 @@ __device__ __forceinline__ void store_results(const ResultMaps& maps, unsigned f
             maps.of(tile.phase)),
         "r"(from), "r"(filter), "r"(pixel.w), "r"(pixel.h), "r"(pixel.n)
         : "memory");
+  } else if constexpr (CHANNELS_FIRST) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const Unit unit = unit_at(shape, tile, i);
+      tma_store(maps.of(0), from + i * OUT_CHANNELS * kUnitRowBytes, unit.pixel, filter, unit.image);
+    }
   } else {
     tma_store(maps.of(0), from, filter, 0, tile.pixel);
   }

@@ -30,6 +30,7 @@ from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import (
     PARAMETERS,
     STAGED_PIXELS,
     THREADS,
+    UNIT,
     PingPongProduct,
     PingPongTiling,
     short_list,
@@ -63,9 +64,10 @@ class ConvImplicitGemmPingPong(TiledSolver):
     """Implicit GEMM by wgmma and TMA whose operand of filters is A, and of pixels is B: two warpgroups take turns, so
     that one writes results while the other multiplies.
 
-    Serves channels-last tensors of 16 bits in one and two dimensions, forward with strides up to 8, and backward data
-    with strides of 1 and 2 that divide its sizes, of one group; channels and filters are multiples of 8, and padding
-    and filters reach up to 127 pixels beyond an image; with channel_bias images have multiples of 16 pixels.
+    Serves tensors of 16 bits in one and two dimensions, forward with strides up to 8, and backward data with strides
+    of 1 and 2 that divide its sizes, of one group; channels and filters are multiples of 8, and padding and filters
+    reach up to 127 pixels beyond an image; with channel_bias images have multiples of 16 pixels. Channels are last, or
+    first where there is one tap, stride 1 and no padding, and images have multiples of 8 pixels.
     Accumulators are float32. Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the
     border. Strided backward data is cut into phases, pixels of dx that meet the same taps, which are stored a stride
     apart.
@@ -87,7 +89,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
             place=Place.CUDA,
             library=Library.PLAIN,
             dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
             min_sm=90,
             archs=("90a",),
         ),
@@ -103,7 +105,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
             given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "direction": direction} | values
             return ProblemDescription.convolution(**given)  # type: ignore[arg-type]
 
-        data, brain = Direction.BACKWARD_DATA, DataType.BFLOAT16
+        data, brain, first = Direction.BACKWARD_DATA, DataType.BFLOAT16, Layout.NCHW
         return (
             conv(x=(2, 64, 14, 28), w=(128, 64, 1, 1)),
             conv(x=(3, 200, 9, 11), w=(192, 200, 1, 1), dtype=brain),
@@ -121,12 +123,19 @@ class ConvImplicitGemmPingPong(TiledSolver):
             conv(data, x=(2, 128, 7, 9), w=(64, 128, 3, 3), padding=1, epilogue="dsilu"),
             conv(data, x=(2, 64, 14, 14), w=(64, 64, 1, 1), stride=2, epilogue="residual.drelu"),
             conv(x=(3, 40, 70), w=(72, 40, 3), padding=1, stride=2, layout=Layout.NWC, epilogue="bias.gelu_tanh"),
+            conv(x=(2, 64, 14, 28), w=(136, 64, 1, 1), layout=first),
+            conv(data, x=(3, 40, 16, 13), w=(96, 40, 1, 1), layout=first, dtype=brain),
+            conv(x=(3, 32, 8, 11), w=(32, 32, 1, 1), layout=first, epilogue="channel_bias.residual.relu"),
+            conv(data, x=(2, 136, 8, 24), w=(64, 136, 1, 1), layout=first, epilogue="residual.drelu"),
+            conv(x=(3, 200, 72), w=(16, 200, 1), layout=Layout.NCW, dtype=brain, epilogue="scale.bias.silu"),
         )
 
     def refuse(self, problem: ProblemDescription) -> Applicability:
         if problem.direction is Direction.BACKWARD_DATA and (answer := _refuse_strides(problem)).refused:
             return answer
         product = WgmmaProduct.of(problem)
+        if not problem.x.layout.channels_last:
+            return _refuse_channels_first(product)
         if problem.epilogue.channel_bias and product.image % STAGED_PIXELS:
             return Applicability(
                 f"finishes {STAGED_PIXELS} pixels of an image at a time: {product.image} are no multiple"
@@ -141,7 +150,6 @@ class ConvImplicitGemmPingPong(TiledSolver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = self.tiling(problem, device, config)
-        product = tiling.product
         step = KernelStep(
             source=_SOURCE,
             entry="implicit_gemm_wgmma_ping_pong",
@@ -150,7 +158,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
             shared_bytes=tiling.shared_bytes,
             defines=(*_defines(tiling), *epilogue_defines(problem)),
             args=(
-                pixels_map(product.product, product.channels, tiling.tile_n, boxes=product.is_ordered),
+                _pixels(tiling),
                 _filters(tiling),
                 *_results(tiling, problem.direction.output),
                 _shape(tiling),
@@ -158,6 +166,20 @@ class ConvImplicitGemmPingPong(TiledSolver):
             ),
         )
         return ConvSolution(steps=(step,))
+
+
+def _pixels(tiling: PingPongTiling) -> TensorMap:
+    """A tile's pixels of a chunk of channels; channels first, a unit of them."""
+    product = tiling.product
+    if product.is_channels_first:
+        return _units(product, product.product.pixels, product.sums, product.channels)
+    return pixels_map(product.product, product.channels, tiling.tile_n, boxes=product.is_ordered)
+
+
+def _units(product: PingPongProduct, buffer: str, channels: int, copied: int) -> TensorMap:
+    """Units of pixels of a tensor of channels, of which some are copied, channels first."""
+    sizes = (product.product.image, channels, product.problem.n)
+    return packed_map(product.problem, buffer, sizes, Box(sizes=(UNIT, copied, 1)))
 
 
 def _filters(tiling: PingPongTiling) -> TensorMap:
@@ -169,7 +191,12 @@ def _filters(tiling: PingPongTiling) -> TensorMap:
 
 
 def _results(tiling: PingPongTiling, buffer: str) -> tuple[TensorMap, ...]:
-    """A tile of the output, of `out_channels`, or of what is laid out as that; of each phase, if there are several."""
+    """A tile of the output, of `out_channels`, or of what is laid out as that; of each phase, if there are several.
+
+    Channels first, a unit.
+    """
+    if tiling.product.is_channels_first:
+        return (_units(tiling.product, buffer, tiling.product.results, tiling.product.out_channels),)
     if tiling.product.phases > 1:
         phases = tiling.product.product.phases
         return tuple(_phase_results(tiling, buffer, phases[i % len(phases)]) for i in range(MAX_PHASES))
@@ -193,6 +220,15 @@ def _phase_results(tiling: PingPongTiling, buffer: str, phase: Phase) -> TensorM
     return packed_map(product.problem, buffer, (tiling.product.results, width, height, product.problem.n), walk)
 
 
+def _refuse_channels_first(product: WgmmaProduct) -> Applicability:
+    """Why channels are not first of a product whose strides serve; APPLICABLE if they may be."""
+    if not product.is_pointwise:
+        return Applicability("with channels first serves one tap, stride 1 and no padding")
+    if product.image % 8:
+        return Applicability(f"copies 16 bytes: {product.image} pixels of an image are no multiple of 8")
+    return APPLICABLE
+
+
 def _refuse_strides(problem: ProblemDescription) -> Applicability:
     """Why pixels of dx are not stored phase by phase; APPLICABLE if they are.
 
@@ -211,6 +247,7 @@ def _defines(tiling: PingPongTiling) -> tuple[tuple[str, str | int], ...]:
     return (
         ("ELEMENT", product.problem.x.dtype.value),
         ("DATA", int(product.is_data)),
+        ("CHANNELS_FIRST", int(product.is_channels_first)),
         ("ORDERED", int(product.is_ordered)),
         ("PHASES", product.phases),
         ("PHASES_IN_TURN", int(tiling.phases_in_turn)),
@@ -234,7 +271,7 @@ def _shape(tiling: PingPongTiling) -> Struct:
     return SHAPE(
         walk=pixel_walk(product.product, product.product.walked),
         filter_tiles=divide_by(tiling.filter_tiles),
-        image_pixels=divide_by(product.product.image),
+        image_pixels=divide_by(product.image_pixels),
         phase_step=divide_by(product.phases if tiling.phases_in_turn else tiling.pixel_tiles),
         phases=(*phases, *[_NO_PHASE] * (MAX_PHASES - len(phases))),
         tiles=tiling.tiles,

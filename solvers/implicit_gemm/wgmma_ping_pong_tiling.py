@@ -25,6 +25,9 @@ from miofind.solvers.implicit_gemm.wgmma_shared import BARRIER_BYTES, FILTER_BLO
 STAGED_PIXELS = 16
 """Whose results are staged together."""
 
+UNIT = 64
+"""Pixels of a channel that are copied together where channels are first: a row of the widest swizzle."""
+
 PARAMETERS: Mapping[str, Sequence[ConfigValue]] = {
     "rows": (1, 2),
     "tile_n": tuple(range(64, 257, STAGED_PIXELS)),
@@ -98,9 +101,20 @@ class PingPongProduct(FiltersAsA):
         return all(axis.taps <= 1 and axis.offset == 0 for axis in axes) and not any(corners)
 
     @cached_property
+    def is_channels_first(self) -> bool:
+        """Whether tensors of pixels are."""
+        return not self.problem.x.layout.channels_last
+
+    @cached_property
+    def image_pixels(self) -> int:
+        """Of an image of the output; channels first, of all its units."""
+        return round_up(self.product.image, UNIT) if self.is_channels_first else self.product.image
+
+    @cached_property
     def pixels(self) -> int:
         """Of a phase of the output, over all images."""
-        return math.prod(self.product.walked) * self.problem.n
+        counted = self.image_pixels if self.is_channels_first else math.prod(self.product.walked)
+        return counted * self.problem.n
 
     @cached_property
     def k_tiles(self) -> int:
@@ -238,9 +252,11 @@ class PingPongTiling:
             & (self.shared_bytes + self.static_bytes <= _room(device))
             & (self.rows * self.tile_n // 2 <= product.most_accumulators)
             & (self.rows <= product.filter_blocks)
+            & ((self.tile_n % UNIT == 0) | (not product.is_channels_first))
             & ((self.kept_tiles == 0) | ((self.blocks % self.filter_tiles == 0) & (self.items > 1)))
             & ((self.kept_tiles == 0) | (product.phases == 1))
             & (self.items * product.k_tiles <= _MAX_INT)  # of one phase there are fewer
+            & (product.pixels <= _MAX_INT - self.tile_n)
         )
 
     @property

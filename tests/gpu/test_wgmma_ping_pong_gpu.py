@@ -59,9 +59,19 @@ PHASES: dict[str, dict[str, Any]] = {
     "phases_of_many_tiles": {"x": (32, 64, 112, 112), "w": (128, 64, 3, 3), "padding": 1, "stride": 2},
     "phases_1d": {"x": (9, 40, 302), "w": (72, 40, 5), "padding": 2, "stride": 2},
 }
+CHANNELS_FIRST: dict[str, dict[str, Any]] = {
+    "first": {"x": (60, 64, 14, 28), "w": (128, 64, 1, 1)},
+    "first_of_whole_units": {"x": (32, 64, 56, 56), "w": (192, 64, 1, 1)},
+    "first_of_many_chunks": {"x": (2, 264, 10, 12), "w": (72, 264, 1, 1)},
+    "first_of_many_filters": {"x": (2, 40, 12, 30), "w": (328, 40, 1, 1)},
+    "first_of_few_channels": {"x": (16, 16, 24, 40), "w": (16, 16, 1, 1)},
+    "first_of_small_images": {"x": (1200, 128, 2, 4), "w": (136, 128, 1, 1)},
+    "first_of_a_large_image": {"x": (1, 64, 512, 509), "w": (96, 64, 1, 1)},
+    "first_1d": {"x": (40, 32, 304), "w": (32, 32, 1)},
+}
 CASES = [
-    *((shape, FORWARD) for shape in SHAPES | STRIDED),
-    *((shape, DATA) for shape in SHAPES | PHASES),
+    *((shape, FORWARD) for shape in SHAPES | STRIDED | CHANNELS_FIRST),
+    *((shape, DATA) for shape in SHAPES | PHASES | CHANNELS_FIRST),
 ]
 FUSED = {
     "bias.silu": {},
@@ -81,8 +91,9 @@ def device() -> Device:
 
 
 def problem_of(shape: str, **fields: Any) -> ProblemDescription:
-    sizes = (SHAPES | STRIDED | PHASES)[shape]
-    return ProblemDescription.convolution(**sizes, layout=Layout.of(len(sizes["x"]) - 2, channels_last=True), **fields)
+    sizes = (SHAPES | STRIDED | PHASES | CHANNELS_FIRST)[shape]
+    layout = Layout.of(len(sizes["x"]) - 2, channels_last=shape not in CHANNELS_FIRST)
+    return ProblemDescription.convolution(**sizes, layout=layout, **fields)
 
 
 def configs_of(problem: ProblemDescription, device: Device, count: int, *, defaults: int) -> list[Config]:
@@ -103,7 +114,10 @@ def test_small_integers_are_exact(
 
 
 @pytest.mark.parametrize("epilogue", FUSED)
-@pytest.mark.parametrize("shape", ["pointwise", "three_blocks", "few_channels", "small_images", "1d"])
+@pytest.mark.parametrize(
+    "shape",
+    ["pointwise", "three_blocks", "few_channels", "small_images", "1d", "first", "first_of_few_channels", "first_1d"],
+)
 def test_fused_results_pass_both_gates(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
     problem = problem_of(shape, epilogue=epilogue, **({"dtype": DataType.FLOAT16} | FUSED[epilogue]))
     assert SOLVER.applicability(problem, device)
@@ -123,9 +137,9 @@ def test_phases_are_finished_by_what_lies_a_stride_apart(
 
 
 @pytest.mark.parametrize("epilogue", ["channel_bias.residual.relu", "scale.bias.channel_bias.silu"])
-@pytest.mark.parametrize("shape", ["tiny_images", "many_images", "1d_images"])
+@pytest.mark.parametrize("shape", ["tiny_images", "many_images", "1d_images", "first", "first_of_small_images"])
 def test_terms_of_images_pass_both_gates(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
-    """Images of multiples of 16 pixels, of which a tile has parts, or several."""
+    """Images of multiples of 16 pixels, or counted in whole units, of which a tile has parts, or several."""
     problem = problem_of(shape, epilogue=epilogue, dtype=DataType.BFLOAT16)
     assert SOLVER.applicability(problem, device)
     for config in configs_of(problem, device, 3, defaults=3):

@@ -162,11 +162,19 @@ WIDEST = (
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("epilogue", WIDEST)
-def test_ping_pongs_widest_tiles_do_not_spill(compiler: Compiler, epilogue: str, rows: int) -> None:
+@pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
+def test_ping_pongs_widest_tiles_do_not_spill(compiler: Compiler, layout: Layout, epilogue: str, rows: int) -> None:
     """As wide as is offered: terms of each pixel's image, or an activation, leave registers for fewer accumulators."""
     direction = "backward_data" if ".d" in f".{epilogue}" else "forward"
+    taps, padding = (3, 1) if layout.channels_last else (1, 0)
     problem = ProblemDescription.convolution(
-        x=(32, 128, 40, 40), w=(128, 128, 3, 3), padding=1, direction=direction, epilogue=epilogue, **STEM
+        x=(32, 128, 40, 40),
+        w=(128, 128, taps, taps),
+        padding=padding,
+        direction=direction,
+        epilogue=epilogue,
+        dtype="bfloat16",
+        layout=layout,
     )
     solver, device = Registry.default()["ConvImplicitGemmPingPong"], Device.virtual("90a")
     offered = [config for config in solver.configs(problem, device) if config["rows"] == rows]

@@ -34,7 +34,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "strided": {"x": (32, 64, 57, 60), "w": (136, 64, 3, 3), "padding": 1, "stride": (2, 3)},
     "halved": {"x": (32, 64, 56, 60), "w": (136, 64, 3, 3), "padding": 1, "stride": 2},
     "apart": {"x": (32, 512, 64, 64), "w": (1024, 512, 2, 2), "stride": 2},
+    "channels_first": {"x": (32, 256, 20, 22), "w": (512, 256, 1, 1), "layout": Layout.NCHW},
 }
+
+
+def first_of(fields: dict[str, Any]) -> Layout:
+    """The layout of a problem's tensors with their channels first."""
+    return Layout.of(len(fields["x"]) - 2, channels_last=False)
+
+
 CUT = pytest.mark.parametrize(
     ("shape", "direction"),
     [*((shape, FORWARD) for shape in SHAPES), *((shape, DATA) for shape in SHAPES if shape != "strided")],
@@ -111,12 +119,40 @@ FUSED_GRADIENTS = {
     "phases_without_taps": "residual.dsilu",
     "phases_1d": "residual",
 }
+CHANNELS_FIRST: dict[str, dict[str, Any]] = {
+    "first": {"x": (3, 72, 10, 12), "w": (136, 72, 1, 1)},
+    "first_of_whole_units": {"x": (3, 40, 8, 16), "w": (72, 40, 1, 1), "epilogue": "bias.relu"},
+    "first_of_few_channels": {"x": (5, 8, 6, 12), "w": (24, 8, 1, 1), "epilogue": "channel_bias.residual.leaky_relu"},
+    "first_of_small_images": {"x": (11, 32, 2, 4), "w": (32, 32, 1, 1), "epilogue": "scale.bias.channel_bias.silu"},
+    "first_of_many_filters": {"x": (2, 24, 4, 50), "w": (264, 24, 1, 1), "epilogue": "bias.residual.relu"},
+    "first_1d": {"x": (3, 144, 88), "w": (16, 144, 1), "epilogue": "bias.gelu_tanh.residual"},
+}
+GRADIENTS_CHANNELS_FIRST = {
+    "first": "residual.drelu",
+    "first_of_whole_units": "",
+    "first_of_few_channels": "dsilu",
+    "first_of_small_images": "residual",
+    "first_of_many_filters": "residual.dhardswish",
+    "first_1d": "",
+}
 CASES = [
     *(pytest.param(fields, FORWARD, id=name) for name, fields in COMPUTED.items()),
     *(pytest.param((COMPUTED | PHASES)[name], DATA, id=f"data of {name}") for name in (*GRADIENTS, *PHASES)),
     *(
         pytest.param((COMPUTED | PHASES)[name] | {"epilogue": epilogue}, DATA, id=f"{epilogue} of {name}")
         for name, epilogue in FUSED_GRADIENTS.items()
+    ),
+    *(
+        pytest.param(fields | {"layout": first_of(fields)}, FORWARD, id=f"channels {name}")
+        for name, fields in CHANNELS_FIRST.items()
+    ),
+    *(
+        pytest.param(
+            CHANNELS_FIRST[name] | {"layout": first_of(CHANNELS_FIRST[name]), "epilogue": epilogue},
+            DATA,
+            id=f"{epilogue} data of channels {name}",
+        )
+        for name, epilogue in GRADIENTS_CHANNELS_FIRST.items()
     ),
 ]
 
@@ -363,6 +399,7 @@ RUNS = {"rows": 1, "tile_n": 192, "out_stages": 2, "keeps_filters": 0}
         ({}, {"rows": 2, "out_stages": 1}, {"tile_n": 208}),
         ({"epilogue": "bias.silu"}, {"rows": 2, "out_stages": 1, "tile_n": 176}, {"tile_n": 192}),
         ({"epilogue": "channel_bias"}, {"rows": 2, "out_stages": 1, "tile_n": 144}, {"tile_n": 160}),
+        ({"w": (128, 64, 1, 1), "padding": 0, "layout": Layout.NCHW}, {}, {"tile_n": 176}),
         ({"x": (32, 256, 40, 40), "w": (64, 256, 3, 3)}, {}, {"keeps_filters": 1}),
         (
             {"x": (32, 128, 40, 40), "w": (64, 128, 3, 3), "direction": DATA, "epilogue": "residual.drelu"},
@@ -376,6 +413,7 @@ RUNS = {"rows": 1, "tile_n": 192, "out_stages": 2, "keeps_filters": 0}
         "more accumulators than registers",
         "more accumulators than an activation leaves registers for",
         "more accumulators than terms of images leave registers for",
+        "a tile is no whole units of pixels",
         "filters that stay leave no room for stages",
         "a second place leaves no room for stages",
     ],
@@ -392,6 +430,7 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         tiling.rows > tiling.product.filter_blocks,
         tiling.rows * tiling.tile_n // 2 > tiling.product.most_accumulators,
         tiling.kept_tiles > 0 and tiling.items == 1,
+        tiling.product.is_channels_first and tiling.tile_n % 64 > 0,
     )
     assert sum(reasons) == 1, tiling
 
@@ -408,8 +447,26 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         ({"x": (4, 64, 300, 9), "dilation": (70, 1)}, "padding or filter is too large"),
         ({"stride": 9}, "stride (9, 9) is more than 8"),
         ({"x": (4, 64, 30, 31), "epilogue": "channel_bias"}, "930 are no multiple"),
+        ({"layout": Layout.NCHW}, "one tap, stride 1 and no padding"),
+        ({"layout": Layout.NCHW, "w": (64, 64, 1, 1)}, "one tap, stride 1 and no padding"),
+        ({"layout": Layout.NCHW, "w": (64, 64, 1, 1), "padding": 0, "stride": 2}, "one tap, stride 1 and no padding"),
+        ({"layout": Layout.NCHW, "w": (64, 64, 1, 1), "padding": 0}, "900 pixels of an image"),
     ],
-    ids=["groups", "stride of data", "sizes of data", "channels", "filters", "padding", "dilation", "stride", "images"],
+    ids=[
+        "groups",
+        "stride of data",
+        "sizes of data",
+        "channels",
+        "filters",
+        "padding",
+        "dilation",
+        "stride",
+        "images",
+        "taps of channels first",
+        "padding of channels first",
+        "stride of channels first",
+        "images of channels first",
+    ],
 )
 def test_problems_that_it_does_not_serve(fields: dict[str, Any], reason: str) -> None:
     shape = {"x": (4, 64, 30, 30), "w": (64, 64, 3, 3), "padding": 1}

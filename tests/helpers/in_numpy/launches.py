@@ -1,4 +1,4 @@
-"""Whether a solver's launches in NumPy compute what the reference does, of tensors that are channels last."""
+"""Whether a solver's launches in NumPy compute what the reference does, of tensors of one memory order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, KernelStep
 
 Run = Callable[[KernelStep, dict[str, Array]], None]
-"""Carries out a launch on tensors by name, flat, channels last; the output is all NaN before."""
+"""Carries out a launch on tensors by name, flat, in their memory order; the output is all NaN before."""
 
 
 def check_launches(
@@ -27,8 +27,9 @@ def check_launches(
 
     inputs = {name: drawn(problem.tensor(name).shape) for name in problem.direction.inputs}
     operands = {each.name: drawn(each.shape) for each in problem.operands if each.name in problem.epilogue.operands}
-    wanted = np.moveaxis(results_of(problem, inputs | operands), 1, -1)
-    memory = {name: np.ascontiguousarray(np.moveaxis(tensor, 1, -1)).ravel() for name, tensor in inputs.items()}
+    channels = -1 if problem.output.layout.channels_last else 1
+    wanted = np.moveaxis(results_of(problem, inputs | operands), 1, channels)
+    memory = {name: np.ascontiguousarray(np.moveaxis(tensor, 1, channels)).ravel() for name, tensor in inputs.items()}
     memory |= operands_in_memory(problem, operands)
     for config in configs:
         found = np.full(wanted.size, np.nan)

@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from helpers.in_numpy.epilogue import Finish
-from helpers.in_numpy.shared_memory import ELEMENT, PATTERN, SharedMemory, round_up, swizzled
+from helpers.in_numpy.shared_memory import ELEMENT, PATTERN, Addresses, SharedMemory, round_up, swizzled
 from helpers.in_numpy.wgmma import Array
 from helpers.problems.struct_fields import fields_of
 
 from miofind.solver.steps import EpilogueArgument, KernelStep, TensorMap
 from miofind.solver.structs import Struct
+
+UNIT = 64
+"""Pixels of a channel side by side, where channels are first."""
+UNIT_ROW = ELEMENT * UNIT
 
 
 class Tile(NamedTuple):
@@ -31,7 +35,7 @@ class Launch:
     """One launch of the kernel.
 
     Args:
-        memory: tensors by name, flat, channels last; the output is all NaN.
+        memory: tensors by name, flat, in their memory order; the output is all NaN.
     """
 
     def __init__(self, step: KernelStep, memory: dict[str, Array]) -> None:
@@ -49,6 +53,7 @@ class Launch:
         self.rows, self.tile_n, self.channels, self.last_k_steps = (int(defines[name]) for name in names[:4])
         self.out_channels, self.stages, self.kept_tiles, self.places = (int(defines[name]) for name in names[4:])
         self.is_data, self.is_ordered = bool(defines["DATA"]), bool(defines["ORDERED"])
+        self.is_channels_first = bool(defines["CHANNELS_FIRST"])
         self.pixel_bytes, self.out_pixel = ELEMENT * self.channels, ELEMENT * self.out_channels
         self.filter_row = 128 if self.is_data else self.pixel_bytes
         self.block_bytes = 128 * self.channels
@@ -104,12 +109,25 @@ class Launch:
                 self._load_filters(filters, tile, tap, chunk)
             is_last = chunk == self.shape["chunks"] - 1
             terms = np.arange(16 * (self.last_k_steps if is_last else self.channels // 16))
-            addresses = stage + np.arange(self.tile_n)[:, None] * self.pixel_bytes + ELEMENT * terms
-            b = self.shared.met(addresses, self.pixel_bytes)
+            addresses, span = self._addresses(stage, terms, self.channels)
+            b = self.shared.met(addresses, span)
             for row in range(self.rows):
                 start = filters + row * self.block_bytes
                 sums[row] += self.shared.rows_of_filters(start, terms, self.filter_row, are_columns=self.is_data) @ b.T
         return sums
+
+    def _addresses(self, start: int, channels: Addresses, count: int) -> tuple[Addresses, int]:
+        """Where a tile's pixels by `count` channels are, before they are swizzled, and over how many bytes."""
+        pixels = np.arange(self.tile_n)[:, None]
+        if not self.is_channels_first:
+            return start + pixels * ELEMENT * count + ELEMENT * channels, ELEMENT * count
+        unit, pixel = np.divmod(pixels, UNIT)
+        return start + (unit * count + channels) * UNIT_ROW + ELEMENT * pixel, UNIT_ROW
+
+    def _units(self, tile: Tile) -> list[tuple[int, int]]:
+        """The image and first pixel there of each of a tile's units."""
+        places = range(tile.pixel, tile.pixel + self.tile_n, UNIT)
+        return [divmod(place, self.shape["image_pixels"]) for place in places]
 
     def _pixel(self, tile: Tile) -> tuple[int, int, int]:
         """The image, row and column of a tile's first pixel, among those of its phase."""
@@ -118,6 +136,10 @@ class Launch:
 
     def _load_pixels(self, stage: int, tile: Tile, tap: tuple[int, int], chunk: int) -> None:
         walk, channel = self.walk, chunk * self.channels
+        if self.is_channels_first:
+            for i, (image, pixel) in enumerate(self._units(tile)):
+                self.shared.load_box(self.pixels, stage + i * self.channels * UNIT_ROW, (pixel, channel, image))
+            return
         if self.is_ordered:
             self.shared.load_box(self.pixels, stage, (channel, 0, tile.pixel))
             return
@@ -148,7 +170,11 @@ class Launch:
         """What is laid out as results of 64 filters, to a place, or from there."""
         if len(self.phases) == 1:
             copy = self.shared.store_box if stores else self.shared.load_box
-            copy(maps[0], place, (filter_, 0, tile.pixel))
+            if self.is_channels_first:
+                for i, (image, pixel) in enumerate(self._units(tile)):
+                    copy(maps[0], place + i * self.out_channels * UNIT_ROW, (pixel, filter_, image))
+            else:
+                copy(maps[0], place, (filter_, 0, tile.pixel))
             return
         n, h, w = self._pixel(tile)
         phase, walk = self.phases[tile.phase], self.walk
@@ -179,7 +205,7 @@ class Launch:
     def _stage(self, tile: Tile, to: int, sums: Array) -> None:
         """What the epilogue makes of sums, pixels by filters; channel_bias is of each pixel's image."""
         pixels, channels = np.arange(self.tile_n)[:, None], np.arange(self.out_channels)
-        addresses = swizzled(to + pixels * self.out_pixel + ELEMENT * channels, self.out_pixel)
+        addresses = swizzled(*self._addresses(to, channels, self.out_channels))
         apart = self.rows * self.out_bytes
         read = {name: addresses + number * apart for number, name in enumerate(self.finish.tensors)}
         images = np.minimum((tile.pixel + pixels) // self.shape["image_pixels"], self.shape["images"] - 1)
