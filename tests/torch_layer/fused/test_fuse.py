@@ -1999,6 +1999,12 @@ def test_a_norm_stays_with_which_weights_would_overflow() -> None:
     assert [layer.parts for layer in fuse(half).fusion_report.fused] == [("convolution", "batch_norm", "relu")]
 
 
+def test_a_norm_is_folded_into_weights_whose_sum_overflows() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).double().eval()
+    nn.init.constant_(model[0].weight, 1e300)
+    assert [layer.parts for layer in fuse(model).fusion_report.fused] == [("convolution", "batch_norm")]
+
+
 def test_a_model_in_training_is_refused() -> None:
     model = Net().eval()
     model.blocks[1].bn2.train()
