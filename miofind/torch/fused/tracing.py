@@ -39,7 +39,7 @@ from miofind.torch.fused.module import FusedConvolution
 from miofind.torch.fused.refusals import Refusal, noted_refusals
 from miofind.torch.fused.sizes import NUMBERS, STEPS
 from miofind.torch.fused.stand_ins import Attribute, NoArguments, NoNames, StandIn
-from miofind.torch.fused.watch import Surroundings, modes, watched
+from miofind.torch.fused.watch import Surroundings, modes, questions_refused, watched
 from miofind.torch.fused.writes import is_told_by_name, name_of
 
 _ASKING = ("torch.fx.proxy", extremes_are_steps.__module__)
@@ -240,6 +240,7 @@ class Tracer(fx.Tracer):
         self._surroundings: Surroundings | None = None
         self._names: dict[int, tuple[str, Any]] = {}
         self._refusals: list[TraceError] = []
+        self._of_code = contextlib.ExitStack()
         self._thread = threading.get_ident()
 
     def run(self, root: Any) -> None:
@@ -255,7 +256,8 @@ class Tracer(fx.Tracer):
         try:
             watching = watched(self._surroundings.memory)
             with _one_at_a_time, noted_refusals() as self._refusals, watching, extremes_are_steps(), self._heeded():
-                self._trace(root)
+                with self._of_code:
+                    self._trace(root)
                 self._check(root)
         except Exception:
             for name in vars(root).keys() - before:
@@ -292,13 +294,15 @@ class Tracer(fx.Tracer):
         return Tracer(self.opaque, self.absent, checks, takes_more=self.takes_more)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """What the network's code is given."""
+        """What the network's code is given, whose questions are refused from now on."""
         function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
         for place, each in enumerate(arguments):
             name = each.node.target if type(each) is StandIn else ""
             if name.startswith("*") and not self.takes_more:
                 self.graph.erase_node(each.node)
                 arguments[place] = NoNames() if name.startswith("**") else NoArguments()
+        if self._surroundings is not None:  # else other tools trace a fused graph
+            self._of_code.enter_context(questions_refused())
         return function, arguments
 
     def create_arg(self, a: Any) -> Any:

@@ -209,7 +209,7 @@ class _NothingUntold(TorchDispatchMode):
 
 @contextlib.contextmanager
 def watched(memory: frozenset[int]) -> Iterator[None]:
-    """Refuse what this thread's code does beside computing, while it is traced.
+    """Refuse what this thread's code does beside computing, while it is traced; see `questions_refused`, too.
 
     Args:
         memory: of tensors that the code is not to write to; see `Surroundings`.
@@ -231,10 +231,22 @@ def watched(memory: frozenset[int]) -> Iterator[None]:
 
     autocast.__enter__, nn.Module.__setattr__ = entered, set_to
     try:
-        with _NothingUntold(memory), _profiled(_refuse_questions):
+        with _NothingUntold(memory):
             yield
     finally:
         autocast.__enter__, nn.Module.__setattr__ = enter, set_attribute
+
+
+@contextlib.contextmanager
+def questions_refused() -> Iterator[None]:
+    """Refuse what this thread's code asks that stand-ins cannot answer.
+
+    All calls take longer meanwhile. So what torch.fx asks PyTorch of functions is asked once before: for its first
+    answer PyTorch looks at all that it has.
+    """
+    torch.overrides.is_tensor_method_or_property(torch.add)
+    with _profiled(_refuse_questions):
+        yield
 
 
 def is_torchs(module: object) -> bool:
