@@ -148,17 +148,17 @@ GIVES_TUPLE = "gives_tuple"
 
 def is_convolution(module: Any) -> bool:
     """Whether a module is a convolution of PyTorch's, or of a class below one that computes as that does."""
-    kind = next((each for each in CONVOLUTIONS if isinstance(module, each)), None)
-    if kind is None or not {"weight", "bias"} <= module._parameters.keys():  # else it is parametrized
-        return False
+    if not isinstance(module, CONVOLUTIONS) or not {"weight", "bias"} <= module._parameters.keys():
+        return False  # it is another module, or is parametrized
+    kind = next(each for each in CONVOLUTIONS if isinstance(module, each))
     names = ("__call__", "forward", "_conv_forward")
     return all(name not in vars(module) and getattr(type(module), name) is getattr(kind, name) for name in names)
 
 
 def has_hooks(module: Any) -> bool:
     """Whether something is called before or after a module's forward or backward."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in names)
+    of_forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(of_forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def keeps_channels(module: Any) -> bool:

@@ -82,7 +82,7 @@ def kind_of(node: fx.Node, kinds: Mapping[fx.Node, Kind], root: Any) -> Kind:
         return _of_what_it_has(root, str(node.target))
     given: list[Kind] = [kinds.get(each) if isinstance(each, fx.Node) else type(each) for each in node.args]
     if node.op == "call_module":
-        return _of_module(root.get_submodule(str(node.target)), given)
+        return _of_module(_submodule(root, str(node.target)), given)
     if node.op == "call_method":
         return _of_method(str(node.target), given)
     return _of_function(node, given) if node.op == "call_function" else None
@@ -118,8 +118,14 @@ def _of_argument(node: fx.Node) -> Kind:
 def _of_what_it_has(root: Any, name: str) -> Kind:
     """Of parameters and buffers: code is given stand-ins of these alone, and what is constant itself."""
     path, _, last = name.rpartition(".")
-    owner = root.get_submodule(path)
-    return PARAMETER if last in owner._parameters else TENSOR
+    return PARAMETER if last in _submodule(root, path)._parameters else TENSOR
+
+
+def _submodule(root: Any, path: str) -> Any:
+    """As by `get_submodule`, which asks for attributes: torch.fx is told of each while it traces."""
+    for name in path.split(".") if path else ():
+        root = root._modules[name]
+    return root
 
 
 def _of_module(module: Any, given: list[Kind]) -> Kind:

@@ -308,10 +308,16 @@ class Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         """What a step is given: NumPy's float64 as the float that it is, since code that names NumPy does not run.
 
+        Stand-ins and tuples, of which most are, are taken as torch.fx takes them after a dozen questions.
+
         Raises:
             TraceError: it is a list, tuple or dictionary with more to it, which torch.fx makes a plain one of.
         """
         kind = type(a)
+        if issubclass(kind, StandIn):
+            return a.node
+        if kind is tuple:
+            return tuple([self.create_arg(each) for each in a])
         if kind is OrderedDict:
             return self.create_proxy("call_function", OrderedDict, ([*a.items()],), {}).node
         is_more = issubclass(kind, (list, tuple, dict)) and kind not in _PLAIN and not hasattr(kind, "_fields")
@@ -473,7 +479,7 @@ class Tracer(fx.Tracer):
 
     def _check_modes(self, module: Any) -> None:
         """Refuse code that has put a module of the network, or one in it, into training mode."""
-        is_training = any(each.training for each in module.modules())
+        is_training = module.training or (module._modules and any(each.training for each in module.modules()))
         if is_training and any(each is module for each in self.root.modules()):  # others are made in that mode
             raise Refusal("its code puts a module into training mode")
 

@@ -47,9 +47,14 @@ _NOT_ENTERED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodT
 
 def modes() -> tuple[Any, ...]:
     """What blocks of code may change for what is computed in them."""
-    kinds = ("cpu", "cuda")
-    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+    )
 
 
 class Surroundings:
@@ -134,7 +139,7 @@ def _contents(module: Any) -> list[tuple[str, Any, list[Any]]]:
     found, seen = [], set[int]()
     while pending:
         name, value = pending.pop()
-        if id(value) in seen or isinstance(value, _NOT_ENTERED):
+        if type(value) in _WITHOUT_CONTENTS or id(value) in seen or isinstance(value, _NOT_ENTERED):
             continue
         seen.add(id(value))
         if isinstance(value, (dict, list, set, collections.deque)):
@@ -159,6 +164,7 @@ def _plain_attributes(owner: Any) -> dict[str, Any]:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes)
+_WITHOUT_CONTENTS = frozenset((*_PLAIN, type(None)))
 
 
 def _held(cls: Any) -> list[tuple[str, Any]]:
@@ -176,12 +182,11 @@ def _values(listed: list[Any]) -> list[Any]:
 
 def _is_same(now: list[Any], before: list[Any]) -> bool:
     """Whether two lists hold the same things; pairs of a dictionary are made anew each time."""
-    if len(now) != len(before):
-        return False
-    pairs = zip(now, before, strict=True)
-    return all(
-        a is b or (type(a) is type(b) is tuple and len(a) == 2 and a[0] is b[0] and a[1] is b[1]) for a, b in pairs
-    )
+    return len(now) == len(before) and all(map(_is_same_thing, now, before))
+
+
+def _is_same_thing(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) is tuple and len(a) == 2 and a[0] is b[0] and a[1] is b[1])
 
 
 def _is_same_state(now: Any, before: Any) -> bool:
