@@ -54,7 +54,7 @@ BATCHES = ("32", "1", "64")
 AGAINST = (Rival.ONE_PASS, Rival.TORCH, Rival.CUDNN)
 
 LARGEST_BATCH = {"sd_vae_decoder": 8}
-"""Batches of networks whose largest activations would not fit otherwise."""
+"""Batches of networks whose largest activations would not fit otherwise; they stand for batch 32, and are in no 64."""
 
 CHUNK = 12
 """Problems that are found before they are timed: no compiler works beside what is timed."""
@@ -113,7 +113,10 @@ def asked(arguments: argparse.Namespace) -> list[Asked]:
 @functools.cache
 def layers_of(network: str, case: Case) -> tuple[SuiteProblem, ...]:
     """A network's layers in a case; those of a training step's pass that have an epilogue, by its name for a suite."""
-    batch = min(case.batch, LARGEST_BATCH.get(network, case.batch))
+    largest = LARGEST_BATCH.get(network, case.batch)
+    if largest < case.batch and case.batch != 32:
+        return ()
+    batch = min(case.batch, largest)
     if network in TRAINING:
         step = load_suite("resnet50_training").problems(batch=batch, dtype=case.dtype, layout=case.layout)
         of_pass = (entry for entry in step if entry.problem.direction is TRAINING[network])
