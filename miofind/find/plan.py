@@ -13,7 +13,7 @@ from numbers import Real
 
 from miofind.core.cached import cached_property
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Device
+from miofind.device.device import Device, Library
 from miofind.driver.line import driver_line
 from miofind.errors import (
     InvalidConfigError,
@@ -59,6 +59,9 @@ _BARE_WINNERS = 2
 _DEFAULTS_BESIDE = 2
 """Default configurations of a solver that are tried beside those that were its fastest without the epilogue, where
 that is light and they take it: a residual or a costly activation is hidden by configurations of another kind."""
+_BEFORE_CUDNN = 4
+"""Candidates that are measured before cuDNN's plans, of which some take seconds to build: of a small fused problem two
+took a budget of 3 s, and the answer was four times as slow as what was not measured."""
 _FAR = 2.0
 """How many times the best estimate all of a solver's must be for it to be passed over: what devices' models correct
 differs by less between solvers."""
@@ -601,8 +604,8 @@ class _Draft:
                 logger.warning("solver %s cannot plan for %s and is left out: %s", solver.id, request.problem, told)
 
     def plan(self, *, is_filtered: bool) -> Plan:
-        """What was taken in, likely best first."""
-        planned = sorted(self.planned, key=lambda p: p.estimate_ms)
+        """What was taken in, likely best first, but for cuDNN's plans, which come behind a few others."""
+        planned = _in_turn(self.planned)
         return Plan(
             candidates=tuple(p for p in planned if not p.solver.is_last_resort),
             last_resort=tuple(p for p in planned if p.solver.is_last_resort),
@@ -615,6 +618,16 @@ class _Draft:
             spaces=tuple(self.spaces),
             is_cut=self.is_cut,
         )
+
+
+def _in_turn(planned: Iterable[Planned]) -> list[Planned]:
+    """Candidates in the order that they are measured in: the least estimates first, but for cuDNN's plans."""
+    by_estimate = sorted(planned, key=lambda each: each.estimate_ms)
+    others = [each for each in by_estimate if each.solver.library is not Library.CUDNN]
+    if len(others) == len(by_estimate):
+        return by_estimate
+    first = others[:_BEFORE_CUDNN]
+    return first + [each for each in by_estimate if each not in first]
 
 
 def _not_estimated(configs: Iterable[Config]) -> list[tuple[Config, float | None]]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Device
+from miofind.device.device import Device, Library
 from miofind.find import plan as plan_module
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.plan import SEARCH_LIMIT, estimated_configs, make_plan
@@ -55,6 +55,24 @@ def test_a_large_space_begins_with_defaults_and_lists_the_best_estimates() -> No
     estimates = sorted(solver.estimate_ms(PROBLEM, DEVICE, c) for c in solver.configs(PROBLEM, DEVICE))
     assert [space.estimate_ms(config) for config in space.listed] == estimates[: len(space.listed)]
     assert len(space.listed) > EXHAUSTIVE
+
+
+@pytest.mark.parametrize("epilogue", ["", "bias.sigmoid"])
+def test_others_are_measured_before_cudnns_plans(epilogue: str) -> None:
+    """Which may take all of a budget to be built."""
+    problem = ProblemDescription.convolution(x=(32, 4, 1, 1), w=(96, 4, 1, 1), dtype="float16", epilogue=epilogue)
+    planned = make_plan(problem, FindOptions(), HANDLE).candidates
+    is_cudnn = [each.solver.library is Library.CUDNN for each in planned]
+    assert any(is_cudnn)
+    assert not any(is_cudnn[: plan_module._BEFORE_CUDNN])
+    rest = [each.estimate_ms for each in planned[plan_module._BEFORE_CUDNN :]]
+    assert rest == sorted(rest)
+
+
+def test_cudnns_plans_are_all_where_nothing_else_serves() -> None:
+    planned = make_plan(PROBLEM, FindOptions(only=("ConvCudnn",)), HANDLE).candidates
+    assert planned
+    assert all(each.solver.library is Library.CUDNN for each in planned)
 
 
 def test_a_small_space_is_whole() -> None:
