@@ -1,4 +1,4 @@
-"""What most tests on a GPU need: the current device, and a compiler without a cache of binaries."""
+"""What most tests on a GPU need: the current device, whether it is Hopper's, and a compiler without a cache."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from miofind.device.device import Device
 @pytest.fixture(scope="module")
 def device() -> Device:
     return Device.cuda()
+
+
+@pytest.fixture(scope="module")
+def hopper(device: Device) -> None:
+    """Skips tests of kernels for wgmma and the copy engine elsewhere."""
+    if device.arch != "90a":
+        pytest.skip(f"needs compute capability 9.0, {device.name} has {device.sm / 10:.1f}")
 
 
 @pytest.fixture(scope="module")

@@ -43,11 +43,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaPackage:
     return make_package(tmp_path, monkeypatch)
 
 
-@pytest.fixture
-def device() -> Device:
-    return Device.cuda(0)
-
-
 def launch(kernel: Kernel, step: KernelStep, *arguments: object) -> None:
     """Launch by the handle alone, as an invoker does."""
     values = [

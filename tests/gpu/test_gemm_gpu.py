@@ -44,11 +44,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda(0)
-
-
 def solver_of(problem: ProblemDescription) -> Solver:
     return ConvGemm1x1() if problem.is_1x1 else ConvIm2colGemm()
 

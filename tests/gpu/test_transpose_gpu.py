@@ -20,21 +20,13 @@ from miofind.solver.steps import ConvSolution, Region, WorkspacePlan, dependent_
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 
 cupy = pytest.importorskip("cupy")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 CHANNELS_LAST = Registry.default()["ConvChannelsLast"]
 LENGTHS = (1, 3, 7, 8, 9, 25, 49, 64, 65, 196, 784)
 BITS = {DataType.FLOAT16: np.uint16, DataType.FLOAT32: np.uint32}
 COPIES = ProblemDescription.convolution(x=(8, 64, 56, 56), w=(64, 64, 1, 1), dtype="float16")
 """Chains below copy its x to its y, which are as large."""
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    found = Device.cuda()
-    if found.sm < 90:
-        pytest.skip(f"needs compute capability 9.0, {found.name} has {found.sm / 10:.1f}")
-    return found
 
 
 def transposition(name: str, rows: int, columns: int, dtype: DataType, batch: int = 3) -> Transposition:

@@ -26,7 +26,7 @@ from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 WGMMA, CHANNELS_LAST = (Registry.default().named(name) for name in ("ConvImplicitGemmWgmma", "ConvChannelsLast"))
 SHAPES: dict[str, dict[str, Any]] = {
@@ -91,14 +91,6 @@ NCHW_SHAPES: dict[str, dict[str, Any]] = {
 }
 IN_BFLOAT16 = ("24_to_40", "stride", "groups", "batch_1")
 TURNED = ("more_tiles_than_blocks", "24_to_40", "1x1", "1x1_stride", "groups", "1d")
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    found = Device.cuda()
-    if found.arch != "90a":
-        pytest.skip(f"needs compute capability 9.0, {found.name} has {found.sm / 10:.1f}")
-    return found
 
 
 def make(shape: str, kind: str, *, channels_last: bool = True, **fields: Any) -> ProblemDescription:

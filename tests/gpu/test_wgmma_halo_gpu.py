@@ -14,7 +14,7 @@ from miofind.device.device import Device
 from miofind.solver.registry import Registry
 
 cupy = pytest.importorskip("cupy")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 SOLVER = Registry.default().named("ConvImplicitGemmHalo")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -30,14 +30,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "2d_many_images": {"x": (19, 16, 7, 7), "w": (16, 16, 5, 5), "padding": 2},
     "1d": {"x": (3, 32, 300), "w": (32, 32, 7), "padding": 9, "dilation": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    found = Device.cuda()
-    if found.arch != "90a":
-        pytest.skip(f"needs compute capability 9.0, {found.name} has {found.sm / 10:.1f}")
-    return found
 
 
 def problem_of(shape: str, **fields: Any) -> ProblemDescription:

@@ -17,7 +17,7 @@ from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
 
 cupy = pytest.importorskip("cupy")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 SOLVER = Registry.default().named("ConvImplicitGemmPingPong")
 FORWARD, DATA = Direction.FORWARD, Direction.BACKWARD_DATA
@@ -80,14 +80,6 @@ FUSED = {
     "residual.drelu": {"direction": DATA},
     "dsilu": {"direction": DATA, "dtype": DataType.BFLOAT16},
 }
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    found = Device.cuda()
-    if found.arch != "90a":
-        pytest.skip(f"needs compute capability 9.0, {found.name} has {found.sm / 10:.1f}")
-    return found
 
 
 def problem_of(shape: str, **fields: Any) -> ProblemDescription:
