@@ -56,7 +56,7 @@ class Job:
 
     Attributes:
         network_config: the problem.
-        candidates: in the order they are tried, likely best first.
+        candidates: in the order they are tried.
         effort: how long the race is.
         budget_s: seconds after which no further candidate is started.
         best_ms: a time already reached elsewhere; what is far behind it is timed no further.

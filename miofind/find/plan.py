@@ -1,4 +1,4 @@
-"""Which candidates a request measures: configurations of solvers that apply, within its limits, best guess first."""
+"""Which candidates a request measures: configurations of solvers that apply, within its limits, in order."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ class Plan:
     """What a request measures, and why not more.
 
     Attributes:
-        candidates: by estimate, likely best first; for a search what it is likely to begin with.
+        candidates: in the order that they are measured in: by estimate, but a few of the others before cuDNN's; for a
+            search what it is likely to begin with.
         last_resort: measured only where no candidate is usable.
         spaces: what a search may measure, one a solver; () for a request that searches nothing.
         is_part: whether candidates were left out that only seem less likely to be the fastest.
@@ -150,7 +151,7 @@ class Plan:
         )
 
     def log(self) -> None:
-        """Tell what is measured, best guess first, and why the rest is not."""
+        """Tell what is measured, in order, and why the rest is not."""
         if self.left_out:
             logger.debug("left out by only, exclude or the find mode: %s", ", ".join(self.left_out))
         if self.absent:
@@ -494,7 +495,7 @@ class _Draft:
     def choices_of(self, bare: Plan, options: FindOptions) -> Choices:
         """What is composed of a bare problem's plan: what estimates have first there."""
         self.is_cut |= bare.is_cut
-        planned = bare.candidates or bare.last_resort
+        planned = _least_first(bare.candidates or bare.last_resort)
         return first_of_each(((each.solver.id, each.config) for each in planned), options)
 
     def ask(self, request: _Request, winners: Iterable[Config], *, in_haste: bool) -> None:
@@ -604,10 +605,10 @@ class _Draft:
                 logger.warning("solver %s cannot plan for %s and is left out: %s", solver.id, request.problem, told)
 
     def plan(self, *, is_filtered: bool) -> Plan:
-        """What was taken in, likely best first, but for cuDNN's plans, which come behind a few others."""
-        planned = _in_turn(self.planned)
+        """What was taken in."""
+        planned = _least_first(self.planned)
         return Plan(
-            candidates=tuple(p for p in planned if not p.solver.is_last_resort),
+            candidates=tuple(_in_turn([p for p in planned if not p.solver.is_last_resort])),
             last_resort=tuple(p for p in planned if p.solver.is_last_resort),
             considered=self.considered,
             is_filtered=is_filtered,
@@ -620,14 +621,17 @@ class _Draft:
         )
 
 
-def _in_turn(planned: Iterable[Planned]) -> list[Planned]:
-    """Candidates in the order that they are measured in: the least estimates first, but for cuDNN's plans."""
-    by_estimate = sorted(planned, key=lambda each: each.estimate_ms)
-    others = [each for each in by_estimate if each.solver.library is not Library.CUDNN]
-    if len(others) == len(by_estimate):
-        return by_estimate
+def _least_first(planned: Iterable[Planned]) -> list[Planned]:
+    return sorted(planned, key=lambda each: each.estimate_ms)
+
+
+def _in_turn(planned: Sequence[Planned]) -> list[Planned]:
+    """Candidates, by estimate, in the order that they are measured in: a few of the others come before cuDNN's."""
+    others = [each for each in planned if each.solver.library is not Library.CUDNN]
+    if len(others) == len(planned):
+        return others
     first = others[:_BEFORE_CUDNN]
-    return first + [each for each in by_estimate if each not in first]
+    return first + [each for each in planned if each not in first]
 
 
 def _not_estimated(configs: Iterable[Config]) -> list[tuple[Config, float | None]]:

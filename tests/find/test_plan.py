@@ -57,16 +57,34 @@ def test_a_large_space_begins_with_defaults_and_lists_the_best_estimates() -> No
     assert len(space.listed) > EXHAUSTIVE
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("epilogue", ["", "bias.sigmoid"])
-def test_others_are_measured_before_cudnns_plans(epilogue: str) -> None:
+def test_others_are_measured_before_cudnns_plans(epilogue: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may take all of a budget to be built."""
-    problem = ProblemDescription.convolution(x=(32, 4, 1, 1), w=(96, 4, 1, 1), dtype="float16", epilogue=epilogue)
-    planned = make_plan(problem, FindOptions(), HANDLE).candidates
+    problem = ProblemDescription.convolution(
+        x=(32, 4, 1, 1), w=(96, 4, 1, 1), dtype=dtype, layout="NHWC", epilogue=epilogue
+    )
+    first, planned = plan_module._BEFORE_CUDNN, make_plan(problem, FindOptions(), HANDLE).candidates
     is_cudnn = [each.solver.library is Library.CUDNN for each in planned]
     assert any(is_cudnn)
-    assert not any(is_cudnn[: plan_module._BEFORE_CUDNN])
-    rest = [each.estimate_ms for each in planned[plan_module._BEFORE_CUDNN :]]
-    assert rest == sorted(rest)
+    assert not any(is_cudnn[:first])
+    monkeypatch.setattr(plan_module, "_BEFORE_CUDNN", 0)
+    by_estimate = make_plan(problem, FindOptions(), HANDLE).candidates
+    assert [each.estimate_ms for each in by_estimate] == sorted(each.estimate_ms for each in by_estimate)
+    others = [each for each in by_estimate if each.solver.library is not Library.CUDNN]
+    assert list(planned) == [*others[:first], *(each for each in by_estimate if each not in others[:first])]
+
+
+def test_what_is_composed_does_not_depend_on_cudnns_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = ProblemDescription.convolution(
+        x=(8, 512, 14), w=(256, 16, 5), padding=2, stride=2, groups=32, dtype="float16", epilogue="scale.bias.silu"
+    )
+    planned = make_plan(problem, FindOptions(), HANDLE).candidates
+    monkeypatch.setattr(plan_module, "_BEFORE_CUDNN", 0)
+    assert {each.candidate for each in planned} == {
+        each.candidate for each in make_plan(problem, FindOptions(), HANDLE).candidates
+    }
+    assert "ConvCudnn+Pointwise" in {each.solver.id for each in planned}
 
 
 def test_cudnns_plans_are_all_where_nothing_else_serves() -> None:
