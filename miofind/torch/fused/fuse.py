@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -205,6 +207,10 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
         reason = "it was compiled before: give torch.compile what is fused"
     elif "forward" in vars(module):
         reason = "its forward was replaced"  # as accelerate does; torch.fx would read its class's
+    elif not isinstance(inspect.getattr_static(module, "forward"), FunctionType):
+        reason = "its forward is no function, and may be another one in another call"
+    elif not path and _has_own_call(module):
+        reason = "its class has a __call__ of its own"
     elif path and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not work.is_whole(path, module):
         reason = ""  # what holds it was not traced, and may take it apart or look at what is between its modules
     elif path and work.has_parts(path, module):
@@ -233,6 +239,11 @@ def _fused(module: Any, path: str, work: _Work) -> Any:
     for name, child in module.named_children():
         module._modules[name] = _fused(child, f"{path}.{name}".removeprefix("."), work)
     return module
+
+
+def _has_own_call(module: Any) -> bool:
+    """Whether calls of a module run code of its class around its forward; torch.fx's modules have a `__call__`, too."""
+    return not isinstance(module, fx.GraphModule) and type(module).__call__ is not nn.Module.__call__
 
 
 @functools.cache
@@ -682,7 +693,9 @@ def _are_finite(tensors: tuple[Any, ...]) -> bool:
 
 def _is_finite(tensor: Any) -> bool:
     """Whether all numbers are finite: they are where their sum is, which takes one pass where `isfinite` takes five."""
-    return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(tensor.isfinite().all())
+    if tensor.is_floating_point() and math.isfinite(tensor.sum(dtype=torch.float32)):
+        return True
+    return bool(tensor.isfinite().all())
 
 
 def _module(module: Any, chain: _Chain) -> Any:

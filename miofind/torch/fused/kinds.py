@@ -123,9 +123,12 @@ def _of_what_it_has(root: Any, name: str) -> Kind:
 
 def _submodule(root: Any, path: str) -> Any:
     """As by `get_submodule`, which asks for attributes: torch.fx is told of each while it traces."""
+    module = root
     for name in path.split(".") if path else ():
-        root = root._modules[name]
-    return root
+        if name not in module._modules:  # what has it hands on what is asked of it
+            return root.get_submodule(path)
+        module = module._modules[name]
+    return module
 
 
 def _of_module(module: Any, given: list[Kind]) -> Kind:

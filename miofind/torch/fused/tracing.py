@@ -86,8 +86,11 @@ def traced(module: Any, *, is_whole: bool = True) -> fx.Graph:
     try:
         return _traced(module, takes_more=True)
     except TraceError:
-        flags = inspect.unwrap(type(module).forward).__code__.co_flags
-        if not is_whole or not flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        code = inspect.unwrap(type(module).forward).__code__
+        has_more = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+        if (
+            not is_whole or not has_more or code.co_argcount + code.co_kwonlyargcount < 2
+        ):  # else its input is among them
             raise
         with contextlib.suppress(Exception):  # of which the first tells more
             return _traced(module, takes_more=False)

@@ -254,7 +254,6 @@ def questions_refused() -> Iterator[None]:
         yield
 
 
-@functools.lru_cache(maxsize=4096)
 def is_torchs(module: object) -> bool:
     """Whether the Python module that code or a class names as its own is PyTorch's."""
     return str(module).startswith("torch.")
@@ -305,7 +304,6 @@ def _asked_of_stand_ins(frame: Any) -> bool:
     return any(issubclass(type(frame.f_locals.get(name)), kinds) for name in asked_variables(frame.f_code))
 
 
-@functools.lru_cache(maxsize=4096)
 def _package(module: object) -> str:
     return str(module).partition(".")[0]
 

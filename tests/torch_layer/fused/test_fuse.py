@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import cProfile
+import functools
 import math
 import operator
 import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -1776,9 +1777,9 @@ class ByValues(nn.Module):
         return getattr(self, "0")(x) if x.sum() < 1e9 else x
 
 
-def hooked() -> Any:
+def hooked(register: str) -> Any:
     conv = nn.Conv2d(3, 4, 3)
-    conv.register_forward_hook(lambda module, given, y: 2 * y)
+    getattr(conv, register)(lambda module, *given: None)
     return conv
 
 
@@ -1791,7 +1792,10 @@ def pruned() -> Any:
 
 
 KEPT = {
-    "hooks": (hooked, "hooks"),
+    **{
+        f"{kind} hooks": (functools.partial(hooked, f"register_{kind}_hook"), "hooks")
+        for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+    },
     "circular padding": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), "circular"),
     "a parametrization": (lambda: torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), "remove_param"),
     "pruned weights": (pruned, "prune.remove"),
@@ -1999,10 +2003,142 @@ def test_a_norm_stays_with_which_weights_would_overflow() -> None:
     assert [layer.parts for layer in fuse(half).fusion_report.fused] == [("convolution", "batch_norm", "relu")]
 
 
-def test_a_norm_is_folded_into_weights_whose_sum_overflows() -> None:
+@pytest.mark.parametrize(("scale", "parts"), [(1e30, ("convolution", "batch_norm")), (1e300, ("convolution", "bias"))])
+def test_a_norm_is_folded_into_weights_whose_sum_alone_overflows(scale: float, parts: tuple[str, ...]) -> None:
+    """In float32: 36 of 1e60 are finite in float64, of 1e600 none is."""
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).double().eval()
-    nn.init.constant_(model[0].weight, 1e300)
-    assert [layer.parts for layer in fuse(model).fusion_report.fused] == [("convolution", "batch_norm")]
+    nn.init.constant_(model[0].weight, scale)
+    nn.init.constant_(model[1].weight, scale)
+    assert [layer.parts for layer in fuse(model).fusion_report.fused] == [parts]
+
+
+class Two(NamedTuple):
+    """What a network gives."""
+
+    first: Any
+    second: Any
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple of another class, which torch.fx would make a plain one of."""
+
+
+class Gives(nn.Module):
+    """A convolution, an activation, and what a function makes of these.
+
+    Args:
+        made: the function.
+    """
+
+    def __init__(self, made: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.conv, self.made = nn.Conv2d(3, 4, 3), made
+
+    def forward(self, x: Any) -> Any:
+        return self.made(torch.relu(self.conv(x)))
+
+
+@pytest.mark.parametrize(
+    ("made", "is_traced"), [(lambda y: Two(y, 2 * y), True), (lambda y: Pair((y, y)), False)], ids=["named", "other"]
+)
+def test_tuples_keep_their_class(made: Callable[[Any], Any], is_traced: bool) -> None:
+    model, x = Gives(made).eval(), torch.randn(1, 3, 6, 5)
+    fused = fuse(model)
+    assert ("" in fused.fusion_report.untraced) is not is_traced
+    assert type(fused(x)) is type(model(x))
+    torch.testing.assert_close(tuple(fused(x)), tuple(model(x)))
+
+
+class Doubled(nn.Module):
+    """Its class has a call of its own around the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Gives(torch.abs)
+
+    def __call__(self, *given: Any) -> Any:
+        return 2 * super().__call__(*given)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+class ByMode:
+    """Gives a forward by whether gradients are on."""
+
+    def __get__(self, module: Any, kind: type | None = None) -> Any:
+        function = Doubled.forward if torch.is_grad_enabled() else lambda module, x: -module.layer(x)
+        return function if module is None else functools.partial(function, module)
+
+
+class Chosen(nn.Module):
+    """Its forward is another one without gradients."""
+
+    forward = ByMode()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Gives(torch.abs)
+
+
+@pytest.mark.parametrize("make", [Doubled, Chosen])
+def test_classes_whose_calls_are_more_than_a_forward_keep_them(make: Callable[[], nn.Module]) -> None:
+    model, x = make().eval(), torch.randn(1, 3, 6, 5)
+    fused = fuse(model)
+    assert type(fused) is make
+    assert [layer.parts for layer in fused.fusion_report.fused] == [("convolution", "bias", "relu")]
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_network_is_fused_in_what_hands_all_that_it_is_given_on() -> None:
+    """Where no argument has a name, the input is among those that are handed on."""
+    net, x = prepared(Net()), torch.randn(1, 3, 20, 20)
+    averaged = torch.optim.swa_utils.AveragedModel(net).eval()
+    fused = fuse(averaged)
+    assert type(fused) is type(averaged)
+    assert len(fused.fusion_report.fused) == len(fuse(net).fusion_report.fused)
+    torch.testing.assert_close(fused(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+class ScalesChannels(nn.Module):
+    """Multiplies channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4, 1, 1))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.scale
+
+
+class Wrapper(nn.Module):
+    """Names what is in another module as that does, as PyTorch's wrappers of activations do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+    def named_parameters(self, *given: Any, **named: Any) -> Iterator[tuple[str, Any]]:
+        for name, parameter in super().named_parameters(*given, **named):
+            yield name.replace("module.", ""), parameter
+
+    def forward(self, x: Any) -> Any:
+        return self.module(x)
+
+
+def test_what_a_wrapper_names_otherwise_is_fused() -> None:
+    model, x = Wrapper(nn.Sequential(nn.Conv2d(3, 4, 3), ScalesChannels(), nn.ReLU())).eval(), torch.randn(1, 3, 6, 5)
+    fused = fuse(model)
+    assert [layer.parts for layer in fused.fusion_report.fused] == [("convolution", "mul", "relu")]
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_in_training_is_refused() -> None:
