@@ -50,11 +50,12 @@ TRAINING = {f"resnet50_training_{direction}": direction for direction in Directi
 """The passes of a training step, by what they are called."""
 DTYPES = (DataType.FLOAT16, DataType.BFLOAT16)
 LAYOUTS = (Layout.NHWC, Layout.NCHW)
-BATCHES = ("32", "1", "64")
+USUAL_BATCH = 32
+BATCHES = (str(USUAL_BATCH), "1", "64")
 AGAINST = (Rival.ONE_PASS, Rival.TORCH, Rival.CUDNN)
 
 LARGEST_BATCH = {"sd_vae_decoder": 8}
-"""Batches of networks whose largest activations would not fit otherwise; they stand for batch 32, and are in no 64."""
+"""Of networks whose activations would not fit otherwise: it stands for the usual batch; larger ones leave them out."""
 
 CHUNK = 12
 """Problems that are found before they are timed: no compiler works beside what is timed."""
@@ -114,7 +115,7 @@ def asked(arguments: argparse.Namespace) -> list[Asked]:
 def layers_of(network: str, case: Case) -> tuple[SuiteProblem, ...]:
     """A network's layers in a case; those of a training step's pass that have an epilogue, by its name for a suite."""
     largest = LARGEST_BATCH.get(network, case.batch)
-    if largest < case.batch and case.batch != 32:
+    if largest < case.batch and case.batch != USUAL_BATCH:
         return ()
     batch = min(case.batch, largest)
     if network in TRAINING:

@@ -1,8 +1,7 @@
 // y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c] on Hopper's tensor cores (wgmma) with float32 accumulators; or,
 // if DATA, dx likewise from dy, with w[k, tap, c] read as its transpose. Strided DATA is cut into PHASES, pixels of dx
 // that are equal modulo the stride, which meet the same taps. Tensors of pixels are channels last, or CHANNELS_FIRST:
-// then each output meets one pixel, and images are counted as whole units of 64 pixels, of which TMA reads those behind
-// an image's last as zeros, and does not write them.
+// then each output meets one pixel.
 // Filters are M, 64 * ROWS a tile; output pixels, counted over all images, of a phase over those of its own, are N,
 // TILE_N a tile. TMA loads pixels in im2col mode, padding as zeros; in boxes where they are ORDERED: each output meets
 // the pixel of its own number and no other. A k-tile is CHANNELS channels of one tap; a stage of a ring of STAGES has
@@ -62,7 +61,8 @@ constexpr int kConsumers = 2, kThreads = 128 * kConsumers + 128, kSteps = CHANNE
 constexpr bool kKeepsFilters = KEPT_TILES > 0, kStrided = PHASES > 1;
 static_assert(DATA || !kStrided, "only pixels of dx are cut into phases");
 
-// Of CHANNELS_FIRST: pixels that are copied together, a row of a swizzle of each channel.
+// Of CHANNELS_FIRST: pixels of a channel that are copied together, a row of a swizzle. Images are counted as whole
+// units: TMA reads zeros behind an image's last pixel, and does not write there.
 constexpr int kUnit = 64, kUnits = TILE_N / kUnit, kUnitRowBytes = 2 * kUnit;
 static_assert(!CHANNELS_FIRST || (ORDERED && !kStrided && TILE_N % kUnit == 0),
               "with channels first each output meets one pixel, and a tile is whole units");
@@ -287,7 +287,8 @@ __device__ __forceinline__ void load_staged(unsigned (&to)[4], unsigned address)
     load_transposed(to, address);
 }
 
-// Puts channel_bias of a pixel's image into terms of a thread's filters. Images have multiples of 16 pixels.
+// Puts channel_bias of a pixel's image into terms of a thread's filters. Images have multiples of 16 pixels, or are
+// counted as whole units.
 __device__ __forceinline__ void read_channel_bias(ChannelTerms (&terms)[2], const Shape& shape,
                                                   const Epilogue& epilogue, int first_filter, int pixel) {
   const int64 image = min(pixel / shape.image_pixels, shape.images - 1);

@@ -64,13 +64,12 @@ class ConvImplicitGemmPingPong(TiledSolver):
     """Implicit GEMM by wgmma and TMA whose operand of filters is A, and of pixels is B: two warpgroups take turns, so
     that one writes results while the other multiplies.
 
-    Serves tensors of 16 bits in one and two dimensions, forward with strides up to 8, and backward data with strides
-    of 1 and 2 that divide its sizes, of one group; channels and filters are multiples of 8, and padding and filters
-    reach up to 127 pixels beyond an image; with channel_bias images have multiples of 16 pixels. Channels are last, or
-    first where there is one tap, stride 1 and no padding, and images have multiples of 8 pixels.
-    Accumulators are float32. Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the
-    border. Strided backward data is cut into phases, pixels of dx that meet the same taps, which are stored a stride
-    apart.
+    Serves tensors of 16 bits in one and two dimensions, of one group; channels and filters are multiples of 8. Channels
+    last: forward with strides up to 8, and backward data with strides of 1 and 2 that divide its sizes; padding and
+    filters reach up to 127 pixels beyond an image; with channel_bias images have multiples of 16 pixels. Channels
+    first: one tap, stride 1 and no padding, and images of multiples of 8 pixels. Accumulators are float32. Padding is
+    multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border. Strided backward data is cut
+    into phases, pixels of dx that meet the same taps, which are stored a stride apart.
 
     Configuration: tiles of `rows` times 64 filters by `tile_n` pixels, counted over all images; `out_stages` for
     results, one for both warpgroups or one each; where `keeps_filters`, all tiles of a block are of the same filters,
@@ -131,11 +130,11 @@ class ConvImplicitGemmPingPong(TiledSolver):
         )
 
     def refuse(self, problem: ProblemDescription) -> Applicability:
-        if problem.direction is Direction.BACKWARD_DATA and (answer := _refuse_strides(problem)).refused:
-            return answer
         product = WgmmaProduct.of(problem)
         if not problem.x.layout.channels_last:
             return _refuse_channels_first(product)
+        if problem.direction is Direction.BACKWARD_DATA and (answer := _refuse_strides(problem)).refused:
+            return answer
         if problem.epilogue.channel_bias and product.image % STAGED_PIXELS:
             return Applicability(
                 f"finishes {STAGED_PIXELS} pixels of an image at a time: {product.image} are no multiple"
@@ -177,7 +176,7 @@ def _pixels(tiling: PingPongTiling) -> TensorMap:
 
 
 def _units(product: PingPongProduct, buffer: str, channels: int, copied: int) -> TensorMap:
-    """Units of pixels of a tensor of channels, of which some are copied, channels first."""
+    """The map of a tensor with channels first, of which a copy takes a unit of pixels of `copied` channels."""
     sizes = (product.product.image, channels, product.problem.n)
     return packed_map(product.problem, buffer, sizes, Box(sizes=(UNIT, copied, 1)))
 
@@ -221,11 +220,13 @@ def _phase_results(tiling: PingPongTiling, buffer: str, phase: Phase) -> TensorM
 
 
 def _refuse_channels_first(product: WgmmaProduct) -> Applicability:
-    """Why channels are not first of a product whose strides serve; APPLICABLE if they may be."""
+    """Why a product is not served with channels first; APPLICABLE if it is."""
     if not product.is_pointwise:
         return Applicability("with channels first serves one tap, stride 1 and no padding")
     if product.image % 8:
-        return Applicability(f"copies 16 bytes: {product.image} pixels of an image are no multiple of 8")
+        return Applicability(
+            f"copies 16 bytes: {product.image} pixels of an image with channels first are no multiple of 8"
+        )
     return APPLICABLE
 
 

@@ -23,7 +23,7 @@ from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_shared import BARRIER_BYTES, FILTER_BLOCK, PATTERN, FiltersAsA
 
 STAGED_PIXELS = 16
-"""Whose results are staged together."""
+"""Pixels whose results are staged together."""
 
 UNIT = 64
 """Pixels of a channel that are copied together where channels are first: a row of the widest swizzle."""
@@ -102,7 +102,7 @@ class PingPongProduct(FiltersAsA):
 
     @cached_property
     def is_channels_first(self) -> bool:
-        """Whether tensors of pixels are."""
+        """Whether x and y, or dx and dy, are channels first."""
         return not self.problem.x.layout.channels_last
 
     @cached_property
@@ -112,7 +112,11 @@ class PingPongProduct(FiltersAsA):
 
     @cached_property
     def pixels(self) -> int:
-        """Of a phase of the output, over all images."""
+        """Of a phase of the output, over all images: fewer than 2^31, as a tensor has elements.
+
+        Channels first, images of eight pixels or more are counted as up to eight times as many, of eight channels or
+        more.
+        """
         counted = self.image_pixels if self.is_channels_first else math.prod(self.product.walked)
         return counted * self.problem.n
 
@@ -256,7 +260,6 @@ class PingPongTiling:
             & ((self.kept_tiles == 0) | ((self.blocks % self.filter_tiles == 0) & (self.items > 1)))
             & ((self.kept_tiles == 0) | (product.phases == 1))
             & (self.items * product.k_tiles <= _MAX_INT)  # of one phase there are fewer
-            & (product.pixels <= _MAX_INT - self.tile_n)
         )
 
     @property

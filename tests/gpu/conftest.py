@@ -1,4 +1,4 @@
-"""What most tests on a GPU need: the current device, whether it is Hopper's, and a compiler without a cache."""
+"""What most tests on a GPU need: the current device, whether it is a Hopper, and a compiler without a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def device() -> Device:
 
 @pytest.fixture(scope="module")
 def hopper(device: Device) -> None:
-    """Skips tests of kernels for wgmma and the copy engine elsewhere."""
+    """Skips tests of kernels for wgmma on devices other than Hopper's."""
     if device.arch != "90a":
         pytest.skip(f"needs compute capability 9.0, {device.name} has {device.sm / 10:.1f}")
 

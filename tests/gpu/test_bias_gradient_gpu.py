@@ -58,12 +58,11 @@ def gradient(run: DeviceRun, inputs: dict[str, np.ndarray]) -> np.ndarray:
     return buffers["bias_gradient"].read(dtype).astype(np.float64)
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("epilogue", ["bias_gradient", "float32.bias_gradient"])
 @pytest.mark.parametrize("shape", WGMMA)
 def test_every_form_of_wgmma_sums_dy(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
     solver = Registry.default()["ConvImplicitGemmWgmma"]
-    if device.arch != "90a":
-        pytest.skip("needs compute capability 9.0")
     problem = ProblemDescription.convolution(**WGMMA[shape], direction="backward_weights", epilogue=epilogue)
     answer = solver.applicability(problem, device)
     assert answer, answer.reason
@@ -84,6 +83,7 @@ def test_every_form_of_wgmma_sums_dy(shape: str, epilogue: str, device: Device, 
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("epilogue", ["statistics", "bias.relu.statistics", "bias_gradient", "float32.bias_gradient"])
 @pytest.mark.parametrize(
     "fields",
@@ -98,8 +98,6 @@ def test_channels_first_tensors_by_kernels_for_channels_last(
     fields: dict[str, Any], epilogue: str, device: Device, compiler: Compiler
 ) -> None:
     solver = Registry.default()["ConvChannelsLast"]
-    if device.arch != "90a":
-        pytest.skip("needs compute capability 9.0")
     direction = "backward_weights" if "gradient" in epilogue else "forward"
     problem = ProblemDescription.convolution(**fields, dtype="bfloat16", direction=direction, epilogue=epilogue)
     answer = solver.applicability(problem, device)

@@ -92,23 +92,21 @@ def fused(fields: dict[str, Any], epilogue: str) -> ProblemDescription:
     return ProblemDescription.convolution(**fields, epilogue=epilogue)
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("shape", WGMMA)
 def test_every_exit_of_wgmma_applies_it(shape: str, epilogue: str, device: Device) -> None:
     solver = Registry.default()["ConvImplicitGemmWgmma"]
-    if device.arch != "90a":
-        pytest.skip("needs compute capability 9.0")
     problem = fused(WGMMA[shape], epilogue)
     configs = [*solver.default_configs(problem, device)[:2], *drawn_wgmma(solver, problem, device, 2, 1)]
     check(solver, problem, device, list(dict.fromkeys(configs)))
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("epilogue", GRADIENTS)
 @pytest.mark.parametrize("shape", WGMMA_DATA)
 def test_every_exit_of_wgmma_fuses_gradients(shape: str, epilogue: str, device: Device) -> None:
     solver = Registry.default()["ConvImplicitGemmWgmma"]
-    if device.arch != "90a":
-        pytest.skip("needs compute capability 9.0")
     problem = fused({**WGMMA_DATA[shape], "direction": "backward_data"}, epilogue)
     configs = [*solver.default_configs(problem, device)[:2], *drawn_wgmma(solver, problem, device, 2, 1)]
     check(solver, problem, device, list(dict.fromkeys(configs)))
@@ -147,12 +145,11 @@ def test_gathered_products_apply_it(shape: str, epilogue: str, device: Device) -
     check(solver, problem, device, list(dict.fromkeys(configs)))
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("shape", CHANNELS_FIRST)
 def test_products_of_transposed_tensors_apply_it(shape: str, epilogue: str, device: Device) -> None:
     solver, problem = Registry.default()["ConvChannelsLast"], fused(CHANNELS_FIRST[shape], epilogue)
-    if device.arch != "90a":
-        pytest.skip("needs compute capability 9.0")
     check(solver, problem, device, list(solver.default_configs(problem, device)))
 
 
