@@ -158,6 +158,13 @@ def test_every_key_has_an_example_that_is_accepted(solver: Solver) -> None:
 
 
 @each_solver
+def test_every_example_is_one_of_a_key(solver: Solver) -> None:
+    """Else it would be no case, and nothing would be checked of it."""
+    for problem in solver.examples():
+        assert any(key.applicability(problem, device_of(key)) for key in solver.keys), problem
+
+
+@each_solver
 def test_every_direction_that_is_declared_has_an_example(solver: Solver) -> None:
     without = solver.directions - {problem.direction for problem in solver.examples()}
     assert not without, f"no example is {' or '.join(sorted(without))}: add one, or do not declare it"
