@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from miofind.torch import fuse
-from miofind.torch.fused.watch import asks_what_is
+from miofind.torch.fused.watch import asks_what_is, modes
 
 ASK: dict[str, Callable[..., Any]] = {
     "a dtype": lambda x: x.dtype is torch.float16,
@@ -417,3 +417,54 @@ def test_what_is_imported_while_code_is_traced_may_do_what_it_likes(
     fused = fuse(network)
     assert not fused.fusion_report.untraced
     torch.testing.assert_close(fused(x), network(x))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cuda", torch.float16),
+    ],
+    ids=["gradients", "inference", "autocast", "autocast of a GPU"],
+)
+def test_modes_tell_blocks_apart(block: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    with torch.set_grad_enabled(block is torch.no_grad):  # inference mode has none anyway
+        before = modes()
+        with block():
+            assert modes() != before
+        assert modes() == before
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_modes_tell_dtypes_of_autocast_apart(kind: str) -> None:
+    before, dtype = modes(), torch.get_autocast_dtype(kind)
+    torch.set_autocast_dtype(kind, torch.bfloat16 if dtype == torch.float16 else torch.float16)
+    try:
+        assert modes() != before
+    finally:
+        torch.set_autocast_dtype(kind, dtype)
+
+
+class Renames(nn.Module):
+    """Puts what it has by one key under another one in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.known = nn.Conv2d(3, 4, 3), {"first": (1, 2)}
+
+    def forward(self, x: Any) -> Any:
+        name, value = self.known.popitem()
+        self.known["second" if name == "first" else "first"] = value
+        return self.conv(x) + 1 if name == "first" else self.conv(x)
+
+
+def test_what_changes_its_key_alone_has_changed() -> None:
+    network, x = Renames().eval(), torch.randn(2, 3, 5, 5)
+    fused = fuse(network)
+    assert "" in fused.fusion_report.untraced
+    assert network.known == fused.known == {"first": (1, 2)}
+    for _ in range(2):
+        torch.testing.assert_close(fused(x), network(x))
