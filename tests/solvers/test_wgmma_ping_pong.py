@@ -36,13 +36,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "apart": {"x": (32, 512, 64, 64), "w": (1024, 512, 2, 2), "stride": 2},
     "channels_first": {"x": (32, 256, 20, 22), "w": (512, 256, 1, 1), "layout": Layout.NCHW},
 }
-
-
-def first_of(fields: dict[str, Any]) -> Layout:
-    """The layout of a problem's tensors with their channels first."""
-    return Layout.of(len(fields["x"]) - 2, channels_last=False)
-
-
 CUT = pytest.mark.parametrize(
     ("shape", "direction"),
     [*((shape, FORWARD) for shape in SHAPES), *((shape, DATA) for shape in SHAPES if shape != "strided")],
@@ -109,6 +102,29 @@ PHASES: dict[str, dict[str, Any]] = {
     "phases_1d": {"x": (4, 40, 62), "w": (72, 40, 5), "padding": 2, "stride": 2},
     "phases_of_one_pixel": {"x": (70, 16, 2, 2), "w": (136, 16, 2, 2), "stride": 2},
 }
+CHANNELS_FIRST: dict[str, dict[str, Any]] = {
+    "first": {"x": (3, 72, 10, 12), "w": (136, 72, 1, 1), "layout": Layout.NCHW},
+    "first_of_whole_units": {"x": (3, 40, 8, 16), "w": (72, 40, 1, 1), "epilogue": "bias.relu", "layout": Layout.NCHW},
+    "first_of_few_channels": {
+        "x": (5, 8, 6, 12),
+        "w": (24, 8, 1, 1),
+        "epilogue": "channel_bias.residual.leaky_relu",
+        "layout": Layout.NCHW,
+    },
+    "first_of_small_images": {
+        "x": (11, 32, 2, 4),
+        "w": (32, 32, 1, 1),
+        "epilogue": "scale.bias.channel_bias.silu",
+        "layout": Layout.NCHW,
+    },
+    "first_of_many_filters": {
+        "x": (2, 24, 4, 50),
+        "w": (264, 24, 1, 1),
+        "epilogue": "bias.residual.relu",
+        "layout": Layout.NCHW,
+    },
+    "first_1d": {"x": (3, 144, 88), "w": (16, 144, 1), "epilogue": "bias.gelu_tanh.residual", "layout": Layout.NCW},
+}
 FUSED_GRADIENTS = {
     "dilated": "residual.drelu",
     "pointwise": "dsilu",
@@ -118,16 +134,6 @@ FUSED_GRADIENTS = {
     "phases_apart": "drelu",
     "phases_without_taps": "residual.dsilu",
     "phases_1d": "residual",
-}
-CHANNELS_FIRST: dict[str, dict[str, Any]] = {
-    "first": {"x": (3, 72, 10, 12), "w": (136, 72, 1, 1)},
-    "first_of_whole_units": {"x": (3, 40, 8, 16), "w": (72, 40, 1, 1), "epilogue": "bias.relu"},
-    "first_of_few_channels": {"x": (5, 8, 6, 12), "w": (24, 8, 1, 1), "epilogue": "channel_bias.residual.leaky_relu"},
-    "first_of_small_images": {"x": (11, 32, 2, 4), "w": (32, 32, 1, 1), "epilogue": "scale.bias.channel_bias.silu"},
-    "first_of_many_filters": {"x": (2, 24, 4, 50), "w": (264, 24, 1, 1), "epilogue": "bias.residual.relu"},
-    "first_1d": {"x": (3, 144, 88), "w": (16, 144, 1), "epilogue": "bias.gelu_tanh.residual"},
-}
-GRADIENTS_CHANNELS_FIRST = {
     "first": "residual.drelu",
     "first_of_whole_units": "",
     "first_of_few_channels": "dsilu",
@@ -135,24 +141,13 @@ GRADIENTS_CHANNELS_FIRST = {
     "first_of_many_filters": "residual.dhardswish",
     "first_1d": "",
 }
+EVERY = COMPUTED | PHASES | CHANNELS_FIRST
 CASES = [
-    *(pytest.param(fields, FORWARD, id=name) for name, fields in COMPUTED.items()),
-    *(pytest.param((COMPUTED | PHASES)[name], DATA, id=f"data of {name}") for name in (*GRADIENTS, *PHASES)),
+    *(pytest.param(fields, FORWARD, id=name) for name, fields in (COMPUTED | CHANNELS_FIRST).items()),
+    *(pytest.param(EVERY[name], DATA, id=f"data of {name}") for name in (*GRADIENTS, *PHASES)),
     *(
-        pytest.param((COMPUTED | PHASES)[name] | {"epilogue": epilogue}, DATA, id=f"{epilogue} of {name}")
+        pytest.param(EVERY[name] | {"epilogue": epilogue}, DATA, id=f"{epilogue} of {name}")
         for name, epilogue in FUSED_GRADIENTS.items()
-    ),
-    *(
-        pytest.param(fields | {"layout": first_of(fields)}, FORWARD, id=f"channels {name}")
-        for name, fields in CHANNELS_FIRST.items()
-    ),
-    *(
-        pytest.param(
-            CHANNELS_FIRST[name] | {"layout": first_of(CHANNELS_FIRST[name]), "epilogue": epilogue},
-            DATA,
-            id=f"{epilogue} data of channels {name}",
-        )
-        for name, epilogue in GRADIENTS_CHANNELS_FIRST.items()
     ),
 ]
 

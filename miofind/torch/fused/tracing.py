@@ -88,9 +88,8 @@ def traced(module: Any, *, is_whole: bool = True) -> fx.Graph:
     except TraceError:
         code = inspect.unwrap(type(module).forward).__code__
         has_more = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-        if (
-            not is_whole or not has_more or code.co_argcount + code.co_kwonlyargcount < 2
-        ):  # else its input is among them
+        names_its_input = code.co_argcount + code.co_kwonlyargcount > 1  # else it is among the further arguments
+        if not (is_whole and has_more and names_its_input):
             raise
         with contextlib.suppress(Exception):  # of which the first tells more
             return _traced(module, takes_more=False)
