@@ -17,6 +17,7 @@ from miofind.device.device import Device
 from miofind.errors import LaunchError, MeasurementError
 from miofind.measure import backend_host
 from miofind.measure.backend import TimedCandidate
+from miofind.measure.backend_cuda import rough_time_ms
 from miofind.measure.effort import Effort
 from miofind.measure.gpu_monitor import Reading
 from miofind.measure.race import Entrant, Race, RaceObserver
@@ -432,6 +433,30 @@ def test_host_times_are_those_of_the_clock(clock: Clock) -> None:
     assert [timing.min_ms, timing.p20_ms, timing.time_ms, timing.p80_ms] == pytest.approx([3.0] * 4)
     assert timing.samples == 5
     assert timing.protocol == "cpu-1"
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected_ms", "asked"),
+    [
+        ([1.3, 0.12, 0.11], 0.11, [1, 2]),
+        ([0.3, 0.5, 0.4], 0.3, [1, 2]),
+        ([7.9, 6.0, 0.2], 0.2, [1, 2]),
+        ([0.19, 0.1, 0.1], 0.19, [1]),
+        ([8.0, 0.1, 0.1], 8.0, [1]),
+    ],
+    ids=["late", "in-time", "very-late", "short", "long"],
+)
+def test_a_first_run_that_the_host_held_up_counts_as_the_runs_after_it(
+    runs: list[float], expected_ms: float, asked: list[int]
+) -> None:
+    left, counts = list(runs), []
+
+    def timed(count: int) -> list[float]:
+        counts.append(count)
+        return [left.pop(0) for _ in range(count)]
+
+    assert rough_time_ms(timed) == expected_ms
+    assert counts == asked
 
 
 def test_short_host_runs_are_amortised_over_rotating_buffers() -> None:
