@@ -16,7 +16,7 @@ from miofind.solver.steps import Box, Config, ConvSolution, Im2col, KernelStep, 
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, pixels_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.wgmma_product import Phase, WgmmaProduct
+from miofind.solvers.common.wgmma_product import NchwTensors, Phase, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import (
     MAX_PHASES,
     NO_PHASE_AXIS,
@@ -66,10 +66,11 @@ class ConvImplicitGemmPingPong(TiledSolver):
 
     Serves tensors of 16 bits in one and two dimensions, of one group; channels and filters are multiples of 8. Channels
     last: forward with strides up to 8, and backward data with strides of 1 and 2 that divide its sizes; padding and
-    filters reach up to 127 pixels beyond an image; with channel_bias images have multiples of 16 pixels. Channels
-    first: one tap, stride 1 and no padding, and images of multiples of 8 pixels. Accumulators are float32. Padding is
-    multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border. Strided backward data is cut
-    into phases, pixels of dx that meet the same taps, which are stored a stride apart.
+    filters reach up to 127 pixels beyond an image; with channel_bias images have multiples of 16 pixels. The output
+    alone may be channels first: of the same but strided backward data, with images of multiples of 64 pixels. All
+    channels first: one tap, stride 1 and no padding, and images of multiples of 8 pixels. Accumulators are float32.
+    Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border. Strided backward
+    data is cut into phases, pixels of dx that meet the same taps, which are stored a stride apart.
 
     Configuration: tiles of `rows` times 64 filters by `tile_n` pixels, counted over all images; `out_stages` for
     results, one for both warpgroups or one each; where `keeps_filters`, all tiles of a block are of the same filters,
@@ -104,7 +105,8 @@ class ConvImplicitGemmPingPong(TiledSolver):
             given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "direction": direction} | values
             return ProblemDescription.convolution(**given)  # type: ignore[arg-type]
 
-        data, brain, first = Direction.BACKWARD_DATA, DataType.BFLOAT16, Layout.NCHW
+        data, brain, last, first = Direction.BACKWARD_DATA, DataType.BFLOAT16, Layout.NHWC, Layout.NCHW
+        y_first, x_first = {"x": last, "w": last, "y": first}, {"x": first, "w": last, "y": last}
         return (
             conv(x=(2, 64, 14, 28), w=(128, 64, 1, 1)),
             conv(x=(3, 200, 9, 11), w=(192, 200, 1, 1), dtype=brain),
@@ -126,13 +128,17 @@ class ConvImplicitGemmPingPong(TiledSolver):
             conv(data, x=(3, 40, 16, 13), w=(96, 40, 1, 1), layout=first, dtype=brain),
             conv(x=(3, 32, 8, 11), w=(32, 32, 1, 1), layout=first, epilogue="channel_bias.residual.relu"),
             conv(data, x=(2, 136, 8, 24), w=(64, 136, 1, 1), layout=first, epilogue="residual.drelu"),
+            conv(x=(2, 40, 8, 24), w=(72, 40, 3, 3), padding=1, layout=y_first, epilogue="bias.residual.relu"),
+            conv(data, x=(2, 24, 16, 8), w=(40, 24, 3, 2), padding=1, layout=x_first, dtype=brain),
             conv(x=(3, 200, 72), w=(16, 200, 1), layout=Layout.NCW, dtype=brain, epilogue="scale.bias.silu"),
         )
 
     def refuse(self, problem: ProblemDescription) -> Applicability:
         product = WgmmaProduct.of(problem)
-        if not problem.x.layout.channels_last:
+        if not problem.tensor(product.pixels).layout.channels_last:
             return _refuse_channels_first(product)
+        if product.nchw is NchwTensors.OUTPUT and (answer := _refuse_results_first(product)).refused:
+            return answer
         if problem.direction is Direction.BACKWARD_DATA and (answer := _refuse_strides(problem)).refused:
             return answer
         if problem.epilogue.channel_bias and product.image % STAGED_PIXELS:
@@ -140,6 +146,13 @@ class ConvImplicitGemmPingPong(TiledSolver):
                 f"finishes {STAGED_PIXELS} pixels of an image at a time: {product.image} are no multiple"
             )
         return refuse_copies(product)
+
+    def refuse_mixed(self, problem: ProblemDescription) -> Applicability:
+        if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
+            return Applicability("needs one dtype for x, w and y")
+        if NchwTensors.of(problem) is None:
+            return Applicability("needs one layout for x, w and y, but for an output with channels first")
+        return APPLICABLE
 
     def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> PingPongTiling:
         return PingPongTiling.of(PingPongProduct.of(problem), config, device)
@@ -170,7 +183,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
 def _pixels(tiling: PingPongTiling) -> TensorMap:
     """A tile's pixels of a chunk of channels; channels first, a unit of them."""
     product = tiling.product
-    if product.is_channels_first:
+    if product.loads_channels_first:
         return _units(product, product.product.pixels, product.sums, product.channels)
     return pixels_map(product.product, product.channels, tiling.tile_n, boxes=product.is_ordered)
 
@@ -194,7 +207,7 @@ def _results(tiling: PingPongTiling, buffer: str) -> tuple[TensorMap, ...]:
 
     Channels first, a unit.
     """
-    if tiling.product.is_channels_first:
+    if tiling.product.stores_channels_first:
         return (_units(tiling.product, buffer, tiling.product.results, tiling.product.out_channels),)
     if tiling.product.phases > 1:
         phases = tiling.product.product.phases
@@ -230,6 +243,17 @@ def _refuse_channels_first(product: WgmmaProduct) -> Applicability:
     return APPLICABLE
 
 
+def _refuse_results_first(product: WgmmaProduct) -> Applicability:
+    """Why results alone are not stored with channels first; APPLICABLE if they are."""
+    if product.is_strided:
+        return Applicability("with the output alone channels first serves backward data of stride 1")
+    if product.image % UNIT:
+        return Applicability(
+            f"stores {UNIT} pixels of a channel at a time: {product.image} of an image are no multiple"
+        )
+    return APPLICABLE
+
+
 def _refuse_strides(problem: ProblemDescription) -> Applicability:
     """Why pixels of dx are not stored phase by phase; APPLICABLE if they are.
 
@@ -248,7 +272,8 @@ def _defines(tiling: PingPongTiling) -> tuple[tuple[str, str | int], ...]:
     return (
         ("ELEMENT", product.problem.x.dtype.value),
         ("DATA", int(product.is_data)),
-        ("CHANNELS_FIRST", int(product.is_channels_first)),
+        ("IN_FIRST", int(product.loads_channels_first)),
+        ("OUT_FIRST", int(product.stores_channels_first)),
         ("ORDERED", int(product.is_ordered)),
         ("PHASES", product.phases),
         ("PHASES_IN_TURN", int(tiling.phases_in_turn)),

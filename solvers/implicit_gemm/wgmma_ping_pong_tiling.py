@@ -19,7 +19,7 @@ from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.occupancy import RESERVED_SHARED_BYTES, SmLimits
 from miofind.solver.steps import Config, ConfigValue
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_shared import BARRIER_BYTES, FILTER_BLOCK, PATTERN, FiltersAsA
 
 STAGED_PIXELS = 16
@@ -101,14 +101,19 @@ class PingPongProduct(FiltersAsA):
         return all(axis.taps <= 1 and axis.offset == 0 for axis in axes) and not any(corners)
 
     @cached_property
-    def is_channels_first(self) -> bool:
-        """Whether x and y, or dx and dy, are channels first."""
-        return not self.problem.x.layout.channels_last
+    def loads_channels_first(self) -> bool:
+        """Whether the pixels that are multiplied are channels first; results are then, too."""
+        return self.product.nchw is NchwTensors.ALL
+
+    @cached_property
+    def stores_channels_first(self) -> bool:
+        """Whether results are channels first."""
+        return self.product.nchw is not NchwTensors.NONE
 
     @cached_property
     def image_pixels(self) -> int:
         """Of an image of the output; channels first, of all its units."""
-        return round_up(self.product.image, UNIT) if self.is_channels_first else self.product.image
+        return round_up(self.product.image, UNIT) if self.stores_channels_first else self.product.image
 
     @cached_property
     def pixels(self) -> int:
@@ -117,7 +122,7 @@ class PingPongProduct(FiltersAsA):
         Channels first, images of eight pixels or more are counted as up to eight times as many, of eight channels or
         more.
         """
-        counted = self.image_pixels if self.is_channels_first else math.prod(self.product.walked)
+        counted = self.image_pixels if self.stores_channels_first else math.prod(self.product.walked)
         return counted * self.problem.n
 
     @cached_property
@@ -256,7 +261,7 @@ class PingPongTiling:
             & (self.shared_bytes + self.static_bytes <= _room(device))
             & (self.rows * self.tile_n // 2 <= product.most_accumulators)
             & (self.rows <= product.filter_blocks)
-            & ((self.tile_n % UNIT == 0) | (not product.is_channels_first))
+            & ((self.tile_n % UNIT == 0) | (not product.stores_channels_first))
             & ((self.kept_tiles == 0) | ((self.blocks % self.filter_tiles == 0) & (self.items > 1)))
             & ((self.kept_tiles == 0) | (product.phases == 1))
             & (self.items * product.k_tiles <= _MAX_INT)  # of one phase there are fewer

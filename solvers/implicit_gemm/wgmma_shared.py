@@ -17,7 +17,7 @@ from miofind.solver.epilogue import epilogue_arguments
 from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig, Solver, first_refusal
 from miofind.solver.steps import Config, EpilogueArgument, TensorMap
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.limits import refuse_tensors
+from miofind.solvers.common.limits import refuse_mixed, refuse_overpadded, refuse_oversized
 
 PATTERN = 1024
 """Bytes at which swizzles repeat."""
@@ -151,6 +151,10 @@ class TiledSolver(Solver):
     def refuse(self, problem: ProblemDescription) -> Applicability:
         """Why it does not serve a problem of one group whose channels fill 16 bytes."""
 
+    def refuse_mixed(self, problem: ProblemDescription) -> Applicability:
+        """Why it does not serve tensors that differ in dtype or layout."""
+        return refuse_mixed(problem)
+
     @abstractmethod
     def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> Tiling:
         """A configuration applied to a problem that is not refused."""
@@ -164,7 +168,13 @@ class TiledSolver(Solver):
             return Applicability(f"serves one group, not {problem.groups}")
         if problem.c % 8 or problem.k % 8:
             return Applicability(f"copies 16 bytes: {problem.c} channels or {problem.k} filters are no multiple of 8")
-        if (answer := first_refusal(self.refuse(problem), refuse_tensors(problem))).refused:
+        refused = (
+            self.refuse(problem),
+            self.refuse_mixed(problem),
+            refuse_oversized(problem),
+            refuse_overpadded(problem),
+        )
+        if (answer := first_refusal(*refused)).refused:
             return answer
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")

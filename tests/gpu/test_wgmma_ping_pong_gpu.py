@@ -69,9 +69,20 @@ CHANNELS_FIRST: dict[str, dict[str, Any]] = {
     "first_of_a_large_image": {"x": (1, 64, 512, 509), "w": (96, 64, 1, 1)},
     "first_1d": {"x": (40, 32, 304), "w": (32, 32, 1)},
 }
+OUTPUT_FIRST: dict[str, dict[str, Any]] = {
+    "output_first": {"x": (9, 64, 24, 40), "w": (192, 64, 3, 3), "padding": 1},
+    "output_first_of_many_chunks": {"x": (2, 264, 16, 12), "w": (72, 264, 3, 3), "padding": 1},
+    "output_first_dilated": {"x": (2, 64, 32, 34), "w": (328, 64, 3, 3), "padding": (2, 3), "dilation": (2, 3)},
+    "output_first_of_small_images": {"x": (300, 128, 8, 8), "w": (136, 128, 3, 3), "padding": 1},
+    "output_first_pointwise": {"x": (32, 64, 56, 56), "w": (128, 64, 1, 1)},
+    "output_first_1d": {"x": (40, 32, 320), "w": (16, 32, 7), "padding": 3},
+}
+STRIDED_OUTPUT_FIRST: dict[str, dict[str, Any]] = {
+    "output_first_strided": {"x": (20, 64, 32, 47), "w": (192, 64, 3, 3), "padding": 1, "stride": 2},
+}
 CASES = [
-    *((shape, FORWARD) for shape in SHAPES | STRIDED | CHANNELS_FIRST),
-    *((shape, DATA) for shape in SHAPES | PHASES | CHANNELS_FIRST),
+    *((shape, FORWARD) for shape in SHAPES | STRIDED | CHANNELS_FIRST | OUTPUT_FIRST | STRIDED_OUTPUT_FIRST),
+    *((shape, DATA) for shape in SHAPES | PHASES | CHANNELS_FIRST | OUTPUT_FIRST),
 ]
 FUSED = {
     "bias.silu": {},
@@ -83,9 +94,12 @@ FUSED = {
 
 
 def problem_of(shape: str, **fields: Any) -> ProblemDescription:
-    sizes = (SHAPES | STRIDED | PHASES | CHANNELS_FIRST)[shape]
-    layout = Layout.of(len(sizes["x"]) - 2, channels_last=shape not in CHANNELS_FIRST)
-    return ProblemDescription.convolution(**sizes, layout=layout, **fields)
+    sizes = (SHAPES | STRIDED | PHASES | CHANNELS_FIRST | OUTPUT_FIRST | STRIDED_OUTPUT_FIRST)[shape]
+    last, first = (Layout.of(len(sizes["x"]) - 2, channels_last=is_last) for is_last in (True, False))
+    layouts = dict.fromkeys("xwy", first if shape in CHANNELS_FIRST else last)
+    if shape in OUTPUT_FIRST | STRIDED_OUTPUT_FIRST:
+        layouts[fields.get("direction", FORWARD).output] = first
+    return ProblemDescription.convolution(**sizes, layout=layouts, **fields)
 
 
 def configs_of(problem: ProblemDescription, device: Device, count: int, *, defaults: int) -> list[Config]:
@@ -108,7 +122,11 @@ def test_small_integers_are_exact(
 @pytest.mark.parametrize("epilogue", FUSED)
 @pytest.mark.parametrize(
     "shape",
-    ["pointwise", "three_blocks", "few_channels", "small_images", "1d", "first", "first_of_few_channels", "first_1d"],
+    [
+        *("pointwise", "three_blocks", "few_channels", "small_images", "1d"),
+        *("first", "first_of_few_channels", "first_1d"),
+        *("output_first", "output_first_of_small_images", "output_first_pointwise", "output_first_1d"),
+    ],
 )
 def test_fused_results_pass_both_gates(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
     problem = problem_of(shape, epilogue=epilogue, **({"dtype": DataType.FLOAT16} | FUSED[epilogue]))
@@ -129,7 +147,13 @@ def test_phases_are_finished_by_what_lies_a_stride_apart(
 
 
 @pytest.mark.parametrize("epilogue", ["channel_bias.residual.relu", "scale.bias.channel_bias.silu"])
-@pytest.mark.parametrize("shape", ["tiny_images", "many_images", "1d_images", "first", "first_of_small_images"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("tiny_images", "many_images", "1d_images", "first", "first_of_small_images"),
+        *("output_first_of_small_images", "output_first_strided"),
+    ],
+)
 def test_terms_of_images_pass_both_gates(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
     """Images of multiples of 16 pixels, or counted in whole units, of which a tile has parts, or several."""
     problem = problem_of(shape, epilogue=epilogue, dtype=DataType.BFLOAT16)

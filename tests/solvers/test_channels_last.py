@@ -1,4 +1,7 @@
-"""ConvChannelsLast without a GPU: its steps carried out in NumPy, with the inner solver's replaced by the reference."""
+"""ConvChannelsLast without a GPU: its steps carried out in NumPy, with the inner solver's replaced by the reference.
+
+Of the others that transpose: what they leave in place, and what they refuse.
+"""
 
 from __future__ import annotations
 
@@ -283,3 +286,56 @@ def test_float32_is_turned_for_strided_gradients_alone(fields: dict[str, Any], w
     given = {"x": (2, 16, 9, 6), "w": (24, 16, 3, 3), "padding": 1, "direction": "backward_data", **fields}
     answer = Registry.default()["ConvChannelsLastMma"].applicability(ProblemDescription.convolution(**given), DEVICE)
     assert words in answer.reason if words else answer
+
+
+@pytest.mark.parametrize(
+    ("fields", "moved", "launches"),
+    [
+        ({}, "xw", 2),
+        ({"stride": 2}, "xw", 2),
+        ({"direction": "backward_data"}, "wy", 2),
+        ({"w": (40, 24, 1, 1), "padding": 0, "stride": 2}, "x", 2),
+        ({"epilogue": "bias.residual.relu"}, "xw", 2),
+        ({"x": (2, 24, 16, 15)}, "xwy", 3),
+        ({"direction": "backward_data", "stride": 2}, "xwy", 3),
+        ({"x": (2, 24, 16, 15), "epilogue": "bias.residual.relu"}, "xwy", 4),
+    ],
+    ids=[
+        "forward",
+        "strided",
+        "data",
+        "one tap",
+        "residual",
+        "pixels that are no whole units",
+        "strided data",
+        "residual and pixels that are no whole units",
+    ],
+)
+def test_ping_pong_leaves_results_channels_first_where_images_are_whole_units(
+    fields: dict[str, Any], moved: str, launches: int
+) -> None:
+    solver = Registry.default()["ConvChannelsLastPingPong"]
+    problem = conv(**{"x": (2, 24, 16, 16), "w": (40, 24, 3, 3), "padding": 1, **fields})
+    assert solver.applicability(problem, DEVICE)
+    for config in solver.default_configs(problem, DEVICE):
+        solution = solver.solution(problem, DEVICE, config)
+        assert {name[0] for name in regions(solution) if name in {"x_last", "w_last", "y_last"}} == set(moved)
+        assert ("residual_last" in regions(solution)) == ("y" in moved and bool(problem.epilogue))
+        assert len(solution.kernels) == launches
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"w": (40, 24, 1, 1), "padding": 0}, "takes its channels first"),
+        ({"groups": 3, "w": (48, 8, 3, 3)}, "ConvImplicitGemmPingPong: serves one group"),
+        ({"direction": "backward_data", "epilogue": "residual.drelu"}, "compute no epilogue"),
+        ({"direction": "backward_weights"}, "computes forward and backward_data"),
+    ],
+    ids=["first", "groups", "mask", "weights"],
+)
+def test_ping_pong_is_not_given_transposed_tensors(fields: dict[str, Any], words: str) -> None:
+    problem = conv(**{"x": (2, 24, 16, 16), "w": (40, 24, 3, 3), "padding": 1, **fields})
+    answer = Registry.default()["ConvChannelsLastPingPong"].applicability(problem, DEVICE)
+    assert answer.refused
+    assert words in answer.reason

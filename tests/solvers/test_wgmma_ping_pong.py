@@ -125,6 +125,56 @@ CHANNELS_FIRST: dict[str, dict[str, Any]] = {
     },
     "first_1d": {"x": (3, 144, 88), "w": (16, 144, 1), "epilogue": "bias.gelu_tanh.residual", "layout": Layout.NCW},
 }
+Y_FIRST = {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW}
+X_FIRST = {"x": Layout.NCHW, "w": Layout.NHWC, "y": Layout.NHWC}
+OUTPUT_FIRST: dict[str, dict[str, Any]] = {
+    "output_first": {"x": (3, 40, 8, 16), "w": (72, 40, 3, 3), "padding": 1, "layout": Y_FIRST},
+    "output_first_strided": {
+        "x": (2, 24, 16, 17),
+        "w": (136, 24, 2, 3),
+        "padding": ((0, 1), (1, 0)),
+        "stride": (2, 1),
+        "epilogue": "scale.bias.channel_bias.residual.leaky_relu",
+        "layout": Y_FIRST,
+    },
+    "output_first_pointwise": {
+        "x": (5, 8, 8, 8),
+        "w": (24, 8, 1, 1),
+        "epilogue": "bias.silu.residual",
+        "layout": Y_FIRST,
+    },
+    "output_first_dilated": {
+        "x": (2, 32, 36, 34),
+        "w": (200, 32, 2, 3),
+        "dilation": (4, 1),
+        "epilogue": "bias.residual.relu",
+        "layout": Y_FIRST,
+    },
+    "output_first_1d": {
+        "x": (3, 144, 64),
+        "w": (16, 144, 5),
+        "padding": 2,
+        "epilogue": "bias.gelu_tanh",
+        "layout": {"x": Layout.NWC, "w": Layout.NWC, "y": Layout.NCW},
+    },
+}
+INPUT_GRADIENT_FIRST: dict[str, dict[str, Any]] = {
+    "dx_first": {"x": (3, 40, 8, 24), "w": (72, 40, 3, 3), "padding": 1, "layout": X_FIRST},
+    "dx_first_dilated": {
+        "x": (2, 136, 16, 12),
+        "w": (24, 136, 2, 3),
+        "padding": (1, 3),
+        "dilation": (1, 2),
+        "epilogue": "residual.drelu",
+        "layout": X_FIRST,
+    },
+    "dx_first_pointwise": {
+        "x": (5, 16, 8, 8),
+        "w": (40, 16, 1, 1),
+        "epilogue": "dsilu",
+        "layout": X_FIRST,
+    },
+}
 FUSED_GRADIENTS = {
     "dilated": "residual.drelu",
     "pointwise": "dsilu",
@@ -143,7 +193,8 @@ FUSED_GRADIENTS = {
 }
 EVERY = COMPUTED | PHASES | CHANNELS_FIRST
 CASES = [
-    *(pytest.param(fields, FORWARD, id=name) for name, fields in (COMPUTED | CHANNELS_FIRST).items()),
+    *(pytest.param(fields, FORWARD, id=name) for name, fields in (COMPUTED | CHANNELS_FIRST | OUTPUT_FIRST).items()),
+    *(pytest.param(fields, DATA, id=name) for name, fields in INPUT_GRADIENT_FIRST.items()),
     *(pytest.param(EVERY[name], DATA, id=f"data of {name}") for name in (*GRADIENTS, *PHASES)),
     *(
         pytest.param(EVERY[name] | {"epilogue": epilogue}, DATA, id=f"{epilogue} of {name}")
@@ -395,6 +446,7 @@ RUNS = {"rows": 1, "tile_n": 192, "out_stages": 2, "keeps_filters": 0}
         ({"epilogue": "bias.silu"}, {"rows": 2, "out_stages": 1, "tile_n": 176}, {"tile_n": 192}),
         ({"epilogue": "channel_bias"}, {"rows": 2, "out_stages": 1, "tile_n": 144}, {"tile_n": 160}),
         ({"w": (128, 64, 1, 1), "padding": 0, "layout": Layout.NCHW}, {}, {"tile_n": 176}),
+        ({"layout": Y_FIRST}, {}, {"tile_n": 176}),
         ({"x": (32, 256, 40, 40), "w": (64, 256, 3, 3)}, {}, {"keeps_filters": 1}),
         (
             {"x": (32, 128, 40, 40), "w": (64, 128, 3, 3), "direction": DATA, "epilogue": "residual.drelu"},
@@ -409,6 +461,7 @@ RUNS = {"rows": 1, "tile_n": 192, "out_stages": 2, "keeps_filters": 0}
         "more accumulators than an activation leaves registers for",
         "more accumulators than terms of images leave registers for",
         "a tile is no whole units of pixels",
+        "a tile is no whole units of results",
         "filters that stay leave no room for stages",
         "a second place leaves no room for stages",
     ],
@@ -425,7 +478,7 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         tiling.rows > tiling.product.filter_blocks,
         tiling.rows * tiling.tile_n // 2 > tiling.product.most_accumulators,
         tiling.kept_tiles > 0 and tiling.items == 1,
-        tiling.product.is_channels_first and tiling.tile_n % 64 > 0,
+        tiling.product.stores_channels_first and tiling.tile_n % 64 > 0,
     )
     assert sum(reasons) == 1, tiling
 
@@ -446,6 +499,11 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         ({"layout": Layout.NCHW, "w": (64, 64, 1, 1)}, "one tap, stride 1 and no padding"),
         ({"layout": Layout.NCHW, "w": (64, 64, 1, 1), "padding": 0, "stride": 2}, "one tap, stride 1 and no padding"),
         ({"layout": Layout.NCHW, "w": (64, 64, 1, 1), "padding": 0}, "900 pixels of an image"),
+        ({"layout": Y_FIRST}, "900 of an image are no multiple"),
+        ({"layout": X_FIRST, "x": (4, 64, 32, 32), "stride": 2, "direction": DATA}, "backward data of stride 1"),
+        ({"layout": X_FIRST, "x": (4, 64, 32, 32), "w": (64, 64, 1, 1), "padding": 0}, "needs one layout"),
+        ({"layout": Y_FIRST | {"w": Layout.NCHW}, "x": (4, 64, 32, 32)}, "needs one layout"),
+        ({"dtype": {"x": "float16", "w": "bfloat16", "y": "float16"}}, "needs one dtype"),
     ],
     ids=[
         "groups",
@@ -461,6 +519,11 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         "padding of channels first",
         "stride of channels first",
         "images of channels first",
+        "images of an output with channels first",
+        "stride of a gradient with channels first",
+        "input alone with channels first",
+        "filters with channels first",
+        "dtypes",
     ],
 )
 def test_problems_that_it_does_not_serve(fields: dict[str, Any], reason: str) -> None:

@@ -53,7 +53,7 @@ class Launch:
         self.rows, self.tile_n, self.channels, self.last_k_steps = (int(defines[name]) for name in names[:4])
         self.out_channels, self.stages, self.kept_tiles, self.places = (int(defines[name]) for name in names[4:])
         self.is_data, self.is_ordered = bool(defines["DATA"]), bool(defines["ORDERED"])
-        self.is_channels_first = bool(defines["CHANNELS_FIRST"])
+        self.in_first, self.out_first = bool(defines["IN_FIRST"]), bool(defines["OUT_FIRST"])
         self.pixel_bytes, self.out_pixel = ELEMENT * self.channels, ELEMENT * self.out_channels
         self.filter_row = 128 if self.is_data else self.pixel_bytes
         self.block_bytes = 128 * self.channels
@@ -109,17 +109,17 @@ class Launch:
                 self._load_filters(filters, tile, tap, chunk)
             is_last = chunk == self.shape["chunks"] - 1
             terms = np.arange(16 * (self.last_k_steps if is_last else self.channels // 16))
-            addresses, span = self._addresses(stage, terms, self.channels)
+            addresses, span = self._addresses(stage, terms, self.channels, are_first=self.in_first)
             b = self.shared.met(addresses, span)
             for row in range(self.rows):
                 start = filters + row * self.block_bytes
                 sums[row] += self.shared.rows_of_filters(start, terms, self.filter_row, are_columns=self.is_data) @ b.T
         return sums
 
-    def _addresses(self, start: int, channels: Addresses, count: int) -> tuple[Addresses, int]:
+    def _addresses(self, start: int, channels: Addresses, count: int, *, are_first: bool) -> tuple[Addresses, int]:
         """Where a tile's pixels by `count` channels are, before they are swizzled, and over how many bytes."""
         pixels = np.arange(self.tile_n)[:, None]
-        if not self.is_channels_first:
+        if not are_first:
             return start + pixels * ELEMENT * count + ELEMENT * channels, ELEMENT * count
         unit, pixel = np.divmod(pixels, UNIT)
         return start + (unit * count + channels) * UNIT_ROW + ELEMENT * pixel, UNIT_ROW
@@ -136,7 +136,7 @@ class Launch:
 
     def _load_pixels(self, stage: int, tile: Tile, tap: tuple[int, int], chunk: int) -> None:
         walk, channel = self.walk, chunk * self.channels
-        if self.is_channels_first:
+        if self.in_first:
             for i, (image, pixel) in enumerate(self._units(tile)):
                 self.shared.load_box(self.pixels, stage + i * self.channels * UNIT_ROW, (pixel, channel, image))
             return
@@ -170,7 +170,7 @@ class Launch:
         """What is laid out as results of 64 filters, to a place, or from there."""
         if len(self.phases) == 1:
             copy = self.shared.store_box if stores else self.shared.load_box
-            if self.is_channels_first:
+            if self.out_first:
                 for i, (image, pixel) in enumerate(self._units(tile)):
                     copy(maps[0], place + i * self.out_channels * UNIT_ROW, (pixel, filter_, image))
             else:
@@ -205,7 +205,7 @@ class Launch:
     def _stage(self, tile: Tile, to: int, sums: Array) -> None:
         """What the epilogue makes of sums, pixels by filters; channel_bias is of each pixel's image."""
         pixels, channels = np.arange(self.tile_n)[:, None], np.arange(self.out_channels)
-        addresses = swizzled(*self._addresses(to, channels, self.out_channels))
+        addresses = swizzled(*self._addresses(to, channels, self.out_channels, are_first=self.out_first))
         apart = self.rows * self.out_bytes
         read = {name: addresses + number * apart for number, name in enumerate(self.finish.tensors)}
         images = np.minimum((tile.pixel + pixels) // self.shape["image_pixels"], self.shape["images"] - 1)
