@@ -9,6 +9,7 @@
 // loads pixels, loads filters of taps into a ring of FILTER_STAGES, which stay if it holds all, and stores results by
 // TMA, from where the residual, or what is saved for a derivative, was loaded to. Grid: units are parts of the filters,
 // column tiles, row tiles, images. Source: PTX ISA, wgmma; CUTLASS's description of ping-pong kernels.
+// VARIANT_OUTPUT_PLANES: what is laid out as results is channels first, rows of pixels of a channel.
 #include "common/divisor.cuh"
 #include "common/tile.cuh"
 
@@ -48,7 +49,14 @@ constexpr bool kKeepsFilters = FILTER_STAGES == UNIT_BLOCKS * CHUNKS * kTaps;
 
 // A slot: rows of pixels of CHANNELS channels, swizzled over as many bytes as these are.
 constexpr int kPixelBytes = 2 * CHANNELS;
+#ifdef VARIANT_OUTPUT_PLANES
+// Eight pixels that are multiplied side by side are of one row.
+constexpr int kRowPixels = round_up(TILE_W + (FILTER_W - 1) * DILATION_W, 8);
+constexpr int kRows = TILE_H + (FILTER_H - 1) * DILATION_H;
+static_assert(TILE_W % 8 == 0 && !ROWS_ARE_IMAGES, "copies of rows of pixels are of 16 bytes");
+#else
 constexpr int kRowPixels = TILE_W + (FILTER_W - 1) * DILATION_W, kRows = TILE_H + (FILTER_H - 1) * DILATION_H;
+#endif
 constexpr int kLoadedSlotBytes = kRows * kRowPixels * kPixelBytes, kSlotBytes = round_up(kLoadedSlotBytes, 1024);
 static_assert(TILE_N == round_up((TILE_H - 1) * kRowPixels + TILE_W, 8), "N is all pixels between a tile's ends");
 static_assert(kPixelBytes == 32 || kPixelBytes == 64 || kPixelBytes == 128, "a pixel is a span of a swizzle");
@@ -161,6 +169,16 @@ __device__ __forceinline__ void load_filters(const Shape& shape, const TensorMap
   }
 }
 
+#ifdef VARIANT_OUTPUT_PLANES
+// Where a lane's row of 16 bytes of a group of 16 pixels is staged, as `stmatrix` takes it: 8 pixels of one filter.
+// Pixels of the halo have no place.
+__device__ __forceinline__ unsigned staged_row(const Shared& at, unsigned place, int group) {
+  const int filter = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+  const int pixel = 16 * group + threadIdx.x % 32 / 16 * 8, row = pixel / kRowPixels, column = pixel - row * kRowPixels;
+  if (row >= TILE_H || column >= TILE_W) return at.unused;
+  return place + 2 * ((filter * TILE_H + row) * TILE_W + column);
+}
+#else
 // Where a lane's row of 16 bytes of a group of 16 pixels is staged, as `stmatrix_trans` takes it: 8 filters of one
 // pixel. Pixels of the halo have no place.
 __device__ __forceinline__ unsigned staged_row(const Shared& at, unsigned place, int group) {
@@ -170,6 +188,7 @@ __device__ __forceinline__ unsigned staged_row(const Shared& at, unsigned place,
   const int offset = (row * TILE_W + column) * kOutPixelBytes;
   return place + offset + 16 * (word ^ (offset / 128 & (kOutPixelBytes / 16 - 1)));
 }
+#endif
 
 __device__ __forceinline__ unsigned pack(float first, float second) {
   const Vector<ELEMENT, 2> pair = {convert<ELEMENT>(first), convert<ELEMENT>(second)};
@@ -212,8 +231,13 @@ __device__ __forceinline__ void stage_results(const Shared& at, unsigned place,
     unsigned words[4] = {};
 #ifdef EPILOGUE
     unsigned read[4] = {}, saved[4] = {};
+#ifdef VARIANT_OUTPUT_PLANES
+    if constexpr (kLoadsTensors) load_matrices(read, to);
+    if constexpr (kLoadsBoth) load_matrices(saved, to == at.unused ? to : to + kOutBytes);
+#else
     if constexpr (kLoadsTensors) load_transposed(read, to);
     if constexpr (kLoadsBoth) load_transposed(saved, to == at.unused ? to : to + kOutBytes);
+#endif
 #endif
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // a filter's two pixels
@@ -233,7 +257,11 @@ __device__ __forceinline__ void stage_results(const Shared& at, unsigned place,
 #endif
       words[i] = pack(pair[0], pair[1]);
     }
+#ifdef VARIANT_OUTPUT_PLANES
+    stmatrix(to, words[0], words[1], words[2], words[3]);
+#else
     stmatrix_trans(to, words[0], words[1], words[2], words[3]);
+#endif
   }
 }
 
@@ -338,8 +366,13 @@ __device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap
       const Unit unit = unit_at(shape, number);
       const int filter = unit.filter + 64 * (item % UNIT_BLOCKS);
       mbarrier_arrive_expect_tx(ready, kTensors * kLoadedOutBytes);
+#ifdef VARIANT_OUTPUT_PLANES
+      tma_load(to, map_read, ready, unit.column, unit.row, filter, unit.image);
+      if constexpr (kLoadsBoth) tma_load(to + kOutBytes, map_saved, ready, unit.column, unit.row, filter, unit.image);
+#else
       tma_load(to, map_read, ready, filter, unit.column, unit.row, unit.image);
       if constexpr (kLoadsBoth) tma_load(to + kOutBytes, map_saved, ready, filter, unit.column, unit.row, unit.image);
+#endif
     } else {
       mbarrier_arrive(ready);
     }
@@ -349,8 +382,13 @@ __device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap
     const Unit unit = unit_at(shape, unit_of(item));
     const int consumer = item % CONSUMERS;
     mbarrier_wait(at.places_staged + 8 * consumer, item / CONSUMERS & 1);
+#ifdef VARIANT_OUTPUT_PLANES
+    tma_store(map_out, at.places + consumer * kTensors * kOutBytes, unit.column, unit.row,
+              unit.filter + 64 * (item % UNIT_BLOCKS), unit.image);
+#else
     tma_store(map_out, at.places + consumer * kTensors * kOutBytes, unit.filter + 64 * (item % UNIT_BLOCKS),
               unit.column, unit.row, unit.image);
+#endif
     tma_store_commit_group();
     tma_store_wait_group_read();
     make_ready(item + CONSUMERS);

@@ -5,7 +5,9 @@ to the CUDA toolkit. The text that is hashed is the text that is compiled: both 
 leaves out files' names: what was measured outlives a move.
 
 A bare convolution's source has no lines between `#ifdef EPILOGUE` and its `#else` or `#endif`, nor these lines: a
-kernel may learn to fuse, and what was measured of it without stays what it was.
+kernel may learn to fuse, and what was measured of it without stays what it was. So it is with the lines of `#ifdef
+VARIANT_...`, but for a source that begins with `#define VARIANT_...` and includes the other's: a variant is a source of
+its own.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import functools
 import hashlib
 import importlib.resources
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from types import MappingProxyType
@@ -25,7 +27,8 @@ DEFAULT_PACKAGE = "miofind.kernels_src"
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]*)"', re.MULTILINE)
 _CONDITIONAL = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b")
-_IF_FUSED = re.compile(r"\s*#\s*ifdef\s+EPILOGUE\b")
+_IF_OPTIONAL = re.compile(r"\s*#\s*ifdef\s+(EPILOGUE|VARIANT_\w+)\b")
+_VARIANT = re.compile(r"^\s*#\s*define\s+(VARIANT_\w+)", re.MULTILINE)
 
 # Words come first among the short tokens, so that the apostrophe of 1'000 opens no literal and `FOOR"(` no raw string.
 # What is kept is matched in long runs, single spaces between words included: a call a token would take most of a hash.
@@ -75,11 +78,9 @@ def read_source(name: str, package: str = DEFAULT_PACKAGE, *, fused: bool = Fals
         CompileError: the package or a file is missing or unreadable, or a name leaves the package.
     """
 
-    def read(file: str, what: str) -> str:
-        whole = _read(file, package, what)
-        return whole if fused else _without_epilogue(whole)
-
-    text = read(name, f"source {name!r} of a kernel")
+    text = _read(name, package, f"source {name!r} of a kernel")
+    parts = frozenset(_VARIANT.findall(text)) | ({"EPILOGUE"} if fused else set())
+    text = _with_parts(text, parts)
     headers: dict[str, str] = {}
     pending = [(name, text)]
     while pending:
@@ -87,7 +88,7 @@ def read_source(name: str, package: str = DEFAULT_PACKAGE, *, fused: bool = Fals
         for included in _INCLUDE.findall(normalised(body)):
             if included in headers or included == name:
                 continue
-            headers[included] = read(included, f'#include "{included}" in {includer}')
+            headers[included] = _with_parts(_read(included, package, f'#include "{included}" in {includer}'), parts)
             pending.append((included, headers[included]))
     digest = _digest(name, {name: text, **headers}, ())
     return KernelSource(name=name, text=text, headers=MappingProxyType(headers), digest=digest)
@@ -118,18 +119,20 @@ def source_hash(sources: Sequence[str], package: str = DEFAULT_PACKAGE, *, fused
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def _without_epilogue(text: str) -> str:
-    """A text as the preprocessor reads it where EPILOGUE is not defined, `#ifdef EPILOGUE` itself left out, too.
+def _with_parts(text: str, parts: Set[str]) -> str:
+    """A text as the preprocessor reads it where of what is optional these macros alone are defined.
 
-    Lines are left empty, so that those of a compiler's messages keep their numbers.
+    `#ifdef` of the others is left out itself, too. Lines are left empty, so that those of a compiler's messages keep
+    their numbers.
     """
     kept: list[str] = []
-    open_ones: list[bool | None] = []  # for #ifdef EPILOGUE whether its lines are left out, None for all others
+    open_ones: list[bool | None] = []  # for an #ifdef that is left out whether its lines are, None for all others
     for line in text.split("\n"):
         directive = _CONDITIONAL.match(line)
         kind, is_own = directive[1] if directive else "", False
         if kind.startswith("if"):
-            is_own = _IF_FUSED.match(line) is not None
+            optional = _IF_OPTIONAL.match(line)
+            is_own = optional is not None and optional[1] not in parts
             open_ones.append(True if is_own else None)
         elif kind and open_ones and open_ones[-1] is not None:
             is_own, open_ones[-1] = True, False

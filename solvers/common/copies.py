@@ -16,11 +16,20 @@ _MAX_STRIDE = 8
 
 
 def packed_map(
-    problem: ProblemDescription, buffer: str, sizes: Sequence[int], copy: Box | Im2col, *, loads: bool = True
+    problem: ProblemDescription,
+    buffer: str,
+    sizes: Sequence[int],
+    copy: Box | Im2col,
+    *,
+    loads: bool = True,
+    swizzles: bool = True,
 ) -> TensorMap:
     """A map of a packed tensor of the problem's element, dimensions innermost first.
 
-    What a copy takes of the innermost is swizzled together. Loads of float32 are rounded to TF32.
+    Loads of float32 are rounded to TF32.
+
+    Args:
+        swizzles: whether what a copy takes of the innermost is swizzled together.
     """
     itemsize, element = problem.x.dtype.itemsize, problem.x.dtype.value
     strides = [itemsize * math.prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]
@@ -31,7 +40,7 @@ def packed_map(
         sizes=tuple(sizes),
         strides_bytes=tuple(strides),
         copy=copy,
-        swizzle_bytes=itemsize * innermost,
+        swizzle_bytes=itemsize * innermost if swizzles else 0,
     )
 
 

@@ -15,6 +15,12 @@ MAX_PADDING = 2**20
 """Padding that leaves coordinates in 32 bits."""
 
 
+def refuse_mixed_dtypes(problem: ProblemDescription) -> Applicability:
+    """Refuse tensors that differ in dtype."""
+    dtypes = {tensor.dtype for tensor in (problem.x, problem.w, problem.y)}
+    return Applicability("needs one dtype for x, w and y" if len(dtypes) > 1 else "")
+
+
 def refuse_mixed(problem: ProblemDescription) -> Applicability:
     """Refuse tensors that differ in dtype or layout."""
     kinds = {(tensor.dtype, tensor.layout) for tensor in (problem.x, problem.w, problem.y)}

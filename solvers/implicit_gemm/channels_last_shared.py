@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.solver.delegating import DelegatingSolver, kernels_on
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig
 from miofind.solver.steps import Config, ConvSolution, Region, WorkspacePlan
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE, Transposition, transpose_step
 
@@ -36,12 +36,17 @@ def _with_last(problem: ProblemDescription, names: tuple[str, ...]) -> ProblemDe
     return replace(problem, x=x, w=w, y=y)
 
 
-def _forms(problem: ProblemDescription) -> tuple[ProblemDescription, ...]:
-    """NHWC forms of a problem for the other solver: with one tensor less to transpose, if it may be, then with all."""
+def _forms(problem: ProblemDescription, *, keeps_results: bool) -> tuple[ProblemDescription, ...]:
+    """NHWC forms of a problem for the other solver: with one tensor less to transpose, if it may be, then with all.
+
+    Args:
+        keeps_results: whether the first alone will do.
+    """
     kept, last = "x" if problem.direction is Direction.BACKWARD_DATA else "y", _with_last(problem, _TENSORS)
     if not Transposition.to_channels_last(problem, kept).is_needed:
         return (last,)
-    return _with_last(problem, tuple(name for name in _TENSORS if name != kept)), last
+    first = _with_last(problem, tuple(name for name in _TENSORS if name != kept))
+    return (first,) if keeps_results else (first, last)
 
 
 def _transpositions(problem: ProblemDescription, form: ProblemDescription) -> dict[str, Transposition]:
@@ -67,9 +72,10 @@ def _after(problem: ProblemDescription, transpositions: dict[str, Transposition]
 
 
 @functools.lru_cache(maxsize=64)  # every configuration's estimate and solution asks
-def _form(inner: Solver, problem: ProblemDescription, device: Device) -> ProblemDescription | None:
-    """The first form of a problem that another solver serves."""
-    return next((form for form in _forms(problem) if inner.applicability(form, device)), None)
+def _form(solver: ChannelsLastSolver, problem: ProblemDescription, device: Device) -> ProblemDescription | None:
+    """The first form of a problem that a solver's inner one serves."""
+    forms = _forms(problem, keeps_results=solver.keeps_results)
+    return next((form for form in forms if solver.inner_solver.applicability(form, device)), None)
 
 
 def _around_ms(problem: ProblemDescription, form: ProblemDescription, device: Device, inner_ms: float) -> float:
@@ -115,7 +121,12 @@ class ChannelsLastSolver(DelegatingSolver):
 
     Tensors whose order is the same either way, such as filters of one tap, stay where they are, and so does one that
     the other solver takes with its channels first: the result, or y for backward weights.
+
+    Class attributes:
+        keeps_results: whether it serves no problem whose result would have to be transposed back.
     """
+
+    keeps_results: ClassVar[bool] = False
 
     inner_name = "config"
     algorithm = Algorithm.IMPLICIT_GEMM
@@ -130,7 +141,7 @@ class ChannelsLastSolver(DelegatingSolver):
         return self.inner_solver.fuses_training(problem)
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        form = _form(self.inner_solver, problem, device)
+        form = _form(self, problem, device)
         if form is None:
             return Applicability(self._refusal(problem, device))
         around = _Around.of(problem, form)
@@ -149,7 +160,7 @@ class ChannelsLastSolver(DelegatingSolver):
         Raises:
             InvalidConfigError: it refuses it.
         """
-        form = _form(self.inner_solver, problem, device)
+        form = _form(self, problem, device)
         if form is None:
             raise InvalidConfigError(f"{self.id}: {self._refusal(problem, device)}")
         return form
@@ -204,5 +215,5 @@ class ChannelsLastSolver(DelegatingSolver):
         return _config_around(self.inner, config)
 
     def _refusal(self, problem: ProblemDescription, device: Device) -> str:
-        answer = self.inner_solver.applicability(_with_last(problem, _TENSORS), device)
+        answer = self.inner_solver.applicability(_forms(problem, keeps_results=self.keeps_results)[-1], device)
         return f"{self.inner}: {answer.reason}"

@@ -37,6 +37,7 @@ from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, pixels_map, refuse_copies
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import DIVISOR, divide_by
+from miofind.solvers.common.limits import refuse_mixed_dtypes
 from miofind.solvers.common.split_k import RESULT_ORDER, SplitK
 from miofind.solvers.common.statistics import PARTIAL_STATISTICS, partial_statistics, with_statistics
 from miofind.solvers.common.wgmma_product import SWIZZLES_BYTES, NchwTensors, WgmmaProduct
@@ -442,8 +443,8 @@ class ConvImplicitGemmWgmma(Solver):
         return Applicability("" if problem.y.dtype.itemsize == 2 else f"sums up 16-bit {what} alone")
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
-            return Applicability("needs one dtype for x, w and y")
+        if (answer := refuse_mixed_dtypes(problem)).refused:
+            return answer
         if problem.x.dtype is DataType.FLOAT32:
             if problem.math is not MathMode.TF32:
                 return Applicability("multiplies float32 as TF32, which math='tf32' allows")

@@ -132,7 +132,7 @@ class ConvImplicitGemmHaloSwapped(HaloSolver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = self.tiling(problem, device, config)
         step = KernelStep(
-            source=_SOURCE,
+            source=self.sources[0],
             entry="implicit_gemm_wgmma_halo_swapped",
             grid=(tiling.blocks, 1, 1),
             block=(tiling.threads, 1, 1),
@@ -167,6 +167,10 @@ def _filters(product: SwappedHaloProduct) -> TensorMap:
 def _results(tiling: SwappedHaloTiling, buffer: str) -> tuple[TensorMap]:
     """Boxes of a tile of the output, or of what is laid out as that."""
     product = tiling.product
+    if product.stores_planes:
+        planes = Box(sizes=(tiling.tile_w, tiling.tile_h, product.out_channels, 1))
+        sizes = (product.width.outputs, product.height.outputs, product.results, product.images)
+        return (packed_map(product.problem, buffer, sizes, planes, swizzles=False),)
     box = Box(sizes=(product.out_channels, tiling.tile_w, tiling.tile_h, 1))
     sizes = (product.results, product.width.outputs, product.height.outputs, product.images)
     return (packed_map(product.problem, buffer, sizes, box),)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, chosen, larger, smaller
+from miofind.solver.columns import ConfigTable, Each, chosen, larger, smaller
 from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, ceil_div, round_up
@@ -32,6 +32,9 @@ FILTER_STAGES = (0, 8, 6)
 """Filters of taps that are held at a time; 0 for all."""
 MOST_COLUMNS = 32
 """Of a filter: a row of taps is unrolled."""
+
+COLUMNS_ALIGNMENT = 8
+"""Of planes: pixels of a row that are staged together, and that a copy's rows are multiples of."""
 
 _UNUSED_BYTES = 16
 _MAX_INT = 2**31 - 1  # taps of all that a block multiplies are counted
@@ -83,6 +86,16 @@ class SwappedHaloProduct(FiltersAsA):
         """Whether the rows of a tile are of different images."""
         return len(self.problem.spatial) == 1
 
+    @property
+    def stores_planes(self) -> bool:
+        """Whether results are channels first."""
+        return not self.problem.output.layout.channels_last
+
+    def row_pixels(self, tile_w: Each) -> Each:
+        """Of a row of a tile, with its halo."""
+        pixels = tile_w + halo(self.width)
+        return round_up(pixels, COLUMNS_ALIGNMENT) if self.stores_planes else pixels
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedHaloTiling(HaloTile):
@@ -112,7 +125,7 @@ class SwappedHaloTiling(HaloTile):
         height, width = product.height.outputs, product.width.outputs
         tile_h = even_tile(product.height, config["tile_h"])
         tile_w = even_tile(product.width, config["tile_w"])
-        tile_n = round_up((tile_h - 1) * (tile_w + halo(product.width)) + tile_w, 8)
+        tile_n = round_up((tile_h - 1) * product.row_pixels(tile_w) + tile_w, 8)
         unit_blocks, stages = config["unit_blocks"], config["filter_stages"]
         held = chosen(unit_blocks > 1, product.chunks, 1)
         tiles = product.images * ceil_div(height, tile_h) * ceil_div(width, tile_w)
@@ -131,6 +144,11 @@ class SwappedHaloTiling(HaloTile):
             keeps_filters=stages == 0,
             blocks=smaller(units, device.sm_count),
         )
+
+    @property
+    def row_pixels(self) -> int:
+        pixels: int = self.product.row_pixels(self.tile_w)
+        return pixels
 
     @property
     def parts(self) -> int:
@@ -185,6 +203,7 @@ class SwappedHaloTiling(HaloTile):
             & ((self.filter_stages == self.unit_blocks * product.chunks * product.taps) == self.keeps_filters)
             & (self.keeps_filters <= (self.parts == 1))  # else they would have to change
             & ((self.tile_h == 1) | (not of_one_image))
+            & ((self.tile_w % COLUMNS_ALIGNMENT == 0) | (not product.stores_planes))
             & (registers <= register_limit(1, self.threads))
             & (fitting >= 1)
             & ((self.items + self.consumers) * product.chunks * product.taps <= _MAX_INT)

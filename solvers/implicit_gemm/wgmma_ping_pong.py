@@ -11,11 +11,12 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_defines
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, KernelKey
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, KernelKey, first_refusal
 from miofind.solver.steps import Box, Config, ConvSolution, Im2col, KernelStep, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, pixels_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
+from miofind.solvers.common.limits import refuse_mixed_dtypes
 from miofind.solvers.common.wgmma_product import NchwTensors, Phase, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import (
     MAX_PHASES,
@@ -148,11 +149,9 @@ class ConvImplicitGemmPingPong(TiledSolver):
         return refuse_copies(product)
 
     def refuse_mixed(self, problem: ProblemDescription) -> Applicability:
-        if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
-            return Applicability("needs one dtype for x, w and y")
-        if NchwTensors.of(problem) is None:
-            return Applicability("needs one layout for x, w and y, but for an output with channels first")
-        return APPLICABLE
+        is_served = NchwTensors.of(problem) is not None
+        layouts = Applicability("" if is_served else "needs one layout, but for an output with channels first")
+        return first_refusal(refuse_mixed_dtypes(problem), layouts)
 
     def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> PingPongTiling:
         return PingPongTiling.of(PingPongProduct.of(problem), config, device)

@@ -99,6 +99,40 @@ def test_a_hash_outlives_a_move(package: CudaPackage) -> None:
     assert source_hash(["family/scaling.cu"], package.name) != before
 
 
+VARIED = """\
+int first;
+#ifdef EPILOGUE
+int fused;
+#ifdef VARIANT_PLANES
+int both;
+#endif
+#endif
+#ifdef VARIANT_PLANES
+int planes;
+#else
+int rows;
+#endif
+#ifdef OTHER
+int other;
+#endif
+"""
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_variant_is_a_source_of_its_own(package: CudaPackage, fused: bool) -> None:
+    package.write(plain_cu="int first;\nint rows;\n#ifdef OTHER\nint other;\n#endif\n")
+    plain = source_hash(["plain.cu"], package.name)
+    package.write(plain_cu=VARIED, planes_cu='#define VARIANT_PLANES\n#include "plain.cu"\n')
+    own, variant = (read_source(name, package.name, fused=fused) for name in ("plain.cu", "planes.cu"))
+    words = {"fused": fused, "both": False, "planes": False, "rows": True, "other": True}
+    assert {word: f"int {word};" in own.text for word in words} == words
+    assert "PLANES" not in own.text
+    words = {"fused": fused, "both": fused, "planes": True, "rows": True, "other": True}
+    assert {word: f"int {word};" in variant.headers["plain.cu"] for word in words} == words
+    assert (source_hash(["plain.cu"], package.name, fused=fused) == plain) == (not fused)
+    assert source_hash(["planes.cu"], package.name, fused=fused) != plain
+
+
 def test_sources_are_read_once(package: CudaPackage) -> None:
     source = read_source("scale.cu", package.name)
     (package.root / "scale.cu").write_text("int other;")

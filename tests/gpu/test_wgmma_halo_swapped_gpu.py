@@ -13,12 +13,14 @@ from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
 cupy = pytest.importorskip("cupy")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 SOLVER = Registry.default().named("ConvImplicitGemmHaloSwapped")
+PLANES = Registry.default().named("ConvImplicitGemmHaloSwappedPlanes")
 SHAPES: dict[str, dict[str, Any]] = {
     "one_block": {"x": (5, 64, 14, 28), "w": (64, 64, 3, 3), "padding": 1},
     "two_blocks": {"x": (3, 128, 13, 19), "w": (128, 128, 3, 3), "padding": 1},
@@ -31,6 +33,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one_pixel": {"x": (3, 64, 3, 3), "w": (64, 64, 3, 3), "padding": 0},
     "1d": {"x": (3, 32, 300), "w": (32, 32, 7), "padding": 9, "dilation": 3},
     "1d_deep": {"x": (4, 200, 130), "w": (136, 200, 3), "padding": 1},
+    "planes": {"x": (5, 64, 14, 56), "w": (64, 64, 3, 3), "padding": 1},
+    "planes_of_many_chunks": {"x": (2, 264, 9, 16), "w": (72, 264, 3, 3), "padding": 1},
+    "planes_of_many_blocks": {"x": (2, 40, 9, 80), "w": (328, 40, 3, 3), "padding": ((0, 2), (1, 1))},
+    "planes_of_few_channels": {"x": (4, 16, 25, 40), "w": (16, 16, 5, 5), "padding": 2},
+    "planes_of_a_large_filter": {"x": (2, 24, 20, 64), "w": (32, 24, 11, 7), "padding": (5, 3)},
+    "planes_dilated": {"x": (2, 64, 21, 32), "w": (64, 64, 3, 3), "padding": (2, 3), "dilation": (2, 3)},
+    "planes_of_wide_rows": {"x": (1, 64, 6, 248), "w": (64, 64, 3, 3), "padding": 1},
 }
 FUSED = {
     "bias.silu": {},
@@ -43,8 +52,14 @@ FUSED = {
 
 
 def problem_of(shape: str, **fields: Any) -> ProblemDescription:
-    layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=True)
-    return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
+    layouts = dict.fromkeys("xwy", Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=True))
+    if "planes" in shape:
+        layouts[fields.get("direction", Direction.FORWARD).output] = Layout.NCHW
+    return ProblemDescription.convolution(**SHAPES[shape], layout=layouts, **fields)
+
+
+def solver_of(shape: str) -> Solver:
+    return PLANES if "planes" in shape else SOLVER
 
 
 @pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
@@ -53,19 +68,24 @@ def problem_of(shape: str, **fields: Any) -> ProblemDescription:
 def test_small_integers_are_exact(
     shape: str, direction: Direction, dtype: DataType, device: Device, compiler: Compiler
 ) -> None:
-    problem = problem_of(shape, direction=direction, dtype=dtype)
-    assert SOLVER.applicability(problem, device)
-    for config in spread(SOLVER, problem, device, 4, defaults=3):
-        check_exact(problem, SOLVER, config, device, compiler)
+    solver, problem = solver_of(shape), problem_of(shape, direction=direction, dtype=dtype)
+    assert solver.applicability(problem, device)
+    for config in spread(solver, problem, device, 4, defaults=3):
+        check_exact(problem, solver, config, device, compiler)
 
 
 @pytest.mark.parametrize("epilogue", FUSED)
-@pytest.mark.parametrize("shape", ["one_block", "two_blocks", "few_channels", "1d"])
+@pytest.mark.parametrize(
+    "shape", ["one_block", "two_blocks", "few_channels", "1d", "planes", "planes_of_many_blocks", "planes_dilated"]
+)
 def test_fused_results_pass_both_gates(shape: str, epilogue: str, device: Device, compiler: Compiler) -> None:
-    problem = problem_of(shape, epilogue=epilogue, **({"dtype": DataType.FLOAT16} | FUSED[epilogue]))
-    assert SOLVER.applicability(problem, device)
-    for config in spread(SOLVER, problem, device, 3, defaults=2):
-        check_both_gates(problem, SOLVER, config, device, compiler)
+    solver, problem = (
+        solver_of(shape),
+        problem_of(shape, epilogue=epilogue, **({"dtype": DataType.FLOAT16} | FUSED[epilogue])),
+    )
+    assert solver.applicability(problem, device)
+    for config in spread(solver, problem, device, 3, defaults=2):
+        check_both_gates(problem, solver, config, device, compiler)
 
 
 def test_results_repeat_where_a_row_ends_within_a_pair_of_pixels(device: Device, compiler: Compiler) -> None:

@@ -1,4 +1,7 @@
-"""ConvImplicitGemmHaloSwapped without a GPU: its launches in NumPy, its tiles, what it needs, what it refuses."""
+"""ConvImplicitGemmHaloSwapped without a GPU: its launches in NumPy, its tiles, what it needs, what it refuses.
+
+With ConvImplicitGemmHaloSwappedPlanes, its variant whose results are channels first.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,45 @@ from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import RESERVED_SHARED_BYTES, SmLimits
 from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.solver.structs import Struct
 from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import SwappedHaloProduct, SwappedHaloTiling
 
 DEVICE, SOLVER = Device.virtual("90a"), Registry.default().named("ConvImplicitGemmHaloSwapped")
+PLANES = Registry.default().named("ConvImplicitGemmHaloSwappedPlanes")
 SHAPES: dict[str, dict[str, Any]] = {
     "one_block": {"x": (32, 64, 80, 80), "w": (64, 64, 3, 3), "padding": 1},
     "two_blocks": {"x": (32, 128, 40, 40), "w": (128, 128, 3, 3), "padding": 1},
     "odd": {"x": (3, 40, 13, 29), "w": (200, 40, 3, 4), "padding": ((1, 1), (2, 1)), "dilation": (2, 1)},
     "large_image": {"x": (1, 64, 512, 512), "w": (64, 64, 3, 3), "padding": 1},
     "1d": {"x": (16, 32, 65536), "w": (32, 32, 11), "padding": 25, "dilation": 5},
+    "planes": {"x": (32, 128, 40, 40), "w": (128, 128, 3, 3), "padding": 1},
+    "planes_of_large_images": {"x": (1, 64, 511, 512), "w": (64, 64, 3, 5), "padding": (1, 4), "dilation": 2},
 }
 EITHER = pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
 EACH = pytest.mark.parametrize("shape", SHAPES)
 
 
+def layouts(dims: int, direction: Direction, *, planes: bool) -> dict[str, Layout]:
+    output = {direction.output: Layout.of(dims, channels_last=False)} if planes else {}
+    return dict.fromkeys("xwy", Layout.of(dims, channels_last=True)) | output
+
+
+def solver_of(problem: ProblemDescription) -> Solver:
+    return SOLVER if problem.output.layout.channels_last else PLANES
+
+
 def problem_of(shape: str, direction: Direction, **fields: Any) -> ProblemDescription:
-    layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=True)
+    layout = layouts(len(SHAPES[shape]["x"]) - 2, direction, planes="planes" in shape)
     fields = SHAPES[shape] | {"layout": layout, "direction": direction, "dtype": "float16"} | fields
     return ProblemDescription.convolution(**fields)
 
 
 def tilings(shape: str, direction: Direction, **fields: Any) -> list[SwappedHaloTiling]:
     problem = problem_of(shape, direction, **fields)
-    product = SwappedHaloProduct.of(problem)
-    return [SwappedHaloTiling.of(product, config, DEVICE) for config in spread(SOLVER, problem, DEVICE, 12, defaults=4)]
+    configs = spread(solver_of(problem), problem, DEVICE, 12, defaults=4)
+    return [SwappedHaloTiling.of(SwappedHaloProduct.of(problem), config, DEVICE) for config in configs]
 
 
 COMPUTED: dict[str, dict[str, Any]] = {
@@ -57,25 +73,51 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "1d": {"x": (5, 24, 40), "w": (32, 24, 7), "padding": 9, "dilation": 3},
     "1d_channel_bias": {"x": (3, 16, 30), "w": (24, 16, 3), "epilogue": "channel_bias.residual.relu"},
 }
-BACKWARD = {"one_block": "residual.drelu", "two_blocks": "dsilu", "1d": "residual.dhardswish"}
+COMPUTED_PLANES: dict[str, dict[str, Any]] = {
+    "planes": {"x": (2, 64, 10, 16), "w": (64, 64, 3, 3), "padding": 1},
+    "planes_padded": {"x": (1, 72, 9, 22), "w": (136, 72, 2, 3), "padding": ((1, 0), (3, 1)), "dilation": (2, 1)},
+    "planes_of_few_channels": {"x": (3, 8, 13, 24), "w": (16, 8, 5, 4), "padding": (2, (2, 1))},
+    "planes_with_channel_bias": {
+        "x": (2, 32, 9, 40),
+        "w": (40, 32, 3, 3),
+        "padding": 1,
+        "epilogue": "scale.bias.channel_bias.residual.leaky_relu",
+    },
+    "planes_of_wide_rows": {
+        "x": (1, 16, 5, 88),
+        "w": (72, 16, 3, 9),
+        "padding": (1, 4),
+        "epilogue": "bias.silu.residual",
+    },
+}
+BACKWARD = {
+    "one_block": "residual.drelu",
+    "two_blocks": "dsilu",
+    "1d": "residual.dhardswish",
+    "planes": "residual.drelu",
+    "planes_of_few_channels": "residual.dsilu",
+}
+EVERY = COMPUTED | COMPUTED_PLANES
 CASES = [
-    *(pytest.param(fields, Direction.FORWARD, id=name) for name, fields in COMPUTED.items()),
-    *(pytest.param(COMPUTED[name], Direction.BACKWARD_DATA, id=f"data of {name}") for name in BACKWARD),
+    *(pytest.param(name, "", Direction.FORWARD, id=name) for name in EVERY),
+    *(pytest.param(name, "", Direction.BACKWARD_DATA, id=f"data of {name}") for name in BACKWARD),
     *(
-        pytest.param(COMPUTED[name] | {"epilogue": epilogue}, Direction.BACKWARD_DATA, id=f"{epilogue} of {name}")
+        pytest.param(name, epilogue, Direction.BACKWARD_DATA, id=f"{epilogue} of {name}")
         for name, epilogue in BACKWARD.items()
     ),
 ]
 
 
 @pytest.mark.parametrize("device", [DEVICE, replace(DEVICE, sm_count=3)], ids=["132 SMs", "3 SMs"])
-@pytest.mark.parametrize(("fields", "direction"), CASES)
-def test_launches_compute_the_convolution(fields: dict[str, Any], direction: Direction, device: Device) -> None:
+@pytest.mark.parametrize(("name", "epilogue", "direction"), CASES)
+def test_launches_compute_the_convolution(name: str, epilogue: str, direction: Direction, device: Device) -> None:
     """By their maps, numbers and defines, as the kernel counts with them; on few multiprocessors rings wrap around."""
-    layout = Layout.of(len(fields["x"]) - 2, channels_last=True)
+    fields = {"epilogue": epilogue} | EVERY[name] | ({"epilogue": epilogue} if epilogue else {})
+    layout = layouts(len(fields["x"]) - 2, direction, planes=name in COMPUTED_PLANES)
     problem = ProblemDescription.convolution(**fields, layout=layout, direction=direction, dtype="float16")
-    configs = spread(SOLVER, problem, device, 4, defaults=2)
-    check_launches(SOLVER, problem, device, configs, lambda step, memory: Launch(step, memory).run())
+    solver = solver_of(problem)
+    configs = spread(solver, problem, device, 4, defaults=2)
+    check_launches(solver, problem, device, configs, lambda step, memory: Launch(step, memory).run())
 
 
 @EITHER
@@ -124,8 +166,9 @@ def test_rings_hold_what_is_needed_at_once_and_fit(shape: str, direction: Direct
 @EACH
 def test_numbers_of_a_launch_fit(shape: str, direction: Direction) -> None:
     problem = problem_of(shape, direction)
-    for config in spread(SOLVER, problem, DEVICE, 12, defaults=4):
-        (step,) = SOLVER.solution(problem, DEVICE, config).steps
+    solver = solver_of(problem)
+    for config in spread(solver, problem, DEVICE, 12, defaults=4):
+        (step,) = solver.solution(problem, DEVICE, config).steps
         (numbers,) = (each for each in step.args if isinstance(each, Struct))
         numbers.in_memory()  # raises what does not fit
 
@@ -197,3 +240,36 @@ def test_problems_that_it_does_not_serve(fields: dict[str, Any], reason: str) ->
     answer = SOLVER.applicability(ProblemDescription.convolution(**shape | fields), DEVICE)
     assert answer.refused
     assert reason in answer.reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, ""),
+        ({"x": (4, 64, 40, 44)}, "44 pixels of a row"),
+        ({"stride": 2}, "stride 1"),
+        ({"layout": Layout.NHWC}, "stores results with channels first"),
+        ({"layout": {"x": Layout.NCHW, "w": Layout.NHWC, "y": Layout.NCHW}}, "of channels-last operands"),
+        ({"dtype": {"x": "float16", "w": "float16", "y": "bfloat16"}}, "one dtype"),
+        ({"groups": 2, "w": (64, 32, 3, 3)}, "one group"),
+    ],
+    ids=["served", "width", "strided", "channels last", "channels first", "dtypes", "groups"],
+)
+def test_problems_that_planes_do_not_serve(fields: dict[str, Any], reason: str) -> None:
+    layout = layouts(2, Direction.FORWARD, planes=True)
+    shape = {"x": (4, 64, 40, 40), "w": (64, 64, 3, 3), "padding": 1, "layout": layout, "dtype": "float16"}
+    answer = PLANES.applicability(ProblemDescription.convolution(**shape | fields), DEVICE)
+    assert reason in answer.reason if reason else answer
+
+
+@pytest.mark.parametrize("tile_w", [16, 20])
+def test_planes_are_of_tiles_of_whole_copies(tile_w: int) -> None:
+    problem = problem_of("planes", Direction.FORWARD, x=(2, 64, 40, 60), w=(64, 64, 3, 3), padding=((1, 1), (1, 5)))
+    assert problem.output.shape[-1] == 64
+    tiling = SwappedHaloTiling.of(SwappedHaloProduct.of(problem), Config(RUNS | {"tile_w": tile_w}), DEVICE)
+    assert tiling.tile_w == 16
+    assert tiling.row_pixels == 24
+    halved = problem_of("planes", Direction.FORWARD, x=(2, 64, 40, 68), w=(64, 64, 3, 3), padding=((1, 1), (1, 5)))
+    assert halved.output.shape[-1] == 72
+    assert PLANES.is_valid_config(halved, DEVICE, Config(RUNS | {"tile_w": 28, "tile_h": 3}))
+    assert not PLANES.is_valid_config(halved, DEVICE, Config(RUNS | {"tile_w": 20, "tile_h": 3}))

@@ -24,8 +24,8 @@ def round_up(a: int, b: int) -> int:
 
 
 def swizzled(addresses: Addresses, span: int) -> Addresses:
-    """Where elements of a pattern of so many bytes are: 16-byte words by the bits of their 128-byte line."""
-    return addresses ^ ((addresses >> 7 & (span // 16 - 1)) << 4)
+    """Where elements of a pattern of so many bytes (0: none) are: 16-byte words by the bits of their 128-byte line."""
+    return addresses if span == 0 else addresses ^ ((addresses >> 7 & (span // 16 - 1)) << 4)
 
 
 class SharedMemory:

@@ -32,10 +32,11 @@ class Launch:
     """One launch of the kernel.
 
     Args:
-        memory: tensors by name, flat, channels last; the output is all NaN.
+        memory: tensors by name, flat, in their memory order; the output is all NaN.
     """
 
     def __init__(self, step: KernelStep, memory: dict[str, Array]) -> None:
+        self.stores_planes = step.source.endswith("_planes.cu")
         maps = [arg for arg in step.args if isinstance(arg, TensorMap)]
         [struct] = [arg for arg in step.args if isinstance(arg, Struct)]
         self.pixels, self.filters, self.target, *self.read = maps
@@ -53,6 +54,8 @@ class Launch:
         self.keeps_filters = self.stages == self.unit_blocks * self.chunks * self.taps
         self.tensors = self.finish.tensors
         self.pixel_bytes, self.row_pixels = ELEMENT * self.channels, self.tile_w + (self.filter_w - 1) * self.dilation_w
+        if self.stores_planes:
+            self.row_pixels = round_up(self.row_pixels, 8)
         rows = self.tile_h + (self.filter_h - 1) * self.dilation_h
         self.slot_bytes = round_up(rows * self.row_pixels * self.pixel_bytes, PATTERN)
         self.filter_bytes, self.filter_row = 128 * self.channels, 128 if self.is_data else self.pixel_bytes
@@ -122,6 +125,8 @@ class Launch:
     def _store(self, unit: Unit, first_filter: int, consumer: int, sums: Array) -> None:
         """Stages a tile's results where what is read with them is, and copies them out."""
         corner = (first_filter, unit.column, unit.row, unit.image)
+        if self.stores_planes:
+            corner = (unit.column, unit.row, first_filter, unit.image)
         rings = self.slots * self.slot_bytes + self.stages * self.filter_bytes
         place = self.shared.base + rings + consumer * max(1, len(self.tensors)) * self.place_bytes
         for number, name in enumerate(self.tensors):
@@ -129,9 +134,12 @@ class Launch:
             self.shared.load_box(self.read[number], place + number * self.place_bytes, corner)
         rows, columns = np.divmod(np.arange(self.tile_n), self.row_pixels)
         inside = np.flatnonzero((rows < self.tile_h) & (columns < self.tile_w))  # not the halo between rows
-        offsets = (rows * self.tile_w + columns)[inside] * self.out_pixel
+        pixels = (rows * self.tile_w + columns)[inside, None]
         channels = np.arange(self.out_channels)
-        addresses = swizzled(place + offsets[:, None] + ELEMENT * channels, self.out_pixel)
+        if self.stores_planes:
+            addresses = place + ELEMENT * (channels * self.tile_h * self.tile_w + pixels)
+        else:
+            addresses = swizzled(place + pixels * self.out_pixel + ELEMENT * channels, self.out_pixel)
         results = self._finished(sums[: self.out_channels, inside].T, addresses, first_filter + channels, unit)
         self.shared.elements[addresses // ELEMENT] = results
         self.shared.store_box(self.target, place, corner)
