@@ -152,7 +152,7 @@ class ChannelsLastSolver(DelegatingSolver):
         return APPLICABLE
 
     def inner_problem(self, problem: ProblemDescription, config: Config) -> ProblemDescription:
-        return _with_last(problem, _TENSORS)
+        return _forms(problem, keeps_results=self.keeps_results)[-1]
 
     def form(self, problem: ProblemDescription, device: Device) -> ProblemDescription:
         """What the other solver is asked instead of a problem that this one serves.
@@ -215,5 +215,5 @@ class ChannelsLastSolver(DelegatingSolver):
         return _config_around(self.inner, config)
 
     def _refusal(self, problem: ProblemDescription, device: Device) -> str:
-        answer = self.inner_solver.applicability(_forms(problem, keeps_results=self.keeps_results)[-1], device)
+        answer = self.inner_solver.applicability(self.inner_problem(problem, Config()), device)
         return f"{self.inner}: {answer.reason}"
