@@ -44,6 +44,7 @@ class ConvChannelsLastHaloSwapped(ChannelsLastSolver):
             conv(x=(2, 40, 9, 16), w=(72, 40, 3, 5), padding=(1, 2), dilation=(2, 1), dtype=brain),
             conv(data, x=(2, 72, 10, 8), w=(136, 72, 2, 3), padding=((1, 0), (2, 1)), dilation=(2, 1)),
             conv(x=(2, 64, 12, 32), w=(64, 64, 3, 3), padding=1, epilogue="bias.residual.relu"),
+            conv(data, x=(2, 64, 12, 48), w=(64, 64, 3, 3), padding=1, epilogue="residual.drelu"),
             conv(x=(2, 32, 9, 80), w=(32, 32, 3, 3), padding=1, dtype=brain, epilogue="channel_bias.silu"),
         )
 

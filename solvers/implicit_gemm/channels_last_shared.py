@@ -53,8 +53,9 @@ def _transpositions(problem: ProblemDescription, form: ProblemDescription) -> di
     """The tensors whose elements lie otherwise in the other form, by name: from channels first."""
     names = [name for name in _TENSORS if problem.tensor(name).layout is not form.tensor(name).layout]
     transpositions = {name: Transposition.to_channels_last(problem, name) for name in names}
-    if "y" in transpositions and problem.epilogue.has_residual:
-        transpositions["residual"] = replace(transpositions["y"], source="residual", target="residual_last")
+    output = problem.direction.output
+    if output in transpositions and problem.epilogue.has_residual:
+        transpositions["residual"] = replace(transpositions[output], source="residual", target="residual_last")
     return {name: transposition for name, transposition in transpositions.items() if transposition.is_needed}
 
 
@@ -136,7 +137,7 @@ class ChannelsLastSolver(DelegatingSolver):
         return self.inner_solver.fuses(problem)
 
     def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        if not problem.epilogue.outputs:  # more tensors of pixels would have to be transposed
+        if not (problem.epilogue.outputs or self.keeps_results):  # more tensors of pixels would have to be transposed
             return super().fuses_training(problem)
         return self.inner_solver.fuses_training(problem)
 

@@ -325,6 +325,32 @@ def test_ping_pong_leaves_results_channels_first_where_images_are_whole_units(
 
 
 @pytest.mark.parametrize(
+    ("fields", "moved", "words"),
+    [
+        ({}, "xw", ""),
+        ({"direction": "backward_data", "epilogue": "residual.dsilu"}, "wy", ""),
+        ({"w": (40, 24, 1, 3), "epilogue": "channel_bias.residual.relu"}, "xw", ""),
+        ({"x": (2, 24, 16, 20)}, "", "ConvImplicitGemmHaloSwappedPlanes: copies 16 bytes: 20 pixels of a row"),
+        ({"stride": 2}, "", "needs stride 1"),
+        ({"w": (40, 24, 1, 1), "padding": 0}, "", "one tap"),
+        ({"epilogue": "statistics"}, "", "compute no epilogue"),
+    ],
+    ids=["forward", "data", "columns", "width", "strided", "one tap", "statistics"],
+)
+def test_halos_results_stay_channels_first(fields: dict[str, Any], moved: str, words: str) -> None:
+    """And what is laid out as they are: no tensor has to be transposed back."""
+    solver = Registry.default()["ConvChannelsLastHaloSwapped"]
+    problem = conv(**{"x": (2, 24, 16, 16), "w": (40, 24, 3, 3), "padding": ((1, 1), (1, 1)), **fields})
+    answer = solver.applicability(problem, DEVICE)
+    assert bool(answer) == bool(moved)
+    assert words in answer.reason
+    for config in solver.default_configs(problem, DEVICE) if moved else ():
+        solution = solver.solution(problem, DEVICE, config)
+        assert {name for name in regions(solution) if name.endswith("_last")} == {f"{name}_last" for name in moved}
+        assert [step.entry for step in solution.kernels] == ["transpose_two", "implicit_gemm_wgmma_halo_swapped"]
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"w": (40, 24, 1, 1), "padding": 0}, "takes its channels first"),
