@@ -9,7 +9,7 @@
 // loads pixels, loads filters of taps into a ring of FILTER_STAGES, which stay if it holds all, and stores results by
 // TMA, from where the residual, or what is saved for a derivative, was loaded to. Grid: units are parts of the filters,
 // column tiles, row tiles, images. Source: PTX ISA, wgmma; CUTLASS's description of ping-pong kernels.
-// VARIANT_OUTPUT_PLANES: what is laid out as results is channels first, rows of pixels of a channel.
+// VARIANT_NCHW_OUTPUT: what is laid out as results is channels first, rows of pixels of a channel.
 #include "common/divisor.cuh"
 #include "common/tile.cuh"
 
@@ -49,7 +49,7 @@ constexpr bool kKeepsFilters = FILTER_STAGES == UNIT_BLOCKS * CHUNKS * kTaps;
 
 // A slot: rows of pixels of CHANNELS channels, swizzled over as many bytes as these are.
 constexpr int kPixelBytes = 2 * CHANNELS;
-#ifdef VARIANT_OUTPUT_PLANES
+#ifdef VARIANT_NCHW_OUTPUT
 // Eight pixels that are multiplied side by side are of one row.
 constexpr int kRowPixels = round_up(TILE_W + (FILTER_W - 1) * DILATION_W, 8);
 constexpr int kRows = TILE_H + (FILTER_H - 1) * DILATION_H;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void load_filters(const Shape& shape, const TensorMap
   }
 }
 
-#ifdef VARIANT_OUTPUT_PLANES
+#ifdef VARIANT_NCHW_OUTPUT
 // Where a lane's row of 16 bytes of a group of 16 pixels is staged, as `stmatrix` takes it: 8 pixels of one filter.
 // Pixels of the halo have no place.
 __device__ __forceinline__ unsigned staged_row(const Shared& at, unsigned place, int group) {
@@ -231,7 +231,7 @@ __device__ __forceinline__ void stage_results(const Shared& at, unsigned place,
     unsigned words[4] = {};
 #ifdef EPILOGUE
     unsigned read[4] = {}, saved[4] = {};
-#ifdef VARIANT_OUTPUT_PLANES
+#ifdef VARIANT_NCHW_OUTPUT
     if constexpr (kLoadsTensors) load_matrices(read, to);
     if constexpr (kLoadsBoth) load_matrices(saved, to == at.unused ? to : to + kOutBytes);
 #else
@@ -257,7 +257,7 @@ __device__ __forceinline__ void stage_results(const Shared& at, unsigned place,
 #endif
       words[i] = pack(pair[0], pair[1]);
     }
-#ifdef VARIANT_OUTPUT_PLANES
+#ifdef VARIANT_NCHW_OUTPUT
     stmatrix(to, words[0], words[1], words[2], words[3]);
 #else
     stmatrix_trans(to, words[0], words[1], words[2], words[3]);
@@ -366,7 +366,7 @@ __device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap
       const Unit unit = unit_at(shape, number);
       const int filter = unit.filter + 64 * (item % UNIT_BLOCKS);
       mbarrier_arrive_expect_tx(ready, kTensors * kLoadedOutBytes);
-#ifdef VARIANT_OUTPUT_PLANES
+#ifdef VARIANT_NCHW_OUTPUT
       tma_load(to, map_read, ready, unit.column, unit.row, filter, unit.image);
       if constexpr (kLoadsBoth) tma_load(to + kOutBytes, map_saved, ready, unit.column, unit.row, filter, unit.image);
 #else
@@ -382,7 +382,7 @@ __device__ __forceinline__ void copy_results(const Shape& shape, const TensorMap
     const Unit unit = unit_at(shape, unit_of(item));
     const int consumer = item % CONSUMERS;
     mbarrier_wait(at.places_staged + 8 * consumer, item / CONSUMERS & 1);
-#ifdef VARIANT_OUTPUT_PLANES
+#ifdef VARIANT_NCHW_OUTPUT
     tma_store(map_out, at.places + consumer * kTensors * kOutBytes, unit.column, unit.row,
               unit.filter + 64 * (item % UNIT_BLOCKS), unit.image);
 #else

@@ -1,7 +1,7 @@
 // y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c] on Hopper's tensor cores (wgmma) with float32 accumulators; or,
 // if DATA, dx likewise from dy, with w[k, tap, c] read as its transpose. Strided DATA is cut into PHASES, pixels of dx
-// that are equal modulo the stride, which meet the same taps. Tensors of pixels are channels last, or OUT_FIRST, with
-// the channels of what is laid out as results first; or IN_FIRST, those of both: then each output meets one pixel.
+// that are equal modulo the stride, which meet the same taps. Tensors of pixels are channels last, or, as NCHW says,
+// what is laid out as results is channels first, or all are: then each output meets one pixel.
 // Filters are M, 64 * ROWS a tile; output pixels, counted over all images, of a phase over those of its own, are N,
 // TILE_N a tile. TMA loads pixels in im2col mode, padding as zeros; in boxes where they are ORDERED: each output meets
 // the pixel of its own number and no other. A k-tile is CHANNELS channels of one tap; a stage of a ring of STAGES has
@@ -14,8 +14,8 @@
 #include "common/tile.cuh"
 #include "implicit_gemm/tile_scheduler.cuh"
 
-#if !defined(ELEMENT) || !defined(DATA) || !defined(IN_FIRST) || !defined(OUT_FIRST) || !defined(ORDERED)
-#error "define ELEMENT, DATA, IN_FIRST, OUT_FIRST and ORDERED"
+#if !defined(ELEMENT) || !defined(DATA) || !defined(NCHW) || !defined(ORDERED)
+#error "define ELEMENT, DATA, NCHW and ORDERED"
 #endif
 #if !defined(PHASES) || !defined(PHASES_IN_TURN)
 #error "define PHASES and PHASES_IN_TURN"
@@ -51,8 +51,8 @@ struct Phase {
 // multiple of these where filters stay. Then come, PHASES_IN_TURN, other phases of those pixels, `phase_step` in all,
 // each time another one first, since a block may come to one place of them alone; else other pixels of the phase, of
 // which `phase_step` tiles are. A tap has `chunks` k-tiles. Of a phase taps are `tap_step_h` and `tap_step_w` apart in
-// a filter of rows of `filter_w`. `filters` and `image_pixels` are those of the output, of `images`; OUT_FIRST the
-// pixels are those of whole units.
+// a filter of rows of `filter_w`. `filters` and `image_pixels` are those of the output, of `images`; where channels are
+// first the pixels are those of whole units.
 struct Shape {
   SHAPE_FIELDS
 };
@@ -61,16 +61,20 @@ constexpr int kConsumers = 2, kThreads = 128 * kConsumers + 128, kSteps = CHANNE
 constexpr bool kKeepsFilters = KEPT_TILES > 0, kStrided = PHASES > 1;
 static_assert(DATA || !kStrided, "only pixels of dx are cut into phases");
 
+enum NchwTensors { NCHW_NONE, NCHW_OUTPUT, NCHW_ALL };
+constexpr bool kNchwPixels = NCHW == NCHW_ALL, kNchwOutput = NCHW != NCHW_NONE;
+
 // Where channels are first: pixels of a channel that are copied together, a row of a swizzle. Images are whole units;
-// of IN_FIRST they are counted so: TMA reads zeros behind an image's last pixel, and does not write there.
+// where all channels are first they are counted so: TMA reads zeros behind an image's last pixel, and does not write
+// there.
 constexpr int kUnit = 64, kUnits = TILE_N / kUnit, kUnitRowBytes = 2 * kUnit;
-static_assert(!IN_FIRST || (OUT_FIRST && ORDERED), "with all channels first each output meets one pixel");
-static_assert(!OUT_FIRST || (!kStrided && TILE_N % kUnit == 0), "with channels first a tile is whole units");
+static_assert(!kNchwPixels || ORDERED, "with all channels first each output meets one pixel");
+static_assert(!kNchwOutput || (!kStrided && TILE_N % kUnit == 0), "with channels first a tile is whole units");
 
 // A stage: pixels of CHANNELS channels, swizzled over as many bytes as these are, or units of pixels one after another,
 // of a row for each channel; then filters if they do not stay.
 constexpr int kPixelBytes = 2 * CHANNELS, kPixelsBytes = TILE_N * kPixelBytes;
-constexpr int kPixelStepBytes = IN_FIRST ? 16 * kUnitRowBytes : 32;
+constexpr int kPixelStepBytes = kNchwPixels ? 16 * kUnitRowBytes : 32;
 static_assert(TILE_N % 16 == 0, "results are staged 16 pixels at a time");
 static_assert(kPixelBytes == 32 || kPixelBytes == 64 || kPixelBytes == 128, "a pixel is a span of a swizzle");
 
@@ -98,8 +102,8 @@ static_assert(SHARED_BYTES == 1024 + STAGES * kStageBytes + KEPT_TILES * kFilter
 
 // Descriptors without addresses: eight rows side by side are a pattern of the swizzle.
 constexpr unsigned long long kPixelDescriptor =
-    IN_FIRST ? matrix_descriptor(CHANNELS * kUnitRowBytes, 8 * kUnitRowBytes, kUnitRowBytes)
-             : matrix_descriptor(16, 8 * kPixelBytes, kPixelBytes);
+    kNchwPixels ? matrix_descriptor(CHANNELS * kUnitRowBytes, 8 * kUnitRowBytes, kUnitRowBytes)
+                : matrix_descriptor(16, 8 * kPixelBytes, kPixelBytes);
 constexpr unsigned long long kFilterDescriptor = matrix_descriptor(16, 8 * kFilterRowBytes, kFilterRowBytes);
 
 // Of a thread that multiplies, and of one that does not, of what all have at launch.
@@ -203,7 +207,7 @@ __device__ __forceinline__ void load_pixels(const Shape& shape, const TensorMap*
           const unsigned full = at.full + 8 * ring.stage, to = at.stages + ring.stage * kStageBytes;
           mbarrier_wait(at.empty + 8 * ring.stage, ring.parity);
           mbarrier_arrive_expect_tx(full, kPixelsBytes);
-          if constexpr (IN_FIRST) {
+          if constexpr (kNchwPixels) {
             load_units<CHANNELS>(to, map, full, shape, tile, chunk * CHANNELS);
           } else if constexpr (ORDERED) {
             tma_load_tiled(to, map, full, chunk * CHANNELS, 0, tile.pixel);
@@ -255,10 +259,10 @@ __device__ __forceinline__ void load_filters(const Shape& shape, const TensorMap
 }
 
 // Where a lane's row of 16 bytes of a group of 16 pixels is staged: a pixel's 8 filters, as `stmatrix_trans` takes it,
-// or, OUT_FIRST, a filter's 8 pixels, as `stmatrix` does.
+// or, channels first, a filter's 8 pixels, as `stmatrix` does.
 __device__ __forceinline__ unsigned staged_row(unsigned place, int group) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  if constexpr (OUT_FIRST) {
+  if constexpr (kNchwOutput) {
     const int row = 16 * warp + lane % 16, first = 16 * group % kUnit / 8 + lane / 16;
     const int unit = 16 * group / kUnit * OUT_CHANNELS * kUnitRowBytes;
     return place + unit + row * kUnitRowBytes + 16 * (first ^ row % 8);
@@ -288,7 +292,7 @@ __device__ __forceinline__ void unpack(float (&to)[2], unsigned word) {
 
 // Reads four 8 x 8 matrices of what is laid out as the results, as they are staged.
 __device__ __forceinline__ void load_staged(unsigned (&to)[4], unsigned address) {
-  if constexpr (OUT_FIRST)
+  if constexpr (kNchwOutput)
     load_matrices(to, address);
   else
     load_transposed(to, address);
@@ -337,7 +341,7 @@ __device__ __forceinline__ void stage_results(
 #endif
       words[i] = pack(pair[0], pair[1]);
     }
-    if constexpr (OUT_FIRST)
+    if constexpr (kNchwOutput)
       stmatrix(to, words[0], words[1], words[2], words[3]);
     else
       stmatrix_trans(to, words[0], words[1], words[2], words[3]);
@@ -362,7 +366,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[ROWS][TILE_N / 2], Ri
   for (int k = 0; k < kTileSteps; ++k)
 #pragma unroll
     for (int row = 0; row < ROWS; ++row)
-      Wgmma<ELEMENT>::ss<DATA ? Major::MN : Major::K, IN_FIRST ? Major::MN : Major::K>(
+      Wgmma<ELEMENT>::ss<DATA ? Major::MN : Major::K, kNchwPixels ? Major::MN : Major::K>(
           acc[row], descriptor_at(kFilterDescriptor, a + row * kBlockBytes + k * kFilterStepBytes),
           descriptor_at(kPixelDescriptor, b + k * kPixelStepBytes), k_tile + k > 0);
   wgmma_commit_group();
@@ -462,7 +466,7 @@ __device__ __forceinline__ void load_results(unsigned to, const ResultMaps& maps
   if constexpr (kStrided) {
     const Pixel pixel = strided_pixel(shape, tile);
     tma_load_im2col(to, maps.of(tile.phase), barrier, filter, pixel.w, pixel.h, pixel.n, 0, 0);
-  } else if constexpr (OUT_FIRST) {
+  } else if constexpr (kNchwOutput) {
     load_units<OUT_CHANNELS>(to, maps.of(0), barrier, shape, tile, filter);
   } else {
     tma_load_tiled(to, maps.of(0), barrier, filter, 0, tile.pixel);
@@ -479,7 +483,7 @@ __device__ __forceinline__ void store_results(const ResultMaps& maps, unsigned f
             maps.of(tile.phase)),
         "r"(from), "r"(filter), "r"(pixel.w), "r"(pixel.h), "r"(pixel.n)
         : "memory");
-  } else if constexpr (OUT_FIRST) {
+  } else if constexpr (kNchwOutput) {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       const Unit unit = unit_at(shape, tile, i);

@@ -220,6 +220,10 @@ class Compiler:
 
 
 def _source(step: KernelStep) -> KernelSource:
+    for name, _ in step.defines:
+        if name.startswith("VARIANT_"):
+            message = f"{step.source} is compiled without its variants: a source of its own must define {name}"
+            raise CompileError(message, source=step.source, options=(), log="")
     return read_source(step.source, step.package, fused=step.is_fused)
 
 

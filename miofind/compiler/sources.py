@@ -6,8 +6,7 @@ leaves out files' names: what was measured outlives a move.
 
 A bare convolution's source has no lines between `#ifdef EPILOGUE` and its `#else` or `#endif`, nor these lines: a
 kernel may learn to fuse, and what was measured of it without stays what it was. So it is with the lines of `#ifdef
-VARIANT_...`, but for a source that begins with `#define VARIANT_...` and includes the other's: a variant is a source of
-its own.
+VARIANT_...`, but for a source that defines it itself and includes the other's: a variant is a source of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from miofind.errors import CompileError
 DEFAULT_PACKAGE = "miofind.kernels_src"
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]*)"', re.MULTILINE)
-_CONDITIONAL = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b")
+_CONDITIONAL = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|elifdef|elifndef|else|endif)\b")
 _IF_OPTIONAL = re.compile(r"\s*#\s*ifdef\s+(EPILOGUE|VARIANT_\w+)\b")
+_ELSE_IF = re.compile(r"(\s*#\s*)el(?=if)")
 _VARIANT = re.compile(r"^\s*#\s*define\s+(VARIANT_\w+)", re.MULTILINE)
 
 # Words come first among the short tokens, so that the apostrophe of 1'000 opens no literal and `FOOR"(` no raw string.
@@ -75,11 +75,11 @@ def read_source(name: str, package: str = DEFAULT_PACKAGE, *, fused: bool = Fals
         fused: with the lines for kernels that apply an epilogue.
 
     Raises:
-        CompileError: the package or a file is missing or unreadable, or a name leaves the package.
+        CompileError: the package or a file is missing or unreadable, a name leaves the package, or what is included
+            defines a variant.
     """
-
     text = _read(name, package, f"source {name!r} of a kernel")
-    parts = frozenset(_VARIANT.findall(text)) | ({"EPILOGUE"} if fused else set())
+    parts = frozenset(_VARIANT.findall(normalised(text))) | ({"EPILOGUE"} if fused else set())
     text = _with_parts(text, parts)
     headers: dict[str, str] = {}
     pending = [(name, text)]
@@ -88,7 +88,10 @@ def read_source(name: str, package: str = DEFAULT_PACKAGE, *, fused: bool = Fals
         for included in _INCLUDE.findall(normalised(body)):
             if included in headers or included == name:
                 continue
-            headers[included] = _with_parts(_read(included, package, f'#include "{included}" in {includer}'), parts)
+            header = _read(included, package, f'#include "{included}" in {includer}')
+            if variant := _VARIANT.search(normalised(header)):
+                raise _refused(name, f"{included} defines {variant[1]}: that must stand in the variant's own source")
+            headers[included] = _with_parts(header, parts)
             pending.append((included, headers[included]))
     digest = _digest(name, {name: text, **headers}, ())
     return KernelSource(name=name, text=text, headers=MappingProxyType(headers), digest=digest)
@@ -134,6 +137,8 @@ def _with_parts(text: str, parts: Set[str]) -> str:
             optional = _IF_OPTIONAL.match(line)
             is_own = optional is not None and optional[1] not in parts
             open_ones.append(True if is_own else None)
+        elif kind.startswith("elif") and open_ones and open_ones[-1]:  # what is left out was the first branch
+            line, open_ones[-1] = _ELSE_IF.sub(r"\1", line), None
         elif kind and open_ones and open_ones[-1] is not None:
             is_own, open_ones[-1] = True, False
         if kind == "endif" and open_ones:

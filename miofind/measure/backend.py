@@ -43,7 +43,7 @@ class TimedCandidate(ABC):
     """One candidate on a timer, warmed up.
 
     Attributes:
-        rough_ms: a run as it is first timed, launches from the host included.
+        rough_ms: a run as it is first timed: launches from the host included, unless it mostly waited for them.
     """
 
     rough_ms: float

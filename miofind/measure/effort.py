@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-# A first run below this is never too long to sample; above _LONG_MS its time is as good as a sample's, since the
-# launches from the host hide behind it.
-_SHORT_MS = 0.2
+SHORT_MS = 0.2
+"""A first run below this is never too long to sample."""
+
+# Above this its time is as good as a sample's, since the launches from the host hide behind it.
 _LONG_MS = 2.0
 _LEAST_SAMPLE_MS = 0.2
 
@@ -61,7 +62,7 @@ class Schedule:
 
     def cuts_off(self, rough_ms: float, best_ms: float) -> bool:
         """Whether a candidate is timed no further after a first run of `rough_ms`."""
-        if rough_ms < _SHORT_MS:
+        if rough_ms < SHORT_MS:
             return False
         return rough_ms > best_ms * (self.cutoff if rough_ms < _LONG_MS else self.long_cutoff)
 

@@ -16,20 +16,11 @@ _MAX_STRIDE = 8
 
 
 def packed_map(
-    problem: ProblemDescription,
-    buffer: str,
-    sizes: Sequence[int],
-    copy: Box | Im2col,
-    *,
-    loads: bool = True,
-    swizzles: bool = True,
+    problem: ProblemDescription, buffer: str, sizes: Sequence[int], copy: Box | Im2col, *, loads: bool = True
 ) -> TensorMap:
     """A map of a packed tensor of the problem's element, dimensions innermost first.
 
-    Loads of float32 are rounded to TF32.
-
-    Args:
-        swizzles: whether what a copy takes of the innermost is swizzled together.
+    What a copy takes of the innermost is swizzled together. Loads of float32 are rounded to TF32.
     """
     itemsize, element = problem.x.dtype.itemsize, problem.x.dtype.value
     strides = [itemsize * math.prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]
@@ -40,7 +31,7 @@ def packed_map(
         sizes=tuple(sizes),
         strides_bytes=tuple(strides),
         copy=copy,
-        swizzle_bytes=itemsize * innermost if swizzles else 0,
+        swizzle_bytes=itemsize * innermost,
     )
 
 

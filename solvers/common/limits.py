@@ -41,6 +41,11 @@ def refuse_overpadded(problem: ProblemDescription) -> Applicability:
     return APPLICABLE
 
 
+def refuse_sizes(problem: ProblemDescription, most: int = MAX_ELEMENTS) -> Applicability:
+    """Refuse tensors of more than `most` elements, and padding of more than MAX_PADDING."""
+    return first_refusal(refuse_oversized(problem, most), refuse_overpadded(problem))
+
+
 def refuse_tensors(problem: ProblemDescription, most: int = MAX_ELEMENTS) -> Applicability:
     """Refuse what kernels of one dtype and layout that count in 32 bits cannot compute: all of the above."""
-    return first_refusal(refuse_mixed(problem), refuse_oversized(problem, most), refuse_overpadded(problem))
+    return first_refusal(refuse_mixed(problem), refuse_sizes(problem, most))

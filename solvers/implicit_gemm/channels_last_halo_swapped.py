@@ -19,7 +19,7 @@ class ConvChannelsLastHaloSwapped(ChannelsLastSolver):
 
     id = "ConvChannelsLastHaloSwapped"
     inner = "ConvImplicitGemmHaloSwappedPlanes"
-    keeps_results = True
+    only_nchw_results = True
     directions = OF_IMAGES
     keys = (
         KernelKey(

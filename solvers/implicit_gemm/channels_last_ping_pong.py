@@ -13,7 +13,9 @@ from miofind.solvers.implicit_gemm.transpose import SOURCE
 
 
 class ConvChannelsLastPingPong(ChannelsLastSolver):
-    """Channels-first convolution in three parts: operands to channels last, warpgroups that take turns, and back."""
+    """Channels-first convolution in three parts: operands to channels last, warpgroups that take turns, and back; in
+    two, as results are written channels first, where images have multiples of 64 pixels.
+    """
 
     id = "ConvChannelsLastPingPong"
     inner = "ConvImplicitGemmPingPong"

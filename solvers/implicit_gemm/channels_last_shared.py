@@ -36,17 +36,17 @@ def _with_last(problem: ProblemDescription, names: tuple[str, ...]) -> ProblemDe
     return replace(problem, x=x, w=w, y=y)
 
 
-def _forms(problem: ProblemDescription, *, keeps_results: bool) -> tuple[ProblemDescription, ...]:
+def _forms(problem: ProblemDescription, *, only_nchw_results: bool) -> tuple[ProblemDescription, ...]:
     """NHWC forms of a problem for the other solver: with one tensor less to transpose, if it may be, then with all.
 
     Args:
-        keeps_results: whether the first alone will do.
+        only_nchw_results: whether the first alone will do.
     """
     kept, last = "x" if problem.direction is Direction.BACKWARD_DATA else "y", _with_last(problem, _TENSORS)
     if not Transposition.to_channels_last(problem, kept).is_needed:
         return (last,)
     first = _with_last(problem, tuple(name for name in _TENSORS if name != kept))
-    return (first,) if keeps_results else (first, last)
+    return (first,) if only_nchw_results else (first, last)
 
 
 def _transpositions(problem: ProblemDescription, form: ProblemDescription) -> dict[str, Transposition]:
@@ -75,7 +75,7 @@ def _after(problem: ProblemDescription, transpositions: dict[str, Transposition]
 @functools.lru_cache(maxsize=64)  # every configuration's estimate and solution asks
 def _form(solver: ChannelsLastSolver, problem: ProblemDescription, device: Device) -> ProblemDescription | None:
     """The first form of a problem that a solver's inner one serves."""
-    forms = _forms(problem, keeps_results=solver.keeps_results)
+    forms = _forms(problem, only_nchw_results=solver.only_nchw_results)
     return next((form for form in forms if solver.inner_solver.applicability(form, device)), None)
 
 
@@ -124,10 +124,10 @@ class ChannelsLastSolver(DelegatingSolver):
     the other solver takes with its channels first: the result, or y for backward weights.
 
     Class attributes:
-        keeps_results: whether it serves no problem whose result would have to be transposed back.
+        only_nchw_results: whether it serves no problem whose result would have to be transposed back.
     """
 
-    keeps_results: ClassVar[bool] = False
+    only_nchw_results: ClassVar[bool] = False
 
     inner_name = "config"
     algorithm = Algorithm.IMPLICIT_GEMM
@@ -137,7 +137,9 @@ class ChannelsLastSolver(DelegatingSolver):
         return self.inner_solver.fuses(problem)
 
     def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        if not (problem.epilogue.outputs or self.keeps_results):  # more tensors of pixels would have to be transposed
+        if not (
+            problem.epilogue.outputs or self.only_nchw_results
+        ):  # more tensors of pixels would have to be transposed
             return super().fuses_training(problem)
         return self.inner_solver.fuses_training(problem)
 
@@ -153,7 +155,7 @@ class ChannelsLastSolver(DelegatingSolver):
         return APPLICABLE
 
     def inner_problem(self, problem: ProblemDescription, config: Config) -> ProblemDescription:
-        return _forms(problem, keeps_results=self.keeps_results)[-1]
+        return _forms(problem, only_nchw_results=self.only_nchw_results)[-1]
 
     def form(self, problem: ProblemDescription, device: Device) -> ProblemDescription:
         """What the other solver is asked instead of a problem that this one serves.

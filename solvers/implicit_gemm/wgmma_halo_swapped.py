@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
@@ -167,10 +168,10 @@ def _filters(product: SwappedHaloProduct) -> TensorMap:
 def _results(tiling: SwappedHaloTiling, buffer: str) -> tuple[TensorMap]:
     """Boxes of a tile of the output, or of what is laid out as that."""
     product = tiling.product
-    if product.stores_planes:
+    if product.has_nchw_output:
         planes = Box(sizes=(tiling.tile_w, tiling.tile_h, product.out_channels, 1))
         sizes = (product.width.outputs, product.height.outputs, product.results, product.images)
-        return (packed_map(product.problem, buffer, sizes, planes, swizzles=False),)
+        return (replace(packed_map(product.problem, buffer, sizes, planes), swizzle_bytes=0),)
     box = Box(sizes=(product.out_channels, tiling.tile_w, tiling.tile_h, 1))
     sizes = (product.results, product.width.outputs, product.height.outputs, product.images)
     return (packed_map(product.problem, buffer, sizes, box),)

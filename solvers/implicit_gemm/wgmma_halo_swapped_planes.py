@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Library, Place
-from miofind.solver.solver import APPLICABLE, Applicability, KernelKey, first_refusal
-from miofind.solvers.common.limits import refuse_mixed_dtypes
+from miofind.solver.solver import APPLICABLE, Applicability, KernelKey
 from miofind.solvers.common.wgmma_product import NchwTensors
 from miofind.solvers.implicit_gemm.wgmma_halo_swapped import ConvImplicitGemmHaloSwapped
 from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import COLUMNS_ALIGNMENT
 
 
 class ConvImplicitGemmHaloSwappedPlanes(ConvImplicitGemmHaloSwapped):
-    """ConvImplicitGemmHaloSwapped for an output alone that is channels first, in two dimensions: its rows of pixels, as
-    those of a tile, are multiples of 8. Between rows of a tile lie as many pixels more as make these multiples of 8,
-    too.
+    """ConvImplicitGemmHaloSwapped for an output alone that is channels first, in two dimensions.
+
+    Its rows of pixels are multiples of 8. So are those of a tile, with and without the halo: pixels that are too many
+    are multiplied, and stored nowhere.
     """
 
     id = "ConvImplicitGemmHaloSwappedPlanes"
@@ -31,6 +31,7 @@ class ConvImplicitGemmHaloSwappedPlanes(ConvImplicitGemmHaloSwapped):
             archs=("90a",),
         ),
     )
+    nchw = frozenset({NchwTensors.OUTPUT})
     sources = ("implicit_gemm/wgmma_halo_swapped_planes.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
@@ -64,11 +65,6 @@ class ConvImplicitGemmHaloSwappedPlanes(ConvImplicitGemmHaloSwapped):
         if columns % COLUMNS_ALIGNMENT:
             return Applicability(f"copies 16 bytes: {columns} pixels of a row are no multiple of {COLUMNS_ALIGNMENT}")
         return APPLICABLE
-
-    def refuse_mixed(self, problem: ProblemDescription) -> Applicability:
-        is_served = NchwTensors.of(problem) is NchwTensors.OUTPUT
-        reads = Applicability("" if is_served else "stores results with channels first, of channels-last operands")
-        return first_refusal(refuse_mixed_dtypes(problem), reads)
 
 
 SOLVERS = (ConvImplicitGemmHaloSwappedPlanes(),)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable, Each, chosen, larger, smaller
+from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import Axis, ceil_div, round_up
@@ -50,6 +50,7 @@ _LOADED_BYTES = 35.5  # a cycle that a multiprocessor loads from the L2 cache
 _STAGE_CYCLES = 1300  # until filters are there, of which all stages but the two that are multiplied by are on their way
 _PIXEL_CYCLES = 21  # of a pixel's results until they are staged, with an exponential of each
 _RATE = 1.25  # of what products take to what they would at the rates of tensor cores and of shared memory
+_CONFLICT_CYCLES = 0.6  # of a pixel's results that are staged, for each that waits for their bank
 _MOVED = 1.6  # of what all bytes take to what they would at the memory's rate
 
 
@@ -87,14 +88,13 @@ class SwappedHaloProduct(FiltersAsA):
         return len(self.problem.spatial) == 1
 
     @property
-    def stores_planes(self) -> bool:
-        """Whether results are channels first."""
+    def has_nchw_output(self) -> bool:
+        """Whether results are channels first: rows of a tile then begin at, and are, multiples of 8 pixels."""
         return not self.problem.output.layout.channels_last
 
-    def row_pixels(self, tile_w: Each) -> Each:
-        """Of a row of a tile, with its halo."""
-        pixels = tile_w + halo(self.width)
-        return round_up(pixels, COLUMNS_ALIGNMENT) if self.stores_planes else pixels
+    def aligned(self, pixels: int) -> int:
+        """Pixels of a row: as many as these, or the next multiple of 8."""
+        return round_up(pixels, COLUMNS_ALIGNMENT) if self.has_nchw_output else pixels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,8 @@ class SwappedHaloTiling(HaloTile):
         """Tiles of at most `tile_h` rows and `tile_w` columns."""
         height, width = product.height.outputs, product.width.outputs
         tile_h = even_tile(product.height, config["tile_h"])
-        tile_w = even_tile(product.width, config["tile_w"])
-        tile_n = round_up((tile_h - 1) * product.row_pixels(tile_w) + tile_w, 8)
+        tile_w = product.aligned(even_tile(product.width, config["tile_w"]))
+        tile_n = round_up((tile_h - 1) * product.aligned(tile_w + halo(product.width)) + tile_w, 8)
         unit_blocks, stages = config["unit_blocks"], config["filter_stages"]
         held = chosen(unit_blocks > 1, product.chunks, 1)
         tiles = product.images * ceil_div(height, tile_h) * ceil_div(width, tile_w)
@@ -147,8 +147,7 @@ class SwappedHaloTiling(HaloTile):
 
     @property
     def row_pixels(self) -> int:
-        pixels: int = self.product.row_pixels(self.tile_w)
-        return pixels
+        return self.product.aligned(self.tile_w + halo(self.width))
 
     @property
     def parts(self) -> int:
@@ -203,7 +202,6 @@ class SwappedHaloTiling(HaloTile):
             & ((self.filter_stages == self.unit_blocks * product.chunks * product.taps) == self.keeps_filters)
             & (self.keeps_filters <= (self.parts == 1))  # else they would have to change
             & ((self.tile_h == 1) | (not of_one_image))
-            & ((self.tile_w % COLUMNS_ALIGNMENT == 0) | (not product.stores_planes))
             & (registers <= register_limit(1, self.threads))
             & (fitting >= 1)
             & ((self.items + self.consumers) * product.chunks * product.taps <= _MAX_INT)
@@ -216,11 +214,20 @@ class SwappedHaloTiling(HaloTile):
         pixels = product.chunks * self.slot_bytes / self.unit_blocks
         return pixels + chosen(self.keeps_filters, 0, product.taps * product.chunks * product.filter_bytes)
 
+    @property
+    def _conflict_cycles(self) -> float:
+        """Of shared memory, where filters' results of the same pixels are staged in the same of its banks."""
+        if not self.product.has_nchw_output:
+            return 0.0
+        words = self.tile_h * self.tile_w // COLUMNS_ALIGNMENT  # of 16 bytes, of a filter; all banks are 8 of them
+        waiting = 1 * (words % 2 == 0) + 2 * (words % 4 == 0) + 4 * (words % 8 == 0)
+        return self.tile_n * waiting * _CONFLICT_CYCLES
+
     def estimate_ms(self, device: Device) -> float:
         """Milliseconds: consumers' products one after the other, or their results at once, or all bytes."""
         product, epilogue = self.product, self.product.problem.epilogue
         step_cycles = larger(self.tile_n / 2, 16 + self.tile_n / 4)
-        products = product.k_steps * step_cycles * _RATE + _ITEM_CYCLES
+        products = product.k_steps * step_cycles * _RATE + _ITEM_CYCLES + self._conflict_cycles
         taps = product.taps * product.chunks
         arrivals = chosen(self.keeps_filters, 0, taps * _STAGE_CYCLES / larger(1, self.filter_stages - 2))
         results = 0 if epilogue.nonlinearity.is_exact else self.tile_n * _PIXEL_CYCLES

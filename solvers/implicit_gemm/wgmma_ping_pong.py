@@ -11,12 +11,11 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.columns import ConfigTable
 from miofind.solver.epilogue import epilogue_defines
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, KernelKey, first_refusal
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, KernelKey
 from miofind.solver.steps import Box, Config, ConvSolution, Im2col, KernelStep, TensorMap
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.copies import packed_map, pixels_map, refuse_copies
 from miofind.solvers.common.divisor import DIVISOR, divide_by
-from miofind.solvers.common.limits import refuse_mixed_dtypes
 from miofind.solvers.common.wgmma_product import NchwTensors, Phase, WgmmaProduct
 from miofind.solvers.implicit_gemm.tile_scheduler import (
     MAX_PHASES,
@@ -67,9 +66,9 @@ class ConvImplicitGemmPingPong(TiledSolver):
 
     Serves tensors of 16 bits in one and two dimensions, of one group; channels and filters are multiples of 8. Channels
     last: forward with strides up to 8, and backward data with strides of 1 and 2 that divide its sizes; padding and
-    filters reach up to 127 pixels beyond an image; with channel_bias images have multiples of 16 pixels. The output
-    alone may be channels first: of the same but strided backward data, with images of multiples of 64 pixels. All
-    channels first: one tap, stride 1 and no padding, and images of multiples of 8 pixels. Accumulators are float32.
+    filters reach up to 127 pixels beyond an image; with channel_bias images have multiples of 16 pixels. Where images
+    have multiples of 64 pixels the output may be channels first, but for strided backward data. All channels first: one
+    tap, stride 1 and no padding, and images of multiples of 8 pixels. Accumulators are float32.
     Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border. Strided backward
     data is cut into phases, pixels of dx that meet the same taps, which are stored a stride apart.
 
@@ -97,6 +96,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
     )
     alignment_bytes = 16
     sources = (_SOURCE,)
+    nchw = frozenset({NchwTensors.NONE, NchwTensors.OUTPUT, NchwTensors.ALL})
     parameters = PARAMETERS
     defaults = 6
     none_valid = "needs three stages in a block's shared memory, and fewer than 2^31 k-tiles a block"
@@ -136,7 +136,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
 
     def refuse(self, problem: ProblemDescription) -> Applicability:
         product = WgmmaProduct.of(problem)
-        if not problem.tensor(product.pixels).layout.channels_last:
+        if product.nchw is NchwTensors.ALL:
             return _refuse_channels_first(product)
         if product.nchw is NchwTensors.OUTPUT and (answer := _refuse_results_first(product)).refused:
             return answer
@@ -147,11 +147,6 @@ class ConvImplicitGemmPingPong(TiledSolver):
                 f"finishes {STAGED_PIXELS} pixels of an image at a time: {product.image} are no multiple"
             )
         return refuse_copies(product)
-
-    def refuse_mixed(self, problem: ProblemDescription) -> Applicability:
-        is_served = NchwTensors.of(problem) is not None
-        layouts = Applicability("" if is_served else "needs one layout, but for an output with channels first")
-        return first_refusal(refuse_mixed_dtypes(problem), layouts)
 
     def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> PingPongTiling:
         return PingPongTiling.of(PingPongProduct.of(problem), config, device)
@@ -182,7 +177,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
 def _pixels(tiling: PingPongTiling) -> TensorMap:
     """A tile's pixels of a chunk of channels; channels first, a unit of them."""
     product = tiling.product
-    if product.loads_channels_first:
+    if product.has_nchw_pixels:
         return _units(product, product.product.pixels, product.sums, product.channels)
     return pixels_map(product.product, product.channels, tiling.tile_n, boxes=product.is_ordered)
 
@@ -206,7 +201,7 @@ def _results(tiling: PingPongTiling, buffer: str) -> tuple[TensorMap, ...]:
 
     Channels first, a unit.
     """
-    if tiling.product.stores_channels_first:
+    if tiling.product.has_nchw_output:
         return (_units(tiling.product, buffer, tiling.product.results, tiling.product.out_channels),)
     if tiling.product.phases > 1:
         phases = tiling.product.product.phases
@@ -271,8 +266,7 @@ def _defines(tiling: PingPongTiling) -> tuple[tuple[str, str | int], ...]:
     return (
         ("ELEMENT", product.problem.x.dtype.value),
         ("DATA", int(product.is_data)),
-        ("IN_FIRST", int(product.loads_channels_first)),
-        ("OUT_FIRST", int(product.stores_channels_first)),
+        ("NCHW", product.product.nchw.value),
         ("ORDERED", int(product.is_ordered)),
         ("PHASES", product.phases),
         ("PHASES_IN_TURN", int(tiling.phases_in_turn)),

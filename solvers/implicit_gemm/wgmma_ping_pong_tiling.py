@@ -101,19 +101,19 @@ class PingPongProduct(FiltersAsA):
         return all(axis.taps <= 1 and axis.offset == 0 for axis in axes) and not any(corners)
 
     @cached_property
-    def loads_channels_first(self) -> bool:
+    def has_nchw_pixels(self) -> bool:
         """Whether the pixels that are multiplied are channels first; results are then, too."""
         return self.product.nchw is NchwTensors.ALL
 
     @cached_property
-    def stores_channels_first(self) -> bool:
+    def has_nchw_output(self) -> bool:
         """Whether results are channels first."""
         return self.product.nchw is not NchwTensors.NONE
 
     @cached_property
     def image_pixels(self) -> int:
         """Of an image of the output; channels first, of all its units."""
-        return round_up(self.product.image, UNIT) if self.stores_channels_first else self.product.image
+        return round_up(self.product.image, UNIT) if self.has_nchw_output else self.product.image
 
     @cached_property
     def pixels(self) -> int:
@@ -122,7 +122,7 @@ class PingPongProduct(FiltersAsA):
         Channels first, images of eight pixels or more are counted as up to eight times as many, of eight channels or
         more.
         """
-        counted = self.image_pixels if self.stores_channels_first else math.prod(self.product.walked)
+        counted = self.image_pixels if self.has_nchw_output else math.prod(self.product.walked)
         return counted * self.problem.n
 
     @cached_property
@@ -261,7 +261,7 @@ class PingPongTiling:
             & (self.shared_bytes + self.static_bytes <= _room(device))
             & (self.rows * self.tile_n // 2 <= product.most_accumulators)
             & (self.rows <= product.filter_blocks)
-            & ((self.tile_n % UNIT == 0) | (not product.stores_channels_first))
+            & ((self.tile_n % UNIT == 0) | (not product.has_nchw_output))
             & ((self.kept_tiles == 0) | ((self.blocks % self.filter_tiles == 0) & (self.items > 1)))
             & ((self.kept_tiles == 0) | (product.phases == 1))
             & (self.items * product.k_tiles <= _MAX_INT)  # of one phase there are fewer

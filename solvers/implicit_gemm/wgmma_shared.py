@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -17,7 +17,8 @@ from miofind.solver.epilogue import epilogue_arguments
 from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig, Solver, first_refusal
 from miofind.solver.steps import Config, EpilogueArgument, TensorMap
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.limits import refuse_mixed, refuse_overpadded, refuse_oversized
+from miofind.solvers.common.limits import refuse_mixed_dtypes, refuse_sizes
+from miofind.solvers.common.wgmma_product import NchwTensors
 
 PATTERN = 1024
 """Bytes at which swizzles repeat."""
@@ -27,6 +28,12 @@ BARRIER_BYTES = 8
 
 FILTER_BLOCK = 64
 """Filters that an instruction multiplies where they are its operand A."""
+
+_SERVED = {
+    NchwTensors.NONE: "channels last",
+    NchwTensors.OUTPUT: "an output alone with channels first",
+    NchwTensors.ALL: "one tap with channels first",
+}
 
 _SPANS = (16, 32, 64)  # channels of 16 bits that a swizzle of 32, 64 or 128 bytes spans
 
@@ -142,18 +149,16 @@ class TiledSolver(Solver):
     Class attributes:
         defaults: how many there are.
         none_valid: why a problem is not served that has no valid configuration.
+        nchw: which tensors may have their channels first.
     """
 
     defaults: ClassVar[int]
     none_valid: ClassVar[str]
+    nchw: ClassVar[Set[NchwTensors]] = frozenset({NchwTensors.NONE})
 
     @abstractmethod
     def refuse(self, problem: ProblemDescription) -> Applicability:
         """Why it does not serve a problem of one group whose channels fill 16 bytes."""
-
-    def refuse_mixed(self, problem: ProblemDescription) -> Applicability:
-        """Why it does not serve tensors that differ in dtype or layout."""
-        return refuse_mixed(problem)
 
     @abstractmethod
     def tiling(self, problem: ProblemDescription, device: Device, config: Config) -> Tiling:
@@ -168,13 +173,9 @@ class TiledSolver(Solver):
             return Applicability(f"serves one group, not {problem.groups}")
         if problem.c % 8 or problem.k % 8:
             return Applicability(f"copies 16 bytes: {problem.c} channels or {problem.k} filters are no multiple of 8")
-        refused = (
-            self.refuse(problem),
-            self.refuse_mixed(problem),
-            refuse_oversized(problem),
-            refuse_overpadded(problem),
-        )
-        if (answer := first_refusal(*refused)).refused:
+        if (answer := first_refusal(refuse_mixed_dtypes(problem), self._refuse_layouts(problem))).refused:
+            return answer
+        if (answer := first_refusal(self.refuse(problem), refuse_sizes(problem))).refused:
             return answer
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
@@ -188,6 +189,13 @@ class TiledSolver(Solver):
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
         return tuple(self._ranked(problem, device)[: self.defaults])
+
+    def _refuse_layouts(self, problem: ProblemDescription) -> Applicability:
+        if NchwTensors.of(problem) in self.nchw:
+            return APPLICABLE
+        served = " or ".join(words for which, words in _SERVED.items() if which in self.nchw)
+        found = ", ".join(f"{name} {problem.tensor(name).layout}" for name in ("x", "w", "y"))
+        return Applicability(f"serves {served}, not {found}")
 
     def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The likely ones as far as they are valid, the least estimate first."""

@@ -112,6 +112,16 @@ int planes;
 #else
 int rows;
 #endif
+#ifdef VARIANT_ANOTHER
+int another;
+#elif defined(OTHER)
+int elsewhere;
+#else
+int usual;
+#endif
+/*
+#define VARIANT_ANOTHER
+*/
 #ifdef OTHER
 int other;
 #endif
@@ -120,17 +130,24 @@ int other;
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_variant_is_a_source_of_its_own(package: CudaPackage, fused: bool) -> None:
-    package.write(plain_cu="int first;\nint rows;\n#ifdef OTHER\nint other;\n#endif\n")
+    rest = "#if defined(OTHER)\nint elsewhere;\n#else\nint usual;\n#endif\n#ifdef OTHER\nint other;\n#endif\n"
+    package.write(plain_cu=f"int first;\nint rows;\n{rest}")
     plain = source_hash(["plain.cu"], package.name)
     package.write(plain_cu=VARIED, planes_cu='#define VARIANT_PLANES\n#include "plain.cu"\n')
     own, variant = (read_source(name, package.name, fused=fused) for name in ("plain.cu", "planes.cu"))
-    words = {"fused": fused, "both": False, "planes": False, "rows": True, "other": True}
+    words = {"fused": fused, "both": False, "planes": False, "rows": True, "other": True, "another": False}
     assert {word: f"int {word};" in own.text for word in words} == words
     assert "PLANES" not in own.text
-    words = {"fused": fused, "both": fused, "planes": True, "rows": True, "other": True}
+    words = {"fused": fused, "both": fused, "planes": True, "rows": True, "other": True, "another": False}
     assert {word: f"int {word};" in variant.headers["plain.cu"] for word in words} == words
     assert (source_hash(["plain.cu"], package.name, fused=fused) == plain) == (not fused)
     assert source_hash(["planes.cu"], package.name, fused=fused) != plain
+
+
+def test_a_variant_is_defined_by_its_source_alone(package: CudaPackage) -> None:
+    package.write(a_cu='#include "b.cuh"\n', b_cuh="#define VARIANT_PLANES\n")
+    with pytest.raises(CompileError, match=r"b\.cuh defines VARIANT_PLANES"):
+        read_source("a.cu", package.name)
 
 
 def test_sources_are_read_once(package: CudaPackage) -> None:

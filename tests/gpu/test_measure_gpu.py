@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -55,6 +56,14 @@ class Uncapturable(Copying):
         cupy.cuda.runtime.streamSynchronize(stream)
 
 
+class Late(Copying):
+    """Takes 3 ms on the host before it launches."""
+
+    def run(self, bases: tuple[int, ...], stream: int) -> None:
+        time.sleep(3e-3)
+        super().run(bases, stream)
+
+
 def test_short_runs_are_captured_and_rotate_over_buffers(device: Device, compiler: Compiler) -> None:
     with Timer(SMALL, device, compiler) as timer:
         invoker = Copying(SMALL, device)
@@ -86,6 +95,14 @@ def test_what_cannot_be_captured_is_timed_by_launches(device: Device, compiler: 
         other: Any = timer.prepare(sound)
         timer.samples(other, sound, 3)
         assert other._graph is not None
+
+
+def test_a_host_that_launches_late_makes_nothing_slow(device: Device, compiler: Compiler) -> None:
+    """What is launched 3 ms late by itself is timed in a graph from the first on, and not cut off."""
+    with Timer(LARGE, device, compiler) as timer:
+        late: Any = timer.prepare(invoker := Late(LARGE, device))
+        assert late._graph is not None
+        assert max(late.rough_ms, *timer.samples(late, invoker, 3)) < 1.0
 
 
 def test_a_grown_workspace_voids_graphs(device: Device, compiler: Compiler) -> None:

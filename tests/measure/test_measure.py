@@ -17,7 +17,7 @@ from miofind.device.device import Device
 from miofind.errors import LaunchError, MeasurementError
 from miofind.measure import backend_host
 from miofind.measure.backend import TimedCandidate
-from miofind.measure.backend_cuda import rough_time_ms
+from miofind.measure.backend_cuda import FirstRun
 from miofind.measure.effort import Effort
 from miofind.measure.gpu_monitor import Reading
 from miofind.measure.race import Entrant, Race, RaceObserver
@@ -436,27 +436,21 @@ def test_host_times_are_those_of_the_clock(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runs", "expected_ms", "asked"),
+    ("first", "wants_graph", "misleads"),
     [
-        ([1.3, 0.12, 0.11], 0.11, [1, 2]),
-        ([0.3, 0.5, 0.4], 0.3, [1, 2]),
-        ([7.9, 6.0, 0.2], 0.2, [1, 2]),
-        ([0.19, 0.1, 0.1], 0.19, [1]),
-        ([8.0, 0.1, 0.1], 8.0, [1]),
+        (FirstRun(1.2, 1.15), True, True),
+        (FirstRun(0.2, 0.11), True, True),
+        (FirstRun(0.19, 0.18), True, False),
+        (FirstRun(0.9, 0.02), True, False),
+        (FirstRun(1.2, 0.6), False, False),
+        (FirstRun(30.0, 16.0), True, True),
     ],
-    ids=["late", "in-time", "very-late", "short", "long"],
+    ids=["late", "late and not long", "short", "below a millisecond", "in time", "very late"],
 )
-def test_a_first_run_that_the_host_held_up_counts_as_the_runs_after_it(
-    runs: list[float], expected_ms: float, asked: list[int]
+def test_a_first_run_that_waited_for_the_host_is_timed_in_a_graph(
+    first: FirstRun, wants_graph: bool, misleads: bool
 ) -> None:
-    left, counts = list(runs), []
-
-    def timed(count: int) -> list[float]:
-        counts.append(count)
-        return [left.pop(0) for _ in range(count)]
-
-    assert rough_time_ms(timed) == expected_ms
-    assert counts == asked
+    assert (first.wants_graph, first.misleads) == (wants_graph, misleads)
 
 
 def test_short_host_runs_are_amortised_over_rotating_buffers() -> None:

@@ -345,6 +345,7 @@ def test_halos_results_stay_channels_first(fields: dict[str, Any], moved: str, w
     assert bool(answer) == bool(moved)
     assert words in answer.reason
     for config in solver.default_configs(problem, DEVICE) if moved else ():
+        assert solver.inner_solver.applicability(solver.inner_problem(problem, config), DEVICE)
         solution = solver.solution(problem, DEVICE, config)
         assert {name for name in regions(solution) if name.endswith("_last")} == {f"{name}_last" for name in moved}
         assert [step.entry for step in solution.kernels] == ["transpose_two", "implicit_gemm_wgmma_halo_swapped"]

@@ -248,12 +248,24 @@ def test_problems_that_it_does_not_serve(fields: dict[str, Any], reason: str) ->
         ({}, ""),
         ({"x": (4, 64, 40, 44)}, "44 pixels of a row"),
         ({"stride": 2}, "stride 1"),
-        ({"layout": Layout.NHWC}, "stores results with channels first"),
-        ({"layout": {"x": Layout.NCHW, "w": Layout.NHWC, "y": Layout.NCHW}}, "of channels-last operands"),
+        ({"layout": Layout.NHWC}, "alone with channels first, not x NHWC, w NHWC, y NHWC"),
+        ({"layout": {"x": Layout.NCHW, "w": Layout.NHWC, "y": Layout.NCHW}}, "not x NCHW, w NHWC, y NCHW"),
+        ({"x": (4, 64, 40, 72), "w": (64, 64, 3, 33)}, "over 32 columns"),
+        ({"x": (4, 64, 40), "w": (64, 64, 3), "layout": {"x": "NWC", "w": "NWC", "y": "NCW"}}, "NWC"),
         ({"dtype": {"x": "float16", "w": "float16", "y": "bfloat16"}}, "one dtype"),
         ({"groups": 2, "w": (64, 32, 3, 3)}, "one group"),
     ],
-    ids=["served", "width", "strided", "channels last", "channels first", "dtypes", "groups"],
+    ids=[
+        "served",
+        "width",
+        "strided",
+        "channels last",
+        "channels first",
+        "columns",
+        "one dimension",
+        "dtypes",
+        "groups",
+    ],
 )
 def test_problems_that_planes_do_not_serve(fields: dict[str, Any], reason: str) -> None:
     layout = layouts(2, Direction.FORWARD, planes=True)
@@ -269,7 +281,8 @@ def test_planes_are_of_tiles_of_whole_copies(tile_w: int) -> None:
     tiling = SwappedHaloTiling.of(SwappedHaloProduct.of(problem), Config(RUNS | {"tile_w": tile_w}), DEVICE)
     assert tiling.tile_w == 16
     assert tiling.row_pixels == 24
-    halved = problem_of("planes", Direction.FORWARD, x=(2, 64, 40, 68), w=(64, 64, 3, 3), padding=((1, 1), (1, 5)))
-    assert halved.output.shape[-1] == 72
-    assert PLANES.is_valid_config(halved, DEVICE, Config(RUNS | {"tile_w": 28, "tile_h": 3}))
-    assert not PLANES.is_valid_config(halved, DEVICE, Config(RUNS | {"tile_w": 20, "tile_h": 3}))
+    uneven = problem_of("planes", Direction.FORWARD, x=(2, 64, 40, 68), w=(64, 64, 3, 3), padding=((1, 1), (1, 5)))
+    assert uneven.output.shape[-1] == 72
+    tiling = SwappedHaloTiling.of(SwappedHaloProduct.of(uneven), Config(RUNS | {"tile_w": tile_w}), DEVICE)
+    assert tiling.tile_w == {16: 16, 20: 24}[tile_w]  # of four columns of tiles, and of three
+    assert tiling.tiles[1] == {16: 5, 20: 3}[tile_w]

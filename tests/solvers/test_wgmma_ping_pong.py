@@ -17,7 +17,7 @@ from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import RESERVED_SHARED_BYTES, SmLimits
 from miofind.solver.registry import Registry
-from miofind.solver.steps import Config, KernelStep
+from miofind.solver.steps import Box, Config, KernelStep, TensorMap
 from miofind.solver.structs import Struct
 from miofind.solvers.implicit_gemm.wgmma_ping_pong_tiling import PingPongProduct, PingPongTiling
 
@@ -434,6 +434,14 @@ def test_a_ring_as_short_as_what_is_under_way_hangs() -> None:
         Block(sizes, random.Random(1)).run()
 
 
+def test_pixels_in_order_are_copied_as_boxes_wherever_results_lie() -> None:
+    for layout in (Layout.NHWC, Y_FIRST):
+        problem = problem_of({"x": (4, 64, 16, 16), "w": (64, 64, 1, 1), "layout": layout})
+        (step,) = SOLVER.solution(problem, DEVICE, SOLVER.default_configs(problem, DEVICE)[0]).kernels
+        pixels = next(arg for arg in step.args if isinstance(arg, TensorMap))
+        assert isinstance(pixels.copy, Box)
+
+
 RUNS = {"rows": 1, "tile_n": 192, "out_stages": 2, "keeps_filters": 0}
 
 
@@ -478,7 +486,7 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         tiling.rows > tiling.product.filter_blocks,
         tiling.rows * tiling.tile_n // 2 > tiling.product.most_accumulators,
         tiling.kept_tiles > 0 and tiling.items == 1,
-        tiling.product.stores_channels_first and tiling.tile_n % 64 > 0,
+        tiling.product.has_nchw_output and tiling.tile_n % 64 > 0,
     )
     assert sum(reasons) == 1, tiling
 
@@ -495,14 +503,16 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         ({"x": (4, 64, 300, 9), "dilation": (70, 1)}, "padding or filter is too large"),
         ({"stride": 9}, "stride (9, 9) is more than 8"),
         ({"x": (4, 64, 30, 31), "epilogue": "channel_bias"}, "930 are no multiple"),
-        ({"layout": Layout.NCHW}, "one tap, stride 1 and no padding"),
+        ({"layout": Layout.NCHW}, "or one tap with channels first, not x NCHW, w NCHW, y NCHW"),
         ({"layout": Layout.NCHW, "w": (64, 64, 1, 1)}, "one tap, stride 1 and no padding"),
         ({"layout": Layout.NCHW, "w": (64, 64, 1, 1), "padding": 0, "stride": 2}, "one tap, stride 1 and no padding"),
         ({"layout": Layout.NCHW, "w": (64, 64, 1, 1), "padding": 0}, "900 pixels of an image"),
         ({"layout": Y_FIRST}, "900 of an image are no multiple"),
         ({"layout": X_FIRST, "x": (4, 64, 32, 32), "stride": 2, "direction": DATA}, "backward data of stride 1"),
-        ({"layout": X_FIRST, "x": (4, 64, 32, 32), "w": (64, 64, 1, 1), "padding": 0}, "needs one layout"),
-        ({"layout": Y_FIRST | {"w": Layout.NCHW}, "x": (4, 64, 32, 32)}, "needs one layout"),
+        ({"layout": X_FIRST, "x": (4, 64, 32, 32), "w": (64, 64, 1, 1), "padding": 0}, "alone with channels first"),
+        ({"layout": Y_FIRST | {"w": Layout.NCHW}, "x": (4, 64, 32, 32)}, "not x NHWC, w NCHW, y NCHW"),
+        ({"layout": Y_FIRST, "x": (4, 64, 32, 33)}, "1056 of an image are no multiple"),
+        ({"layout": Y_FIRST, "x": (4, 64, 34, 34), "padding": 128}, "padding or filter is too large"),
         ({"dtype": {"x": "float16", "w": "bfloat16", "y": "float16"}}, "needs one dtype"),
     ],
     ids=[
@@ -523,6 +533,8 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], valid: dict[str, int
         "stride of a gradient with channels first",
         "input alone with channels first",
         "filters with channels first",
+        "half a unit of an output with channels first",
+        "padding of an output with channels first",
         "dtypes",
     ],
 )

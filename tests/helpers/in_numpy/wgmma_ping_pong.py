@@ -53,7 +53,7 @@ class Launch:
         self.rows, self.tile_n, self.channels, self.last_k_steps = (int(defines[name]) for name in names[:4])
         self.out_channels, self.stages, self.kept_tiles, self.places = (int(defines[name]) for name in names[4:])
         self.is_data, self.is_ordered = bool(defines["DATA"]), bool(defines["ORDERED"])
-        self.in_first, self.out_first = bool(defines["IN_FIRST"]), bool(defines["OUT_FIRST"])
+        self.in_first, self.out_first = defines["NCHW"] == "NCHW_ALL", defines["NCHW"] != "NCHW_NONE"
         self.pixel_bytes, self.out_pixel = ELEMENT * self.channels, ELEMENT * self.out_channels
         self.filter_row = 128 if self.is_data else self.pixel_bytes
         self.block_bytes = 128 * self.channels
