@@ -144,24 +144,23 @@ def problem_features(problem: ProblemDescription, device: Device) -> dict[str, f
     return found
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def parameters(config: Config) -> Mapping[str, float]:
+def parameters(config: Mapping[str, ConfigValue]) -> dict[str, float]:
     """A configuration's parameters as numbers, those of a configuration inside it by both names.
 
     A text such as "2x1" counts as its product; what is no number is left out.
     """
     found: dict[str, float] = {}
     for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}.{inner}": number for inner, number in parameters(Config(value)).items()}
+        if isinstance(value, (int, float)):  # most are
+            found[name] = float(value)
+        elif isinstance(value, Mapping):
+            found |= {f"{name}.{inner}": number for inner, number in parameters(value).items()}
         elif (number := _number(value)) is not None:
             found[name] = number
     return found
 
 
 def _number(value: ConfigValue) -> float | None:
-    if isinstance(value, (bool, int, float)):
-        return float(value)
     parts = str(value).split("x") if isinstance(value, str) else [""]
     if all(part.isascii() and part.isdecimal() and len(part) < 7 for part in parts):
         return float(math.prod(map(int, parts)))
@@ -190,12 +189,15 @@ class _Tile(NamedTuple):
     images: float
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def _tile(config: Config) -> _Tile:
-    sides = {name.rpartition(".")[2]: number for name, number in parameters(config).items()}
+def _tile(numbers: Mapping[str, float]) -> _Tile:
+    """The tile of a configuration of such `parameters`."""
+    sides = {name.rpartition(".")[2]: number for name, number in numbers.items()}
 
     def side(*names: str, otherwise: float = 1.0) -> float:
-        return next((sides[name] for name in names if 1 <= sides.get(name, 0) < _MOST_SIDE), otherwise)
+        for name in names:
+            if 1 <= sides.get(name, 0) < _MOST_SIDE:
+                return sides[name]
+        return otherwise
 
     n = side("tile_n", otherwise=0.0)
     return _Tile(
@@ -253,7 +255,7 @@ class _Tiled:
 def feature_names(problem: Mapping[str, float], guesses: Sequence[Guess]) -> tuple[str, ...]:
     """The names of all features of these candidates of any problems, in order."""
     solvers = sorted({inner_id(guess.solver_id) for guess in guesses})
-    named = sorted({name for guess in guesses for name in parameters(guess.config)})
+    named = sorted({name for config in {guess.config for guess in guesses} for name in parameters(config)})
     own = (*(_SOLVER + solver for solver in solvers), *(_PARAMETER + name for name in named))
     return (*sorted(problem), *_CANDIDATE, *_TILING, _COMPOSED, *own)
 
@@ -287,8 +289,9 @@ class Columns:
 
     def _known_of(self, solver_id: str, config: Config) -> _Known:
         own = {_SOLVER + inner_id(solver_id): 1.0, _COMPOSED: float(is_composed(solver_id))}
-        own |= {_PARAMETER + name: value for name, value in parameters(config).items()}
-        return _Known(self._row(own), _tile(config))
+        numbers = parameters(config)
+        own |= {_PARAMETER + name: number for name, number in numbers.items()}
+        return _Known(self._row(own), _tile(numbers))
 
     def _row(self, features: Mapping[str, float]) -> NDArray[np.float32]:
         """A row with these features where the model has them, and nothing else."""
