@@ -20,5 +20,5 @@ class cached_property(Generic[Value]):  # noqa: N801  # named as the decorator o
     def __get__(self, instance: Any, owner: Any = None) -> Value:
         if instance is None:  # asked of the class
             return cast(Value, self)
-        found = vars(instance)[self._name] = self._function(instance)
+        found = instance.__dict__[self._name] = self._function(instance)
         return found

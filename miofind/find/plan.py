@@ -231,7 +231,8 @@ def make_plan(
         if bare:
             choices = fastest_bare(bare, options)
         else:
-            choices = draft.choices_of(_estimated_bare(problem, options, handle, taken, fusing), options)
+            estimated = _estimated_bare(problem, options, handle, taken, fusing, is_known=bool(earlier))
+            choices = draft.choices_of(estimated, options)
         for solver_id, configs in choices.items():
             solver = composed(handle.registry[solver_id])
             request = _Request(problem, device, solver, options, configs, trusts_own=trusts_own)
@@ -285,11 +286,14 @@ def _estimated_bare(
     handle: Handle,
     asks: Callable[[SolverFacts], bool],
     fusing: Sequence[Planned],
+    *,
+    is_known: bool,
 ) -> Plan:
-    """The bare problem's plan, of a fused problem of whose bare one nothing is known.
+    """The bare problem's plan, of a fused problem whose bare one no FindDB answers for the request.
 
     Args:
         fusing: candidates whose solvers are not composed.
+        is_known: whether a FindDB may have configurations of the bare problem.
     """
     request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
     fuse = {each.solver.id for each in fusing}
@@ -301,6 +305,7 @@ def _estimated_bare(
         trusts_own=True,
         in_haste=True,
         best_ms=min((each.estimate_ms for each in fusing), default=math.inf),
+        is_known=is_known,
     )
 
 

@@ -92,8 +92,8 @@ class Trees:
         """Whether problems like one of that kind at that position were among those trained with."""
         if kind.levels[0] not in self.kinds:
             return False
-        apart = np.abs(self.axes - np.array(position, np.float32)[:, None]).max(axis=0)
-        return bool(apart.min() <= self.reach)
+        apart = np.abs(self.axes - np.array(position, np.float32)[:, None])
+        return bool(np.maximum.reduce(apart).min() <= self.reach)
 
     def sums(self, rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What `time` and `rank` say of rows of features: all trees take a step at a time."""

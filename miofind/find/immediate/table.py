@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from miofind.find.immediate.kinds import Kind
@@ -52,15 +52,18 @@ class Table:
 
     def log2(self, solver_id: str, kind: Kind) -> float:
         """The correction of a solver's estimates for a kind of problem; 0 of one that the table does not know."""
-        found = self.corrections
-        for level in kind.levels:
-            if (correction := found.get((solver_id, *level))) is not None:
+        return self._log2(solver_id, kind.levels)
+
+    def _log2(self, solver_id: str, levels: Sequence[Key]) -> float:
+        for level in levels:
+            if (correction := self.corrections.get((solver_id, *level))) is not None:
                 return correction
         return 0.0
 
     def _factors_of(self, kind: Kind) -> dict[str, float]:
         """By solver, what estimates for a kind of problem are multiplied by; kept in `factors`: all problems ask."""
-        return {solver_id: float(2.0 ** self.log2(solver_id, kind)) for solver_id in self._solvers}
+        levels = kind.levels
+        return {solver_id: float(2.0 ** self._log2(solver_id, levels)) for solver_id in self._solvers}
 
     @staticmethod
     def of(ratios: Iterable[Ratio]) -> Table:

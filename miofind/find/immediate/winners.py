@@ -67,9 +67,9 @@ class Winners:
         if won is None or len(won.bits) < LEAST:
             return None
         apart = np.abs(won.axes - np.array(position, np.float32)[:, None])
-        if apart.max(axis=0).min() > reach:
+        if np.maximum.reduce(apart).min() > reach:
             return None
-        nearest = np.argsort((apart * apart).sum(axis=0), kind="stable")[:NEIGHBOURS]
+        nearest = np.add.reduce(apart * apart).argsort(kind="stable")[:NEIGHBOURS]
         bits = int(np.bitwise_or.reduce(won.bits[nearest]))
         return frozenset(name for place, name in enumerate(self.solvers) if bits >> place & 1)
 
