@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from miofind.core.problem import MAX_INT32_ELEMENTS, DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import INSTALL_CUDA, Device, Library, Place
 from miofind.errors import InvalidConfigError
-from miofind.solver.columns import ConfigTable
+from miofind.solver.columns import ConfigTable, Integers, is_table
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing
 
 MAX_DEFAULT_CONFIGS = 16
@@ -212,17 +213,27 @@ class EstimatedConfig(NamedTuple):
 
 
 class RankedTable(Sequence[EstimatedConfig]):
-    """A table's configurations with their estimates, the least first; each is made when it is asked for."""
+    """A table's configurations with their estimates, the least first; each is made when it is asked for.
+
+    Args:
+        table: the configurations.
+        times: their estimates.
+        places: of those that count; None for all.
+    """
 
     __slots__ = ("_order", "_table", "_times")
 
-    def __init__(self, table: ConfigTable, times: NDArray[np.float64]) -> None:
-        self._table, self._times, self._order = table, times, np.argsort(times, kind="stable")
+    def __init__(self, table: ConfigTable, times: NDArray[np.float64], places: Integers | None = None) -> None:
+        self._table, self._times = table, times
+        self._order = times.argsort(kind="stable") if places is None else places[times[places].argsort(kind="stable")]
 
     def values(self, name: str) -> list[Any]:
         """A parameter's values in order, without the configurations that have them."""
-        found: list[Any] = np.broadcast_to(self._table[name], len(self))[self._order].tolist()
-        return found
+        return self.in_order(self._table[name])
+
+    def in_order(self, column: Any) -> list[Any]:
+        """What a column of the table has of each, or all have alike, in order."""
+        return column[self._order].tolist() if is_table(column) else [column] * len(self)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -418,8 +429,15 @@ class Solver(ABC):
 
     def ranked(self, problem: ProblemDescription, device: Device, configs: Iterable[Config]) -> list[Config]:
         """Those of `configs` that are valid, each once, the least estimate first."""
+        return [each.config for each in self.ranked_estimates(problem, device, configs)]
+
+    def ranked_estimates(
+        self, problem: ProblemDescription, device: Device, configs: Iterable[Config]
+    ) -> list[EstimatedConfig]:
+        """What `ranked` gives, with the estimates."""
         valid = dict.fromkeys(config for config in configs if self.is_valid_config(problem, device, config))
-        return sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
+        estimated = (EstimatedConfig(config, self.estimate_ms(problem, device, config)) for config in valid)
+        return sorted(estimated, key=operator.attrgetter("estimate_ms"))
 
     def ranked_table(self, problem: ProblemDescription, device: Device, table: ConfigTable) -> RankedTable:
         """What `ranked` gives of a table of valid configurations, all different, with the estimates.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import Each
@@ -55,7 +56,7 @@ def least_limit(axis: Axis, limits: Sequence[int], limit: int) -> int:
     return next(least for least in limits if ceil_div(axis.outputs, least) == tiles)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HaloTile:
     """Pixels of outputs that a block computes together, as equal for all blocks as may be.
 
@@ -69,17 +70,17 @@ class HaloTile:
     tile_h: int
     tile_w: int
 
-    @property
+    @cached_property
     def row_pixels(self) -> int:
         """Pixels of a row, with its halo."""
         return self.tile_w + halo(self.width)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows, with the halo."""
         return self.tile_h + halo(self.height)
 
-    @property
+    @cached_property
     def tiles(self) -> tuple[int, int]:
         """Of rows and of columns."""
         return ceil_div(self.height.outputs, self.tile_h), ceil_div(self.width.outputs, self.tile_w)
@@ -128,13 +129,13 @@ class HaloSolver(TiledSolver):
         return limits == least and bool(tiling.is_valid(device))
 
     def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        ranked, tiling = self._ranked(problem, device), self._likely(problem, device).tiling
         chosen: list[EstimatedConfig] = []
         alike: Counter[tuple[int, int]] = Counter()
-        for each in self._ranked(problem, device):
-            tiling = self.tiling(problem, device, each.config)
-            alike[tiling.tile_h, tiling.tile_w] += 1
-            if alike[tiling.tile_h, tiling.tile_w] <= self.most_alike:
-                chosen.append(each)
+        for place, tile in enumerate(zip(*map(ranked.in_order, (tiling.tile_h, tiling.tile_w)), strict=True)):
+            alike[tile] += 1
+            if alike[tile] <= self.most_alike:
+                chosen.append(ranked[place])
             if len(chosen) == self.defaults:
                 break
         return tuple(chosen)

@@ -9,6 +9,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, smaller
@@ -97,7 +98,7 @@ class SwappedHaloProduct(FiltersAsA):
         return round_up(pixels, COLUMNS_ALIGNMENT) if self.has_nchw_output else pixels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SwappedHaloTiling(HaloTile):
     """A configuration applied to a product.
 
@@ -145,11 +146,11 @@ class SwappedHaloTiling(HaloTile):
             blocks=smaller(units, device.sm_count),
         )
 
-    @property
+    @cached_property
     def row_pixels(self) -> int:
         return self.product.aligned(self.tile_w + halo(self.width))
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Units that share a tile of pixels."""
         return ceil_div(self.product.filter_blocks, self.unit_blocks)
@@ -159,7 +160,7 @@ class SwappedHaloTiling(HaloTile):
         """Of all blocks."""
         return self.product.images * math.prod(self.tiles) * self.parts
 
-    @property
+    @cached_property
     def items(self) -> int:
         """Blocks of filters that are multiplied by, of all units of a block, at most."""
         return ceil_div(self.units, self.blocks) * self.unit_blocks
@@ -169,7 +170,7 @@ class SwappedHaloTiling(HaloTile):
         """Of a block: consumers, two warps that load and one that copies results."""
         return 128 * self.consumers + 96
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Shared memory of a chunk of a tile."""
         return round_up(self.rows * self.row_pixels * 2 * self.product.channels, PATTERN)

@@ -9,6 +9,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+from miofind.core.cached import cached_property
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, larger, mapped, smaller
@@ -124,7 +125,7 @@ class HaloProduct:
         return round_up(rows * row_bytes, PATTERN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HaloTiling(HaloTile):
     """A configuration applied to a product.
 
@@ -180,7 +181,7 @@ class HaloTiling(HaloTile):
         """Of a block: consumers and two warps that load."""
         return 128 * self.consumers + 64
 
-    @property
+    @cached_property
     def slice_bytes(self) -> int:
         """Shared memory of a slice."""
         return round_up(self.rows * self.row_pixels * 2 * self.product.channels, PATTERN)

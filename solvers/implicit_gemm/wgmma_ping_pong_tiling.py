@@ -139,7 +139,7 @@ class PingPongProduct(FiltersAsA):
         return 192 if epilogue.nonlinearity.is_exact else 176
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PingPongTiling:
     """A configuration applied to a product.
 
@@ -180,7 +180,7 @@ class PingPongTiling:
         room = _room(device) - empty.shared_bytes - empty.static_bytes
         return replace(empty, stages=smaller(_MOST_STAGES, room // (empty.stage_bytes + 2 * BARRIER_BYTES)))
 
-    @property
+    @cached_property
     def filter_tiles(self) -> int:
         """Tiles of filters."""
         return ceil_div(self.product.filter_blocks, self.rows)
@@ -190,12 +190,12 @@ class PingPongTiling:
         """Tiles of a phase's pixels."""
         return ceil_div(self.product.pixels, self.tile_n)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Of all blocks."""
         return self.filter_tiles * self.pixel_tiles * self.product.phases
 
-    @property
+    @cached_property
     def items(self) -> int:
         """Tiles of a block, at most."""
         return ceil_div(self.tiles, self.blocks)
@@ -216,12 +216,12 @@ class PingPongTiling:
         """Of a k-tile of pixels."""
         return 2 * self.product.channels * self.tile_n
 
-    @property
+    @cached_property
     def filters_bytes(self) -> int:
         """Of a k-tile of filters."""
         return self.product.filter_bytes * self.rows
 
-    @property
+    @cached_property
     def loaded_bytes(self) -> int:
         """Of a k-tile of pixels, and of filters that do not stay."""
         return self.pixels_bytes + chosen(self.kept_tiles > 0, 0, self.filters_bytes)
@@ -242,7 +242,7 @@ class PingPongTiling:
         loaded = self.stages * self.stage_bytes + self.kept_tiles * self.filters_bytes
         return PATTERN + loaded + self.out_stages * self.product.out_buffers * self.rows * self.out_bytes
 
-    @property
+    @cached_property
     def static_bytes(self) -> int:
         """Shared memory that the kernel itself declares."""
         barriers = BARRIER_BYTES * (2 * self.stages + self.kept_tiles + 3 * _CONSUMERS)

@@ -6,15 +6,17 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
 
 from miofind.core.cached import cached_property
 from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.columns import ConfigTable
+from miofind.solver.columns import ConfigTable, Integers
 from miofind.solver.epilogue import epilogue_arguments
-from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig, Solver, first_refusal
+from miofind.solver.solver import APPLICABLE, Applicability, EstimatedConfig, RankedTable, Solver, first_refusal
 from miofind.solver.steps import Config, EpilogueArgument, TensorMap
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.limits import refuse_mixed_dtypes, refuse_sizes
@@ -143,6 +145,20 @@ class Tiling(Protocol):
         """Milliseconds of a run."""
 
 
+class TiledTable(NamedTuple):
+    """Configurations of a problem as tilings.
+
+    Attributes:
+        table: the configurations.
+        tiling: of each of them.
+        places: of those that can run.
+    """
+
+    table: ConfigTable
+    tiling: Any
+    places: Integers
+
+
 class TiledSolver(Solver):
     """A solver of problems of one group whose configurations are ranked as a table of tilings.
 
@@ -179,7 +195,7 @@ class TiledSolver(Solver):
             return answer
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
-        return APPLICABLE if _valid_list(self, problem, device).configs else Applicability(self.none_valid)
+        return APPLICABLE if len(self._likely(problem, device).places) else Applicability(self.none_valid)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         return bool(self.tiling(problem, device, config).is_valid(device))
@@ -197,9 +213,14 @@ class TiledSolver(Solver):
         found = ", ".join(f"{name} {problem.tensor(name).layout}" for name in ("x", "w", "y"))
         return Applicability(f"serves {served}, not {found}")
 
-    def _ranked(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+    def _ranked(self, problem: ProblemDescription, device: Device) -> RankedTable:
         """The likely ones as far as they are valid, the least estimate first."""
-        return self.ranked_table(problem, device, _valid_list(self, problem, device))
+        table, tiling, places = self._likely(problem, device)
+        return RankedTable(table, tiling.estimate_ms(device), places)
+
+    def _likely(self, problem: ProblemDescription, device: Device) -> TiledTable:
+        """The short list as tilings."""
+        return _likely(self, problem, device)
 
     def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
         return 0  # one kernel computes all
@@ -208,7 +229,8 @@ class TiledSolver(Solver):
         return self.tiling(problem, device, config).estimate_ms(device)
 
 
-@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
-def _valid_list(solver: TiledSolver, problem: ProblemDescription, device: Device) -> ConfigTable:
-    """The short list as far as it can run."""
-    return solver.short_list(problem).valid(lambda config: solver.tiling(problem, device, config).is_valid(device))
+@functools.lru_cache(maxsize=16)  # whether there are any that can run is asked before which
+def _likely(solver: TiledSolver, problem: ProblemDescription, device: Device) -> TiledTable:
+    table = solver.short_list(problem)
+    tiling = solver.tiling(problem, device, table.as_config)
+    return TiledTable(table, tiling, np.flatnonzero(tiling.is_valid(device)))
