@@ -119,6 +119,7 @@ class Correlation:
         return self.problem.x.layout.channels_last
 
 
+@functools.lru_cache(maxsize=64)  # a ranking asks for each of hundreds of configurations
 def forward_axes(problem: ProblemDescription) -> tuple[Axis, Axis]:
     """Rows and columns of the forward correlation of a 1-D or 2-D problem."""
     planar = problem.lifted(2)

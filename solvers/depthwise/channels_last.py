@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.columns import ConfigTable, chosen, mapped, smaller
@@ -22,6 +24,7 @@ from miofind.solver.solver import (
     Algorithm,
     Applicability,
     EstimatedConfig,
+    RankedTable,
     Solver,
     first_of_kinds,
 )
@@ -235,6 +238,10 @@ def _work(problem: ProblemDescription, config: Config, tiling: _Tiling) -> RowWo
     )
 
 
+def _time_ms(problem: ProblemDescription, config: Config, tiling: _Tiling, device: Device) -> float:
+    return _work(problem, config, tiling).time_ms(tiling.blocks, device, _RATES)
+
+
 # What default_configs ranks by estimate, after those that are valid wherever one is.
 _FALLBACKS = tuple(
     Config.of(vector=1, channels=16, columns=columns, tile=14, rows=2, stages=3, step=1) for columns in (1, 4)
@@ -380,15 +387,21 @@ class ConvDepthwiseChannelsLast(Solver):
         """The fallbacks and the short list as far as they are valid, the least estimate first."""
         fallbacks = (config for config in _FALLBACKS if self.is_valid_config(problem, device, config))
         last = (EstimatedConfig(config, self.estimate_ms(problem, device, config)) for config in fallbacks)
-        economical = _short_list().valid(functools.partial(_is_economical, problem))
-        fitting = economical.valid(lambda config: _fits(_Tiling.of(problem, config), device))
-        ranked = self.ranked_table(problem, device, fitting)
         by_time = operator.attrgetter("estimate_ms")
-        return heapq.merge(sorted(last, key=by_time), ranked, key=by_time)
+        return heapq.merge(sorted(last, key=by_time), self._ranked_list(problem, device), key=by_time)
+
+    @staticmethod
+    def _ranked_list(problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
+        """The short list as far as it is valid, the least estimate first."""
+        economical = _short_list().valid(functools.partial(_is_economical, problem))
+        if not economical.configs:
+            return ()
+        tiling = _Tiling.of(problem, economical.as_config)
+        times = np.asarray(_time_ms(problem, economical.as_config, tiling, device))
+        return RankedTable(economical, times, np.flatnonzero(_fits(tiling, device)))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = _Tiling.of(problem, config)
-        return _work(problem, config, tiling).time_ms(tiling.blocks, device, _RATES)
+        return _time_ms(problem, config, _Tiling.of(problem, config), device)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         blocks = _Tiling.of(problem, config).blocks

@@ -5,6 +5,7 @@ Kernel: kernels_src/depthwise/toeplitz_large.cu. ConvDepthwiseLargeWeights serve
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import cycles_of_waves
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import Axis, Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.examples import depthwise_example
@@ -116,6 +117,13 @@ class _Tiling:
         )
 
 
+@functools.lru_cache(maxsize=256)  # whether a configuration is valid is asked before its estimate
+def _tiling(problem: ProblemDescription, config: Config) -> _Tiling:
+    """A configuration applied to a problem, which is one correlation."""
+    (conv,) = correlations(problem)
+    return _Tiling.of(conv, config)
+
+
 def _operands(conv: Correlation) -> tuple[str, str]:
     """Names of the tensors that are read beside the filter, and written."""
     return ("y", "x") if conv.flipped else ("x", "y")
@@ -206,6 +214,7 @@ _BLOCK_LATENCY = 3000
 _LAUNCH_MS = 0.003
 
 
+@functools.lru_cache(maxsize=16)  # all configurations ask
 def _met_share(height: Axis) -> float:
     """Share of the pairs of a filter row and an output row that meet an input row."""
     first = (max(0, height.pad - y) for y in range(height.taps))
@@ -214,9 +223,8 @@ def _met_share(height: Axis) -> float:
     return met / (height.taps * height.outputs)
 
 
-def _busy_ms(conv: Correlation, config: Config, device: Device) -> float:
+def _busy_ms(conv: Correlation, config: Config, tiling: _Tiling, device: Device) -> float:
     """Milliseconds of the multiprocessors, device memory aside."""
-    tiling = _Tiling.of(conv, config)
     taps, images = conv.axes[0].taps, config["images"]
     share = min(1.0, _met_share(conv.axes[0]) + 8 / (tiling.tile_h * images))
     row = tiling.slot_blocks * share * (tiling.products * _PRODUCT + tiling.depth_blocks * _READ)
@@ -304,7 +312,7 @@ class ConvDepthwiseLarge(Solver):
             return False
         if config["tile_h"] >= 2 * max(8, height.outputs) or config["tile_w"] >= 2 * max(16, width.outputs):
             return False
-        tiling = _Tiling.of(conv, config)
+        tiling = _tiling(problem, config)
         if config["warps"] > tiling.slot_blocks or tiling.diagonals > _MAX_DIAGONALS:
             return False
         if tiling.warp_blocks * tiling.tile_w // 2 > _MAX_SUMS or tiling.threads > 1024:
@@ -317,12 +325,15 @@ class ConvDepthwiseLarge(Solver):
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        return tuple(self.ranked_estimates(problem, device, _SHORT_LIST)[:8])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         (conv,) = correlations(problem)
         moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
-        return _LAUNCH_MS + moved_ms + _busy_ms(conv, config, device)
+        return _LAUNCH_MS + moved_ms + _busy_ms(conv, config, _tiling(problem, config), device)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         return ConvSolution(steps=tuple(_launch(conv, config) for conv in correlations(problem)))

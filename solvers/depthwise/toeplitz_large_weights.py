@@ -14,7 +14,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import cycles_of_waves, register_limit
-from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -87,10 +87,11 @@ class _Tiling:
     tiles: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=512)  # whether it is valid is asked before its estimate
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
         height, width = forward_axes(problem)
         channels, images, warps = config["channels"], config["images"], config["warps"]
-        tile_h, tile_w = min(config["tile"], height.outputs), min(max(16, config["tile"]), round_up(width.outputs, 8))
+        tile_h, tile_w = _tile(height, width, config)
         in_rows = min(height.size, tile_h + height.taps - 1)
         columns = StagedColumns.of(width, tile_w)
         column_blocks, in_blocks = tile_w // 8, ceil_div(columns.count, 16)
@@ -105,7 +106,6 @@ class _Tiling:
         staged = (gap + channels * (in_rows * images + gap)) * (16 * in_blocks + 8)
         staged += (gap + channels * (tile_h * images + gap)) * (round_up(tile_w, 16) + 8)
         channel_blocks = ceil_div(problem.c, channels)
-        tiles = ceil_div(height.outputs, tile_h) * ceil_div(width.outputs, tile_w) * ceil_div(problem.n, images)
         return _Tiling(
             axes=(height, width),
             tile_h=tile_h,
@@ -128,8 +128,20 @@ class _Tiling:
                 2 * staged, 2 * staged * config["whole_filter"] + 4 * channels * warps * diagonals * 16 * 9
             ),
             blocks=channel_blocks * (1 if config["whole_filter"] else row_groups) * config["splits"],
-            tiles=tiles,
+            tiles=_tiles(problem, config),
         )
+
+
+def _tile(height: Axis, width: Axis, config: Config) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    return min(config["tile"], height.outputs), min(max(16, config["tile"]), round_up(width.outputs, 8))
+
+
+def _tiles(problem: ProblemDescription, config: Config) -> int:
+    """Of all images."""
+    height, width = forward_axes(problem)
+    tile_h, tile_w = _tile(height, width, config)
+    return ceil_div(height.outputs, tile_h) * ceil_div(width.outputs, tile_w) * ceil_div(problem.n, config["images"])
 
 
 def _registers(tiling: _Tiling) -> int:
@@ -320,10 +332,13 @@ class ConvDepthwiseLargeWeights(Solver):
             return False
         if config["splits"] > 1 and _split_k(problem, config).bytes > _MAX_WORKSPACE_BYTES:
             return False
-        tiling = _Tiling.of(problem, config)
-        if config["whole_filter"] and (tiling.row_groups == 1 or config["splits"] != tiling.tiles):
+        tiles = _tiles(problem, config)
+        if config["splits"] > tiles or (config["whole_filter"] and config["splits"] != tiles):
             return False
-        if config["splits"] > tiling.tiles or 4 * tiling.warp_rows * tiling.diagonals > _MAX_SUMS:
+        tiling = _Tiling.of(problem, config)
+        if config["whole_filter"] and tiling.row_groups == 1:
+            return False
+        if 4 * tiling.warp_rows * tiling.diagonals > _MAX_SUMS:
             return False
         if tiling.threads > 1024 or _registers(tiling) * tiling.threads > 65536 or _spills(tiling):
             return False
@@ -334,7 +349,10 @@ class ConvDepthwiseLargeWeights(Solver):
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        return tuple(self.ranked_estimates(problem, device, _SHORT_LIST)[:8])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         partial_bytes = 2 * _split_k(problem, config).bytes if config["splits"] > 1 else 0

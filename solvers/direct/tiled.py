@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
@@ -384,7 +384,10 @@ class ConvDirectTiled(Solver):
         return all(_fits(conv, config, limit) for conv in correlations(problem))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:4])
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        return tuple(self.ranked_estimates(problem, device, _SHORT_LIST)[:4])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         rates = _OVERLAPPED if config["stages"] == 2 else _RATES

@@ -15,7 +15,7 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver
+from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, EstimatedConfig, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
@@ -394,7 +394,10 @@ class ConvDirectTiledWeights(Solver):
         return bool(height.outputs % config["tile_h"] or width.outputs % config["tile_w"])
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _split_short_list())[:4])
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        return tuple(self.ranked_estimates(problem, device, _split_short_list())[:4])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         busy_ms = tile_ms(_work(problem, config), _RATES, device)
