@@ -219,6 +219,9 @@ def make_plan(
         if answer.refused and (in_haste or not problem.epilogue):  # of a fused problem another reason may come first
             draft.refuse(facts, answer.reason, is_possible=is_possible)
             continue
+        if in_haste and _spoils(facts, options):
+            draft.refuse(facts, _SPOILS.reason, is_possible=is_possible)
+            continue
         solver = handle.registry[facts.id]
         most = _DEFAULTS_BESIDE if solver.id in few else None
         request = _Request(problem, device, solver, options, earlier.get(solver.id, ()), most, trusts_own)
@@ -508,7 +511,7 @@ class _Draft:
         if in_haste and request.solver.is_last_resort and self.fitting:
             return
         with self._blaming(request):
-            applies = self._applies(request, in_haste=in_haste)
+            applies = self._applies(request)
             if applies and in_haste and self._is_behind(request):
                 self.refusals[request.solver.id] = _FAR_BEHIND
             elif applies and request.options.searches and not request.solver.is_last_resort:
@@ -581,13 +584,12 @@ class _Draft:
         else:
             self.absent.add(solver.id)
 
-    def _applies(self, request: _Request, *, in_haste: bool = False) -> bool:
-        """Whether a solver serves the problem within the options; notes why not, in haste the first reason at hand."""
+    def _applies(self, request: _Request) -> bool:
+        """Whether a solver serves the problem within the options; notes why not."""
         solver = request.solver
         self._count(solver, is_possible=is_possible(solver, request.device))
-        spoils = request.options.max_error is None and solver.least_reach > Reach.INPUTS
-        answer = _SPOILS if spoils and in_haste else request.applicability()
-        if answer and spoils:
+        answer = request.applicability()
+        if answer and _spoils(solver, request.options):
             answer = _SPOILS
         if not answer:
             self.refusals[solver.id] = answer.reason
@@ -624,6 +626,11 @@ class _Draft:
             spaces=tuple(self.spaces),
             is_cut=self.is_cut,
         )
+
+
+def _spoils(solver: Solver | SolverFacts, options: FindOptions) -> bool:
+    """Whether no configuration of a solver keeps errors to what a result meets, as requests without `max_error` ask."""
+    return options.max_error is None and solver.least_reach > Reach.INPUTS
 
 
 def _least_first(planned: Iterable[Planned]) -> list[Planned]:

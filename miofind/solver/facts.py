@@ -22,7 +22,7 @@ from typing import Any
 from miofind.core.problem import DataType, Direction, Layout
 from miofind.device.device import Library, Place
 from miofind.files import write_whole
-from miofind.solver.solver import KernelKey, Solver, is_own_module
+from miofind.solver.solver import KernelKey, Reach, Solver, is_own_module
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class SolverFacts:
         names: what `only` and `exclude` know it by.
         composed_names: what they know its composed form by.
         keys, directions, is_for_large: what it serves.
+        least_reach: how far errors reach of each configuration at least.
     """
 
     id: str
@@ -53,6 +54,7 @@ class SolverFacts:
     keys: tuple[KernelKey, ...]
     directions: frozenset[Direction]
     is_for_large: bool
+    least_reach: Reach
 
     @staticmethod
     def of(solver: Solver, composed: Solver) -> SolverFacts:
@@ -68,6 +70,7 @@ class SolverFacts:
             keys=solver.keys,
             directions=solver.directions,
             is_for_large=solver.is_for_large,
+            least_reach=solver.least_reach,
         )
 
     @property
@@ -141,9 +144,9 @@ def _facts_from(kept: Mapping[str, object]) -> SolverFacts:
         raise TypeError("names are lists")
     if not (isinstance(keys, list) and isinstance(directions, list)):
         raise TypeError("keys and directions are lists")
-    version, module = kept["version"], kept["module"]
-    if type(version) is not int:
-        raise TypeError("a version is a whole number")
+    version, module, least_reach = kept["version"], kept["module"], kept["least_reach"]
+    if type(version) is not int or type(least_reach) is not int:
+        raise TypeError("a version and a reach are whole numbers")
     if not isinstance(module, str) or not is_own_module(module):
         raise ValueError(f"{module} is no module of a solver of miofind")
     return SolverFacts(
@@ -157,6 +160,7 @@ def _facts_from(kept: Mapping[str, object]) -> SolverFacts:
         keys=tuple(map(_key_from, keys)),
         directions=frozenset(map(Direction, directions)),
         is_for_large=bool(kept["is_for_large"]),
+        least_reach=Reach(least_reach),
     )
 
 
