@@ -6,6 +6,7 @@ natively. Reads the FindDB.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ Choices = dict[str, tuple[Config, ...]]
 """By id of a bare solver, the configurations that are composed."""
 
 
+@functools.lru_cache(maxsize=64)  # every fused problem asks
 def bare_request(options: FindOptions) -> FindOptions:
     """What is asked of a bare problem so that its answer tells what to compose for a request of the fused one."""
     only, exclude = (
@@ -39,10 +41,15 @@ def bare_request(options: FindOptions) -> FindOptions:
     return replace(options, only=only, exclude=exclude)
 
 
+@functools.lru_cache(maxsize=64)
+def default_bare_request(options: FindOptions) -> FindOptions:
+    """The same for default configurations, of what is known by now."""
+    return replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
+
+
 def bare_solutions(problem: ProblemDescription, options: FindOptions, handle: Handle) -> Sequence[Solution]:
     """The FindDB's answer to the bare problem of a fused one, for the solvers that a request allows, fastest first."""
-    request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
-    return records.look_up(problem.bare, request, handle, queue=False, in_full=True) or ()
+    return records.look_up(problem.bare, default_bare_request(options), handle, queue=False, in_full=True) or ()
 
 
 def fastest_bare(found: Sequence[Solution], options: FindOptions) -> Choices:

@@ -27,8 +27,8 @@ from miofind.errors import (
 from miofind.find.combinations import AnswersOfCombination, is_possible
 from miofind.find.composition import (
     Choices,
-    bare_request,
     bare_solutions,
+    default_bare_request,
     fastest_bare,
     first_of_each,
     is_light,
@@ -38,7 +38,7 @@ from miofind.find.lookup.known import earlier_configs, stored_configs
 from miofind.find.lookup.scopes import counted_solvers
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
-from miofind.options import FindEnforce, FindOptions, Order
+from miofind.options import FindOptions, Order
 from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import applicability_of, forms
 from miofind.runtime.solution import Solution
@@ -298,11 +298,10 @@ def _estimated_bare(
         fusing: candidates whose solvers are not composed.
         is_known: whether a FindDB may have configurations of the bare problem.
     """
-    request = replace(bare_request(options), tuning=False, find_enforce=FindEnforce.NONE)
     fuse = {each.solver.id for each in fusing}
     return make_plan(
         problem.bare,
-        request,
+        default_bare_request(options),
         handle,
         asks=lambda facts: facts.id not in fuse and asks(facts),
         trusts_own=True,
@@ -380,19 +379,21 @@ class _Request:
 
     def defaults(self) -> list[tuple[Config, float | None]]:
         """The solver's default configurations, then the earlier ones that it still takes; estimates where at hand."""
-        taken = tuple(filter(self.admits, self.earlier))
-        most = self.most_defaults if taken[:1] == self.earlier[:1] else None
+        taken = self.still_taken()
+        most = self.most_defaults if [config for config, _ in taken[:1]] == list(self.earlier[:1]) else None
         found: list[tuple[Config, float | None]] = []
         if self.is_trusted:
             found += own_defaults(self.solver, self.problem, self.device)[:most]
         else:
-            found += _not_estimated(tuple(self.solver.default_configs(self.problem, self.device))[:most])
+            configs = tuple(self.solver.default_configs(self.problem, self.device))[:most]
+            found += [(config, None) for config in configs]
         known = [config for config, _ in found]
-        return found + _not_estimated(config for config in taken if config not in known)
+        return found + [each for each in taken if each[0] not in known]
 
     def still_taken(self) -> list[tuple[Config, float | None]]:
-        """The earlier configurations that the solver still takes."""
-        return _not_estimated(filter(self.admits, self.earlier))
+        """The earlier configurations that the solver still takes, with their estimates."""
+        admitted = filter(None, map(self._admitted, self.earlier))
+        return [(planned.config, planned.estimate_ms) for planned in admitted]
 
     def planned(self, config: Config, estimate_ms: float | None = None) -> Planned:
         """A configuration with what decides about it; its estimate is asked for, if not at hand."""
@@ -428,17 +429,21 @@ class _Request:
 
     def admits(self, config: Config) -> bool:
         """Whether a configuration is valid and within the caller's limits, wherever it comes from."""
+        return self._admitted(config) is not None
+
+    def _admitted(self, config: Config) -> Planned | None:
+        """What is planned of a configuration, if it is admitted."""
         try:
             self.solver.check_config(self.problem, self.device, config)
             planned = self.planned(config)
             if not self.is_trusted and refuse_unrecordable(planned).refused:
-                return False
-            return not refuse_beyond_limits(planned, self.problem, self.options).refused
+                return None
+            return None if refuse_beyond_limits(planned, self.problem, self.options).refused else planned
         except BaseException as error:  # its own code may raise anything of a configuration that it does not know
             raise_if_interrupted(error)
             if not isinstance(error, MiofindError):
                 logger.debug("%s fails over %s: %s", self.solver.id, config.json, described(error))
-            return False
+            return None
 
     def estimate_ms(self, config: Config) -> float:
         """The solver's estimate.
@@ -644,10 +649,6 @@ def _in_turn(planned: Sequence[Planned]) -> list[Planned]:
         return others
     first = others[:_BEFORE_CUDNN]
     return first + [each for each in planned if each not in first]
-
-
-def _not_estimated(configs: Iterable[Config]) -> list[tuple[Config, float | None]]:
-    return [(config, None) for config in configs]
 
 
 @functools.lru_cache(maxsize=1 << 12)
