@@ -5,6 +5,7 @@ Kernel: kernels_src/direct/tiled.cu. Backward weights have a kernel of their own
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +64,7 @@ class _Tiling:
     stage_copies: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # whether it is valid is asked before its estimate
     def of(conv: Correlation, config: Config) -> _Tiling:
         height, width = conv.axes
         taps_y, taps_x = max(1, height.taps), max(1, width.taps)

@@ -5,6 +5,7 @@ Pure arithmetic on shapes.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class DataTiling:
     strips: Strips
 
     @staticmethod
+    @functools.lru_cache(maxsize=16)  # whether it is valid is asked before its estimate
     def of(problem: ProblemDescription, config: Config, device: Device) -> DataTiling:
         """Tiles of as many s2d blocks as the warps take, and strips that fill the device."""
         blocks, warps, stages = (config[name] for name in ("blocks", "warps", "stages"))

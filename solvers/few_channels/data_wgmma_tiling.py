@@ -5,6 +5,7 @@ Pure arithmetic on shapes.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -121,6 +122,7 @@ class DataWgmmaTiling:
     blocks: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=16)  # whether it is valid is asked before its estimate
     def of(problem: ProblemDescription, config: Config, device: Device) -> DataWgmmaTiling:
         """Tiles of as equal as may be of up to `tile_w` s2d blocks, and strips that fill the device."""
         last, (stride_y, stride_x) = problem.y.layout.channels_last, problem.conv.stride

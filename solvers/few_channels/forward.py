@@ -60,6 +60,7 @@ class _Tiling:
     schedule: TileSchedule
 
     @staticmethod
+    @functools.lru_cache(maxsize=16)  # whether it is valid is asked before its estimate
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         tile = WindowTile.of(problem, config["tile_h"], config["tile_w"], config["vector"])
         tile_k, threads = config["tile_k"], 32 * config["warps"]

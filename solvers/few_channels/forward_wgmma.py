@@ -84,6 +84,7 @@ class _Tiling:
     schedule: TileSchedule
 
     @staticmethod
+    @functools.lru_cache(maxsize=16)  # whether it is valid is asked before its estimate
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         (out_h, out_w), (stride_y, stride_x) = problem.out_spatial, problem.conv.stride
         (taps_y, taps_x), last = problem.filter, problem.x.layout.channels_last

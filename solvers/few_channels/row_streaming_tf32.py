@@ -70,6 +70,7 @@ class RowStreamingTf32(StreamedRows):
     warp_blocks: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=16)  # whether it is valid is asked before its estimate
     def of(problem: ProblemDescription, config: Config, device: Device) -> RowStreamingTf32:
         """Tiles of as many columns as the warps take, and strips that fill the device."""
         height, width, last = S2dRows.of(problem, 0), S2dRows.of(problem, 1), problem.y.layout.channels_last

@@ -10,12 +10,14 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+
+import numpy as np
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.columns import ConfigTable
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, Solver
+from miofind.solver.columns import ConfigTable, Integers
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, EstimatedConfig, KernelKey, RankedTable, Solver
 from miofind.solver.steps import Config, ConfigValue
 from miofind.solvers.few_channels.window_rows import refuse_windows
 
@@ -106,7 +108,7 @@ class FewChannelsSolver(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if (answer := self.refuse_problem(problem)).refused:
             return answer
-        if not _valid_list(self, problem, device).configs:
+        if not len(_likely(self, problem, device).places):
             sizes = f"k={problem.k} filter {problem.filter} stride {problem.conv.stride}"
             return Applicability(f"filters or strides are too large for a block: {sizes}")
         return APPLICABLE
@@ -118,7 +120,10 @@ class FewChannelsSolver(Solver):
 
     def ranked_list(self, problem: ProblemDescription, device: Device) -> Sequence[EstimatedConfig]:
         """The short list as far as it is valid, the least estimate first."""
-        return self.ranked_table(problem, device, _valid_list(self, problem, device))
+        table, places = _likely(self, problem, device)
+        with np.errstate(all="ignore"):  # what is reckoned of others means nothing
+            times = np.asarray(self.estimate_ms(problem, device, table.as_config))
+        return RankedTable(table, times, places)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(each.config for each in self.estimated_defaults(problem, device))
@@ -131,10 +136,24 @@ class FewChannelsSolver(Solver):
             alike[kind] += 1
             if alike[kind] <= self.most_alike:
                 chosen.append(each)
-        return tuple(chosen[:_DEFAULTS])
+            if len(chosen) == _DEFAULTS:
+                break
+        return tuple(chosen)
 
 
-@functools.lru_cache(maxsize=16)  # whether there are any is asked before which
-def _valid_list(solver: FewChannelsSolver, problem: ProblemDescription, device: Device) -> ConfigTable:
-    """The short list as far as it is valid."""
-    return solver.valid_of(problem, device, solver.short_list())
+class _Likely(NamedTuple):
+    """The configurations of a short list that are of the size.
+
+    Attributes:
+        places: of the valid ones.
+    """
+
+    table: ConfigTable
+    places: Integers
+
+
+@functools.lru_cache(maxsize=16)  # whether there are any valid ones is asked before which
+def _likely(solver: FewChannelsSolver, problem: ProblemDescription, device: Device) -> _Likely:
+    table = solver.short_list().valid(functools.partial(solver.is_of_size, problem))
+    is_valid = solver.is_valid_tiling(problem, device, table.as_config) if table.configs else np.zeros(0, bool)
+    return _Likely(table, np.flatnonzero(is_valid))
