@@ -216,8 +216,7 @@ class ColumnPlan:
         """Analytic milliseconds: the products, and the traffic of columns and partial sums."""
         chunks = self.problem.n / self.images
         products = self.images / self.slots if self.needs_slots else 1
-        product = next(self._chunk(0, self.images))
-        total = chunks * products * product_ms(product, device, splits=workspace_bytes > 0)
+        total = chunks * products * product_ms(self._first_product, device, splits=workspace_bytes > 0)
         moved = 0.0
         if not self.in_place:
             moved = self.problem.n * self.column_bytes + self.problem.x.bytes
@@ -240,6 +239,11 @@ class ColumnPlan:
             return 0.0
         moved = self.problem.n * self.column_bytes + self.problem.x.bytes
         return STEP_MS + 1e3 * moved / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+
+    @cached_property
+    def _first_product(self) -> BatchedGemm:
+        """The first of a chunk."""
+        return next(self._chunk(0, self.images))
 
     def _chunk(self, first: int, count: int) -> Iterator[BatchedGemm]:
         images = ImageRange(first=first, count=count, first_column=first if self.in_place else 0)

@@ -316,10 +316,7 @@ class Columns:
 def _time_features(floor: float, guesses: Sequence[Guess]) -> tuple[list[float], ...]:
     """Those of `_CANDIDATE`, each of all candidates."""
     estimates, tables = [_log(guess.estimate_ms) for guess in guesses], [_log(guess.table_ms) for guess in guesses]
-    least_estimate, least = (
-        _log(min(guess.estimate_ms for guess in guesses)),
-        _log(min(guess.table_ms for guess in guesses)),
-    )
+    least_estimate, least = min(estimates), min(tables)
     by_table = sorted(guess.table_ms for guess in guesses)
     own: dict[str, list[float]] = {}
     for guess, estimate in zip(guesses, estimates, strict=True):
