@@ -5,6 +5,7 @@ Forward and backward data. Kernel: kernels_src/depthwise/toeplitz.cu. ConvDepthw
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.epilogue import epilogue_arguments, epilogue_defines
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_IMAGES, Algorithm, Applicability, Solver, first_of_kinds
+from miofind.solver.solver import (
+    APPLICABLE,
+    OF_IMAGES,
+    Algorithm,
+    Applicability,
+    EstimatedConfig,
+    Solver,
+    first_of_kinds,
+)
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.epilogue_registers import epilogue_registers
@@ -64,6 +73,7 @@ class _Tiling:
     blocks: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # whether it is valid is asked before its estimate
     def of(conv: Correlation, config: Config) -> _Tiling:
         height, width = conv.axes
         channels, images, row_blocks, rows = (config[name] for name in ("channels", "images", "bands", "rows"))
@@ -293,9 +303,12 @@ class ConvDepthwiseBands(Solver):
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, (*_SHORT_LIST, *_FALLBACKS))
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        ranked = self.ranked_estimates(problem, device, (*_SHORT_LIST, *_FALLBACKS))
         # The best of each shape of a block: estimates of one shape err alike.
-        return first_of_kinds(ranked, lambda config: tuple(config[name] for name in _SHAPE), _DEFAULTS)
+        return first_of_kinds(ranked, lambda each: tuple(each.config[name] for name in _SHAPE), _DEFAULTS)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         (conv,) = correlations(problem)

@@ -15,7 +15,15 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
-from miofind.solver.solver import APPLICABLE, OF_WEIGHTS, Algorithm, Applicability, Solver, first_of_kinds
+from miofind.solver.solver import (
+    APPLICABLE,
+    OF_WEIGHTS,
+    Algorithm,
+    Applicability,
+    EstimatedConfig,
+    Solver,
+    first_of_kinds,
+)
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -87,6 +95,7 @@ class _Tiling:
         return (self.row_blocks - 1) * self.row_block_rows - self.pad
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # whether it is valid is asked before its estimate
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
         planar = problem.lifted(2)
         (height, width), (out_height, out_width) = planar.spatial, planar.out_spatial
@@ -294,9 +303,12 @@ class ConvDepthwiseBandsWeights(Solver):
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, _SHORT_LIST)
+        return tuple(each.config for each in self.estimated_defaults(problem, device))
+
+    def estimated_defaults(self, problem: ProblemDescription, device: Device) -> tuple[EstimatedConfig, ...]:
+        ranked = self.ranked_estimates(problem, device, _SHORT_LIST)
         # The best of each division of images and rows: how many channels a block has matters least.
-        return first_of_kinds(ranked, lambda config: tuple(config[name] for name in _DIVISION), _DEFAULTS)
+        return first_of_kinds(ranked, lambda each: tuple(each.config[name] for name in _DIVISION), _DEFAULTS)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)

@@ -15,7 +15,8 @@ _BANDWIDTH_SHARES = {True: 0.82, False: 0.7}  # of the device's, that transforms
 
 def estimate_ms(plan: WinogradPlan, device: Device) -> float:
     """Analytic milliseconds of all steps; the library splits no sums of products in batches."""
-    return plan.all_tiles / plan.tiles * _product_ms(replace(plan, vector=1), device) + transforms_ms(plan, device)
+    plain = plan if plan.vector == 1 else replace(plan, vector=1)
+    return plan.all_tiles / plan.tiles * _product_ms(plain, device) + transforms_ms(plan, device)
 
 
 @functools.lru_cache(maxsize=256)  # plans that differ in vectors alone ask
