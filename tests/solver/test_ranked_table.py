@@ -25,3 +25,12 @@ def test_values_come_in_the_order_of_estimates_without_their_configurations() ->
 def test_of_no_configurations_there_are_no_values() -> None:
     nothing = ConfigTable.product(ROWS).valid(lambda config: config["rows"] > 9)
     assert RankedTable(nothing, np.empty(0)).values("rows") == []
+
+
+def test_the_configurations_that_count_are_ranked_alone() -> None:
+    table = ConfigTable.product(ROWS)
+    ranked = RankedTable(table, np.array([4.0, 2.0, 4.0, 1.0]), np.array([0, 2, 3]))
+    assert [each.estimate_ms for each in ranked] == [1.0, 4.0, 4.0]
+    assert ranked.values("rows") == [2, 1, 2]
+    assert ranked.in_order(np.array([10, 11, 12, 13])) == [13, 10, 12]
+    assert ranked.in_order(7) == [7] * 3
