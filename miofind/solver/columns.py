@@ -66,6 +66,10 @@ class ConfigTable(Mapping[str, Any]):
         column = self._columns[name]
         return column if is_table(column) else np.full(len(self.configs), column)
 
+    def places(self, holds: object) -> Integers:
+        """Where something holds that is told of each, or of all alike."""
+        return np.flatnonzero(np.broadcast_to(np.asarray(holds), len(self.configs)))
+
     def valid(self, *tests: Callable[[Config], bool]) -> ConfigTable:
         """Those for which functions hold that do arithmetic on a configuration's values.
 

@@ -24,7 +24,7 @@ from miofind.errors import InvalidOptionError, UnknownSolverError, described, ra
 from miofind.process.forks import loading
 from miofind.process.garbage import without_garbage_collection
 from miofind.solver.facts import SolverFacts, fingerprint, read_index, write_index
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 
 logger = logging.getLogger(__name__)
 
@@ -356,8 +356,8 @@ def _refuse_plain_id(solver: Any) -> Applicability:
 
 
 def _refuse_fields(solver: Solver) -> Applicability:
-    fields: tuple[object, ...] = (solver.id, solver.version, solver.algorithm)
-    name, version, algorithm = fields
+    fields: tuple[object, ...] = (solver.id, solver.version, solver.algorithm, solver.least_reach)
+    name, version, algorithm, reach = fields
     if not isinstance(name, str) or not name:
         return Applicability("its id must be a text like 'vendor/Name'")
     if not name.isprintable() or ":" in name or len(name) > MAX_ID_CHARS:
@@ -373,4 +373,6 @@ def _refuse_fields(solver: Solver) -> Applicability:
         return Applicability(f"the algorithm of {name} must be one of {', '.join(Algorithm)}")
     if not solver.keys or not all(isinstance(key, KernelKey) for key in solver.keys):
         return Applicability(f"the keys of {name} must be KernelKeys, one or more")
+    if not isinstance(reach, Reach):
+        return Applicability(f"the least_reach of {name} must be a Reach")
     return APPLICABLE

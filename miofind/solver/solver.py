@@ -217,15 +217,16 @@ class RankedTable(Sequence[EstimatedConfig]):
 
     Args:
         table: the configurations.
-        times: their estimates.
+        times: their estimates, or the one of all.
         places: of those that count; None for all.
     """
 
     __slots__ = ("_order", "_table", "_times")
 
-    def __init__(self, table: ConfigTable, times: NDArray[np.float64], places: Integers | None = None) -> None:
-        self._table, self._times = table, times
-        self._order = times.argsort(kind="stable") if places is None else places[times[places].argsort(kind="stable")]
+    def __init__(self, table: ConfigTable, times: NDArray[np.float64] | float, places: Integers | None = None) -> None:
+        self._table, self._times = table, np.broadcast_to(times, len(table.configs))
+        counted = np.arange(len(table.configs)) if places is None else places
+        self._order = counted[self._times[counted].argsort(kind="stable")]
 
     def values(self, name: str) -> list[Any]:
         """A parameter's values in order, without the configurations that have them."""

@@ -398,7 +398,7 @@ class ConvDepthwiseChannelsLast(Solver):
             return ()
         tiling = _Tiling.of(problem, economical.as_config)
         times = np.asarray(_time_ms(problem, economical.as_config, tiling, device))
-        return RankedTable(economical, times, np.flatnonzero(_fits(tiling, device)))
+        return RankedTable(economical, times, economical.places(_fits(tiling, device)))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return _time_ms(problem, config, _Tiling.of(problem, config), device)

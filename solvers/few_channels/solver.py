@@ -156,4 +156,4 @@ class _Likely(NamedTuple):
 def _likely(solver: FewChannelsSolver, problem: ProblemDescription, device: Device) -> _Likely:
     table = solver.short_list().valid(functools.partial(solver.is_of_size, problem))
     is_valid = solver.is_valid_tiling(problem, device, table.as_config) if table.configs else np.zeros(0, bool)
-    return _Likely(table, np.flatnonzero(is_valid))
+    return _Likely(table, table.places(is_valid))

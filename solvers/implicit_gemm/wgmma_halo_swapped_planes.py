@@ -6,11 +6,12 @@ Kernel: kernels_src/implicit_gemm/wgmma_halo_swapped_planes.cu.
 from __future__ import annotations
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Library, Place
+from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Applicability, KernelKey
+from miofind.solver.steps import Config
 from miofind.solvers.common.wgmma_product import NchwTensors
 from miofind.solvers.implicit_gemm.wgmma_halo_swapped import ConvImplicitGemmHaloSwapped
-from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import COLUMNS_ALIGNMENT
+from miofind.solvers.implicit_gemm.wgmma_halo_swapped_tiling import COLUMNS_ALIGNMENT, SwappedHaloProduct
 
 
 class ConvImplicitGemmHaloSwappedPlanes(ConvImplicitGemmHaloSwapped):
@@ -57,6 +58,10 @@ class ConvImplicitGemmHaloSwappedPlanes(ConvImplicitGemmHaloSwapped):
             conv(data, x=(2, 64, 12, 48), w=(64, 64, 3, 3), padding=1, epilogue="residual.drelu"),
             conv(data, x=(2, 128, 7, 16), w=(64, 128, 3, 3), padding=1, epilogue="dsilu"),
         )
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        is_least = config["tile_w"] in SwappedHaloProduct.of(problem).column_limits
+        return is_least and super().is_valid_config(problem, device, config)
 
     def refuse(self, problem: ProblemDescription) -> Applicability:
         if (answer := super().refuse(problem)).refused:

@@ -93,6 +93,15 @@ class SwappedHaloProduct(FiltersAsA):
         """Whether results are channels first: rows of a tile then begin at, and are, multiples of 8 pixels."""
         return not self.problem.output.layout.channels_last
 
+    @cached_property
+    def column_limits(self) -> tuple[int, ...]:
+        """The limits that cut rows in different ways, each the least that cuts them so."""
+        limits = least_limits(self.width, TILES_W, TILES_W)
+        if not self.has_nchw_output:
+            return limits
+        by_tile = {self.aligned(even_tile(self.width, limit)): limit for limit in sorted(limits, reverse=True)}
+        return tuple(sorted(by_tile.values()))
+
     def aligned(self, pixels: int) -> int:
         """Pixels of a row: as many as these, or the next multiple of 8."""
         return round_up(pixels, COLUMNS_ALIGNMENT) if self.has_nchw_output else pixels
@@ -243,7 +252,7 @@ def short_list(product: SwappedHaloProduct) -> ConfigTable:
     """Configurations worth an estimate, as they cut a product, which has no smaller limits for any."""
     heights = least_limits(product.height, TILES_H, TILES_H)
     blocks = tuple(blocks for blocks in (1, 2, 4) if product.filter_blocks % blocks == 0)
-    return _of_limits(heights, least_limits(product.width, TILES_W, TILES_W), blocks)
+    return _of_limits(heights, product.column_limits, blocks)
 
 
 @functools.lru_cache(maxsize=256)

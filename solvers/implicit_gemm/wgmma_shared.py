@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-import numpy as np
-
 from miofind.core.cached import cached_property
 from miofind.core.epilogue import EPILOGUE_TENSORS
 from miofind.core.problem import Direction, ProblemDescription
@@ -233,4 +231,4 @@ class TiledSolver(Solver):
 def _likely(solver: TiledSolver, problem: ProblemDescription, device: Device) -> TiledTable:
     table = solver.short_list(problem)
     tiling = solver.tiling(problem, device, table.as_config)
-    return TiledTable(table, tiling, np.flatnonzero(tiling.is_valid(device)))
+    return TiledTable(table, tiling, table.places(tiling.is_valid(device)))

@@ -401,6 +401,8 @@ UNFIT = {
     "algorithm": ({"id": "vendor/A", "algorithm": "magic"}, "algorithm of vendor/A"),
     "no keys": ({"id": "vendor/A", "keys": ()}, "keys of vendor/A"),
     "other keys": ({"id": "vendor/A", "keys": ("cuda",)}, "keys of vendor/A"),
+    "reach": ({"id": "vendor/A", "least_reach": "tile"}, "least_reach of vendor/A"),
+    "failing reach": ({"id": "vendor/A", "least_reach": property(fails)}, "told by the solver"),
     "failing": ({"id": property(fails)}, "told by the solver"),
 }
 

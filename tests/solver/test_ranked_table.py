@@ -34,3 +34,12 @@ def test_the_configurations_that_count_are_ranked_alone() -> None:
     assert ranked.values("rows") == [2, 1, 2]
     assert ranked.in_order(np.array([10, 11, 12, 13])) == [13, 10, 12]
     assert ranked.in_order(7) == [7] * 3
+
+
+def test_what_all_have_alike_is_of_each() -> None:
+    table = ConfigTable.product(ROWS)
+    ranked = RankedTable(table, 2.0, table.places(True))
+    assert [each.estimate_ms for each in ranked] == [2.0] * 4
+    assert [each.config for each in ranked] == list(table.configs)
+    assert list(table.places(False)) == []
+    assert list(table.places(np.array([False, True, False, True]))) == [1, 3]

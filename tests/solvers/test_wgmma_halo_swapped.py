@@ -274,6 +274,16 @@ def test_problems_that_planes_do_not_serve(fields: dict[str, Any], reason: str) 
     assert reason in answer.reason if reason else answer
 
 
+@pytest.mark.parametrize("side", [56, 72, 96, 128])
+def test_no_two_configurations_of_planes_are_one_launch(side: int) -> None:
+    """Limits of 20 and 28 cut 72 columns into tiles of 18 and 24, and 18 are rounded up to 24."""
+    problem = problem_of("planes", Direction.FORWARD, x=(8, 64, side, side), w=(64, 64, 3, 3))
+    launches = [repr(PLANES.solution(problem, DEVICE, config)) for config in PLANES.configs(problem, DEVICE)]
+    assert len(launches) > 200
+    assert len(set(launches)) == len(launches)
+    assert all(PLANES.is_valid_config(problem, DEVICE, config) for config in PLANES.default_configs(problem, DEVICE))
+
+
 @pytest.mark.parametrize("tile_w", [16, 20])
 def test_planes_are_of_tiles_of_whole_copies(tile_w: int) -> None:
     problem = problem_of("planes", Direction.FORWARD, x=(2, 64, 40, 60), w=(64, 64, 3, 3), padding=((1, 1), (1, 5)))
@@ -284,5 +294,5 @@ def test_planes_are_of_tiles_of_whole_copies(tile_w: int) -> None:
     uneven = problem_of("planes", Direction.FORWARD, x=(2, 64, 40, 68), w=(64, 64, 3, 3), padding=((1, 1), (1, 5)))
     assert uneven.output.shape[-1] == 72
     tiling = SwappedHaloTiling.of(SwappedHaloProduct.of(uneven), Config(RUNS | {"tile_w": tile_w}), DEVICE)
-    assert tiling.tile_w == {16: 16, 20: 24}[tile_w]  # of four columns of tiles, and of three
+    assert tiling.tile_w == {16: 16, 20: 24}[tile_w]  # five columns of tiles, and three
     assert tiling.tiles[1] == {16: 5, 20: 3}[tile_w]
