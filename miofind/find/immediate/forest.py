@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_TREES = 400
-MAX_NODES = (1 << 15) - 1
+MAX_NODES = (1 << 16) - 1
 MAX_DEPTH = 16
 _MOST = 64
 
-ARRAYS = {"roots": "<i2", "features": "<i2", "thresholds": "<f4", "left": "<i2", "right": "<i2", "values": "<f4"}
+ARRAYS = {"roots": "<u2", "features": "<i2", "thresholds": "<f4", "left": "<u2", "right": "<u2", "values": "<f4"}
 """A forest's arrays and their types, in the order of a model file."""
 
 

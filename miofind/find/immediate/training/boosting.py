@@ -16,10 +16,10 @@ TREES = 200
 
 _LABELS = 30
 _PARAMETERS: dict[str, object] = {
-    "num_leaves": 31,
-    "max_depth": 10,
+    "num_leaves": 127,
+    "max_depth": 14,
     "learning_rate": 0.1,
-    "min_data_in_leaf": 20,
+    "min_data_in_leaf": 5,
     "feature_fraction": 0.8,
     "bagging_fraction": 0.7,
     "bagging_freq": 1,

@@ -34,7 +34,7 @@ from miofind.solver.registry import Registry, inner_id
 
 logger = logging.getLogger(__name__)
 
-RANK_WEIGHT = 0.2
+RANK_WEIGHT = 0.4
 WORST_OF_ESTIMATES = 1.5
 """How much larger than the estimates' the regret of a class of problems may be."""
 
