@@ -23,7 +23,7 @@ from miofind.compiler.host_sources import host_hash
 from miofind.compiler.load import Kernel, load_kernel
 from miofind.compiler.nvrtc import compile_options, compile_source, toolchain
 from miofind.compiler.resources import parse_resources
-from miofind.compiler.sources import KernelSource, read_source
+from miofind.compiler.sources import VARIANT, KernelSource, read_source
 from miofind.device.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
 from miofind.process.forks import follow_forks
@@ -221,7 +221,7 @@ class Compiler:
 
 def _source(step: KernelStep) -> KernelSource:
     for name, _ in step.defines:
-        if name.startswith("VARIANT_"):
+        if name.startswith(VARIANT):
             message = f"{step.source} is compiled without its variants: a source of its own must define {name}"
             raise CompileError(message, source=step.source, options=(), log="")
     return read_source(step.source, step.package, fused=step.is_fused)

@@ -24,11 +24,14 @@ from miofind.errors import CompileError
 
 DEFAULT_PACKAGE = "miofind.kernels_src"
 
+VARIANT = "VARIANT_"
+"""What the macros begin with that sources of variants define."""
+
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]*)"', re.MULTILINE)
 _CONDITIONAL = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|elifdef|elifndef|else|endif)\b")
-_IF_OPTIONAL = re.compile(r"\s*#\s*ifdef\s+(EPILOGUE|VARIANT_\w+)\b")
+_IF_OPTIONAL = re.compile(rf"\s*#\s*ifdef\s+(EPILOGUE|{VARIANT}\w+)\b")
 _ELSE_IF = re.compile(r"(\s*#\s*)el(?=if)")
-_VARIANT = re.compile(r"^\s*#\s*define\s+(VARIANT_\w+)", re.MULTILINE)
+_VARIANT = re.compile(rf"^\s*#\s*define\s+({VARIANT}\w+)", re.MULTILINE)
 
 # Words come first among the short tokens, so that the apostrophe of 1'000 opens no literal and `FOOR"(` no raw string.
 # What is kept is matched in long runs, single spaces between words included: a call a token would take most of a hash.

@@ -78,8 +78,8 @@ class ConfigTable(Mapping[str, Any]):
         left = self
         for is_valid in tests:
             if left.configs:
-                holds = np.broadcast_to(is_valid(left.as_config), len(left.configs))
-                left = left if holds.all() else left.at(np.flatnonzero(holds))
+                places = left.places(is_valid(left.as_config))
+                left = left if len(places) == len(left.configs) else left.at(places)
         return left
 
     @property

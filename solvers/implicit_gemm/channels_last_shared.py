@@ -25,7 +25,6 @@ _MAX_BLOCKS = 2**31 - 1
 _TENSORS = ("x", "w", "y")
 
 
-@functools.lru_cache(maxsize=64)  # every configuration's bounds ask
 def _with_last(problem: ProblemDescription, names: tuple[str, ...]) -> ProblemDescription:
     """The same convolution with the channels of those tensors last."""
     layout = Layout.of(problem.spatial_dims, channels_last=True)
@@ -36,6 +35,7 @@ def _with_last(problem: ProblemDescription, names: tuple[str, ...]) -> ProblemDe
     return replace(problem, x=x, w=w, y=y)
 
 
+@functools.lru_cache(maxsize=64)  # every configuration's bounds ask
 def _forms(problem: ProblemDescription, *, only_nchw_results: bool) -> tuple[ProblemDescription, ...]:
     """NHWC forms of a problem for the other solver: with one tensor less to transpose, if it may be, then with all.
 
@@ -128,7 +128,6 @@ class ChannelsLastSolver(DelegatingSolver):
     """
 
     only_nchw_results: ClassVar[bool] = False
-
     inner_name = "config"
     algorithm = Algorithm.IMPLICIT_GEMM
     alignment_bytes = 16
@@ -137,11 +136,9 @@ class ChannelsLastSolver(DelegatingSolver):
         return self.inner_solver.fuses(problem)
 
     def fuses_training(self, problem: ProblemDescription) -> Applicability:
-        if not (
-            problem.epilogue.outputs or self.only_nchw_results
-        ):  # more tensors of pixels would have to be transposed
-            return super().fuses_training(problem)
-        return self.inner_solver.fuses_training(problem)
+        if problem.epilogue.outputs or self.only_nchw_results:
+            return self.inner_solver.fuses_training(problem)
+        return super().fuses_training(problem)  # more tensors of pixels would have to be transposed
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         form = _form(self, problem, device)

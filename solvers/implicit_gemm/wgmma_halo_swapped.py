@@ -161,16 +161,7 @@ class ConvImplicitGemmHaloSwappedPlanes(ConvImplicitGemmHaloSwapped):
     """
 
     id = "ConvImplicitGemmHaloSwappedPlanes"
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NHWC, Layout.NCHW}),
-            min_sm=90,
-            archs=("90a",),
-        ),
-    )
+    keys = (replace(ConvImplicitGemmHaloSwapped.keys[0], layouts=frozenset({Layout.NHWC, Layout.NCHW})),)
     nchw = frozenset({NchwTensors.OUTPUT})
     sources = ("implicit_gemm/wgmma_halo_swapped_planes.cu",)
 

@@ -88,22 +88,21 @@ class SwappedHaloProduct(FiltersAsA):
         """Whether the rows of a tile are of different images."""
         return len(self.problem.spatial) == 1
 
-    @property
-    def has_nchw_output(self) -> bool:
-        """Whether results are channels first: rows of a tile then begin at, and are, multiples of 8 pixels."""
-        return not self.problem.output.layout.channels_last
-
     @cached_property
     def column_limits(self) -> tuple[int, ...]:
         """The limits that cut rows in different ways, each the least that cuts them so."""
         limits = least_limits(self.width, TILES_W, TILES_W)
         if not self.has_nchw_output:
             return limits
-        by_tile = {self.aligned(even_tile(self.width, limit)): limit for limit in sorted(limits, reverse=True)}
+        by_tile = {self.tile_columns(limit): limit for limit in sorted(limits, reverse=True)}
         return tuple(sorted(by_tile.values()))
 
+    def tile_columns(self, limit: int) -> int:
+        """Of a tile of at most so many, but that they are aligned."""
+        return self.aligned(even_tile(self.width, limit))
+
     def aligned(self, pixels: int) -> int:
-        """Pixels of a row: as many as these, or the next multiple of 8."""
+        """Pixels of a row of a tile: as many as these, or the next multiple of 8 where results are channels first."""
         return round_up(pixels, COLUMNS_ALIGNMENT) if self.has_nchw_output else pixels
 
 
@@ -134,7 +133,7 @@ class SwappedHaloTiling(HaloTile):
         """Tiles of at most `tile_h` rows and `tile_w` columns."""
         height, width = product.height.outputs, product.width.outputs
         tile_h = even_tile(product.height, config["tile_h"])
-        tile_w = product.aligned(even_tile(product.width, config["tile_w"]))
+        tile_w = product.tile_columns(config["tile_w"])
         tile_n = round_up((tile_h - 1) * product.aligned(tile_w + halo(product.width)) + tile_w, 8)
         unit_blocks, stages = config["unit_blocks"], config["filter_stages"]
         held = chosen(unit_blocks > 1, product.chunks, 1)

@@ -177,7 +177,7 @@ class ConvImplicitGemmPingPong(TiledSolver):
 def _pixels(tiling: PingPongTiling) -> TensorMap:
     """A tile's pixels of a chunk of channels; channels first, a unit of them."""
     product = tiling.product
-    if product.has_nchw_pixels:
+    if product.product.has_nchw_n:
         return _units(product, product.product.pixels, product.sums, product.channels)
     return pixels_map(product.product, product.channels, tiling.tile_n, boxes=product.is_ordered)
 

@@ -19,7 +19,7 @@ from miofind.solver.columns import ConfigTable, chosen, larger, smaller
 from miofind.solver.occupancy import RESERVED_SHARED_BYTES, SmLimits
 from miofind.solver.steps import Config, ConfigValue
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
+from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_shared import BARRIER_BYTES, FILTER_BLOCK, PATTERN, FiltersAsA
 
 STAGED_PIXELS = 16
@@ -99,16 +99,6 @@ class PingPongProduct(FiltersAsA):
         axes = [axis for axes in product.phase_axes for axis in axes]
         corners = (*product.low, *product.high)
         return all(axis.taps <= 1 and axis.offset == 0 for axis in axes) and not any(corners)
-
-    @cached_property
-    def has_nchw_pixels(self) -> bool:
-        """Whether the pixels that are multiplied are channels first; results are then, too."""
-        return self.product.nchw is NchwTensors.ALL
-
-    @cached_property
-    def has_nchw_output(self) -> bool:
-        """Whether results are channels first."""
-        return self.product.nchw is not NchwTensors.NONE
 
     @cached_property
     def image_pixels(self) -> int:

@@ -60,6 +60,11 @@ class FiltersAsA:
         return self.problem.direction is Direction.BACKWARD_DATA
 
     @cached_property
+    def has_nchw_output(self) -> bool:
+        """Whether results are channels first."""
+        return not self.problem.output.layout.channels_last
+
+    @cached_property
     def sums(self) -> int:
         """Channels that are summed over."""
         return self.problem.k if self.is_data else self.problem.c
