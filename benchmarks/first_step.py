@@ -229,6 +229,7 @@ def by_child(words: list[str], limit_s: float) -> dict[str, Any]:
             "CUDA_CACHE_PATH": f"{folder}/cuda",
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "TRITON_CACHE_DIR": f"{folder}/triton",
+            "PYTHONDONTWRITEBYTECODE": "",  # an installation keeps bytecode, and the index of solvers beside it
         }
         try:
             run = subprocess.run(words, env=os.environ | empty, capture_output=True, text=True, timeout=limit_s)
