@@ -15,10 +15,11 @@ import functools
 import hashlib
 import importlib.resources
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from types import MappingProxyType
+from typing import NamedTuple
 
 from miofind.errors import CompileError
 
@@ -27,9 +28,13 @@ DEFAULT_PACKAGE = "miofind.kernels_src"
 VARIANT = "VARIANT_"
 """What the macros begin with that sources of variants define."""
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]*)"', re.MULTILINE)
+_MOST_TEXTS = 256
+"""Of which what was found is kept: sources have most of their headers in common."""
+
+_INCLUDE = re.compile(r'\s*#\s*include\s*"([^"\n]*)"')
 _CONDITIONAL = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|elifdef|elifndef|else|endif)\b")
-_IF_OPTIONAL = re.compile(rf"\s*#\s*ifdef\s+(EPILOGUE|{VARIANT}\w+)\b")
+_OPTIONAL = re.compile(rf"#\s*ifdef\s+(EPILOGUE|{VARIANT}\w+)\b")
+_IF_OPTIONAL = re.compile(rf"\s*{_OPTIONAL.pattern}")
 _ELSE_IF = re.compile(r"(\s*#\s*)el(?=if)")
 _VARIANT = re.compile(rf"^\s*#\s*define\s+({VARIANT}\w+)", re.MULTILINE)
 
@@ -82,18 +87,18 @@ def read_source(name: str, package: str = DEFAULT_PACKAGE, *, fused: bool = Fals
             defines a variant.
     """
     text = _read(name, package, f"source {name!r} of a kernel")
-    parts = frozenset(_VARIANT.findall(normalised(text))) | ({"EPILOGUE"} if fused else set())
+    parts = frozenset(_variants(text)) | ({"EPILOGUE"} if fused else set())
     text = _with_parts(text, parts)
     headers: dict[str, str] = {}
     pending = [(name, text)]
     while pending:
         includer, body = pending.pop()
-        for included in _INCLUDE.findall(normalised(body)):
+        for included in _included(body):
             if included in headers or included == name:
                 continue
             header = _read(included, package, f'#include "{included}" in {includer}')
-            if variant := _VARIANT.search(normalised(header)):
-                raise _refused(name, f"{included} defines {variant[1]}: that must stand in the variant's own source")
+            if variants := _variants(header):
+                raise _refused(name, f"{included} defines {variants[0]}: that must stand in the variant's own source")
             headers[included] = _with_parts(header, parts)
             pending.append((included, headers[included]))
     digest = _digest(name, {name: text, **headers}, ())
@@ -105,11 +110,49 @@ def _digest(name: str, texts: Mapping[str, str], includers: tuple[str, ...]) -> 
     if name in includers:  # included once: its text is above
         return str(includers.index(name))
     digest = hashlib.sha256()
-    for line in normalised(texts[name]).split("\n"):
-        included = _INCLUDE.match(line)
-        part = f"include {_digest(included[1], texts, (*includers, name))}" if included else f"text {line}"
-        digest.update(f"{len(part.encode())}:{part}".encode())
+    for piece in _pieces(texts[name]):
+        if isinstance(piece, bytes):
+            digest.update(piece)
+        else:
+            digest.update(_hashed(f"include {_digest(piece.name, texts, (*includers, name))}"))
     return digest.hexdigest()
+
+
+class _Include(NamedTuple):
+    """A line that includes a file of the package."""
+
+    name: str
+
+
+@functools.lru_cache(maxsize=_MOST_TEXTS)
+def _pieces(text: str) -> tuple[bytes | _Include, ...]:
+    """What is hashed of a text, in order: the lines between two includes are one piece."""
+    pieces: list[bytes | _Include] = []
+    lines: list[bytes] = []
+    for line in normalised(text).split("\n"):
+        included = _INCLUDE.match(line) if "#" in line else None
+        if included is None:
+            lines.append(_hashed(f"text {line}"))
+            continue
+        pieces += [b"".join(lines), _Include(included[1])]
+        lines = []
+    return (*pieces, b"".join(lines))
+
+
+def _included(text: str) -> list[str]:
+    """The files of the package that a text includes."""
+    return [piece.name for piece in _pieces(text) if isinstance(piece, _Include)]
+
+
+def _hashed(part: str) -> bytes:
+    """A part as it is hashed: no two lists of parts are the same bytes."""
+    encoded = part.encode()
+    return b"%d:%b" % (len(encoded), encoded)
+
+
+def _variants(text: str) -> list[str]:
+    """The variants that a text defines."""
+    return _VARIANT.findall(normalised(text)) if VARIANT in text else []
 
 
 def source_hash(sources: Sequence[str], package: str = DEFAULT_PACKAGE, *, fused: bool = False) -> str:
@@ -125,16 +168,19 @@ def source_hash(sources: Sequence[str], package: str = DEFAULT_PACKAGE, *, fused
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def _with_parts(text: str, parts: Set[str]) -> str:
+@functools.lru_cache(maxsize=_MOST_TEXTS)
+def _with_parts(text: str, parts: frozenset[str]) -> str:
     """A text as the preprocessor reads it where of what is optional these macros alone are defined.
 
     `#ifdef` of the others is left out itself, too. Lines are left empty, so that those of a compiler's messages keep
     their numbers.
     """
+    if parts.issuperset(_OPTIONAL.findall(text)):
+        return text
     kept: list[str] = []
     open_ones: list[bool | None] = []  # for an #ifdef that is left out whether its lines are, None for all others
     for line in text.split("\n"):
-        directive = _CONDITIONAL.match(line)
+        directive = _CONDITIONAL.match(line) if "#" in line else None
         kind, is_own = directive[1] if directive else "", False
         if kind.startswith("if"):
             optional = _IF_OPTIONAL.match(line)
@@ -150,7 +196,7 @@ def _with_parts(text: str, parts: Set[str]) -> str:
     return "\n".join(kept)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=_MOST_TEXTS)
 def normalised(text: str) -> str:
     """C++ text without comments, blank lines and runs of white space; literals are kept as they are."""
     return _TOKEN.sub(_shortened, text).strip()
