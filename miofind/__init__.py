@@ -5,11 +5,10 @@ What is named here is imported when it is first asked for: processes that compil
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from miofind.process import forks as _forks
 from miofind.process import interrupts as _interrupts
+from miofind.process.late_names import LateNames as _LateNames
 
 if _interrupts.is_program():
     _interrupts.end_at_once()  # what follows takes a while
@@ -132,25 +131,12 @@ _HOMES = {
 }
 """Modules besides `miofind.api`, and what of them is named here."""
 
-_HOME_OF = dict.fromkeys(__all__, "miofind.api") | {name: home for home, names in _HOMES.items() for name in names}
+_late = _LateNames(__name__, {"miofind.api": __all__, **_HOMES})
 
 
 def __getattr__(name: str) -> Any:
     """What is named here, or a module of the package."""
-    home = _HOME_OF.get(name)
-    if home is not None:
-        with _forks.loading():
-            value = globals()[name] = getattr(importlib.import_module(home), name)
-        return value
-    told = f"module {__name__!r} has no attribute {name!r}"
-    if name.startswith("_") or not name.isidentifier():
-        raise AttributeError(told)
-    module = f"{__name__}.{name}"
-    try:
-        with _forks.loading():
-            return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise AttributeError(told if error.name == module else f"{told}: {error}") from error
+    return _late(name)
 
 
 def __dir__() -> list[str]:

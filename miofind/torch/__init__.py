@@ -1,10 +1,16 @@
 """miofind in PyTorch: `enable()` has its kernels run the convolutions of any model, forward and backward.
 
 `fuse` makes a network for inference of one, whose convolutions compute what follows them; `convolution` is such a call.
+What records and tunes is imported when it is first asked for: a program whose convolutions run needs none of it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from miofind.errors import MissingLibraryError
 from miofind.process.garbage import without_garbage_collection as _without_garbage_collection
+from miofind.process.late_names import LateNames as _LateNames
 
 try:
     import torch as _torch  # noqa: F401, what all below imports
@@ -25,6 +31,8 @@ with _without_garbage_collection():
     from miofind.torch.fused.module import FusedConvolution
     from miofind.torch.inductor import inductor_options
     from miofind.torch.override.dispatcher import Override, disable, enable, use
+
+if TYPE_CHECKING:
     from miofind.torch.recording.export import exported_problems
     from miofind.torch.recording.network import problems
     from miofind.torch.recording.recorder import record
@@ -59,3 +67,26 @@ __all__ = [
     "use",
     "wait_until_compiled",
 ]
+
+_late = _LateNames(
+    __name__,
+    {
+        "miofind.torch.recording.export": ("exported_problems",),
+        "miofind.torch.recording.network": ("problems",),
+        "miofind.torch.recording.recorder": ("record",),
+        "miofind.torch.recording.recording": ("RecordedCall", "Recording"),
+        "miofind.torch.tuning.explanation": ("Explanation", "LayerRun", "explain", "report"),
+        "miofind.torch.tuning.report": ("TunedProblem", "TuningReport"),
+        "miofind.torch.tuning.tuning": ("tune",),
+    },
+)
+
+if not TYPE_CHECKING:  # type checkers know what there is, and tell of anything else
+
+    def __getattr__(name: str) -> Any:
+        """What is named here, or a module of the package."""
+        return _late(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from miofind.api import find_solutions
+from miofind.api.solutions import find_solutions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.errors import (
