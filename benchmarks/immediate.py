@@ -57,7 +57,7 @@ from miofind.find.immediate.training.fit import Judged, Training
 from miofind.find.immediate.training.groups import Holdout, geometry
 from miofind.find.immediate.training.samples import Lesson, lessons
 from miofind.find.likely import likely_places
-from miofind.find.pipeline import measure
+from miofind.find.measuring import measure
 from miofind.finddb import Store
 from miofind.solver.registry import Registry
 from miofind.suites import load_suite

@@ -286,3 +286,28 @@ def test_works_without_the_gpu_libraries(code: str, tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
+
+
+LATE = (
+    "miofind.bench",
+    "miofind.evaluate",
+    "miofind.torch.recording",
+    "miofind.torch.tuning",
+    "miofind.verify",
+    "rich",
+)
+"""What the first answers of a process do without."""
+
+
+def test_what_measures_and_tunes_is_imported_when_it_is_first_asked_for() -> None:
+    """`import miofind.torch` is part of the time to a program's first result; all names are there nevertheless."""
+    pytest.importorskip("torch")
+    code = (
+        "import sys, torch; before = set(sys.modules); import miofind.torch\n"
+        f"print([name for name in sys.modules.keys() - before if name.startswith({LATE})])\n"
+        "print([name for package in (miofind, miofind.api, miofind.torch) for name in package.__all__ "
+        "if not hasattr(package, name) or name not in dir(package)])"
+    )
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert told.stdout.split("\n") == ["[]", "[]", ""]

@@ -21,7 +21,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.errors import MiofindError, NoSolutionError
 from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
-from miofind.find.pipeline import measure
+from miofind.find.measuring import measure
 from miofind.measure.backend import Runnable, TimedCandidate
 from miofind.measure.timer import Timer
 from miofind.options import FindOptions

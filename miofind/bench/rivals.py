@@ -16,7 +16,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.errors import NoSolutionError
 from miofind.find.lookup import records
 from miofind.find.lookup.scopes import Coverage
-from miofind.find.pipeline import measure
+from miofind.find.measuring import measure
 from miofind.measure.backend import Runnable
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle

@@ -1,49 +1,29 @@
-"""The pipeline of a find: look up, else plan, measure, record, and answer from what was recorded."""
+"""The pipeline of a find: look up, else predict or measure (`measuring.py`, which few processes need)."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
-import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Place, check_fork
-from miofind.device.environment import versions
 from miofind.driver.line import driver_line
-from miofind.errors import LaunchError, NoSolutionError
-from miofind.evaluate.evaluate import Job
-from miofind.evaluate.harness_kernels import harness_steps
-from miofind.find.composition import bare_request, is_bare_known
+from miofind.errors import NoSolutionError
 from miofind.find.immediate.answer import predicted, with_predictions
-from miofind.find.likely import likely_plan
-from miofind.find.lookup import failures, records
-from miofind.find.lookup.known import candidate_of, incumbent, known_times
-from miofind.find.lookup.scopes import Coverage, requested_scope
-from miofind.find.plan import Plan, make_plan, nothing_found, stored_plan
-from miofind.find.recording import Recording, row_of, storable
-from miofind.find.rounds import FindRequest, Measuring, searched
-from miofind.find.search import Search
-from miofind.find.warm_start import shared_warm_start
-from miofind.finddb import Row
-from miofind.measure.effort import Effort
+from miofind.find.lookup import records
+from miofind.find.lookup.scopes import Coverage
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
+from miofind.process.forks import loading
 from miofind.runtime.handle import Handle
-from miofind.runtime.solution import Gaps, Solution, reordered
-from miofind.solver.candidate import Candidate, Outcome, Status
+from miofind.runtime.solution import Solution, reordered
+
+if TYPE_CHECKING:
+    from miofind.compiler import CompilePool
+    from miofind.find.plan import Plan
 
 logger = logging.getLogger(__name__)
-
-TRUST_TOLERANCE = 1.25
-"""How much slower than recorded a solution may be for TRUST_VERIFY to keep it."""
-
-_LONGEST_REASON = 200
-"""Characters of an earlier failure that are told."""
 
 _ALWAYS_MEASURES = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE)
 
@@ -76,7 +56,7 @@ def find(
     if mode is not FindMode.NORMAL and options.find_enforce not in _ALWAYS_MEASURES:
         dynamic_only = mode is FindMode.DYNAMIC_HYBRID
         is_immediate = _is_immediate(mode, options)
-        coverage = _coverage(dynamic_only)
+        coverage = Coverage.of_find(dynamic_only=dynamic_only)
         answers = handle.database.answers(handle.device.identity, problem.network_config)
         first = next(answers, None)
         hit = None
@@ -88,9 +68,8 @@ def find(
             logger.debug("the FindDB has %d solutions: %s", len(hit), problem)
             if is_immediate:
                 return _ordered(with_predictions(hit, options, handle, dynamic_only=dynamic_only), options)
-            verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)
-            if not verified:
-                hit = measure(problem, options, handle, also=hit, ahead=ahead, afresh=True)
+            if mode is FindMode.TRUST_VERIFY and not _still_holds(hit[0], options, handle):
+                hit = _measured(problem, options, handle, also=hit, ahead=ahead, afresh=True)
             return _ordered(hit, options)
         if options.on_miss is OnMiss.ERROR:
             raise NoSolutionError(
@@ -106,9 +85,9 @@ def find(
             answer = records.look_up(problem, options, handle, coverage=coverage)
             if answer is None:
                 planned = None if dynamic_only else likeliest
-                answer = measure(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead, likeliest=planned)
+                answer = _measured(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead, likeliest=planned)
         return _ordered(answer, options)
-    return _ordered(measure(problem, options, handle, ahead=ahead, afresh=True, likeliest=likeliest), options)
+    return _ordered(_measured(problem, options, handle, ahead=ahead, afresh=True, likeliest=likeliest), options)
 
 
 def _is_immediate(mode: FindMode, options: FindOptions) -> bool:
@@ -123,7 +102,7 @@ def find_mode(options: FindOptions) -> FindMode:
     return member(FindMode, os.environ.get("MIOFIND_FIND_MODE") or FindMode.HYBRID, "MIOFIND_FIND_MODE")
 
 
-def measure(
+def _measured(
     problem: ProblemDescription,
     options: FindOptions,
     handle: Handle,
@@ -132,212 +111,21 @@ def measure(
     also: Sequence[Solution] = (),
     ahead: CompilePool | None = None,
     afresh: bool = False,
-    stored: bool = False,
     likeliest: Plan | None = None,
 ) -> list[Solution]:
-    """Verify and time the candidates of a request, record what became of each, and answer.
-
-    A search goes on where an earlier one of the problem stopped: what the FindDB knows with the present versions counts
-    among its trials and is raced again only where it is among the best. What failed here before is left out, unless
-    the options say `retry_failed`.
-
-    Args:
-        dynamic_only: leave out solvers that compile for each shape.
-        also: solutions to measure besides, whether or not the request plans them.
-        ahead: compiles candidates before they are measured, and the likely next ones of a search meanwhile.
-        afresh: search from the beginning, whatever the FindDB knows.
-        stored: measure what the FindDBs' answers hold, and nothing else; no search.
-        likeliest: the plan of a request for the likeliest, where it was made before.
-
-    Raises:
-        NoSolutionError: nothing usable.
-        DeviceLostError: a candidate destroyed this process's CUDA context.
-        MeasurementError: the problem does not fit the device, or the measuring process ended without one to blame.
-        LaunchError: a CUDA graph is being captured.
-    """
-    _refuse_capture(handle)
-    began = time.monotonic()
-    logger.info("find: %s", driver_line(problem))
-    handle.executor(isolate=options.isolate).prepare()
-    if options.likely and not stored and _was_found_in_full(problem, options, handle):
-        options = replace(options, likely=False)  # what was found in full stays so, with other code, too
-    if ahead is not None:
-        ahead.submit(harness_steps(problem, handle.device), handle.device.arch)
-    if problem.epilogue and not stored and not options.likely:
-        options = _with_bare_measured(problem, options, handle, dynamic_only=dynamic_only, ahead=ahead)
-    start = shared_warm_start(handle.database, handle.device.identity) if options.searches else None
-    winners = start.winners(problem, handle.database) if start else {}
-    left_out = _left_out(problem, options, handle)
-    if stored:
-        plan = stored_plan(problem, options, handle)
-    elif options.likely:
-        if likeliest is None or left_out:
-            likeliest = likely_plan(problem, options, handle, dynamic_only=dynamic_only, left_out=left_out)
-        plan = likeliest
-        options = replace(options, likely=plan.is_part)
-    else:
-        plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, winners=winners)
-    plan = plan.without(left_out)
-    plan.log()
-    besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
-    request = FindRequest(problem=problem, options=options, handle=handle, ahead=ahead)
-    outcomes, gaps = _measured(request, plan, besides, left_out, afresh=afresh)
-    _warn_of_wrong_results(problem, outcomes)
-    if start:
-        start.add(problem.network_config)
-    handle.forget_answers(problem.network_config)
-    measured = {outcome.candidate.id for outcome in outcomes if outcome.status.usable}
-    answer = None
-    if measured:
-        answer = records.look_up(problem, options, handle, measured=measured, coverage=_coverage(dynamic_only))
-    if not answer and options.likely and not stored:
-        left_s = max(0.0, options.budget_s - (time.monotonic() - began))
-        options = replace(options, likely=False, time_budget_s=left_s)
-        return measure(problem, options, handle, dynamic_only=dynamic_only, also=also, ahead=ahead, afresh=afresh)
-    if not answer:
-        raise nothing_found(problem, plan, outcomes)
-    answer[0].solution_list.gaps = gaps
-    return answer
-
-
-def _was_found_in_full(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
-    """Whether a FindDB has a find of all that a request's likeliest are of."""
-    wanted = requested_scope(problem, replace(options, likely=False), handle.device, handle.registry)
-    return any(
-        answer.covers(wanted) for answer in handle.database.answers(handle.device.identity, problem.network_config)
+    """As `measure`, which is imported by those alone who measure."""
+    with loading():
+        from miofind.find.measuring import measure
+    return measure(
+        problem, options, handle, dynamic_only=dynamic_only, also=also, ahead=ahead, afresh=afresh, likeliest=likeliest
     )
-
-
-def _with_bare_measured(
-    problem: ProblemDescription,
-    options: FindOptions,
-    handle: Handle,
-    *,
-    dynamic_only: bool,
-    ahead: CompilePool | None,
-) -> FindOptions:
-    """A request of a fused problem after the FindDB has come to answer the bare one: with the time that is left.
-
-    The fastest solutions of the bare problem are what is composed with a pass.
-    """
-    if is_bare_known(problem, options, handle, dynamic_only=dynamic_only):
-        return options
-    began, half_s = time.monotonic(), options.budget_s / 2
-    is_limited = not math.isinf(half_s)
-    request = bare_request(options)
-    try:
-        request = replace(request, time_budget_s=half_s) if is_limited else request
-        measure(problem.bare, request, handle, dynamic_only=dynamic_only, ahead=ahead)
-    except NoSolutionError as error:
-        logger.debug("nothing is composed: %s", error)
-    left_s = max(half_s, 2 * half_s - (time.monotonic() - began))
-    return replace(options, time_budget_s=left_s) if is_limited else options
-
-
-def _measured(
-    request: FindRequest, plan: Plan, besides: Sequence[Candidate], left_out: Iterable[str], *, afresh: bool
-) -> tuple[list[Outcome], Gaps]:
-    """Outcomes of a plan's candidates and of others besides, as they were recorded, and what the budget left out.
-
-    Where none of them is usable, those of the plan's last resort follow.
-    """
-    problem, options, handle = request.problem, request.options, request.handle
-    with handle.measuring, Recording(problem, options, handle, plan) as recording:
-        measuring = Measuring(replace(request, incumbent=incumbent(problem, handle)), recording)
-        if plan.spaces:
-            known = {} if afresh else known_times(problem, handle)
-            known |= {candidate_of(name, problem): None for name in left_out}
-            recording.know(known)
-            search = _search(problem, options, plan, known)
-            outcomes, gaps = searched(search, measuring, besides), Gaps()
-            recording.search_ended = search.is_complete
-        else:
-            listed = dict.fromkeys([*(planned.candidate for planned in plan.candidates), *besides])
-            outcomes = measuring.run(listed, Effort.FIND)
-            left = listed.keys() - {outcome.candidate for outcome in outcomes}
-            gaps = Gaps(candidates=len(listed), unmeasured=len(left))
-        if not any(outcome.status.usable for outcome in outcomes):
-            effort = Effort.TUNE if options.searches else Effort.FIND
-            outcomes += measuring.run((planned.candidate for planned in plan.last_resort), effort)
-    return outcomes, gaps
-
-
-def _coverage(dynamic_only: bool) -> Coverage:
-    return Coverage.DYNAMIC if dynamic_only else Coverage.PARTIAL
-
-
-def _left_out(problem: ProblemDescription, options: FindOptions, handle: Handle) -> dict[str, str]:
-    """By id, the candidates that failed here before and are not tried again, and why."""
-    quarantined = {} if options.retry_failed else failures.quarantined_rows(problem, handle)
-    if not options.isolate:  # what destroyed a process before must not do it to this one
-        failed = failures.failed_rows(problem, handle)
-        quarantined |= {name: row for name, row in failed.items() if row.status == Status.CRASHED}
-    return {
-        name: f"failed here before ({_told(row)}): retry_failed (--retry-failed) measures it again"
-        for name, row in quarantined.items()
-    }
-
-
-def _told(row: Row) -> str:
-    """What became of a candidate, in one line."""
-    message = row.message.partition("\n")[0]
-    return f"{row.status}: {message[:_LONGEST_REASON]}" if message else row.status
-
-
-def _warn_of_wrong_results(problem: ProblemDescription, outcomes: Iterable[Outcome]) -> None:
-    """One warning a solver that computed wrong results: who wrote it wants to know, whoever else answers."""
-    wrong: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.status is Status.WRONG_RESULT:
-            wrong.setdefault(outcome.candidate.solver_id, []).append(outcome)
-    for solver_id, found in wrong.items():
-        others = f" (and {len(found) - 1} more of its configurations)" if len(found) > 1 else ""
-        first = found[0]
-        told = f"{first.candidate.config.json}{others}: {first.message}"
-        logger.warning("solver %s is wrong for %s and left out, with %s", solver_id, problem, told)
-
-
-def _search(
-    problem: ProblemDescription, options: FindOptions, plan: Plan, known: Mapping[Candidate, float | None]
-) -> Search:
-    return Search(
-        problem.network_config,
-        plan.spaces,
-        trials=options.trials,
-        patience=options.patience,
-        seed=options.seed,
-        known=known,
-    )
-
-
-def _candidate(solution: Solution) -> Candidate:
-    network_config = solution.problem.network_config
-    return Candidate(network_config=network_config, solver_id=solution.solver_id, config=solution.config)
 
 
 def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
-    """Whether one more measurement of the FindDB's best answer passes and is not slower than recorded."""
-    _refuse_capture(handle)
-    fused = bool(best.problem.epilogue)
-    job = Job(network_config=best.problem.network_config, candidates=(_candidate(best),))
-    with handle.measuring:
-        events = list(handle.executor(isolate=options.isolate).run(job))
-    outcomes = [event for event in events if isinstance(event, Outcome)]
-    handle.database.record(
-        handle.device.identity,
-        best.problem.network_config,
-        storable(
-            best.problem,
-            handle,
-            [row_of(outcome, handle.registry, fused=fused) for outcome in outcomes],
-        ),
-        environment=versions(handle.device),
-    )
-    timing = outcomes[0].timing if outcomes and outcomes[0].status.usable else None
-    if timing is not None and timing.time_ms <= TRUST_TOLERANCE * best.time_ms:
-        return True
-    logger.info("the FindDB's answer no longer holds for: %s", driver_line(best.problem))
-    return False
+    """As `still_holds`."""
+    with loading():
+        from miofind.find.measuring import still_holds
+    return still_holds(best, options, handle)
 
 
 def _ordered(solutions: list[Solution], options: FindOptions) -> list[Solution]:
@@ -347,25 +135,3 @@ def _ordered(solutions: list[Solution], options: FindOptions) -> list[Solution]:
     made = reordered(sorted(solutions, key=lambda s: (s.workspace_bytes, s.time_ms)), found.handle)
     made[0].solution_list.gaps = found.gaps
     return made
-
-
-def _refuse_capture(handle: Handle) -> None:
-    """Do nothing unless a CUDA graph is being captured on the current stream.
-
-    Raises:
-        ForkedProcessError: this process was forked from one that had used CUDA.
-        LaunchError: one is; measuring would become part of the graph.
-    """
-    if handle.device.place is Place.CPU:
-        return
-    check_fork()
-    import cupy
-
-    capturing = bool(cupy.cuda.get_current_stream(handle.device.index).is_capturing())
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        capturing = capturing or bool(torch.cuda.is_current_stream_capturing())
-    if capturing:
-        raise LaunchError(
-            "a find cannot run while a CUDA graph is captured: find before, and capture run_solution only"
-        )

@@ -11,10 +11,9 @@ from miofind.compiler import BinaryCache, Compiler, kernel_hash
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place, check_fork
 from miofind.errors import InvalidOptionError, LaunchError, brief, described, raise_if_interrupted, with_known_keywords
-from miofind.evaluate.executors import Executor, InProcess, Isolated
 from miofind.finddb import LayeredStore, open_layered
 from miofind.launch.invoker import Invoker, InvokerCache, make_invoker
-from miofind.process.forks import follow_forks, wait_for_imports
+from miofind.process.forks import follow_forks, loading, wait_for_imports
 from miofind.runtime.background import BackgroundCompiler
 from miofind.runtime.refusals import Refusals
 from miofind.solver.registry import Registry
@@ -22,6 +21,7 @@ from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, ConvSolution
 
 if TYPE_CHECKING:
+    from miofind.evaluate.executors import Executor
     from miofind.options import FindOptions
     from miofind.runtime.solution import Solution
 
@@ -119,6 +119,8 @@ class Handle:
         Raises:
             InvalidOptionError: a solver of the registry cannot go to a child.
         """
+        with loading():
+            from miofind.evaluate.executors import InProcess, Isolated
         with self.lock:
             if isolate not in self._executors:
                 self._executors[isolate] = (

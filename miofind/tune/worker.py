@@ -19,7 +19,7 @@ from miofind.evaluate.evaluate import DeviceLostError
 from miofind.find.lookup import records
 from miofind.find.lookup.failures import failed_outcomes
 from miofind.find.lookup.validity import is_valid
-from miofind.find.pipeline import measure
+from miofind.find.measuring import measure
 from miofind.find.plan import Plan
 from miofind.finddb import RefusedEntryError, usable_rows
 from miofind.runtime.handle import Handle

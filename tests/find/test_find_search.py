@@ -23,7 +23,8 @@ from miofind.evaluate.executors import InProcess
 from miofind.find import rounds
 from miofind.find.lookup import records, validity
 from miofind.find.lookup.scopes import Coverage
-from miofind.find.pipeline import find, measure
+from miofind.find.measuring import measure
+from miofind.find.pipeline import find
 from miofind.find.rounds import FindRequest, Measuring
 from miofind.find.search import FINALISTS, ROUND
 from miofind.finddb import Row

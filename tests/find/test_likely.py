@@ -13,7 +13,7 @@ import miofind
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library
 from miofind.errors import InvalidOptionError
-from miofind.find import likely, pipeline
+from miofind.find import likely, measuring
 from miofind.find.immediate import answer
 from miofind.find.immediate.answer import predicted
 from miofind.find.immediate.devices import described
@@ -163,10 +163,10 @@ def test_a_plan_that_is_there_is_measured_unless_something_failed_since(
 ) -> None:
     plan = likely_plan(PROBLEM, LIKELY, cpu, left_out={})
     one = replace(plan, candidates=plan.candidates[-1:], is_part=True)
-    found = pipeline.measure(PROBLEM, LIKELY, cpu, likeliest=one)
+    found = measuring.measure(PROBLEM, LIKELY, cpu, likeliest=one)
     assert {s.id for s in found} == {one.candidates[0].candidate.id}
-    monkeypatch.setattr(pipeline, "_left_out", lambda *_: {one.candidates[0].candidate.id: "failed here before"})
-    found = pipeline.measure(PROBLEM, LIKELY, cpu, likeliest=one)
+    monkeypatch.setattr(measuring, "_left_out", lambda *_: {one.candidates[0].candidate.id: "failed here before"})
+    found = measuring.measure(PROBLEM, LIKELY, cpu, likeliest=one)
     assert one.candidates[0].candidate.id not in {s.id for s in found if s.source is Source.MEASURED}
 
 
@@ -211,13 +211,13 @@ def test_a_search_goes_beyond_the_likeliest(cpu: miofind.Handle) -> None:
 def test_where_none_of_the_likeliest_works_all_are_measured(
     one: None, cpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = pipeline.likely_plan
+    real = measuring.likely_plan
 
     def none_works(*arguments: object, **keywords: object) -> object:
         plan = real(*arguments, **keywords)  # type: ignore[arg-type]
         return plan.without({p.candidate.id: "fails" for p in plan.candidates})
 
-    monkeypatch.setattr(pipeline, "likely_plan", none_works)
+    monkeypatch.setattr(measuring, "likely_plan", none_works)
     found = miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
     assert {s.source for s in found} == {Source.MEASURED}
     assert not found[0].solution_list.gaps.likely_alone

@@ -17,7 +17,7 @@ from miofind.find import recording as recording_module
 from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import failures, known, records, scopes, stored, validity
 from miofind.find.lookup.scopes import Coverage
-from miofind.find.pipeline import measure
+from miofind.find.measuring import measure
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import RIVAL, History, Row, Store

@@ -25,7 +25,7 @@ from miofind.errors import (
 )
 from miofind.evaluate.evaluate import Job
 from miofind.evaluate.executors import InProcess
-from miofind.find import pipeline
+from miofind.find import measuring
 from miofind.find.immediate.answer import predicted
 from miofind.find.lookup import records, validity
 from miofind.finddb import Row, ties_of_best, usable_rows
@@ -131,7 +131,7 @@ def test_which_requests_measure_on_a_hit(
     handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], runs_on_hit: int
 ) -> None:
     miofind.find_solutions(PROBLEM, handle=handle)
-    monkeypatch.setattr(pipeline, "TRUST_TOLERANCE", math.inf)  # on a busy machine it is slower now
+    monkeypatch.setattr(measuring, "TRUST_TOLERANCE", math.inf)  # on a busy machine it is slower now
     runs = count_runs(monkeypatch)
     assert miofind.find_solutions(PROBLEM, options=miofind.FindOptions(**options), handle=handle)
     assert min(len(runs), 1) == runs_on_hit, "a search may take rounds"
@@ -250,7 +250,7 @@ def test_trust_verify_keeps_what_it_measured(handle: miofind.Handle, monkeypatch
     """An answer of another driver or library stays stale unless the verification counts."""
     best = miofind.find_solutions(PROBLEM, handle=handle)[0]
     handle.forget()
-    monkeypatch.setattr(pipeline, "TRUST_TOLERANCE", 1e9)
+    monkeypatch.setattr(measuring, "TRUST_TOLERANCE", 1e9)
     miofind.find_solutions(PROBLEM, options=miofind.FindOptions(find_mode="trust_verify"), handle=handle)
     held = handle.database.user.history(handle.device.identity, PROBLEM.network_config)
     assert held is not None

@@ -30,6 +30,11 @@ class Coverage(Enum):
     PARTIAL = auto()
     DYNAMIC = auto()
 
+    @staticmethod
+    def of_find(*, dynamic_only: bool) -> Coverage:
+        """What a find's answers must cover."""
+        return Coverage.DYNAMIC if dynamic_only else Coverage.PARTIAL
+
 
 WIDE_BOUNDS = "any error bound"
 """A pseudo solver id in a scope: `max_error` was set, and so algorithms with wider error bounds took part."""

@@ -22,9 +22,10 @@ from torch_layer.inductor.compiled_graphs import Compiled, convolution_pass
 
 import miofind.torch
 from miofind import FindOptions, Handle
+from miofind.api import many
+from miofind.api.many import find_many
 from miofind.core.problem import ProblemDescription
 from miofind.finddb import MEMORY
-from miofind.torch.fused import answers
 from miofind.torch.inductor import backend, group_statistics, norms
 from miofind.torch.override import comparisons, plans
 from miofind.torch.override.comparisons import Comparison
@@ -612,9 +613,9 @@ def test_what_a_graph_lacks_is_found_at_once(own_handle: Handle, monkeypatch: py
 
     def noted(problems: Any, *, options: Any, handle: Any) -> Any:
         asked.append((problems, options.likely, handle))
-        return miofind.find_many(problems, options=options, handle=handle)
+        return find_many(problems, options=options, handle=handle)
 
-    monkeypatch.setattr(answers, "find_many", noted)
+    monkeypatch.setattr(many, "find_many", noted)
     monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
     model = prepared(Block(lambda y, x: torch.relu(y + x), norm=True))
     x = torch.randn(2, 4, 7, 3)
@@ -639,9 +640,9 @@ def test_what_stays_pytorchs_own_is_found_at_once_too_in_the_format_that_it_runs
 
     def noted(problems: Any, *, options: Any, handle: Any) -> Any:
         asked.extend(problems)
-        return miofind.find_many(problems, options=options, handle=handle)
+        return find_many(problems, options=options, handle=handle)
 
-    monkeypatch.setattr(answers, "find_many", noted)
+    monkeypatch.setattr(many, "find_many", noted)
     monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: prefers_last)
     if not prefers_last:  # else Inductor would turn them, which is not asked here
         monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
@@ -672,9 +673,9 @@ def test_what_pytorch_is_faster_at_fused_is_found_at_once_as_the_convolution_tha
 
     def noted(problems: Any, *, options: Any, handle: Any) -> Any:
         asked.append([problem.epilogue.text for problem in problems])
-        return miofind.find_many(problems, options=options, handle=handle)
+        return find_many(problems, options=options, handle=handle)
 
-    monkeypatch.setattr(answers, "find_many", noted)
+    monkeypatch.setattr(many, "find_many", noted)
     monkeypatch.setattr(graph_pass, "prefers_channels_last", lambda graph: False)
     monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
 
@@ -717,9 +718,9 @@ def test_what_stays_of_one_dimension_is_asked_for_as_it_runs(
 
     def noted(problems: Any, *, options: Any, handle: Any) -> Any:
         asked.extend(problems)
-        return miofind.find_many(problems, options=options, handle=handle)
+        return find_many(problems, options=options, handle=handle)
 
-    monkeypatch.setattr(answers, "find_many", noted)
+    monkeypatch.setattr(many, "find_many", noted)
     monkeypatch.setattr(plans, "find_solutions", lambda *_, **__: pytest.fail("a problem is found by itself"))
     convolution, x = nn.Conv1d(3, 5, 3, bias=False), torch.randn(2, 19, 3)
     with miofind.torch.use("find", handle=own_handle, devices="cpu"), torch.no_grad():
@@ -755,7 +756,7 @@ def test_nothing_is_found_at_once_where_misses_are_not_measured_or_finding_fails
     def fails(*_: Any, **__: Any) -> Any:
         raise ValueError("a solver's own error")
 
-    monkeypatch.setattr(answers, "find_many", fails)
+    monkeypatch.setattr(many, "find_many", fails)
     model = prepared(Block(lambda y, x: torch.relu(y), norm=False, bias=True))
     x = torch.randn(2, 4, 3, 7)
     with torch.no_grad():
