@@ -1,7 +1,7 @@
 """How good and how quick answers without measuring are: on stored rows, or against full finds on a GPU.
 
     python benchmarks/immediate.py RELEASE.db [EARLIER.db ...] --json benchmarks/results/immediate_h200.json
-    python benchmarks/immediate.py --problems 640 --suite wild.csv
+    python benchmarks/immediate.py --problems 640 --suite wild.csv [--families]
     python benchmarks/immediate.py RELEASE.db [EARLIER.db ...] --judge WILD.db --json FILE
     python benchmarks/immediate.py --gpu --problems 150 --json FILE
 
@@ -11,9 +11,9 @@ cost (the learning curve), what predictions add where one solver's rows are void
 problems that no FindDB knows.
 
 Random problems of the suite wild, in random types, layouts and directions, and with --epilogues with a random epilogue
-each, are written as a suite with --suite, whose default configurations
-`MIOFIND_SYSTEM_DB= miofind tune --csv wild.csv --db WILD.db` measures. With --judge they are judged: shapes in five
-parts, each predicted by a model of the sources and the other four.
+each, or with --families layers as families of networks have them, are written as a suite with --suite, whose default
+configurations `MIOFIND_SYSTEM_DB= miofind tune --csv wild.csv --db WILD.db` measures. With --judge they are judged:
+shapes in five parts, each predicted by a model of the sources and the other four.
 
 With --gpu such problems are answered by the model that ships and by plain estimates, with no FindDB; then a find
 measures all default configurations and the first eight of both, and the regrets are those of measured times.
@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 import script
 from commit import commit
+from families import family_problems
 from wild import with_epilogue
 
 import miofind
@@ -277,6 +278,8 @@ def write_suite(path: Path, problems: Sequence[ProblemDescription]) -> None:
 
 def random_problems(arguments: argparse.Namespace) -> list[ProblemDescription]:
     """The random problems that were asked for."""
+    if arguments.families:
+        return family_problems(arguments.problems, arguments.seed)
     found = wild_problems(arguments.problems, arguments.seed)
     return [with_epilogue(each, arguments.seed) for each in found] if arguments.epilogues else found
 
@@ -382,7 +385,9 @@ def main() -> None:
     parser.add_argument("sources", nargs="*", type=Path, help="FindDBs of one kind of device")
     parser.add_argument("--gpu", action="store_true", help="measure on the GPU here, instead of reading FindDBs")
     parser.add_argument("--problems", type=script.count, default=150, help="random problems with --gpu or --suite")
-    parser.add_argument("--epilogues", action="store_true", help="give each random problem an epilogue")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--epilogues", action="store_true", help="give each random problem an epilogue")
+    kinds.add_argument("--families", action="store_true", help="draw layers of networks' families instead of wild's")
     parser.add_argument("--budget", type=script.seconds, default=60.0, help="seconds of measuring a problem with --gpu")
     parser.add_argument("--suite", type=script.output, help="write the random problems to this file, and end")
     parser.add_argument("--judge", type=Path, help="FindDB whose problems are judged, all candidates of which it has")

@@ -86,6 +86,14 @@ gpus_option = click.option(
 @request_options
 @click.option("--search", is_flag=True, help="Search configurations beside the defaults.")
 @likely_option
+@click.option(
+    "--draw",
+    "drawn",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="With --likely: number of other candidates to measure, drawn at random by --seed: rows to train a model with.",
+)
 @search_options
 @click.option("--force", is_flag=True, help="Measure problems that the FindDB answers already, too.")
 @click.option("--recheck", is_flag=True, help="Measure the problems alone that the FindDB has queued for it.")
@@ -244,6 +252,7 @@ def _options(values: dict[str, Any], *, recheck: bool, stored: bool) -> TuneOpti
         force=values.pop("force"),
         recheck=recheck,
         stored=stored,
+        drawn=values.pop("drawn"),
         stop_after_s=values.pop("stop_after_s"),
     )
 

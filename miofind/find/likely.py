@@ -9,6 +9,7 @@ second, and nothing is run before.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -44,6 +45,7 @@ def likely_plan(
     dynamic_only: bool = False,
     left_out: Mapping[str, str],
     few: bool = False,
+    drawn: int = 0,
 ) -> Plan:
     """The few candidates of a request that are predicted to be the fastest, the first of them first.
 
@@ -55,6 +57,7 @@ def likely_plan(
         dynamic_only: leave out solvers that compile for each shape.
         left_out: by id, candidates that are not measured, and why.
         few: the first two alone, of a problem that takes little of a network's time.
+        drawn: how many others are measured besides, drawn at random: a model learns what it takes for slow, too.
 
     Raises:
         UnknownSolverError: the options name a solver that the handle's registry has not.
@@ -75,6 +78,7 @@ def likely_plan(
     own = ranked([each for each in plan.candidates if each.solver.library is not Library.CUDNN], problem, handle)
     times = [(each.planned.solver.id, each.prediction.time_ms) for each in own]
     places = list(range(min(FEW, len(own)))) if few else likely_places(times)
+    places += _drawn_places(times, places, drawn, f"{options.seed} {problem.network_config}")
     first = [own[place].planned for place in places] + cudnn[: _CUDNN_PLANS if own else None]
     asked = requested_scope(problem, options, handle.device, handle.registry, dynamic_only=dynamic_only).solvers
     unasked = {
@@ -84,6 +88,20 @@ def likely_plan(
     }
     is_part = len(first) < len(plan.candidates) or not unasked.keys() <= plan.considered.keys()
     return replace(plan, candidates=tuple(first), considered=unasked | plan.considered, is_part=is_part)
+
+
+def _drawn_places(candidates: Sequence[tuple[str, float]], taken: Sequence[int], count: int, seed: str) -> list[int]:
+    """So many places that are not taken, at random; half as fast is drawn a quarter as often.
+
+    Source: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006.
+    """
+    draw = random.Random(seed)
+    keys = {
+        place: draw.random() ** ((time_ms / candidates[0][1]) ** 2)
+        for place, (_, time_ms) in enumerate(candidates)
+        if place not in taken
+    }
+    return sorted(sorted(keys, key=keys.__getitem__, reverse=True)[:count])
 
 
 def _is_led_by_cudnn(problem: ProblemDescription) -> bool:

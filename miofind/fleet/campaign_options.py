@@ -27,8 +27,10 @@ def options_json(options: TuneOptions) -> dict[str, object]:
     """What of the options crosses, without what is at its default.
 
     Raises:
-        InvalidOptionError: they ask for a re-check, which goes by one host's notes.
+        InvalidOptionError: they ask for a re-check, which goes by one host's notes, or for candidates that are drawn.
     """
+    if options.drawn:
+        raise InvalidOptionError("a campaign draws no candidates: use `miofind tune --likely --draw` on one host")
     if options.recheck:
         raise InvalidOptionError("recheck goes by the notes of one host's FindDB: use `miofind tune --recheck` there")
     given = {name: getattr(options.find, name) for name in _FIND} | {name: getattr(options, name) for name in _TUNE}

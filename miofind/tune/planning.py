@@ -30,7 +30,7 @@ def tuning_plan(problem: ProblemDescription, options: TuneOptions, handle: Handl
     failed = frozenset() if options.find.retry_failed else failures.quarantined(problem, handle)
     left_out = dict.fromkeys(failed, "failed here before")
     if options.find.likely and not options.stored:
-        return likely_plan(problem, options.find, handle, left_out=left_out, few=options.few)
+        return likely_plan(problem, options.find, handle, left_out=left_out, few=options.few, drawn=options.drawn)
     make = stored_plan if options.stored else make_plan
     return make(problem, options.find, handle).without(left_out)
 

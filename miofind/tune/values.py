@@ -45,6 +45,7 @@ class TuneOptions:
             other versions of libraries and driver, that were not measured again yet. Where `find` sets no `max_error`,
             it becomes infinite: also what only requests with `max_error` take is measured.
         few: where `find` measures the likeliest, the first two alone.
+        drawn: where `find` measures the likeliest, so many others besides, drawn at random.
         stop_after_s: seconds after which no further problem is begun.
 
     Raises:
@@ -56,11 +57,14 @@ class TuneOptions:
     recheck: bool = False
     stored: bool = False
     few: bool = False
+    drawn: int = 0
     stop_after_s: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.stop_after_s >= 0:
             raise InvalidOptionError(f"stop_after_s={self.stop_after_s!r} must be a number of at least 0")
+        if self.drawn and (self.stored or not self.find.likely):
+            raise InvalidOptionError(f"drawn={self.drawn} candidates are measured beside the likeliest: ask for likely")
         if self.stored and (self.recheck or self.find.searches):
             other = "recheck" if self.recheck else "a search"
             raise InvalidOptionError(f"stored measures no other configurations, {other} does: ask for one of them")

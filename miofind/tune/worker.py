@@ -150,7 +150,7 @@ def tuned(
             ahead=pool,
             afresh=options.force,
             stored=options.stored,
-            likeliest=plan or (tuning_plan(problem, options, handle) if options.few else None),
+            likeliest=plan or (tuning_plan(problem, options, handle) if options.few or options.drawn else None),
         )
     except RefusedEntryError as error:
         return failed(task, str(error), time.monotonic() - began)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.runs.immediate_models import H200
@@ -221,6 +223,49 @@ def test_where_none_of_the_likeliest_works_all_are_measured(
     found = miofind.find_solutions(PROBLEM, options=LIKELY, handle=cpu)
     assert {s.source for s in found} == {Source.MEASURED}
     assert not found[0].solution_list.gaps.likely_alone
+
+
+def test_others_are_drawn_beside_the_likeliest(h200: miofind.Handle) -> None:
+    every = {p.candidate.id for p in make_plan(NETWORKS[0], FindOptions(exclude=("cudnn",)), h200).candidates}
+    plain = likely_plan(NETWORKS[0], LIKELY, h200, left_out={}).candidates
+    draws = [
+        likely_plan(NETWORKS[0], replace(LIKELY, seed=seed), h200, left_out={}, drawn=3).candidates
+        for seed in (0, 0, 1)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+    for drawn in draws:
+        names = [planned.candidate.id for planned in drawn]
+        assert drawn[: len(plain)] == plain
+        assert len(set(names)) == len(names) == len(plain) + 3
+        assert set(names) <= every
+    whole = likely_plan(NETWORKS[0], LIKELY, h200, left_out={}, drawn=len(every))
+    assert {planned.candidate.id for planned in whole.candidates} == every, "as many as there are"
+
+
+def test_the_faster_are_drawn_more_often() -> None:
+    candidates = [("A", 1.0), ("A", 1.0), ("B", 2.0), ("B", 1.0)]
+    counts = Counter(
+        place for seed in range(2000) for place in likely._drawn_places(candidates, [0], 1, seed=str(seed))
+    )
+    assert 0 not in counts, "taken already"
+    assert counts[1] == pytest.approx(2000 * 4 / 9, rel=0.1)
+    assert counts[3] == pytest.approx(2000 * 4 / 9, rel=0.1)
+    assert counts[2] == pytest.approx(2000 * 1 / 9, rel=0.25)
+
+
+def test_a_tuning_measures_what_it_draws(one: None, cpu: miofind.Handle) -> None:
+    request = SuiteProblem(suite="t", layer="t", problem=PROBLEM, count=1)
+    summary = tune([request], [cpu], TuneOptions(find=LIKELY, drawn=1))
+    assert summary.end is TuneEnd.COMPLETE
+    assert scopes(cpu) == {"likely"}
+    (history,) = cpu.database.histories(cpu.device.identity, PROBLEM.network_config)
+    assert len(history.rows) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"find": LIKELY, "stored": True}], ids=str)
+def test_candidates_are_drawn_beside_the_likeliest_alone(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOptionError, match="drawn=2 candidates are measured beside the likeliest"):
+        TuneOptions(drawn=2, **options)
 
 
 @pytest.mark.parametrize("searching", [{"tuning": True}, {"find_enforce": "search"}], ids=str)

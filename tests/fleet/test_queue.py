@@ -436,6 +436,8 @@ def test_options_cross_as_plain_json() -> None:
     assert options_of({}) == TuneOptions(find=FindOptions(isolate=True)), "candidates always run in a sandbox"
     with pytest.raises(InvalidOptionError, match="recheck goes by the notes"):
         options_json(TuneOptions(recheck=True))
+    with pytest.raises(InvalidOptionError, match="draws no candidates"):
+        options_json(TuneOptions(find=FindOptions(likely=True), drawn=1))
 
 
 @pytest.mark.parametrize(
