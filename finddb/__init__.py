@@ -1,10 +1,17 @@
 """The FindDB: what was measured, for which problem on which device, and the answers that follow.
 
-A leaf of the package: strings and numbers in and out, nothing of problems, solvers or devices.
+A leaf of the package: strings and numbers in and out, nothing of problems, solvers or devices. What speaks SQLAlchemy
+is imported when it is first asked for: look-ups that the shipped databases answer do without.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from miofind.finddb.answers import Answer, RankedRows
 from miofind.finddb.differences import Change, ChangeKind, differences
+from miofind.finddb.file_version import SCHEMA_VERSION
 from miofind.finddb.layered import LayeredStore, open_layered
 from miofind.finddb.location import (
     MEMORY,
@@ -15,12 +22,8 @@ from miofind.finddb.location import (
     told_address,
     user_path,
 )
-from miofind.finddb.migration import Upgrade, upgrade
-from miofind.finddb.mirror import Mirrored, mirror
 from miofind.finddb.open_files import is_database, is_of_database
 from miofind.finddb.ranking import BEST_PER_SOLVER, ties_of_best, usable_rows, without_solvers
-from miofind.finddb.release import ReleaseRules, write_release
-from miofind.finddb.schema import SCHEMA_VERSION
 from miofind.finddb.store import Store
 from miofind.finddb.validation import MAX_INT, MAX_JSON_CHARS, RefusedEntryError, refusal
 from miofind.finddb.values import (
@@ -40,6 +43,11 @@ from miofind.finddb.values import (
     environment_id,
     failed_code,
 )
+
+if TYPE_CHECKING:
+    from miofind.finddb.migration import Upgrade, upgrade
+    from miofind.finddb.mirroring import Mirrored, mirror
+    from miofind.finddb.release import ReleaseRules, write_release
 
 __all__ = [
     "ANY_EFFORT",
@@ -90,3 +98,23 @@ __all__ = [
     "without_solvers",
     "write_release",
 ]
+
+_HOMES = {
+    "miofind.finddb.migration": ("Upgrade", "upgrade"),
+    "miofind.finddb.mirroring": ("Mirrored", "mirror"),
+    "miofind.finddb.release": ("ReleaseRules", "write_release"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+if not TYPE_CHECKING:  # type checkers know what there is, and tell of anything else
+
+    def __getattr__(name: str) -> Any:
+        """What is named here."""
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
-
-from sqlalchemy import Connection
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.values import ProblemKey
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 T = TypeVar("T")
 
@@ -83,8 +84,12 @@ class Database(ABC):
         """
 
     @abstractmethod
-    def payload(self, connection: Connection, device: str, network_config: str) -> Any:
-        """What is stored as the answer to a problem, None where nothing is: the hot path."""
+    def opened(self) -> AbstractContextManager[None]:
+        """It is open for this thread until the block ends, to be asked what it is and for payloads."""
+
+    @abstractmethod
+    def payload(self, device: str, network_config: str) -> Any:
+        """What is stored as the answer to a problem, None where nothing is; to be asked where it is open."""
 
     @abstractmethod
     def write(self) -> AbstractContextManager[Connection]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import (
@@ -27,14 +27,10 @@ from sqlalchemy.dialects import sqlite
 from miofind.finddb import answers, packing, schema
 from miofind.finddb.legible import UnreadableEntryError, checked_text, legible
 from miofind.finddb.packing import HistoryCodec
+from miofind.finddb.stamps import TIME_FORM
 from miofind.finddb.validation import (
     LAST_STAMP,
     RefusedEntryError,
-    checked_environment,
-    checked_key,
-    checked_row,
-    checked_scope,
-    checked_verdict,
     is_stamp,
 )
 from miofind.finddb.values import (
@@ -45,6 +41,7 @@ from miofind.finddb.values import (
     Entry,
     History,
     ProblemKey,
+    Recheck,
     Row,
     Scope,
     Verdict,
@@ -53,7 +50,6 @@ from miofind.finddb.values import (
     without_defaults,
 )
 
-_TIME_FORM = "%Y-%m-%dT%H:%M:%S.%fZ"
 _FACTS = (schema.measurement, schema.scope, schema.verdict)
 _ROW_COLUMNS = [schema.measurement.c[name] for name in ROW_FIELDS]
 _SCOPE_COLUMNS = [schema.scope.c[name] for name in SCOPE_FIELDS]
@@ -86,25 +82,6 @@ _HELD = (
     .with_for_update(of=schema.problem)
 )
 _THIS_TRANSACTION = cast(cast(func.pg_current_xact_id(), Text), BigInteger)
-
-
-def checked(history: History) -> History:
-    """The history as it will be stored: of known form, with the ids of its entries.
-
-    Raises:
-        RefusedEntryError: something of it cannot be stored.
-    """
-    key = (history.device, history.network_config)
-    checked_key(*key)
-    for name, versions in history.environments.items():
-        if checked_environment(versions) != name:
-            raise RefusedEntryError(f"environment {name!r} is not named by the hash of its versions: it was altered")
-    return replace(
-        history,
-        rows=tuple(checked_row(*key, row) for row in history.rows),
-        scopes=tuple(checked_scope(*key, scope) for scope in history.scopes),
-        verdicts=tuple(checked_verdict(*key, verdict) for verdict in history.verdicts),
-    )
 
 
 def add(connection: Connection, histories: Iterable[History]) -> int:
@@ -161,21 +138,6 @@ def outdated(connection: Connection) -> list[int]:
     return [number for number in problems(connection) if payload(connection, number) != _derived(connection, number)]
 
 
-def now() -> str:
-    """The present, in the form of `created_at`, which ends before some clocks do."""
-    return min(datetime.now(UTC).strftime(_TIME_FORM), LAST_STAMP)
-
-
-def stamped(history: History, stamp: str) -> History:
-    """The history with a time for those entries that have none."""
-    return replace(
-        history,
-        rows=tuple(replace(row, created_at=row.created_at or stamp) for row in history.rows),
-        scopes=tuple(replace(scope, created_at=scope.created_at or stamp) for scope in history.scopes),
-        verdicts=tuple(replace(verdict, created_at=verdict.created_at or stamp) for verdict in history.verdicts),
-    )
-
-
 def next_stamp(connection: Connection, problem_id: int | None, present: str) -> str:
     """A time for new entries: the present, or just past the newest entry if the clock was set back since.
 
@@ -192,7 +154,7 @@ def next_stamp(connection: Connection, problem_id: int | None, present: str) -> 
         return present
     if (latest := max(later)) == LAST_STAMP:
         return LAST_STAMP
-    return (datetime.fromisoformat(latest) + timedelta(microseconds=1)).strftime(_TIME_FORM)
+    return (datetime.fromisoformat(latest) + timedelta(microseconds=1)).strftime(TIME_FORM)
 
 
 def _stamps_from(table: Table, problem_id: int, present: str) -> Select[Any]:
@@ -429,6 +391,34 @@ def remove_problem(connection: Connection, problem_id: int) -> int:
     count = connection.execute(select(func.count()).where(table.c.problem_id == problem_id)).scalar_one()
     connection.execute(delete(schema.problem).where(schema.problem.c.id == problem_id))
     return count
+
+
+def is_recheck_noted(connection: Connection, device: str, network_config: str, reason: str) -> bool:
+    """Whether it is noted that a problem wants measuring again for a reason."""
+    table = schema.recheck
+    key = {"device": device, "network_config": network_config, "reason": reason}
+    return connection.execute(select(table.c.created_at).filter_by(**key)).first() is not None
+
+
+def note_rechecks(connection: Connection, device: str, network_config: str, reasons: Iterable[str], stamp: str) -> int:
+    """Note that a problem wants measuring again for reasons; returns how many are news."""
+    key = {"device": device, "network_config": network_config, "created_at": stamp}
+    return insert_new(connection, schema.recheck, [key | {"reason": reason} for reason in reasons])
+
+
+def forget_rechecks(connection: Connection, device: str, network_config: str) -> None:
+    """Remove all notes of a problem."""
+    connection.execute(delete(schema.recheck).filter_by(device=device, network_config=network_config))
+
+
+def rechecks(connection: Connection, device: str | None) -> tuple[Recheck, ...]:
+    """The notes of a device, None for those of all, the oldest first."""
+    table = schema.recheck
+    statement = select(table).order_by(table.c.created_at, table.c.device, table.c.network_config, table.c.reason)
+    if device is not None:
+        statement = statement.where(table.c.device == device)
+    found = connection.execute(statement).mappings().all()
+    return tuple(Recheck(**{name: checked_text(values[name]) for name in values}) for values in found)
 
 
 def remove_orphans(connection: Connection) -> None:

@@ -18,11 +18,10 @@ from pathlib import Path
 from sqlalchemy import Connection, update
 
 from miofind.errors import DatabaseError
-from miofind.finddb import entries, location, migrations, open_files, schema
+from miofind.finddb import entries, file_version, location, migrations, open_files, schema
+from miofind.finddb.sqlite_core import connect, draw, driver_of
 from miofind.finddb.sqlite_file import (
     check_writable_place,
-    connect,
-    draw,
     execute,
     open_file,
     set_log_aside,
@@ -79,16 +78,16 @@ def _upgraded(file: Path) -> Upgrade:
     where = location.shown(file)
     backup, outdated = None, []
     with closing(connect(lambda: open_file(file, "rw"), is_writer=True)) as connection:
-        execute(connection, "PRAGMA synchronous=FULL")
+        execute(driver_of(connection), "PRAGMA synchronous=FULL")
         try:
             with connection.begin():  # holds the write lock: the backup is the file just before the upgrade
-                version = schema.checked_version(connection, where)
-                if version == schema.PACKED_VERSION:
-                    raise schema.unwritable(where, version)
-                outdated = entries.outdated(connection) if version == schema.SCHEMA_VERSION else []
-                if version < schema.SCHEMA_VERSION or outdated:
+                version = file_version.checked_version(driver_of(connection), where)
+                if version == file_version.PACKED_VERSION:
+                    raise file_version.unwritable(where, version)
+                outdated = entries.outdated(connection) if version == file_version.SCHEMA_VERSION else []
+                if version < file_version.SCHEMA_VERSION or outdated:
                     backup = _back_up(file, version)
-                if version < schema.SCHEMA_VERSION:
+                if version < file_version.SCHEMA_VERSION:
                     _upgrade_tables(connection, version)
                     outdated = entries.outdated(connection)
                 for problem_id in outdated:
@@ -100,7 +99,11 @@ def _upgraded(file: Path) -> Upgrade:
                 backup.unlink(missing_ok=True)
             raise
     return Upgrade(
-        database=str(file), from_version=version, to_version=schema.SCHEMA_VERSION, answers=len(outdated), backup=backup
+        database=str(file),
+        from_version=version,
+        to_version=file_version.SCHEMA_VERSION,
+        answers=len(outdated),
+        backup=backup,
     )
 
 
@@ -129,11 +132,13 @@ def _upgraded_server(url: str) -> Upgrade:
 
 
 def _upgrade_tables(connection: Connection, version: int) -> None:
-    for number in range(version, schema.SCHEMA_VERSION):
-        for statement in schema.UPGRADES[number]:
+    for number in range(version, file_version.SCHEMA_VERSION):
+        for statement in file_version.UPGRADES[number]:
             connection.exec_driver_sql(statement)
     table = schema.meta
-    connection.execute(update(table).where(table.c.key == "schema_version").values(value=str(schema.SCHEMA_VERSION)))
+    connection.execute(
+        update(table).where(table.c.key == "schema_version").values(value=str(file_version.SCHEMA_VERSION))
+    )
 
 
 def _back_up(file: Path, version: int) -> Path:

@@ -20,10 +20,10 @@ from miofind.finddb import entries, ranking
 from miofind.finddb.exchange import release_of
 from miofind.finddb.location import MEMORY, checked_path, shown
 from miofind.finddb.open_files import is_database, is_of_database
+from miofind.finddb.sqlite_core import connect, driver_of
 from miofind.finddb.sqlite_file import (
     LOGS,
     check_writable_place,
-    connect,
     execute,
     fold_logs,
     open_file,
@@ -113,7 +113,7 @@ def _write(path: Path, histories: Sequence[History], release: Release) -> None:
     with closing(connect(lambda: open_file(path, "rwc"), is_writer=True)) as connection:
         with connection.begin():
             entries.write_packed(connection, histories, notes)
-        execute(connection, "VACUUM")
+        execute(driver_of(connection), "VACUUM")
 
 
 @contextmanager

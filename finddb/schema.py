@@ -1,4 +1,4 @@
-"""The tables of a FindDB and their version. Nothing here opens a file or knows a server.
+"""The tables of a FindDB; `file_version` has their versions. Nothing here opens a file or knows a server.
 
 `measurement`, `scope` and `verdict` are append-only facts named by content; `answer` is derived from them and can be
 rebuilt. Numbers that name devices and problems are of one file only: everything that leaves it goes by text.
@@ -10,7 +10,6 @@ PostgreSQL has the same tables, made by `migrations`. Its texts are compared byt
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from sqlalchemy import (
@@ -32,40 +31,8 @@ from sqlalchemy import (
     inspect,
     select,
 )
-from sqlalchemy.dialects import sqlite
 
-from miofind.errors import DatabaseError, SchemaVersionError
-
-SCHEMA_VERSION = 2
-"""Of the files that are written to."""
-
-PACKED_VERSION = 3
-"""Of releases. It is one of the same count, so that older code refuses them, but no file is upgraded to it: the next
-version of files that are written to is 4."""
-
-MIRROR = "mirror"
-"""The note that makes a file a mirror of a server, which nobody else writes to."""
-
-UPGRADES: Mapping[int, tuple[str, ...]] = {
-    1: (
-        "ALTER TABLE measurement ADD COLUMN contended BOOLEAN DEFAULT '0' NOT NULL",
-        "ALTER TABLE measurement ADD COLUMN dropped_samples BIGINT DEFAULT '0' NOT NULL",
-        "CREATE TABLE verdict (problem_id INTEGER NOT NULL, id VARCHAR NOT NULL, winner TEXT NOT NULL, "
-        "ties TEXT NOT NULL, comparisons TEXT NOT NULL, blocks BIGINT NOT NULL, protocol VARCHAR NOT NULL, "
-        "environment VARCHAR NOT NULL, created_at VARCHAR NOT NULL, PRIMARY KEY (problem_id, id), "
-        "FOREIGN KEY(problem_id) REFERENCES problem (id) ON DELETE CASCADE) WITHOUT ROWID",
-    ),
-}
-"""Statements that make each version the next. They are history: what a release has run is never changed."""
-
-OLDER_AS_THIS: Mapping[int, tuple[str, ...]] = {
-    1: (
-        "CREATE TEMP VIEW measurement AS SELECT *, 0 AS contended, 0 AS dropped_samples FROM main.measurement",
-        "CREATE TEMP VIEW verdict AS SELECT 0 AS problem_id, '' AS id, '' AS winner, '' AS ties, '' AS comparisons, "
-        "0 AS blocks, '' AS protocol, '' AS environment, '' AS created_at WHERE 0",
-    ),
-}
-"""Statements that let a connection read each older version as if it were this one, with nothing written."""
+from miofind.finddb.file_version import PACKED_VERSION, SCHEMA_VERSION
 
 _NAME = String().with_variant(String(collation="C"), "postgresql")
 _TEXT = Text().with_variant(Text(collation="C"), "postgresql")
@@ -226,18 +193,13 @@ ANSWER_QUERY = (
     .join(answer, answer.c.problem_id == problem.c.id)
     .where(device.c.identity == bindparam("device"), problem.c.network_config == bindparam("network_config"))
 )
-ANSWER_SQL = str(ANSWER_QUERY.compile(dialect=sqlite.dialect(paramstyle="named")))
-"""The same for SQLite's own cursor: on the hot path Core's execution costs twice what the query does."""
-
-
-def is_empty(connection: Connection) -> bool:
-    """Whether the database holds no table at all."""
-    return not _stored_objects(connection)
+"""The hot path, where Core's execution costs twice what the query does: `sqlite_database` and `server` give drivers
+its text."""
 
 
 def create(connection: Connection) -> None:
     """Create the tables, unless another process has done so meanwhile. Runs in the caller's transaction."""
-    if is_empty(connection):
+    if connection.exec_driver_sql("SELECT 1 FROM sqlite_master").first() is None:
         metadata.create_all(connection, checkfirst=False)
         connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
 
@@ -252,49 +214,6 @@ def create_packed(connection: Connection, notes: Mapping[str, str]) -> None:
 def note(connection: Connection, key: str) -> str | None:
     """What a file says of itself, such as "schema_version"; None where it says nothing."""
     return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar()
-
-
-def unwritable(where: str, version: int) -> DatabaseError:
-    """Why nothing is written to a file of that version, and what to do; of this version only a mirror is only read."""
-    if version == SCHEMA_VERSION:
-        return DatabaseError(
-            f"{where} mirrors a server and is only read: name it in MIOFIND_SYSTEM_DB, and record in a FindDB of your "
-            "own"
-        )
-    if version == PACKED_VERSION:
-        return DatabaseError(
-            f"{where} is a release, which is only read: bring what it holds into a FindDB of your own with "
-            "`miofind db merge`, and write to that"
-        )
-    return SchemaVersionError(
-        f"{where} has schema version {version}, this release of miofind writes {SCHEMA_VERSION}: run "
-        "`miofind db upgrade` on it, which keeps a backup"
-    )
-
-
-def checked_version(connection: Connection, where: str) -> int:
-    """The schema version of a database that this release reads: that of its own files, of releases, or an older one.
-
-    Raises:
-        SchemaVersionError: a newer schema.
-        DatabaseError: no FindDB at all, an empty database, or one with code in it.
-    """
-    stored = _stored_objects(connection)
-    if not stored:  # a full disk leaves such a file, which the next write makes a FindDB
-        raise DatabaseError(f"{where} is an empty database: fill it with `miofind tune`, or remove it")
-    if not all(stored.values()):
-        raise DatabaseError(
-            f"{where} holds views or triggers, which no FindDB does: do not trust it, name another file"
-        )
-    version = _version(connection) if "meta" in stored else None
-    if version is None:
-        raise DatabaseError(f"{where} is a database of something else, not a FindDB: name another file")
-    if version > PACKED_VERSION:
-        raise SchemaVersionError(
-            f"{where} has schema version {version}, this release of miofind reads {PACKED_VERSION}: "
-            "upgrade miofind, or name another file"
-        )
-    return version
 
 
 def column_findings(connection: Connection, version: int) -> list[str]:
@@ -312,16 +231,3 @@ def column_findings(connection: Connection, version: int) -> list[str]:
         columns = {column["name"] for column in inspector.get_columns(table.name)}
         findings += [f"column {table.name}.{name} is missing" for name in wanted if name not in columns]
     return findings
-
-
-def _stored_objects(connection: Connection) -> dict[str, bool]:
-    """What the database is made of, by name; False for what has no pages of its own but computes: views, triggers."""
-    found = connection.exec_driver_sql("SELECT name, rootpage FROM sqlite_master")
-    return {name: bool(page) for name, page in found}
-
-
-def _version(connection: Connection) -> int | None:
-    if not {"key", "value"} <= {column["name"] for column in inspect(connection).get_columns("meta")}:
-        return None
-    text = note(connection, "schema_version")
-    return int(text) if isinstance(text, str) and re.fullmatch("[1-9][0-9]{0,8}", text) else None

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from sqlalchemy.dialects.postgresql.psycopg import dialect as create_dialect
 from sqlalchemy.exc import DBAPIError
 
 from miofind.errors import DatabaseError
-from miofind.finddb import entries, location, migrations, schema
+from miofind.finddb import entries, file_version, location, migrations, schema
 from miofind.finddb.database import BATCH, Database, T
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.postgresql import GET_IN_THE_WAY, Connector, engine_of, state_of, translated
@@ -80,7 +80,7 @@ class Server(Database):
     packing: HistoryCodec | None = None
     is_immutable = False
     files = 0
-    version = schema.SCHEMA_VERSION
+    version = file_version.SCHEMA_VERSION
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self.where = self.location = location.shown_url(url)
@@ -158,15 +158,20 @@ class Server(Database):
         with translated(self.where), self._ready().steady.connect() as connection, connection.begin():
             yield from _batches(connection, device, read)
 
-    def payload(self, connection: Connection, device: str, network_config: str) -> Any:
+    def opened(self) -> AbstractContextManager[None]:
+        """Nothing: what a server is does not change, and each payload is read by itself."""
+        return nullcontext()
+
+    def payload(self, device: str, network_config: str) -> Any:
         """What is stored as the answer to a problem, None where nothing is.
 
         On the driver's own connection: Core's execution costs as much again.
         """
-        driver = connection.connection.driver_connection
-        assert driver is not None
-        found = driver.execute(_ANSWER_SQL, {"device": device, "network_config": network_config}).fetchone()
-        return None if found is None else found[0]
+        with self.read() as connection:
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            found = driver.execute(_ANSWER_SQL, {"device": device, "network_config": network_config}).fetchone()
+            return None if found is None else found[0]
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Executable, Table, func, selec
 
 from miofind.errors import DatabaseError
 from miofind.finddb import answers, entries, exchange, schema
+from miofind.finddb.file_version import SCHEMA_VERSION
 from miofind.finddb.legible import UnreadableEntryError, checked_text, legible
 from miofind.finddb.packing import HistoryCodec, text_of
 from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope, checked_verdict
@@ -51,7 +52,7 @@ def problem_findings(
         f"{where}: verdict {item.id}: {fault}" for item in history.verdicts if (fault := _fault(history, item))
     ]
     findings += [f"{where}: {fault}" for fault in _environment_faults(history)]
-    if findings or version < schema.SCHEMA_VERSION:
+    if findings or version < SCHEMA_VERSION:
         return findings
     payload = entries.payload(connection, number)
     if packing is not None:  # compressed anew, it would differ with each release of zlib

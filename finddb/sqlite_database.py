@@ -17,25 +17,21 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
+from typing import TYPE_CHECKING, Any
 
 from miofind.errors import DatabaseError, MiofindError
-from miofind.finddb import entries, location, logs, open_files, schema
+from miofind.finddb import core, file_version, location, logs, open_files
 from miofind.finddb.database import BATCH, Database, T
 from miofind.finddb.legible import UnreadableEntryError, legible
 from miofind.finddb.open_files import FileKey, OpenFile, key_of
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.sqlite_file import (
+    PRAGMAS,
     WRITER_PRAGMAS,
     LastingConnection,
-    changes,
+    begin_immediate,
     check_writable_place,
     checkpoint,
-    connect,
-    draw,
     execute,
     open_file,
     open_lasting,
@@ -46,11 +42,23 @@ from miofind.finddb.sqlite_file import (
 )
 from miofind.finddb.values import ProblemKey
 
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
 logger = logging.getLogger("miofind")
 
 _MOST_OPENINGS = 10
 _LOOKS = 20
 _BETWEEN_LOOKS_S = 0.005
+
+ANSWER_SQL = (
+    "SELECT answer.payload FROM device JOIN problem ON problem.device_id = device.id "
+    "JOIN answer ON answer.problem_id = problem.id "
+    "WHERE device.identity = :device AND problem.network_config = :network_config"
+)
+"""`schema.ANSWER_QUERY` as SQLAlchemy writes it for SQLite, which is not imported for it."""
+
+_DEVICE_SQL = "SELECT id FROM device WHERE identity = ?"
 
 
 class _Change(Enum):
@@ -77,25 +85,23 @@ class _Channel:
         self.connection: Connection | None = None
         self.driver: LastingConnection | None = None
 
-    def open(self, driver: LastingConnection) -> Connection:
+    def open(self, driver: LastingConnection) -> None:
         """Take over a connection of the driver, to end it when this is ended."""
         self.driver = driver
-        return self.connected(driver)
+        execute(driver, *PRAGMAS)
 
     def connected(self, driver: LastingConnection) -> Connection:
         """A connection of SQLAlchemy over the driver's: the one there is, or a new one."""
         if self.connection is None:
             driver.take_back()  # what was interrupted while it was given up
-            self.connection = connect(lambda: driver, is_writer=self._is_writer)
+            self.connection = core.sqlite_core.connect(lambda: driver, is_writer=self._is_writer)
         return self.connection
 
     def give_up(self) -> None:
         """End what is being read and written, and use SQLAlchemy's connection no more. Harmless when repeated."""
         connection, self.connection = self.connection, None
         if connection is not None:
-            with suppress(SQLAlchemyError, sqlite3.Error):  # of a transaction that something has broken off
-                connection.invalidate()
-                connection.close()
+            core.sqlite_core.give_up(connection)
         if self.driver is not None:
             self.driver.take_back()
 
@@ -126,7 +132,7 @@ class _Connections:
         self.reading = _Channel()
         self.writing = _Channel(is_writer=True)
         self.file: OpenFile | None = None
-        self.version = schema.SCHEMA_VERSION
+        self.version = file_version.SCHEMA_VERSION
         self.packing: HistoryCodec | None = None
         self.is_immutable = False
         self._name = str(path)  # of a Path, the question takes twice as long
@@ -144,6 +150,10 @@ class _Connections:
     def writer(self) -> Connection | None:
         """What writes, None where that is yet to be made, or cannot be."""
         return self.writing.connection if self.is_open else None
+
+    def channel(self, role: str) -> _Channel:
+        """What reads, or writes."""
+        return self.writing if role == "writer" else self.reading
 
     @property
     def is_written(self) -> bool:
@@ -298,6 +308,7 @@ class SqliteFile(Database):
         self.location = self.address = location.MEMORY if path is None else str(path)
         self._connections = _Connections(path, writes=not read_only)
         self._files = 0
+        self._devices: dict[tuple[int, str], bool] = {}
         self._last_key: FileKey | None = None
         self._uses = _Uses()
         self._closed = False
@@ -335,10 +346,11 @@ class SqliteFile(Database):
             if self.path is None:  # one connection reads and writes
                 yield connection
                 return
+            driver = core.sqlite_core.driver_of(connection)
             try:
-                execute(connection, "BEGIN")
+                execute(driver, "BEGIN")
                 yield connection
-                execute(connection, "COMMIT")
+                execute(driver, "COMMIT")
             except BaseException:
                 self._connections.give_up("reader")
                 raise
@@ -359,10 +371,11 @@ class SqliteFile(Database):
                 self.disconnect()
             connection = self._connections.writer or self._opened("writer")
             with connection.begin():
-                written = changes(connection)
+                driver = core.sqlite_core.driver_of(connection)
+                written = driver.total_changes
                 yield connection
-                if self.path is not None and changes(connection) != written:
-                    draw(connection)
+                if self.path is not None and driver.total_changes != written:
+                    logs.draw(driver)
 
     def transact(self, work: Callable[[Connection], T], *, alone: bool = False) -> T:
         """What `work` returns, in a transaction: whoever writes to a file does so alone.
@@ -387,19 +400,40 @@ class SqliteFile(Database):
         """
         with self.read() as connection:
             files = self._files
-            remaining = iter(entries.problems(connection, device).values())
+            remaining = iter(core.entries.problems(connection, device).values())
         while batch := list(islice(remaining, BATCH)):
             with self.snapshot(of=files) as connection:
                 # Numbers are of one instant: what took the place of a problem that went meanwhile may have its number.
-                found = read(connection, entries.find_problems(connection, batch))
+                found = read(connection, core.entries.find_problems(connection, batch))
             yield found
 
-    def payload(self, connection: Connection, device: str, network_config: str) -> Any:
-        """What is stored as the answer to a problem, None where nothing is."""
-        driver = connection.connection.driver_connection
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """It is open until the block ends.
+
+        Raises:
+            DatabaseError, SchemaVersionError: as for `read`.
+        """
+        with translated(self.where), self._used("reader"):
+            if not self._connections.is_open:
+                self._opened_driver("reader")
+            yield
+
+    def payload(self, device: str, network_config: str) -> Any:
+        """What is stored as the answer to a problem, None where nothing is; to be asked where the file is open."""
+        driver = self._connections.reading.driver
         assert driver is not None
-        found = driver.execute(schema.ANSWER_SQL, {"device": device, "network_config": network_config}).fetchone()
+        if self.is_immutable and not self._knows(driver, device):
+            return None
+        found = driver.execute(ANSWER_SQL, {"device": device, "network_config": network_config}).fetchone()
         return None if found is None else found[0]
+
+    def _knows(self, driver: sqlite3.Connection, device: str) -> bool:
+        """Whether a file that does not change is of a device: most shipped files are of others."""
+        place = (self._files, device)
+        if place not in self._devices:
+            self._devices[place] = driver.execute(_DEVICE_SQL, (device,)).fetchone() is not None
+        return self._devices[place]
 
     def clock(self, connection: Connection, present: str) -> str:
         """The present, which is this machine's: a file is on it."""
@@ -428,7 +462,7 @@ class SqliteFile(Database):
         """What is wrong with its pages and its tables, given its schema version."""
         lines = [str(line) for (line,) in connection.exec_driver_sql("PRAGMA integrity_check(20)") if line != "ok"]
         version = self._connections.version
-        findings = [f"damaged: {line}" for line in lines] or schema.column_findings(connection, version)
+        findings = [f"damaged: {line}" for line in lines] or core.schema.column_findings(connection, version)
         broken = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
         return findings + [f"a row of table {line[0]} belongs to no row of table {line[2]}" for line in broken[:20]]
 
@@ -439,8 +473,7 @@ class SqliteFile(Database):
             DatabaseError, SchemaVersionError: it cannot.
         """
         with translated(self.where), self._used("writer"):
-            if self._connections.writer is None:
-                self._opened("writer")
+            self._opened_driver("writer")
 
     @property
     def exists(self) -> bool:
@@ -450,7 +483,7 @@ class SqliteFile(Database):
     @property
     def version(self) -> int:
         """The schema version of the file when it was opened."""
-        with self.read():
+        with self.opened():
             return self._connections.version
 
     @property
@@ -475,8 +508,7 @@ class SqliteFile(Database):
             DatabaseError: one of them failed.
         """
         with translated(self.where), self._used("writer"):
-            connection = self._connections.writer or self._opened("writer")
-            execute(connection, *statements)
+            execute(self._opened_driver("writer"), *statements)
 
     def disconnect(self) -> None:
         """Close the connections; the next use opens them again. In memory nothing happens, or all would be lost."""
@@ -498,6 +530,11 @@ class SqliteFile(Database):
         self.disconnect()
 
     def _opened(self, role: str) -> Connection:
+        driver = self._opened_driver(role)
+        with self._open_lock:
+            return self._connections.channel(role).connected(driver)
+
+    def _opened_driver(self, role: str) -> LastingConnection:
         connections = self._connections
         with self._open_lock:
             if self._closed:
@@ -509,10 +546,10 @@ class SqliteFile(Database):
                 except BaseException:
                     connections.close()
                     raise
-            channel = connections.writing if role == "writer" else connections.reading
-            if channel.driver is not None:
-                return channel.connected(channel.driver)
-        raise schema.unwritable(self.where, connections.version)
+            driver = connections.channel(role).driver
+        if driver is not None:
+            return driver
+        raise file_version.unwritable(self.where, connections.version)
 
     def _open(self) -> None:
         if self.path is None:
@@ -536,10 +573,12 @@ class SqliteFile(Database):
 
     def _open_memory(self) -> None:
         memory = open_memory()
-        writer = self._connections.writing.open(memory)
+        self._connections.writing.open(memory)
         self._connections.reading.open(memory)
+        self._connections.reading.connected(memory)  # not within a transaction of what writes, which it would take back
+        writer = self._connections.writing.connected(memory)
         with writer.begin():
-            schema.create(writer)
+            core.schema.create(writer)
 
     def _open_to_read(self, path: Path) -> None:
         if not path.is_file():
@@ -561,12 +600,13 @@ class SqliteFile(Database):
             connections.is_immutable = True
             reader = self._proved_to_read(path)
         connections.know_log()
-        self._read_as(schema.checked_version(reader, self.where), reader)
+        self._read_as(file_version.checked_version(reader, self.where), reader)
 
-    def _proved_to_read(self, path: Path) -> Connection:
+    def _proved_to_read(self, path: Path) -> LastingConnection:
         """What reads; an immutable file without locks, and also on read-only media."""
         mode = "ro&immutable=1" if self._connections.is_immutable else "ro"
-        reader = self._connections.reading.open(open_lasting(path, mode))
+        reader = open_lasting(path, mode)
+        self._connections.reading.open(reader)
         execute(reader, "PRAGMA schema_version")
         return reader
 
@@ -586,7 +626,8 @@ class SqliteFile(Database):
             raise
         set_log_aside(path, file)
         version = self._open_writer(path, file)
-        reader = connections.reading.open(open_lasting(path, "rwc"))
+        reader = open_lasting(path, "rwc")
+        connections.reading.open(reader)
         self._read_as(version, reader)
         execute(reader, "PRAGMA query_only=ON")
         connections.know_log()
@@ -594,33 +635,32 @@ class SqliteFile(Database):
     def _open_writer(self, path: Path, file: OpenFile) -> int:
         """Open what writes, and make the file ready; returns its version: an older one or a mirror has no writer."""
         driver = open_lasting(path, "rwc")
-        writer = self._connections.writing.open(driver)
-        execute(writer, *WRITER_PRAGMAS)
-        if schema.is_empty(writer):
-            writer.rollback()
-            use_write_ahead_log(writer)
+        self._connections.writing.open(driver)
+        execute(driver, *WRITER_PRAGMAS)
+        if file_version.is_empty(driver):
+            use_write_ahead_log(driver)
+            writer = self._connections.writing.connected(driver)
             with writer.begin():
-                schema.create(writer)
-                draw(writer)
-        version = schema.checked_version(writer, self.where)
-        is_written = version == schema.SCHEMA_VERSION and (self._mirrors or schema.note(writer, schema.MIRROR) is None)
-        writer.rollback()
-        if is_written:
-            use_write_ahead_log(writer)
+                core.schema.create(writer)
+                logs.draw(driver)
+        version = file_version.checked_version(driver, self.where)
+        is_mirror = file_version.note(driver, file_version.MIRROR) is not None
+        if version == file_version.SCHEMA_VERSION and (self._mirrors or not is_mirror):
+            use_write_ahead_log(driver)
             if logs.drawn_last(file.header) == 0:
-                _mark(writer, driver)
+                _mark(driver)
         else:
             self._connections.writing.end()
         return version
 
-    def _read_as(self, version: int, reader: Connection) -> None:
+    def _read_as(self, version: int, reader: LastingConnection) -> None:
         self._connections.version = version
         self._connections.packing = None
-        if version == schema.PACKED_VERSION:
+        if version == file_version.PACKED_VERSION:
             with legible():
-                self._connections.packing = HistoryCodec(schema.note(reader, "dictionary"))
-        if version < schema.SCHEMA_VERSION:
-            execute(reader, "PRAGMA temp_store=MEMORY", *schema.OLDER_AS_THIS[version])
+                self._connections.packing = HistoryCodec(file_version.note(reader, "dictionary"))
+        if version < file_version.SCHEMA_VERSION:
+            execute(reader, "PRAGMA temp_store=MEMORY", *file_version.OLDER_AS_THIS[version])
 
     @contextmanager
     def _used(self, role: str) -> Iterator[None]:
@@ -673,12 +713,16 @@ class SqliteFile(Database):
             self._last_key = None
 
 
-def _mark(writer: Connection, driver: sqlite3.Connection) -> None:
+def _mark(driver: LastingConnection) -> None:
     """Have the file itself, and not its log alone, say which state it is in: a log of another goes on from others."""
-    with suppress(SQLAlchemyError, sqlite3.Error):  # a file that cannot be written can be read
-        with writer.begin():
-            draw(writer)
-        checkpoint(driver)
+    try:
+        with suppress(sqlite3.Error):  # a file that cannot be written can be read
+            begin_immediate(driver)
+            logs.draw(driver)
+            execute(driver, "COMMIT")
+            checkpoint(driver)
+    finally:
+        driver.take_back()
 
 
 _databases: weakref.WeakSet[SqliteFile] = weakref.WeakSet()

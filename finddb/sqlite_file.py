@@ -6,21 +6,16 @@ here knows a table.
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 import sqlite3
-import threading
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
-
-from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.pool import NullPool
 
 from miofind.errors import DamagedDatabaseError, DatabaseError, file_advice
 from miofind.finddb import location, logs, open_files
@@ -143,13 +138,16 @@ def translated(where: str) -> Iterator[None]:
         raise DamagedDatabaseError(
             f"{where} holds an entry that cannot be read ({error}): check the database"
         ) from error
-    except SQLAlchemyError as error:
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
+        raise _database_error(where, error) from error
+    except Exception as error:
+        sqlalchemy = sys.modules.get("sqlalchemy.exc")  # what was not imported has raised nothing
+        if sqlalchemy is None or not isinstance(error, sqlalchemy.SQLAlchemyError):
+            raise
         cause = getattr(error, "orig", None) or error
         if isinstance(cause, (MemoryError, RecursionError)):  # they speak of the process, not of the file
             raise cause from None
         raise _database_error(where, cause) from error
-    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
-        raise _database_error(where, error) from error
 
 
 def _database_error(where: str, error: BaseException) -> DatabaseError:
@@ -194,54 +192,26 @@ def _open(path: Path, mode: str, kind: type[_Opened]) -> _Opened:
     return connection
 
 
-class _NextConnection(threading.local):
-    """Makes the driver's connection of the next one that this thread asks an engine for."""
-
-    creator: Callable[[], sqlite3.Connection]
-
-
-_asked = _NextConnection()
+def execute(connection: sqlite3.Connection, *statements: str) -> None:
+    """Execute statements that give nothing."""
+    for statement in statements:
+        connection.execute(statement).close()
 
 
-@functools.cache
-def _engine(*, is_writer: bool) -> Engine:
-    """What makes connections, for good: where an engine ends, SQLAlchemy's callbacks would swallow a Ctrl-C."""
-    engine = create_engine("sqlite://", creator=lambda: _asked.creator(), poolclass=NullPool, pool_reset_on_return=None)
-    if is_writer:
-        event.listen(engine, "begin", _begin_immediate)
-    return engine
-
-
-def connect(creator: Callable[[], sqlite3.Connection], *, is_writer: bool = False) -> Connection:
-    """A connection of SQLAlchemy over the driver's; a writer's transactions hold the write lock from the start."""
-    _asked.creator = creator
-    try:
-        connection = _engine(is_writer=is_writer).connect()
-    finally:
-        del _asked.creator  # what SQLAlchemy has given up must not come back as the connection to another file
-    try:
-        execute(connection, *PRAGMAS)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _begin_immediate(connection: Connection) -> None:
+def begin_immediate(connection: sqlite3.Connection) -> None:
     """Begin a transaction with the write lock held.
 
     BEGIN alone takes the lock at the first write, where SQLite does not wait if another process wrote since. SQLite's
     own waiting sleeps the longer the longer it waits, up to 100 ms: who came last gets the lock, and of 16 writers some
     wait for seconds. Here all that wait try alike.
     """
-    driver = _driver(connection)
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     pause_s = 0.0005
-    driver.execute("PRAGMA busy_timeout=0").close()
+    connection.execute("PRAGMA busy_timeout=0").close()
     try:
         while True:
             try:
-                driver.execute("BEGIN IMMEDIATE").close()
+                connection.execute("BEGIN IMMEDIATE").close()
                 return
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
@@ -249,23 +219,10 @@ def _begin_immediate(connection: Connection) -> None:
             time.sleep(random.uniform(pause_s / 2, pause_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     finally:
-        driver.execute(_BUSY_PRAGMA).close()
+        connection.execute(_BUSY_PRAGMA).close()
 
 
-def execute(connection: Connection, *statements: str) -> None:
-    """Execute on the driver's connection: SQLAlchemy would begin a transaction first."""
-    driver = _driver(connection)
-    for statement in statements:
-        driver.execute(statement).close()
-
-
-def _driver(connection: Connection) -> sqlite3.Connection:
-    driver = connection.connection.driver_connection
-    assert isinstance(driver, sqlite3.Connection)
-    return driver
-
-
-def use_write_ahead_log(connection: Connection) -> None:
+def use_write_ahead_log(connection: sqlite3.Connection) -> None:
     """Switch to the write-ahead log, which SQLite refuses without waiting while another process opens the file too."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -308,16 +265,6 @@ def set_log_aside(path: Path, file: OpenFile) -> None:
             location.shown(path),
             aside.name,
         )
-
-
-def draw(connection: Connection) -> None:
-    """Give the connection's transaction the number by which a log is known as that of its database."""
-    logs.draw(_driver(connection))
-
-
-def changes(connection: Connection) -> int:
-    """How many rows the connection has written."""
-    return _driver(connection).total_changes
 
 
 def checkpoint(connection: sqlite3.Connection) -> bool:

@@ -11,18 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
-
-from sqlalchemy import Connection, delete, select
+from typing import TYPE_CHECKING, Any, TextIO
 
 from miofind.errors import DatabaseError
-from miofind.finddb import answers, entries, exchange, location, ranking, schema, soundness
+from miofind.finddb import answers, core, exchange, location, ranking, stamps
 from miofind.finddb.answers import Answer
 from miofind.finddb.database import BATCH, Database
-from miofind.finddb.legible import checked_text, legible
+from miofind.finddb.legible import legible
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.sqlite_database import SqliteFile
-from miofind.finddb.validation import checked_environment, checked_key, checked_reason
+from miofind.finddb.validation import checked_environment, checked_history, checked_key, checked_reason
 from miofind.finddb.values import (
     Entry,
     History,
@@ -36,6 +34,9 @@ from miofind.finddb.values import (
     Verdict,
     from_json,
 )
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 _MOST_ANSWERS = 1 << 12
 """Answers of stores that a process keeps decoded, of some 10 KB each."""
@@ -58,7 +59,6 @@ class Store:
 
     def __init__(self, address: str | Path, *, read_only: bool = False) -> None:
         self._database = _database(address, read_only=read_only)
-        self._devices: dict[tuple[int, str], bool] = {}
 
     @property
     def path(self) -> Path | None:
@@ -127,7 +127,7 @@ class Store:
         """The first row of the answer to every problem, in the order of their keys; None where it has none."""
 
         def read(connection: Connection, batch: Mapping[int, ProblemKey]) -> list[tuple[ProblemKey, Row | None]]:
-            payloads, packing = entries.payloads(connection, batch), self._database.packing
+            payloads, packing = core.entries.payloads(connection, batch), self._database.packing
             found = []
             for number, key in batch.items():
                 stored = payloads.get(number)
@@ -139,10 +139,8 @@ class Store:
 
     def answer(self, device: str, network_config: str) -> Answer | None:
         """What is known of a problem on a device, None if nothing is."""
-        with self._database.read() as connection:
-            if self._database.is_immutable and not self._knows(connection, device):
-                return None
-            payload = self._database.payload(connection, device, network_config)
+        with self._database.opened():
+            payload = self._database.payload(device, network_config)
             return None if payload is None else _decoded(device, network_config, payload, self._database.packing)
 
     def rivals(self, device: str, first: str, end: str) -> list[tuple[str, Row]]:
@@ -151,10 +149,11 @@ class Store:
         Args:
             first, end: names of problems from the one up to the other, which is not among them.
         """
-        with self._database.read() as connection:
+        with self._database.opened():
             if self._database.packing is not None:
                 return []
-            return entries.rivals(connection, device, first, end)
+            with self._database.read() as connection:
+                return core.entries.rivals(connection, device, first, end)
 
     def revision(self) -> str:
         """What is another wherever something else may be stored than before; "" in memory."""
@@ -196,31 +195,30 @@ class Store:
             verdicts=() if verdict is None else (replace(verdict, environment=verdict.environment or environment_id),),
             environments=versions,
         )
-        history = entries.checked(entries.stamped(given, now := entries.now()))
+        history = checked_history(stamps.stamped(given, now := stamps.now()))
         for reason in notes or ():
             checked_reason(reason)
 
         def store(connection: Connection) -> Any:
             is_held = bool(history.rows or history.scopes or history.verdicts)
-            number = (entries.hold if is_held else entries.find_problem)(connection, device, network_config)
-            stamp = entries.next_stamp(connection, number, self._database.clock(connection, now))
+            numbered = core.entries.hold if is_held else core.entries.find_problem
+            number = numbered(connection, device, network_config)
+            stamp = core.entries.next_stamp(connection, number, self._database.clock(connection, now))
             # The clock was set back, or is another's, or others recorded while this waited for them.
-            found = history if stamp == now else entries.checked(entries.stamped(given, stamp))
+            found = history if stamp == now else checked_history(stamps.stamped(given, stamp))
             if is_held and number is not None:
-                entries.add_to(connection, number, found)
+                core.entries.add_to(connection, number, found)
             if notes is not None:
-                key = {"device": device, "network_config": network_config}
-                connection.execute(delete(schema.recheck).filter_by(**key))
-                values = [key | {"reason": reason, "created_at": stamp} for reason in notes]
-                entries.insert_new(connection, schema.recheck, values)
-            return None if number is None else entries.payload(connection, number)
+                core.entries.forget_rechecks(connection, device, network_config)
+                core.entries.note_rechecks(connection, device, network_config, notes, stamp)
+            return None if number is None else core.entries.payload(connection, number)
 
         payload = self._database.transact(store)
         return None if payload is None else _decoded(device, network_config, payload)
 
     def add(self, histories: Iterable[History]) -> int:
         """Store histories in one transaction, each entry once however often it comes; returns how many were new."""
-        return self._add_checked([entries.checked(history) for history in histories])
+        return self._add_checked([checked_history(history) for history in histories])
 
     def merge(self, other: Store) -> int:
         """Store all that another FindDB holds; returns how many rows, scopes and verdicts were new.
@@ -241,23 +239,23 @@ class Store:
     def history(self, device: str, network_config: str) -> History | None:
         """All that is stored of a problem, failures too; None if nothing is."""
         with self._database.read() as connection:
-            number = entries.find_problem(connection, device, network_config)
+            number = core.entries.find_problem(connection, device, network_config)
             if number is None:
                 return None
             key = ProblemKey(device=device, network_config=network_config)
-            return entries.history(connection, number, key, self._database.packing)
+            return core.entries.history(connection, number, key, self._database.packing)
 
     def histories_of(self, keys: Iterable[ProblemKey]) -> list[History]:
         """What is stored of some problems, of those that anything is; by a few statements for all."""
         with self._database.one_instant(), self._database.read() as connection:
-            found = entries.find_problems(connection, keys)
-            return entries.histories(connection, found, self._database.packing)
+            found = core.entries.find_problems(connection, keys)
+            return core.entries.histories(connection, found, self._database.packing)
 
     def histories(self, device: str | None = None) -> Iterator[History]:
         """The histories of all problems, in the order of their keys."""
 
         def read(connection: Connection, batch: Mapping[int, ProblemKey]) -> list[History]:
-            return entries.histories(connection, batch, self._database.packing)
+            return core.entries.histories(connection, batch, self._database.packing)
 
         for found in self._database.in_batches(device, read):
             yield from found
@@ -272,19 +270,19 @@ class Store:
     def problems(self, device: str | None = None) -> tuple[ProblemKey, ...]:
         """All problems that something is stored of."""
         with self._database.read() as connection:
-            return tuple(entries.problems(connection, device).values())
+            return tuple(core.entries.problems(connection, device).values())
 
     def solved_problems(self) -> tuple[ProblemKey, ...]:
         """The problems that the store has solutions of, by one statement: no answer is decoded."""
         with self._database.read() as connection:
-            return tuple(entries.solved_problems(connection, is_packed=self._database.packing is not None))
+            return tuple(core.entries.solved_problems(connection, is_packed=self._database.packing is not None))
 
     def clean(self, device: str, network_config: str) -> int:
         """Forget a problem; returns how many rows went. Another database that is merged in can bring it back."""
 
         def remove(connection: Connection) -> int:
-            number = entries.find_problem(connection, device, network_config)
-            return 0 if number is None else entries.remove_problem(connection, number)
+            number = core.entries.find_problem(connection, device, network_config)
+            return 0 if number is None else core.entries.remove_problem(connection, number)
 
         return self._database.transact(remove, alone=True)
 
@@ -303,9 +301,9 @@ class Store:
         def remove(connection: Connection) -> int:
             removed = sum(
                 _prune_problem(connection, number, what, keep=key.device == device)
-                for number, key in entries.problems(connection).items()
+                for number, key in core.entries.problems(connection).items()
             )
-            entries.remove_orphans(connection)
+            core.entries.remove_orphans(connection)
             return removed
 
         removed = self._database.transact(remove, alone=True)
@@ -317,9 +315,9 @@ class Store:
         """Derive every answer anew from the rows; returns how many there are."""
 
         def derive(connection: Connection) -> int:
-            numbers = entries.problems(connection)
+            numbers = core.entries.problems(connection)
             for number in numbers:
-                entries.rebuild(connection, number)
+                core.entries.rebuild(connection, number)
             return len(numbers)
 
         return self._database.transact(derive, alone=True)
@@ -328,39 +326,32 @@ class Store:
         """Note that a problem wants measuring again; returns whether that is news. Cheap when it is not."""
         checked_key(device, network_config)
         checked_reason(reason)
-        key = {"device": device, "network_config": network_config, "reason": reason}
-        table = schema.recheck
-        known = select(table.c.created_at).filter_by(**key)
         with self._database.read() as connection:
-            if connection.execute(known).first() is not None:
+            if core.entries.is_recheck_noted(connection, device, network_config, reason):
                 return False
 
         def note(connection: Connection) -> int:
-            present = self._database.clock(connection, entries.now())
-            stamp = entries.next_stamp(connection, entries.find_problem(connection, device, network_config), present)
-            return entries.insert_new(connection, table, [key | {"created_at": stamp}])
+            present = self._database.clock(connection, stamps.now())
+            number = core.entries.find_problem(connection, device, network_config)
+            stamp = core.entries.next_stamp(connection, number, present)
+            return core.entries.note_rechecks(connection, device, network_config, [reason], stamp)
 
         return self._database.transact(note) == 1
 
     def rechecks(self, device: str | None = None) -> tuple[Recheck, ...]:
         """The problems that want measuring again, the oldest note first."""
-        table = schema.recheck
-        statement = select(table).order_by(table.c.created_at, table.c.device, table.c.network_config, table.c.reason)
-        if device is not None:
-            statement = statement.where(table.c.device == device)
         with self._database.read() as connection:
-            found = connection.execute(statement).mappings().all()
-            return tuple(Recheck(**{name: checked_text(values[name]) for name in values}) for values in found)
+            return core.entries.rechecks(connection, device)
 
     def environment(self, environment_id: str) -> Mapping[str, str] | None:
         """The versions that an environment's id stands for, None if it is unknown."""
         with self._database.read() as connection:
-            return entries.environment(connection, environment_id)
+            return core.entries.environment(connection, environment_id)
 
     def stats(self) -> Stats:
         """Counts of what is stored."""
         with self._database.read() as connection:
-            return soundness.stats(connection, self._database.size_bytes(connection), self._database.packing)
+            return core.soundness.stats(connection, self._database.size_bytes(connection), self._database.packing)
 
     def check(self, validate: Callable[[ProblemKey, Row], str | None] | None = None) -> tuple[str, ...]:
         """Findings against the file, its schema and its contents, one line each; empty if it is sound.
@@ -374,7 +365,7 @@ class Store:
             return (str(error),)
         if validate is not None and not findings:
             found = ((key, row, validate(key, row)) for key, row in self.rows())
-            findings += [soundness.row_finding(key, row, finding) for key, row, finding in found if finding]
+            findings += [core.soundness.row_finding(key, row, finding) for key, row, finding in found if finding]
         return tuple(findings)
 
     def export_jsonl(self, file: TextIO) -> int:
@@ -392,7 +383,7 @@ class Store:
     def release(self) -> Release | None:
         """What the file says of itself as a release, None if it is none."""
         with self._database.read() as connection:
-            text = schema.note(connection, "release")
+            text = core.schema.note(connection, "release")
             with legible():
                 return None if text is None else Release(**from_json(text))
 
@@ -405,7 +396,7 @@ class Store:
         release = self.release()
         if release is None or self._database.packing is None:
             return
-        findings = soundness.release_findings(release, tuple(self.histories()))
+        findings = core.soundness.release_findings(release, tuple(self.histories()))
         if findings:
             raise DatabaseError(f"{self.where}: {findings[0]}")
 
@@ -431,7 +422,8 @@ class Store:
         def check(connection: Connection, batch: Mapping[int, ProblemKey]) -> list[list[str]]:
             version, packing = self._database.version, self._database.packing
             return [
-                soundness.problem_findings(connection, version, number, key, packing) for number, key in batch.items()
+                core.soundness.problem_findings(connection, version, number, key, packing)
+                for number, key in batch.items()
             ]
 
         findings = [finding for batch in self._database.in_batches(None, check) for of in batch for finding in of]
@@ -439,22 +431,14 @@ class Store:
         if release is None and self._database.packing is not None:
             findings.append("it is packed as a release is, and names none: it was altered")
         if release is not None and not findings:
-            findings += soundness.release_findings(release, tuple(self.histories()))
+            findings += core.soundness.release_findings(release, tuple(self.histories()))
         return findings
 
     def _add_checked(self, histories: Iterable[History]) -> int:
         added = list(histories)
         if not added:
             self._database.prepare_to_write()
-        return self._database.transact(lambda connection: entries.add(connection, added))
-
-    def _knows(self, connection: Connection, device: str) -> bool:
-        """Whether a file that does not change is of a device: most shipped files are of others."""
-        place = (self._database.files, device)
-        if place not in self._devices:
-            found = connection.execute(select(schema.device.c.id).where(schema.device.c.identity == device)).first()
-            self._devices[place] = found is not None
-        return self._devices[place]
+        return self._database.transact(lambda connection: core.entries.add(connection, added))
 
 
 def _database(address: str | Path, *, read_only: bool) -> Database:
@@ -478,13 +462,13 @@ _decoded = functools.lru_cache(maxsize=_MOST_ANSWERS)(_decode)
 
 def _prune_problem(connection: Connection, number: int, what: Prune, *, keep: bool) -> int:
     if what is Prune.OTHER_DEVICES:
-        return 0 if keep else entries.remove_problem(connection, number)
-    rows = entries.rows_of(connection, number)
+        return 0 if keep else core.entries.remove_problem(connection, number)
+    rows = core.entries.rows_of(connection, number)
     with legible():
         if what is Prune.FAILED:
-            return entries.remove(connection, number, ranking.failed_rows(rows))
-        scopes, verdicts = entries.scopes_of(connection, number), entries.verdicts_of(connection, number)
+            return core.entries.remove(connection, number, ranking.failed_rows(rows))
+        scopes, verdicts = core.entries.scopes_of(connection, number), core.entries.verdicts_of(connection, number)
         wanted: list[Entry | None] = [*ranking.uncovered_scopes(scopes), ranking.newest_verdict(verdicts)]
         found: list[Entry] = [*scopes, *verdicts]
         unwanted = [entry for entry in found if entry not in wanted]
-        return entries.remove(connection, number, [*ranking.superseded_rows(rows), *unwanted])
+        return core.entries.remove(connection, number, [*ranking.superseded_rows(rows), *unwanted])

@@ -19,6 +19,7 @@ from miofind.finddb.values import (
     EFFORTS,
     STATUSES,
     Comparison,
+    History,
     Row,
     Scope,
     Verdict,
@@ -154,6 +155,25 @@ def well_formed_verdict(verdict: Verdict) -> Verdict:
     if len(text) > MAX_JSON_CHARS:
         raise _refused("verdict", text, f"at most {MAX_JSON_CHARS} characters of JSON")
     return verdict
+
+
+def checked_history(history: History) -> History:
+    """The history as it will be stored: of known form, with the ids of its entries.
+
+    Raises:
+        RefusedEntryError: something of it cannot be stored.
+    """
+    key = (history.device, history.network_config)
+    checked_key(*key)
+    for name, versions in history.environments.items():
+        if checked_environment(versions) != name:
+            raise RefusedEntryError(f"environment {name!r} is not named by the hash of its versions: it was altered")
+    return replace(
+        history,
+        rows=tuple(checked_row(*key, row) for row in history.rows),
+        scopes=tuple(checked_scope(*key, scope) for scope in history.scopes),
+        verdicts=tuple(checked_verdict(*key, verdict) for verdict in history.verdicts),
+    )
 
 
 def refusal(device: str, network_config: str, entry: Row | Scope | Verdict) -> str:

@@ -295,6 +295,7 @@ LATE = (
     "miofind.torch.tuning",
     "miofind.verify",
     "rich",
+    "sqlalchemy",
 )
 """What the first answers of a process do without."""
 

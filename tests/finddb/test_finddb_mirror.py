@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from miofind.errors import DatabaseError
 from miofind.finddb import LayeredStore, Prune, Store, entries, mirror
+from miofind.finddb.validation import checked_history
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_a_mirror_misses_no_transaction_that_ends_late(store, finddb_url, file):
         entries.hold(connection, DEVICE, "late")
         entries.add(
             connection,
-            [entries.checked(made.History(device=DEVICE, network_config="late", rows=(row(created_at=made.at(1)),)))],
+            [checked_history(made.History(device=DEVICE, network_config="late", rows=(row(created_at=made.at(1)),)))],
         )
         store.record(DEVICE, "soon", [row()])
         assert mirror(finddb_url, file).problems == 2

@@ -42,6 +42,7 @@ from miofind.finddb import (
     write_release,
 )
 from miofind.finddb.location import server_url, shown_url
+from miofind.finddb.validation import checked_history
 
 SECRET = "s3cret-word"
 NOWHERE = f"postgresql://ann:{SECRET}@127.0.0.1:1/results"
@@ -116,7 +117,7 @@ def test_histories_of_some_problems(place: str, finddb_url: str, tmp_path: Path)
 def test_who_adds_to_one_problem_at_once_derives_an_answer_of_all(store, finddb_url, known):
     if known:
         store.record(DEVICE, PROBLEM, [row("Old")])
-    history = entries.checked(History(device=DEVICE, network_config=PROBLEM, rows=(row("Slow", created_at=at(1)),)))
+    history = checked_history(History(device=DEVICE, network_config=PROBLEM, rows=(row("Slow", created_at=at(1)),)))
     with Store(finddb_url) as other, store._database.write() as connection:
         entries.add(connection, [history])
         with running(lambda: other.record(DEVICE, PROBLEM, [row("Quick")])) as results:
@@ -176,7 +177,7 @@ def test_a_prune_waits_for_who_adds(store, finddb_url):
     with store._database.write() as connection:
         connection.execute(schema.environment.insert().values(id="unused", versions="{}"))
     with Store(finddb_url) as other, store._database.write() as connection:
-        entries.add(connection, [entries.checked(history)])
+        entries.add(connection, [checked_history(history)])
         with running(lambda: other.prune(Prune.SUPERSEDED)):
             wait_until_one_waits(finddb_url)
             connection.commit()
@@ -209,7 +210,7 @@ def test_numbers_of_problems_have_64_bits(store):
 def test_the_servers_clock_says_what_is_newer(store, monkeypatch):
     """Clocks of hosts differ, and the newest row is in force."""
     for clock, name in (("2190-01-01T00:00:00.000000Z", "First"), ("2001-01-01T00:00:00.000000Z", "Second")):
-        monkeypatch.setattr(entries, "now", lambda clock=clock: clock)
+        monkeypatch.setattr("miofind.finddb.stamps.now", lambda clock=clock: clock)
         store.record(DEVICE, PROBLEM, [row(name)], scope=scope(name))
         assert store.queue_recheck(DEVICE, PROBLEM, name)
     stamps = {found.solver_id: datetime.fromisoformat(found.created_at) for found in store.answer(DEVICE, PROBLEM).rows}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from helpers.finddb.finddb_entries import (
     scope,
     verdict,
 )
+from helpers.processes.waiting import LIMIT_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Engine, event
+from sqlalchemy.dialects import sqlite
 
 from miofind.errors import DatabaseError
 from miofind.finddb import (
@@ -32,6 +36,8 @@ from miofind.finddb import (
     Store,
     entries,
     environment_id,
+    schema,
+    sqlite_database,
     write_release,
 )
 from miofind.finddb.validation import LAST_STAMP
@@ -522,3 +528,25 @@ def test_solved_problems_are_those_with_a_usable_row(tmp_path):
         write_release([store], tmp_path / "shipped.db")
     with Store(tmp_path / "shipped.db", read_only=True) as shipped:
         assert shipped.solved_problems() == shipped.problems() != ()
+
+
+def test_files_are_asked_for_answers_by_what_sqlalchemy_writes() -> None:
+    """The text stands there for processes that do without SQLAlchemy's import."""
+    written = str(schema.ANSWER_QUERY.compile(dialect=sqlite.dialect(paramstyle="named")))
+    assert sqlite_database.ANSWER_SQL.split() == written.split()
+
+
+def test_a_look_up_does_without_sqlalchemy(tmp_path: Path) -> None:
+    """Its import takes a tenth of a second, which a program waits for before its first result."""
+    own, release = tmp_path / "own.db", tmp_path / "release.db"
+    with Store(own) as store:
+        store.record(DEVICE, PROBLEM, [row()], scope=scope(), environment=VERSIONS)
+        write_release([store], release)
+    code = (
+        "import sys; from miofind.finddb import LayeredStore, Store\n"
+        f"layers = LayeredStore(Store({str(own)!r}), [Store({str(release)!r}, read_only=True)], strict=True)\n"
+        f"print([len(each.rows) for each in layers.answers({DEVICE!r}, {PROBLEM!r})], 'sqlalchemy' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert told.stdout == "[1, 1] False\n"

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, delete, insert, select, text
 
 from miofind.errors import DatabaseError, DatabaseTargetError
-from miofind.finddb import entries, location, schema
+from miofind.finddb import entries, file_version, location, schema
 from miofind.finddb.database import BATCH
 from miofind.finddb.legible import legible
 from miofind.finddb.sqlite_database import SqliteFile
+from miofind.finddb.validation import checked_history
 from miofind.finddb.values import ProblemKey, canonical_json, from_json
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _followed(connection: Connection, target: SqliteFile, server: Server) -> Mir
         changed = {number: key for key, number in wanted.items() if number is not None}
         _remove(connection, [*removed, *(key for key in changed.values() if key in held)])
         for batch in _batches(changed):
-            entries.add(connection, map(entries.checked, entries.histories(source, batch)))
+            entries.add(connection, map(checked_history, entries.histories(source, batch)))
     if changed or removed:
         entries.remove_orphans(connection)
     _note(connection, now)
@@ -128,7 +129,7 @@ def _seen(connection: Connection, target: SqliteFile) -> _Seen | None:
     Raises:
         DatabaseTargetError: it is no mirror, and holds something.
     """
-    noted = schema.note(connection, schema.MIRROR)
+    noted = schema.note(connection, file_version.MIRROR)
     if noted is not None:
         with legible():
             return _Seen(**from_json(noted))
@@ -177,5 +178,5 @@ def _batches(problems: Mapping[int, ProblemKey]) -> Iterator[dict[int, ProblemKe
 
 
 def _note(connection: Connection, seen: _Seen) -> None:
-    connection.execute(delete(schema.meta).where(schema.meta.c.key == schema.MIRROR))
-    connection.execute(insert(schema.meta).values(key=schema.MIRROR, value=canonical_json(asdict(seen))))
+    connection.execute(delete(schema.meta).where(schema.meta.c.key == file_version.MIRROR))
+    connection.execute(insert(schema.meta).values(key=file_version.MIRROR, value=canonical_json(asdict(seen))))
