@@ -346,11 +346,15 @@ def test_numpy_that_raises_changes_neither_runs_nor_references(tmp_path: Path) -
 OUTSIDE_OF_LOADING = """
 import sys
 import miofind
+from miofind.finddb import sqlite_database
 from miofind.process import forks
 handle = miofind.Handle("cpu", database=sys.argv[1])
+def is_waited_for():
+    databases = (lock for each in sqlite_database._databases for lock in (each._read_lock, each._write_lock))
+    return any(lock._is_owned() for lock in (forks._loading, *databases))
 class Told:
     def find_spec(self, name, path=None, target=None):
-        if not forks._loading._is_owned():
+        if not is_waited_for():
             print(name)
 sys.meta_path.insert(0, Told())
 miofind.find_solutions(miofind.ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1)), handle=handle)
