@@ -9,6 +9,7 @@ second, and nothing is run before.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -78,7 +79,8 @@ def likely_plan(
     own = ranked([each for each in plan.candidates if each.solver.library is not Library.CUDNN], problem, handle)
     times = [(each.planned.solver.id, each.prediction.time_ms) for each in own]
     places = list(range(min(FEW, len(own)))) if few else likely_places(times)
-    places += _drawn_places(times, places, drawn, f"{options.seed} {problem.network_config}")
+    unmeasured = {place: time_ms for place, (_, time_ms) in enumerate(times) if place not in places}
+    places += _drawn_places(unmeasured, drawn, f"{options.seed} {problem.network_config}")
     first = [own[place].planned for place in places] + cudnn[: _CUDNN_PLANS if own else None]
     asked = requested_scope(problem, options, handle.device, handle.registry, dynamic_only=dynamic_only).solvers
     unasked = {
@@ -90,17 +92,14 @@ def likely_plan(
     return replace(plan, candidates=tuple(first), considered=unasked | plan.considered, is_part=is_part)
 
 
-def _drawn_places(candidates: Sequence[tuple[str, float]], taken: Sequence[int], count: int, seed: str) -> list[int]:
-    """So many places that are not taken, at random; half as fast is drawn a quarter as often.
+def _drawn_places(times: Mapping[int, float], count: int, seed: str) -> list[int]:
+    """So many of these places at random, one after the other, each with a weight of its predicted time to the -2.
 
     Source: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006.
     """
     draw = random.Random(seed)
-    keys = {
-        place: draw.random() ** ((time_ms / candidates[0][1]) ** 2)
-        for place, (_, time_ms) in enumerate(candidates)
-        if place not in taken
-    }
+    # A key of random ** (1 / weight), greatest first; of its logarithm, since powers of times underflow.
+    keys = {place: math.log(1.0 - draw.random()) * time_ms**2 for place, time_ms in times.items()}
     return sorted(sorted(keys, key=keys.__getitem__, reverse=True)[:count])
 
 

@@ -91,7 +91,7 @@ def measure(
     if stored:
         plan = stored_plan(problem, options, handle)
     elif options.likely:
-        if likeliest is None or left_out:
+        if likeliest is None or not likeliest.without(left_out).candidates:
             likeliest = likely_plan(problem, options, handle, dynamic_only=dynamic_only, left_out=left_out)
         plan = likeliest
         options = replace(options, likely=plan.is_part)

@@ -30,7 +30,9 @@ def options_json(options: TuneOptions) -> dict[str, object]:
         InvalidOptionError: they ask for a re-check, which goes by one host's notes, or for candidates that are drawn.
     """
     if options.drawn:
-        raise InvalidOptionError("a campaign draws no candidates: use `miofind tune --likely --draw` on one host")
+        raise InvalidOptionError(
+            "agents of other releases know no candidates that are drawn: use `miofind tune --likely --draw` on one host"
+        )
     if options.recheck:
         raise InvalidOptionError("recheck goes by the notes of one host's FindDB: use `miofind tune --recheck` there")
     given = {name: getattr(options.find, name) for name in _FIND} | {name: getattr(options, name) for name in _TUNE}

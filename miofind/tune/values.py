@@ -63,8 +63,12 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if not self.stop_after_s >= 0:
             raise InvalidOptionError(f"stop_after_s={self.stop_after_s!r} must be a number of at least 0")
-        if self.drawn and (self.stored or not self.find.likely):
-            raise InvalidOptionError(f"drawn={self.drawn} candidates are measured beside the likeliest: ask for likely")
+        if type(self.drawn) is not int or self.drawn < 0:
+            raise InvalidOptionError(f"drawn={self.drawn!r} must be a whole number of at least 0")
+        if self.drawn and not self.find.likely:
+            raise InvalidOptionError("candidates are drawn beside the likeliest alone: ask for likely (--likely), too")
+        if self.drawn and self.stored:
+            raise InvalidOptionError("stored measures no other configurations, and draws none: ask for one of the two")
         if self.stored and (self.recheck or self.find.searches):
             other = "recheck" if self.recheck else "a search"
             raise InvalidOptionError(f"stored measures no other configurations, {other} does: ask for one of them")

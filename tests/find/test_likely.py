@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,14 +243,36 @@ def test_others_are_drawn_beside_the_likeliest(h200: miofind.Handle) -> None:
 
 
 def test_the_faster_are_drawn_more_often() -> None:
-    candidates = [("A", 1.0), ("A", 1.0), ("B", 2.0), ("B", 1.0)]
-    counts = Counter(
-        place for seed in range(2000) for place in likely._drawn_places(candidates, [0], 1, seed=str(seed))
-    )
-    assert 0 not in counts, "taken already"
-    assert counts[1] == pytest.approx(2000 * 4 / 9, rel=0.1)
+    times = {3: 1e-4, 5: 2e-4, 6: 1e-4}
+    counts = Counter(place for seed in range(2000) for place in likely._drawn_places(times, 1, str(seed)))
     assert counts[3] == pytest.approx(2000 * 4 / 9, rel=0.1)
-    assert counts[2] == pytest.approx(2000 * 1 / 9, rel=0.25)
+    assert counts[6] == pytest.approx(2000 * 4 / 9, rel=0.1)
+    assert counts[5] == pytest.approx(2000 * 1 / 9, rel=0.25)
+    both = [likely._drawn_places(times, 2, str(seed)) for seed in range(50)]
+    assert all(places in ([3, 5], [3, 6], [5, 6]) for places in both), "in their order"
+
+
+def test_problems_draw_for_themselves(h200: miofind.Handle) -> None:
+    seeds = []
+
+    def noted(times: Mapping[int, float], count: int, seed: str) -> list[int]:
+        seeds.append(seed)
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(likely, "_drawn_places", noted)
+        for problem in NETWORKS:
+            likely_plan(problem, LIKELY, h200, left_out={}, drawn=1)
+    assert len(set(seeds)) == len(NETWORKS)
+
+
+def test_what_failed_before_leaves_the_rest_of_a_draw(cpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = likely_plan(PROBLEM, LIKELY, cpu, left_out={}, drawn=1)
+    failed = plan.candidates[0].candidate.id
+    monkeypatch.setattr(measuring, "_left_out", lambda *_: {failed: "failed here before"})
+    measuring.measure(PROBLEM, LIKELY, cpu, likeliest=plan)
+    (history,) = cpu.database.histories(cpu.device.identity, PROBLEM.network_config)
+    assert {row.candidate for row in history.rows} == {p.candidate.id for p in plan.candidates[1:]}
 
 
 def test_a_tuning_measures_what_it_draws(one: None, cpu: miofind.Handle) -> None:
@@ -262,10 +284,19 @@ def test_a_tuning_measures_what_it_draws(one: None, cpu: miofind.Handle) -> None
     assert len(history.rows) == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"find": LIKELY, "stored": True}], ids=str)
-def test_candidates_are_drawn_beside_the_likeliest_alone(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidOptionError, match="drawn=2 candidates are measured beside the likeliest"):
-        TuneOptions(drawn=2, **options)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"drawn": 2}, "candidates are drawn beside the likeliest alone"),
+        ({"drawn": 2, "find": LIKELY, "stored": True}, "stored measures no other configurations, and draws none"),
+        ({"drawn": -1, "find": LIKELY}, "drawn=-1 must be a whole number of at least 0"),
+        ({"drawn": 1.5, "find": LIKELY}, "drawn=1.5 must be a whole number"),
+    ],
+    ids=str,
+)
+def test_candidates_are_drawn_beside_the_likeliest_alone(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidOptionError, match=told):
+        TuneOptions(**options)
 
 
 @pytest.mark.parametrize("searching", [{"tuning": True}, {"find_enforce": "search"}], ids=str)

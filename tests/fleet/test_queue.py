@@ -436,7 +436,7 @@ def test_options_cross_as_plain_json() -> None:
     assert options_of({}) == TuneOptions(find=FindOptions(isolate=True)), "candidates always run in a sandbox"
     with pytest.raises(InvalidOptionError, match="recheck goes by the notes"):
         options_json(TuneOptions(recheck=True))
-    with pytest.raises(InvalidOptionError, match="draws no candidates"):
+    with pytest.raises(InvalidOptionError, match="no candidates that are drawn"):
         options_json(TuneOptions(find=FindOptions(likely=True), drawn=1))
 
 
