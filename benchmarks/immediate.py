@@ -10,10 +10,11 @@ regret is how far a pick is off the best that is known, cuDNN's included. Beside
 cost (the learning curve), what predictions add where one solver's rows are void, and the CPU time of an answer for
 problems that no FindDB knows.
 
-Random problems of the suite wild, in random types, layouts and directions, and with --epilogues with a random epilogue
-each, or with --families layers as families of networks have them, are written as a suite with --suite, whose default
-configurations `MIOFIND_SYSTEM_DB= miofind tune --csv wild.csv --db WILD.db` measures. With --judge they are judged:
-shapes in five parts, each predicted by a model of the sources and the other four.
+With --suite random problems are written as a suite, whose default configurations
+`MIOFIND_SYSTEM_DB= miofind tune --csv wild.csv --db WILD.db` measures. They are of the suite wild, in random types,
+layouts and directions, with --epilogues with a random epilogue each; with --families they are layers as families of
+networks have them (families.py). With --judge they are judged: shapes in five parts, each predicted by a model of the
+sources and the other four.
 
 With --gpu such problems are answered by the model that ships and by plain estimates, with no FindDB; then a find
 measures all default configurations and the first eight of both, and the regrets are those of measured times.
@@ -267,13 +268,13 @@ def against_measured(paths: Sequence[Path], arguments: argparse.Namespace) -> di
     return told(sources, judged, Holdout.GEOMETRY)
 
 
-def write_suite(path: Path, problems: Sequence[ProblemDescription]) -> None:
-    """Write problems as a suite that `miofind tune` takes."""
+def write_suite(path: Path, problems: Sequence[ProblemDescription], name: str) -> None:
+    """Write problems as a suite of a name that `miofind tune` takes."""
     rows = (
-        SuiteRow(problem=problem, suite="wild", layer=f"problem {i}", count=1, directions=(problem.direction,))
+        SuiteRow(problem=problem, suite=name, layer=f"problem {i}", count=1, directions=(problem.direction,))
         for i, problem in enumerate(problems)
     )
-    save_csv(Suite(name="wild", rows=tuple(rows)), path)
+    save_csv(Suite(name=name, rows=tuple(rows)), path)
 
 
 def random_problems(arguments: argparse.Namespace) -> list[ProblemDescription]:
@@ -395,7 +396,7 @@ def main() -> None:
     parser.add_argument("--json", type=script.output, help="write the figures to this file")
     arguments = parser.parse_args()
     if arguments.suite:
-        write_suite(arguments.suite, random_problems(arguments))
+        write_suite(arguments.suite, random_problems(arguments), "families" if arguments.families else "wild")
         return
     if arguments.gpu == bool(arguments.sources):
         parser.error("name FindDBs, or --gpu")
