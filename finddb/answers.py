@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, overload
 
 from miofind.errors import DatabaseError
 from miofind.finddb import ranking
-from miofind.finddb.validation import RefusedEntryError, well_formed_verdict
+from miofind.finddb.validation import RefusedEntryError, is_stamp, well_formed_verdict
 from miofind.finddb.values import (
     EFFORTS,
     ROW_FIELDS,
@@ -105,6 +105,28 @@ def check_kinds(values: Sequence[object]) -> None:
             raise TypeError(f"{name}={str(value)[:60]!r}")
         if isinstance(value, float) and not 0 <= value < math.inf:
             raise ValueError(f"{name}={value}")
+
+
+def row_of(values: Sequence[Any]) -> Row:
+    """The row of values, in the order of ROW_FIELDS.
+
+    Raises:
+        TypeError, ValueError: they are none.
+    """
+    check_kinds(values)
+    return Row(**dict(zip(ROW_FIELDS, values, strict=True)))
+
+
+def rival_of(values: Sequence[Any]) -> Row:
+    """As `row_of`, a rival's row: it counts by its time and its age.
+
+    Raises:
+        TypeError, ValueError: they are none.
+    """
+    row = row_of(values)
+    if not row.time_ms or not is_stamp(row.created_at):
+        raise ValueError(f"a rival's time_ms={row.time_ms} at {row.created_at!r:.60}")
+    return row
 
 
 def scope_of(values: Sequence[Any]) -> Scope:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,6 +90,14 @@ class Database(ABC):
     @abstractmethod
     def payload(self, device: str, network_config: str) -> Any:
         """What is stored as the answer to a problem, None where nothing is; to be asked where it is open."""
+
+    @abstractmethod
+    def rivals(self, device: str, first: str, end: str) -> Iterable[Sequence[Any]]:
+        """The name of the problem and the values of each row of a rival, in the order of ROW_FIELDS, where it is open.
+
+        Args:
+            first, end: names of problems from the one up to the other, which is not among them.
+        """
 
     @abstractmethod
     def write(self) -> AbstractContextManager[Connection]:

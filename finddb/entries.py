@@ -25,16 +25,11 @@ from sqlalchemy import (
 from sqlalchemy.dialects import sqlite
 
 from miofind.finddb import answers, packing, schema
-from miofind.finddb.legible import UnreadableEntryError, checked_text, legible
+from miofind.finddb.legible import checked_text, legible
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.stamps import TIME_FORM
-from miofind.finddb.validation import (
-    LAST_STAMP,
-    RefusedEntryError,
-    is_stamp,
-)
+from miofind.finddb.validation import LAST_STAMP, RefusedEntryError, is_stamp
 from miofind.finddb.values import (
-    RIVAL,
     ROW_FIELDS,
     SCOPE_FIELDS,
     VERDICT_FIELDS,
@@ -60,7 +55,7 @@ _SCOPE_ORDER = [schema.scope.c[name] for name in ("created_at", "id")]
 _VERDICT_ORDER = [schema.verdict.c[name] for name in ("created_at", "id")]
 _MOST_NAMED = 500  # values in one statement
 
-_RIVALS = (
+RIVALS_QUERY = (
     select(schema.problem.c.network_config, *_ROW_COLUMNS)
     .join(schema.problem, schema.measurement.c.problem_id == schema.problem.c.id)
     .join(schema.device, schema.problem.c.device_id == schema.device.c.id)
@@ -68,9 +63,11 @@ _RIVALS = (
         schema.device.c.identity == bindparam("device"),
         schema.problem.c.network_config >= bindparam("first"),
         schema.problem.c.network_config < bindparam("end"),
-        schema.measurement.c.status == RIVAL,
+        schema.measurement.c.status == bindparam("status"),
     )
 )
+"""Rows of a status, of problems whose names go from `first` up to `end`, each behind its problem's name. They are asked
+for by themselves, at each new call of a program: a problem has fifty other rows."""
 
 _HELD = (
     select(schema.problem.c.id)
@@ -323,22 +320,6 @@ def rows_of(connection: Connection, problem_id: int) -> list[Row]:
     return [_row(values) for values in _of_problem(connection, _ROW_COLUMNS, _ROW_ORDER, problem_id)]
 
 
-def rivals(connection: Connection, device: str, first: str, end: str) -> list[tuple[str, Row]]:
-    """The rivals' rows of problems whose names go from `first` up to `end`, which is not among them, each by its name.
-
-    They are asked for by themselves, at each new call of a program: a problem has fifty other rows.
-    """
-    found = connection.execute(_RIVALS, {"device": device, "first": first, "end": end})
-    return [(checked_text(name), _rival(values)) for name, *values in found]
-
-
-def _rival(values: Sequence[Any]) -> Row:
-    row = _row(values)
-    if not row.time_ms or not is_stamp(row.created_at):
-        raise UnreadableEntryError(f"a rival's time_ms={row.time_ms} at {row.created_at!r:.60}")
-    return row
-
-
 def scopes_of(connection: Connection, problem_id: int) -> list[Scope]:
     """All scopes of a problem, by time."""
     return [_scope(values) for values in _of_problem(connection, _SCOPE_COLUMNS, _SCOPE_ORDER, problem_id)]
@@ -579,8 +560,7 @@ def _versions(text: str) -> dict[str, str]:
 
 def _row(values: Sequence[Any]) -> Row:
     with legible():
-        answers.check_kinds(values)
-        return Row(**dict(zip(ROW_FIELDS, values, strict=True)))
+        return answers.row_of(values)
 
 
 def _scope(values: Sequence[Any]) -> Scope:

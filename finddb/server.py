@@ -11,8 +11,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from miofind.finddb.database import BATCH, Database, T
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.postgresql import GET_IN_THE_WAY, Connector, engine_of, state_of, translated
 from miofind.finddb.validation import LAST_STAMP
-from miofind.finddb.values import ProblemKey
+from miofind.finddb.values import RIVAL, ProblemKey
 
 _MOST_TRIES = 20
 _LONGEST_PAUSE_S = 0.5
@@ -159,8 +159,8 @@ class Server(Database):
             yield from _batches(connection, device, read)
 
     def opened(self) -> AbstractContextManager[None]:
-        """Nothing: what a server is does not change, and each payload is read by itself."""
-        return nullcontext()
+        """No connection: what a server is does not change, and each payload is read by itself."""
+        return translated(self.where)
 
     def payload(self, device: str, network_config: str) -> Any:
         """What is stored as the answer to a problem, None where nothing is.
@@ -172,6 +172,12 @@ class Server(Database):
             assert driver is not None
             found = driver.execute(_ANSWER_SQL, {"device": device, "network_config": network_config}).fetchone()
             return None if found is None else found[0]
+
+    def rivals(self, device: str, first: str, end: str) -> Sequence[Sequence[Any]]:
+        """The name of the problem and the values of each row of a rival, of problems from `first` to before `end`."""
+        named = {"device": device, "first": first, "end": end, "status": RIVAL}
+        with self.read() as connection:
+            return connection.execute(entries.RIVALS_QUERY, named).all()
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

@@ -12,8 +12,9 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import fields
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -40,7 +41,7 @@ from miofind.finddb.sqlite_file import (
     translated,
     use_write_ahead_log,
 )
-from miofind.finddb.values import ProblemKey
+from miofind.finddb.values import RIVAL, ROW_FIELDS, ProblemKey, Row
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -58,6 +59,15 @@ ANSWER_SQL = (
 )
 """`schema.ANSWER_QUERY` as SQLAlchemy writes it for SQLite, which is not imported for it."""
 
+RIVALS_SQL = (
+    f"SELECT problem.network_config, {', '.join(f'measurement.{name}' for name in ROW_FIELDS)} "
+    "FROM measurement JOIN problem ON measurement.problem_id = problem.id JOIN device ON problem.device_id = device.id "
+    "WHERE device.identity = :device AND problem.network_config >= :first AND problem.network_config < :end "
+    "AND measurement.status = :status"
+)
+"""`entries.RIVALS_QUERY`, likewise."""
+
+_FLAGS = tuple(place for place, item in enumerate(fields(Row)) if item.type == "bool")
 _DEVICE_SQL = "SELECT id FROM device WHERE identity = ?"
 
 
@@ -427,6 +437,16 @@ class SqliteFile(Database):
             return None
         found = driver.execute(ANSWER_SQL, {"device": device, "network_config": network_config}).fetchone()
         return None if found is None else found[0]
+
+    def rivals(self, device: str, first: str, end: str) -> Iterator[Sequence[Any]]:
+        """The name of the problem and the values of each row of a rival, of problems from `first` to before `end`."""
+        driver = self._connections.reading.driver
+        assert driver is not None
+        named = {"device": device, "first": first, "end": end, "status": RIVAL}
+        for name, *values in driver.execute(RIVALS_SQL, named).fetchall():
+            for place in _FLAGS:  # SQLite has 0 and 1
+                values[place] = bool(values[place]) if values[place] in (0, 1) else values[place]
+            yield name, *values
 
     def _knows(self, driver: sqlite3.Connection, device: str) -> bool:
         """Whether a file that does not change is of a device: most shipped files are of others."""

@@ -17,7 +17,7 @@ from miofind.errors import DatabaseError
 from miofind.finddb import answers, core, exchange, location, ranking, stamps
 from miofind.finddb.answers import Answer
 from miofind.finddb.database import BATCH, Database
-from miofind.finddb.legible import legible
+from miofind.finddb.legible import checked_text, legible
 from miofind.finddb.packing import HistoryCodec
 from miofind.finddb.sqlite_database import SqliteFile
 from miofind.finddb.validation import checked_environment, checked_history, checked_key, checked_reason
@@ -152,8 +152,9 @@ class Store:
         with self._database.opened():
             if self._database.packing is not None:
                 return []
-            with self._database.read() as connection:
-                return core.entries.rivals(connection, device, first, end)
+            found = self._database.rivals(device, first, end)
+            with legible():
+                return [(checked_text(name), answers.rival_of(values)) for name, *values in found]
 
     def revision(self) -> str:
         """What is another wherever something else may be stored than before; "" in memory."""

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from miofind.errors import DatabaseError, SchemaVersionError
+from miofind.errors import DamagedDatabaseError, DatabaseError, SchemaVersionError
 from miofind.finddb import (
     MEMORY,
     History,
@@ -196,6 +196,18 @@ def test_texts_are_ordered_as_in_a_file(store):
         assert contents(store) == contents(memory)
         assert answers(store) == answers(memory)
         assert exported(store) == exported(memory)
+
+
+def test_an_entry_that_cannot_be_read_is_told_of_as_damage(store: Store) -> None:
+    """As of a file: whoever may write to the server may have written it."""
+    store.record(DEVICE, PROBLEM, [row(), rival()])
+    with store._database.write() as connection:
+        connection.execute(text("UPDATE answer SET payload = 'spoilt'"))
+        connection.execute(text("UPDATE measurement SET created_at = 'never' WHERE status = 'rival'"))
+    with pytest.raises(DamagedDatabaseError, match="holds an entry that cannot be read"):
+        store.answer(DEVICE, PROBLEM)
+    with pytest.raises(DamagedDatabaseError, match="holds an entry that cannot be read"):
+        store.rivals(DEVICE, PROBLEM, f"{PROBLEM}~")
 
 
 def test_numbers_of_problems_have_64_bits(store):

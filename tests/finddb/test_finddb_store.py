@@ -6,6 +6,7 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.finddb.finddb_entries import (
@@ -16,6 +17,7 @@ from helpers.finddb.finddb_entries import (
     at,
     contents,
     files_end_at,
+    rival,
     row,
     scope,
     verdict,
@@ -23,7 +25,7 @@ from helpers.finddb.finddb_entries import (
 from helpers.processes.waiting import LIMIT_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, Select, event
 from sqlalchemy.dialects import sqlite
 
 from miofind.errors import DatabaseError
@@ -530,10 +532,14 @@ def test_solved_problems_are_those_with_a_usable_row(tmp_path):
         assert shipped.solved_problems() == shipped.problems() != ()
 
 
-def test_files_are_asked_for_answers_by_what_sqlalchemy_writes() -> None:
-    """The text stands there for processes that do without SQLAlchemy's import."""
-    written = str(schema.ANSWER_QUERY.compile(dialect=sqlite.dialect(paramstyle="named")))
-    assert sqlite_database.ANSWER_SQL.split() == written.split()
+@pytest.mark.parametrize(
+    ("text", "query"),
+    [(sqlite_database.ANSWER_SQL, schema.ANSWER_QUERY), (sqlite_database.RIVALS_SQL, entries.RIVALS_QUERY)],
+    ids=["answer", "rivals"],
+)
+def test_files_are_asked_by_what_sqlalchemy_writes(text: str, query: Select[Any]) -> None:
+    """The texts stand there for processes that do without SQLAlchemy's import."""
+    assert text.split() == str(query.compile(dialect=sqlite.dialect(paramstyle="named"))).split()
 
 
 def test_a_look_up_does_without_sqlalchemy(tmp_path: Path) -> None:
@@ -542,11 +548,13 @@ def test_a_look_up_does_without_sqlalchemy(tmp_path: Path) -> None:
     with Store(own) as store:
         store.record(DEVICE, PROBLEM, [row()], scope=scope(), environment=VERSIONS)
         write_release([store], release)
+        store.record(DEVICE, PROBLEM, [rival()], environment=VERSIONS)
     code = (
         "import sys; from miofind.finddb import LayeredStore, Store\n"
         f"layers = LayeredStore(Store({str(own)!r}), [Store({str(release)!r}, read_only=True)], strict=True)\n"
-        f"print([len(each.rows) for each in layers.answers({DEVICE!r}, {PROBLEM!r})], 'sqlalchemy' in sys.modules)"
+        f"print([len(each.rows) for each in layers.answers({DEVICE!r}, {PROBLEM!r})])\n"
+        f"print([row.time_ms for _, row in layers.rivals({DEVICE!r}, '', '~')], 'sqlalchemy' in sys.modules)"
     )
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    assert told.stdout == "[1, 1] False\n"
+    assert told.stdout == "[1, 1]\n[0.1] False\n"
