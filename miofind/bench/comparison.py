@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from miofind.api import find_solutions
+from miofind.api.solutions import find_solutions
 from miofind.bench.ceilings import Ceilings, measure_ceilings
 from miofind.bench.rivals import Rival, find_rival, runnable
 from miofind.compiler import CompilePool

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
-from miofind.api import find_solutions
+from miofind.api.solutions import find_solutions
 from miofind.bench.torch_rival import TorchRival
 from miofind.core.problem import ProblemDescription
 from miofind.errors import NoSolutionError

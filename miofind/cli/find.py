@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from miofind.api import find_solutions
+from miofind.api.solutions import find_solutions
 from miofind.cli.failed_candidates import failed_json, left_out_lines, show_all_command
 from miofind.cli.options import (
     DRIVER_LINE,

@@ -34,6 +34,9 @@ FEW = 2
 NEAR, REACH = 1.1, 1.3
 """How many times the first one's time others may be predicted to take, and the first of another solver."""
 
+_LEAST = 1e-300
+"""Stands for 0, which has no logarithm."""
+
 _CUDNN_PLANS = 2
 """cuDNN's plans that are measured, the first of its own order, where nothing is known of such problems."""
 
@@ -98,9 +101,12 @@ def _drawn_places(times: Mapping[int, float], count: int, seed: str) -> list[int
     Source: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006.
     """
     draw = random.Random(seed)
-    # A key of random ** (1 / weight), greatest first; of its logarithm, since powers of times underflow.
-    keys = {place: math.log(1.0 - draw.random()) * time_ms**2 for place, time_ms in times.items()}
-    return sorted(sorted(keys, key=keys.__getitem__, reverse=True)[:count])
+    # Of keys, which are random ** (1 / weight), the greatest; by logarithms, since keys underflow.
+    keys = {
+        place: math.log(draw.expovariate(1.0) or _LEAST) + 2 * math.log(time_ms or _LEAST)
+        for place, time_ms in times.items()
+    }
+    return sorted(sorted(keys, key=keys.__getitem__)[:count])
 
 
 def _is_led_by_cudnn(problem: ProblemDescription) -> bool:

@@ -248,6 +248,12 @@ def test_the_faster_are_drawn_more_often() -> None:
     assert counts[3] == pytest.approx(2000 * 4 / 9, rel=0.1)
     assert counts[6] == pytest.approx(2000 * 4 / 9, rel=0.1)
     assert counts[5] == pytest.approx(2000 * 1 / 9, rel=0.25)
+    extreme = likely._drawn_places({0: 0.0, 1: 1e-300, 2: 1e300}, 2, "seed")
+    assert extreme == [0, 1]
+    far = Counter(
+        place for seed in range(600) for place in likely._drawn_places({1: 60.0, 2: 60.0, 3: 60.0}, 1, f"{seed}")
+    )
+    assert min(far.values()) >= 150, "those far behind draw alike, too"
     both = [likely._drawn_places(times, 2, str(seed)) for seed in range(50)]
     assert all(places in ([3, 5], [3, 6], [5, 6]) for places in both), "in their order"
 
